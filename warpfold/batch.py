@@ -1,0 +1,110 @@
+"""The feature table: every array that data hands to model, its dtype and its axes.
+
+This is the only place where `data` and `model` meet.  Names are AlphaFold2's own.  A batch is a plain mapping from
+these names to arrays of one example (leading batch axes are allowed where every array has them).
+
+Axes: `res` residues, `seq` rows of the clustered MSA, `extra` rows of the extra MSA, `tmpl` templates, `pass` the
+passes of one example through the trunk, (recycles + 1) x ensemble, in the order recycle-major.  Only what differs
+between passes has that axis; an array whose `pass` axis has length 1 serves every pass.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One array: NumPy dtype name and axes, names or fixed sizes, outermost first."""
+
+    dtype: str
+    axes: tuple[str | int, ...]
+
+    @property
+    def per_pass(self) -> bool:
+        return "pass" in self.axes
+
+
+def _table(dtype: str, axes: str, names: str) -> dict[str, Feature]:
+    parsed = tuple(int(a) if a.isdigit() else a for a in axes.split())
+    return {name: Feature(dtype, parsed) for name in names.split()}
+
+
+FEATURES: dict[str, Feature] = {
+    # the target
+    **_table("int64", "res", "aatype residue_index"),  # aatype 0-19, 20 = X
+    **_table("float32", "res", "seq_mask"),
+    **_table("float32", "res 22", "target_feat"),  # chain break, one-hot of 21
+    # the alignment (Supp. 1.2.9, table 1)
+    **_table("float32", "pass seq res 49", "msa_feat"),
+    **_table("float32", "pass seq res", "msa_mask bert_mask"),
+    **_table("int64", "pass seq res", "true_msa"),  # 0-19, 20 = X, 21 = gap
+    **_table("int64", "pass extra res", "extra_msa"),  # 0-22, 22 = masked
+    **_table("float32", "pass extra res", "extra_has_deletion extra_deletion_value extra_msa_mask"),
+    # templates
+    **_table("int64", "tmpl res", "template_aatype"),  # 0-19, 20 = X, 21 = gap
+    **_table("float32", "tmpl res 37 3", "template_all_atom_positions"),
+    **_table("float32", "tmpl res 37", "template_all_atom_masks"),
+    **_table("float32", "tmpl res 3", "template_pseudo_beta"),
+    **_table("float32", "tmpl res", "template_pseudo_beta_mask"),
+    **_table("float32", "tmpl", "template_mask"),
+    # which atoms a residue type has
+    **_table("float32", "res 14", "atom14_atom_exists"),
+    **_table("float32", "res 37", "atom37_atom_exists"),
+    # the truth, and what follows from it (data.features.add_labels)
+    **_table("float32", "res 37 3", "all_atom_positions"),
+    **_table("float32", "res 37", "all_atom_mask"),
+    **_table("float32", "", "resolution use_clamped_fape"),
+    **_table("float32", "res 3", "pseudo_beta"),
+    **_table("float32", "res", "pseudo_beta_mask backbone_affine_mask"),
+    **_table("float32", "res 7", "backbone_affine_tensor"),  # quaternion w x y z, translation in angstrom
+    **_table("float32", "res 8 12", "rigidgroups_gt_frames rigidgroups_alt_gt_frames"),
+    **_table("float32", "res 8", "rigidgroups_gt_exists rigidgroups_group_exists rigidgroups_group_is_ambiguous"),
+    **_table("float32", "res 14 3", "atom14_gt_positions atom14_alt_gt_positions"),
+    **_table("float32", "res 14", "atom14_gt_exists atom14_alt_gt_exists atom14_atom_is_ambiguous"),
+    **_table("float32", "res 4", "chi_angles chi_mask"),
+}
+
+
+def to_tensors(arrays: Mapping[str, np.ndarray], device: torch.device | str = "cpu") -> Batch:
+    """Arrays of one example -> tensors of the table's dtypes on `device`.
+
+    Errors: KeyError for a name that is not in the table; ValueError for an array of the wrong number of axes, or
+    whose axes disagree with those of another array.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, array in arrays.items():
+        if name not in FEATURES:
+            raise KeyError(f"{name!r} is not in the feature table (warpfold/batch.py)")
+        axes = FEATURES[name].axes
+        if np.ndim(array) != len(axes):
+            raise ValueError(f"{name}: {np.ndim(array)} axes, {len(axes)} expected {axes}")
+        for axis, size in zip(axes, np.shape(array)):
+            if axis == "pass":
+                continue  # 1, or the number of passes: the model checks
+            if isinstance(axis, int) and size != axis:
+                raise ValueError(f"{name}: an axis of {size}, {axis} expected {axes}")
+            if isinstance(axis, str) and sizes.setdefault(axis, (size, name))[0] != size:
+                raise ValueError(f"{name}: {axis} is {size}, but {sizes[axis][0]} in {sizes[axis][1]}")
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(array, dtype=FEATURES[name].dtype)).to(device)
+        for name, array in arrays.items()
+    }
+
+
+def at_pass(batch: Mapping[str, Tensor], index: int, names: Iterable[str] | None = None) -> Batch:
+    """What one pass through the trunk sees: per-pass features without their `pass` axis, the others as they are."""
+    picked: Batch = {}
+    for name in batch if names is None else names:
+        feature, x = FEATURES[name], batch[name]
+        if feature.per_pass:
+            axis = -len(feature.axes)  # the table starts at `pass`, whatever batch axes come before
+            x = x.select(axis, 0 if x.shape[axis] == 1 else index)
+        picked[name] = x
+    return picked
