@@ -1,0 +1,125 @@
+"""Settings: bases, overrides, checks, and the way back to TOML."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warpfold import settings
+from warpfold.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    channels: int = 128
+    dropout: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.channels < 1:
+            raise ValueError("channels must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    pair: Pair = field(default_factory=Pair)
+    order: Literal["middle", "first", "last"] = "middle"
+    chunk: int | None = 4
+    weights: dict[str, float] = field(default_factory=dict)
+    sizes: tuple[int, ...] = (1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    model: Model
+    name: str = "run"
+    ptm: bool = False
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_file_overrides_its_base_and_the_command_line_overrides_both(tmp_path: Path) -> None:
+    write(tmp_path, "parent.toml", 'name = "p"\n[model.pair]\nchannels = 64\ndropout = 0.5\n')
+    child = write(tmp_path, "child.toml", 'base = "parent.toml"\n[model.pair]\nchannels = 32\n')
+    run = settings.build(Run, settings.load(child, ["model.order=first", "model.chunk=none", "name=two words"]))
+    assert run.model.pair == Pair(channels=32, dropout=0.5)
+    assert (run.model.order, run.model.chunk, run.name) == ("first", None, "two words")
+
+
+def test_a_base_may_be_a_preset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "small.toml", 'name = "from the preset"\n')
+    monkeypatch.setattr(settings, "PRESETS", (tmp_path,))
+    (tmp_path / "elsewhere").mkdir()
+    child = write(tmp_path / "elsewhere", "child.toml", 'base = "small"\n')
+    assert settings.load(child)["name"] == "from the preset"
+    assert settings.load("small") == settings.load(tmp_path / "small.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model.pair]\nchanels = 3\n", "model.pair.chanels is not a setting; did you mean model.pair.channels?"),
+        ("[modle]\n", "modle is not a setting; did you mean model?"),
+        ("zzz = 1\n", "zzz is not a setting; known: model, name, ptm"),
+        ('[model.pair]\nchannels = "3"\n', 'model.pair.channels = "3": a whole number expected'),
+        ("[model.pair]\nchannels = 3.5\n", "model.pair.channels = 3.5: a whole number expected"),
+        ("[model.pair]\nchannels = true\n", "model.pair.channels = true: a whole number expected"),
+        ("[model.pair]\nchannels = 0\n", "model.pair: channels must be positive"),
+        ("ptm = 1\n", "ptm = 1: true or false expected"),
+        ("model = 1\n", "model = 1: a table expected"),
+        ('[model]\norder = "up"\n', 'model.order = "up": one of "middle", "first", "last" expected'),
+        ("[model]\nchunk = 1.5\n", 'model.chunk = 1.5: a whole number or "none" expected'),
+        ("[model]\nsizes = 3\n", "model.sizes = 3: a list expected"),
+        ("[model]\nsizes = [1, 0.5]\n", "model.sizes[1] = 0.5: a whole number expected"),
+        ("[model.weights]\na = 'x'\n", 'model.weights.a = "x": a number expected'),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, "run.toml", text)
+    with pytest.raises(UserError) as error:
+        settings.build(Run, settings.load(path), source="run.toml")
+    assert str(error.value) == f"run.toml: {message}"
+
+
+def test_whole_numbers_stand_for_numbers(tmp_path: Path) -> None:
+    built = settings.build(Run, settings.load(write(tmp_path, "a.toml", "[model.pair]\ndropout = 1\n")))
+    assert isinstance(built.model.pair.dropout, float)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    write(tmp_path, "a.toml", 'base = "b.toml"\n')
+    write(tmp_path, "b.toml", 'base = "a.toml"\n')
+    write(tmp_path, "broken.toml", "a = = 1\n")
+    for name, message in [("a.toml", "leads back"), ("broken.toml", "not valid TOML"), ("c.toml", "no such settings")]:
+        with pytest.raises(UserError, match=message):
+            settings.load(tmp_path / name)
+    with pytest.raises(UserError, match="KEY=VALUE"):
+        settings.load(write(tmp_path, "fine.toml", ""), ["model.pair"])
+
+
+def test_resolved_settings_are_read_back_equal(tmp_path: Path) -> None:
+    run = Run(model=Model(chunk=None, weights={"a b": 1e-6, "c": float("inf")}, sizes=()), name='quote " \\ \n ü')
+    path = write(tmp_path, "settings.toml", settings.to_toml(run))
+    assert settings.build(Run, settings.load(path)) == run
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.floats(allow_nan=False),
+    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False), max_size=3),
+)
+def test_any_value_survives_the_way_to_toml_and_back(text: str, number: float, table: dict[str, float]) -> None:
+    run = Run(model=Model(pair=Pair(dropout=number), weights=table), name=text)
+    assert settings.build(Run, settings.tomllib.loads(settings.to_toml(run))) == run
+
+
+def test_differences_name_the_key_and_both_values() -> None:
+    ours, theirs = (settings.to_dict(Run(model=Model(chunk=c), ptm=p)) for c, p in [(None, False), (3, True)])
+    assert settings.differences(ours, theirs) == ['model.chunk: "none", not 3', "ptm: false, not true"]
+    assert settings.differences(ours, ours) == []

@@ -1,0 +1,258 @@
+"""Settings: TOML files -> frozen dataclasses, and back.
+
+A settings file is TOML with at most one `base` key, the name of a preset or the path of another file, whose values it
+overrides.  What may stand in it is what the dataclasses declare: each lives beside what it describes (`ModelConfig` in
+model/alphafold.py, ...), they are composed upward (`RunConfig` in run/train.py), and `build` fills them.
+
+TOML has no null: the string "none" stands for None.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import tomllib
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from warpfold.errors import UserError
+
+T = TypeVar("T")
+Mapped = dict[str, Any]
+
+# In a checkout the presets are `settings/` beside the package; a wheel carries them as `warpfold/presets`.
+PRESETS = (Path(__file__).parent / "presets", Path(__file__).parents[1] / "settings")
+
+
+def presets() -> dict[str, Path]:
+    """Name -> file of every preset that comes with WarpFold."""
+    return {file.stem: file for folder in PRESETS for file in sorted(folder.glob("*.toml"))}
+
+
+def find(name: str | Path, beside: Path | None = None) -> Path:
+    """The settings file called `name`: a path (a relative one starts at `beside`), or a preset's name.
+
+    Errors: UserError when there is none, with the presets listed.
+    """
+    path = beside / name if beside else Path(name)
+    if path.is_file():
+        return path
+    known = presets()
+    if str(name) in known:
+        return known[str(name)]
+    raise UserError(f"{name}: no such settings file; give a path or a preset ({', '.join(sorted(known)) or 'none'})")
+
+
+def load(name: str | Path, overrides: Iterable[str] = ()) -> Mapped:
+    """The values of a settings file over those of its bases, and `overrides` ("model.c_m=64") over all.
+
+    Returns nested dicts, not yet checked against any dataclass: that is `build`'s work.
+    Errors: UserError for a missing file, bad TOML, a circle of bases, or an override without "=".
+    """
+    path = find(name)
+    chain: list[Mapped] = []
+    seen: list[Path] = []
+    while True:
+        if path.resolve() in seen:
+            raise UserError(f"{path}: its `base` leads back to itself; remove one of them")
+        seen.append(path.resolve())
+        values = _read(path)
+        base = values.pop("base", None)
+        chain.append(values)
+        if base is None:
+            break
+        if not isinstance(base, str):
+            raise UserError(f"{path}: base must be one name or path, not {base!r}")
+        path = find(base, beside=path.parent)
+    merged: Mapped = {}
+    for values in reversed(chain):
+        merged = _merge(merged, values)
+    for override in overrides:
+        merged = _merge(merged, _parse_override(override))
+    return merged
+
+
+def _read(path: Path) -> Mapped:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _merge(under: Mapped, over: Mapped) -> Mapped:
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _parse_override(text: str) -> Mapped:
+    """ "a.b=1" -> {"a": {"b": 1}}; what is not a TOML value is taken as a string."""
+    key, equals, value = text.partition("=")
+    keys = [part.strip() for part in key.split(".")]
+    if not equals or not all(keys):
+        raise UserError(f"--set {text}: expected KEY=VALUE, for example --set model.c_m=64")
+    try:
+        nested: Any = tomllib.loads("value = " + value.strip().replace("\n", " "))["value"]
+    except tomllib.TOMLDecodeError:
+        nested = value.strip()
+    for part in reversed(keys):
+        nested = {part: nested}
+    return nested
+
+
+def build(cls: type[T], values: Mapping[str, Any], source: str = "settings") -> T:
+    """A dataclass from nested dicts; fields that are not named keep their defaults.
+
+    `source` begins each message, for example the file's name.
+    Errors: UserError for an unknown key (with the nearest name), a value of the wrong type, a missing value, or a
+    ValueError that the dataclass's own `__post_init__` raises.
+    """
+    return _build(cls, values, source, "")
+
+
+def _build(cls: Any, values: Mapping[str, Any], source: str, prefix: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    hints = get_type_hints(cls)
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            cure = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(fields)}"
+            raise UserError(f"{source}: {prefix}{key} is not a setting; {cure}")
+    arguments = {}
+    for name, field in fields.items():
+        if name in values:
+            arguments[name] = _convert(hints[name], values[name], source, prefix + name)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            if not dataclasses.is_dataclass(hints[name]):
+                raise UserError(f"{source}: {prefix}{name} has no value; it must be set")
+            arguments[name] = _build(hints[name], {}, source, f"{prefix}{name}.")
+    try:
+        return cls(**arguments)
+    except ValueError as error:
+        raise UserError(f"{source}: {prefix.rstrip('.') or 'settings'}: {error}") from error
+
+
+def _convert(hint: Any, value: Any, source: str, name: str) -> Any:
+    """`value` as the type that the field declares, or UserError."""
+    wrong = UserError(f"{source}: {name} = {_toml(value)}: {_describe(hint)} expected")
+    origin, choices = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if type(None) in choices and value == "none":
+            return None
+        for choice in choices:
+            if choice is not type(None):
+                try:
+                    return _convert(choice, value, source, name)
+                except UserError as error:
+                    if dataclasses.is_dataclass(choice) and isinstance(value, dict):
+                        wrong = error
+        raise wrong
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise wrong
+        return _build(hint, value, source, f"{name}.")
+    if origin is Literal:
+        if value not in choices:
+            raise wrong
+        return value
+    if origin in (tuple, list):
+        if not isinstance(value, list | tuple):
+            raise wrong
+        each = [choices[0]] * len(value) if origin is list or choices[-1] is Ellipsis else list(choices)
+        if len(each) != len(value):
+            raise wrong
+        return origin(_convert(h, v, source, f"{name}[{i}]") for i, (h, v) in enumerate(zip(each, value)))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise wrong
+        return {key: _convert(choices[1], v, source, f"{name}.{key}") for key, v in value.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
+        return value
+    raise wrong
+
+
+def _describe(hint: Any) -> str:
+    origin, choices = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(_toml, choices))
+    if origin in (Union, types.UnionType):
+        return " or ".join('"none"' if c is type(None) else _describe(c) for c in choices)
+    if origin in (tuple, list):
+        return "a list" if origin is list or choices[-1] is Ellipsis else f"a list of {len(choices)}"
+    if dataclasses.is_dataclass(hint) or origin is dict:
+        return "a table"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}.get(hint, str(hint))
+
+
+def to_dict(config: Any) -> Mapped:
+    """A dataclass as nested dicts of what TOML and JSON can hold: the inverse of `build`."""
+    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(v) for key, v in value.items()}
+    return "none" if value is None else value
+
+
+def to_toml(config: Any) -> str:
+    """A dataclass as a TOML text that `load` and `build` read back to an equal one."""
+    return "\n".join(_tables(to_dict(config), "")).strip() + "\n"
+
+
+def _tables(values: Mapped, name: str) -> Iterator[str]:
+    if name:
+        yield f"\n[{name}]"
+    yield from (f"{_key(k)} = {_toml(v)}" for k, v in values.items() if not isinstance(v, dict))
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _tables(value, f"{name}.{_key(key)}" if name else _key(key))
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _toml(value: Any) -> str:
+    """One TOML value on one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return (
+            repr(value) if math.isfinite(value) else ("nan" if math.isnan(value) else ("inf" if value > 0 else "-inf"))
+        )
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace(
+            "\x7f", "\\u007f"
+        )  # TOML's basic string is JSON's, but for DEL
+    return str(value)
+
+
+def differences(ours: Mapped, theirs: Mapped, prefix: str = "") -> list[str]:
+    """The dotted keys in which two nested dicts differ, each with both values: "model.c_m: 64, not 32"."""
+    found: list[str] = []
+    for key in dict.fromkeys([*ours, *theirs]):
+        a, b = ours.get(key), theirs.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            shown = ["absent" if v is None else _toml(v) for v in (a, b)]
+            found.append(f"{prefix}{key}: {shown[0]}, not {shown[1]}")
+    return found
