@@ -10,7 +10,6 @@ TOML has no null: the string "none" stands for None.
 import dataclasses
 import difflib
 import json
-import math
 import re
 import tomllib
 import types
@@ -223,26 +222,23 @@ def _tables(values: Mapped, name: str) -> Iterator[str]:
 
 
 def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quoted(key)
 
 
 def _toml(value: Any) -> str:
     """One TOML value on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, float):
-        return (
-            repr(value) if math.isfinite(value) else ("nan" if math.isnan(value) else ("inf" if value > 0 else "-inf"))
-        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace(
-            "\x7f", "\\u007f"
-        )  # TOML's basic string is JSON's, but for DEL
-    return str(value)
+    return _quoted(value) if isinstance(value, str) else str(value)  # Python's inf and nan are TOML's
+
+
+def _quoted(text: str) -> str:
+    """A basic string: as in JSON, but TOML wants DEL escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def differences(ours: Mapped, theirs: Mapped, prefix: str = "") -> list[str]:
