@@ -1,0 +1,78 @@
+"""The Evoformer block and the stack of them (Algorithms 6 and 18)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from warpfold.model.msa import MSAStack, OuterProductMean
+from warpfold.model.pair import PairConfig, PairStack
+
+Branches = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvoformerConfig:
+    """The settings of an Evoformer stack; the defaults are the main stack's (Supp. 1.6)."""
+
+    blocks: int = 48
+    heads: int = 8  # Algorithms 7 and 8
+    transition: int = 4  # Algorithm 9: n
+    rate: float = 0.15  # dropout of row attention, Algorithm 6
+    c_outer: int = 32  # Algorithm 10: c
+    # Where the outer product stands: "middle" is AlphaFold2's order; "first" is Multimer's; with "last" both halves
+    # read the block's input and the outer product closes it (HelixFold's parallel order: another model).
+    outer: Literal["middle", "first", "last"] = "middle"
+    pair: PairConfig = field(default_factory=PairConfig)
+
+
+def in_turn(msa: nn.Module, msa_args: tuple[Any, ...], pair: nn.Module, pair_args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The two halves of a block one after the other."""
+    return msa(*msa_args), pair(*pair_args)
+
+
+class EvoformerBlock(nn.Module):
+    """Algorithm 6 (and 18, with global column attention): m [*, s, r, c_m], z [*, r, r, c_z] -> m, z."""
+
+    branches: Branches = staticmethod(in_turn)  # set from outside, where the halves are independent
+
+    def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, global_column: bool = False) -> None:
+        super().__init__()
+        self.order = config.outer
+        self.msa = MSAStack(c_m, c_z, config.heads, config.transition, config.rate, global_column)
+        self.outer = OuterProductMean(c_m, c_z, config.c_outer)
+        self.pair = PairStack(c_z, config.pair)
+
+    def forward(self, m: Tensor, z: Tensor, m_mask: Tensor, z_mask: Tensor) -> tuple[Tensor, Tensor]:
+        if self.order == "middle":
+            m = self.msa(m, m_mask, z)
+            z = self.outer(z, m_mask, m)
+            return m, self.pair(z, z_mask)
+        if self.order == "first":
+            z = self.outer(z, m_mask, m)
+            return self.branches(self.msa, (m, m_mask, z), self.pair, (z, z_mask))
+        m, z = self.branches(self.msa, (m, m_mask, z), self.pair, (z, z_mask))
+        return m, self.outer(z, m_mask, m)
+
+
+def run_block(block: nn.Module, *args: Tensor) -> tuple[Tensor, Tensor]:
+    """A block as it is; a plan may put recomputation in its place."""
+    return block(*args)
+
+
+class Evoformer(nn.Module):
+    """A stack of blocks: the main one, or the extra MSA stack (Algorithm 18) with `global_column`."""
+
+    run_block: Callable[..., tuple[Tensor, Tensor]] = staticmethod(run_block)
+
+    def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, global_column: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            EvoformerBlock(c_m, c_z, config, global_column) for _ in range(config.blocks)
+        )
+
+    def forward(self, m: Tensor, z: Tensor, m_mask: Tensor, z_mask: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            m, z = self.run_block(block, m, z, m_mask, z_mask)
+        return m, z

@@ -1,0 +1,126 @@
+"""The layers of the MSA stack, m [*, s, r, c_m], and the outer product that carries m into z (Algorithms 7-10, 19)."""
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.model.attention import GatedAttention, Transition
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
+from warpfold.ops.attention import global_attention, masked_mean
+from warpfold.ops.linear import LayerNorm, Linear
+
+
+class MSARowAttention(AxialUpdate):
+    """Algorithm 7: attention within each sequence, biased by the pair representation."""
+
+    axis = ROWS
+    gathers = ROWS
+    shares_source = True
+
+    def __init__(self, c_m: int, c_z: int, heads: int = 8, rate: float = 0.15) -> None:
+        super().__init__()
+        self.rate = rate
+        self.norm = LayerNorm(c_m)
+        self.norm_z = LayerNorm(c_z)
+        self.bias = Linear(c_z, heads, bias=False)
+        self.attention = GatedAttention(c_m, heads)
+
+    def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
+        return (self.bias(self.norm_z(source)),)  # [*, i, j, h]
+
+    def local(self, n: Tensor, mask: Tensor) -> Tensors:
+        return self.attention.project(n)
+
+    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
+        (bias,) = shared
+        return self.attention.attend(local, mask, bias.movedim(-1, -3)[..., None, :, :, :])
+
+
+class MSAColumnAttention(AxialUpdate):
+    """Algorithm 8: attention within each residue's column, between sequences."""
+
+    axis = COLS
+
+    def __init__(self, c_m: int, heads: int = 8) -> None:
+        super().__init__()
+        self.norm = LayerNorm(c_m)
+        self.attention = GatedAttention(c_m, heads)
+
+    def local(self, n: Tensor, mask: Tensor) -> Tensors:
+        return self.attention.project(n.transpose(ROWS, COLS))
+
+    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
+        return self.attention.attend(local, mask.transpose(-2, -1)).transpose(ROWS, COLS)
+
+
+class MSAColumnGlobalAttention(AxialUpdate):
+    """Algorithm 19: column attention of the extra MSA, with one averaged query per column and shared keys and values."""
+
+    axis = COLS
+
+    def __init__(self, c_m: int, heads: int = 8) -> None:
+        super().__init__()
+        width = c_m // heads
+        self.heads = heads
+        self.norm = LayerNorm(c_m)
+        self.q = Linear(c_m, heads * width, bias=False, init="glorot")
+        self.k = Linear(c_m, width, bias=False, init="glorot")
+        self.v = Linear(c_m, width, bias=False, init="glorot")
+        self.gate = Linear(c_m, heads * width, init="gating")
+        self.out = Linear(heads * width, c_m, init="final")
+
+    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
+        n, mask = local[0].transpose(ROWS, COLS), mask.transpose(-2, -1)  # [*, r, s, c], [*, r, s]
+        q = self.q(masked_mean(n, mask[..., None], axis=-2)).unflatten(-1, (self.heads, -1))
+        o = global_attention(q, self.k(n), self.v(n), mask)  # [*, r, h, d]
+        gated = self.gate(n).sigmoid() * o.flatten(-2)[..., None, :]
+        return self.out(gated).transpose(ROWS, COLS)
+
+
+class OuterProductMean(AxialUpdate):
+    """Algorithm 10: row i of z from column i of m, given every column's b.  x is z, source is m, mask is m's."""
+
+    axis = ROWS
+    reads = COLS
+    gathers = COLS
+
+    def __init__(self, c_m: int, c_z: int, c: int = 32) -> None:
+        super().__init__()
+        self.norm = LayerNorm(c_m)
+        self.a = Linear(c_m, c)
+        self.b = Linear(c_m, c)
+        self.out = Linear(c * c, c_z, init="final")  # from the products, left channel outermost
+
+    def operand(self, x: Tensor, source: Tensor | None) -> Tensor:
+        assert source is not None
+        return source
+
+    def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
+        mask = mask[..., None].to(n.dtype)
+        return self.b(n) * mask, mask
+
+    def local(self, n: Tensor, mask: Tensor) -> Tensors:
+        return (self.a(n) * mask[..., None].to(n.dtype),)
+
+    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
+        (a,), (b, b_mask) = local, shared
+        outer = torch.einsum("...sic,...sjd->...ijcd", a, b).flatten(-2)
+        pairs = torch.einsum("...si,...sjx->...ijx", mask.to(b_mask.dtype), b_mask)  # sequences that have both
+        # The official code divides the bias too.
+        return self.out(outer) / (pairs + 1e-3)
+
+
+class MSAStack(nn.Module):
+    """The MSA half of a block: row attention, column attention (global for the extra MSA), transition."""
+
+    def __init__(
+        self, c_m: int, c_z: int, heads: int = 8, factor: int = 4, rate: float = 0.15, global_column: bool = False
+    ) -> None:
+        super().__init__()
+        self.row = MSARowAttention(c_m, c_z, heads, rate)
+        self.column = MSAColumnGlobalAttention(c_m, heads) if global_column else MSAColumnAttention(c_m, heads)
+        self.transition = Transition(c_m, factor)
+
+    def forward(self, m: Tensor, m_mask: Tensor, z: Tensor) -> Tensor:
+        m = self.row(m, m_mask, z)
+        m = self.column(m, m_mask)
+        return self.transition(m, m_mask)

@@ -1,0 +1,127 @@
+"""The layers of the pair stack, z [*, i, j, c_z]: triangle updates and transition (Algorithms 11-15).
+
+The Evoformer, the extra MSA stack and the template stack all use these, the last in another order.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from warpfold.model.attention import GatedAttention, Transition
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
+from warpfold.ops.linear import LayerNorm, Linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig:
+    """The settings of a pair stack; the defaults are the Evoformer's."""
+
+    heads: int = 4  # Algorithms 13 and 14
+    head_width: int | None = None  # None: c_z / heads
+    c_triangle: int = 128  # Algorithms 11 and 12: c
+    transition: int = 4  # Algorithm 15: n
+    rate: float = 0.25  # dropout, Algorithm 6
+    fused: bool = False  # one projection for both factors of a triangle product (AlphaFold 2.3, Multimer v3)
+    order: Literal["multiplication_first", "attention_first"] = "multiplication_first"
+
+
+class TriangleMultiplication(AxialUpdate):
+    """Algorithms 11 and 12.  Outgoing: each row i alone, given b.  Incoming: each column j alone, given b.
+
+    outgoing  x_ij = sum_k a_ik b_jk         incoming  x_ij = sum_k a_kj b_ki
+
+    In both, the slice brings its a and its gate, and b is shared.  (For incoming this a is the supplement's b.)
+    """
+
+    def __init__(self, c_z: int, c: int, outgoing: bool, rate: float = 0.25, fused: bool = False) -> None:
+        super().__init__()
+        self.outgoing, self.fused, self.rate = outgoing, fused, rate
+        self.axis = ROWS if outgoing else COLS
+        self.norm = LayerNorm(c_z)
+        if fused:  # a in the first half of the channels, b in the second
+            self.ab = Linear(c_z, 2 * c)
+            self.ab_gate = Linear(c_z, 2 * c, init="gating")
+        else:
+            self.a = Linear(c_z, c)
+            self.b = Linear(c_z, c)
+            self.a_gate = Linear(c_z, c, init="gating")
+            self.b_gate = Linear(c_z, c, init="gating")
+        self.norm_out = LayerNorm(c)
+        self.out = Linear(c, c_z, init="final")
+        self.gate = Linear(c_z, c_z, init="gating")
+
+    def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
+        return (self._factor(n, mask, 1),)
+
+    def local(self, n: Tensor, mask: Tensor) -> Tensors:
+        return self._factor(n, mask, 0), self.gate(n)
+
+    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
+        (a, gate), (b,) = local, shared
+        x = torch.einsum("...ikc,...jkc->...ijc" if self.outgoing else "...kjc,...kic->...ijc", a, b)
+        return self.out(self.norm_out(x)) * gate.sigmoid()
+
+    def _factor(self, n: Tensor, mask: Tensor, half: int) -> Tensor:
+        """a (half 0) or b (half 1) of the product, gated and masked."""
+        if self.fused:
+            y, g = _half(self.ab, n, half), _half(self.ab_gate, n, half)
+        else:
+            y, g = ((self.a(n), self.a_gate(n)), (self.b(n), self.b_gate(n)))[half]
+        return y * g.sigmoid() * mask[..., None].to(y.dtype)
+
+
+def _half(linear: Linear, n: Tensor, half: int) -> Tensor:
+    """One half of the outputs of a fused projection."""
+    weight, bias = linear.weight.chunk(2)[half], linear.bias.chunk(2)[half]
+    return F.linear(n, weight.to(n.dtype), bias.to(n.dtype))
+
+
+class TriangleAttention(AxialUpdate):
+    """Algorithms 13 and 14.  Starting node: within each row i.  Ending node: within each column j, so on z transposed."""
+
+    def __init__(
+        self, c_z: int, starting: bool, heads: int = 4, head_width: int | None = None, rate: float = 0.25
+    ) -> None:
+        super().__init__()
+        self.starting, self.rate = starting, rate
+        self.axis = self.spread = ROWS if starting else COLS
+        self.norm = LayerNorm(c_z)
+        self.bias = Linear(c_z, heads, bias=False)
+        self.attention = GatedAttention(c_z, heads, head_width)
+
+    def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
+        return (self.bias(n),)  # [*, i, j, h]
+
+    def local(self, n: Tensor, mask: Tensor) -> Tensors:
+        return self.attention.project(self._turn(n))
+
+    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
+        bias = self._turn(shared[0]).movedim(-1, -3)[..., None, :, :, :]
+        return self._turn(self.attention.attend(local, self._turn(mask[..., None])[..., 0], bias))
+
+    def _turn(self, t: Tensor) -> Tensor:
+        return t if self.starting else t.transpose(ROWS, COLS)
+
+
+class PairStack(nn.Module):
+    """The pair half of a block: the triangle updates in the order of the settings, then the transition."""
+
+    def __init__(self, c_z: int, config: PairConfig) -> None:
+        super().__init__()
+        c = config
+        for kind in ("mul", "att") if c.order == "multiplication_first" else ("att", "mul"):
+            if kind == "mul":
+                self.outgoing = TriangleMultiplication(c_z, c.c_triangle, True, c.rate, c.fused)
+                self.incoming = TriangleMultiplication(c_z, c.c_triangle, False, c.rate, c.fused)
+            else:
+                self.starting = TriangleAttention(c_z, True, c.heads, c.head_width, c.rate)
+                self.ending = TriangleAttention(c_z, False, c.heads, c.head_width, c.rate)
+        self.transition = Transition(c_z, c.transition)
+
+    def forward(self, z: Tensor, z_mask: Tensor) -> Tensor:
+        for layer in self.children():  # in the order in which they were declared
+            z = layer(z, z_mask)
+        return z
