@@ -1,0 +1,132 @@
+"""The optimiser against its definition, written out plainly in float64 arithmetic."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from warpfold.run.optim import OptimConfig, Optimizer, learning_rate
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2, bias=False))
+
+
+def example(index: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(index)) * 3
+
+
+def run(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
+    norms = []
+    for step in steps:
+        for k in range(optimizer.config.accumulate):
+            model(example(10 * step + k)).square().sum().backward()
+            norms.append(optimizer.collect())
+        optimizer.step(step)
+    return norms
+
+
+def test_steps_are_those_of_the_supplement() -> None:
+    config = OptimConfig(accumulate=3, warmup_steps=4, decay_after_steps=5, average_decay=0.9)
+    model, plain = small_model(), small_model().double()
+    optimizer = Optimizer(model, config)
+    m = [torch.zeros_like(p) for p in plain.parameters()]
+    v = [torch.zeros_like(p) for p in plain.parameters()]
+    average = [p.detach().clone() for p in plain.parameters()]
+    for step in range(7):
+        mean = [torch.zeros_like(p) for p in plain.parameters()]
+        for k in range(3):
+            gradient = torch.autograd.grad(
+                plain(example(10 * step + k).double()).square().sum(), list(plain.parameters())
+            )
+            norm = math.sqrt(sum(float(g.square().sum()) for g in gradient))
+            for total, g in zip(mean, gradient):
+                total += g * min(1, 0.1 / norm) / 3
+        rate = 1e-3 * min(1, (step + 1) / 4) * (0.95 if step >= 5 else 1)
+        with torch.no_grad():
+            for i, p in enumerate(plain.parameters()):
+                m[i] = 0.9 * m[i] + 0.1 * mean[i]
+                v[i] = 0.999 * v[i] + 0.001 * mean[i] ** 2
+                p -= rate * (m[i] / (1 - 0.9 ** (step + 1))) / ((v[i] / (1 - 0.999 ** (step + 1))).sqrt() + 1e-6)
+                average[i] = 0.9 * average[i] + 0.1 * p
+    run(model, optimizer, range(7))
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-7)
+    with optimizer.averaged():
+        for ours, theirs in zip(model.parameters(), average):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_averaged_weights_are_put_back_even_after_an_error() -> None:
+    model = small_model()
+    optimizer = Optimizer(model, OptimConfig(average_decay=0.5))
+    run(model, optimizer, range(3))
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def fail() -> None:
+        with optimizer.averaged():
+            assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+
+
+def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
+    model = small_model()
+    optimizer = Optimizer(model, OptimConfig())
+    for poison in (float("nan"), float("inf")):
+        (model(example(0)).sum() * poison).backward()
+        assert not math.isfinite(optimizer.collect())
+    assert not optimizer.total.any()
+    assert not optimizer.gradient.any()
+
+
+def test_state_goes_round_to_the_bit() -> None:
+    config = OptimConfig(accumulate=2)
+    straight, broken = small_model(), small_model()
+    first = Optimizer(straight, config)
+    run(straight, first, range(6))
+
+    second = Optimizer(broken, config)
+    run(broken, second, range(3))
+    state = {name: t.clone() for name, t in second.state().items()}
+    resumed = small_model()
+    third = Optimizer(resumed, config)
+    third.restore(state)
+    run(resumed, third, range(3, 6))
+    for name, value in first.state().items():
+        assert torch.equal(value, third.state()[name]), name
+
+
+def test_a_fresh_state_goes_round_too() -> None:
+    model = small_model()
+    first, second = Optimizer(small_model(), OptimConfig()), Optimizer(model, OptimConfig())
+    second.restore(first.state())
+    run(model, second, range(1))
+    assert second.state()["steps"] == 1
+
+
+def test_parameters_without_gradient_stay() -> None:
+    model = small_model()
+    model[0].bias.requires_grad_(False)
+    bias = model[0].bias.detach().clone()
+    run(model, Optimizer(model, OptimConfig(learning_rate=0.1, warmup_steps=1)), range(2))
+    assert torch.equal(model[0].bias, bias)
+
+
+def test_learning_rate() -> None:
+    config = OptimConfig()
+    assert learning_rate(config, 0) == pytest.approx(1e-6)
+    assert learning_rate(config, 999) == learning_rate(config, 49_999) == 1e-3
+    assert learning_rate(config, 50_000) == pytest.approx(0.95e-3)
+    assert learning_rate(OptimConfig(warmup_steps=0), 0) == 1e-3
+
+
+@pytest.mark.parametrize("wrong", [{"accumulate": 0}, {"clip_norm": 0.0}, {"average_decay": 1.0}])
+def test_settings_that_make_no_sense(wrong: dict) -> None:
+    with pytest.raises(ValueError):
+        OptimConfig(**wrong)
