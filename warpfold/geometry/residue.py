@@ -1,0 +1,274 @@
+"""Tables of the residue types: atom names and orders, chi angles, rigid groups, distance bounds.
+
+NumPy arrays whose first axis is the residue type in AF2's order, 0-19 and 20 = unknown (a residue without atoms).
+Shapes and dtypes stand beside the names.  The figures come from `stereochemistry.py`; lengths are in angstrom.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfold.geometry import stereochemistry
+from warpfold.geometry.stereochemistry import (
+    C_N_LENGTH,
+    C_N_LENGTH_PROLINE,
+    CA_CA_DISTANCE,
+    COS_C_N_CA,
+    COS_CA_C_N,
+    VDW_RADIUS,
+)
+
+__all__ = [
+    "ATOM14_AMBIGUOUS",
+    "ATOM14_GROUP",
+    "ATOM14_GROUP_POSITIONS",
+    "ATOM14_MASK",
+    "ATOM14_NAMES",
+    "ATOM14_SWAP",
+    "ATOM14_TO_ATOM37",
+    "ATOM14_VDW_RADIUS",
+    "ATOM37_MASK",
+    "ATOM37_TO_ATOM14",
+    "ATOM_ORDER",
+    "ATOM_TYPES",
+    "CA_CA_DISTANCE",
+    "CHI_ATOM37",
+    "CHI_ATOMS",
+    "CHI_MASK",
+    "CHI_PI_PERIODIC",
+    "COS_CA_C_N",
+    "COS_C_N_CA",
+    "C_N_LENGTH",
+    "C_N_LENGTH_PROLINE",
+    "GAP",
+    "GROUP_AMBIGUOUS",
+    "GROUP_ATOM37",
+    "GROUP_MASK",
+    "MASK",
+    "RESTYPES",
+    "RESTYPE_3",
+    "RESTYPE_ORDER",
+    "RIGID_GROUP_FRAMES",
+    "UNKNOWN",
+    "VDW_RADIUS",
+    "atom14_distance_bounds",
+]
+
+FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int64]
+
+RESTYPES = "ARNDCQEGHILKMFPSTWYV"
+UNKNOWN, GAP, MASK = 20, 21, 22  # codes after the 20 types: X in a sequence, gap and masked letter in an alignment
+RESTYPE_ORDER: dict[str, int] = {letter: code for code, letter in enumerate(RESTYPES)}
+RESTYPE_3: tuple[str, ...] = (
+    *("ALA", "ARG", "ASN", "ASP", "CYS", "GLN", "GLU", "GLY", "HIS", "ILE"),
+    *("LEU", "LYS", "MET", "PHE", "PRO", "SER", "THR", "TRP", "TYR", "VAL"),
+    "UNK",
+)
+
+# The order of all heavy atom names, and the order of the (at most 14) atoms within each residue type.
+ATOM_TYPES: tuple[str, ...] = (
+    *("N", "CA", "C", "CB", "O", "CG", "CG1", "CG2", "OG", "OG1", "SG", "CD", "CD1", "CD2", "ND1", "ND2", "OD1", "OD2"),
+    *("SD", "CE", "CE1", "CE2", "CE3", "NE", "NE1", "NE2", "OE1", "OE2", "CH2", "NH1", "NH2", "OH", "CZ", "CZ2"),
+    *("CZ3", "NZ", "OXT"),
+)
+ATOM_ORDER: dict[str, int] = {name: index for index, name in enumerate(ATOM_TYPES)}
+
+
+def _entries(text: str) -> Iterator[list[str]]:
+    """The comma-separated entries of a text of figures, each split into its words."""
+    return (entry.split() for entry in text.split(",") if entry.strip())
+
+
+_IDEAL: list[list[list[str]]] = [list(_entries(stereochemistry.IDEAL_ATOMS[name])) for name in RESTYPE_3[:20]] + [[]]
+
+ATOM14_NAMES: tuple[tuple[str, ...], ...] = tuple(  # [21][14], "" = none
+    tuple(atom[0] for atom in atoms) + ("",) * (14 - len(atoms)) for atoms in _IDEAL
+)
+_SLOTS: list[tuple[int, int, str]] = [  # (residue type, column of atom14, name) of every atom there is
+    (restype, column, name) for restype, names in enumerate(ATOM14_NAMES) for column, name in enumerate(names) if name
+]
+
+
+def _atom_orders() -> tuple[IntArray, IntArray, FloatArray, FloatArray]:
+    to37, to14 = np.zeros((21, 14), np.int64), np.zeros((21, 37), np.int64)
+    mask14, mask37 = np.zeros((21, 14), np.float32), np.zeros((21, 37), np.float32)
+    for restype, column, name in _SLOTS:
+        atom = ATOM_ORDER[name]
+        to37[restype, column], to14[restype, atom] = atom, column
+        mask14[restype, column] = mask37[restype, atom] = 1.0
+    return to37, to14, mask14, mask37
+
+
+ATOM14_TO_ATOM37: IntArray  # [21, 14], 0 where there is no atom
+ATOM37_TO_ATOM14: IntArray  # [21, 37], 0 where there is no atom
+ATOM14_MASK: FloatArray  # [21, 14]
+ATOM37_MASK: FloatArray  # [21, 37]
+ATOM14_TO_ATOM37, ATOM37_TO_ATOM14, ATOM14_MASK, ATOM37_MASK = _atom_orders()
+
+
+def _vdw_radii() -> FloatArray:
+    radii = np.zeros((21, 14), np.float32)
+    for restype, column, name in _SLOTS:
+        radii[restype, column] = VDW_RADIUS[name[0]]
+    return radii
+
+
+ATOM14_VDW_RADIUS: FloatArray = _vdw_radii()  # [21, 14], 0 where there is no atom
+
+# The four atoms of every chi angle, by name: per residue type, as many as it has.
+CHI_ATOMS: tuple[tuple[tuple[str, ...], ...], ...] = tuple(
+    tuple(tuple(chain[k : k + 4]) for k in range(len(chain) - 3))
+    for chain in [stereochemistry.CHI_CHAIN[name].split() for name in RESTYPE_3[:20]] + [[]]
+)
+
+
+def _chi_tables() -> tuple[IntArray, FloatArray, FloatArray]:
+    atoms, mask = np.zeros((21, 4, 4), np.int64), np.zeros((21, 4), np.float32)
+    periodic = np.zeros((21, 4), np.float32)
+    for restype, chis in enumerate(CHI_ATOMS):
+        for k, names in enumerate(chis):
+            atoms[restype, k] = [ATOM_ORDER[name] for name in names]
+            mask[restype, k] = 1.0
+        if RESTYPE_3[restype] in stereochemistry.NAMING_SWAPS:
+            periodic[restype, len(chis) - 1] = 1.0  # a half turn of the last chi swaps the ambiguous names
+    return atoms, mask, periodic
+
+
+CHI_ATOM37: IntArray  # [21, 4, 4], atom37 indices, 0 where there is no such chi
+CHI_MASK: FloatArray  # [21, 4]
+CHI_PI_PERIODIC: FloatArray  # [21, 4], 1 where chi and chi + pi are the same structure
+CHI_ATOM37, CHI_MASK, CHI_PI_PERIODIC = _chi_tables()
+
+
+def _naming_swap() -> IntArray:
+    swap = np.tile(np.arange(14, dtype=np.int64), (21, 1))
+    for residue, pairs in stereochemistry.NAMING_SWAPS.items():
+        restype = RESTYPE_3.index(residue)
+        for first, second in pairs:
+            i, j = ATOM14_NAMES[restype].index(first), ATOM14_NAMES[restype].index(second)
+            swap[restype, [i, j]] = j, i
+    return swap
+
+
+ATOM14_SWAP: IntArray = _naming_swap()  # [21, 14], the permutation to the alternative naming
+ATOM14_AMBIGUOUS: FloatArray = (np.arange(14) != ATOM14_SWAP).astype(np.float32)  # [21, 14]
+
+# The eight rigid groups: backbone, omega, phi, psi, chi1 to chi4 (Supp. table 2).  A group's frame is set by three
+# atoms: one on the negative x axis, the origin, one in the xy plane.  The backbone's own frame (Alg. 21) points the
+# other way along x; atoms.atom37_to_frames turns it.
+PSI = 3
+CHI1 = 4
+
+
+def _group_tables() -> tuple[IntArray, FloatArray, FloatArray]:
+    atoms = np.zeros((21, 8, 3), np.int64)
+    atoms[:, 0] = [ATOM_ORDER[name] for name in ("C", "CA", "N")]
+    atoms[:, PSI] = [ATOM_ORDER[name] for name in ("CA", "C", "O")]
+    atoms[:, CHI1:] = CHI_ATOM37[:, :, 1:]
+    mask, ambiguous = np.zeros((21, 8), np.float32), np.zeros((21, 8), np.float32)
+    mask[:, [0, PSI]] = 1.0  # of the unknown residue too: its backbone atoms may have been seen
+    mask[:, CHI1:] = CHI_MASK
+    ambiguous[:, CHI1:] = CHI_PI_PERIODIC
+    return atoms, mask, ambiguous
+
+
+GROUP_ATOM37: IntArray  # [21, 8, 3]
+GROUP_MASK: FloatArray  # [21, 8]
+GROUP_AMBIGUOUS: FloatArray  # [21, 8]
+GROUP_ATOM37, GROUP_MASK, GROUP_AMBIGUOUS = _group_tables()
+
+
+def _ideal_atoms() -> tuple[IntArray, FloatArray]:
+    group, positions = np.zeros((21, 14), np.int64), np.zeros((21, 14, 3), np.float32)
+    for restype, atoms in enumerate(_IDEAL):
+        for column, (_, number, *xyz) in enumerate(atoms):
+            group[restype, column] = int(number)
+            positions[restype, column] = [float(x) for x in xyz]
+    return group, positions
+
+
+ATOM14_GROUP: IntArray  # [21, 14], the rigid group that carries the atom
+ATOM14_GROUP_POSITIONS: FloatArray  # [21, 14, 3], in that group's frame
+ATOM14_GROUP, ATOM14_GROUP_POSITIONS = _ideal_atoms()
+
+
+def _frame(x_axis: NDArray[np.float64], xy: NDArray[np.float64], origin: NDArray[np.float64]) -> NDArray[np.float64]:
+    """4x4 transform of the frame at `origin` with x along `x_axis` and `xy` in the xy plane at positive y."""
+    x = x_axis / np.linalg.norm(x_axis)
+    y = xy - np.dot(xy, x) * x
+    y /= np.linalg.norm(y)
+    frame = np.eye(4)
+    frame[:3] = np.stack([x, y, np.cross(x, y), origin], axis=1)
+    return frame
+
+
+def _group_frames() -> FloatArray:
+    frames = np.zeros((21, 8, 4, 4))
+    for restype, atoms in enumerate(_IDEAL[:UNKNOWN]):
+        at = {name: np.array([float(x) for x in xyz]) for name, _, *xyz in atoms}
+        n, ca, c = at["N"], at["CA"], at["C"]
+        frames[restype, 0] = frames[restype, 1] = np.eye(4)  # omega turns the residue before: no atom of this one
+        frames[restype, 2] = _frame(n - ca, np.array([1.0, 0.0, 0.0]), n)
+        frames[restype, PSI] = _frame(c - ca, ca - n, c)
+        for k, (first, second, third, _) in enumerate(CHI_ATOMS[restype]):
+            if k == 0:
+                frames[restype, CHI1] = _frame(at[third] - at[second], at[first] - at[second], at[third])
+            else:  # the axis starts at the origin of the group before, and comes along its -x
+                frames[restype, CHI1 + k] = _frame(at[third], np.array([-1.0, 0.0, 0.0]), at[third])
+    return frames.astype(np.float32)
+
+
+# [21, 8, 4, 4]: from a group at torsion 0 to its parent: the backbone, or for chi2 to chi4 the chi before.  Zero, not a
+# rigid motion, where a residue type has no such group (as AF2 has it; GROUP_MASK tells).
+RIGID_GROUP_FRAMES: FloatArray = _group_frames()
+
+
+def _bonds(restype: int) -> dict[frozenset[str], tuple[float, float]]:
+    """Length and standard deviation of every bond of a residue type, and of the far side of every bond angle."""
+    residue = RESTYPE_3[restype]
+    bonds = {
+        frozenset(pair.split("-")): (float(length), float(sd))
+        for pair, length, sd in _entries(stereochemistry.BONDS[residue])
+    }
+    sides: dict[frozenset[str], tuple[float, float]] = {}
+    for triple, degrees, sd_degrees in _entries(stereochemistry.ANGLES[residue]):
+        first, middle, last = triple.split("-")
+        (a, sd_a), (b, sd_b) = bonds[frozenset((first, middle))], bonds[frozenset((middle, last))]
+        angle, sd_angle = np.radians(float(degrees)), np.radians(float(sd_degrees))
+        side = np.sqrt(a * a + b * b - 2 * a * b * np.cos(angle))
+        # errors propagate through the law of cosines, taken as uncorrelated
+        by_angle = a * b * np.sin(angle) / side
+        by_a, by_b = (a - b * np.cos(angle)) / side, (b - a * np.cos(angle)) / side
+        sd = np.sqrt((by_angle * sd_angle) ** 2 + (by_a * sd_a) ** 2 + (by_b * sd_b) ** 2)
+        sides[frozenset((first, last))] = (float(side), float(sd))
+    return bonds | sides
+
+
+@functools.cache
+def atom14_distance_bounds(
+    violation_tolerance_factor: float = 12.0, clash_overlap_tolerance: float = 1.5
+) -> tuple[FloatArray, FloatArray]:
+    """Allowed distances between the atoms of one residue, for the violation loss (Supp. 1.9.11, eqs. 44-47).
+
+    Bonded atoms and atoms one bond angle apart: mean -+ factor x standard deviation.  Other pairs: at least the sum of
+    the van der Waals radii less the tolerance (angstrom), at most 1e10.  Returns lower and upper, float32 [21, 14, 14],
+    angstrom, zero on the diagonal and where an atom does not exist.  The arrays are shared: do not write to them.
+    """
+    lower, upper = np.zeros((21, 14, 14), np.float32), np.zeros((21, 14, 14), np.float32)
+    for restype, names in enumerate(ATOM14_NAMES[:UNKNOWN]):
+        bonds = _bonds(restype)
+        count = sum(map(bool, names))
+        for i, j in itertools.permutations(range(count), 2):
+            pair = frozenset((names[i], names[j]))
+            if pair in bonds:
+                mean, sd = bonds[pair]
+                slack = violation_tolerance_factor * sd
+                lower[restype, i, j], upper[restype, i, j] = mean - slack, mean + slack
+            else:
+                contact = VDW_RADIUS[names[i][0]] + VDW_RADIUS[names[j][0]]
+                lower[restype, i, j], upper[restype, i, j] = contact - clash_overlap_tolerance, 1e10
+    return lower, upper

@@ -1,0 +1,203 @@
+"""Rigid motions, and the quaternions that parametrise their rotations.
+
+A `Rigid` maps local coordinates to global ones: x -> R x + t.  All functions broadcast over leading axes and keep the
+dtype of their inputs.  Products of 3x3 matrices are written out as sums of products, not as matmul: they are small, and
+so they stay exact where the device would round a float32 matmul to TF32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rigid:
+    """Rotations [*, 3, 3] and translations [*, 3]: x -> R x + t.  `*` is the shape of the collection.
+
+    Indexing, as in `rigid[..., None]`, acts on `*`.
+    """
+
+    rotation: Tensor
+    translation: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape `*` of the collection."""
+        return self.translation.shape[:-1]
+
+    def __getitem__(self, index: Any) -> Rigid:
+        index = index if isinstance(index, tuple) else (index,)
+        if not any(i is Ellipsis for i in index):
+            return Rigid(self.rotation[index], self.translation[index])
+        rest = slice(None)
+        return Rigid(self.rotation[(*index, rest, rest)], self.translation[(*index, rest)])
+
+    def apply(self, points: Tensor) -> Tensor:
+        """Local points [*, 3] -> global points [*, 3]."""
+        return rotate(self.rotation, points) + self.translation
+
+    def invert_apply(self, points: Tensor) -> Tensor:
+        """Global points [*, 3] -> local points [*, 3]."""
+        return rotate(self.rotation.mT, points - self.translation)
+
+    def compose(self, other: Rigid) -> Rigid:
+        """First `other`, then `self`."""
+        return Rigid(multiply(self.rotation, other.rotation), self.apply(other.translation))
+
+    def invert(self) -> Rigid:
+        """The motion that undoes this one."""
+        return Rigid(self.rotation.mT, -rotate(self.rotation.mT, self.translation))
+
+    def scale_translation(self, factor: float) -> Rigid:
+        """The same motion in units that are `factor` times smaller."""
+        return Rigid(self.rotation, self.translation * factor)
+
+    def to(self, target: torch.device | torch.dtype) -> Rigid:
+        """The same motion on another device or in another dtype."""
+        return Rigid(self.rotation.to(target), self.translation.to(target))
+
+    def detach(self) -> Rigid:
+        """The same motion without its gradient."""
+        return Rigid(self.rotation.detach(), self.translation.detach())
+
+    def to_quaternion7(self) -> Tensor:
+        """[*, 7]: the unit quaternion w x y z with w >= 0, then the translation."""
+        return torch.cat([rotation_to_quaternion(self.rotation), self.translation], dim=-1)
+
+    def to_flat12(self) -> Tensor:
+        """[*, 12]: the rotation row by row, then the translation (AF2's `rigidgroups_gt_frames`)."""
+        return torch.cat([self.rotation.flatten(-2), self.translation], dim=-1)
+
+    @staticmethod
+    def identity(shape: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None) -> Rigid:
+        """The motion that moves nothing, `shape` times."""
+        eye = torch.eye(3, dtype=dtype, device=device).expand(*shape, 3, 3)
+        return Rigid(eye, torch.zeros(*shape, 3, dtype=dtype, device=device))
+
+    @staticmethod
+    def from_quaternion7(affine: Tensor) -> Rigid:
+        """From [*, 7]: unit quaternion w x y z, taken as it is (not normalised), then the translation."""
+        return Rigid(quaternion_to_rotation(affine[..., :4]), affine[..., 4:])
+
+    @staticmethod
+    def from_flat12(flat: Tensor) -> Rigid:
+        """From [*, 12]: the rotation row by row, then the translation."""
+        return Rigid(flat[..., :9].unflatten(-1, (3, 3)), flat[..., 9:])
+
+    @staticmethod
+    def from_axes(x_axis: Tensor, xy_plane: Tensor, origin: Tensor) -> Rigid:
+        """The frame at `origin` with x along `x_axis` and `xy_plane` in the xy plane at positive y (Gram-Schmidt).
+
+        All [*, 3]; the vectors have any length.  Collinear or zero vectors give a finite matrix with finite gradients
+        that is no rotation: the caller masks them.
+        """
+        x = normalize(x_axis)
+        y = normalize(xy_plane - (xy_plane * x).sum(-1, keepdim=True) * x)
+        return Rigid(torch.stack([x, y, torch.linalg.cross(x, y)], dim=-1), origin)
+
+    @staticmethod
+    def from_three_points(x1: Tensor, x2: Tensor, x3: Tensor) -> Rigid:
+        """Algorithm 21, rigidFrom3Points: origin at x2, x axis towards x3, x1 in the xy plane.  All [*, 3].
+
+        The backbone frame is `from_three_points(N, CA, C)`.
+        """
+        return Rigid.from_axes(x3 - x2, x1 - x2, x2)
+
+    @staticmethod
+    def stack(rigids: Sequence[Rigid], axis: int = 0) -> Rigid:
+        """Stacks collections of one shape along a new axis of `*` (negative counts from the end of `*`)."""
+        rotation_axis, translation_axis = (axis, axis) if axis >= 0 else (axis - 2, axis - 1)
+        return Rigid(
+            torch.stack([r.rotation for r in rigids], dim=rotation_axis),
+            torch.stack([r.translation for r in rigids], dim=translation_axis),
+        )
+
+    @staticmethod
+    def cat(rigids: Sequence[Rigid], axis: int = 0) -> Rigid:
+        """Joins collections along an axis of `*` (negative counts from the end of `*`)."""
+        rotation_axis, translation_axis = (axis, axis) if axis >= 0 else (axis - 2, axis - 1)
+        return Rigid(
+            torch.cat([r.rotation for r in rigids], dim=rotation_axis),
+            torch.cat([r.translation for r in rigids], dim=translation_axis),
+        )
+
+
+def rotate(rotation: Tensor, vectors: Tensor) -> Tensor:
+    """R v: [*, 3, 3], [*, 3] -> [*, 3]."""
+    x, y, z = vectors[..., :1], vectors[..., 1:2], vectors[..., 2:]
+    return rotation[..., 0] * x + rotation[..., 1] * y + rotation[..., 2] * z
+
+
+def multiply(first: Tensor, second: Tensor) -> Tensor:
+    """The matrix product: [*, 3, 3], [*, 3, 3] -> [*, 3, 3]."""
+    return (first[..., :, :, None] * second[..., None, :, :]).sum(-2)
+
+
+def normalize(vectors: Tensor, eps: float = 1e-8) -> Tensor:
+    """v / sqrt(|v|^2 + eps) over the last axis: zero, with a finite gradient, for the zero vector."""
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + eps)
+
+
+def quaternion_multiply(first: Tensor, second: Tensor) -> Tensor:
+    """Hamilton product of quaternions w x y z: [*, 4], [*, 4] -> [*, 4]."""
+    a, b, c, d = first.unbind(-1)
+    e, f, g, h = second.unbind(-1)
+    return torch.stack(
+        [
+            a * e - b * f - c * g - d * h,
+            a * f + b * e + c * h - d * g,
+            a * g - b * h + c * e + d * f,
+            a * h + b * g - c * f + d * e,
+        ],
+        dim=-1,
+    )
+
+
+def quaternion_to_rotation(quaternion: Tensor) -> Tensor:
+    """[*, 4] w x y z -> [*, 3, 3].  A quaternion of length l gives l^2 times its rotation."""
+    a, b, c, d = quaternion.unbind(-1)
+    aa, bb, cc, dd = a * a, b * b, c * c, d * d
+    rows = [
+        [aa + bb - cc - dd, 2 * (b * c - a * d), 2 * (b * d + a * c)],
+        [2 * (b * c + a * d), aa - bb + cc - dd, 2 * (c * d - a * b)],
+        [2 * (b * d - a * c), 2 * (c * d + a * b), aa - bb - cc + dd],
+    ]
+    return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
+
+
+def rotation_to_quaternion(rotation: Tensor) -> Tensor:
+    """[*, 3, 3] -> unit quaternion [*, 4] w x y z with w >= 0.
+
+    The matrix 4 q q^T is linear in R; its row with the largest diagonal entry is the best conditioned multiple of q.
+    """
+    (xx, xy, xz), (yx, yy, yz), (zx, zy, zz) = (row.unbind(-1) for row in rotation.unbind(-2))
+    rows = [
+        [1 + xx + yy + zz, zy - yz, xz - zx, yx - xy],
+        [zy - yz, 1 + xx - yy - zz, xy + yx, xz + zx],
+        [xz - zx, xy + yx, 1 - xx + yy - zz, yz + zy],
+        [yx - xy, xz + zx, yz + zy, 1 - xx - yy + zz],
+    ]
+    outer = torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
+    best = outer.diagonal(dim1=-2, dim2=-1).argmax(-1)
+    row = outer.gather(-2, best[..., None, None].expand(*best.shape, 1, 4)).squeeze(-2)
+    q = row / torch.linalg.vector_norm(row, dim=-1, keepdim=True)
+    return torch.where(q[..., :1] < 0, -q, q)
+
+
+def update_affine(affine: Tensor, update: Tensor) -> Tensor:
+    """Algorithm 23, the composition of backbone frames with an update: [*, 7], [*, 6] -> [*, 7].
+
+    `update` is (b, c, d, translation), in the local frame.  The rotation is multiplied by that of the quaternion
+    (1, b, c, d), normalised: q -> q + q (0, b, c, d), over its length.
+    """
+    quaternion, translation = affine[..., :4], affine[..., 4:]
+    vector = torch.nn.functional.pad(update[..., :3], (1, 0))
+    turned = quaternion + quaternion_multiply(quaternion, vector)
+    turned = turned / torch.linalg.vector_norm(turned, dim=-1, keepdim=True)
+    moved = translation + rotate(quaternion_to_rotation(quaternion), update[..., 3:])
+    return torch.cat([turned, moved], dim=-1)
