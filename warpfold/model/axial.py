@@ -14,7 +14,6 @@ Two laws make every schedule right; tests/laws/test_slicing.py checks them for e
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -96,10 +95,3 @@ class AxialUpdate(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor, source: Tensor | None = None) -> Tensor:
         return self.schedule(self, x, mask, source)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # `schedule` is a plain function, never a bound method or a submodule.
-        if name == "schedule":
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)

@@ -20,14 +20,19 @@ class Noise:
 
     def __init__(self) -> None:
         self.seeded = False
-        self.key = torch.zeros(2, dtype=torch.int64)  # a tensor, so that a new key does not recompile a graph
+        # Two words of the key and the pass: a tensor, so that a new key does not recompile a graph.
+        self.key = torch.zeros(3, dtype=torch.int64)
 
     def seed(self, *parts: int) -> None:
-        """Derive the key from `parts`, for example (run seed, step, pass)."""
+        """Derive the key from `parts`, for example (run seed, step, example)."""
         digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
         self.key[0] = int.from_bytes(digest[:4], "little")
         self.key[1] = int.from_bytes(digest[4:], "little")
         self.seeded = True
+
+    def at_pass(self, index: int) -> None:
+        """The passes of one example through the trunk draw differently."""
+        self.key[2] = index
 
     def keep(self, shape: Sequence[int], rate: float, stream: int, like: Tensor) -> Tensor:
         """Dropout factors of `shape`: 0 with probability `rate`, else 1 / (1 - rate), in the dtype of `like`."""
@@ -38,9 +43,9 @@ class Noise:
         return (uniform >= rate).to(like.dtype) / (1 - rate)
 
     def _uniform(self, n: int, stream: int, device: torch.device) -> Tensor:
-        first, second = self.key.to(device)
+        first, second, index = self.key.to(device)
         x = _mix(torch.arange(n, device=device) ^ first)
-        x = _mix((x + second + stream * 0x9E3779B9) & _LOW)
+        x = _mix((x + second + stream * 0x9E3779B9 + index * 0x85EBCA6B) & _LOW)
         return (x >> 8).float() * 2.0**-24
 
 

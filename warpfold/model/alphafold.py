@@ -1,0 +1,210 @@
+"""AlphaFold2's monomer: Algorithm 2, with recycling (Algorithms 30 to 32) and ensembling."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.batch import Batch, at_pass
+from warpfold.geometry.atoms import pseudo_beta
+from warpfold.model.axial import AxialUpdate
+from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
+from warpfold.model.evoformer import Evoformer, EvoformerConfig
+from warpfold.model.heads import DistogramHead, MaskedMSAHead, PAEHead, PLDDTHead, ResolvedHead
+from warpfold.model.structure import StructureConfig, StructureModule, StructureOutput
+from warpfold.model.template import TemplateConfig, TemplateEmbedder
+from warpfold.ops.linear import Linear
+from warpfold.ops.noise import Noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """The settings of the output heads (Supp. 1.9)."""
+
+    distogram_bins: int = 64
+    msa_classes: int = 23
+    plddt_c: int = 128
+    plddt_bins: int = 50
+    pae: bool = False  # the "ptm" models
+    pae_bins: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything that decides what the model computes.  The defaults are model_1 (Supp. tables 4 and 5)."""
+
+    c_m: int = 256
+    c_z: int = 128
+    c_s: int = 384
+    c_e: int = 64
+    max_relative: int = 32  # Algorithm 4
+    recycles: int = 3  # Supp. 1.10; passes through the trunk, less one
+    ensemble: int = 1  # Supp. 1.11.2; alignment samples averaged in each pass
+    evoformer: EvoformerConfig = field(default_factory=EvoformerConfig)
+    extra_blocks: int = 4  # Algorithm 18; otherwise like the Evoformer
+    templates: TemplateConfig = field(default_factory=TemplateConfig)
+    structure: StructureConfig = field(default_factory=StructureConfig)
+    heads: HeadsConfig = field(default_factory=HeadsConfig)
+
+
+@dataclass(frozen=True)
+class Representations:
+    """What the trunk computes in one pass."""
+
+    msa: Tensor  # [*, s, r, c_m], without template rows
+    pair: Tensor  # [*, r, r, c_z]
+    single: Tensor  # [*, r, c_s]
+    msa_first_row: Tensor  # [*, r, c_m]
+
+
+@dataclass(frozen=True)
+class Recycled:
+    """What one pass hands to the next (Algorithm 32); constants for the gradient."""
+
+    msa_first_row: Tensor  # [*, r, c_m]
+    pair: Tensor  # [*, r, r, c_z]
+    positions: Tensor  # [*, r, 37, 3] angstrom
+
+
+@dataclass(frozen=True)
+class Output:
+    """The last pass: representations, structure, and the heads' logits (fp32)."""
+
+    msa: Tensor  # [*, s, r, c_m]
+    pair: Tensor  # [*, r, r, c_z]
+    single: Tensor  # [*, r, c_s]
+    msa_first_row: Tensor  # [*, r, c_m]
+    structure: StructureOutput
+    distogram_logits: Tensor  # [*, r, r, 64]
+    masked_msa_logits: Tensor  # [*, s, r, 23]
+    plddt_logits: Tensor  # [*, r, 50]
+    resolved_logits: Tensor  # [*, r, 37]
+    pae_logits: Tensor | None  # [*, r, r, 64]
+
+
+class AlphaFold(nn.Module):
+    """Algorithm 2 and its recycling.  `forward` takes a batch of the feature table (warpfold/batch.py)."""
+
+    # How the trunk runs; set by a plan (parallel/plan.py), never part of what the model is.
+    dtype: torch.dtype = torch.float32
+
+    def __init__(self, config: ModelConfig | None = None) -> None:
+        super().__init__()
+        self.config = c = ModelConfig() if config is None else config
+        self.input = InputEmbedder(c.c_m, c.c_z, c.max_relative)
+        self.recycling = RecyclingEmbedder(c.c_m, c.c_z)
+        self.templates = TemplateEmbedder(c.c_m, c.c_z, c.templates) if c.templates.enabled else None
+        self.extra = ExtraMSAEmbedder(c.c_e)
+        self.extra_stack = Evoformer(c.c_e, c.c_z, replace(c.evoformer, blocks=c.extra_blocks), global_column=True)
+        self.evoformer = Evoformer(c.c_m, c.c_z, c.evoformer)
+        self.single = Linear(c.c_m, c.c_s)
+        self.structure = StructureModule(c.c_s, c.c_z, c.structure)
+        self.distogram = DistogramHead(c.c_z, c.heads.distogram_bins)
+        self.masked_msa = MaskedMSAHead(c.c_m, c.heads.msa_classes)
+        self.plddt = PLDDTHead(c.c_s, c.heads.plddt_c, c.heads.plddt_bins)
+        self.resolved = ResolvedHead(c.c_s)
+        self.pae = PAEHead(c.c_z, c.heads.pae_bins) if c.heads.pae else None
+        self.noise = Noise()
+        self._share_noise()
+
+    def forward(self, batch: Batch, recycles: int | None = None) -> Output:
+        """Fold one example: `recycles` + 1 passes (default: the settings'), the gradient through the last alone.
+
+        Per-pass features have a `pass` axis of 1 or of (recycles + 1) x ensemble, recycle-major.
+        Errors: ValueError where the number of passes does not fit.
+        """
+        recycles = self.config.recycles if recycles is None else recycles
+        self._check_passes(batch, (recycles + 1) * self.config.ensemble)
+        recycled = self._nothing_recycled(batch)
+        for index in range(recycles):
+            with torch.no_grad():
+                representations, structure = self.one_pass(batch, index, recycled)
+            recycled = Recycled(representations.msa_first_row, representations.pair, structure.final_atom37)
+        representations, structure = self.one_pass(batch, recycles, recycled)
+        return self.output(representations, structure)
+
+    def one_pass(self, batch: Batch, index: int, recycled: Recycled) -> tuple[Representations, StructureOutput]:
+        """Pass `index`: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31)."""
+        ensemble = self.config.ensemble
+        self.noise.at_pass(index)
+        first = mean = self.trunk(at_pass(batch, index * ensemble), recycled)
+        for member in range(1, ensemble):
+            other = self.trunk(at_pass(batch, index * ensemble + member), recycled)
+            mean = Representations(
+                first.msa,  # the masked-MSA head reads the first member alone
+                mean.pair + other.pair,
+                mean.single + other.single,
+                mean.msa_first_row + other.msa_first_row,
+            )
+        if ensemble > 1:
+            mean = replace(
+                mean,
+                pair=mean.pair / ensemble,
+                single=mean.single / ensemble,
+                msa_first_row=mean.msa_first_row / ensemble,
+            )
+        return mean, self.structure(mean.single, mean.pair, batch["aatype"], batch["seq_mask"])
+
+    def trunk(self, batch: Batch, recycled: Recycled) -> Representations:
+        """Algorithm 2, lines 4 to 19, for one sample of the alignment (no `pass` axis)."""
+        m_mask, dtype = batch["msa_mask"], self.dtype
+        z_mask = batch["seq_mask"][..., :, None] * batch["seq_mask"][..., None, :]
+
+        m, z = self.input(batch["target_feat"].to(dtype), batch["msa_feat"].to(dtype), batch["residue_index"])
+        m_first, z_recycled = self.recycling(
+            recycled.msa_first_row, recycled.pair, pseudo_beta(batch["aatype"], recycled.positions)
+        )
+        m = torch.cat((m[..., :1, :, :] + m_first[..., None, :, :], m[..., 1:, :, :]), -3)
+        z = z + z_recycled
+
+        if self.templates is not None:
+            z = z + self.templates(z, z_mask, batch)
+        e = self.extra(batch, dtype)
+        _, z = self.extra_stack(e, z, batch["extra_msa_mask"], z_mask)
+
+        s = m.shape[-3]
+        if self.templates is not None and self.templates.rows is not None and batch["template_mask"].shape[-1]:
+            rows, rows_mask = self.templates.rows(batch, dtype)
+            m, m_mask = torch.cat((m, rows), -3), torch.cat((m_mask, rows_mask), -2)
+        m, z = self.evoformer(m, z, m_mask, z_mask)
+        return Representations(m[..., :s, :, :], z, self.single(m[..., 0, :, :]), m[..., 0, :, :])
+
+    def output(self, representations: Representations, structure: StructureOutput) -> Output:
+        """The heads (Supp. 1.9), in fp32."""
+        r = representations
+        return Output(
+            msa=r.msa,
+            pair=r.pair,
+            single=r.single,
+            msa_first_row=r.msa_first_row,
+            structure=structure,
+            distogram_logits=self.distogram(r.pair),
+            masked_msa_logits=self.masked_msa(r.msa),
+            plddt_logits=self.plddt(structure.single),
+            resolved_logits=self.resolved(r.single),
+            pae_logits=None if self.pae is None else self.pae(r.pair),
+        )
+
+    def _nothing_recycled(self, batch: Batch) -> Recycled:
+        """Zeros before the first pass; their norms' offsets still count (Algorithm 32)."""
+        c, aatype = self.config, batch["aatype"]
+        shape, like = aatype.shape, batch["target_feat"]
+        return Recycled(
+            like.new_zeros(*shape, c.c_m, dtype=self.dtype),
+            like.new_zeros(*shape, shape[-1], c.c_z, dtype=self.dtype),
+            like.new_zeros(*shape, 37, 3),
+        )
+
+    def _check_passes(self, batch: Batch, passes: int) -> None:
+        there = batch["msa_feat"].shape[-4]
+        if there not in (1, passes):
+            raise ValueError(
+                f"the batch holds {there} samples of the alignment, but {passes} are needed: "
+                f"(recycles + 1) x ensemble, or 1 that serves all"
+            )
+
+    def _share_noise(self) -> None:
+        """One source of dropout noise for all layers, and a stream of its own for each."""
+        for stream, layer in enumerate(m for m in self.modules() if isinstance(getattr(m, "noise", None), Noise)):
+            if layer is not self:
+                layer.noise, layer.stream = self.noise, 1000 * stream  # a layer may use the streams that follow its own
