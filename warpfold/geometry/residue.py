@@ -12,50 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfold.geometry import stereochemistry
-from warpfold.geometry.stereochemistry import (
-    C_N_LENGTH,
-    C_N_LENGTH_PROLINE,
-    CA_CA_DISTANCE,
-    COS_C_N_CA,
-    COS_CA_C_N,
-    VDW_RADIUS,
-)
-
-__all__ = [
-    "ATOM14_AMBIGUOUS",
-    "ATOM14_GROUP",
-    "ATOM14_GROUP_POSITIONS",
-    "ATOM14_MASK",
-    "ATOM14_NAMES",
-    "ATOM14_SWAP",
-    "ATOM14_TO_ATOM37",
-    "ATOM14_VDW_RADIUS",
-    "ATOM37_MASK",
-    "ATOM37_TO_ATOM14",
-    "ATOM_ORDER",
-    "ATOM_TYPES",
-    "CA_CA_DISTANCE",
-    "CHI_ATOM37",
-    "CHI_ATOMS",
-    "CHI_MASK",
-    "CHI_PI_PERIODIC",
-    "COS_CA_C_N",
-    "COS_C_N_CA",
-    "C_N_LENGTH",
-    "C_N_LENGTH_PROLINE",
-    "GAP",
-    "GROUP_AMBIGUOUS",
-    "GROUP_ATOM37",
-    "GROUP_MASK",
-    "MASK",
-    "RESTYPES",
-    "RESTYPE_3",
-    "RESTYPE_ORDER",
-    "RIGID_GROUP_FRAMES",
-    "UNKNOWN",
-    "VDW_RADIUS",
-    "atom14_distance_bounds",
-]
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
@@ -108,6 +64,9 @@ ATOM37_TO_ATOM14: IntArray  # [21, 37], 0 where there is no atom
 ATOM14_MASK: FloatArray  # [21, 14]
 ATOM37_MASK: FloatArray  # [21, 37]
 ATOM14_TO_ATOM37, ATOM37_TO_ATOM14, ATOM14_MASK, ATOM37_MASK = _atom_orders()
+
+
+VDW_RADIUS: dict[str, float] = stereochemistry.VDW_RADIUS  # by element
 
 
 def _vdw_radii() -> FloatArray:
@@ -227,6 +186,12 @@ def _group_frames() -> FloatArray:
 RIGID_GROUP_FRAMES: FloatArray = _group_frames()
 
 
+# The peptide bond: its length and the deviation of it, (before another residue, before a proline), and the cosines of
+# its angles, (mean, standard deviation).
+C_N_LENGTH, C_N_LENGTH_STD = stereochemistry.C_N_LENGTH, stereochemistry.C_N_LENGTH_STD
+CA_C_N_COS, C_N_CA_COS = stereochemistry.CA_C_N_COS, stereochemistry.C_N_CA_COS
+
+
 def _bonds(restype: int) -> dict[frozenset[str], tuple[float, float]]:
     """Length and standard deviation of every bond of a residue type, and of the far side of every bond angle."""
     residue = RESTYPE_3[restype]
@@ -249,9 +214,7 @@ def _bonds(restype: int) -> dict[frozenset[str], tuple[float, float]]:
 
 
 @functools.cache
-def atom14_distance_bounds(
-    violation_tolerance_factor: float = 12.0, clash_overlap_tolerance: float = 1.5
-) -> tuple[FloatArray, FloatArray]:
+def distance_bounds(overlap_tolerance: float = 1.5, tolerance_factor: float = 12.0) -> tuple[FloatArray, FloatArray]:
     """Allowed distances between the atoms of one residue, for the violation loss (Supp. 1.9.11, eqs. 44-47).
 
     Bonded atoms and atoms one bond angle apart: mean -+ factor x standard deviation.  Other pairs: at least the sum of
@@ -266,9 +229,9 @@ def atom14_distance_bounds(
             pair = frozenset((names[i], names[j]))
             if pair in bonds:
                 mean, sd = bonds[pair]
-                slack = violation_tolerance_factor * sd
+                slack = tolerance_factor * sd
                 lower[restype, i, j], upper[restype, i, j] = mean - slack, mean + slack
             else:
                 contact = VDW_RADIUS[names[i][0]] + VDW_RADIUS[names[j][0]]
-                lower[restype, i, j], upper[restype, i, j] = contact - clash_overlap_tolerance, 1e10
+                lower[restype, i, j], upper[restype, i, j] = contact - overlap_tolerance, 1e10
     return lower, upper

@@ -184,9 +184,9 @@ ANGLES: dict[str, str] = {
     }.items()
 }
 
-# Between residue i and i + 1: (mean, standard deviation).  The C-N bond is longer before a proline.
-C_N_LENGTH = (1.329, 0.014)
-C_N_LENGTH_PROLINE = (1.341, 0.016)
-COS_CA_C_N = (-0.4473, 0.0311)  # 116.568 degrees
-COS_C_N_CA = (-0.5203, 0.0353)  # 121.352 degrees
-CA_CA_DISTANCE = 3.80209737096  # of a trans peptide
+# The peptide bond between residues i and i + 1: its length, (before another residue, before a proline), and the
+# cosines of its two angles, (mean, standard deviation).
+C_N_LENGTH = (1.329, 1.341)
+C_N_LENGTH_STD = (0.014, 0.016)
+CA_C_N_COS = (-0.4473, 0.0311)  # 116.568 degrees
+C_N_CA_COS = (-0.5203, 0.0353)  # 121.352 degrees
