@@ -1,0 +1,57 @@
+"""The package's source as syntax trees, for the laws that read it."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "warpfold"
+
+
+@cache
+def trees(folder: str = "warpfold") -> dict[Path, ast.Module]:
+    """Every Python file under a folder of the repository: path relative to its root -> tree."""
+    return {
+        path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"), str(path))
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+
+
+def room(path: Path) -> str:
+    """The part of the package that a file belongs to: warpfold/model/pair.py -> "model", warpfold/cli.py -> "cli"."""
+    return path.parts[1].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every module imported anywhere in a file, with its line; `from a import b` gives a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import; write it from warpfold on"
+            yield node.module or "", node.lineno
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def loaded_at_import(tree: ast.Module) -> set[str]:
+    """Modules imported outside functions: what importing the file itself loads."""
+    inside = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for inner in ast.walk(node)
+        if inner is not node
+    }
+    kept = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in inside]
+    return {name for node in kept for name, _ in imports(ast.Module([node], []))}
+
+
+def calls(tree: ast.AST) -> Iterator[ast.Call]:
+    """Every call in a file."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function and method in a file."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))

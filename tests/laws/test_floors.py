@@ -1,0 +1,89 @@
+"""Imports go down only (the floors of the house), and heavy packages load where they are used."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from laws_source import ROOT, imports, loaded_at_import, room, trees
+
+FLOORS = {
+    **dict.fromkeys(("__init__", "errors", "device", "ops", "geometry"), 0),
+    **dict.fromkeys(("batch", "settings"), 1),
+    **dict.fromkeys(("model", "data"), 2),
+    "parallel": 3,
+    **dict.fromkeys(("tune", "adapt"), 4),
+    "run": 5,
+    "cli": 6,
+    "__main__": 7,
+}
+
+
+def _crossings() -> list[tuple[str, str, str]]:
+    """Every import of one room by another: where, the importing room, the imported room."""
+    return [
+        (f"{path}:{line} imports {name}", room(path), name.split(".")[1])
+        for path, tree in trees().items()
+        for name, line in imports(tree)
+        if name.startswith("warpfold.") and name.split(".")[1] in FLOORS and name.split(".")[1] != room(path)
+    ]
+
+
+def _packages(rooms: set[str], packages: set[str]) -> list[str]:
+    """Every import of one of `packages` (or anything below) by one of `rooms`."""
+    return [
+        f"{path}:{line} imports {name}"
+        for path, tree in trees().items()
+        for name, line in imports(tree)
+        if room(path) in rooms and any(name == package or name.startswith(f"{package}.") for package in packages)
+    ]
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(path) for path in trees()} <= set(FLOORS)
+
+
+def test_imports_go_down() -> None:
+    assert not [where for where, here, there in _crossings() if FLOORS[here] < FLOORS[there]]
+
+
+def test_rooms_do_not_import_in_circles() -> None:
+    edges = {(here, there) for _, here, there in _crossings()}
+    assert not sorted((a, b) for a, b in edges if (b, a) in edges)
+
+
+def test_model_and_data_meet_in_the_feature_table_only() -> None:
+    assert not _packages({"model"}, {"warpfold.data"}) + _packages({"data"}, {"warpfold.model"})
+
+
+def test_the_model_knows_no_cluster() -> None:
+    assert not _packages({"model", "ops", "geometry", "data"}, {"torch.distributed"})
+
+
+def test_the_model_knows_no_kernel() -> None:
+    kernels = [where for where in _packages({"model", "ops", "geometry"}, {"triton"}) if "/ops/triton/" not in where]
+    assert not kernels
+
+
+def test_parsers_and_compressors_are_not_needed_to_compute() -> None:
+    rooms = {"model", "ops", "geometry", "parallel", "batch", "settings"}
+    assert not _packages(rooms, {"gemmi", "zstandard", "pyhmmer", "matplotlib", "warpfold.run"})
+
+
+def test_tables_need_no_torch() -> None:
+    assert "torch" not in loaded_at_import(trees()[Path("warpfold/geometry/residue.py")])
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("warpfold", {"torch", "numpy", "gemmi", "matplotlib"}),
+        ("warpfold.model.alphafold", {"gemmi", "zstandard", "matplotlib", "typer"}),
+        ("warpfold.cli", {"torch"}),
+    ],
+)
+def test_importing_loads_no_more_than_it_uses(module: str, absent: set[str]) -> None:
+    code = f"import sys, {module}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert loaded.returncode == 0, loaded.stderr
+    assert not absent & set(loaded.stdout.split())

@@ -1,0 +1,153 @@
+"""What no file of the project may hold."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from laws_source import ROOT, calls, functions, imports, room, trees
+
+NETWORK = {"urllib", "requests", "httpx", "aiohttp", "socket", "http", "ftplib", "wget", "boto3", "paramiko"}
+PICKLES = {"pickle", "cPickle", "dill", "joblib", "shelve", "marshal", "cloudpickle"}
+READS_ENVIRONMENT = {"cli", "device", "parallel"}
+SAFE_LOADS = {
+    "np.load": ("allow_pickle", "False"),
+    "numpy.load": ("allow_pickle", "False"),
+    "torch.load": ("weights_only", "True"),
+}
+
+
+def _everything() -> dict[Path, ast.Module]:
+    return {**trees(), **trees("tests")}
+
+
+def _lines(files: dict[Path, ast.Module], pattern: str) -> list[str]:
+    """Every line that holds the pattern, this file's own apart."""
+    return [
+        f"{path}:{number} {line.strip()}"
+        for path in files
+        if path.name != Path(__file__).name
+        for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+
+
+def _imported(files: dict[Path, ast.Module], packages: set[str]) -> list[str]:
+    return [
+        f"{path}:{line} imports {name}"
+        for path, tree in files.items()
+        for name, line in imports(tree)
+        if name.split(".")[0] in packages
+    ]
+
+
+def _calls() -> Iterator[tuple[str, str, ast.Call]]:
+    for path, tree in _everything().items():
+        for call in calls(tree):
+            yield f"{path}:{call.lineno}", ast.unparse(call.func), call
+
+
+def test_no_pickle() -> None:
+    assert not _imported(_everything(), PICKLES)
+    assert not [where for where, called, _ in _calls() if called == "torch.save"]
+
+
+def test_loads_run_no_code() -> None:
+    unsafe = []
+    for where, called, call in _calls():
+        if called in SAFE_LOADS:
+            name, value = SAFE_LOADS[called]
+            if not any(k.arg == name and ast.unparse(k.value) == value for k in call.keywords):
+                unsafe.append(f"{where} {called} without {name}={value}")
+    assert not unsafe
+
+
+def test_no_network() -> None:
+    assert not _imported(trees(), NETWORK)
+
+
+def test_environment_is_read_at_the_top_only() -> None:
+    readers = [
+        f"{path}:{node.lineno}"
+        for path, tree in trees().items()
+        if room(path) not in READS_ENVIRONMENT
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
+    ]
+    assert not readers
+
+
+def test_errors_are_caught_by_name() -> None:
+    broad = []
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ExceptHandler):
+                caught = re.findall(r"\w+", ast.unparse(node.type) if node.type else "BaseException")
+                if {"Exception", "BaseException"} & set(caught):
+                    broad.append(f"{path}:{node.lineno}")
+    assert not broad
+
+
+def test_no_machine_paths() -> None:
+    assert not _lines(_everything(), r"[\"'](/work|/home|/root|/tmp|/Users|/mnt)/")
+
+
+def test_nothing_is_left_over() -> None:
+    assert not _lines(_everything(), r"\b(TODO|FIXME|XXX|HACK|coming soon)\b|NotImplementedError\(\)")
+    assert not _lines(_everything(), r"^\s*#\s*[-=#*]{5,}")
+
+
+def test_files_and_functions_are_short() -> None:
+    long = [
+        f"{path}: {count} lines"
+        for path in trees()
+        if (count := (ROOT / path).read_text(encoding="utf-8").count("\n")) > 400
+    ]
+    for path, tree in trees().items():
+        for fn in functions(tree):
+            kernel = any("jit" in ast.unparse(decorator) for decorator in fn.decorator_list)
+            if (count := (fn.end_lineno or fn.lineno) - fn.lineno + 1) > (120 if kernel else 60):
+                long.append(f"{path}:{fn.lineno} {fn.name}: {count} lines")
+    assert not long
+
+
+def test_public_names_say_what_they_are() -> None:
+    silent = [str(path) for path, tree in trees().items() if tree.body and not ast.get_docstring(tree)]
+    for path, tree in trees().items():
+        top = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        # methods too, once they are longer than what a reader takes in at a glance
+        long = [fn for fn in functions(tree) if (fn.end_lineno or fn.lineno) - fn.lineno >= 8]
+        for node in {*top, *long}:
+            if not node.name.startswith("_") and not ast.get_docstring(node):
+                silent.append(f"{path}:{node.lineno} {node.name}")
+    assert not silent
+
+
+def _may_fail(fn: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.Assert)
+        or (
+            isinstance(node, ast.Call)
+            and re.search(r"assert|raises|check|expect|warns|fail", ast.unparse(node.func), re.IGNORECASE)
+        )
+        for node in ast.walk(fn)
+    )
+
+
+def test_every_test_can_fail() -> None:
+    assert not [
+        f"{path}:{fn.lineno} {fn.name}"
+        for path, tree in trees("tests").items()
+        for fn in functions(tree)
+        if fn.name.startswith("test_") and not _may_fail(fn)
+    ]
+
+
+def test_skips_say_why() -> None:
+    silent = []
+    for where, called, call in _calls():
+        if called.endswith(("pytest.skip", "mark.skip", "mark.skipif", "mark.xfail")):
+            said = any(k.arg == "reason" for k in call.keywords)
+            if not said and not (call.args and called.endswith(".skip")):
+                silent.append(where)
+    assert not silent
