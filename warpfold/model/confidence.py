@@ -1,0 +1,75 @@
+"""How sure the model is: pLDDT, predicted aligned error, pTM, ipTM (Supp. 1.9.6, 1.9.7)."""
+
+import torch
+from torch import Tensor
+
+from warpfold.ops.linear import island
+
+
+def plddt(logits: Tensor) -> Tensor:
+    """Predicted lDDT-Ca of each residue: logits [*, N, bins] -> [*, N], 0 to 100, fp32 (Algorithm 29)."""
+    bins = logits.shape[-1]
+    centers = (torch.arange(bins, device=logits.device) + 0.5) / bins
+    return 100 * (island(logits).softmax(-1) * centers).sum(-1)
+
+
+def pae(logits: Tensor, breaks: Tensor) -> Tensor:
+    """Expected aligned error: logits [*, N, N, bins], breaks [bins - 1] -> [*, N, N], angstrom, fp32.
+
+    [i, j] is the error of residue j when prediction and truth are aligned on the frame of residue i (Supp. 1.9.7).
+    """
+    return (island(logits).softmax(-1) * _centers(breaks.to(logits.device))).sum(-1)
+
+
+def max_pae(breaks: Tensor) -> float:
+    """The largest value that `pae` can give, angstrom: the centre of the last bin."""
+    return float(_centers(breaks)[-1])
+
+
+def ptm(logits: Tensor, breaks: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Predicted TM-score: aligned-error logits [N, N, bins], breaks [bins - 1] -> scalar in 0..1 (Supp. 1.9.7, eq. 39).
+
+    `mask` [N]: residues that count, all when None.
+    """
+    return _tm(logits, breaks, None, mask)
+
+
+def iptm(logits: Tensor, breaks: Tensor, asym_id: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Interface pTM: as `ptm`, over pairs in different chains only; asym_id [N] (AlphaFold-Multimer, sec. 2.6).
+
+    0 where there is one chain.
+    """
+    return _tm(logits, breaks, asym_id, mask)
+
+
+def ranking_confidence(plddt: Tensor, ptm: Tensor | None = None, iptm: Tensor | None = None) -> Tensor:
+    """What predictions are ranked by: with an ipTM 0.8 ipTM + 0.2 pTM, else the mean pLDDT (0 to 100).
+
+    plddt [N] of the residues that count.  Errors: ValueError for an ipTM without a pTM.
+    """
+    if iptm is None:
+        return plddt.mean()
+    if ptm is None:
+        raise ValueError("ranking by ipTM needs the pTM too")
+    return 0.8 * iptm + 0.2 * ptm
+
+
+def _centers(breaks: Tensor) -> Tensor:
+    """Centres [bins] of bins of one width whose inner edges are `breaks`, the first of them 0."""
+    step = breaks[1] - breaks[0]
+    return torch.cat([breaks + step / 2, (breaks[-1] + 1.5 * step)[None]])
+
+
+def _tm(logits: Tensor, breaks: Tensor, asym_id: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Expected TM-score of the best alignment: the frame whose row has the highest mean over the pairs that count."""
+    ones = torch.ones(logits.shape[-2], device=logits.device)
+    counts = ones if mask is None else ones * mask
+    residues = max(int(counts.sum()), 19)  # below 19 the TM-score's own d0 is not defined sensibly
+    d0 = 1.24 * (residues - 15) ** (1 / 3) - 1.8
+    score = 1 / (1 + (_centers(breaks.to(logits.device)) / d0) ** 2)
+    expected = (island(logits).softmax(-1) * score).sum(-1)
+    pairs = counts[:, None] * counts[None, :]
+    if asym_id is not None:
+        pairs = pairs * (asym_id[:, None] != asym_id[None, :])
+    per_frame = (expected * pairs).sum(-1) / (1e-8 + pairs.sum(-1))
+    return per_frame.max()

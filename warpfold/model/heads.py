@@ -1,0 +1,100 @@
+"""The heads: what the model says besides the structure (Supp. 1.9.6 to 1.9.10).
+
+Each is a small module from one representation to logits in fp32, named part by part as in DeepMind's parameters.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.ops.linear import LayerNorm, Linear, island
+
+
+def distogram_breaks(bins: int = 64, first: float = 2.3125, last: float = 21.6875) -> Tensor:
+    """Inner edges [bins - 1] of the distogram's distance bins, angstrom, fp32 (Supp. 1.9.8)."""
+    return torch.linspace(first, last, bins - 1)
+
+
+def pae_breaks(bins: int = 64, max_error: float = 31.0) -> Tensor:
+    """Inner edges [bins - 1] of the aligned-error bins, angstrom, fp32; the last bin is open (Supp. 1.9.7)."""
+    return torch.linspace(0.0, max_error, bins - 1)
+
+
+class DistogramHead(nn.Module):
+    """Supp. 1.9.8: pair -> logits of the distance between beta carbons.  z [*, N, N, c_z] -> [*, N, N, bins].
+
+    Symmetric in i and j by construction: half of the logits from either side.  DeepMind: `distogram_head`.
+    """
+
+    def __init__(self, c_z: int, bins: int = 64) -> None:
+        super().__init__()
+        self.half_logits = Linear(c_z, bins, init="final")
+
+    def forward(self, z: Tensor) -> Tensor:
+        half: Tensor = self.half_logits(island(z))
+        return half + half.transpose(-2, -3)
+
+
+class MaskedMSAHead(nn.Module):
+    """Supp. 1.9.9: MSA -> logits of what was there before masking.  m [*, S, N, c_m] -> [*, S, N, classes].
+
+    23 classes: 20 amino acids, X, gap, mask (Multimer: 22).  DeepMind: `masked_msa_head`.
+    """
+
+    def __init__(self, c_m: int, classes: int = 23) -> None:
+        super().__init__()
+        self.logits = Linear(c_m, classes, init="final")
+
+    def forward(self, m: Tensor) -> Tensor:
+        logits: Tensor = self.logits(island(m))
+        return logits
+
+
+class PLDDTHead(nn.Module):
+    """Algorithm 29: structure module's single -> logits of each residue's lDDT-Ca.  s [*, N, c_s] -> [*, N, bins].
+
+    DeepMind: `predicted_lddt_head`.
+    """
+
+    def __init__(self, c_s: int, c: int = 128, bins: int = 50) -> None:
+        super().__init__()
+        self.input_layer_norm = LayerNorm(c_s)
+        self.act_0 = Linear(c_s, c, init="relu")
+        self.act_1 = Linear(c, c, init="relu")
+        self.logits = Linear(c, bins, init="final")
+
+    def forward(self, s: Tensor) -> Tensor:
+        s = self.input_layer_norm(island(s))
+        s = self.act_0(s).relu()
+        s = self.act_1(s).relu()
+        logits: Tensor = self.logits(s)
+        return logits
+
+
+class ResolvedHead(nn.Module):
+    """Supp. 1.9.10: single -> logits that an experiment resolves each atom.  s [*, N, c_s] -> [*, N, 37].
+
+    DeepMind: `experimentally_resolved_head`.
+    """
+
+    def __init__(self, c_s: int, atoms: int = 37) -> None:
+        super().__init__()
+        self.logits = Linear(c_s, atoms, init="final")
+
+    def forward(self, s: Tensor) -> Tensor:
+        logits: Tensor = self.logits(island(s))
+        return logits
+
+
+class PAEHead(nn.Module):
+    """Supp. 1.9.7: pair -> logits of the error of Ca j in the frame of residue i.  z [*, N, N, c_z] -> [*, N, N, bins].
+
+    DeepMind: `predicted_aligned_error_head`.
+    """
+
+    def __init__(self, c_z: int, bins: int = 64) -> None:
+        super().__init__()
+        self.logits = Linear(c_z, bins, init="final")
+
+    def forward(self, z: Tensor) -> Tensor:
+        logits: Tensor = self.logits(island(z))
+        return logits

@@ -1,0 +1,280 @@
+"""The losses of AlphaFold2's monomer, term by term as DeepMind's code computes them (Supp. 1.9).
+
+All are for one example (no batch axis), compute in fp32 at least, and have finite gradients whatever is masked.
+Coordinates are in angstrom.  The structure's own terms are in fape.py and violations.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from warpfold.batch import at_pass
+from warpfold.geometry import residue
+from warpfold.geometry.rigid import Rigid
+from warpfold.model.fape import backbone_fape
+from warpfold.model.heads import distogram_breaks, pae_breaks
+from warpfold.model.violations import find_violations
+from warpfold.ops.linear import island
+
+if TYPE_CHECKING:
+    from warpfold.model.alphafold import Output
+    from warpfold.model.structure import StructureOutput
+
+CA_ATOM = residue.ATOM_ORDER["CA"]  # in atom37
+Terms = dict[str, Tensor]
+# The terms of `total_loss` that are weighted and summed; each has its weight in LossConfig under its name.
+WEIGHTED = (
+    *("structure_module", "distogram", "masked_msa", "plddt"),
+    *("experimentally_resolved", "predicted_aligned_error"),
+)
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Weights and constants of `total_loss`.  The defaults are initial training's; a weight of 0 drops the term.
+
+    "eq. 7" is the supplement's equation 7, left for initial training, right for fine-tuning; "code" is
+    DeepMind's model configuration (alphafold/model/config.py).
+    """
+
+    structure_module: float = 1.0  # eq. 7: 0.5 L_FAPE + 0.5 L_aux; the halves are the three weights below
+    sidechain_fraction: float = 0.5  # eq. 7: of backbone FAPE (mean over layers) against all-atom FAPE (last layer)
+    chi: float = 0.5  # Algorithm 20 line 22 and eq. 7, for torsion errors squared
+    angle_norm: float = 0.01  # eq. 7 times Algorithm 27 line 8 (0.02)
+    violation: float = 0.0  # eq. 7: 1.0 in fine-tuning
+    distogram: float = 0.3  # eq. 7
+    masked_msa: float = 2.0  # eq. 7
+    plddt: float = 0.01  # eq. 7
+    experimentally_resolved: float = 0.0  # eq. 7: 0.01 in fine-tuning
+    predicted_aligned_error: float = 0.0  # 0.1 for the pTM models (Supp. 1.9.7)
+    fape_clamp: float = 10.0  # Algorithm 28, angstrom
+    min_resolution: float = 0.1  # angstrom; Supp. 1.9.6 and 1.9.10: confidence is learnt from good structures only
+    max_resolution: float = 3.0
+    violation_tolerance_factor: float = 12.0  # Supp. 1.9.11, standard deviations
+    clash_overlap_tolerance: float = 1.5  # Supp. 1.9.11, angstrom
+    scale_by_length: bool = False  # Supp. 1.9: times the square root of the residues, against short proteins' noise
+
+
+def total_loss(
+    output: "Output", batch: Mapping[str, Tensor], config: LossConfig, pass_index: int = -1
+) -> tuple[Tensor, Terms]:
+    """The weighted sum of all losses of one example, and the terms by name, not yet weighted (Supp. 1.9, eq. 7).
+
+    batch: the features of the whole example with its labels (warpfold/batch.py, no batch axis), from which the
+    masked MSA of pass `pass_index` is taken: the last pass in training, its first ensemble member otherwise.
+    Of `output`, the logits of terms that are dropped may be None.
+
+    Terms: "structure_module" and its parts "fape", "sidechain_fape", "chi_loss", "angle_norm_loss", "violation";
+    "distogram", "masked_msa", "plddt", "experimentally_resolved", "predicted_aligned_error".
+    Errors: KeyError for a label that is missing; ValueError for logits that a wanted term lacks.
+    """
+    terms: Terms = {}
+    if config.structure_module:
+        terms |= structure_loss(output.structure, batch, config)
+    if config.distogram:
+        logits = output.distogram_logits
+        breaks = distogram_breaks(logits.shape[-1])
+        terms["distogram"] = distogram_loss(logits, breaks, batch["pseudo_beta"], batch["pseudo_beta_mask"])
+    if config.masked_msa:
+        msa = at_pass(batch, pass_index, ("true_msa", "bert_mask"))
+        terms["masked_msa"] = masked_msa_loss(output.masked_msa_logits, msa["true_msa"], msa["bert_mask"])
+    terms |= _confidence_losses(output, batch, config)
+
+    total = torch.stack([getattr(config, name) * terms[name] for name in WEIGHTED if name in terms]).sum()
+    if config.scale_by_length:
+        total = total * batch["seq_mask"].sum().sqrt()
+    return total, terms
+
+
+WEIGHTED = (
+    "structure_module",
+    "distogram",
+    "masked_msa",
+    "plddt",
+    "experimentally_resolved",
+    "predicted_aligned_error",
+)
+
+
+def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: LossConfig) -> Terms:
+    """The terms that are learnt from well resolved structures only."""
+    structure = output.structure
+    positions, mask = batch["all_atom_positions"], batch["all_atom_mask"]
+    terms: Terms = {}
+    if config.plddt:
+        ca, true_ca = structure.final_atom37[..., CA_ATOM, :], positions[..., CA_ATOM, :]
+        terms["plddt"] = plddt_loss(output.plddt_logits, ca, true_ca, mask[..., CA_ATOM])
+    if config.experimentally_resolved:
+        exists = batch["atom37_atom_exists"]
+        terms["experimentally_resolved"] = experimentally_resolved_loss(output.resolved_logits, mask, exists)
+    if config.predicted_aligned_error:
+        if output.pae_logits is None:
+            raise ValueError("a loss on the predicted aligned error is wanted, but the model has no such head")
+        breaks = pae_breaks(output.pae_logits.shape[-1])
+        true_frames = Rigid.from_quaternion7(batch["backbone_affine_tensor"])
+        terms["predicted_aligned_error"] = predicted_aligned_error_loss(
+            output.pae_logits, breaks, structure.frames[-1], true_frames, batch["backbone_affine_mask"]
+        )
+    counts = well_resolved(batch["resolution"], config)
+    return {name: loss * counts for name, loss in terms.items()}
+
+
+def well_resolved(resolution: Tensor, config: LossConfig) -> Tensor:
+    """Whether the resolution (angstrom; 0 = unknown) lies within the limits: bool, of the shape of `resolution`."""
+    return (resolution >= config.min_resolution) & (resolution <= config.max_resolution)
+
+
+def structure_loss(structure: "StructureOutput", batch: Mapping[str, Tensor], config: LossConfig) -> Terms:
+    """The structure module's loss and its parts: FAPE, torsions, violations -> terms (see `total_loss`)."""
+    layers = backbone_fape(
+        structure.frames,
+        Rigid.from_quaternion7(batch["backbone_affine_tensor"]),
+        batch["backbone_affine_mask"],
+        config.fape_clamp,
+        batch.get("use_clamped_fape", 1.0),
+    )
+    sidechain = renamed_sidechain_fape(
+        structure.sidechain_frames[-1],
+        structure.final_atom14,
+        batch,
+        config.fape_clamp,
+    )
+    chi, norm = torsion_loss(
+        structure.angles,
+        structure.unnormalized_angles,
+        batch["chi_angles"],
+        batch["chi_mask"],
+        batch["aatype"],
+        batch["seq_mask"],
+    )
+    fraction = config.sidechain_fraction
+    loss = (1 - fraction) * layers.mean() + fraction * sidechain + config.chi * chi + config.angle_norm * norm
+    # As in DeepMind's outputs, "fape" is the last layer's; the loss has the mean over the layers.
+    terms = {"fape": layers[-1], "sidechain_fape": sidechain, "chi_loss": chi, "angle_norm_loss": norm}
+    if config.violation:
+        terms["violation"] = find_violations(
+            structure.final_atom14,
+            batch["atom14_atom_exists"],
+            batch["aatype"],
+            batch["residue_index"],
+            tolerance_factor=config.violation_tolerance_factor,
+            overlap_tolerance=config.clash_overlap_tolerance,
+        ).loss
+        loss = loss + config.violation * terms["violation"]
+    return terms | {"structure_module": loss}
+
+
+def renamed_sidechain_fape(frames: Rigid, atom14: Tensor, batch: Mapping[str, Tensor], clamp: float = 10.0) -> Tensor:
+    """Side-chain FAPE against the truth in whichever of its two namings fits better (Algorithms 26, 28) -> scalar.
+
+    frames [N, 8], atom14 [N, 14, 3] in angstrom; batch: the labels `rigidgroups_*` and `atom14_*`.
+    """
+    raise NotImplementedError
+
+
+def torsion_loss(
+    angles: Tensor, unnormalized: Tensor, chi_angles: Tensor, chi_mask: Tensor, aatype: Tensor, seq_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 27 for the side chains' chi -> (squared error, deviation of the norm from one), scalars.
+
+    angles, unnormalized [L, N, 7, 2] as (sin, cos), of which the last four are chi; chi_angles [N, 4] radian; chi_mask
+    [N, 4]; aatype [N]; seq_mask [N].  A chi that looks the same turned by pi may be predicted either way.
+    """
+    chi = island(angles)[..., 3:, :]
+    true = torch.stack([chi_angles.sin(), chi_angles.cos()], dim=-1)
+    periodic = torch.as_tensor(residue.CHI_PI_PERIODIC, dtype=true.dtype, device=true.device)[aatype]
+    turned = true * (1 - 2 * periodic)[..., None]
+    error = torch.minimum((chi - true).square().sum(-1), (chi - turned).square().sum(-1))
+    norm = torch.sqrt(1e-6 + island(unnormalized).square().sum(-1))
+    return _mean(error, chi_mask, 1e-10), _mean((norm - 1).abs(), seq_mask[:, None], 1e-10)
+
+
+def distogram_loss(logits: Tensor, breaks: Tensor, pseudo_beta: Tensor, mask: Tensor) -> Tensor:
+    """Supp. 1.9.8, eq. 41: cross-entropy of binned distances between (pseudo) beta carbons -> scalar.
+
+    logits [N, N, bins], breaks [bins - 1] angstrom, pseudo_beta [N, 3], mask [N].
+    """
+    squared = (pseudo_beta[:, None, :] - pseudo_beta[None, :, :]).square().sum(-1)
+    return _mean(_cross_entropy(logits, _bin(squared, breaks)), mask[:, None] * mask[None, :], 1e-6)
+
+
+def masked_msa_loss(logits: Tensor, true_msa: Tensor, bert_mask: Tensor) -> Tensor:
+    """Supp. 1.9.9, eq. 42: cross-entropy at the masked places of the MSA -> scalar.
+
+    logits [S, N, classes] (23; Multimer 22), true_msa [S, N] codes below `classes`, bert_mask [S, N].
+    """
+    return _mean(_cross_entropy(logits, true_msa), bert_mask, 1e-8)
+
+
+def plddt_loss(logits: Tensor, ca: Tensor, true_ca: Tensor, mask: Tensor) -> Tensor:
+    """Supp. 1.9.6, Algorithm 29: cross-entropy of each residue's binned lDDT-Ca -> scalar.
+
+    logits [N, bins]; ca, true_ca [N, 3] angstrom; mask [N].  No gradient reaches the structure.
+    """
+    bins = logits.shape[-1]
+    with torch.no_grad():
+        score = lddt(ca, true_ca, mask, per_residue=True)
+        target = (score * bins).floor().long().clamp(max=bins - 1)
+    return _mean(_cross_entropy(logits, target), mask, 1e-8)
+
+
+def experimentally_resolved_loss(logits: Tensor, resolved: Tensor, exists: Tensor) -> Tensor:
+    """Supp. 1.9.10, eq. 43: binary cross-entropy of which atoms the experiment resolved -> scalar.
+
+    logits, resolved (0 or 1), exists (which atoms the residue type has) [N, 37].
+    """
+    logits = island(logits)
+    error = F.binary_cross_entropy_with_logits(logits, resolved.to(logits.dtype), reduction="none")
+    return _mean(error, exists, 1e-8)
+
+
+def predicted_aligned_error_loss(
+    logits: Tensor, breaks: Tensor, frames: Rigid, true_frames: Rigid, mask: Tensor
+) -> Tensor:
+    """Supp. 1.9.7: cross-entropy of the binned error of Ca j in the frame of residue i -> scalar.
+
+    logits [N, N, bins], breaks [bins - 1] angstrom, frames [N] angstrom, mask [N].  No gradient reaches the frames.
+    """
+    with torch.no_grad():
+        local, true_local = (x[:, None].invert_apply(island(x.translation)[None, :]) for x in (frames, true_frames))
+        target = _bin((local - true_local).square().sum(-1), breaks)
+    return _mean(_cross_entropy(logits, target), mask[:, None] * mask[None, :], 1e-8)
+
+
+def lddt(points: Tensor, true_points: Tensor, mask: Tensor, cutoff: float = 15.0, per_residue: bool = False) -> Tensor:
+    """lDDT of one atom per residue, 0 to 1: the share of true distances below `cutoff` that are kept.
+
+    points, true_points [*, N, 3] angstrom, mask [*, N] -> [*], or [*, N] when `per_residue`.  A distance is kept to a
+    quarter for each of 0.5, 1, 2, 4 angstrom that bounds its error (Mariani et al. 2013; Supp. 1.9.6).  1 where there
+    is nothing to compare.  Use under no_grad: the score has no useful gradient.
+    """
+    points, true_points, mask = island(points), island(true_points), island(mask)
+    true_distance, distance = (
+        torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (true_points, points)
+    )
+    others = 1 - torch.eye(mask.shape[-1], dtype=mask.dtype, device=mask.device)
+    scored = (true_distance < cutoff) * mask[..., :, None] * mask[..., None, :] * others
+    error = (true_distance - distance).abs()
+    kept = sum(((error < bound).to(error.dtype) for bound in (0.5, 1.0, 2.0, 4.0)), torch.zeros_like(error)) / 4
+    axes = (-1,) if per_residue else (-2, -1)
+    return (1e-10 + (scored * kept).sum(axes)) / (1e-10 + scored.sum(axes))
+
+
+def _bin(squared: Tensor, breaks: Tensor) -> Tensor:
+    """Index of the bin that each squared distance falls into; one equal to an edge falls below it."""
+    return torch.bucketize(squared, breaks.to(squared).square())
+
+
+def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """-log softmax(logits)[target]: logits [*, classes], target int64 [*] -> [*], fp32 at least."""
+    return F.cross_entropy(island(logits).movedim(-1, 0)[None], target[None], reduction="none")[0]
+
+
+def _mean(value: Tensor, mask: Tensor, epsilon: float) -> Tensor:
+    """Mean over the entries where `mask` is 1 (broadcast over leading axes of `value`); 0 where there is none."""
+    mask = mask.to(value.dtype).expand_as(value)
+    return (value * mask).sum() / (epsilon + mask.sum())
