@@ -1,0 +1,190 @@
+"""The drawings of a report: each function returns one SVG text, ready to stand inside an HTML page.
+
+Colours are safe for the colour-blind and fall in lightness with what they mean, so that a grey print still reads.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+INK, GREY, RULE, BLUE, AMBER = "#1c2733", "#66717d", "#d5dbe1", "#1f6fb4", "#d9820f"
+
+# pLDDT's four classes as AlphaFold DB names them: lower bound, colour, name.
+CLASSES = (
+    (90.0, "#0b3d91", "very high"),
+    (70.0, "#4f9bd9", "confident"),
+    (50.0, "#f0a93b", "low"),
+    (0.0, "#f7d9a0", "very low"),
+)
+
+STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Helvetica Neue", "Helvetica", "Arial", "DejaVu Sans"],
+    "font.size": 9.5,
+    "svg.fonttype": "none",  # text stays text: sharp, small, and found by a search
+    "svg.hashsalt": "warpfold",  # the same figure gives the same bytes
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "text.color": INK,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a training figure: `x` and `y` of equal length; `points` draws markers at the measurements."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    points: bool = False
+
+
+def plddt_color(value: float) -> str:
+    """The colour of a pLDDT (0 to 100)."""
+    return next((color for bound, color, _ in CLASSES if value >= bound), CLASSES[-1][1])
+
+
+def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, float] | None = None) -> str:
+    """Quantities over training steps; a curve of many values is drawn faint, with its running mean over it."""
+    figure, axes = _canvas(5.4, 2.9)
+    for curve, color, dashes in zip(curves, (BLUE, AMBER, GREY, INK), ("-", "--", "-.", ":")):
+        x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
+        window = max(1, len(y) // 25)
+        if curve.points or window == 1:
+            axes.plot(x, y, dashes, color=color, marker="o", markersize=3.5, label=curve.label)
+        else:
+            axes.plot(x, y, color=color, alpha=0.22, linewidth=0.8)
+            mean = np.convolve(y, np.full(window, 1 / window), "valid")
+            axes.plot(x[window - 1 :], mean, dashes, color=color, label=f"{curve.label}, mean of {window}")
+    axes.set(xlabel="training step", ylabel=y_label)
+    if y_range:
+        axes.set_ylim(*y_range)
+    axes.legend(fontsize=8.5)
+    _grid(axes)
+    return _svg(figure, f"{y_label} over training steps")
+
+
+def draw_plddt(plddt: np.ndarray, lddt: np.ndarray | None = None) -> str:
+    """pLDDT [N] along the chain on its four classes; `lddt` [N], 0 to 100, is the measured value beside it."""
+    figure, axes = _canvas(5.0, 2.6)
+    residues = np.arange(1, len(plddt) + 1)
+    upper = 100.0
+    for bound, color, name in CLASSES:
+        axes.axhspan(bound, upper, color=color, alpha=0.16, linewidth=0)
+        axes.text(1.01, (bound + upper) / 200, name, transform=axes.transAxes, va="center", fontsize=8, color=GREY)
+        upper = bound
+    axes.plot(residues, plddt, color=INK, label="pLDDT", linewidth=1.5)
+    if lddt is not None:
+        axes.plot(residues, lddt, "--", color=AMBER, label="lDDT-Cα against the truth", linewidth=1.3)
+        axes.legend(fontsize=8.5, loc="lower left", ncols=2, bbox_to_anchor=(-0.01, 1.0), borderaxespad=0.2)
+    axes.set(xlabel="residue", ylabel="0 to 100", ylim=(0, 100), xlim=(1, max(2, len(plddt))))
+    return _svg(figure, f"pLDDT along the chain, mean {float(np.mean(plddt)):.1f}")
+
+
+def draw_pae(pae: np.ndarray) -> str:
+    """Predicted aligned error [N, N] in angstrom; dark is sure.  Rows: aligned on; columns: scored."""
+    figure, axes = _canvas(3.5, 2.9)
+    size = len(pae)
+    image = axes.imshow(
+        pae, cmap="Blues_r", vmin=0, vmax=32, interpolation="nearest", extent=(0.5, size + 0.5, size + 0.5, 0.5)
+    )
+    axes.set(xlabel="scored residue", ylabel="aligned residue")
+    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.03)
+    bar.set_label("expected position error (Å)")
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    return _svg(figure, f"predicted aligned error, mean {float(np.mean(pae)):.1f} angstrom")
+
+
+def draw_improvement(names: Sequence[str], before: Sequence[float], after: Sequence[float]) -> str:
+    """lDDT-Cα (0 to 1) of each protein by the untrained and by the trained model, as two dots and what lies between."""
+    order = np.argsort(after)
+    figure, axes = _canvas(5.4, 0.9 + 0.26 * len(names))
+    rows, b, a = np.arange(len(names)), np.asarray(before, float)[order], np.asarray(after, float)[order]
+    axes.hlines(rows, b, a, color=RULE, linewidth=3, zorder=1)
+    axes.scatter(b, rows, s=36, facecolor="white", edgecolor=GREY, linewidth=1.4, zorder=2, label="untrained")
+    axes.scatter(a, rows, s=40, color=BLUE, zorder=3, label="trained")
+    axes.set(xlabel="lDDT-Cα", xlim=(0, 1), ylim=(-0.7, len(names) - 0.3))
+    axes.set_yticks(rows, [names[i] for i in order])
+    axes.tick_params(axis="y", length=0)
+    axes.legend(fontsize=8.5, loc="lower left", ncols=2, bbox_to_anchor=(-0.01, 1.0), borderaxespad=0.2)
+    _grid(axes, "x")
+    return _svg(figure, "lDDT-Calpha of each held-out protein, untrained and trained")
+
+
+def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -> str:
+    """What the model expects (pLDDT) against what is measured (lDDT-Cα), both 0 to 100; `each` names what a dot is."""
+    figure, axes = _canvas(3.5, 2.9)
+    axes.plot([0, 100], [0, 100], ":", color=GREY, linewidth=1)
+    axes.text(97, 99, "as expected", rotation=45, rotation_mode="anchor", ha="right", fontsize=8, color=GREY)
+    size, alpha = (34, 0.9) if len(plddt) <= 40 else (9, 0.45)
+    axes.scatter(plddt, lddt, s=size, color=BLUE, alpha=alpha, linewidth=0)
+    axes.set(xlabel=f"pLDDT of each {each}", ylabel="measured lDDT-Cα", xlim=(0, 100), ylim=(0, 100), aspect="equal")
+    axes.set_xticks(range(0, 101, 25))
+    axes.set_yticks(range(0, 101, 25))
+    _grid(axes)
+    return _svg(figure, f"pLDDT against measured lDDT of each {each}")
+
+
+def draw_trace(ca: np.ndarray, plddt: np.ndarray, truth: np.ndarray | None = None) -> str:
+    """The Cα trace [N, 3] seen flat, coloured by pLDDT, over `truth` [M, 3] in grey: what paper can show."""
+    figure, axes = _canvas(3.8, 3.4)
+    center = ca.mean(0)
+    _, _, turn = np.linalg.svd(ca - center, full_matrices=False) if len(ca) > 2 else (0, 0, np.eye(3))
+    if truth is not None:
+        _draw_chain(axes, (truth - center) @ turn.T, ["#b4bbc3"] * len(truth), 1.4)
+    _draw_chain(axes, (ca - center) @ turn.T, [plddt_color(v) for v in plddt], 2.6)
+    axes.set_aspect("equal")
+    axes.autoscale_view()
+    axes.set_axis_off()
+    return _svg(figure, "C-alpha trace, coloured by pLDDT")
+
+
+def _draw_chain(axes: Axes, points: np.ndarray, colors: Sequence[str], width: float) -> None:
+    """A chain, far segments first and paler; segments longer than a peptide bond allows are left out."""
+    segments = np.stack([points[:-1], points[1:]], 1)
+    depth = segments[:, :, 2].mean(1)
+    whole = np.linalg.norm(segments[:, 0] - segments[:, 1], axis=-1) < 5
+    order = [i for i in np.argsort(depth) if whole[i]]
+    span = max(1e-6, float(np.ptp(depth))) if len(depth) else 1.0
+    shade = [0.45 * (1 - (depth[i] - depth.min()) / span) for i in order]
+    rgb = [np.asarray(to_rgb(colors[i])) * (1 - s) + s for i, s in zip(order, shade)]
+    axes.add_collection(LineCollection(segments[order][:, :, :2], colors=rgb, linewidths=width, capstyle="round"))
+    axes.update_datalim(points[:, :2])
+
+
+def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, figure.add_subplot()
+
+
+def _grid(axes: Axes, axis: str = "both") -> None:
+    axes.grid(True, axis=axis, color=RULE, linewidth=0.5)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+
+
+def _svg(figure: Figure, label: str) -> str:
+    """The figure as an <svg> element that a screen reader can name; no XML prologue, no date."""
+    buffer = io.StringIO()
+    with mpl.rc_context(STYLE):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
+    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

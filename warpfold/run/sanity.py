@@ -1,0 +1,74 @@
+"""Does a predicted structure look like a protein?  Chain breaks, clashes, mirrored residues, in NumPy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from warpfold.geometry.residue import ATOM_ORDER, ATOM_TYPES, VDW_RADIUS
+
+CA_CA_RANGE = (2.6, 4.2)  # angstrom: cis peptides 2.9 to 3.0, trans 3.8, with room for strain
+CLASH_OVERLAP = 1.5  # angstrom that two atoms may overlap before it counts (Supp. 1.9.11, eq. 46)
+DISULFIDE = 2.5  # angstrom: two SG nearer than this are bonded, not clashing
+BLOCK = 256  # atoms compared with all others at once
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Counts of what is not as in a real protein; all zero for a sound one."""
+
+    chain_breaks: int  # neighbours whose Cα are not 2.6 to 4.2 angstrom apart
+    clashes: int  # pairs of atoms of different residues that overlap by more than 1.5 angstrom
+    mirrored: int  # residues with a Cβ on the wrong side (D instead of L)
+
+    def warnings(self) -> list[str]:
+        """One sentence for each kind that occurs."""
+        found = (
+            (self.chain_breaks, "chain break(s): neighbouring Cα too near or too far"),
+            (self.clashes, "clash(es) between atoms of different residues"),
+            (self.mirrored, "residue(s) with mirrored Cα"),
+        )
+        return [f"{count} {what}" for count, what in found if count]
+
+
+def check_geometry(positions: np.ndarray, mask: np.ndarray) -> Geometry:
+    """Look at a chain of N residues: positions [N, 37, 3] in angstrom, mask [N, 37]; consecutive rows are bonded.
+
+    Errors: FloatingPointError when a position that counts is not finite.
+    """
+    present = mask > 0
+    if not np.isfinite(positions[present]).all():
+        raise FloatingPointError("the predicted positions are not finite")
+    return Geometry(_chain_breaks(positions, present), _clashes(positions, present), _mirrored(positions, present))
+
+
+def _chain_breaks(positions: np.ndarray, present: np.ndarray) -> int:
+    ca = ATOM_ORDER["CA"]
+    step = np.linalg.norm(positions[1:, ca] - positions[:-1, ca], axis=-1)
+    outside = (step < CA_CA_RANGE[0]) | (step > CA_CA_RANGE[1])
+    return int((outside & present[1:, ca] & present[:-1, ca]).sum())
+
+
+def _mirrored(positions: np.ndarray, present: np.ndarray) -> int:
+    """Seen along N, C and Cβ from Cα the triple product is positive for L residues, about 2.6 cubic angstrom."""
+    n, ca, c, cb = (positions[:, ATOM_ORDER[name]] for name in ("N", "CA", "C", "CB"))
+    volume = np.einsum("id,id->i", np.cross(n - ca, c - ca), cb - ca)
+    whole = present[:, [ATOM_ORDER[name] for name in ("N", "CA", "C", "CB")]].all(1)
+    return int((whole & (volume < 0)).sum())
+
+
+def _clashes(positions: np.ndarray, present: np.ndarray) -> int:
+    residue, atom = np.nonzero(present)
+    xyz = positions[residue, atom].astype(np.float32)
+    radius = np.array([VDW_RADIUS[name[0]] for name in ATOM_TYPES], np.float32)[atom]
+    sulfur = atom == ATOM_ORDER["SG"]
+    peptide_n, peptide_c = atom == ATOM_ORDER["N"], atom == ATOM_ORDER["C"]
+    count = 0
+    for start in range(0, len(xyz), BLOCK):
+        rows = slice(start, start + BLOCK)
+        later = residue[None, :] > residue[rows, None]
+        bonded = (residue[None, :] == residue[rows, None] + 1) & peptide_c[rows, None] & peptide_n[None, :]
+        distance = np.linalg.norm(xyz[rows, None] - xyz[None, :], axis=-1)
+        disulfide = sulfur[rows, None] & sulfur[None, :] & (distance < DISULFIDE)
+        near = distance < radius[rows, None] + radius[None, :] - CLASH_OVERLAP
+        count += int((near & later & ~bonded & ~disulfide).sum())
+    return count
