@@ -173,9 +173,7 @@ def _experiment(block: str, method: str | None, resolution: float | None, releas
     if resolution is not None and method is not None and "MICROSCOPY" in method.upper():
         yield _items("em_3d_reconstruction", [("entry_id", block), ("id", 1), ("resolution", resolution)])
     elif resolution is not None:
-        yield _items(
-            "refine", [("entry_id", block), ("pdbx_refine_id", method or "?"), ("ls_d_res_high", resolution)]
-        )
+        yield _items("refine", [("entry_id", block), ("pdbx_refine_id", method or "?"), ("ls_d_res_high", resolution)])
     if release_date is not None:
         tags = "ordinal data_content_type major_revision minor_revision revision_date"
         yield _loop("pdbx_audit_revision_history", tags, [(1, "Structure model", 1, 0, release_date)])
@@ -191,9 +189,7 @@ def _sequences(chains: Sequence[Chain], entities: dict[str, str], labels: Sequen
         [(e, "polypeptide(L)", s, strands[s]) for s, e in entities.items()],
     )
     used = sorted({THREE_LETTERS[letter] for s in entities for letter in s})
-    yield _loop(
-        "chem_comp", "id type", [(c, "peptide linking" if c == "GLY" else "L-peptide linking") for c in used]
-    )
+    yield _loop("chem_comp", "id type", [(c, "peptide linking" if c == "GLY" else "L-peptide linking") for c in used])
     yield _loop(
         "entity_poly_seq",
         "entity_id num mon_id hetero",
@@ -221,7 +217,7 @@ def _atoms(chains: Sequence[Chain], bs: Sequence[np.ndarray], entities: dict[str
         "pdbx_PDB_ins_code Cartn_x Cartn_y Cartn_z occupancy B_iso_or_equiv auth_seq_id auth_asym_id "
         "pdbx_PDB_model_num"
     )
-    lines = []
+    lines: list[str] = []
     for chain, b, label in zip(chains, bs, labels):
         author, entity = _value(chain.id), entities[chain.sequence]
         for i, atom, (x, y, z), b_factor in _each_atom(chain, b):

@@ -1,0 +1,121 @@
+"""An alignment as the model's features need it, and the alphabet of its rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from warpfold.errors import UserError
+from warpfold.geometry.residue import RESTYPES, UNKNOWN
+
+# What a letter means (Supp. 1.2.4, HHblits' table): B as D, Z as E, U (selenocysteine) as C, J and O unknown.
+LETTERS = {letter: code for code, letter in enumerate(RESTYPES)} | {"X": UNKNOWN, "J": UNKNOWN, "O": UNKNOWN}
+LETTERS |= {"B": LETTERS["D"], "Z": LETTERS["E"], "U": LETTERS["C"]}
+CODE_LETTERS = np.frombuffer(f"{RESTYPES}X-".encode(), dtype=np.uint8)  # code -> letter
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Sequences aligned to a query, which is row 0 and has no gap.
+
+    rows: uint8 [R, N], 0-19 in the order of RESTYPES, 20 unknown, 21 gap.  deletions: int32 [R, N], residues of the
+    row between this column and the one before.  names: [R], the header lines.
+    """
+
+    rows: np.ndarray
+    deletions: np.ndarray
+    names: list[str]
+
+    def __post_init__(self) -> None:
+        if self.rows.ndim != 2 or self.rows.shape != self.deletions.shape or len(self.names) != len(self.rows):
+            raise ValueError(f"rows {self.rows.shape}, deletions {self.deletions.shape}, {len(self.names)} names")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def of_query(cls, sequence: str, name: str = "query") -> "Alignment":
+        """The alignment of a sequence with nothing: one row."""
+        rows = encode(sequence, source=name)[None]
+        alignment = cls(rows, np.zeros(rows.shape, dtype=np.int32), [name])
+        alignment.check_query(sequence, source=name)
+        return alignment
+
+    @property
+    def query(self) -> str:
+        """One letter per residue of row 0."""
+        return decode(self.rows[0])
+
+    def select(self, rows: np.ndarray | Sequence[int] | slice) -> "Alignment":
+        """Some of the rows, by index, slice or mask, in that order."""
+        picked = np.arange(len(self))[rows]
+        return Alignment(self.rows[picked], self.deletions[picked], [self.names[i] for i in picked])
+
+    def deduplicate(self) -> "Alignment":
+        """Rows whose residues and gaps did not occur above (Supp. 1.2.7; insertions do not count)."""
+        first: dict[bytes, int] = {}
+        for i, row in enumerate(np.ascontiguousarray(self.rows)):
+            first.setdefault(row.tobytes(), i)
+        return self if len(first) == len(self) else self.select(list(first.values()))
+
+    def check_query(self, sequence: str | None = None, source: str = "alignment") -> None:
+        """Raise UserError unless row 0 is a protein, and is `sequence` where one is given.
+
+        Letters that mean the same residue are equal.  `source` names the alignment in the error.
+        """
+        found = self.rows[0]
+        if not found.size:
+            raise UserError(f"{source}: the query has no residues; put the query's own sequence first")
+        if is_nucleic(self.query if sequence is None else sequence):
+            raise UserError(f"{source}: looks like nucleic acid (only A, C, G, T, U, N); WarpFold folds proteins")
+        if sequence is None:
+            return
+        wanted, cure = encode(sequence, source="query"), "give the alignment that was made for this query"
+        if len(wanted) != len(found):
+            raise UserError(f"{source}: its first row has {len(found)} residues, the query has {len(wanted)}; {cure}")
+        differ = np.flatnonzero(wanted != found)
+        if differ.size:
+            i = int(differ[0])
+            raise UserError(
+                f"{source}: its first row differs from the query at {differ.size} of {len(wanted)} residues, first "
+                f"at {i + 1} ({decode(found[i : i + 1])}, not {sequence[i]}); {cure}"
+            )
+
+
+def merge(alignments: Sequence[Alignment]) -> Alignment:
+    """Alignments of one query, one below the other; the query's row stays only once, on top.
+
+    Errors: ValueError without any; UserError if their first rows differ.
+    """
+    if not alignments:
+        raise ValueError("no alignments to merge")
+    for i, other in enumerate(alignments[1:]):
+        other.check_query(alignments[0].query, source=f"alignment {i + 2}")
+    parts = [alignments[0], *(a.select(slice(1, None)) for a in alignments[1:])]
+    rows, deletions = (np.concatenate([getattr(p, name) for p in parts]) for name in ("rows", "deletions"))
+    return Alignment(rows, deletions, [name for p in parts for name in p.names])
+
+
+def encode(sequence: str, source: str = "sequence") -> np.ndarray:
+    """Sequence -> uint8 [N] codes 0-20 by HHblits' table, lower case as upper; UserError for any other character."""
+    try:
+        return np.array([LETTERS[letter] for letter in sequence.upper()], dtype=np.uint8)
+    except KeyError as error:
+        place = sequence.upper().index(error.args[0]) + 1
+        raise UserError(
+            f"{source}: has {error.args[0]!r} at position {place}, which is no amino acid; correct or remove it"
+        ) from None
+
+
+def decode(codes: np.ndarray) -> str:
+    """Codes 0-21 [N] -> letters, X unknown, - gap."""
+    return CODE_LETTERS[codes].tobytes().decode()
+
+
+def is_nucleic(sequence: str) -> bool:
+    """Whether a sequence must be DNA or RNA: ten letters or more, A, C and G among them, and none but A, C, G, T, U, N.
+
+    An Alignment has C for U, which changes nothing here; silk, of G and A, is a protein.
+    """
+    letters = set(sequence.upper())
+    return len(sequence) >= 10 and set("ACG") <= letters <= set("ACGTUN")

@@ -1,0 +1,388 @@
+"""Sequences and alignments in and out: FASTA, A3M, A2M, aligned FASTA, Stockholm, one sequence per line.
+
+All of them become one `Alignment`: rows of residue codes on the query's residues, and beside each residue the number
+of residues that the row inserts before it (AlphaFold2's `deletion_matrix`).  No loop runs over characters.
+"""
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from warpfold.data.alignment import LETTERS, Alignment, decode, encode
+from warpfold.errors import UserError
+from warpfold.geometry.residue import GAP
+
+_INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
+_BLANKS = b" \t\n\r\v\f"
+_GAPS = b"-._~"  # Stockholm's
+
+
+def _table(lower: bool, dash: int, dot: int, gaps: bytes = b"-") -> np.ndarray:
+    """uint8 [256], byte -> code; lower-case letters as insertions, or as their upper case."""
+    table = np.full(256, _ILLEGAL, dtype=np.uint8)
+    for letter, code in LETTERS.items():
+        table[ord(letter)] = code
+        table[ord(letter.lower())] = code if lower else _INSERTED
+    table[list(gaps)] = dash
+    table[ord(".")] = dot
+    return table
+
+
+_SEQUENCE = _table(lower=True, dash=_ILLEGAL, dot=_ILLEGAL)  # FASTA: lower case is masking
+_ALIGNED = _table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)  # every character a column
+_A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
+
+
+# ---- files
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """What is in a file, unpacked if it is gzipped.  UserError if it cannot be read, or is empty or cut short."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; check the path") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; give a file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    if data[:2] == b"\x1f\x8b":
+        try:
+            data = gzip.decompress(data)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            raise UserError(f"{path}: the gzip stream is cut short or damaged; fetch the file again") from None
+    if not data.strip():
+        raise UserError(f"{path}: is empty; fetch or write the file again")
+    return data
+
+
+def _plain_text(data: bytes | str, source: str) -> bytes:
+    """UTF-8 with plain line ends and no byte-order mark, or UserError."""
+    if isinstance(data, str):
+        data = data.encode()
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(f"{source}: line {line} is not UTF-8 text; save the file as UTF-8") from None
+    return data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+
+def read_fasta(path: str | Path) -> list[tuple[str, str]]:
+    """Header line and sequence (upper case, letters as in the file) of every record of a FASTA file, gz or not.
+
+    Errors: UserError if it is not FASTA, has a record without a sequence, or a character that is no residue.
+    """
+    return parse_fasta(read_bytes(path), str(path))
+
+
+def parse_fasta(data: bytes | str, source: str = "<fasta>") -> list[tuple[str, str]]:
+    """`read_fasta` for text in memory; `source` is its name in errors."""
+    data = _plain_text(data, source)
+    if b"\0" in data:
+        raise UserError(f"{source}: has NUL bytes, so it is no FASTA text; export it again")
+    names, sequences = _records(data, source)
+    joined, starts = _join(sequences)
+    _refuse_illegal(_SEQUENCE[np.frombuffer(joined, dtype=np.uint8)], starts, joined, names, source)
+    for name, sequence in zip(names, sequences):
+        if not sequence:
+            raise UserError(f"{source}: record {_short(name)} has no sequence; remove it or complete the file")
+    return [(name, sequence.decode().upper()) for name, sequence in zip(names, sequences)]
+
+
+def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
+    """An alignment in A3M, A2M, aligned FASTA, Stockholm or one row per line (told by content), gz or not.
+
+    With `query`, the sequence that it must be an alignment of: row 0 is checked against it, a Stockholm file without
+    that row is projected on its match columns, and of several alignments in one file (ColabFold's complexes, MMseqs2
+    databases with NUL between entries) the query's own is taken.
+
+    Errors: UserError, naming file and row, for text that is not UTF-8, rows of different length, characters outside
+    the alphabet, nucleic acids, a first row with gaps or other than the query.
+    """
+    return parse_alignment(read_bytes(path), str(path), query)
+
+
+def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str | None = None) -> Alignment:
+    """`read_alignment` for text in memory; `source` is its name in errors."""
+    data = _plain_text(data, source).lstrip(b"\n")
+    if not data.strip(b"\0 \t\n"):
+        raise UserError(f"{source}: is empty; give an alignment with at least the query's row")
+    if data.startswith(b"# STOCKHOLM"):
+        return parse_stockholm(data, source, query)
+    if data[:1] in b">#":
+        return parse_a3m(data, source, query)
+    return _parse_rows(data, source, query)
+
+
+def write_fasta(records: Iterable[tuple[str, str]], width: int = 80) -> str:
+    """FASTA text of (header, sequence) pairs, lines of `width` letters (0: one line each, as A3M wants it).
+
+    Sequences are written as they are, so rows with gaps and lower-case insertions make an A3M.
+    """
+    lines = []
+    for name, sequence in records:
+        lines.append(f">{name}")
+        step = width or max(len(sequence), 1)
+        lines += [sequence[i : i + step] for i in range(0, len(sequence), step)]
+    return "\n".join([*lines, ""])
+
+
+def write_a3m(alignment: Alignment) -> str:
+    """A3M text that `read_alignment` reads back as it is; what was inserted is not known, so it is written as x."""
+    records = []
+    for name, row, deletions in zip(alignment.names, alignment.rows, alignment.deletions):
+        pieces, last = [], 0
+        letters = decode(row)
+        for i in np.flatnonzero(deletions):
+            pieces += [letters[last:i], "x" * int(deletions[i])]
+            last = i
+        records.append((name, "".join([*pieces, letters[last:]])))
+    return write_fasta(records, width=0)
+
+
+# ---- A3M
+
+
+def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None) -> Alignment:
+    """A3M (also A2M and aligned FASTA) text -> Alignment.  See `read_alignment`.
+
+    Secondary structure, confidence and consensus rows of the HH-suite are left out; a first line "#lengths
+    cardinalities" is ColabFold's.
+    """
+    data = _own_entry(_plain_text(data, source), source, query)
+    lengths: list[int] = []
+    while data.startswith(b"#"):
+        line, _, data = data.partition(b"\n")
+        if re.fullmatch(rb"#[\d,]+\t[\d,]+\s*", line):
+            lengths = [int(n) for n in line[1:].split(b"\t")[0].split(b",") if n]
+    records = [(n, s) for n, s in zip(*_records(data, source)) if not _is_annotation(n)]
+    if not records:
+        raise UserError(f"{source}: holds no sequence; give an alignment with at least the query's row")
+    names = [name for name, _ in records]
+    rows, deletions = _match_columns(names, [sequence for _, sequence in records], source)
+    alignment = Alignment(rows, deletions, names)
+    if lengths and sum(lengths) != rows.shape[1]:
+        raise UserError(
+            f"{source}: its first line announces {sum(lengths)} columns, the rows have {rows.shape[1]}; "
+            "make the alignment again"
+        )
+    if len(lengths) > 1:
+        alignment = _chain_of_complex(alignment, lengths, source, query)
+    if (alignment.rows[0] == GAP).any():
+        if deletions.any():
+            raise UserError(f"{source}: its first row, the query, has gaps; put the query's own sequence first")
+        alignment = _project(alignment, alignment.rows[0] != GAP)
+    return _checked(alignment, source, query)
+
+
+def _is_annotation(name: str) -> bool:
+    """Rows of the HH-suite that are no sequences: >ss_pred, >ss_conf, >aa_dssp ..., >Consensus, >NAME_consensus."""
+    word = name.split(maxsplit=1)[0] if name else ""
+    return bool(re.fullmatch(r"(ss|sa|aa)_(pred|conf|dssp)|(.*_)?consensus", word, re.IGNORECASE))
+
+
+def _records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
+    """Header lines without >, and sequences without blanks, of FASTA-like text."""
+    data = data.lstrip()
+    if not data.startswith(b">"):
+        raise UserError(f"{source}: does not start with a '>' header line; give FASTA or an alignment")
+    names, sequences = [], []
+    for record in data[1:].split(b"\n>"):
+        name, _, sequence = record.partition(b"\n")
+        names.append(name.decode().strip())
+        sequences.append(sequence.translate(None, _BLANKS))
+    return names, sequences
+
+
+def _join(sequences: Sequence[bytes]) -> tuple[bytes, np.ndarray]:
+    """All letters in one, and int64 [R + 1] where each sequence begins and the last ends."""
+    return b"".join(sequences), np.cumsum([0, *map(len, sequences)])
+
+
+def _match_columns(names: list[str], sequences: list[bytes], source: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [R, N] and deletions [R, N] of A3M sequences; a dot pads an insertion (A2M) or else is a gap."""
+    joined, starts = _join(sequences)
+    codes = _A3M[np.frombuffer(joined, dtype=np.uint8)]
+    _refuse_illegal(codes, starts, joined, names, source)
+    widths = _widths(codes <= GAP, starts)
+    if (widths != widths[0]).any() and (codes == _DOT).any():
+        codes[codes == _DOT] = GAP
+        widths = _widths(codes <= GAP, starts)
+    _refuse_widths(widths, names, source, "upper-case letters and gaps")
+    columns = np.flatnonzero(codes <= GAP).reshape(len(names), -1)
+    inserted = np.concatenate([[0], np.cumsum(codes == _INSERTED, dtype=np.int32)])
+    deletions = np.diff(inserted[columns], axis=1, prepend=inserted[starts[:-1], None])
+    return codes[columns], deletions.astype(np.int32)
+
+
+def _widths(match: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    return np.diff(np.concatenate([[0], np.cumsum(match)])[starts])
+
+
+def _own_entry(data: bytes, source: str, query: str | None) -> bytes:
+    """MMseqs2 ends each database entry with NUL: the only entry, or the one whose first row is the query."""
+    entries = [entry.strip(b"\n") for entry in data.split(b"\0") if entry.strip()]
+    if len(entries) == 1:
+        return entries[0]
+    if query is not None:
+        wanted = encode(query, source="query").tobytes()
+        firsts = [_A3M[np.frombuffer(_records(_body(e), source)[1][0], dtype=np.uint8)].tobytes() for e in entries]
+        own = [entry for entry, first in zip(entries, firsts) if first == wanted]
+        if len(own) == 1:
+            return own[0]
+    raise UserError(
+        f"{source}: holds {len(entries)} alignments with NUL bytes between them (an MMseqs2 database), "
+        f"{'none or several' if query else 'and it is not said which'} of the query; write one file per query"
+    )
+
+
+def _body(entry: bytes) -> bytes:
+    return re.sub(rb"\A(#[^\n]*\n)+", b"", entry)
+
+
+def _chain_of_complex(alignment: Alignment, lengths: Sequence[int], source: str, query: str | None) -> Alignment:
+    """The columns of the query in ColabFold's alignment of a complex, without the rows that are empty there."""
+    stops = np.cumsum(lengths)
+    for start, stop in zip((stops - lengths).tolist(), stops.tolist()):
+        if query is not None and decode(alignment.rows[0, start:stop]) == decode(encode(query, source="query")):
+            rows = alignment.rows[:, start:stop]
+            kept = (rows != GAP).any(1)
+            return Alignment(rows, alignment.deletions[:, start:stop], alignment.names).select(kept)
+    raise UserError(
+        f"{source}: is the alignment of a complex of {len(lengths)} chains ({', '.join(map(str, lengths))} residues)"
+        f"{', none of them the query' if query else ''}; give the alignment of one chain"
+    )
+
+
+# ---- Stockholm and rows without headers
+
+
+def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str | None = None) -> Alignment:
+    """Stockholm text, interleaved or not -> Alignment on the residues of the query.
+
+    The query is the row whose residues are `query`; without `query` the first row, if it fills the match columns (#=GC
+    RF) where the file has them.  If no row is `query` but the match columns are as many as its residues (a search
+    with a profile of it), it is put on top of them.  Errors as in `read_alignment`, and for a file cut short.
+    """
+    chunks, reference = _stockholm_rows(_plain_text(data, source), source)
+    names, sequences = list(chunks), [b"".join(c) for c in chunks.values()]
+    rows = _aligned_rows(names, sequences, source)
+    match = np.isin(np.frombuffer(reference, dtype=np.uint8), list(_GAPS), invert=True)
+    if reference and len(match) != rows.shape[1]:
+        raise UserError(f"{source}: #=GC RF has {len(match)} columns, the rows {rows.shape[1]}; make the file again")
+    alignment = Alignment(rows, np.zeros(rows.shape, dtype=np.int32), names)
+    if query is None:
+        if reference and not np.array_equal(match, rows[0] != GAP):
+            raise UserError(
+                f"{source}: has no row of the query (the first, {_short(names[0])}, does not fill the match columns); "
+                "give the query's sequence with it"
+            )
+        return _checked(_project(alignment, rows[0] != GAP), source, None)
+    wanted = encode(query, source="query")
+    for i in np.flatnonzero((rows != GAP).sum(1) == len(wanted)):
+        if np.array_equal(rows[i][rows[i] != GAP], wanted):
+            order = np.argsort(np.arange(len(rows)) != i, kind="stable")
+            return _checked(_project(alignment.select(order), rows[i] != GAP), source, query)
+    if reference and match.sum() == len(wanted):
+        projected = _project(alignment, match)
+        top = Alignment.of_query(query)
+        both = [np.concatenate(pair) for pair in zip((top.rows, top.deletions), (projected.rows, projected.deletions))]
+        return _checked(Alignment(both[0], both[1], top.names + projected.names), source, query)
+    raise UserError(
+        f"{source}: none of its {len(rows)} rows is the query ({len(wanted)} residues), and its match columns are "
+        f"{int(match.sum()) if reference else 'not marked'}; give the alignment that was made for this query"
+    )
+
+
+def _stockholm_rows(data: bytes, source: str) -> tuple[dict[str, list[bytes]], bytes]:
+    """Row name -> its pieces, and the whole #=GC RF line (empty if there is none)."""
+    body, end, rest = data.partition(b"\n//")
+    if not end:
+        raise UserError(f"{source}: does not end with '//', so it is cut short; fetch or make it again")
+    if rest.strip():
+        raise UserError(f"{source}: holds several alignments; write one file for each")
+    chunks: dict[str, list[bytes]] = {}
+    reference = []
+    for number, line in enumerate(body.split(b"\n")):
+        if line.startswith(b"#=GC RF"):
+            reference.append(line.split()[-1])
+        if not line.strip() or line.startswith(b"#"):
+            continue
+        words = line.split()
+        if len(words) != 2:
+            raise UserError(f"{source}: line {number + 1} is not a name and a row; make the file again")
+        chunks.setdefault(words[0].decode(), []).append(words[1])
+    if not chunks:
+        raise UserError(f"{source}: holds no rows; give an alignment with at least the query's row")
+    return chunks, b"".join(reference)
+
+
+def _parse_rows(data: bytes, source: str, query: str | None) -> Alignment:
+    """One row per line, nothing else (PSICOV's .aln)."""
+    sequences = data.split()
+    if b"\0" in data or any(not re.fullmatch(rb"[A-Za-z.\-]+", s) for s in sequences[:2]) or b" " in data.strip():
+        kind = "a CLUSTAL file" if data.startswith(b"CLUSTAL") else "no alignment that WarpFold knows"
+        raise UserError(f"{source}: is {kind}; give A3M, Stockholm or aligned FASTA")
+    names = [f"row {i + 1}" for i in range(len(sequences))]
+    rows = _aligned_rows(names, sequences, source)
+    alignment = Alignment(rows, np.zeros(rows.shape, dtype=np.int32), names)
+    return _checked(_project(alignment, rows[0] != GAP), source, query)
+
+
+def _aligned_rows(names: list[str], sequences: list[bytes], source: str) -> np.ndarray:
+    """uint8 [R, W] of rows in which every character is a column."""
+    joined, starts = _join(sequences)
+    codes = _ALIGNED[np.frombuffer(joined, dtype=np.uint8)]
+    _refuse_illegal(codes, starts, joined, names, source)
+    _refuse_widths(np.diff(starts), names, source, "columns")
+    return codes.reshape(len(names), -1)
+
+
+def _project(alignment: Alignment, kept: np.ndarray) -> Alignment:
+    """Only the columns `kept` [W]; residues in the others become insertions before the next kept one."""
+    residues = np.cumsum((alignment.rows != GAP) & ~kept, axis=1, dtype=np.int32)[:, kept]
+    return Alignment(
+        np.ascontiguousarray(alignment.rows[:, kept]), np.diff(residues, axis=1, prepend=0), alignment.names
+    )
+
+
+# ---- what is refused
+
+
+def _checked(alignment: Alignment, source: str, query: str | None) -> Alignment:
+    alignment.check_query(query, source)
+    return alignment
+
+
+def _refuse_illegal(codes: np.ndarray, starts: np.ndarray, letters: bytes, names: Sequence[str], source: str) -> None:
+    """UserError for the first character outside the alphabet: file, record, character, position from 1."""
+    bad = np.flatnonzero(codes == _ILLEGAL)
+    if not bad.size:
+        return
+    row = int(np.searchsorted(starts, bad[0], side="right")) - 1
+    character = letters[bad[0] :].decode(errors="ignore")[:1]
+    raise UserError(
+        f"{source}: record {row + 1}, {_short(names[row])}, has {character!r} at position {bad[0] - starts[row] + 1}, which is no amino acid; "
+        "correct or remove it"
+    )
+
+
+def _refuse_widths(widths: np.ndarray, names: Sequence[str], source: str, what: str) -> None:
+    """UserError naming the first row that is not as wide as the query's."""
+    other = np.flatnonzero(widths != widths[0])
+    if other.size:
+        i = int(other[0])
+        raise UserError(
+            f"{source}: row {i + 1}, {_short(names[i])}, has {widths[i]} {what}, the first row {widths[0]}; "
+            "rows must be aligned to the query"
+        )
+
+
+def _short(name: str) -> str:
+    """A header as errors show it."""
+    return repr(name if len(name) <= 40 else name[:37] + "...")
