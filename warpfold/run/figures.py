@@ -19,8 +19,8 @@ INK, GREY, RULE, BLUE, AMBER = "#1c2733", "#66717d", "#d5dbe1", "#1f6fb4", "#d98
 
 # pLDDT's four classes as AlphaFold DB names them: lower bound, colour, name.
 CLASSES = (
-    (90.0, "#0b3d91", "very high"),
-    (70.0, "#4f9bd9", "confident"),
+    (90.0, "#1750ac", "very high"),
+    (70.0, "#5ba5de", "confident"),
     (50.0, "#f0a93b", "low"),
     (0.0, "#f7d9a0", "very low"),
 )
@@ -41,7 +41,6 @@ STYLE = {
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "text.color": INK,
-    "legend.frameon": False,
     "lines.linewidth": 1.6,
 }
 
@@ -61,9 +60,10 @@ def plddt_color(value: float) -> str:
     return next((color for bound, color, _ in CLASSES if value >= bound), CLASSES[-1][1])
 
 
+@mpl.rc_context(STYLE)
 def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, float] | None = None) -> str:
     """Quantities over training steps; a curve of many values is drawn faint, with its running mean over it."""
-    figure, axes = _canvas(5.4, 2.9)
+    figure, axes = _canvas(4.7, 2.8)
     for curve, color, dashes in zip(curves, (BLUE, AMBER, GREY, INK), ("-", "--", "-.", ":")):
         x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
         window = max(1, len(y) // 25)
@@ -76,11 +76,12 @@ def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, flo
     axes.set(xlabel="training step", ylabel=y_label)
     if y_range:
         axes.set_ylim(*y_range)
-    axes.legend(fontsize=8.5)
+    _legend(axes)
     _grid(axes)
     return _svg(figure, f"{y_label} over training steps")
 
 
+@mpl.rc_context(STYLE)
 def draw_plddt(plddt: np.ndarray, lddt: np.ndarray | None = None) -> str:
     """pLDDT [N] along the chain on its four classes; `lddt` [N], 0 to 100, is the measured value beside it."""
     figure, axes = _canvas(5.0, 2.6)
@@ -93,11 +94,12 @@ def draw_plddt(plddt: np.ndarray, lddt: np.ndarray | None = None) -> str:
     axes.plot(residues, plddt, color=INK, label="pLDDT", linewidth=1.5)
     if lddt is not None:
         axes.plot(residues, lddt, "--", color=AMBER, label="lDDT-Cα against the truth", linewidth=1.3)
-        axes.legend(fontsize=8.5, loc="lower left", ncols=2, bbox_to_anchor=(-0.01, 1.0), borderaxespad=0.2)
+        _legend(axes)
     axes.set(xlabel="residue", ylabel="0 to 100", ylim=(0, 100), xlim=(1, max(2, len(plddt))))
     return _svg(figure, f"pLDDT along the chain, mean {float(np.mean(plddt)):.1f}")
 
 
+@mpl.rc_context(STYLE)
 def draw_pae(pae: np.ndarray) -> str:
     """Predicted aligned error [N, N] in angstrom; dark is sure.  Rows: aligned on; columns: scored."""
     figure, axes = _canvas(3.5, 2.9)
@@ -112,6 +114,7 @@ def draw_pae(pae: np.ndarray) -> str:
     return _svg(figure, f"predicted aligned error, mean {float(np.mean(pae)):.1f} angstrom")
 
 
+@mpl.rc_context(STYLE)
 def draw_improvement(names: Sequence[str], before: Sequence[float], after: Sequence[float]) -> str:
     """lDDT-Cα (0 to 1) of each protein by the untrained and by the trained model, as two dots and what lies between."""
     order = np.argsort(after)
@@ -123,11 +126,12 @@ def draw_improvement(names: Sequence[str], before: Sequence[float], after: Seque
     axes.set(xlabel="lDDT-Cα", xlim=(0, 1), ylim=(-0.7, len(names) - 0.3))
     axes.set_yticks(rows, [names[i] for i in order])
     axes.tick_params(axis="y", length=0)
-    axes.legend(fontsize=8.5, loc="lower left", ncols=2, bbox_to_anchor=(-0.01, 1.0), borderaxespad=0.2)
+    _legend(axes)
     _grid(axes, "x")
     return _svg(figure, "lDDT-Calpha of each held-out protein, untrained and trained")
 
 
+@mpl.rc_context(STYLE)
 def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -> str:
     """What the model expects (pLDDT) against what is measured (lDDT-Cα), both 0 to 100; `each` names what a dot is."""
     figure, axes = _canvas(3.5, 2.9)
@@ -142,6 +146,7 @@ def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -
     return _svg(figure, f"pLDDT against measured lDDT of each {each}")
 
 
+@mpl.rc_context(STYLE)
 def draw_trace(ca: np.ndarray, plddt: np.ndarray, truth: np.ndarray | None = None) -> str:
     """The Cα trace [N, 3] seen flat, coloured by pLDDT, over `truth` [M, 3] in grey: what paper can show."""
     figure, axes = _canvas(3.8, 3.4)
@@ -170,9 +175,14 @@ def _draw_chain(axes: Axes, points: np.ndarray, colors: Sequence[str], width: fl
 
 
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        return figure, figure.add_subplot()
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _legend(axes: Axes) -> None:
+    """The key over the plot, out of the way of what is drawn."""
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderaxespad": 0.2}
+    axes.legend(fontsize=8.5, ncols=3, frameon=False, **place)  # type: ignore[arg-type]
 
 
 def _grid(axes: Axes, axis: str = "both") -> None:
@@ -183,8 +193,7 @@ def _grid(axes: Axes, axis: str = "both") -> None:
 def _svg(figure: Figure, label: str) -> str:
     """The figure as an <svg> element that a screen reader can name; no XML prologue, no date."""
     buffer = io.StringIO()
-    with mpl.rc_context(STYLE):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

@@ -38,9 +38,7 @@ class Prediction:
     single: np.ndarray
     pair: np.ndarray
     msa: np.ndarray
-    details: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # seed, recycles, alignment depth, seconds: for summary.json
+    details: Mapping[str, Any] = field(default_factory=dict)  # for summary.json: seed, recycles, seconds, ...
 
     @property
     def ca(self) -> np.ndarray:
