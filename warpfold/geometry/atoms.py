@@ -1,0 +1,239 @@
+"""Between atoms, torsion angles and frames: the functions of Supp. 1.8 that read or build coordinates.
+
+All take `aatype` first, int64 [*, N] with 0-19 and 20 = unknown (a template's gap, 21, counts as unknown), and work on
+any leading axes `*`.  Results have the dtype of the coordinates.  Lengths are in whatever unit the coordinates are in
+where no table is involved, else angstrom.  Torsions are in the order omega, phi, psi, chi1 to chi4, as (sin, cos).
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpfold.geometry import residue
+from warpfold.geometry.rigid import Rigid
+
+N, CA, C, CB, O = (residue.ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O"))
+GLYCINE = residue.RESTYPE_ORDER["G"]
+
+
+@dataclass(frozen=True)
+class Torsions:
+    """Torsion angles of a structure."""
+
+    sin_cos: Tensor  # [*, N, 7, 2]
+    alt_sin_cos: Tensor  # [*, N, 7, 2], under the alternative naming of ambiguous atoms
+    mask: Tensor  # [*, N, 7], 1 where the four atoms are there; the angle is zero, (0, 0), elsewhere
+
+
+@dataclass(frozen=True)
+class RigidGroups:
+    """Frames of the rigid groups of a structure: backbone, omega, phi, psi, chi1 to chi4."""
+
+    frames: Rigid  # [*, N, 8]
+    alt_frames: Rigid  # [*, N, 8], under the alternative naming of ambiguous atoms
+    mask: Tensor  # [*, N, 8], 1 where the three atoms that set the frame are there
+    exists: Tensor  # [*, N, 8], 1 where the residue type has the group
+    ambiguous: Tensor  # [*, N, 8], 1 where the two frames differ
+
+
+@dataclass(frozen=True)
+class RenamedTruth:
+    """Labels in whichever naming of the ambiguous atoms is nearer to a prediction."""
+
+    swapped: Tensor  # bool [*, N], where that is the alternative one
+    positions: Tensor  # [*, N, 14, 3]
+    mask: Tensor  # [*, N, 14]
+
+
+@functools.cache
+def _table(name: str, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # or the first prediction would leave a tensor that training cannot use
+        return torch.from_numpy(getattr(residue, name)).to(device)
+
+
+def residue_rows(name: str, aatype: Tensor) -> Tensor:
+    """Rows of a table of `residue` by its name, one for every residue: [*, N, ...]."""
+    return _table(name, aatype.device)[aatype.clamp(max=residue.UNKNOWN)]
+
+
+def take_atoms(x: Tensor, index: Tensor) -> Tensor:
+    """x [*, N, A] or [*, N, A, c], index int64 [*, N, K] -> [*, N, K] or [*, N, K, c]."""
+    extra = x.dim() - index.dim()
+    return torch.take_along_dim(x, index.reshape(*index.shape, *(1,) * extra), dim=index.dim() - 1)
+
+
+def atom14_to_atom37(aatype: Tensor, x: Tensor) -> Tensor:
+    """[*, N, 14] or [*, N, 14, c] -> [*, N, 37] or [*, N, 37, c], zero where the residue type has no such atom."""
+    mask = residue_rows("ATOM37_MASK", aatype).to(x.dtype)
+    return take_atoms(x, residue_rows("ATOM37_TO_ATOM14", aatype)) * _like(mask, x)
+
+
+def atom37_to_atom14(aatype: Tensor, x: Tensor) -> Tensor:
+    """[*, N, 37] or [*, N, 37, c] -> [*, N, 14] or [*, N, 14, c], zero where the residue type has no such atom."""
+    mask = residue_rows("ATOM14_MASK", aatype).to(x.dtype)
+    return take_atoms(x, residue_rows("ATOM14_TO_ATOM37", aatype)) * _like(mask, x)
+
+
+def swap_atom14(aatype: Tensor, x: Tensor) -> Tensor:
+    """[*, N, 14] or [*, N, 14, c] -> the same under the alternative naming of ambiguous atoms (Supp. 1.8.5)."""
+    return take_atoms(x, residue_rows("ATOM14_SWAP", aatype))
+
+
+def _like(mask: Tensor, x: Tensor) -> Tensor:
+    return mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim()))
+
+
+def pseudo_beta(aatype: Tensor, positions: Tensor) -> Tensor:
+    """CB, or CA of glycine: [*, N, 37, 3] -> [*, N, 3] (Supp. 1.2.9)."""
+    return torch.where((aatype == GLYCINE)[..., None], positions[..., CA, :], positions[..., CB, :])
+
+
+def pseudo_beta_mask(aatype: Tensor, mask: Tensor) -> Tensor:
+    """Whether that atom is there: [*, N, 37] -> [*, N]."""
+    return torch.where(aatype == GLYCINE, mask[..., CA], mask[..., CB])
+
+
+def distogram_bins(positions: Tensor, min_bin: float, max_bin: float, bins: int) -> Tensor:
+    """One-hot distances: [*, N, 3] -> [*, N, N, bins] (Supp. 1.2.9, Algorithm 32).
+
+    The bins begin at `bins` even steps from `min_bin` to `max_bin`, the last is open; a distance on an edge or below
+    `min_bin` has no bin.  Bin edges in the unit of the positions.
+    """
+    squared = (positions[..., :, None, :] - positions[..., None, :, :]).square().sum(-1, keepdim=True)
+    lower = torch.linspace(min_bin, max_bin, bins, dtype=positions.dtype, device=positions.device).square()
+    upper = torch.cat([lower[1:], lower.new_full((1,), 1e8)])
+    return ((squared > lower) & (squared < upper)).to(positions.dtype)
+
+
+def dihedral(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """(sin, cos) of the torsion of four points about b-c: four [*, 3] -> [*, 2]; zero where it is not defined."""
+    local = Rigid.from_axes(c - b, a - c, c).invert_apply(d)
+    _, y, z = local.unbind(-1)
+    return torch.stack([z, y], dim=-1) * torch.rsqrt(y.square() + z.square() + 1e-8)[..., None]
+
+
+def atom37_to_torsions(aatype: Tensor, positions: Tensor, mask: Tensor) -> Torsions:
+    """Torsions of a structure (Supp. 1.9.3): positions [*, N, 37, 3], mask [*, N, 37]."""
+    # The atoms of omega and phi that belong to the residue before; before the first there is none.
+    before = torch.nn.functional.pad(positions[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
+    before_mask = torch.nn.functional.pad(mask[..., :-1, :], (0, 0, 1, 0))
+    chi = residue_rows("CHI_ATOM37", aatype)
+    backbone = [
+        [before[..., CA, :], before[..., C, :], positions[..., N, :], positions[..., CA, :]],
+        [before[..., C, :], positions[..., N, :], positions[..., CA, :], positions[..., C, :]],
+        [positions[..., N, :], positions[..., CA, :], positions[..., C, :], positions[..., O, :]],
+    ]
+    points = torch.cat(
+        [
+            torch.stack([torch.stack(atoms, dim=-2) for atoms in backbone], dim=-3),
+            take_atoms(positions, chi.flatten(-2)).unflatten(-2, (4, 4)),
+        ],
+        dim=-3,
+    )  # [*, N, 7, 4, 3]
+    backbone_mask = [
+        before_mask[..., CA] * before_mask[..., C] * mask[..., N] * mask[..., CA],
+        before_mask[..., C] * mask[..., N] * mask[..., CA] * mask[..., C],
+        mask[..., N] * mask[..., CA] * mask[..., C] * mask[..., O],
+    ]
+    chi_mask = take_atoms(mask, chi.flatten(-2)).unflatten(-1, (4, 4)).prod(-1)
+    chi_mask = chi_mask * residue_rows("CHI_MASK", aatype).to(mask.dtype)
+    mask = torch.cat([torch.stack(backbone_mask, dim=-1), chi_mask], dim=-1)
+
+    sin_cos = dihedral(*points.unbind(-2)) * mask[..., None].to(positions.dtype)
+    # psi is measured to O, which lies opposite to the N of the next residue: half a turn away
+    sign = sin_cos.new_tensor([1, 1, -1, 1, 1, 1, 1])[:, None]
+    sin_cos = sin_cos * sign
+    half_turn = 1 - 2 * residue_rows("CHI_PI_PERIODIC", aatype).to(positions.dtype)
+    alt_sin_cos = torch.cat([sin_cos[..., :3, :], sin_cos[..., 3:, :] * half_turn[..., None]], dim=-2)
+    return Torsions(sin_cos, alt_sin_cos, mask)
+
+
+def atom37_to_frames(aatype: Tensor, positions: Tensor, mask: Tensor) -> RigidGroups:
+    """Frames of the rigid groups (Supp. 1.8.1, 1.8.4): positions [*, N, 37, 3], mask [*, N, 37].
+
+    A frame whose mask is 0 is finite but means nothing.
+    """
+    atoms = residue_rows("GROUP_ATOM37", aatype)
+    points = take_atoms(positions, atoms.flatten(-2)).unflatten(-2, (8, 3))  # [*, N, 8, 3, 3]
+    negative_x, origin, xy = points.unbind(-2)
+    frames = Rigid.from_axes(origin - negative_x, xy - origin, origin)
+    turned = frames.rotation.new_tensor([[-1, 1, -1]] + 7 * [[1, 1, 1]])  # the backbone's x axis points to C
+    frames = Rigid(frames.rotation * turned[:, None, :], origin)
+
+    exists = residue_rows("GROUP_MASK", aatype).to(mask.dtype)
+    ambiguous = residue_rows("GROUP_AMBIGUOUS", aatype).to(mask.dtype)
+    there = take_atoms(mask, atoms.flatten(-2)).unflatten(-1, (8, 3)).amin(-1)
+    half_turn = 1 - 2 * ambiguous.to(positions.dtype)
+    about_x = torch.stack([torch.ones_like(half_turn), half_turn, half_turn], dim=-1)
+    alt_frames = Rigid(frames.rotation * about_x[..., None, :], origin)
+    return RigidGroups(frames, alt_frames, there * exists, exists, ambiguous)
+
+
+def torsions_to_frames(aatype: Tensor, backbone: Rigid, angles: Tensor) -> Rigid:
+    """Algorithm 24, computeAllAtomCoordinates, lines 1 to 10: global frames [*, N, 8] of the rigid groups.
+
+    backbone [*, N] in angstrom; angles [*, N, 7, 2] as (sin, cos), of length one.  A group that the residue type does
+    not have gets a zero matrix and the origin of its parent.
+    """
+    ideal = residue_rows("RIGID_GROUP_FRAMES", aatype).to(angles.dtype)
+    # The backbone is the first group and does not turn.  Turning about x mixes the second and third column.
+    still = torch.stack([torch.zeros_like(angles[..., :1, 0]), torch.ones_like(angles[..., :1, 1])], dim=-1)
+    sin, cos = torch.cat([still, angles], dim=-2)[..., None, :].unbind(-1)
+    x, y, z = ideal[..., :3, :3].unbind(-1)
+    local = Rigid(torch.stack([x, cos * y + sin * z, cos * z - sin * y], dim=-1), ideal[..., :3, 3])
+
+    # Only chi2 to chi4 hang on another group than the backbone: on the chi before.
+    chis = [local[..., residue.CHI1]]
+    for k in range(1, 4):
+        chis.append(chis[-1].compose(local[..., residue.CHI1 + k]))
+    to_backbone = Rigid.cat([local[..., : residue.CHI1], Rigid.stack(chis, axis=-1)], axis=-1)
+    return backbone[..., None].compose(to_backbone)
+
+
+def frames_to_atom14(aatype: Tensor, frames: Rigid) -> Tensor:
+    """Algorithm 24, line 11: ideal atoms put into their groups' frames [*, N, 8] -> [*, N, 14, 3] angstrom, masked."""
+    group = residue_rows("ATOM14_GROUP", aatype)
+    # A masked sum over the groups, not a gather: its gradient needs no atomic additions, so it repeats bit for bit.
+    chosen = (group[..., None] == torch.arange(8, device=group.device)).to(frames.translation.dtype)
+    of_atom = Rigid(
+        (chosen[..., None, None] * frames.rotation[..., None, :, :, :]).sum(-3),
+        (chosen[..., None] * frames.translation[..., None, :, :]).sum(-2),
+    )
+    ideal = residue_rows("ATOM14_GROUP_POSITIONS", aatype).to(frames.translation.dtype)
+    mask = residue_rows("ATOM14_MASK", aatype).to(frames.translation.dtype)
+    return of_atom.apply(ideal) * mask[..., None]
+
+
+# Only these columns of atom14 can be ambiguous: it suffices to look at their distances.
+_AMBIGUOUS_COLUMNS = slice(*(residue.ATOM14_AMBIGUOUS.any(0).nonzero()[0][[0, -1]] + [0, 1]).tolist())
+
+
+@torch.no_grad()
+def rename_ground_truth(
+    predicted: Tensor, positions: Tensor, mask: Tensor, alt_positions: Tensor, alt_mask: Tensor, ambiguous: Tensor
+) -> RenamedTruth:
+    """Algorithm 26, renameSymmetricGroundTruthAtoms: the naming whose distances are nearer to the predicted ones.
+
+    predicted [*, N, 14, 3]; the labels in both namings, positions [*, N, 14, 3] and masks [*, N, 14]; ambiguous [*, N,
+    14].  Compared are the distances from ambiguous atoms to unambiguous ones.  No gradient.
+    """
+
+    def distances(atoms: Tensor) -> Tensor:  # [*, N, ambiguous, N * 14]
+        some = atoms[..., _AMBIGUOUS_COLUMNS, :].flatten(-3, -2)
+        found = torch.cdist(some, atoms.flatten(-3, -2), compute_mode="donot_use_mm_for_euclid_dist")
+        return found.unflatten(-2, (atoms.shape[-3], -1))
+
+    to_compare = (mask * ambiguous)[..., _AMBIGUOUS_COLUMNS, None] * (mask * (1 - ambiguous)).flatten(-2)[
+        ..., None, None, :
+    ]
+    target = distances(predicted)
+    error = ((distances(positions) - target).abs() * to_compare).sum((-2, -1))
+    alt_error = ((distances(alt_positions) - target).abs() * to_compare).sum((-2, -1))
+    swapped = alt_error < error
+    return RenamedTruth(
+        swapped,
+        torch.where(swapped[..., None, None], alt_positions, positions),
+        torch.where(swapped[..., None], alt_mask, mask),
+    )
