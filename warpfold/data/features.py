@@ -1,0 +1,242 @@
+"""Raw examples: one chain, its alignment, its coordinates; and the labels that follow from coordinates (Supp. 1.2).
+
+A `RawExample` holds what can be prepared ahead of training and nothing that is drawn; `data.sample` does the drawing.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from warpfold.batch import Arrays
+from warpfold.data.alignment import Alignment, decode, encode
+from warpfold.data.mmcif import Chain, Structure
+from warpfold.errors import UserError
+from warpfold.geometry import atoms
+from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK, GAP
+
+MSA_CODES = 22  # 20 residue types, X, gap
+MIN_IDENTITY = 0.9  # below it an alignment is of another protein
+MIN_COVERAGE = 0.5  # of the chain's residues that the alignment must cover
+
+
+@dataclass(frozen=True)
+class RawExample:
+    """One chain with R alignment rows (no two alike; row 0 is its own sequence) and, where known, its atoms."""
+
+    name: str
+    aatype: np.ndarray  # uint8 [N], 0-19, 20 = X
+    residue_index: np.ndarray  # int32 [N]
+    msa: np.ndarray  # uint8 [R, N], 0-19, 20 = X, 21 = gap
+    deletions: np.ndarray  # uint16 [R, N], residues deleted before each column
+    profile: np.ndarray  # float32 [N, 22], frequencies in the whole alignment
+    positions: np.ndarray | None = None  # float32 [N, 37, 3], angstrom
+    mask: np.ndarray | None = None  # uint8 [N, 37]
+    resolution: float | None = None  # angstrom
+    release_date: str | None = None  # YYYY-MM-DD
+    sources: tuple[str, ...] = ()  # where the alignment's rows come from
+
+    @property
+    def sequence(self) -> str:
+        return decode(self.aatype)
+
+    def take(self, start: int, stop: int, rows: np.ndarray) -> "RawExample":
+        """Residues [start, stop) and these alignment rows; the profile stays that of the whole alignment."""
+        span = slice(start, stop)
+        return replace(
+            self,
+            aatype=self.aatype[span],
+            residue_index=self.residue_index[span],
+            msa=self.msa[rows, span],
+            deletions=self.deletions[rows, span],
+            profile=self.profile[span],
+            positions=None if self.positions is None else self.positions[span],
+            mask=None if self.mask is None else self.mask[span],
+        )
+
+    def to_arrays(self) -> Arrays:
+        """The arrays, for the store; `notes` holds the rest."""
+        names = ("aatype", "residue_index", "msa", "deletions", "profile", "positions", "mask")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def notes(self) -> dict[str, Any]:
+        """What is not an array, as JSON can hold it."""
+        return {
+            "name": self.name,
+            "resolution": self.resolution,
+            "release_date": self.release_date,
+            "sources": list(self.sources),
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]) -> "RawExample":
+        """The inverse of `to_arrays` and `notes`, exact."""
+        return cls(**{**arrays, **notes, "sources": tuple(notes["sources"])})
+
+
+def from_sequence(
+    sequence: str, alignments: Sequence[Alignment] = (), name: str = "query", min_identity: float = MIN_IDENTITY
+) -> RawExample:
+    """An example to predict: a sequence of letters and any number of alignments of it (none: it stands alone).
+
+    Letters as in `data.alignment.encode`.
+    Errors: UserError for a character outside the alphabet, or an alignment of another protein.
+    """
+    aatype = encode(sequence, name)
+    if not len(aatype):
+        raise UserError(f"{name}: no residues; give an amino acid sequence")
+    placed = [place(alignment, decode(aatype), min_identity) for alignment in alignments]
+    msa, deletions = merge(aatype, placed)
+    return RawExample(name, aatype, np.arange(len(aatype), dtype=np.int32), msa, deletions, profile_of(msa))
+
+
+def from_chain(
+    name: str,
+    structure: Structure,
+    chain: Chain,
+    alignments: Sequence[Alignment] = (),
+    sources: Iterable[str] = (),
+    min_identity: float = MIN_IDENTITY,
+) -> RawExample:
+    """An example to train on: a chain with its coordinates and alignments of its SEQRES (or of a part, or precursor).
+
+    sources: what to record about where `alignments` come from.
+    Errors: UserError for an alignment of another protein.
+    """
+    return replace(
+        from_sequence(chain.sequence, alignments, name, min_identity),
+        residue_index=chain.residue_index.astype(np.int32),
+        positions=chain.positions.astype(np.float32),
+        mask=(chain.mask > 0).astype(np.uint8),
+        resolution=structure.resolution,
+        release_date=structure.release_date,
+        sources=tuple(sources),
+    )
+
+
+def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTITY) -> tuple[np.ndarray, np.ndarray]:
+    """An alignment on the columns of `sequence`: rows uint8 [R, N], deletions uint16 [R, N].
+
+    Columns of query residues that `sequence` lacks are cut out, at the ends for good, inside by counting what stood in
+    them as deletions; residues that the query lacks get gaps.
+    Errors: UserError when the query is of another protein: identity below `min_identity`, or too little covered.
+    """
+    column, identity = column_map(alignment.query, sequence)
+    covered = np.flatnonzero(column >= 0)
+    cure = "give the alignment of this protein"
+    if identity < min_identity:
+        raise UserError(f"the alignment's query is another protein: {identity:.0%} identical to the chain; {cure}")
+    if len(covered) < MIN_COVERAGE * len(sequence):
+        raise UserError(f"the alignment covers {len(covered)} of {len(sequence)} residues of the chain; {cure}")
+    rows = np.full((len(alignment.rows), len(sequence)), GAP, np.uint8)
+    deletions = np.zeros(rows.shape, np.int64)
+    rows[:, covered] = alignment.rows[:, column[covered]]
+    deletions[:, covered] = alignment.deletions[:, column[covered]]
+    for before, after in pairwise(covered):
+        cut = slice(column[before] + 1, column[after])
+        if cut.start < cut.stop:
+            inserted = alignment.deletions[:, cut] + (alignment.rows[:, cut] != GAP)
+            deletions[:, after] += inserted.sum(1)
+    return rows, np.minimum(deletions, np.iinfo(np.uint16).max).astype(np.uint16)
+
+
+def column_map(query: str, sequence: str) -> tuple[np.ndarray, float]:
+    """Where each residue of `sequence` stands in `query`: int64 [N], -1 where nowhere; and the identity, 0 to 1.
+
+    A part or a whole of the other is placed without gaps; so is a variant of the same length; otherwise a global
+    alignment (gemmi) decides.  Identity is over the residues that are placed, X left out.
+    """
+    column = np.full(len(sequence), -1)
+    if (start := query.find(sequence)) >= 0:
+        column[:] = np.arange(start, start + len(sequence))
+    elif (start := sequence.find(query)) >= 0:
+        column[start : start + len(query)] = np.arange(len(query))
+    elif len(query) == len(sequence) and _identity(np.arange(len(query)), query, sequence) >= MIN_IDENTITY:
+        column[:] = np.arange(len(query))
+    else:
+        column = _aligned_columns(query, sequence)
+    return column, _identity(column, query, sequence)
+
+
+def _identity(column: np.ndarray, query: str, sequence: str) -> float:
+    pairs = [(query[c], s) for c, s in zip(column, sequence) if c >= 0]
+    known = [a == b for a, b in pairs if "X" not in (a, b)]
+    return sum(known) / len(known) if known else 0.0
+
+
+def _aligned_columns(query: str, sequence: str) -> np.ndarray:
+    import gemmi
+
+    scoring = gemmi.AlignmentScoring()
+    scoring.match, scoring.mismatch, scoring.gapo, scoring.gape = 2, -3, -6, -1  # few gaps, long ones
+    result = gemmi.align_string_sequences(list(query), list(sequence), [], scoring)
+    columns = np.cumsum([letter != "-" for letter in result.add_gaps(query, 1)]) - 1
+    gapped = zip(result.add_gaps(query, 1), result.add_gaps(sequence, 2), columns)
+    return np.array([column if q != "-" else -1 for q, s, column in gapped if s != "-"])
+
+
+def merge(aatype: np.ndarray, placed: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Alignments one after another: rows uint8 [R, N], deletions uint16 [R, N], the sequence itself as row 0.
+
+    A row equal to an earlier one goes, whatever its deletions (as official), and so does one of gaps alone.
+    """
+    first = aatype[None]
+    parts = [(first, np.zeros(first.shape, np.uint16)), *((rows[1:], deletions[1:]) for rows, deletions in placed)]
+    rows, deletions = (np.concatenate(arrays) for arrays in zip(*parts))
+    seen: dict[bytes, int] = {}
+    for index, row in enumerate(rows):
+        seen.setdefault(row.tobytes(), index)
+    seen.pop(bytes([GAP]) * rows.shape[1], None)
+    kept = list(seen.values())
+    return rows[kept], deletions[kept]
+
+
+def profile_of(msa: np.ndarray) -> np.ndarray:
+    """Frequencies of residue types, X and gap in each column: uint8 [R, N] -> float32 [N, 22]."""
+    cells = msa + np.arange(msa.shape[1]) * MSA_CODES
+    counts = np.bincount(cells.ravel(), minlength=msa.shape[1] * MSA_CODES)
+    return (counts.reshape(-1, MSA_CODES) / len(msa)).astype(np.float32)
+
+
+def atom_masks(aatype: np.ndarray) -> Arrays:
+    """Which atoms each residue's type has: `atom14_atom_exists` [N, 14] and `atom37_atom_exists` [N, 37], float32."""
+    return {"atom14_atom_exists": ATOM14_MASK[aatype], "atom37_atom_exists": ATOM37_MASK[aatype]}
+
+
+def add_labels(features: Arrays) -> Arrays:
+    """`features` and all that supervises the model, from `aatype`, `all_atom_positions` and `all_atom_mask`.
+
+    Atoms in the 14 places of their residue type, under both namings of the ambiguous ones (Supp. 1.8.5); the frames of
+    the backbone and of the other rigid groups (1.8.1); chi angles in radians (1.9.3); the distogram's points (1.9.8).
+    float32, angstrom; quaternions w x y z with w >= 0.  What is masked is finite but means nothing.
+    """
+    aatype, positions, mask = (
+        torch.from_numpy(features[name]) for name in ("aatype", "all_atom_positions", "all_atom_mask")
+    )
+    gt = atoms.atom37_to_atom14(aatype, positions * mask[..., None])
+    gt_exists = atoms.atom37_to_atom14(aatype, mask)
+    groups = atoms.atom37_to_frames(aatype, positions, mask)
+    torsions = atoms.atom37_to_torsions(aatype, positions, mask)
+    chi = torsions.sin_cos[..., 3:, :]
+    labels = {
+        "atom14_gt_positions": gt,
+        "atom14_gt_exists": gt_exists,
+        "atom14_alt_gt_positions": atoms.swap_atom14(aatype, gt),
+        "atom14_alt_gt_exists": atoms.swap_atom14(aatype, gt_exists),
+        "atom14_atom_is_ambiguous": atoms.residue_rows("ATOM14_AMBIGUOUS", aatype),
+        "rigidgroups_gt_frames": groups.frames.to_flat12(),
+        "rigidgroups_alt_gt_frames": groups.alt_frames.to_flat12(),
+        "rigidgroups_gt_exists": groups.mask,
+        "rigidgroups_group_exists": groups.exists,
+        "rigidgroups_group_is_ambiguous": groups.ambiguous,
+        "backbone_affine_tensor": groups.frames[..., 0].to_quaternion7(),
+        "backbone_affine_mask": groups.mask[..., 0],
+        "pseudo_beta": atoms.pseudo_beta(aatype, positions),
+        "pseudo_beta_mask": atoms.pseudo_beta_mask(aatype, mask),
+        "chi_angles": torch.atan2(chi[..., 0], chi[..., 1]),
+        "chi_mask": torsions.mask[..., 3:],
+    }
+    return {**features, **{name: label.numpy() for name, label in labels.items()}}

@@ -1,0 +1,365 @@
+"""The packed store: records of named arrays, compressed in blocks, checked, read with `os.pread` (docs/formats.md).
+
+A store is a folder of shards and a `store.json`.  A shard holds records one after another and ends with its index, so
+that opening reads no record, and sizes that sampling needs are known without decompressing.  A record begins with a
+small header that says where its blobs lie: any array, or any block of rows of it, is read without the rest.
+Every byte lies under a checksum.  The same records give the same bytes.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import zstandard
+
+from warpfold.errors import UserError
+
+FORMAT, VERSION = "warpfold-store", 1
+MAGIC = b"WARPFOLD"
+HEAD = struct.Struct("<8sII")  # magic, version, 0
+FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
+BLOCK = 1 << 17  # bytes of an array per blob, before compression: what one read of a few rows costs
+SHARD = 1 << 30  # bytes after which the next shard begins
+LEVEL = 1  # of zstd: reading must be fast, and residues compress little better at higher levels
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A record as bytes, ready to be written anywhere: made by workers, written by one process."""
+
+    data: bytes  # header, then blobs
+    header: int  # bytes of the header
+    crc: int  # of the header
+
+
+def pack_record(arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]) -> Packed:
+    """Arrays of any shape and plain dtype, and JSON-able `notes`, compressed into one record."""
+    compress = zstandard.ZstdCompressor(level=LEVEL).compress
+    table, blobs = [], []
+    for name, array in arrays.items():
+        little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        if little.dtype.kind not in "biuf":
+            raise ValueError(f"{name}: arrays of {array.dtype} cannot be stored")
+        flat = little.reshape(len(little) if little.ndim else 1, -1)
+        rows = max(1, BLOCK // max(1, flat[:1].nbytes))
+        parts = [compress(flat[start : start + rows].tobytes()) for start in range(0, len(flat), rows)]
+        blobs += parts
+        table.append([name, little.dtype.str, array.shape, rows, [[len(part), zlib.crc32(part)] for part in parts]])
+    header = compress(_json({"notes": dict(notes), "arrays": table}))
+    return Packed(b"".join([header, *blobs]), len(header), zlib.crc32(header))
+
+
+class StoreWriter:
+    """Writes a store into `path.partial/` and renames it to `path` when done: a store exists whole, or not at all.
+
+    Use as a context manager: leaving it by an exception removes what was written.  After a kill, the next writer
+    starts over.  Errors: UserError if `path` exists, another process is writing it, or the disk refuses.
+    """
+
+    def __init__(self, path: Path | str, shard_bytes: int = SHARD) -> None:
+        self.path = Path(path)
+        self.partial = self.path.with_name(self.path.name + ".partial")
+        self.shard_bytes = shard_bytes
+        self._shards: list[dict[str, int]] = []
+        self._keys: set[str] = set()
+        self._file: BinaryIO | None = None
+        self._index: dict[str, list[Any]] = {}
+        try:
+            self.partial.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.partial / "lock", "w")  # noqa: SIM115 (held until the end)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.path}: another process is writing this store; wait for it") from None
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
+        if self.path.exists():
+            self.abort()
+            raise UserError(f"{self.path}: exists already; remove it, or choose another name")
+        for left in self.partial.iterdir():  # by a writer that was killed
+            if left.name != "lock":
+                left.unlink()
+
+    def add(self, key: str, record: Packed, meta: Mapping[str, Any]) -> None:
+        """Appends a record.  meta: numbers, texts or None, kept in the index; the same names for every record.
+
+        Errors: ValueError for a key that is there already or other names in `meta`; UserError if the disk refuses.
+        """
+        if key in self._keys:
+            raise ValueError(f"{key}: twice in one store")
+        try:
+            if self._file is not None and self._file.tell() + len(record.data) > self.shard_bytes:
+                self._end_shard()
+            if self._file is None:
+                self._file = open(self.partial / _shard_name(len(self._shards)), "wb")  # noqa: SIM115
+                self._file.write(HEAD.pack(MAGIC, VERSION, 0))
+                self._index = {}
+            entry = {"key": key, "offset": self._file.tell(), "size": len(record.data), "header": record.header}
+            for name, value in (entry | {"crc": record.crc} | {f"meta.{k}": v for k, v in meta.items()}).items():
+                self._index.setdefault(name, []).append(value)
+            if len({len(column) for column in self._index.values()}) > 1:
+                raise ValueError(f"{key}: other names in its meta than in the records before it")
+            self._file.write(record.data)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
+        self._keys.add(key)
+
+    def finish(self, files: Mapping[str, str] | None = None) -> None:
+        """Ends the store: index, `store.json`, any small text `files` beside it, and the rename that makes it visible.
+
+        Errors: UserError for a store without records, or if the disk refuses.
+        """
+        if not self._keys:
+            raise UserError(f"{self.path}: nothing to store")
+        try:
+            self._end_shard()
+            top = {"format": FORMAT, "version": VERSION, "shards": self._shards}
+            for name, text in {**(files or {}), "store.json": json.dumps(top, indent=1) + "\n"}.items():
+                with open(self.partial / name, "w", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+            (self.partial / "lock").unlink()
+            _sync_folder(self.partial)
+            self.partial.rename(self.path)
+            _sync_folder(self.path.parent)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
+        self._lock.close()
+
+    def abort(self) -> None:
+        """Removes what was written; `path` is never touched."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self._lock.close()
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if not self._lock.closed:
+            self.abort()
+
+    def _end_shard(self) -> None:
+        if self._file is None:
+            return
+        index = zstandard.ZstdCompressor(level=LEVEL).compress(_json(self._index))
+        offset, records = self._file.tell(), len(self._index["key"])
+        crc = zlib.crc32(index)
+        self._file.write(index + FOOT.pack(offset, len(index), crc, records, MAGIC))
+        self._shards.append({"bytes": self._file.tell(), "records": records, "crc": crc})
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record lies."""
+
+    shard: int
+    offset: int
+    size: int
+    header: int
+    crc: int
+
+
+class Store:
+    """A store, open for reading; safe to share between threads and forks, and cheap to pickle (reopens by path).
+
+    Errors: UserError for a folder that is not a store, a newer format, a truncated or damaged file (its name and
+    where), on opening or on reading what is damaged.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.keys: list[str] = []  # in the order of writing
+        self._places: dict[str, Place] = {}
+        self._columns: dict[str, list[Any]] = {}
+        self._files: list[int] = []
+        try:
+            for number, shard in enumerate(self._read_top()):
+                self._open_shard(number, shard)
+        except BaseException:
+            self.close()
+            raise
+        if not self.keys:
+            raise UserError(f"{self.path}: an empty store; pack it again")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
+
+    def __reduce__(self) -> tuple[type["Store"], tuple[Path]]:
+        return Store, (self.path,)
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    def column(self, name: str) -> list[Any]:
+        """One value of `meta` for every record, in the order of `keys`."""
+        return self._columns[name]
+
+    def record(self, key: str) -> "Record":
+        """The record of `key`; only its header is read.  Errors: KeyError; UserError if it is damaged."""
+        place = self._places[key]
+        what = f"{self._shard_path(place.shard)}: {key}"
+        header = self._read(place.shard, place.offset, place.header, place.crc, what)
+        fields = json.loads(_decompress(header, what))
+        arrays, offset = {}, place.offset + place.header
+        for name, dtype, shape, rows, blobs in fields["arrays"]:
+            starts = np.cumsum([offset, *(size for size, _ in blobs)]).tolist()
+            arrays[name] = StoredArray(np.dtype(dtype), tuple(shape), rows, starts, [crc for _, crc in blobs])
+            offset = starts[-1]
+        return Record(self, key, place.shard, fields["notes"], arrays)
+
+    def verify(self) -> Iterator[str]:
+        """Reads everything; yields what is damaged, one line each."""
+        for key in self.keys:
+            try:
+                record = self.record(key)
+                for name in record.arrays:
+                    record.read(name)
+            except UserError as error:
+                yield str(error)
+
+    def _read_top(self) -> list[dict[str, int]]:
+        file = self.path / "store.json"
+        try:
+            top = json.loads(file.read_text(encoding="utf-8"))
+            known, version, shards = top["format"] == FORMAT, int(top["version"]), top["shards"]
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: not a store (store.json: {error.strerror}); `warpfold pack` makes one"
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file}: damaged, or not a store's; pack it again") from error
+        if not known:
+            raise UserError(f"{file}: not a WarpFold store's")
+        if version > VERSION:
+            raise UserError(f"{self.path}: format {version}, this WarpFold reads up to {VERSION}; update WarpFold")
+        return shards
+
+    def _open_shard(self, number: int, shard: Mapping[str, int]) -> None:
+        path = self._shard_path(number)
+        try:
+            self._files.append(os.open(path, os.O_RDONLY))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}; copy the store again") from error
+        size = os.fstat(self._files[-1]).st_size
+        if size != shard.get("bytes"):
+            raise UserError(f"{path}: {size} bytes, {shard.get('bytes')} expected: truncated or not this store's")
+        damaged = UserError(f"{path}: damaged at its begin or end; copy or pack the store again")
+        magic, version, zero = HEAD.unpack(self._pread(number, 0, HEAD.size))
+        offset, length, crc, records, magic_end = FOOT.unpack(self._pread(number, size - FOOT.size, FOOT.size))
+        if magic != MAGIC or magic_end != MAGIC or zero or version != VERSION or records != shard.get("records"):
+            raise damaged
+        if offset + length + FOOT.size != size or crc != shard.get("crc"):
+            raise damaged
+        what = f"{path}: its index"
+        index = json.loads(_decompress(self._read(number, offset, length, crc, what), what))
+        for key, *where in zip(*(index[name] for name in ("key", "offset", "size", "header", "crc"))):
+            self._places[key] = Place(number, *where)
+        self.keys += index["key"]
+        for name in index:
+            if name.startswith("meta."):
+                self._columns.setdefault(name.removeprefix("meta."), []).extend(index[name])
+
+    def _shard_path(self, number: int) -> Path:
+        return self.path / _shard_name(number)
+
+    def _pread(self, shard: int, offset: int, size: int) -> bytes:
+        return os.pread(self._files[shard], size, offset)
+
+    def _read(self, shard: int, offset: int, size: int, crc: int, what: str) -> bytes:
+        data = self._pread(shard, offset, size)
+        if len(data) != size or zlib.crc32(data) != crc:
+            raise UserError(f"{what}: damaged (checksum at byte {offset}); copy or pack the store again")
+        return data
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """How an array lies in its shard: blobs of `rows` rows each, blob i at bytes [starts[i], starts[i + 1])."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    rows: int
+    starts: Sequence[int]
+    crcs: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record: its notes, and its arrays, which are read when asked for."""
+
+    store: Store
+    key: str
+    shard: int
+    notes: dict[str, Any]
+    arrays: dict[str, StoredArray]
+
+    def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
+        """An array, or the given `rows` of it (ascending): only the blobs that hold them are read.
+
+        Errors: KeyError for an array that the record does not have; UserError if a blob is damaged.
+        """
+        array = self.arrays[name]
+        shape = array.shape[1:]
+        if rows is None:
+            parts = [self._blob(name, array, number) for number in range(len(array.crcs))]
+        else:
+            blob = rows // array.rows
+            parts = [
+                self._blob(name, array, n).reshape(-1, *shape)[rows[blob == n] - n * array.rows]
+                for n in np.unique(blob)
+            ]
+        if not parts:
+            return np.empty(array.shape if rows is None else (0, *shape), array.dtype)
+        whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        return whole.reshape(array.shape if rows is None else (len(rows), *shape))
+
+    def read_all(self) -> dict[str, np.ndarray]:
+        """Every array."""
+        return {name: self.read(name) for name in self.arrays}
+
+    def _blob(self, name: str, array: StoredArray, number: int) -> np.ndarray:
+        start, stop = array.starts[number], array.starts[number + 1]
+        what = f"{self.store._shard_path(self.shard)}: {self.key}, {name}"
+        data = self.store._read(self.shard, start, stop - start, array.crcs[number], what)
+        return np.frombuffer(_decompress(data, what), array.dtype)
+
+
+def _decompress(data: bytes, what: str) -> bytes:
+    try:
+        return zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError as error:
+        raise UserError(f"{what}: damaged ({error}); pack the store again") from error
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05d}.wfs"
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
