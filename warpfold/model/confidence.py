@@ -27,7 +27,7 @@ def max_pae(breaks: Tensor) -> float:
 
 
 def ptm(logits: Tensor, breaks: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Predicted TM-score: aligned-error logits [N, N, bins], breaks [bins - 1] -> scalar in 0..1 (Supp. 1.9.7, eq. 39).
+    """Predicted TM-score: aligned-error logits [N, N, bins], breaks [bins - 1] -> scalar in 0..1 (Supp. 1.9.7).
 
     `mask` [N]: residues that count, all when None.
     """

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from warpfold.batch import at_pass
 from warpfold.geometry import residue
+from warpfold.geometry.atoms import rename_ground_truth, residue_rows
 from warpfold.geometry.rigid import Rigid
-from warpfold.model.fape import backbone_fape
+from warpfold.model.fape import backbone_fape, sidechain_fape
 from warpfold.model.heads import distogram_breaks, pae_breaks
 from warpfold.model.violations import find_violations
 from warpfold.ops.linear import island
@@ -37,26 +38,31 @@ WEIGHTED = (
 class LossConfig:
     """Weights and constants of `total_loss`.  The defaults are initial training's; a weight of 0 drops the term.
 
-    "eq. 7" is the supplement's equation 7, left for initial training, right for fine-tuning; "code" is
-    DeepMind's model configuration (alphafold/model/config.py).
+    Sources: "eq. 7" is that of Supp. 1.9, whose second line is fine-tuning's; "code" is the configuration that
+    DeepMind published with its code (alphafold/model/config.py).
     """
 
-    structure_module: float = 1.0  # eq. 7: 0.5 L_FAPE + 0.5 L_aux; the halves are the three weights below
-    sidechain_fraction: float = 0.5  # eq. 7: of backbone FAPE (mean over layers) against all-atom FAPE (last layer)
-    chi: float = 0.5  # Algorithm 20 line 22 and eq. 7, for torsion errors squared
-    angle_norm: float = 0.01  # eq. 7 times Algorithm 27 line 8 (0.02)
-    violation: float = 0.0  # eq. 7: 1.0 in fine-tuning
+    structure_module: float = 1.0  # code; the three weights below bring the halves of eq. 7
+    sidechain_fraction: float = 0.5  # eq. 7: L_FAPE (all atoms, last layer); the rest is L_aux's (Ca, mean over layers)
+    chi: float = 0.5  # eq. 7: L_aux
+    angle_norm: float = 0.01  # eq. 7: L_aux, times the 0.02 of Algorithm 27
+    violation: float = 0.0  # eq. 7; 1.0 in fine-tuning
     distogram: float = 0.3  # eq. 7
     masked_msa: float = 2.0  # eq. 7
     plddt: float = 0.01  # eq. 7
-    experimentally_resolved: float = 0.0  # eq. 7: 0.01 in fine-tuning
-    predicted_aligned_error: float = 0.0  # 0.1 for the pTM models (Supp. 1.9.7)
-    fape_clamp: float = 10.0  # Algorithm 28, angstrom
-    min_resolution: float = 0.1  # angstrom; Supp. 1.9.6 and 1.9.10: confidence is learnt from good structures only
+    experimentally_resolved: float = 0.0  # eq. 7; 0.01 in fine-tuning
+    predicted_aligned_error: float = 0.0  # code; 0.1 in the pTM models (Supp. 1.9.7)
+    fape_clamp: float = 10.0  # angstrom; Algorithm 28
+    min_resolution: float = 0.1  # angstrom; Supp. 1.9.6: confidence is learnt from structures of 0.1 to 3.0 angstrom
     max_resolution: float = 3.0
-    violation_tolerance_factor: float = 12.0  # Supp. 1.9.11, standard deviations
-    clash_overlap_tolerance: float = 1.5  # Supp. 1.9.11, angstrom
-    scale_by_length: bool = False  # Supp. 1.9: times the square root of the residues, against short proteins' noise
+    violation_tolerance_factor: float = 12.0  # standard deviations; Supp. 1.9.11
+    clash_overlap_tolerance: float = 1.5  # angstrom; Supp. 1.9.11
+    scale_by_length: bool = False  # Supp. 1.9: the loss times the square root of the number of residues
+
+    def __post_init__(self) -> None:
+        weights = [getattr(self, name) for name in WEIGHTED]
+        if min(weights) < 0 or max(weights) == 0:
+            raise ValueError(f"the weights of the losses are {weights}: none may be negative, and not all may be 0")
 
 
 def total_loss(
@@ -66,11 +72,9 @@ def total_loss(
 
     batch: the features of the whole example with its labels (warpfold/batch.py, no batch axis), from which the
     masked MSA of pass `pass_index` is taken: the last pass in training, its first ensemble member otherwise.
-    Of `output`, the logits of terms that are dropped may be None.
-
     Terms: "structure_module" and its parts "fape", "sidechain_fape", "chi_loss", "angle_norm_loss", "violation";
     "distogram", "masked_msa", "plddt", "experimentally_resolved", "predicted_aligned_error".
-    Errors: KeyError for a label that is missing; ValueError for logits that a wanted term lacks.
+    Errors: KeyError for a label that is missing; ValueError when a model without PAE head has a weight for it.
     """
     terms: Terms = {}
     if config.structure_module:
@@ -90,37 +94,27 @@ def total_loss(
     return total, terms
 
 
-WEIGHTED = (
-    "structure_module",
-    "distogram",
-    "masked_msa",
-    "plddt",
-    "experimentally_resolved",
-    "predicted_aligned_error",
-)
-
-
 def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: LossConfig) -> Terms:
     """The terms that are learnt from well resolved structures only."""
-    structure = output.structure
-    positions, mask = batch["all_atom_positions"], batch["all_atom_mask"]
     terms: Terms = {}
     if config.plddt:
-        ca, true_ca = structure.final_atom37[..., CA_ATOM, :], positions[..., CA_ATOM, :]
-        terms["plddt"] = plddt_loss(output.plddt_logits, ca, true_ca, mask[..., CA_ATOM])
+        ca, true_ca = (x[:, CA_ATOM] for x in (output.structure.final_atom37, batch["all_atom_positions"]))
+        terms["plddt"] = plddt_loss(output.plddt_logits, ca, true_ca, batch["all_atom_mask"][:, CA_ATOM])
     if config.experimentally_resolved:
-        exists = batch["atom37_atom_exists"]
-        terms["experimentally_resolved"] = experimentally_resolved_loss(output.resolved_logits, mask, exists)
+        terms["experimentally_resolved"] = experimentally_resolved_loss(
+            output.resolved_logits, batch["all_atom_mask"], batch["atom37_atom_exists"]
+        )
     if config.predicted_aligned_error:
         if output.pae_logits is None:
             raise ValueError("a loss on the predicted aligned error is wanted, but the model has no such head")
-        breaks = pae_breaks(output.pae_logits.shape[-1])
-        true_frames = Rigid.from_quaternion7(batch["backbone_affine_tensor"])
         terms["predicted_aligned_error"] = predicted_aligned_error_loss(
-            output.pae_logits, breaks, structure.frames[-1], true_frames, batch["backbone_affine_mask"]
+            output.pae_logits,
+            pae_breaks(output.pae_logits.shape[-1]),
+            output.structure.frames[-1],
+            Rigid.from_quaternion7(batch["backbone_affine_tensor"]),
+            batch["backbone_affine_mask"],
         )
-    counts = well_resolved(batch["resolution"], config)
-    return {name: loss * counts for name, loss in terms.items()}
+    return {name: loss * well_resolved(batch["resolution"], config) for name, loss in terms.items()}
 
 
 def well_resolved(resolution: Tensor, config: LossConfig) -> Tensor:
@@ -173,7 +167,26 @@ def renamed_sidechain_fape(frames: Rigid, atom14: Tensor, batch: Mapping[str, Te
 
     frames [N, 8], atom14 [N, 14, 3] in angstrom; batch: the labels `rigidgroups_*` and `atom14_*`.
     """
-    raise NotImplementedError
+    truth = rename_ground_truth(
+        atom14,
+        batch["atom14_gt_positions"],
+        batch["atom14_gt_exists"],
+        batch["atom14_alt_gt_positions"],
+        batch["atom14_alt_gt_exists"],
+        batch["atom14_atom_is_ambiguous"],
+    )
+    true_frames = torch.where(
+        truth.swapped[:, None, None], batch["rigidgroups_alt_gt_frames"], batch["rigidgroups_gt_frames"]
+    )
+    return sidechain_fape(
+        frames,
+        atom14,
+        Rigid.from_flat12(true_frames),
+        truth.positions,
+        batch["rigidgroups_gt_exists"],
+        truth.mask,
+        clamp,
+    )
 
 
 def torsion_loss(
@@ -186,15 +199,14 @@ def torsion_loss(
     """
     chi = island(angles)[..., 3:, :]
     true = torch.stack([chi_angles.sin(), chi_angles.cos()], dim=-1)
-    periodic = torch.as_tensor(residue.CHI_PI_PERIODIC, dtype=true.dtype, device=true.device)[aatype]
-    turned = true * (1 - 2 * periodic)[..., None]
+    turned = true * (1 - 2 * residue_rows("CHI_PI_PERIODIC", aatype))[..., None]
     error = torch.minimum((chi - true).square().sum(-1), (chi - turned).square().sum(-1))
     norm = torch.sqrt(1e-6 + island(unnormalized).square().sum(-1))
     return _mean(error, chi_mask, 1e-10), _mean((norm - 1).abs(), seq_mask[:, None], 1e-10)
 
 
 def distogram_loss(logits: Tensor, breaks: Tensor, pseudo_beta: Tensor, mask: Tensor) -> Tensor:
-    """Supp. 1.9.8, eq. 41: cross-entropy of binned distances between (pseudo) beta carbons -> scalar.
+    """Supp. 1.9.8: cross-entropy of binned distances between (pseudo) beta carbons -> scalar.
 
     logits [N, N, bins], breaks [bins - 1] angstrom, pseudo_beta [N, 3], mask [N].
     """
@@ -203,7 +215,7 @@ def distogram_loss(logits: Tensor, breaks: Tensor, pseudo_beta: Tensor, mask: Te
 
 
 def masked_msa_loss(logits: Tensor, true_msa: Tensor, bert_mask: Tensor) -> Tensor:
-    """Supp. 1.9.9, eq. 42: cross-entropy at the masked places of the MSA -> scalar.
+    """Supp. 1.9.9: cross-entropy at the masked places of the MSA -> scalar.
 
     logits [S, N, classes] (23; Multimer 22), true_msa [S, N] codes below `classes`, bert_mask [S, N].
     """
@@ -223,7 +235,7 @@ def plddt_loss(logits: Tensor, ca: Tensor, true_ca: Tensor, mask: Tensor) -> Ten
 
 
 def experimentally_resolved_loss(logits: Tensor, resolved: Tensor, exists: Tensor) -> Tensor:
-    """Supp. 1.9.10, eq. 43: binary cross-entropy of which atoms the experiment resolved -> scalar.
+    """Supp. 1.9.10: binary cross-entropy of which atoms the experiment resolved -> scalar.
 
     logits, resolved (0 or 1), exists (which atoms the residue type has) [N, 37].
     """

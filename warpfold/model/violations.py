@@ -7,11 +7,11 @@ within a residue, an overlap of 1.5 angstrom for atoms that are not bonded.
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from warpfold.geometry import residue
+from warpfold.geometry.atoms import residue_rows
 from warpfold.ops.linear import island
 
 N_ATOM, CA_ATOM, C_ATOM, SG_ATOM = 0, 1, 2, 5  # places in atom14; SG is cysteine's
@@ -54,7 +54,7 @@ class Violations:
 
     @property
     def loss(self) -> Tensor:
-        """Supp. 1.9.11, eq. 44 to 46 -> scalar."""
+        """L_viol of Supp. 1.9.11 -> scalar."""
         per_atom = self.clashes.per_atom_loss + self.within.per_atom_loss
         return self.connections.loss + per_atom.sum() / (1e-6 + self.atoms)
 
@@ -70,7 +70,7 @@ def find_violations(
 ) -> Violations:
     """All violations of one structure, differentiable in `atoms`, fp32 at least.
 
-    asym_id [N]: the chain of each residue, one chain when None.
+    asym_id [N]: the chain of each residue; one chain when None.
     """
     atoms = island(atoms)
     atom_mask = atom_mask.to(atoms.dtype)
@@ -91,7 +91,7 @@ def find_violations(
 def connection_violations(
     atoms: Tensor, atom_mask: Tensor, aatype: Tensor, residue_index: Tensor, tolerance_factor: float = 12.0
 ) -> Connections:
-    """Peptide bonds between residues that follow one another in sequence (Supp. eq. 44, 45); units as in the class."""
+    """Peptide bonds between residues that follow one another in sequence (Supp. 1.9.11); units as in the class."""
     follows = (residue_index[1:] - residue_index[:-1] == 1).to(atoms.dtype)
     ca, c, n, next_ca = atoms[:-1, CA_ATOM], atoms[:-1, C_ATOM], atoms[1:, N_ATOM], atoms[1:, CA_ATOM]
     has_ca, has_c = atom_mask[:-1, CA_ATOM], atom_mask[:-1, C_ATOM]
@@ -127,14 +127,14 @@ def clash_violations(
     asym_id: Tensor | None = None,
     overlap_tolerance: float = 1.5,
 ) -> AtomViolations:
-    """Atoms of different residues nearer than the sum of their van der Waals radii allows (Supp. eq. 46).
+    """Atoms of different residues nearer than the sum of their van der Waals radii allows (Supp. 1.9.11).
 
     Peptide bonds and SG-SG are exempt.  As in DeepMind's code, pairs of residues of one index are not looked at, in
     different chains neither, and every atom at SG's place in atom14 is exempt against its like.
     """
     n = atoms.shape[0]
     flat, exists = atoms.flatten(0, 1), atom_mask.flatten()
-    radius = (_table(residue.ATOM14_VDW_RADIUS, aatype, atoms) * atom_mask).flatten()
+    radius = (residue_rows("ATOM14_VDW_RADIUS", aatype).to(atoms.dtype) * atom_mask).flatten()
     index = residue_index.repeat_interleave(14)
     slot = torch.arange(14, device=atoms.device).repeat(n)
 
@@ -166,8 +166,10 @@ def within_residue_violations(
     overlap_tolerance: float = 1.5,
 ) -> AtomViolations:
     """Distances within residues outside what bond lengths, bond angles and radii allow (Supp. 1.9.11)."""
-    bounds = residue.distance_bounds(overlap_tolerance, tolerance_factor)
-    lower, upper = (_table(bound, aatype, atoms) for bound in bounds)
+    lower, upper = (
+        torch.as_tensor(bound, dtype=atoms.dtype, device=atoms.device)[aatype]
+        for bound in residue.distance_bounds(overlap_tolerance, tolerance_factor)
+    )
     looked_at = (
         atom_mask[:, :, None] * atom_mask[:, None, :] * (1 - torch.eye(14, dtype=atoms.dtype, device=atoms.device))
     )
@@ -217,11 +219,6 @@ def _unit(vector: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors [*, 3] divided by their lengths, and the lengths [*]."""
     length = _distance(vector, 1e-6)
     return vector / length[..., None], length
-
-
-def _table(values: np.ndarray, aatype: Tensor, like: Tensor) -> Tensor:
-    """Rows of a table by residue type, in the dtype and on the device of `like`."""
-    return torch.as_tensor(values, dtype=like.dtype, device=like.device)[aatype]
 
 
 def _mean(value: Tensor, mask: Tensor) -> Tensor:

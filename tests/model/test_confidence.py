@@ -1,0 +1,69 @@
+"""Confidence measures: their ranges, what certainty gives, and that masked residues do not matter."""
+
+import pytest
+import torch
+
+from warpfold.model import confidence
+from warpfold.model.heads import pae_breaks
+
+BREAKS = pae_breaks()
+
+
+def certain(bins: torch.Tensor, classes: int = 64) -> torch.Tensor:
+    """Logits that put all weight on the given bins."""
+    return 100.0 * torch.nn.functional.one_hot(bins, classes)
+
+
+def test_plddt_is_the_centre_of_a_certain_bin_and_50_when_undecided():
+    torch.testing.assert_close(confidence.plddt(certain(torch.tensor([0, 49]), 50)), torch.tensor([1.0, 99.0]))
+    torch.testing.assert_close(confidence.plddt(torch.zeros(3, 50)), torch.full((3,), 50.0))
+
+
+def test_pae_is_the_centre_of_a_certain_bin_and_the_last_bin_is_open():
+    bins = torch.tensor([[0, 1], [62, 63]])
+    torch.testing.assert_close(
+        confidence.pae(certain(bins), BREAKS), torch.tensor([[0.25, 0.75], [31.25, 31.75]]), rtol=1e-5, atol=1e-5
+    )
+    assert confidence.max_pae(BREAKS) == pytest.approx(31.75)
+
+
+@pytest.mark.parametrize("n", [1, 5, 40])
+def test_ptm_lies_between_0_and_1_and_falls_as_the_error_grows(n):
+    scores = [float(confidence.ptm(certain(torch.full((n, n), bin)), BREAKS)) for bin in range(0, 64, 7)]
+    assert all(0 <= score <= 1 for score in scores)
+    assert all(better > worse for better, worse in zip(scores, scores[1:]))
+    assert 0 <= float(confidence.ptm(torch.randn(n, n, 64), BREAKS)) <= 1
+
+
+def test_ptm_takes_the_best_frame():
+    bins = torch.full((30, 30), 40)
+    bins[7] = 0  # everything is right as seen from residue 7
+    everywhere = confidence.ptm(certain(torch.zeros(30, 30, dtype=torch.long)), BREAKS)
+    torch.testing.assert_close(confidence.ptm(certain(bins), BREAKS), everywhere)
+
+
+def test_padding_does_not_change_ptm():
+    logits = torch.randn(30, 30, 64)
+    padded = torch.randn(37, 37, 64)
+    padded[:30, :30] = logits
+    mask = (torch.arange(37) < 30).float()
+    torch.testing.assert_close(confidence.ptm(padded, BREAKS, mask), confidence.ptm(logits, BREAKS))
+
+
+def test_iptm_looks_between_chains_only():
+    chain = torch.tensor([1] * 12 + [2] * 10)
+    within = chain[:, None] == chain[None, :]
+    good_within = certain(torch.where(within, 0, 60))
+    good_between = certain(torch.where(within, 60, 0))
+    assert confidence.iptm(good_within, BREAKS, chain) < 0.1
+    assert confidence.iptm(good_between, BREAKS, chain) > 0.8
+    assert confidence.iptm(good_between, BREAKS, torch.ones(22)) == 0
+
+
+def test_ranking_by_plddt_or_by_interface():
+    plddt, ptm, iptm = torch.tensor([80.0, 60.0]), torch.tensor(0.5), torch.tensor(0.25)
+    assert confidence.ranking_confidence(plddt) == 70
+    assert confidence.ranking_confidence(plddt, ptm) == 70
+    torch.testing.assert_close(confidence.ranking_confidence(plddt, ptm, iptm), torch.tensor(0.3))
+    with pytest.raises(ValueError, match="pTM"):
+        confidence.ranking_confidence(plddt, iptm=iptm)
