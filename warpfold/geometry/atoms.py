@@ -86,7 +86,7 @@ def _like(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def pseudo_beta(aatype: Tensor, positions: Tensor) -> Tensor:
-    """CB, or CA of glycine: [*, N, 37, 3] -> [*, N, 3] (Supp. 1.2.9)."""
+    """CB, or CA of glycine: [*, N, 37, 3] -> [*, N, 3] (Supp. 1.2.9, table 1)."""
     return torch.where((aatype == GLYCINE)[..., None], positions[..., CA, :], positions[..., CB, :])
 
 
@@ -115,7 +115,7 @@ def dihedral(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
 
 
 def atom37_to_torsions(aatype: Tensor, positions: Tensor, mask: Tensor) -> Torsions:
-    """Torsions of a structure (Supp. 1.9.3): positions [*, N, 37, 3], mask [*, N, 37]."""
+    """Torsions of a structure (Supp. 1.8.4, table 2): positions [*, N, 37, 3], mask [*, N, 37]."""
     # The atoms of omega and phi that belong to the residue before; before the first there is none.
     before = torch.nn.functional.pad(positions[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
     before_mask = torch.nn.functional.pad(mask[..., :-1, :], (0, 0, 1, 0))
@@ -206,10 +206,6 @@ def frames_to_atom14(aatype: Tensor, frames: Rigid) -> Tensor:
     return of_atom.apply(ideal) * mask[..., None]
 
 
-# Only these columns of atom14 can be ambiguous: it suffices to look at their distances.
-_AMBIGUOUS_COLUMNS = slice(*(residue.ATOM14_AMBIGUOUS.any(0).nonzero()[0][[0, -1]] + [0, 1]).tolist())
-
-
 @torch.no_grad()
 def rename_ground_truth(
     predicted: Tensor, positions: Tensor, mask: Tensor, alt_positions: Tensor, alt_mask: Tensor, ambiguous: Tensor
@@ -220,14 +216,15 @@ def rename_ground_truth(
     14].  Compared are the distances from ambiguous atoms to unambiguous ones.  No gradient.
     """
 
+    columns = residue.AMBIGUOUS_COLUMNS
+
     def distances(atoms: Tensor) -> Tensor:  # [*, N, ambiguous, N * 14]
-        some = atoms[..., _AMBIGUOUS_COLUMNS, :].flatten(-3, -2)
+        some = atoms[..., columns, :].flatten(-3, -2)
         found = torch.cdist(some, atoms.flatten(-3, -2), compute_mode="donot_use_mm_for_euclid_dist")
         return found.unflatten(-2, (atoms.shape[-3], -1))
 
-    to_compare = (mask * ambiguous)[..., _AMBIGUOUS_COLUMNS, None] * (mask * (1 - ambiguous)).flatten(-2)[
-        ..., None, None, :
-    ]
+    known = (mask * (1 - ambiguous)).flatten(-2)
+    to_compare = (mask * ambiguous)[..., columns, None] * known[..., None, None, :]
     target = distances(predicted)
     error = ((distances(positions) - target).abs() * to_compare).sum((-2, -1))
     alt_error = ((distances(alt_positions) - target).abs() * to_compare).sum((-2, -1))

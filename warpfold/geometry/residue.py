@@ -115,6 +115,8 @@ def _naming_swap() -> IntArray:
 
 ATOM14_SWAP: IntArray = _naming_swap()  # [21, 14], the permutation to the alternative naming
 ATOM14_AMBIGUOUS: FloatArray = (np.arange(14) != ATOM14_SWAP).astype(np.float32)  # [21, 14]
+_columns = np.flatnonzero(ATOM14_AMBIGUOUS.any(axis=0))
+AMBIGUOUS_COLUMNS = slice(int(_columns[0]), int(_columns[-1]) + 1)  # of atom14: no others are ever ambiguous
 
 # The eight rigid groups: backbone, omega, phi, psi, chi1 to chi4 (Supp. table 2).  A group's frame is set by three
 # atoms: one on the negative x axis, the origin, one in the xy plane.  The backbone's own frame (Alg. 21) points the
