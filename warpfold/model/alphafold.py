@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from warpfold.batch import Batch, at_pass
 from warpfold.geometry.atoms import pseudo_beta
-from warpfold.model.axial import AxialUpdate
 from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.heads import DistogramHead, MaskedMSAHead, PAEHead, PLDDTHead, ResolvedHead

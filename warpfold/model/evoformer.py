@@ -68,9 +68,7 @@ class Evoformer(nn.Module):
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, global_column: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            EvoformerBlock(c_m, c_z, config, global_column) for _ in range(config.blocks)
-        )
+        self.blocks = nn.ModuleList(EvoformerBlock(c_m, c_z, config, global_column) for _ in range(config.blocks))
 
     def forward(self, m: Tensor, z: Tensor, m_mask: Tensor, z_mask: Tensor) -> tuple[Tensor, Tensor]:
         for block in self.blocks:

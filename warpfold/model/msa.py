@@ -53,7 +53,7 @@ class MSAColumnAttention(AxialUpdate):
 
 
 class MSAColumnGlobalAttention(AxialUpdate):
-    """Algorithm 19: column attention of the extra MSA, with one averaged query per column and shared keys and values."""
+    """Algorithm 19: column attention of the extra MSA, one averaged query per column, shared keys and values."""
 
     axis = COLS
 

@@ -80,7 +80,7 @@ def _half(linear: Linear, n: Tensor, half: int) -> Tensor:
 
 
 class TriangleAttention(AxialUpdate):
-    """Algorithms 13 and 14.  Starting node: within each row i.  Ending node: within each column j, so on z transposed."""
+    """Algorithms 13 and 14.  Starting node: within each row i.  Ending node: within each column j, on z transposed."""
 
     def __init__(
         self, c_z: int, starting: bool, heads: int = 4, head_width: int | None = None, rate: float = 0.25

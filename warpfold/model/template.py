@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from warpfold.batch import Batch
 from warpfold.geometry.atoms import atom37_to_torsions, distogram_bins
-from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.geometry.residue import ATOM_ORDER, UNKNOWN
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.pair import PairConfig, PairStack
 from warpfold.ops.attention import attention
@@ -48,7 +48,7 @@ class TemplatePairEmbedder(nn.Module):
         self.linear = Linear(self.bins + 2 + 2 * AATYPES + 3, c_t, init="relu")
 
     def forward(self, template: Batch, dtype: torch.dtype) -> Tensor:
-        """Features of one template, [*, r, ...] -> [*, r, r, c_t]; zero before projection where a backbone is missing."""
+        """One template, [*, r, ...] -> [*, r, r, c_t]; its features are zero where a backbone is missing."""
         beta, beta_mask = template["template_pseudo_beta"], template["template_pseudo_beta_mask"]
         aatype = F.one_hot(template["template_aatype"], AATYPES).to(beta.dtype)
         r = aatype.shape[-2]
@@ -162,8 +162,8 @@ class TemplateRows(nn.Module):
     def features(batch: Batch) -> tuple[Tensor, Tensor]:
         """-> the 57 features [*, tmpl, r, 57] and the row mask [*, tmpl, r]."""
         aatype = batch["template_aatype"]
-        torsions = atom37_to_torsions(aatype, batch["template_all_atom_positions"], batch["template_all_atom_masks"])
-        defined = torsions.mask[..., None]
-        parts = (torsions.sin_cos * defined, torsions.alt_sin_cos * defined)
-        one_hot = F.one_hot(aatype, AATYPES).to(defined.dtype)
-        return torch.cat((one_hot, *(p.flatten(-2) for p in parts), torsions.mask), -1), torsions.mask[..., PSI]
+        known = aatype.clamp(max=UNKNOWN)  # a gap has the atoms of X: none
+        torsions = atom37_to_torsions(known, batch["template_all_atom_positions"], batch["template_all_atom_masks"])
+        one_hot = F.one_hot(aatype, AATYPES).to(torsions.mask.dtype)
+        angles = (torsions.sin_cos.flatten(-2), torsions.alt_sin_cos.flatten(-2))
+        return torch.cat((one_hot, *angles, torsions.mask), -1), torsions.mask[..., PSI]

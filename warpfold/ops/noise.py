@@ -59,7 +59,7 @@ def _mix(x: Tensor) -> Tensor:
 def dropout(
     x: Tensor, rate: float, noise: Noise, stream: int, training: bool, shared_axis: int | None = None
 ) -> Tensor:
-    """x with elements dropped at `rate`; one draw serves the whole of `shared_axis` where one is given (Supp. 1.11.6)."""
+    """x with elements dropped at `rate`; one draw serves all of `shared_axis` where it is given (Supp. 1.11.6)."""
     if not training or rate == 0:
         return x
     shape = list(x.shape)

@@ -1,0 +1,84 @@
+"""What several tests need: a tiny model, and a batch of random features."""
+
+import torch
+from torch import nn
+
+from warpfold.batch import Batch
+from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK
+from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
+from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.pair import PairConfig
+from warpfold.model.structure import StructureConfig
+from warpfold.model.template import TemplateConfig
+
+
+def tiny_config(**changes) -> ModelConfig:
+    """A whole AlphaFold2 of a few thousand parameters."""
+    settings = {
+        "c_m": 16,
+        "c_z": 12,
+        "c_s": 20,
+        "c_e": 8,
+        "recycles": 1,
+        "evoformer": EvoformerConfig(blocks=2, heads=4, c_outer=6, pair=PairConfig(c_triangle=8)),
+        "extra_blocks": 1,
+        "templates": TemplateConfig(
+            c=8, blocks=1, attention_width=4, pair=PairConfig(c_triangle=6, transition=2, order="attention_first")
+        ),
+        "structure": StructureConfig(
+            layers=2, c=20, heads=2, c_hidden=4, qk_points=2, v_points=3, sidechain_c=8
+        ),
+        "heads": HeadsConfig(plddt_c=8, pae=True),
+    }
+    return ModelConfig(**(settings | changes))
+
+
+def tiny_model(seed: int = 0, **changes) -> AlphaFold:
+    """The tiny model with no parameter left at zero, so that every path counts."""
+    torch.manual_seed(seed)
+    model = AlphaFold(tiny_config(**changes))
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    return model.eval()
+
+
+def random_batch(residues=9, sequences=5, extra=6, templates=2, passes=1, seed=0) -> Batch:
+    """Random features of one example, with masks: the model's inputs of the feature table."""
+    g = torch.Generator().manual_seed(seed)
+    n, s, e, t, p = residues, sequences, extra, templates, passes
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g)
+
+    def codes(high, *shape):
+        return torch.randint(high, shape, generator=g)
+
+    def mask(*shape):
+        return (torch.rand(*shape, generator=g) > 0.15).float()
+
+    aatype = codes(20, n)
+    template_mask = mask(t, n, 37) * torch.from_numpy(ATOM37_MASK)[codes(20, t, n)]
+    batch = {
+        "aatype": aatype,
+        "residue_index": torch.arange(n) + (torch.arange(n) > n // 2) * 40,
+        "seq_mask": mask(n),
+        "target_feat": normal(n, 22),
+        "msa_feat": normal(p, s, n, 49),
+        "msa_mask": mask(p, s, n),
+        "true_msa": codes(22, p, s, n),
+        "bert_mask": 1 - mask(p, s, n),
+        "extra_msa": codes(23, p, e, n),
+        "extra_has_deletion": mask(p, e, n),
+        "extra_deletion_value": normal(p, e, n).abs(),
+        "extra_msa_mask": mask(p, e, n),
+        "template_aatype": codes(22, t, n),
+        "template_all_atom_positions": 5 * normal(t, n, 37, 3),
+        "template_all_atom_masks": template_mask,
+        "template_pseudo_beta": 5 * normal(t, n, 3),
+        "template_pseudo_beta_mask": mask(t, n),
+        "template_mask": torch.ones(t),
+        "atom14_atom_exists": torch.from_numpy(ATOM14_MASK)[aatype],
+        "atom37_atom_exists": torch.from_numpy(ATOM37_MASK)[aatype],
+    }
+    batch["seq_mask"][0] = 1
+    return batch

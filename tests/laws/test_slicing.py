@@ -1,0 +1,168 @@
+"""The two laws of the axial contract, for every layer that there is, and what follows from them: the schedules."""
+
+import pytest
+import torch
+from torch import nn
+
+import warpfold.model.alphafold  # noqa: F401  (defines every subclass)
+from warpfold.model.attention import Transition
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, whole
+from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
+from warpfold.model.pair import TriangleAttention, TriangleMultiplication
+from warpfold.parallel.schedules import chunked, in_place, shared_in_slices
+
+C_M, C_Z, S, R = 16, 12, 7, 10
+
+CASES = {
+    "row": lambda: MSARowAttention(C_M, C_Z, heads=4),
+    "column": lambda: MSAColumnAttention(C_M, heads=4),
+    "global column": lambda: MSAColumnGlobalAttention(C_M, heads=4),
+    "transition of m": lambda: Transition(C_M),
+    "transition of z": lambda: Transition(C_Z),
+    "outer product": lambda: OuterProductMean(C_M, C_Z, c=5),
+    "outgoing": lambda: TriangleMultiplication(C_Z, 6, outgoing=True),
+    "incoming": lambda: TriangleMultiplication(C_Z, 6, outgoing=False),
+    "outgoing, fused": lambda: TriangleMultiplication(C_Z, 6, outgoing=True, fused=True),
+    "incoming, fused": lambda: TriangleMultiplication(C_Z, 6, outgoing=False, fused=True),
+    "starting": lambda: TriangleAttention(C_Z, starting=True, heads=3),
+    "ending": lambda: TriangleAttention(C_Z, starting=False, heads=3, head_width=5),
+}
+READS_M = ("row", "column", "global column", "transition of m")
+
+
+def make(name, seed=0, batch=()):
+    """A layer with random parameters (none is zero), and x, mask, source for it, in fp64."""
+    torch.manual_seed(seed)
+    layer = CASES[name]().double().train()
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.4)
+    layer.noise.seed(3, seed)
+    m, m_mask = torch.randn(*batch, S, R, C_M).double(), (torch.rand(*batch, S, R) > 0.2).double()
+    z, z_mask = torch.randn(*batch, R, R, C_Z).double(), (torch.rand(*batch, R, R) > 0.2).double()
+    if name == "outer product":
+        return layer, z, m_mask, m
+    return (layer, m, m_mask, z) if name in READS_M else (layer, z, z_mask, None)
+
+
+def all_subclasses(cls):
+    return {cls}.union(*(all_subclasses(c) for c in cls.__subclasses__()))
+
+
+def test_every_layer_has_a_case():
+    ours = {c for c in all_subclasses(AxialUpdate) - {AxialUpdate} if c.__module__.startswith("warpfold.")}
+    assert ours == {type(make()) for make in CASES.values()}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_shared_is_the_join_of_shared_of_slices(name, size):
+    layer, x, mask, source = make(name)
+    n = layer.norm(layer.operand(x, source))
+    expected = layer.shared(n, mask, source)
+    got = shared_in_slices(layer, x, mask, source, size)
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_update_is_the_join_of_update_of_slices(name, size):
+    layer, x, mask, source = make(name)
+    n = layer.norm(layer.operand(x, source))
+    shared = layer.shared(n, mask, source)
+    expected = layer.update(layer.local(n, mask), shared, mask)
+    axes = [layer.axis] if layer.axis is not None else [ROWS, COLS]  # None: anywhere
+    for axis in axes:
+        reads = axis if layer.reads is None else layer.reads
+        cuts = zip(n.split(size, reads), mask.split(size, reads + 1))
+        parts = [layer.update(layer.local(piece, piece_mask), shared, piece_mask) for piece, piece_mask in cuts]
+        torch.testing.assert_close(torch.cat(parts, axis), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [1, 4, 64])
+def test_chunked_is_whole_in_values_and_every_gradient(name, size):
+    layer, x, mask, source = make(name)
+    results = []
+    for schedule in (whole, chunked(size)):
+        layer.schedule = schedule
+        inputs = [t.clone().requires_grad_() for t in (x, source) if t is not None]
+        out = layer(inputs[0], mask, inputs[1] if source is not None else None)
+        leaves = inputs + list(layer.parameters())
+        grads = torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)
+        results.append([out, *(torch.zeros_like(l) if g is None else g for l, g in zip(leaves, grads))])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_place_is_whole_and_writes_over_x(name):
+    layer, x, mask, source = make(name)
+    expected = layer(x, mask, source)
+    layer.schedule = in_place(3)
+    with torch.no_grad():
+        mine = x.clone()
+        got = layer(mine, mask, source)
+    assert got.data_ptr() == mine.data_ptr()
+    torch.testing.assert_close(got, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_in_place_refuses_gradients():
+    layer, x, mask, source = make("outgoing")
+    layer.schedule = in_place(3)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        layer(x, mask, source)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_leading_axes_are_examples(name):
+    layer, x, mask, source = make(name, batch=(2,))
+    layer.eval()
+    got = layer(x, mask, source)
+    for i in range(2):
+        alone = layer(x[i], mask[i], None if source is None else source[i])
+        torch.testing.assert_close(got[i], alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fully_masked_is_finite_with_finite_gradients(name, dtype):
+    layer, x, mask, source = make(name)
+    layer = layer.float()
+    x = x.to(dtype).requires_grad_()
+    out = layer(x, torch.zeros_like(mask, dtype=torch.float32), None if source is None else source.to(dtype))
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    out.float().square().sum().backward()
+    assert x.grad.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", ["row", "column", "global column", "outer product"])
+def test_a_masked_sequence_reaches_no_other(name):
+    layer, x, mask, source = make(name)
+    layer.eval()
+    mask = mask.clone()
+    mask[3] = 0
+    m = source if name == "outer product" else x
+    other = m.clone()
+    other[3] += 5
+    args = (x, mask, other) if name == "outer product" else (other, mask, source)
+    rest = [i for i in range(x.shape[0]) if i != 3 or name == "outer product"]
+    expected = layer.delta(x, mask, source)[rest]
+    torch.testing.assert_close(layer.delta(*args)[rest], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["outgoing", "incoming", "starting", "ending"])
+def test_a_masked_residue_reaches_no_other_pair(name):
+    layer, x, _, _ = make(name)
+    layer.eval()
+    present = torch.ones(R).double()
+    present[4] = 0
+    mask = present[:, None] * present
+    other = x.clone()
+    other[4] += 5
+    other[:, 4] += 5
+    keep = mask.bool()
+    torch.testing.assert_close(layer.delta(other, mask)[keep], layer.delta(x, mask)[keep], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,174 @@
+"""The whole model: recycling, ensembling, plans, degenerate inputs, precision."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from tests.helpers import random_batch, tiny_config, tiny_model
+
+from warpfold.batch import FEATURES
+from warpfold.model.alphafold import AlphaFold
+from warpfold.parallel.plan import Plan, apply
+
+
+def tensors(output):
+    """Every tensor of an output, by name."""
+    out = {f.name: getattr(output, f.name) for f in fields(output) if isinstance(getattr(output, f.name), torch.Tensor)}
+    s = output.structure
+    return out | {"atoms": s.final_atom37, "angles": s.angles, "backbone": s.frames.translation}
+
+
+def assert_same(a, b, tolerance):
+    a, b = tensors(a), tensors(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_shapes_and_names():
+    out = tiny_model()(random_batch())
+    assert out.msa.shape == (5, 9, 16)  # the template rows are cut off
+    assert out.pair.shape == (9, 9, 12)
+    assert out.single.shape == (9, 20)
+    assert out.structure.final_atom37.shape == (9, 37, 3)
+    assert out.pae_logits.shape == (9, 9, 64)
+    assert out.masked_msa_logits.shape == (5, 9, 23)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(chunk=4), Plan(chunk=1), Plan(chunk=4, in_place=True), Plan(recompute=True)], ids=str
+)
+@pytest.mark.parametrize("outer", ["middle", "first", "last"])
+def test_every_plan_gives_the_same_result(plan, outer):
+    config = tiny_config()
+    model = apply(Plan(precision="fp64"), tiny_model(evoformer=replace(config.evoformer, outer=outer)))
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in random_batch().items()}
+    with torch.no_grad():
+        expected = model(batch)
+        assert_same(apply(replace(plan, precision="fp64"), model)(batch), expected, 1e-10)
+
+
+@pytest.mark.parametrize("plan", [Plan(chunk=3), Plan(recompute=True), Plan(chunk=5, recompute=True)], ids=str)
+def test_every_plan_gives_the_same_gradients_dropout_included(plan):
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in random_batch().items()}
+    grads = []
+    for p in (Plan(precision="fp64"), replace(plan, precision="fp64")):
+        model = apply(p, tiny_model()).train()
+        model.noise.seed(1, 2, 3)
+        out = model(batch)
+        (out.msa.square().sum() + out.pair.sin().sum() + out.structure.atom14.square().mean()).backward()
+        grads.append({n: q.grad for n, q in model.named_parameters() if q.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, g in grads[0].items():
+        scale = max(1.0, g.abs().max().item())
+        torch.testing.assert_close(grads[1][name], g, rtol=1e-10, atol=1e-10 * scale, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_noise_differs_between_steps_and_repeats_within_one():
+    model, batch = tiny_model().train(), random_batch()
+    outs = []
+    for step in (1, 1, 2):
+        model.noise.seed(0, step)
+        outs.append(model(batch).pair)
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
+def test_recycling_changes_the_result_and_is_constant_for_the_gradient():
+    model, batch = tiny_model(), random_batch()
+    assert not torch.allclose(model(batch, recycles=0).pair, model(batch, recycles=2).pair)
+    out = model(batch, recycles=2)
+    out.pair.sum().backward()
+    assert model.recycling.norm_z.weight.grad.abs().sum() > 0
+
+
+def test_passes_use_their_own_alignment():
+    model = tiny_model()
+    three = random_batch(passes=3)
+    last = {k: v.narrow(0, 2, 1) if FEATURES[k].per_pass else v for k, v in three.items()}
+    assert torch.equal(model(three, recycles=2).msa.shape and model(last, recycles=0).msa, model(last, recycles=0).msa)
+    assert not torch.allclose(model(three, recycles=2).msa, model(last, recycles=2).msa)
+    with pytest.raises(ValueError, match="3 samples"):
+        model(three, recycles=1)
+
+
+def test_an_ensemble_of_equals_is_one():
+    batch = random_batch()
+    one, two = tiny_model(), tiny_model(ensemble=2)
+    with torch.no_grad():
+        assert_same(two(batch), one(batch), 1e-4)
+
+
+@pytest.mark.parametrize(("residues", "sequences", "extra", "templates"), [(1, 1, 1, 0), (1, 5, 2, 1), (3, 1, 1, 2)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_degenerate_sizes_are_finite(residues, sequences, extra, templates, precision):
+    model = apply(Plan(precision=precision), tiny_model()).train()
+    out = model(random_batch(residues, sequences, extra, templates))
+    total = sum(t.float().square().mean() for t in tensors(out).values())
+    total.backward()
+    assert total.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_everything_masked_is_finite():
+    batch = random_batch()
+    for name in ("seq_mask", "msa_mask", "extra_msa_mask", "template_mask", "template_all_atom_masks"):
+        batch[name] = torch.zeros_like(batch[name])
+    model = tiny_model().train()
+    out = model(batch)
+    total = sum(t.square().mean() for t in tensors(out).values())
+    total.backward()
+    assert total.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_padding_does_not_reach_the_rest():
+    model, batch = tiny_model(), random_batch(residues=9)
+    batch["seq_mask"] = torch.ones(9)
+    batch["seq_mask"][7:] = 0
+    for name in ("msa_mask", "extra_msa_mask"):
+        batch[name][..., 7:] = 0
+    other = dict(batch)
+    for name in ("target_feat", "msa_feat", "extra_deletion_value"):
+        other[name] = batch[name].clone()
+        other[name][(..., slice(7, None), slice(None)) if name != "extra_deletion_value" else (..., slice(7, None))] += 3
+    with torch.no_grad():
+        a, b = model(batch), model(other)
+    torch.testing.assert_close(a.pair[:7, :7], b.pair[:7, :7], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(a.structure.final_atom37[:7], b.structure.final_atom37[:7], rtol=1e-3, atol=1e-3)
+
+
+def test_bf16_is_near_fp32_and_its_logits_are_fp32():
+    model, batch = tiny_model(), random_batch()
+    for p in model.parameters():
+        p.data *= 0.3
+    with torch.no_grad():
+        wide = model(batch)
+        narrow = apply(Plan(precision="bf16"), model)(batch)
+    assert narrow.pair.dtype == torch.bfloat16
+    for name in ("distogram_logits", "plddt_logits", "masked_msa_logits", "resolved_logits", "pae_logits"):
+        assert getattr(narrow, name).dtype == torch.float32
+    assert narrow.structure.final_atom37.dtype == torch.float32
+    error = (narrow.pair.float() - wide.pair).norm() / wide.pair.norm()
+    assert error < 0.03
+
+
+def test_templates_count_and_none_is_none():
+    model = tiny_model()
+    with_two, without = random_batch(templates=2), random_batch(templates=0)
+    assert not torch.allclose(model(with_two).pair, model({**with_two, "template_mask": torch.zeros(2)}).pair)
+    assert model(without).pair.isfinite().all()
+    bare = {k: v for k, v in without.items() if not k.startswith("template")}
+    config = tiny_config()
+    no_templates = tiny_model(templates=replace(config.templates, enabled=False))
+    assert no_templates(bare).pair.isfinite().all()
+
+
+def test_a_fresh_model_starts_as_an_identity():
+    torch.manual_seed(0)
+    model, batch = AlphaFold(tiny_config()).eval(), random_batch()
+    m = torch.randn(5, 9, 16)
+    z = torch.randn(9, 9, 12)
+    m_out, z_out = model.evoformer(m, z, batch["msa_mask"][0], torch.ones(9, 9))
+    assert torch.equal(m, m_out)  # every update ends in a projection of zeros (Supp. 1.11.4)
+    assert torch.equal(z, z_out)
