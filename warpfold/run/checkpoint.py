@@ -1,0 +1,217 @@
+"""A run's folder: its settings, its checkpoints, its log; whole after a `kill -9` at any moment.
+
+    DIR/settings.toml                 the resolved settings
+    DIR/metrics.jsonl                 one JSON object per line: steps and validations
+    DIR/checkpoints/step-00000100/    state.safetensors (weights, averages, moments), state.json (the rest)
+    DIR/params.safetensors            the averaged weights at the last checkpoint: what `predict --params` takes
+    DIR/failures/step-00000042/       what reproduces a loss or gradient that was not finite
+
+Whatever is written is written beside its place, synced, and renamed into it.
+"""
+
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from warpfold.errors import UserError
+
+STEP_FOLDER = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run continues from: steps done, tensors by name, and JSON-able notes."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    notes: dict[str, Any]
+
+
+class RunFolder:
+    """One run's output folder, locked while it is open (`with`), so that no second run writes into it."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self._lock: TextIO | None = None
+        self._log: TextIO | None = None
+
+    def __enter__(self) -> "RunFolder":
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be made or written: {error.strerror}; choose another --out"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise UserError(
+                f"{self.path}: another run is writing there; wait for it or choose another --out"
+            ) from error
+        for leftover in self.checkpoints.glob(".partial-*"):  # of a run that was killed while saving
+            shutil.rmtree(leftover)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in (self._log, self._lock):
+            if file is not None:
+                file.close()
+
+    # Settings
+
+    def settings_text(self) -> str | None:
+        """The settings that a run left here; None in a new folder.
+
+        Errors: UserError for a folder with checkpoints but without settings.
+        """
+        path = self.path / "settings.toml"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        if self.latest() is not None:
+            raise UserError(f"{self.path}: checkpoints without settings.toml; restore it or choose another --out")
+        return None
+
+    def write_settings(self, text: str) -> None:
+        write_atomically(self.path / "settings.toml", text.encode())
+
+    # Checkpoints
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, ascending."""
+        names = (STEP_FOLDER.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
+        return sorted(int(name[1]) for name in names if name)
+
+    def latest(self) -> int | None:
+        return max(self.steps(), default=None)
+
+    def step_path(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def load(self, step: int) -> Checkpoint:
+        """The checkpoint of a step.  Errors: UserError if it is damaged."""
+        path = self.step_path(step)
+        try:
+            notes = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            return Checkpoint(step, load_file(path / "state.safetensors"), notes)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(f"{path}: damaged ({error}); remove it to continue from the checkpoint before") from error
+
+    def save(self, checkpoint: Checkpoint, keep: int) -> None:
+        """Write a checkpoint whole or not at all, then drop old ones: the last `keep` stay, and the best.
+
+        The best is the one whose notes have the highest "lddt_ca".
+        Errors: UserError if it cannot be written (a full disk); the checkpoints before it are untouched.
+        """
+        place = self.step_path(checkpoint.step)
+        if place.exists():  # a resumed run stops where it began: the same to the bit
+            return
+        draft = self.checkpoints / f".partial-{place.name}"
+        try:
+            draft.mkdir(exist_ok=True)
+            save_file(checkpoint.tensors, draft / "state.safetensors")
+            (draft / "state.json").write_text(json.dumps(checkpoint.notes, indent=1) + "\n", encoding="utf-8")
+            for file in draft.iterdir():
+                _sync(file)
+            draft.rename(place)
+            _sync(self.checkpoints)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            before = [step for step in self.steps() if step != checkpoint.step]
+            kept = (
+                f"step {max(before)} is safe in {self.step_path(max(before))}" if before else "there was none before it"
+            )
+            raise UserError(
+                f"{place}: the checkpoint could not be written ({_reason(error)}); {kept}; make room and start again"
+            ) from error
+        self._prune(keep)
+
+    def _prune(self, keep: int) -> None:
+        steps = self.steps()
+        scores = {}
+        for step in steps:
+            value = json.loads((self.step_path(step) / "state.json").read_text(encoding="utf-8")).get("lddt_ca")
+            if value is not None:
+                scores[step] = value
+        best = max(scores, key=scores.__getitem__, default=None)
+        for step in steps[: -max(1, keep)]:
+            if step != best:
+                doomed = self.checkpoints / f".partial-{step}"
+                self.step_path(step).rename(doomed)  # never a checkpoint with a part missing
+                shutil.rmtree(doomed)
+
+    # Log
+
+    def open_log(self, step: int) -> None:
+        """Begin or continue metrics.jsonl after `step` steps; lines of later steps, and a torn one, are dropped."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            kept = [line for line in path.read_bytes().splitlines(keepends=True) if _belongs(line, step)]
+            write_atomically(path, b"".join(kept))
+        self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Append one line.  Errors: UserError when the disk is full."""
+        if self._log is None:
+            raise RuntimeError("open_log comes first")
+        try:
+            self._log.write(json.dumps(_finite(row)) + "\n")
+            self._log.flush()
+        except OSError as error:
+            raise UserError(f"{self.path / 'metrics.jsonl'}: {_reason(error)}; make room and start again") from error
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity: they become null."""
+    if isinstance(value, Mapping):
+        return {key: _finite(v) for key, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _belongs(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all.  Errors: UserError when it cannot be written."""
+    draft = path.with_name(f".partial-{path.name}")
+    try:
+        draft.write_bytes(data)
+        _sync(draft)
+        draft.replace(path)
+        _sync(path.parent)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UserError(f"{path}: could not be written ({_reason(error)}); make room and start again") from error
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
