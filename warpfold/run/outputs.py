@@ -24,7 +24,7 @@ CATEGORIES = ((90.0, "H"), (70.0, "M"), (50.0, "L"), (0.0, "D"))
 class Prediction:
     """One folded protein of N residues; arrays are float32 NumPy, lengths in angstrom.
 
-    Representations are those of the last recycle: single [N, c_s], pair [N, N, c_z], msa [S, N, c_m].
+    Representations, None where they were not asked for: single [N, c_s], pair [N, N, c_z], msa [S, N, c_m].
     """
 
     name: str
@@ -35,9 +35,9 @@ class Prediction:
     pae: np.ndarray | None  # [N, N]: error of residue j when aligned on residue i; None without the PAE head
     max_pae: float | None  # the largest value that pae can take
     ptm: float | None  # 0 to 1; None without the PAE head
-    single: np.ndarray
-    pair: np.ndarray
-    msa: np.ndarray
+    single: np.ndarray | None = None
+    pair: np.ndarray | None = None
+    msa: np.ndarray | None = None
     details: Mapping[str, Any] = field(default_factory=dict)  # for summary.json: seed, recycles, seconds, ...
 
     @property
@@ -77,7 +77,8 @@ class Prediction:
         stem = file_name(self.name)
         arrays = {"positions": self.positions, "mask": self.mask, "plddt": self.plddt}
         if representations:
-            arrays |= {"single": self.single, "pair": self.pair, "msa": self.msa}
+            known = {"single": self.single, "pair": self.pair, "msa": self.msa}
+            arrays |= {kind: array for kind, array in known.items() if array is not None}
         files = {"mmcif": f"{stem}.cif", "plddt": f"{stem}_plddt.json", "arrays": f"{stem}.npz"}
         with new_folder(folder) as draft:
             (draft / files["mmcif"]).write_text(self.mmcif(), encoding="utf-8")
@@ -164,25 +165,22 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict[str, Any] | None:
-    """See that an output folder is ours to write: new or empty (None), or of the same run (its summary is returned).
+    """See that an output folder is ours to write: None for a new or empty one, else the summary that is in it.
 
-    `kind` is the summary's "format", `run` the digest that tells one run's inputs from another's.  With `force` any
-    folder of the kind will do, and None is returned.  Nothing is written.
+    `kind` is the summary's "format", `run` the digest that tells one run's inputs from another's.  With `force` a
+    folder of another run of that kind will do.  Nothing is written.
     Errors: UserError for a file in its place, or for a folder that holds something else.
     """
-    if folder.is_file():
+    if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file; name a folder for the output")
     if not folder.is_dir() or not any(folder.iterdir()):
         return None
-    summary = folder / "summary.json"
     try:
-        found = json.loads(summary.read_text(encoding="utf-8"))
+        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or found.get("format") != kind:
         raise UserError(f"{folder}: holds something else, which is left alone; name a new or an empty folder")
-    if force:
-        return None
-    if found.get("run") != run:
+    if found.get("run") != run and not force:
         raise UserError(f"{folder}: holds the output of another run; name a new folder, or replace it with --force")
     return found

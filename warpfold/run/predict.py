@@ -1,0 +1,293 @@
+"""`warpfold predict`: many sequences, one resident model, a folder that is never half-written (docs/outputs.md)."""
+
+import hashlib
+import json
+import platform
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from warpfold import __version__
+from warpfold.data.alignment import Alignment, decode, encode, merge
+from warpfold.data.formats import read_alignment, read_fasta
+from warpfold.data.sample import SampleConfig
+from warpfold.errors import UserError
+from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.parallel.plan import Plan
+from warpfold.run.outputs import claim_folder, file_name, write_atomically
+from warpfold.run.predictor import Predictor, load
+from warpfold.run.report import Report, Section, Table, Target, write_report
+from warpfold.run.sanity import check_geometry
+
+FORMAT = "warpfold-predictions-1"
+ALIGNMENT_ENDINGS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln")
+DRAWN = 40  # proteins that the report draws; its table lists all
+
+# What may go wrong with one protein and leave the others be: numbers, memory (torch.OutOfMemoryError is RuntimeError).
+FAILURES = (UserError, RuntimeError, MemoryError, ArithmeticError, ValueError)
+
+Progress = Callable[[int, int, str], None]  # done, of how many, which now
+
+
+@dataclass(frozen=True)
+class Query:
+    """What to fold: a name that is unique and safe as a file's, a sequence, an alignment of it."""
+
+    name: str
+    sequence: str
+    alignment: Alignment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to fold.  What changes the result is part of the run's identity; device and plan are not."""
+
+    seed: int = 0
+    recycles: int | None = None  # None: the model's own
+    ensemble: int | None = None
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    device: str | None = None
+    plan: Plan | None = None
+    representations: bool = False
+    force: bool = False
+
+
+def predict(
+    query: Path,
+    msas: Sequence[Path],
+    params: Path,
+    out: Path,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Fold every record of `query` into `out`; returns what is in `out/summary.json`.
+
+    A protein that fails is named under "failures" and leaves the others be.  A run that was stopped continues: what
+    is done is kept.
+    Errors: UserError for bad input (then nothing is written), or an `out` that holds something else.
+    """
+    options = options or Options()
+    tell = progress or (lambda done, total, name: None)
+    start = time.perf_counter()
+    queries = read_queries(query, msas)
+    tell(0, len(queries), "loading the parameters")
+    params_digest = _file_digest(params)
+    run = _run_digest(queries, params_digest, options)
+    earlier = claim_folder(out, FORMAT, run, options.force)
+    predictor = load(params, options.device, options.plan, options.sample)
+
+    summary = _new_summary(run, params, params_digest, options, predictor)
+    if earlier is not None:
+        _keep_or_clear(out, earlier, summary)
+    _make_folder(out)
+    done = {entry["name"] for entry in summary["predictions"]}
+    _write_summary(out, summary)
+    for index, one in enumerate(queries):
+        tell(index, len(queries), one.name)
+        if one.name in done:
+            continue
+        try:
+            summary["predictions"].append(fold_one(predictor, one, out, options))
+        except FAILURES as error:
+            summary["failures"].append({"name": one.name, "error": _one_line(error)})
+        _write_summary(out, summary)
+    tell(len(queries), len(queries), "writing the report")
+    summary["status"] = "failed" if summary["failures"] else "complete"
+    summary["seconds"] = round(time.perf_counter() - start, 3)
+    write_report(out / "report.html", _report(out, summary))
+    _write_summary(out, summary)
+    return summary
+
+
+def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
+    """The proteins of a FASTA file, or the one of an alignment, with their alignments from `msas`.
+
+    With one protein every file of `msas` must be an alignment of it; with several, each file belongs to the protein
+    that is its first row.
+    Errors: UserError for whatever cannot be read, two records of one name, an alignment that belongs to none.
+    """
+    endings = [ending.lower() for ending in path.suffixes]
+    if any(ending in ALIGNMENT_ENDINGS for ending in endings):
+        own = read_alignment(path)
+        name = file_name(path.name.split(".")[0])
+        found = [(name, own.query, [own])]
+    else:
+        records = [(file_name((header.split() or ["query"])[0]), seq) for header, seq in read_fasta(path)]
+        found = [(name, decode(encode(seq, f"{path}: {name}")), []) for name, seq in records]
+    names = [name.lower() for name, _, _ in found]  # some file systems do not tell A from a
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{path}: several records are called {name}; give each a name of its own")
+    by_sequence: dict[str, list[Alignment]] = {}
+    for msa in msas:
+        alignment = read_alignment(msa, found[0][1] if len(found) == 1 else None)
+        if all(alignment.query != sequence for _, sequence, _ in found):
+            raise UserError(f"{msa}: its first row is the sequence of no record in {path}; give alignments of these")
+        by_sequence.setdefault(alignment.query, []).append(alignment)
+    return [
+        Query(name, sequence, merge([*own, *by_sequence.get(sequence, [])] or [Alignment.of_query(sequence, name)]))
+        for name, sequence, own in found
+    ]
+
+
+def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) -> dict[str, Any]:
+    """Fold, look at the result, write its folder; returns its entry in the summary."""
+    prediction = predictor.fold(
+        query.sequence,
+        query.alignment,
+        name=query.name,
+        seed=options.seed,
+        recycles=options.recycles,
+        ensemble=options.ensemble,
+        representations=options.representations,
+    )
+    geometry = check_geometry(prediction.positions, prediction.mask)
+    files = prediction.save(out / query.name, representations=options.representations)
+    return {
+        "name": query.name,
+        "folder": query.name,
+        "files": files,
+        "length": len(query.sequence),
+        "sequence": query.sequence,
+        "mean_plddt": round(prediction.mean_plddt, 2),
+        "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
+        **prediction.details,
+        "geometry": asdict(geometry),
+        "warnings": geometry.warnings(),
+    }
+
+
+def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
+    """An entry of the summary as the report draws it, read from its files in `out`.
+
+    `truth`: the fields of `Target` that compare it with a known structure; `numbers` among them come after its own.
+    """
+    folder, files = out / entry["folder"], entry["files"]
+    with np.load(folder / files["arrays"], allow_pickle=False) as arrays:
+        ca, plddt = arrays["positions"][:, ATOM_ORDER["CA"]], arrays["plddt"]
+        pae = arrays["pae"] if "pae" in arrays.files else None
+    numbers = [("residues", str(entry["length"])), ("mean pLDDT", f"{entry['mean_plddt']:.1f}")]
+    if entry["ptm"] is not None:
+        numbers.append(("pTM", f"{entry['ptm']:.2f}"))
+    numbers += [("alignment rows", str(entry["msa_depth"])), *truth.pop("numbers", ())]
+    return Target(
+        name=entry["name"],
+        sequence=entry["sequence"],
+        plddt=plddt,
+        ca=ca,
+        mmcif=(folder / files["mmcif"]).read_text(encoding="utf-8"),
+        pae=pae,
+        numbers=numbers,
+        warnings=entry["warnings"],
+        **truth,
+    )
+
+
+def _new_summary(run: str, params: Path, digest: str, options: Options, predictor: Predictor) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "status": "running",
+        "run": run,
+        "params": {"file": params.name, "sha256": digest},
+        "settings": _settings(options),
+        "device": str(predictor.device),
+        "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "predictions": [],
+        "failures": [],
+        "seconds": 0.0,
+    }
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    """What decides the result, beside parameters and queries."""
+    return {
+        "seed": options.seed,
+        "recycles": options.recycles,
+        "ensemble": options.ensemble,
+        "max_msa": options.sample.max_msa,
+        "max_extra": options.sample.max_extra,
+        "precision": options.plan.precision if options.plan else "fp32",
+        "representations": options.representations,
+    }
+
+
+def _run_digest(queries: Sequence[Query], params_digest: str, options: Options) -> str:
+    """One text that is equal for equal inputs."""
+    digest = hashlib.sha256(json.dumps([params_digest, _settings(options)]).encode())
+    for query in queries:
+        digest.update(f"{query.name}\n{query.sequence}\n".encode())
+        digest.update(query.alignment.rows.tobytes())
+        digest.update(query.alignment.deletions.tobytes())
+    return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; give a file of parameters") from error
+
+
+def _keep_or_clear(out: Path, earlier: dict[str, Any], summary: dict[str, Any]) -> None:
+    """Of an earlier run in `out`: keep what is done if it is the same run, remove its folders if it is another."""
+    for entry in earlier.get("predictions", []):
+        folder = out / entry["folder"]
+        if earlier.get("run") == summary["run"] and all((folder / f).is_file() for f in entry["files"].values()):
+            summary["predictions"].append(entry)
+        elif folder.is_dir() and folder.parent.resolve() == out.resolve():
+            shutil.rmtree(folder)
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be made: {error.strerror}; name another folder") from error
+
+
+def _write_summary(out: Path, summary: dict[str, Any]) -> None:
+    write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text[:300]}"
+
+
+def _report(out: Path, summary: dict[str, Any]) -> Report:
+    """The page of a whole run, from its summary and the files that it names."""
+    entries, failures = summary["predictions"], summary["failures"]
+    rows = [
+        [e["name"], f"{e['length']}", f"{e['msa_depth']}", f"{e['mean_plddt']:.1f}",
+         "–" if e["ptm"] is None else f"{e['ptm']:.2f}", f"{sum(e['seconds'].values()):.1f}", str(len(e["warnings"]))]
+        for e in entries
+    ]  # fmt: skip
+    header = ["protein", "residues", "alignment rows", "mean pLDDT", "pTM", "seconds", "warnings"]
+    sections = [Section("All proteins", table=Table(header, rows))] if entries else []
+    if failures:
+        table = Table(["protein", "what went wrong"], [[f["name"], f["error"]] for f in failures])
+        sections.append(Section("Failed", table=table))
+    means = [e["mean_plddt"] for e in entries]
+    facts = [("proteins folded", str(len(entries)))] + ([("failed", str(len(failures)))] if failures else [])
+    if means:
+        facts += [("mean pLDDT", f"{np.mean(means):.1f}"), ("seconds in all", f"{summary['seconds']:.0f}")]
+    versions, params = summary["versions"], summary["params"]
+    drawn = f", the first {DRAWN} drawn" if len(entries) > DRAWN else ""
+    return Report(
+        title=entries[0]["name"] if len(entries) == 1 and not failures else "Predicted structures",
+        lead=f"Folded by WarpFold with {params['file']}{drawn}.",
+        facts=facts,
+        sections=sections,
+        targets=[target_of(out, entry) for entry in entries[:DRAWN]],
+        footer=[
+            f"WarpFold {versions['warpfold']} · torch {versions['torch']} · {summary['device']} · "
+            f"seed {summary['settings']['seed']} · parameters sha256 {params['sha256']}"
+        ],
+    )

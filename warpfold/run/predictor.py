@@ -1,0 +1,162 @@
+"""Folding from Python: parameters that stay loaded, sequences in, predictions out."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warpfold.batch import to_tensors
+from warpfold.data import alignment as alphabet
+from warpfold.data.alignment import Alignment
+from warpfold.data.features import RawExample, from_sequence
+from warpfold.data.formats import parse_a3m
+from warpfold.data.sample import SampleConfig, make_features
+from warpfold.errors import UserError
+from warpfold.model import confidence
+from warpfold.model.alphafold import AlphaFold, Output
+from warpfold.model.heads import pae_breaks
+from warpfold.model.weights import load_model
+from warpfold.parallel.plan import Plan, apply
+from warpfold.run.outputs import Prediction
+
+SLICE = 2**27  # attention logits that a slice may hold at once: 512 MiB in fp32
+
+
+class Predictor:
+    """A model ready to fold; make one with `load`, or from a model in memory.
+
+    plan: how to run; None chooses a chunk for each protein, so that long ones fit.  sample: sizes of the alignment's
+    samples, AlphaFold2's own by default.
+    """
+
+    def __init__(
+        self,
+        model: AlphaFold,
+        device: str | torch.device = "cpu",
+        plan: Plan | None = None,
+        sample: SampleConfig | None = None,
+    ) -> None:
+        self.model = model.to(device).eval()
+        self.device = torch.device(device)
+        self.plan = plan
+        self.sample = sample or SampleConfig()
+
+    def fold(
+        self,
+        sequence: str,
+        alignment: Alignment | Sequence[str] = (),
+        *,
+        name: str = "query",
+        seed: int = 0,
+        recycles: int | None = None,
+        ensemble: int | None = None,
+        representations: bool = True,
+    ) -> Prediction:
+        """Fold `sequence` (one letter per residue), given rows aligned to it as in A3M: lower case is inserted.
+
+        The query's own row may be among them or not.  seed: of the alignment's sampling and masking; the same seed
+        gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
+        single, pair and msa of the result are None.
+        Errors: UserError for letters that are no residues, or rows that do not fit the sequence.
+        """
+        query = alphabet.decode(alphabet.encode(sequence, name))
+        if not isinstance(alignment, Alignment):
+            rows = "".join(f">row {i + 1}\n{row}\n" for i, row in enumerate(alignment))
+            alignment = parse_a3m(f">{name}\n{query}\n{rows}", f"{name}, alignment", query)
+        raw = from_sequence(query, [alignment], name)
+        return self.fold_example(raw, seed=seed, recycles=recycles, ensemble=ensemble, representations=representations)
+
+    def fold_example(
+        self,
+        raw: RawExample,
+        *,
+        seed: int = 0,
+        recycles: int | None = None,
+        ensemble: int | None = None,
+        representations: bool = True,
+    ) -> Prediction:
+        """`fold` for an example that is already in codes; what it knows of coordinates is not looked at."""
+        start = time.perf_counter()
+        settings = self.model.config
+        recycles = settings.recycles if recycles is None else recycles
+        ensemble = settings.ensemble if ensemble is None else ensemble
+        if recycles < 0 or ensemble < 1:
+            raise UserError(f"recycles = {recycles}, ensemble = {ensemble}: at least 0 and 1 are needed")
+        raw = replace(raw, positions=None, mask=None)
+        features = make_features(raw, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
+        batch = to_tensors(features, self.device)
+        apply(self.plan or automatic_plan(batch["msa_feat"], batch["extra_msa"]), self.model)
+        ready = time.perf_counter()
+
+        self.model.config = replace(settings, ensemble=ensemble)
+        try:
+            with torch.no_grad():
+                output = self.model(batch, recycles)
+        finally:
+            self.model.config = settings
+        prediction = _prediction(raw, output, batch["atom37_atom_exists"], representations)
+        details = {
+            "seed": seed,
+            "recycles": recycles,
+            "ensemble": ensemble,
+            "msa_depth": len(raw.msa),
+            "seconds": {"features": round(ready - start, 3), "model": round(time.perf_counter() - ready, 3)},
+        }
+        return replace(prediction, details=details)
+
+
+def load(
+    path: Path | str,
+    device: str | torch.device | None = None,
+    plan: Plan | None = None,
+    sample: SampleConfig | None = None,
+) -> Predictor:
+    """Parameters from a file: WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm).
+
+    device: the first GPU where there is one, by default.
+    Errors: UserError for a file that is neither, or whose arrays do not fit, all named.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Predictor(load_model(path), device, plan, sample)
+
+
+def automatic_plan(msa_feat: Tensor, extra_msa: Tensor) -> Plan:
+    """Everything at once where it is small, slices in place where it is not.
+
+    msa_feat [P, S, N, 49], extra_msa [P, E, N]; their shapes alone are read.  The largest temporary is an attention's logits, 8 heads x N x N (or S x S) for each row (or column) at once.
+    """
+    clusters, residues = msa_feat.shape[-3:-1]
+    logits = 8 * max(residues, clusters) ** 2
+    rows = max(residues, clusters, extra_msa.shape[-2])
+    chunk = max(1, SLICE // logits)
+    return Plan() if chunk >= rows else Plan(chunk=chunk, in_place=True)
+
+
+def _prediction(raw: RawExample, output: Output, atoms: Tensor, representations: bool) -> Prediction:
+    pae = ptm = max_pae = None
+    if output.pae_logits is not None:
+        breaks = pae_breaks(output.pae_logits.shape[-1])
+        pae, max_pae = _numpy(confidence.pae(output.pae_logits, breaks)), confidence.max_pae(breaks)
+        ptm = float(confidence.ptm(output.pae_logits, breaks))
+    return Prediction(
+        name=raw.name,
+        sequence=raw.sequence,
+        positions=_numpy(output.structure.final_atom37),
+        mask=_numpy(atoms),
+        plddt=_numpy(confidence.plddt(output.plddt_logits)),
+        pae=pae,
+        max_pae=max_pae,
+        ptm=ptm,
+        single=_numpy(output.single) if representations else None,
+        pair=_numpy(output.pair) if representations else None,
+        msa=_numpy(output.msa) if representations else None,
+    )
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().float().cpu().numpy()
