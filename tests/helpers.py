@@ -25,9 +25,7 @@ def tiny_config(**changes) -> ModelConfig:
         "templates": TemplateConfig(
             c=8, blocks=1, attention_width=4, pair=PairConfig(c_triangle=6, transition=2, order="attention_first")
         ),
-        "structure": StructureConfig(
-            layers=2, c=20, heads=2, c_hidden=4, qk_points=2, v_points=3, sidechain_c=8
-        ),
+        "structure": StructureConfig(layers=2, c=20, heads=2, c_hidden=4, qk_points=2, v_points=3, sidechain_c=8),
         "heads": HeadsConfig(plddt_c=8, pae=True),
     }
     return ModelConfig(**(settings | changes))

@@ -4,8 +4,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from tests.helpers import random_batch, tiny_config, tiny_model
 
+from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.batch import FEATURES
 from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.plan import Plan, apply
@@ -22,7 +22,9 @@ def assert_same(a, b, tolerance):
     a, b = tensors(a), tensors(b)
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            a[name], b[name], rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_shapes_and_names():
@@ -61,7 +63,9 @@ def test_every_plan_gives_the_same_gradients_dropout_included(plan):
     assert grads[0].keys() == grads[1].keys()
     for name, g in grads[0].items():
         scale = max(1.0, g.abs().max().item())
-        torch.testing.assert_close(grads[1][name], g, rtol=1e-10, atol=1e-10 * scale, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            grads[1][name], g, rtol=1e-10, atol=1e-10 * scale, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_noise_differs_between_steps_and_repeats_within_one():
@@ -131,7 +135,9 @@ def test_padding_does_not_reach_the_rest():
     other = dict(batch)
     for name in ("target_feat", "msa_feat", "extra_deletion_value"):
         other[name] = batch[name].clone()
-        other[name][(..., slice(7, None), slice(None)) if name != "extra_deletion_value" else (..., slice(7, None))] += 3
+        other[name][
+            (..., slice(7, None), slice(None)) if name != "extra_deletion_value" else (..., slice(7, None))
+        ] += 3
     with torch.no_grad():
         a, b = model(batch), model(other)
     torch.testing.assert_close(a.pair[:7, :7], b.pair[:7, :7], rtol=1e-4, atol=1e-4)

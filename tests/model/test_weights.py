@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.helpers import random_batch, tiny_config, tiny_model
 
+from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.deepmind import PREFIX, arrays, config_from_deepmind, from_deepmind, to_deepmind
@@ -80,7 +80,9 @@ def test_everything_that_does_not_fit_is_named():
 
 def test_multimer_parameters_are_refused_by_name():
     with pytest.raises(UserError, match="Multimer"):
-        config_from_deepmind({PREFIX + "evoformer/~_relative_encoding/position_activations//weights": np.zeros((73, 128))})
+        config_from_deepmind(
+            {PREFIX + "evoformer/~_relative_encoding/position_activations//weights": np.zeros((73, 128))}
+        )
 
 
 def test_bad_files_are_refused(tmp_path):

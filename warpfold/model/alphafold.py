@@ -100,7 +100,7 @@ class AlphaFold(nn.Module):
         self.structure = StructureModule(c.c_s, c.c_z, c.structure)
         self.distogram = DistogramHead(c.c_z, c.heads.distogram_bins)
         self.masked_msa = MaskedMSAHead(c.c_m, c.heads.msa_classes)
-        self.plddt = PLDDTHead(c.c_s, c.heads.plddt_c, c.heads.plddt_bins)
+        self.plddt = PLDDTHead(c.structure.c, c.heads.plddt_c, c.heads.plddt_bins)
         self.resolved = ResolvedHead(c.c_s)
         self.pae = PAEHead(c.c_z, c.heads.pae_bins) if c.heads.pae else None
         self.noise = Noise()

@@ -14,6 +14,7 @@ from torch import nn
 from warpfold.errors import UserError
 from warpfold.model import attention, embed, evoformer, msa, pair, template
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
+from warpfold.model.structure import AngleResnet, StructureConfig
 from warpfold.ops.linear import LayerNorm, Linear
 
 PREFIX = "alphafold/alphafold_iteration/"
@@ -90,6 +91,7 @@ SCOPES: dict[type[nn.Module], dict[str, str]] = {
         "pointwise": "template_embedding/attention",
         "rows": "",
     },
+    AngleResnet: {"input_projection_initial": "input_projection_1"},
     AlphaFold: {
         "input": "evoformer",
         "recycling": "evoformer",
@@ -156,7 +158,11 @@ def arrays(module: nn.Module, scope: str = "", name: str = "") -> Iterator[Array
             yield from _stacked(child, _layer_stack(module, scope), ours)
             continue
         theirs = _scopes(module)[child_name]
-        if isinstance(child, Linear | LayerNorm):
+        if isinstance(child, nn.ModuleList):  # haiku numbers repeated layers: name, name_1, name_2
+            for index, layer in enumerate(child):
+                numbered = f"{theirs}_{index}" if index else theirs
+                yield from _leaf(module, child_name, layer, scope, numbered, f"{ours}.{index}")
+        elif isinstance(child, Linear | LayerNorm):
             yield from _leaf(module, child_name, child, scope, theirs, ours)
         else:
             yield from arrays(child, _join(scope, theirs), ours)
@@ -274,9 +280,7 @@ def config_from_deepmind(params: Mapping[str, np.ndarray], source: str = "params
     """
     p = {name.removeprefix(PREFIX): np.shape(array) for name, array in params.items()}
     if any("~_relative_encoding" in name for name in p):
-        raise UserError(
-            f"{source}: Multimer parameters; only the monomer is built: use params_model_1..5(_ptm)"
-        )
+        raise UserError(f"{source}: Multimer parameters; only the monomer is built: use params_model_1..5(_ptm)")
     block = "evoformer/evoformer_iteration/"
     outgoing = block + "triangle_multiplication_outgoing/"
     one_template = "evoformer/template_embedding/single_template_embedding/"
