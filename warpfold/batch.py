@@ -93,7 +93,7 @@ def to_tensors(arrays: Mapping[str, np.ndarray], device: torch.device | str = "c
             if isinstance(axis, str) and sizes.setdefault(axis, (size, name))[0] != size:
                 raise ValueError(f"{name}: {axis} is {size}, but {sizes[axis][0]} in {sizes[axis][1]}")
     return {
-        name: torch.from_numpy(np.ascontiguousarray(array, dtype=FEATURES[name].dtype)).to(device)
+        name: torch.from_numpy(np.asarray(array, dtype=FEATURES[name].dtype, order="C")).to(device)
         for name, array in arrays.items()
     }
 
