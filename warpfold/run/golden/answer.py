@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from warpfold.model.deepmind import arrays, from_deepmind
 from warpfold.run.golden.compare import RELATIVE_L2, TIMES_NOISE, ZERO_ABOVE, Check, compare, same_sign
 from warpfold.run.golden.read import BrokenCase, Case
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Answer:
 
     outputs: Mapping[str, Tensor]
     leaves: Mapping[str, Tensor] = field(default_factory=dict)
-    gradients: Callable[[], Mapping[str, Tensor]] | None = None
+    gradients: Callable[[], Mapping[str, np.ndarray]] | None = None
     objective: Tensor | None = None
     valid: Mapping[str, Tensor] = field(default_factory=dict)
     quaternions: tuple[str, ...] = ()
@@ -44,6 +48,41 @@ def tensors(case: Case) -> dict[str, Tensor]:
         x = x.float() if x.is_floating_point() else x.long()
         inputs[name] = x.requires_grad_() if name in wanted else x
     return inputs
+
+
+def load(module: Module, case: Case, scope: str | None = None) -> Module:
+    """`module` with the case's parameters, strictly, ready to be compared (no dropout).
+
+    `scope` is what DeepMind's names begin with; None: the one scope that all of them are in.
+    """
+    from_deepmind(module, case.params, _scope(case) if scope is None else scope, source=case.name)
+    return module.eval()
+
+
+def parameter_gradients(module: nn.Module, case: Case, scope: str | None = None) -> Callable[[], dict[str, np.ndarray]]:
+    """For `Answer.gradients`: what backward left in the parameters, as DeepMind's arrays; zeros where nothing came."""
+    top = _scope(case) if scope is None else scope
+
+    def collect() -> dict[str, np.ndarray]:
+        parameters = dict(module.named_parameters())
+        out: dict[str, np.ndarray] = {}
+        for a in arrays(module, top):
+            parameter = parameters[a.ours]
+            grad = a.to_theirs(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            if a.block is None:
+                out[a.theirs] = grad
+            else:
+                out.setdefault(a.theirs, np.zeros(a.stacked_shape, grad.dtype))[a.block] = grad
+        return out
+
+    return collect
+
+
+def _scope(case: Case) -> str:
+    scopes = sorted({name.partition("//")[0].partition("/")[0] for name in case.params})
+    if len(scopes) != 1:
+        raise BrokenCase(f"{case.name}: parameters in {len(scopes)} scopes {scopes[:3]}, one expected")
+    return scopes[0]
 
 
 def checks(case: Case, answer: Answer) -> list[Check]:
@@ -72,29 +111,30 @@ def checks(case: Case, answer: Answer) -> list[Check]:
 
 def _gradients(case: Case, answer: Answer) -> dict[str, np.ndarray]:
     """Runs backward; gradients by the names of `Case.expected`."""
-    objective = answer.objective
-    if objective is None:
-        if not case.cotangents:
-            raise BrokenCase(f"{case.name}: has gradients but neither cotangents nor 'grad_of'")
-        objective = torch.stack(
-            [
-                (answer.outputs[name] * torch.from_numpy(cotangent)).sum()
-                for name, cotangent in case.cotangents.items()
-                if answer.outputs[name].requires_grad
-            ]
-        ).sum()
-    objective.backward()
+    _objective(case, answer).backward()
     ours: dict[str, np.ndarray] = {}
     for name in case.asks("grad_in"):
         leaf = answer.leaves[name]
         ours[f"grad_in/{name}"] = _array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-    for name, grad in (answer.gradients() if answer.gradients else {}).items():
-        array = _array(grad)
+    for name, array in (answer.gradients() if answer.gradients else {}).items():
         ours[f"grad_params/{name}"] = array
         ours[f"grad_params_l2/{name}"] = np.linalg.norm(array.astype(np.float64))
         if name in case.samples:
             ours[f"grad_params_sample/{name}"] = array.ravel()[case.samples[name]]
     return ours
+
+
+def _objective(case: Case, answer: Answer) -> Tensor:
+    """What the reference differentiated: the output that `grad_of` names, or the sum of output * cotangent."""
+    if answer.objective is not None:
+        return answer.objective
+    named = answer.outputs.get(case.meta.get("grad_of") or "")
+    if named is not None:
+        return named
+    if not case.cotangents:
+        raise BrokenCase(f"{case.name}: has gradients but neither cotangents nor an output that 'grad_of' names")
+    terms = [(answer.outputs[name] * torch.from_numpy(cotangent)).sum() for name, cotangent in case.cotangents.items()]
+    return torch.stack(terms).sum()
 
 
 def _norm_check(case: Case, what: str, ours: np.ndarray, theirs: np.ndarray) -> Check:

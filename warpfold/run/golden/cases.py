@@ -9,7 +9,10 @@ from collections.abc import Callable
 from warpfold.run.golden.answer import Answer
 from warpfold.run.golden.geometry import GEOMETRY
 from warpfold.run.golden.losses import LOSSES
+from warpfold.run.golden.models import whole_model
 from warpfold.run.golden.read import BrokenCase, Case, NotImplementedCase
+from warpfold.run.golden.structure import STRUCTURE
+from warpfold.run.golden.trunk import TRUNK
 
 Answerer = Callable[[Case], Answer]
 
@@ -28,11 +31,14 @@ _MULTIMER = (
 _ANSWERS: dict[str, Answerer] = {
     **{f"geometry/{name}": answer for name, answer in GEOMETRY.items()},
     **{f"losses/{name}": answer for name, answer in LOSSES.items()},
+    **{f"units/{name}": answer for name, answer in {**TRUNK, **STRUCTURE}.items()},
 }
 
 
 def answer_for(case: Case) -> Answer:
     """WarpFold's answer to a case.  Errors: NotImplementedCase (Multimer's own parts), BrokenCase (an unknown name)."""
+    if case.kind == "models":
+        return whole_model(case)
     key = f"{case.kind}/{case.title}"
     known = max((name for name in (*_MULTIMER, *_ANSWERS) if _begins(key, name)), key=len, default=None)
     if known is None:

@@ -1,0 +1,146 @@
+"""Reference cases of whole models: recycling, ensembling, every head, every loss, gradients of the total."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warpfold.batch import FEATURES, Arrays, Batch, at_pass, to_tensors
+from warpfold.geometry.atoms import rename_ground_truth
+from warpfold.model.alphafold import AlphaFold, Output
+from warpfold.model.deepmind import PREFIX
+from warpfold.model.heads import distogram_breaks, pae_breaks
+from warpfold.model.losses import total_loss
+from warpfold.model.violations import find_violations, violation_metrics
+from warpfold.run.golden.answer import Answer, load, parameter_gradients
+from warpfold.run.golden.config import loss_config, model_config
+from warpfold.run.golden.read import BrokenCase, Case
+from warpfold.run.golden.structure import pairs
+
+SCOPE = PREFIX.rstrip("/")
+STRUCTURE_LOSSES = ("fape", "sidechain_fape", "chi_loss", "angle_norm_loss")
+HEAD_LOSSES = {
+    "structure_module": "structure_module",
+    "distogram": "distogram",
+    "masked_msa": "masked_msa",
+    "plddt": "predicted_lddt",
+    "experimentally_resolved": "experimentally_resolved",
+    "predicted_aligned_error": "predicted_aligned_error",
+}
+
+
+def whole_model(case: Case) -> Answer:
+    """A monomer, run on the case's features for as many passes as they have.
+
+    Gradients flow where the case has any; without them nothing is kept for backward.
+    """
+    model_config(case.config)  # a multimer ends here, before its features are looked at
+    passes = len(case.inputs["msa_feat"])
+    ensemble, rest = divmod(passes, case.config["num_recycle"] + 1)
+    if rest or not ensemble:
+        raise BrokenCase(f"{case.name}: {passes} passes for {case.config['num_recycle']} recycles")
+    recycles = case.config["num_recycle"]
+    last = recycles * ensemble  # the pass whose alignment the masked-MSA head and the losses see
+    batch = to_tensors(_features(case.inputs, last))
+    model = load(AlphaFold(model_config(case.config, recycles, ensemble)), case, SCOPE)
+    with torch.set_grad_enabled(bool(case.asks("grad_params"))):
+        output = model(batch, recycles)
+        total, terms = total_loss(output, batch, loss_config(case.config["heads"]), pass_index=last)
+    outputs = _outputs(output, batch) | _losses(terms, total) | _labels(output, batch)
+    gradients = parameter_gradients(model, case, SCOPE)
+    affines = ("out/structure_module/traj", "out/structure_module/final_affines")
+    valid = _valid(outputs, batch, last)
+    return Answer(outputs, gradients=gradients, objective=total, valid=valid, quaternions=affines)
+
+
+def _features(features: Arrays, last: int) -> Arrays:
+    """The official features, each with a leading axis of passes -> the feature table's.
+
+    Those that the table has no passes for must be the same in every pass.  The labels are the last pass's.
+    """
+    table: Arrays = {}
+    for name, array in features.items():
+        if name not in FEATURES:
+            continue
+        if FEATURES[name].per_pass:
+            table[name] = array
+            continue
+        if not all(np.array_equal(array[0], other) for other in array[1:]):
+            raise BrokenCase(f"features.npz: {name} differs between passes")
+        table[name] = array[last]
+    return table
+
+
+def _outputs(output: Output, batch: Batch) -> dict[str, Tensor]:
+    """Representations, logits and structure by the official code's names."""
+    s = output.structure
+    outputs = {
+        "representations/msa": output.msa,
+        "representations/pair": output.pair,
+        "representations/single": output.single,
+        "representations/msa_first_row": output.msa_first_row,
+        "representations/structure_module": s.single,
+        "distogram/logits": output.distogram_logits,
+        "distogram/bin_edges": distogram_breaks(output.distogram_logits.shape[-1]),
+        "masked_msa/logits": output.masked_msa_logits,
+        "predicted_lddt/logits": output.plddt_logits,
+        "experimentally_resolved/logits": output.resolved_logits,
+        "structure_module/traj": s.traj,
+        "structure_module/final_affines": s.traj[-1],
+        "structure_module/final_atom14_positions": s.final_atom14,
+        "structure_module/final_atom_positions": s.final_atom37,
+        "structure_module/sidechains/angles_sin_cos": s.angles,
+        "structure_module/sidechains/unnormalized_angles_sin_cos": s.unnormalized_angles,
+        "structure_module/sidechains/atom_pos": s.atom14,
+    }
+    if output.pae_logits is not None:
+        outputs["predicted_aligned_error/logits"] = output.pae_logits
+        outputs["predicted_aligned_error/breaks"] = pae_breaks(output.pae_logits.shape[-1])
+    beta = batch["pseudo_beta"]
+    outputs["distogram/true_dist"] = torch.sqrt(1e-6 + (beta[:, None] - beta[None]).square().sum(-1))
+    return outputs
+
+
+def _losses(terms: dict[str, Tensor], total: Tensor) -> dict[str, Tensor]:
+    losses = {f"{theirs}/loss": terms[ours] for ours, theirs in HEAD_LOSSES.items() if ours in terms}
+    losses |= {f"structure_module/{name}": terms[name] for name in STRUCTURE_LOSSES}
+    return losses | {"total_loss": total}
+
+
+def _labels(output: Output, batch: Batch) -> dict[str, Tensor]:
+    """What follows from comparing the structure with its labels, and its violations."""
+    atom14, exists, index = output.structure.final_atom14, batch["atom14_atom_exists"], batch["residue_index"]
+    renamed = rename_ground_truth(
+        atom14,
+        batch["atom14_gt_positions"],
+        batch["atom14_gt_exists"],
+        batch["atom14_alt_gt_positions"],
+        batch["atom14_alt_gt_exists"],
+        batch["atom14_atom_is_ambiguous"],
+    )
+    with torch.no_grad():
+        metrics = violation_metrics(
+            find_violations(atom14, exists, batch["aatype"], index), atom14, exists, index, batch["seq_mask"]
+        )
+    return {
+        "structure_module/alt_naming_is_better": renamed.swapped.float(),
+        "structure_module/renamed_atom14_gt_positions": renamed.positions,
+        "structure_module/renamed_atom14_gt_exists": renamed.mask,
+        **{f"structure_module/metrics/{name}": value for name, value in metrics.items()},
+    }
+
+
+def _valid(outputs: dict[str, Tensor], batch: Batch, last: int) -> dict[str, Tensor]:
+    """Which entries of each output belong to residues and alignment rows that are there."""
+    residues, msa = batch["seq_mask"] > 0, at_pass(batch, last, ["msa_mask"])["msa_mask"] > 0
+    r = len(residues)
+    valid: dict[str, Tensor] = {}
+    for name, x in outputs.items():
+        if name in ("representations/msa", "masked_msa/logits"):
+            valid[f"out/{name}"] = msa
+        elif x.shape[:2] == (r, r):
+            valid[f"out/{name}"] = pairs(batch["seq_mask"])
+        elif x.shape[:1] == (r,):
+            valid[f"out/{name}"] = residues
+        elif name == "structure_module/traj" or name.startswith("structure_module/sidechains/"):
+            valid[f"out/{name}"] = residues.expand(len(x), r)
+    return valid
