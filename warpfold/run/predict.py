@@ -6,9 +6,9 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from warpfold.data.formats import read_alignment, read_fasta
 from warpfold.data.sample import SampleConfig
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
-from warpfold.parallel.plan import Plan
 from warpfold.run.outputs import claim_folder, file_name, write_atomically
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import Report, Section, Table, Target, write_report
@@ -46,15 +45,17 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to fold.  What changes the result is part of the run's identity; device and plan are not."""
+    """How to fold.  What changes the result is part of the run's identity; device and chunk are not."""
 
     seed: int = 0
     recycles: int | None = None  # None: the model's own
     ensemble: int | None = None
-    sample: SampleConfig = field(default_factory=SampleConfig)
-    device: str | None = None
-    plan: Plan | None = None
-    representations: bool = False
+    max_msa: int = 512  # sequences of the clustered and of the extra alignment (Supp. 1.2.7)
+    max_extra: int = 5120
+    device: str | None = None  # None: the first GPU, or the CPU
+    chunk: int | None = None  # rows computed at a time; None: what fits, 0: all
+    precision: Literal["fp32", "bf16"] = "fp32"
+    representations: bool = False  # keep them in the .npz
     force: bool = False
 
 
@@ -80,7 +81,8 @@ def predict(
     params_digest = _file_digest(params)
     run = _run_digest(queries, params_digest, options)
     earlier = claim_folder(out, FORMAT, run, options.force)
-    predictor = load(params, options.device, options.plan, options.sample)
+    sample = SampleConfig(max_msa=options.max_msa, max_extra=options.max_extra)
+    predictor = load(params, options.device, options.chunk, options.precision, sample)
 
     summary = _new_summary(run, params, params_digest, options, predictor)
     if earlier is not None:
@@ -210,9 +212,9 @@ def _settings(options: Options) -> dict[str, Any]:
         "seed": options.seed,
         "recycles": options.recycles,
         "ensemble": options.ensemble,
-        "max_msa": options.sample.max_msa,
-        "max_extra": options.sample.max_extra,
-        "precision": options.plan.precision if options.plan else "fp32",
+        "max_msa": options.max_msa,
+        "max_extra": options.max_extra,
+        "precision": options.precision,
         "representations": options.representations,
     }
 

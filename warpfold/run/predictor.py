@@ -4,12 +4,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from warpfold.batch import to_tensors
+from warpfold.batch import Batch, to_tensors
 from warpfold.data import alignment as alphabet
 from warpfold.data.alignment import Alignment
 from warpfold.data.features import RawExample, from_sequence
@@ -23,26 +24,28 @@ from warpfold.model.weights import load_model
 from warpfold.parallel.plan import Plan, apply
 from warpfold.run.outputs import Prediction
 
+Precision = Literal["fp32", "bf16"]
 SLICE = 2**27  # attention logits that a slice may hold at once: 512 MiB in fp32
 
 
 class Predictor:
     """A model ready to fold; make one with `load`, or from a model in memory.
 
-    plan: how to run; None chooses a chunk for each protein, so that long ones fit.  sample: sizes of the alignment's
-    samples, AlphaFold2's own by default.
+    chunk: rows computed at a time; None chooses for each protein, so that long ones fit; 0 is all.  precision: of the
+    trunk's activations.  sample: how the alignment is sampled, AlphaFold2's way by default.
     """
 
     def __init__(
         self,
         model: AlphaFold,
         device: str | torch.device = "cpu",
-        plan: Plan | None = None,
+        chunk: int | None = None,
+        precision: Precision = "fp32",
         sample: SampleConfig | None = None,
     ) -> None:
         self.model = model.to(device).eval()
         self.device = torch.device(device)
-        self.plan = plan
+        self.chunk, self.precision = chunk, precision
         self.sample = sample or SampleConfig()
 
     def fold(
@@ -89,7 +92,8 @@ class Predictor:
         raw = replace(raw, positions=None, mask=None)
         features = make_features(raw, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, self.device)
-        apply(self.plan or automatic_plan(batch["msa_feat"], batch["extra_msa"]), self.model)
+        chunk = automatic_chunk(batch) if self.chunk is None else self.chunk
+        apply(Plan(chunk=chunk or None, in_place=chunk > 0, precision=self.precision), self.model)
         ready = time.perf_counter()
 
         self.model.config = replace(settings, ensemble=ensemble)
@@ -112,29 +116,29 @@ class Predictor:
 def load(
     path: Path | str,
     device: str | torch.device | None = None,
-    plan: Plan | None = None,
+    chunk: int | None = None,
+    precision: Precision = "fp32",
     sample: SampleConfig | None = None,
 ) -> Predictor:
     """Parameters from a file: WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm).
 
-    device: the first GPU where there is one, by default.
+    device: the first GPU where there is one, by default; the rest as in `Predictor`.
     Errors: UserError for a file that is neither, or whose arrays do not fit, all named.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Predictor(load_model(path), device, plan, sample)
+    return Predictor(load_model(path), device, chunk, precision, sample)
 
 
-def automatic_plan(msa_feat: Tensor, extra_msa: Tensor) -> Plan:
-    """Everything at once where it is small, slices in place where it is not.
+def automatic_chunk(batch: Batch) -> int:
+    """Rows that a layer may compute at a time within `SLICE`; 0, all of them, where that fits too.
 
-    msa_feat [P, S, N, 49], extra_msa [P, E, N]; their shapes alone are read.  The largest temporary is an attention's logits, 8 heads x N x N (or S x S) for each row (or column) at once.
+    The largest temporary is an attention's logits: 8 heads x N x N (or S x S) for each row (or column).
     """
-    clusters, residues = msa_feat.shape[-3:-1]
-    logits = 8 * max(residues, clusters) ** 2
-    rows = max(residues, clusters, extra_msa.shape[-2])
-    chunk = max(1, SLICE // logits)
-    return Plan() if chunk >= rows else Plan(chunk=chunk, in_place=True)
+    clusters, residues = batch["msa_feat"].shape[-3:-1]
+    rows = max(residues, clusters, batch["extra_msa"].shape[-2])
+    chunk = max(1, SLICE // (8 * max(residues, clusters) ** 2))
+    return chunk if chunk < rows else 0
 
 
 def _prediction(raw: RawExample, output: Output, atoms: Tensor, representations: bool) -> Prediction:
