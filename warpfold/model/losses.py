@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from warpfold.model.structure import StructureOutput
 
 CA_ATOM = residue.ATOM_ORDER["CA"]  # in atom37
+# Square angstrom.  A residue's own Ca has no error in its own frame, and the first bin is for exactly that; but in
+# DeepMind's compiled code rounding lifts it off zero, so that training has only ever seen it in the second bin.
+OWN_ERROR = 1e-12
 Terms = dict[str, Tensor]
 # The terms of `total_loss` that are weighted and summed; each has its weight in LossConfig under its name.
 WEIGHTED = (
@@ -113,6 +116,7 @@ def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: Lo
             output.structure.frames[-1],
             Rigid.from_quaternion7(batch["backbone_affine_tensor"]),
             batch["backbone_affine_mask"],
+            OWN_ERROR,
         )
     return {name: loss * well_resolved(batch["resolution"], config) for name, loss in terms.items()}
 
@@ -245,15 +249,16 @@ def experimentally_resolved_loss(logits: Tensor, resolved: Tensor, exists: Tenso
 
 
 def predicted_aligned_error_loss(
-    logits: Tensor, breaks: Tensor, frames: Rigid, true_frames: Rigid, mask: Tensor
+    logits: Tensor, breaks: Tensor, frames: Rigid, true_frames: Rigid, mask: Tensor, epsilon: float = 0.0
 ) -> Tensor:
     """Supp. 1.9.7: cross-entropy of the binned error of Ca j in the frame of residue i -> scalar.
 
-    logits [N, N, bins], breaks [bins - 1] angstrom, frames [N] angstrom, mask [N].  No gradient reaches the frames.
+    logits [N, N, bins], breaks [bins - 1] angstrom, frames [N] angstrom, mask [N].  `epsilon`, square angstrom,
+    is added to the squared errors.  No gradient reaches the frames.
     """
     with torch.no_grad():
-        local, true_local = (x[:, None].invert_apply(island(x.translation)[None, :]) for x in (frames, true_frames))
-        target = _bin((local - true_local).square().sum(-1), breaks)
+        local, true_local = (x[:, None].invert_apply(x.translation[None, :]) for x in (frames, true_frames))
+        target = _bin(epsilon + (local - true_local).square().sum(-1), breaks)
     return _mean(_cross_entropy(logits, target), mask[:, None] * mask[None, :], 1e-8)
 
 
@@ -273,7 +278,8 @@ def lddt(points: Tensor, true_points: Tensor, mask: Tensor, cutoff: float = 15.0
     error = (true_distance - distance).abs()
     kept = sum(((error < bound).to(error.dtype) for bound in (0.5, 1.0, 2.0, 4.0)), torch.zeros_like(error)) / 4
     axes = (-1,) if per_residue else (-2, -1)
-    return (1e-10 + (scored * kept).sum(axes)) / (1e-10 + scored.sum(axes))
+    # A product with the reciprocal, as in DeepMind's code: where a score lies on a bin's edge, the last bit decides.
+    return (1e-10 + (scored * kept).sum(axes)) * (1 / (1e-10 + scored.sum(axes)))
 
 
 def _bin(squared: Tensor, breaks: Tensor) -> Tensor:
