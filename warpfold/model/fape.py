@@ -27,7 +27,7 @@ def frame_aligned_point_error(
     Invariant under a rigid motion of the prediction and, independently, of the truth; not under a reflection.
     """
     offset = _offset(true_frames) - _offset(frames)
-    squares: Tensor | float = 0.0
+    squares = offset.new_zeros(())
     for k in range(3):  # one axis of the local frames at a time: three times less memory than all together
         predicted = _project(frames, points, k)
         true = _project(true_frames, true_points, k)

@@ -110,13 +110,13 @@ def connection_violations(
         _excess((c_ca * c_n).sum(-1), *residue.CA_C_N_COS, tolerance_factor, has_ca * has_c * has_n * follows),
         _excess(-(c_n * n_ca).sum(-1), *residue.C_N_CA_COS, tolerance_factor, has_c * has_n * has_next_ca * follows),
     ]
-    means = [(mask * loss).sum() / (1e-6 + mask.sum()) for loss, _, mask in terms]
+    c_n_loss, ca_c_n_loss, c_n_ca_loss = ((mask * loss).sum() / (1e-6 + mask.sum()) for loss, _, mask in terms)
     loss = torch.stack([loss for loss, _, _ in terms]).sum(0)
     violated = torch.stack([violated for _, violated, _ in terms]).amax(0)
     zero = loss.new_zeros(1)
     before, after = torch.cat([zero, loss]), torch.cat([loss, zero])
     per_residue_mask = torch.maximum(torch.cat([zero, violated]), torch.cat([violated, zero]))
-    return Connections(*means, per_residue_loss=0.5 * (before + after), per_residue_mask=per_residue_mask)
+    return Connections(c_n_loss, ca_c_n_loss, c_n_ca_loss, 0.5 * (before + after), per_residue_mask)
 
 
 def clash_violations(
