@@ -1,0 +1,185 @@
+"""The structure module: shapes and units, its gradients, masks, dropout, and the smallest cases."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from warpfold.geometry.atoms import residue_rows
+from warpfold.geometry.rigid import Rigid, normalize
+from warpfold.model.structure import (
+    FoldIteration,
+    InvariantPointAttention,
+    StructureConfig,
+    StructureModule,
+    StructureOutput,
+    normalize_angles,
+)
+
+C_S, C_Z = 6, 5
+SMALL = StructureConfig(
+    layers=3, c=8, heads=2, c_hidden=3, qk_points=2, v_points=3, sidechain_c=7, sidechain_blocks=2, dropout=0.0
+)
+
+
+def filled(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """No parameter at zero, so that every path counts."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data = 0.4 * torch.randn(parameter.shape, generator=generator)
+    return module.eval()
+
+
+def inputs(n: int, *batch: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """s, z, aatype."""
+    generator = torch.Generator().manual_seed(seed)
+    s = torch.randn(*batch, n, C_S, generator=generator).to(dtype)
+    z = torch.randn(*batch, n, n, C_Z, generator=generator).to(dtype)
+    return s, z, torch.randint(0, 21, (*batch, n), generator=generator)
+
+
+def tensors(output: StructureOutput) -> dict[str, Tensor]:
+    flat = dict(vars(output))
+    return {k: v.to_flat12() if isinstance(v, Rigid) else v for k, v in flat.items()}
+
+
+@pytest.fixture
+def module() -> StructureModule:
+    module = filled(StructureModule(C_S, C_Z, SMALL))
+    assert isinstance(module, StructureModule)
+    return module
+
+
+def test_shapes_and_consistency(module: StructureModule) -> None:
+    s, z, aatype = inputs(5)
+    out = module(s, z, aatype, torch.ones(5))
+    assert out.single.shape == (5, SMALL.c)
+    assert out.frames.shape == (3, 5)
+    assert out.sidechain_frames.shape == (3, 5, 8)
+    assert out.angles.shape == out.unnormalized_angles.shape == (3, 5, 7, 2)
+    assert out.atom14.shape == (3, 5, 14, 3)
+    assert out.final_atom37.shape == (5, 37, 3)
+    assert out.traj.shape == (3, 5, 7)
+    torch.testing.assert_close(out.angles.norm(dim=-1), torch.ones(3, 5, 7))
+    assert torch.equal(out.final_atom14, out.atom14[-1])
+    # CA, C and N stand where the backbone frame puts them, in angstrom.
+    here = residue_rows("ATOM14_MASK", aatype)[:, 1] > 0
+    torch.testing.assert_close(out.final_atom37[here, 1], out.frames.translation[-1][here])
+    bond = (out.final_atom14[here, 0] - out.final_atom14[here, 1]).norm(dim=-1)
+    torch.testing.assert_close(bond, torch.full_like(bond, 1.46), rtol=0, atol=0.02)
+
+
+def test_a_fresh_module_leaves_all_residues_at_the_origin() -> None:
+    """The last layers of updates start at zero: training starts from the "black hole" (Algorithm 20, line 4)."""
+    s, z, aatype = inputs(4)
+    out = StructureModule(C_S, C_Z, SMALL).eval()(s, z, aatype, torch.ones(4))
+    assert torch.equal(out.traj, torch.tensor([1.0, 0, 0, 0, 0, 0, 0]).expand(3, 4, 7))
+
+
+def test_leading_axes_are_a_batch(module: StructureModule) -> None:
+    s, z, aatype = inputs(4, 2)
+    mask = torch.ones(2, 4)
+    mask[1, 3] = 0
+    together = tensors(module(s, z, aatype, mask))
+    for b in range(2):
+        for name, alone in tensors(module(s[b], z[b], aatype[b], mask[b])).items():
+            per_layer = alone.shape[0] == SMALL.layers
+            of_batch = together[name][:, b] if per_layer else together[name][b]
+            torch.testing.assert_close(of_batch, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_masked_residues_have_no_influence(module: StructureModule) -> None:
+    s, z, aatype = inputs(6)
+    mask = torch.tensor([1.0, 1, 1, 1, 0, 0])
+    padded = tensors(module(s, z, aatype, mask))
+    for name, alone in tensors(module(s[:4], z[:4, :4], aatype[:4], mask[:4])).items():
+        cut = padded[name][:, :4] if alone.shape[0] == SMALL.layers else padded[name][:4]
+        torch.testing.assert_close(cut, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("n", "value"), [(1, 1.0), (1, 0.0), (3, 0.0)], ids=["one", "one masked", "all masked"])
+def test_smallest_cases_are_finite_with_finite_gradients(module: StructureModule, n: int, value: float) -> None:
+    s, z, aatype = inputs(n)
+    s.requires_grad_()
+    out = tensors(module(s, z, aatype, torch.full((n,), value)))
+    assert all(x.isfinite().all() for x in out.values())
+    sum(x.square().sum() for x in out.values()).backward()
+    grads = [s.grad, *(p.grad for p in module.parameters())]
+    assert all(g is not None and g.isfinite().all() for g in grads)
+
+
+def test_sixteen_bit_inputs_are_computed_in_fp32(module: StructureModule) -> None:
+    s, z, aatype = inputs(4, dtype=torch.bfloat16)
+    mask = torch.ones(4)
+    narrow, wide = (tensors(module(x, y, aatype, mask)) for x, y in ((s, z), (s.float(), z.float())))
+    for name, x in narrow.items():
+        assert x.dtype == torch.float32
+        assert torch.equal(x, wide[name]), name
+
+
+def test_rotations_pass_no_gradient_to_the_layer_before(module: StructureModule) -> None:
+    """Algorithm 20, line 20; through translations it does pass."""
+    arriving: list[Tensor] = []
+    module.fold_iteration.register_forward_pre_hook(lambda _, args: arriving.append(args[3]))
+    s, z, aatype = inputs(4)
+    module(s, z, aatype, torch.ones(4))
+    weight = module.fold_iteration.affine_update.weight
+    assert (arriving[1][..., :4] != arriving[0][..., :4]).any()
+    turned = arriving[1][..., :4].sum()
+    moved = arriving[1][..., 4:].sum()
+    assert not torch.autograd.grad(turned, weight, retain_graph=True)[0].any()
+    assert torch.autograd.grad(moved, weight)[0].any()
+
+
+def test_dropout_is_seeded_and_differs_between_layers() -> None:
+    s, z, _ = inputs(4)
+    module = filled(FoldIteration(C_S, C_Z, replace(SMALL, dropout=0.5)))
+    assert isinstance(module, FoldIteration)
+    arguments = (torch.randn(4, SMALL.c), s, z, Rigid.identity((4,)).to_quaternion7(), torch.ones(4))
+    still = module(*arguments)[0]
+    module.train()
+    module.noise.seed(1)
+    first, again, second = (module(*arguments, layer=layer)[0] for layer in (0, 0, 1))
+    module.noise.seed(2)
+    other = module(*arguments)[0]
+    assert torch.equal(first, again)
+    for x in (still, second, other):
+        assert not torch.equal(first, x)
+
+
+def test_a_pair_of_zeros_is_no_angle_and_has_a_finite_gradient() -> None:
+    x = torch.zeros(3, 2, requires_grad=True)
+    y = normalize_angles(x)
+    y.sum().backward()
+    assert not y.any()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_gradients_of_attention() -> None:
+    ipa = filled(InvariantPointAttention(4, 3, heads=2, c_hidden=2, qk_points=2, v_points=2)).double()
+    generator = torch.Generator().manual_seed(2)
+    s, z, flat = (torch.randn(3, *shape, dtype=torch.float64, generator=generator) for shape in ((4,), (3, 3), (7,)))
+    flat = torch.cat([normalize(flat[:, :4]), flat[:, 4:]], dim=-1)
+    mask = torch.tensor([1.0, 1, 0], dtype=torch.float64)
+
+    def update(s: Tensor, z: Tensor, flat: Tensor, weights: Tensor) -> Tensor:
+        ipa.trainable_point_weights.data = weights.detach()
+        parameters = dict(ipa.named_parameters()) | {"trainable_point_weights": weights}
+        return torch.func.functional_call(ipa, parameters, (s, z, Rigid.from_quaternion7(flat), mask))
+
+    weights = ipa.trainable_point_weights.detach().clone()
+    assert gradcheck(update, tuple(x.requires_grad_() for x in (s, z, flat, weights)), atol=1e-6, fast_mode=True)
+
+
+def test_gradients_of_a_layer() -> None:
+    fold = filled(FoldIteration(C_S, C_Z, SMALL)).double()
+    generator = torch.Generator().manual_seed(3)
+    shapes = (3, SMALL.c), (3, C_S), (3, 3, C_Z), (3, 7)
+    s, s_initial, z, flat = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    flat = torch.cat([normalize(flat[:, :4]), flat[:, 4:]], dim=-1)
+    mask = torch.ones(3, dtype=torch.float64)
+    leaves = tuple(x.requires_grad_() for x in (s, s_initial, z, flat))
+    assert gradcheck(lambda *x: fold(*x, mask), leaves, atol=1e-6, fast_mode=True)
