@@ -6,13 +6,13 @@ The Evoformer, the extra MSA stack and the template stack all use these, the las
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from warpfold.model.attention import GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
 from warpfold.ops.linear import LayerNorm, Linear
+from warpfold.ops.triangle import triangle_product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class TriangleMultiplication(AxialUpdate):
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
         (a, gate), (b,) = local, shared
-        x = torch.einsum("...ikc,...jkc->...ijc" if self.outgoing else "...kjc,...kic->...ijc", a, b)
+        x = triangle_product(a, b, self.outgoing)
         return self.out(self.norm_out(x)) * gate.sigmoid()
 
     def _factor(self, n: Tensor, mask: Tensor, half: int) -> Tensor:
