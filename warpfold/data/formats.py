@@ -138,7 +138,7 @@ def write_a3m(alignment: Alignment) -> str:
     for name, row, deletions in zip(alignment.names, alignment.rows, alignment.deletions):
         pieces, last = [], 0
         letters = decode(row)
-        for i in np.flatnonzero(deletions):
+        for i in np.flatnonzero(deletions).tolist():
             pieces += [letters[last:i], "x" * int(deletions[i])]
             last = i
         records.append((name, "".join([*pieces, letters[last:]])))

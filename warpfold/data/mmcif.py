@@ -1,8 +1,24 @@
-"""Structures in: mmCIF and PDB files -> chains of atom37 positions on their SEQRES (Supp. 1.2.1)."""
+"""Structures in: mmCIF and PDB files -> chains of atom37 positions on their SEQRES (Supp. 1.2.1).
 
+gemmi reads the syntax; what stands here is the meaning.  Atoms are taken from mmCIF columns, of the first model only,
+so that an NMR entry of twenty models costs one.  Files without SEQRES, and PDB files, come here through `data/pdb.py`.
+"""
+
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import gemmi
 import numpy as np
+from gemmi import cif
+
+from warpfold.data import pdb
+from warpfold.data.atom_site import ABSENT, Columns, Polymer, place_atoms, read_columns
+from warpfold.data.formats import read_bytes
+from warpfold.errors import UserError
+from warpfold.geometry.residue import ATOM_ORDER, RESTYPE_ORDER
+
+_PARENTS = {"U": "C", "O": "K"}  # selenocysteine, pyrrolysine: the nearest of the twenty
 
 
 @dataclass(frozen=True)
@@ -23,11 +39,221 @@ class Chain:
 
 @dataclass(frozen=True)
 class Structure:
-    """One entry: its protein chains by author name, and why other chains were dropped."""
+    """One entry: its protein chains by author name, and why its other polymers were dropped."""
 
     id: str
-    method: str | None
+    method: str | None  # upper case, as the dictionary has it
     resolution: float | None  # angstrom
     release_date: str | None  # YYYY-MM-DD
     chains: dict[str, Chain]
     dropped: dict[str, str] = field(default_factory=dict)  # chain name -> reason
+
+
+def read_structure(path: str | Path) -> Structure:
+    """Protein chains of an mmCIF or PDB file (told by content), gz or not.
+
+    First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete`), its first residue
+    where it names several (microheterogeneity), modified residues as their parents (MSE with SE as SD).  Of
+    alternative positions the conformation of the highest mean occupancy in its residue, the first among equals; atoms
+    that only another conformation has are taken from there.  Hydrogens are left out; NH1 and NH2 of arginine are
+    swapped where NH2 is nearer to CD (Supp. 1.2.1).  Polymers other than polypeptide(L), and chains of
+    which no residue has N, CA and C (CA-only), are named in `dropped`.
+
+    Errors: UserError for a file that is missing, cut short, no structure, without a usable protein chain, with
+    positions that are no numbers, or whose atoms contradict its sequence.
+    """
+    return parse_structure(read_bytes(path), str(path))
+
+
+def parse_structure(data: bytes | str, source: str = "<structure>") -> Structure:
+    """`read_structure` for text in memory; `source` is its name in errors."""
+    data = data.encode() if isinstance(data, str) else data
+    try:
+        block = pdb.read(data, source) if pdb.is_pdb(data) else _read_mmcif(data, source)
+        return _structure(block, source)
+    except UnicodeDecodeError:
+        raise UserError(f"{source}: is damaged, it has names that are not text; fetch the file again") from None
+
+
+# ---- the file
+
+
+def _read_mmcif(data: bytes, source: str) -> cif.Block:
+    """The block with the atoms, SEQRES added if the file has none."""
+    if b"_atom_site." not in data:
+        what = "has no atoms" if b"data_" in data else "is no structure file"
+        raise UserError(f"{source}: {what}; give an mmCIF or PDB file with coordinates")
+    last = data[-1000:].rstrip().rpartition(b"\n")[2]
+    if not last.startswith(b"#") and data.count(b"\n#") >= 5:  # written with '#' after each category
+        raise UserError(f"{source}: ends in the middle of a category, so it is cut short; fetch the file again")
+    try:
+        blocks = [block for block in cif.read_string(data) if len(block.find_values("_atom_site.Cartn_x"))]
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "syntax"
+        raise UserError(f"{source}: is not valid mmCIF ({reason}); fetch the file again") from None
+    if not blocks:
+        raise UserError(f"{source}: has no atoms (_atom_site.Cartn_x); give a file with coordinates")
+    block = blocks[0]
+    return block if len(block.find_values("_entity_poly_seq.mon_id")) else pdb.complete_mmcif(block)
+
+
+def _structure(block: cif.Block, source: str) -> Structure:
+    columns = read_columns(block, source)
+    polymers, dropped = _polymers(block, columns, source)
+    if not polymers:
+        raise UserError(f"{source}: has no protein chain{_because(dropped)}; give an entry with a protein")
+    atoms = place_atoms(columns, polymers, source)
+    backbone = np.min(atoms.mask[:, [ATOM_ORDER[name] for name in ("N", "CA", "C")]], axis=1) > 0
+    numbers = _scheme_numbers(block, polymers)
+    chains: dict[str, Chain] = {}
+    start = 0
+    for polymer, scheme in zip(polymers, numbers):
+        rows = slice(start, start + len(polymer.letters))
+        start = rows.stop
+        name = _free_name(polymer, [*chains, *dropped])
+        if not atoms.mask[rows].any():
+            dropped[name] = "no residue has coordinates"
+        elif not backbone[rows].any():
+            dropped[name] = "no residue has N, CA and C, a CA-only chain"
+        else:
+            chains[name] = Chain(
+                id=name,
+                sequence=polymer.letters,
+                positions=atoms.positions[rows],
+                mask=atoms.mask[rows],
+                residue_index=np.arange(len(polymer.letters), dtype=np.int64),
+                author_numbers=tuple(seen or given for seen, given in zip(atoms.numbers[rows], scheme)),
+            )
+    if not chains:
+        raise UserError(
+            f"{source}: has no protein chain that can be used{_because(dropped)}; give all-atom coordinates"
+        )
+    entry = _first(block, ["_entry.id"]) or block.name
+    if entry in ("", "XXXX"):
+        entry = Path(source).name.split(".")[0]
+    return Structure(
+        id=entry.lower() if len(entry) == 4 else entry,
+        method="; ".join(_values(block, "_exptl.method")).upper() or None,
+        resolution=_resolution(block),
+        release_date=_release_date(block),
+        chains=chains,
+        dropped=dropped,
+    )
+
+
+def _because(dropped: dict[str, str]) -> str:
+    reasons = [f"{name}: {reason}" for name, reason in dropped.items()]
+    more = f"; {len(reasons) - 4} more" if len(reasons) > 4 else ""
+    return f" ({'; '.join(reasons[:4])}{more})" if reasons else ""
+
+
+# ---- what is known of the experiment
+
+
+def _values(block: cif.Block, tag: str) -> list[str]:
+    return [cif.as_string(value) for value in block.find_values(tag) if value not in ABSENT]
+
+
+def _first(block: cif.Block, tags: Iterable[str]) -> str | None:
+    return next((value for tag in tags for value in _values(block, tag)), None)
+
+
+def _resolution(block: cif.Block) -> float | None:
+    """The first that is a positive number: of the refinement, of the map (electron microscopy), of the data."""
+    tags = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
+    numbers = (cif.as_number(value) for tag in tags for value in _values(block, tag))
+    return next((number for number in numbers if number > 0), None)
+
+
+def _release_date(block: cif.Block) -> str | None:
+    """The earliest revision, which is the release; files before 2017 have it in `database_PDB_rev`.
+
+    `date_original` there is when the entry was deposited, not when it came out.
+    """
+    for tag in ("_pdbx_audit_revision_history.revision_date", "_database_PDB_rev.date"):
+        if dates := _values(block, tag):
+            return min(dates)
+    return None
+
+
+# ---- the sequences
+
+
+def _polymers(block: cif.Block, columns: Columns, source: str) -> tuple[list[Polymer], dict[str, str]]:
+    """Protein chains in the order of the file, and the polymers that are none with their kind."""
+    sequences = _sequences(block, source)
+    kinds = {row.str(0): row.str(1).lower() for row in block.find("_entity_poly.", ["entity_id", "type"])}
+    polymers: list[Polymer] = []
+    dropped: dict[str, str] = {}
+    for label, (author, entity) in _asyms(block, columns).items():
+        if entity not in sequences:
+            continue  # a ligand, a sugar, water
+        monomers = sequences[entity]
+        polymer = Polymer(label, author, monomers, "".join(_letter(names[0]) for names in monomers))
+        kind = kinds.get(entity) or _kind(monomers)
+        if kind == "polypeptide(l)":
+            polymers.append(polymer)
+        else:
+            dropped[_free_name(polymer, dropped)] = kind
+    return polymers, dropped
+
+
+def _sequences(block: cif.Block, source: str) -> dict[str, list[tuple[str, ...]]]:
+    """Entity -> the residue names at each place of its SEQRES; several where the crystal has a mixture."""
+    sequences: dict[str, list[tuple[str, ...]]] = {}
+    for row in block.find("_entity_poly_seq.", ["entity_id", "num", "mon_id"]):
+        entity, number, monomer = row.str(0), row.str(1), row.str(2)
+        places = sequences.setdefault(entity, [])
+        if number == str(len(places) + 1):
+            places.append((monomer,))
+        elif places and number == str(len(places)):
+            places[-1] = (*places[-1], monomer)
+        else:
+            raise UserError(
+                f"{source}: entity_poly_seq has residue {number} of entity {entity} after {len(places)} others; "
+                "fetch the file again"
+            )
+    return sequences
+
+
+def _asyms(block: cif.Block, columns: Columns) -> dict[str, tuple[str, str]]:
+    """mmCIF's chain name -> the author's, and the entity, in the order of the file; chains without atoms too."""
+    schemes = block.find("_pdbx_poly_seq_scheme.", ["asym_id", "pdb_strand_id"])
+    authors = {row.str(0): row.str(1) for row in schemes}
+    entities = {row.str(0): row.str(1) for row in block.find("_struct_asym.", ["id", "entity_id"])}
+    labels, entity_ids = columns["label_asym_id"], columns["label_entity_id"]
+    seen = dict(zip(labels, zip(columns["auth_asym_id"], entity_ids)))
+    found = {}
+    for label in [*entities, *(label for label in seen if label not in entities)]:
+        author, entity = seen.get(label, ("?", "?"))
+        known = author if author not in ABSENT else authors.get(label) or label
+        found[label] = (known, entities.get(label, entity))
+    return found
+
+
+def _letter(monomer: str) -> str:
+    """One letter of the twenty, a modified residue's parent, or X."""
+    letter = gemmi.find_tabulated_residue(monomer).one_letter_code.upper()
+    letter = _PARENTS.get(letter, letter)
+    return letter if letter in RESTYPE_ORDER else "X"
+
+
+def _kind(monomers: list[tuple[str, ...]]) -> str:
+    """What `entity_poly` would say, where it does not: by the greater part of the residues."""
+    amino = sum(gemmi.find_tabulated_residue(names[0]).is_amino_acid() for names in monomers)
+    return "polypeptide(l)" if 2 * amino > len(monomers) else "no polypeptide"
+
+
+def _free_name(polymer: Polymer, taken: Container[str]) -> str:
+    """The author's name of a chain; with mmCIF's own behind it if another chain has it already."""
+    return polymer.author if polymer.author not in taken else f"{polymer.author}-{polymer.label}"
+
+
+def _scheme_numbers(block: cif.Block, polymers: list[Polymer]) -> list[list[str]]:
+    """The author's number and insertion code of every residue, seen or not, as far as `pdbx_poly_seq_scheme` has it."""
+    numbers = {polymer.label: [""] * len(polymer.letters) for polymer in polymers}
+    for row in block.find("_pdbx_poly_seq_scheme.", ["asym_id", "seq_id", "pdb_seq_num", "?pdb_ins_code"]):
+        label, place = row.str(0), row.str(1)
+        if label in numbers and place.isdecimal() and 0 < int(place) <= len(numbers[label]):
+            numbers[label][int(place) - 1] = row.str(2) + (row.str(3) if row.has(3) else "")
+    return list(numbers.values())

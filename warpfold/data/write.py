@@ -198,7 +198,7 @@ def _sequences(chains: Sequence[Chain], entities: dict[str, str], labels: Sequen
     yield _loop("struct_asym", "id entity_id", [(label, entities[c.sequence]) for c, label in zip(chains, labels)])
     rows = []
     for chain, label in zip(chains, labels):
-        present = (chain.mask > 0).any(1)
+        present = np.max(chain.mask, axis=1) > 0
         for i, letter in enumerate(chain.sequence):
             number, code = _author_number(chain, i)
             known = bool(present[i] or chain.author_numbers[i])
@@ -233,7 +233,7 @@ def _confidence(chains: Sequence[Chain], bs: Sequence[np.ndarray], labels: Seque
     """pLDDT as ModelCIF has it (https://mmcif.wwpdb.org/dictionaries/mmcif_ma.dic), per residue and in the mean."""
     local, values = [], []
     for chain, b, label in zip(chains, bs, labels):
-        for i in np.flatnonzero((chain.mask > 0).any(1)):
+        for i in np.flatnonzero(np.max(chain.mask, axis=1) > 0):
             plddt = float(b[i][chain.mask[i] > 0].mean())
             values.append(plddt)
             residue = (label, int(i) + 1, THREE_LETTERS[chain.sequence[i]])
