@@ -20,7 +20,7 @@ from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK, GAP
 
 MSA_CODES = 22  # 20 residue types, X, gap
 MIN_IDENTITY = 0.9  # below it an alignment is of another protein
-MIN_COVERAGE = 0.5  # of the chain's residues that the alignment must cover
+MIN_COVERAGE = 0.5  # the share of the chain's residues that the alignment must cover
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,9 @@ def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTIT
     Errors: UserError when the query is of another protein: identity below `min_identity`, or too little covered.
     """
     column, identity = column_map(alignment.query, sequence)
+    if error := check_map(column, identity, min_identity):
+        raise UserError(f"alignment: {error}; give the alignment of this protein")
     covered = np.flatnonzero(column >= 0)
-    cure = "give the alignment of this protein"
-    if identity < min_identity:
-        raise UserError(f"the alignment's query is another protein: {identity:.0%} identical to the chain; {cure}")
-    if len(covered) < MIN_COVERAGE * len(sequence):
-        raise UserError(f"the alignment covers {len(covered)} of {len(sequence)} residues of the chain; {cure}")
     rows = np.full((len(alignment.rows), len(sequence)), GAP, np.uint8)
     deletions = np.zeros(rows.shape, np.int64)
     rows[:, covered] = alignment.rows[:, column[covered]]
@@ -159,6 +156,15 @@ def column_map(query: str, sequence: str) -> tuple[np.ndarray, float]:
     else:
         column = _aligned_columns(query, sequence)
     return column, _identity(column, query, sequence)
+
+
+def check_map(column: np.ndarray, identity: float, min_identity: float = MIN_IDENTITY) -> str | None:
+    """Why an alignment with this `column_map` is not used, or None."""
+    covered = int((column >= 0).sum())
+    if identity >= min_identity and covered >= MIN_COVERAGE * len(column):
+        return None
+    found = f"covers {covered} of {len(column)} residues, {identity:.0%} identical"
+    return f"its query is another protein, or too small a part: {found} ({min_identity:.0%} and half are needed)"
 
 
 def _identity(column: np.ndarray, query: str, sequence: str) -> float:

@@ -46,14 +46,16 @@ def pack_record(arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]) -> P
     compress = zstandard.ZstdCompressor(level=LEVEL).compress
     table, blobs = [], []
     for name, array in arrays.items():
-        little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-        if little.dtype.kind not in "biuf":
+        dtype = array.dtype.newbyteorder("<")
+        if dtype.kind not in "biuf":
             raise ValueError(f"{name}: arrays of {array.dtype} cannot be stored")
-        flat = little.reshape(len(little) if little.ndim else 1, -1)
-        rows = max(1, BLOCK // max(1, flat[:1].nbytes))
-        parts = [compress(flat[start : start + rows].tobytes()) for start in range(0, len(flat), rows)]
+        data = memoryview(array.astype(dtype).tobytes())
+        count = len(array) if array.ndim else 1
+        width = len(data) // max(count, 1)  # bytes of a row
+        rows = max(BLOCK // max(width, 1), 1)
+        parts = [compress(data[start * width : (start + rows) * width]) for start in range(0, count, rows)]
         blobs += parts
-        table.append([name, little.dtype.str, array.shape, rows, [[len(part), zlib.crc32(part)] for part in parts]])
+        table.append([name, dtype.str, array.shape, rows, [[len(part), zlib.crc32(part)] for part in parts]])
     header = compress(_json({"notes": dict(notes), "arrays": table}))
     return Packed(b"".join([header, *blobs]), len(header), zlib.crc32(header))
 
@@ -321,23 +323,21 @@ class Record:
         array = self.arrays[name]
         shape = array.shape[1:]
         if rows is None:
-            parts = [self._blob(name, array, number) for number in range(len(array.crcs))]
-        else:
-            blob = rows // array.rows
-            parts = [
-                self._blob(name, array, n).reshape(-1, *shape)[rows[blob == n] - n * array.rows]
-                for n in np.unique(blob)
-            ]
-        if not parts:
-            return np.empty(array.shape if rows is None else (0, *shape), array.dtype)
-        whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        return whole.reshape(array.shape if rows is None else (len(rows), *shape))
+            blobs = [self._blob(name, number) for number in range(len(array.crcs))]
+            return np.concatenate([np.empty(0, array.dtype), *blobs]).reshape(array.shape)
+        holder = rows // array.rows
+        parts = [np.empty((0, *shape), array.dtype)]
+        for number in np.unique(holder):
+            size = min(array.rows, array.shape[0] - number * array.rows)
+            parts.append(self._blob(name, number).reshape(size, *shape)[rows[holder == number] - number * array.rows])
+        return np.concatenate(parts)
 
     def read_all(self) -> dict[str, np.ndarray]:
         """Every array."""
         return {name: self.read(name) for name in self.arrays}
 
-    def _blob(self, name: str, array: StoredArray, number: int) -> np.ndarray:
+    def _blob(self, name: str, number: int) -> np.ndarray:
+        array = self.arrays[name]
         start, stop = array.starts[number], array.starts[number + 1]
         what = f"{self.store._shard_path(self.shard)}: {self.key}, {name}"
         data = self.store._read(self.shard, start, stop - start, array.crcs[number], what)
