@@ -1,0 +1,189 @@
+"""Predictions as files: what they hold, that other programs read them, and that none is half-written."""
+
+import json
+import os
+from pathlib import Path
+
+import gemmi
+import numpy as np
+import pytest
+
+from warpfold.errors import UserError
+from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
+from warpfold.run.outputs import Prediction, claim_folder, file_name, new_folder, write_atomically
+from warpfold.run.sanity import check_geometry
+
+SEQUENCE = "ACDEFGHIKLMNPQRSTVWYX"
+
+
+def prediction(name: str = "test", pae: bool = True) -> Prediction:
+    rng = np.random.default_rng(0)
+    n = len(SEQUENCE)
+    mask = ATOM37_MASK[[(RESTYPES + "X").index(letter) for letter in SEQUENCE]]
+    return Prediction(
+        name=name,
+        sequence=SEQUENCE,
+        positions=rng.normal(0, 20, (n, 37, 3)).astype(np.float32) * mask[..., None],
+        mask=mask,
+        plddt=rng.uniform(0, 100, n).astype(np.float32),
+        pae=rng.uniform(0, 31.75, (n, n)).astype(np.float32) if pae else None,
+        max_pae=31.75 if pae else None,
+        ptm=0.5 if pae else None,
+        single=np.ones((n, 4), np.float32),
+        pair=np.ones((n, n, 2), np.float32),
+        msa=np.ones((3, n, 5), np.float32),
+    )
+
+
+@pytest.mark.parametrize("kind", ["mmcif", "pdb"])
+def test_structures_read_back_with_gemmi(tmp_path: Path, kind: str) -> None:
+    p = prediction()
+    files = p.save(tmp_path / "out")
+    chain = gemmi.read_structure(str(tmp_path / "out" / files[kind]))[0]["A"]
+    assert gemmi.one_letter_code([residue.name for residue in chain]) == SEQUENCE[:-1]  # X has no atoms
+    ca = np.array([residue["CA"][0].pos.tolist() for residue in chain])
+    np.testing.assert_allclose(ca, p.ca[:-1], atol=6e-4)
+    b = [residue["CA"][0].b_iso for residue in chain]
+    np.testing.assert_allclose(b, p.plddt[:-1], atol=6e-3)
+    assert sum(len(residue) for residue in chain) == int(p.mask.sum())
+
+
+def test_confidence_files_have_alphafold_db_layout(tmp_path: Path) -> None:
+    p = prediction()
+    files = p.save(tmp_path / "out")
+    plddt = json.loads((tmp_path / "out" / files["plddt"]).read_text())
+    assert plddt["residueNumber"] == list(range(1, len(SEQUENCE) + 1))
+    np.testing.assert_allclose(plddt["confidenceScore"], p.plddt, atol=6e-3)
+    expected = ["H" if v >= 90 else "M" if v >= 70 else "L" if v >= 50 else "D" for v in p.plddt]
+    assert plddt["confidenceCategory"] == expected
+    (pae,) = json.loads((tmp_path / "out" / files["pae"]).read_text())
+    assert pae["max_predicted_aligned_error"] == 31.75
+    np.testing.assert_array_equal(pae["predicted_aligned_error"], np.rint(p.pae).astype(int))
+
+
+def test_arrays_hold_representations_only_when_asked(tmp_path: Path) -> None:
+    p = prediction(pae=False)
+    files = p.save(tmp_path / "a")
+    with np.load(tmp_path / "a" / files["arrays"], allow_pickle=False) as arrays:
+        assert set(arrays.files) == {"positions", "mask", "plddt"}
+        np.testing.assert_array_equal(arrays["positions"], p.positions)
+    assert "pae" not in files
+    files = p.save(tmp_path / "b", representations=True)
+    with np.load(tmp_path / "b" / files["arrays"], allow_pickle=False) as arrays:
+        assert arrays["pair"].shape == p.pair.shape
+        assert arrays["msa"].shape == p.msa.shape
+
+
+def test_what_pdb_cannot_hold_is_left_out(tmp_path: Path) -> None:
+    p = prediction()
+    far = Prediction(**{**vars(p), "positions": p.positions + 1e5})
+    files = far.save(tmp_path / "out")
+    assert "pdb" not in files
+    assert not list((tmp_path / "out").glob("*.pdb"))
+    assert gemmi.read_structure(str(tmp_path / "out" / files["mmcif"]))[0]["A"]
+
+
+def test_a_failed_save_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:
+    good, bad = prediction(), prediction()
+    bad.positions[0, 0] = np.nan
+    with pytest.raises(ValueError, match="not finite"):
+        bad.save(tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+    good.save(tmp_path / "old")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
+    with pytest.raises(ValueError, match="not finite"):
+        bad.save(tmp_path / "old")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_saving_again_replaces_the_folder(tmp_path: Path) -> None:
+    prediction().save(tmp_path / "out")
+    (tmp_path / "out" / "stale").touch()
+    prediction().save(tmp_path / "out")
+    assert not (tmp_path / "out" / "stale").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_full_disk_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"summary\.json: cannot be written: No space left on device"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_new_folder_needs_a_place_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"), new_folder(tmp_path / "file" / "out"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("P12345", "P12345"), ("sp|P1|A_B", "sp_P1_A_B"), ("../../etc", "_.._etc"), ("", "target"), ("蛋白", "__")],
+)
+def test_file_names_are_safe(name: str, expected: str) -> None:
+    assert file_name(name) == expected
+
+
+def test_claim_tells_ours_from_others(tmp_path: Path) -> None:
+    assert claim_folder(tmp_path / "new", "kind", "run") is None
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    assert claim_folder(ours, "kind", "run") is None
+    write_atomically(ours / "summary.json", json.dumps({"format": "kind", "run": "run"}))
+    assert claim_folder(ours, "kind", "run") == {"format": "kind", "run": "run"}
+    with pytest.raises(UserError, match="another run"):
+        claim_folder(ours, "kind", "other")
+    assert claim_folder(ours, "kind", "other", force=True) is not None
+    with pytest.raises(UserError, match="something else"):
+        claim_folder(ours, "other kind", "run", force=True)
+    with pytest.raises(UserError, match="is a file"):
+        claim_folder(ours / "summary.json", "kind", "run")
+
+
+# ---- geometry
+
+
+def ideal_chain(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """A straight chain of alanines: Cα 3.8 angstrom apart, every residue a translated copy of the first."""
+    alanine = np.zeros((37, 3), np.float32)
+    alanine[0], alanine[2], alanine[3] = (-0.525, 1.363, 0), (1.526, 0, 0), (-0.529, -0.774, -1.205)
+    mask = np.zeros((n, 37), np.float32)
+    mask[:, [0, 1, 2, 3]] = 1
+    return alanine[None] + np.arange(n)[:, None, None] * np.array([3.8, 0, 0], np.float32), mask
+
+
+def test_a_sound_chain_has_no_warnings() -> None:
+    positions, mask = ideal_chain(300)
+    assert check_geometry(positions, mask).warnings() == []
+
+
+def test_breaks_clashes_and_mirrors_are_counted() -> None:
+    positions, mask = ideal_chain(300)
+    positions[10:] += 5  # one break
+    mirrored = positions.copy()
+    mirrored[20:23, :, 2] = 10 - mirrored[20:23, :, 2]
+    found = check_geometry(mirrored, mask)
+    assert (found.chain_breaks, found.clashes, found.mirrored) == (1, 0, 3)
+    positions[290] = positions[10] + 0.1
+    found = check_geometry(positions, mask)
+    assert found.clashes >= 4
+    assert found.chain_breaks == 3
+    assert len(found.warnings()) == 2
+
+
+def test_positions_that_are_not_finite_are_an_error() -> None:
+    positions, mask = ideal_chain(3)
+    positions[1, 36] = np.nan  # no atom there
+    check_geometry(positions, mask)
+    positions[1, 0] = np.inf
+    with pytest.raises(FloatingPointError, match="not finite"):
+        check_geometry(positions, mask)
