@@ -27,12 +27,11 @@ def frame_aligned_point_error(
     Invariant under a rigid motion of the prediction and, independently, of the truth; not under a reflection.
     """
     offset = _offset(true_frames) - _offset(frames)
-    squares = offset.new_zeros(())
+    squares = offset.new_full((), 1e-4)
     for k in range(3):  # one axis of the local frames at a time: three times less memory than all together
-        predicted = _project(frames, points, k)
-        true = _project(true_frames, true_points, k)
-        squares = squares + (predicted - true + offset[..., k, None]).square()
-    distance = torch.sqrt(squares + 1e-4)
+        apart = _project(offset[..., k, None], frames, points, k, 1)
+        squares = squares + _project(apart, true_frames, true_points, k, -1).square()
+    distance = squares.sqrt()
     if clamp is not None:
         distance = clamped * distance.clamp(max=clamp) + (1 - clamped) * distance
     frame_mask, point_mask = frame_mask.to(distance.dtype), point_mask.to(distance.dtype)
@@ -43,7 +42,7 @@ def frame_aligned_point_error(
 def backbone_fape(
     frames: Rigid, true_frames: Rigid, mask: Tensor, clamp: float = 10.0, clamped: Tensor | float = 1.0
 ) -> Tensor:
-    """FAPE of Ca positions from backbone frames (Algorithm 20 line 17): frames [*, N], true [N], mask [N] -> [*].
+    """FAPE of Ca positions from backbone frames (Algorithm 20, in every layer): frames [*, N], true [N], mask [N] -> [*].
 
     One value for every leading axis of `frames`, for example for every layer; angstrom.
     """
@@ -61,7 +60,7 @@ def sidechain_fape(
     atom_mask: Tensor,
     clamp: float = 10.0,
 ) -> Tensor:
-    """FAPE of all atoms from all rigid groups (Algorithm 20 line 28) -> scalar.
+    """FAPE of all atoms from all rigid groups (Algorithm 20, at its end) -> scalar.
 
     frames [N, 8], atoms [N, 14, 3], frame_mask [N, 8], atom_mask [N, 14]; angstrom.  The truth must already bear the
     better of its two names (`rename_ground_truth`), frames and atoms alike.
@@ -87,8 +86,12 @@ def _offset(frames: Rigid) -> Tensor:
     return (island(frames.rotation) * island(frames.translation)[..., None]).sum(-2)
 
 
-def _project(frames: Rigid, points: Tensor, k: int) -> Tensor:
-    """(R^T x)_k [*, F, P]: points on axis k of frames, in plain sums, for a matmul on a GPU may be one in TF32."""
+def _project(start: Tensor, frames: Rigid, points: Tensor, k: int, sign: int) -> Tensor:
+    """start + sign (R^T x)_k [*, F, P]: points on axis k of frames.
+
+    In plain products and sums, for a GPU may compute a matmul in TF32, which is not enough for coordinates.
+    """
     axis, points = island(frames.rotation)[..., k], island(points)
-    x, y, z = (axis[..., c, None] * points[..., None, :, c] for c in range(3))
-    return x + y + z
+    for c in range(3):
+        start = torch.addcmul(start, axis[..., c, None], points[..., None, :, c], value=sign)
+    return start
