@@ -42,7 +42,7 @@ def frame_aligned_point_error(
 def backbone_fape(
     frames: Rigid, true_frames: Rigid, mask: Tensor, clamp: float = 10.0, clamped: Tensor | float = 1.0
 ) -> Tensor:
-    """FAPE of Ca positions from backbone frames (Algorithm 20, in every layer): frames [*, N], true [N], mask [N] -> [*].
+    """FAPE of Ca positions from backbone frames (Algorithm 20): frames [*, N], true [N], mask [N] -> [*].
 
     One value for every leading axis of `frames`, for example for every layer; angstrom.
     """
@@ -60,7 +60,7 @@ def sidechain_fape(
     atom_mask: Tensor,
     clamp: float = 10.0,
 ) -> Tensor:
-    """FAPE of all atoms from all rigid groups (Algorithm 20, at its end) -> scalar.
+    """FAPE of all atoms from all rigid groups (Algorithm 20) -> scalar.
 
     frames [N, 8], atoms [N, 14, 3], frame_mask [N, 8], atom_mask [N, 14]; angstrom.  The truth must already bear the
     better of its two names (`rename_ground_truth`), frames and atoms alike.
