@@ -118,6 +118,7 @@ def make_features(
         "seq_mask": np.ones(length, np.float32),
         "target_feat": np.eye(22, dtype=np.float32)[raw.aatype.astype(np.int64) + 1],  # channel 0: chain break
         **atom_masks(raw.aatype),
+        **no_templates(length),
     }
     if raw.positions is not None and raw.mask is not None:
         features["all_atom_positions"] = raw.positions
@@ -131,6 +132,16 @@ def make_features(
         sizes = {"res": (config.crop if train else None) or length, "seq": config.max_msa, "extra": config.max_extra}
         features = pad_features(features, sizes)
     return features
+
+
+def no_templates(length: int) -> Arrays:
+    """The template features of an example without templates: arrays of none."""
+    sizes = {"tmpl": 0, "res": length}
+    return {
+        name: np.zeros([sizes[axis] if isinstance(axis, str) else axis for axis in f.axes], f.dtype)
+        for name, f in FEATURES.items()
+        if name.startswith("template_")
+    }
 
 
 def crop_start(length: int, size: int, clamped: bool, rng: np.random.Generator) -> int:
