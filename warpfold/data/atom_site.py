@@ -47,7 +47,8 @@ def read_columns(block: cif.Block, source: str) -> Columns:
     table = block.find("_atom_site.", [*needed, *("?" + tag for tag in tags[len(needed) :])])
     if not len(table):
         missing = [tag for tag in needed if not block.find_values("_atom_site." + tag)]
-        raise UserError(f"{source}: atom_site has no column {', '.join(missing)}; give a complete mmCIF file")
+        what = f"atom_site has no column {', '.join(missing)}" if missing else "has no atoms"
+        raise UserError(f"{source}: {what}; give a file with coordinates")
     rows = _first_model(table, len(tags) - 1)
     return {
         tag: _texts(table.column(i), rows) if table.has_column(i) else ["?"] * len(rows)

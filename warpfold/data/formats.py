@@ -366,10 +366,8 @@ def _refuse_illegal(codes: np.ndarray, starts: np.ndarray, letters: bytes, names
         return
     row = int(np.searchsorted(starts, bad[0], side="right")) - 1
     character = letters[bad[0] :].decode(errors="ignore")[:1]
-    raise UserError(
-        f"{source}: record {row + 1}, {_short(names[row])}, has {character!r} at position {bad[0] - starts[row] + 1}, which is no amino acid; "
-        "correct or remove it"
-    )
+    where = f"record {row + 1}, {_short(names[row])}, position {bad[0] - starts[row] + 1}"
+    raise UserError(f"{source}: {where} has {character!r}, which is no amino acid; correct or remove it")
 
 
 def _refuse_widths(widths: np.ndarray, names: Sequence[str], source: str, what: str) -> None:

@@ -49,7 +49,7 @@ class Structure:
     dropped: dict[str, str] = field(default_factory=dict)  # chain name -> reason
 
 
-def read_structure(path: str | Path) -> Structure:
+def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     """Protein chains of an mmCIF or PDB file (told by content), gz or not.
 
     First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete`), its first residue
@@ -57,20 +57,20 @@ def read_structure(path: str | Path) -> Structure:
     alternative positions the conformation of the highest mean occupancy in its residue, the first among equals; atoms
     that only another conformation has are taken from there.  Hydrogens are left out; NH1 and NH2 of arginine are
     swapped where NH2 is nearer to CD (Supp. 1.2.1).  Polymers other than polypeptide(L), and chains of
-    which no residue has N, CA and C (CA-only), are named in `dropped`.
+    which no residue has N, CA and C (CA-only; kept if `ca_only`), are named in `dropped`.
 
     Errors: UserError for a file that is missing, cut short, no structure, without a usable protein chain, with
     positions that are no numbers, or whose atoms contradict its sequence.
     """
-    return parse_structure(read_bytes(path), str(path))
+    return parse_structure(read_bytes(path), str(path), ca_only)
 
 
-def parse_structure(data: bytes | str, source: str = "<structure>") -> Structure:
+def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: bool = False) -> Structure:
     """`read_structure` for text in memory; `source` is its name in errors."""
     data = data.encode() if isinstance(data, str) else data
     try:
         block = pdb.read(data, source) if pdb.is_pdb(data) else _read_mmcif(data, source)
-        return _structure(block, source)
+        return _structure(block, source, ca_only)
     except UnicodeDecodeError:
         raise UserError(f"{source}: is damaged, it has names that are not text; fetch the file again") from None
 
@@ -89,15 +89,15 @@ def _read_mmcif(data: bytes, source: str) -> cif.Block:
     try:
         blocks = [block for block in cif.read_string(data) if len(block.find_values("_atom_site.Cartn_x"))]
     except (ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else "syntax"
-        raise UserError(f"{source}: is not valid mmCIF ({reason}); fetch the file again") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{source}: is cut short or no valid mmCIF ({reason}); fetch the file again") from None
     if not blocks:
         raise UserError(f"{source}: has no atoms (_atom_site.Cartn_x); give a file with coordinates")
     block = blocks[0]
-    return block if len(block.find_values("_entity_poly_seq.mon_id")) else pdb.complete_mmcif(block)
+    return block if len(block.find_values("_entity_poly_seq.mon_id")) else pdb.complete_mmcif(block, source)
 
 
-def _structure(block: cif.Block, source: str) -> Structure:
+def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
     columns = read_columns(block, source)
     polymers, dropped = _polymers(block, columns, source)
     if not polymers:
@@ -113,7 +113,7 @@ def _structure(block: cif.Block, source: str) -> Structure:
         name = _free_name(polymer, [*chains, *dropped])
         if not atoms.mask[rows].any():
             dropped[name] = "no residue has coordinates"
-        elif not backbone[rows].any():
+        elif not (ca_only or backbone[rows].any()):
             dropped[name] = "no residue has N, CA and C, a CA-only chain"
         else:
             chains[name] = Chain(
@@ -129,7 +129,7 @@ def _structure(block: cif.Block, source: str) -> Structure:
             f"{source}: has no protein chain that can be used{_because(dropped)}; give all-atom coordinates"
         )
     entry = _first(block, ["_entry.id"]) or block.name
-    if entry in ("", "XXXX"):
+    if entry in ("", "XXXX", "model"):  # what programs write who know none
         entry = Path(source).name.split(".")[0]
     return Structure(
         id=entry.lower() if len(entry) == 4 else entry,

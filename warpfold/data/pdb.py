@@ -31,22 +31,32 @@ def read(data: bytes, source: str) -> cif.Block:
     try:
         structure = gemmi.read_pdb_string(model.decode("latin-1"))
     except (ValueError, RuntimeError) as error:
-        raise UserError(f"{source}: is not valid PDB ({error}); fetch the file again") from None
-    if not len(structure):
+        reason = " ".join(str(error).split())
+        raise UserError(f"{source}: is not valid PDB ({reason}); fetch the file again") from None
+    if not len(structure) or not structure[0].count_atom_sites():
         raise UserError(f"{source}: has no atoms; give a file with coordinates")
+    structure.name = structure.info["_entry.id"] if "_entry.id" in structure.info else ""
     block = _complete(structure)
+    if structure.resolution > 0:
+        block.set_pair("_refine.ls_d_res_high", str(structure.resolution))  # REMARK 2, whatever the method
     if date := _release_date(data):
         block.set_pair("_pdbx_audit_revision_history.revision_date", date)
     return block
 
 
-def complete_mmcif(block: cif.Block) -> cif.Block:
+def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
     """An mmCIF block without `entity_poly_seq`, its sequences and places added from what the coordinates show.
 
     The sequence starts with the first residue seen.  Between two residues that are not bonded, and whose numbers
     (label_seq_id if the file has it, else the author's) leave a gap of at most 200, as many X stand, masked.
+
+    Errors: UserError for a block that gemmi cannot read.
     """
-    structure = gemmi.make_structure_from_block(block)
+    try:
+        structure = gemmi.make_structure_from_block(block)
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{source}: is not valid mmCIF ({reason}); fetch the file again") from None
     completed = _complete(structure)
     for category in ("_exptl", "_refine", "_em_3d_reconstruction", "_reflns", "_pdbx_audit_revision_history"):
         if items := block.get_mmcif_category(category + "."):

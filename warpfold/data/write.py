@@ -10,11 +10,10 @@ import numpy as np
 
 from warpfold.data.mmcif import Chain
 from warpfold.errors import UserError
-from warpfold.geometry.residue import ATOM_TYPES, RESTYPE_3, RESTYPES
+from warpfold.geometry.residue import ATOM_TYPES, RESTYPE_3, RESTYPE_ORDER, UNKNOWN
 
 PDB_CHAINS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 ATOM_LIMIT = 99_999  # five columns for the serial number
-THREE_LETTERS = dict(zip(RESTYPES, RESTYPE_3)) | {"X": "UNK"}
 
 
 def write_mmcif(
@@ -73,7 +72,7 @@ def write_pdb(name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndar
     title = re.sub(r"[^\x20-\x7e]", "_", name)
     lines = [f"TITLE     {title[:70]}".rstrip()]
     for chain in chains:
-        names = [THREE_LETTERS[c] for c in chain.sequence]
+        names = [_three_letters(c) for c in chain.sequence]
         lines += [
             f"SEQRES {row + 1:3d} {chain.id} {len(names):4d}  {' '.join(names[13 * row : 13 * row + 13])}"
             for row in range((len(names) + 12) // 13)
@@ -86,7 +85,7 @@ def write_pdb(name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndar
             number, code = _author_number(chain, i)
             if not -999 <= number <= 9999:
                 raise UserError(f"{name}: residue number {number} of chain {chain.id} is beyond four columns; {cure}")
-            residue = f"{THREE_LETTERS[chain.sequence[i]]} {chain.id}{number:4d}{code or ' '}"
+            residue = f"{_three_letters(chain.sequence[i])} {chain.id}{number:4d}{code or ' '}"
             element = atom[0]
             lines.append(
                 f"ATOM  {serial:5d}  {atom:<3} {residue}   {x:8.3f}{y:8.3f}{z:8.3f}"
@@ -97,6 +96,10 @@ def write_pdb(name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndar
             lines.append(end)
             serial += 1
     return "\n".join([*lines, "END", ""])
+
+
+def _three_letters(letter: str) -> str:
+    return RESTYPE_3[RESTYPE_ORDER.get(letter, UNKNOWN)]
 
 
 def _checked_b_factors(chains: Sequence[Chain], b_factors: Sequence[np.ndarray] | None) -> list[np.ndarray]:
@@ -188,12 +191,12 @@ def _sequences(chains: Sequence[Chain], entities: dict[str, str], labels: Sequen
         "entity_id type pdbx_seq_one_letter_code_can pdbx_strand_id",
         [(e, "polypeptide(L)", s, strands[s]) for s, e in entities.items()],
     )
-    used = sorted({THREE_LETTERS[letter] for s in entities for letter in s})
+    used = sorted({_three_letters(letter) for s in entities for letter in s})
     yield _loop("chem_comp", "id type", [(c, "peptide linking" if c == "GLY" else "L-peptide linking") for c in used])
     yield _loop(
         "entity_poly_seq",
         "entity_id num mon_id hetero",
-        [(e, i + 1, THREE_LETTERS[letter], "n") for s, e in entities.items() for i, letter in enumerate(s)],
+        [(e, i + 1, _three_letters(letter), "n") for s, e in entities.items() for i, letter in enumerate(s)],
     )
     yield _loop("struct_asym", "id entity_id", [(label, entities[c.sequence]) for c, label in zip(chains, labels)])
     rows = []
@@ -202,7 +205,7 @@ def _sequences(chains: Sequence[Chain], entities: dict[str, str], labels: Sequen
         for i, letter in enumerate(chain.sequence):
             number, code = _author_number(chain, i)
             known = bool(present[i] or chain.author_numbers[i])
-            mon = THREE_LETTERS[letter]
+            mon = _three_letters(letter)
             seen = (number, mon) if present[i] else (None, None)
             rows.append(
                 (label, entities[chain.sequence], i + 1, mon, number if known else None, *seen, chain.id, code or ".")
@@ -222,8 +225,9 @@ def _atoms(chains: Sequence[Chain], bs: Sequence[np.ndarray], entities: dict[str
         author, entity = _value(chain.id), entities[chain.sequence]
         for i, atom, (x, y, z), b_factor in _each_atom(chain, b):
             number, code = _author_number(chain, i)
+            monomer = _three_letters(chain.sequence[i])
             lines.append(
-                f"ATOM {len(lines) + 1} {atom[0]} {atom} . {THREE_LETTERS[chain.sequence[i]]} {label} {entity} {i + 1} "
+                f"ATOM {len(lines) + 1} {atom[0]} {atom} . {monomer} {label} {entity} {i + 1} "
                 f"{code or '?'} {x:.3f} {y:.3f} {z:.3f} 1.00 {b_factor:.2f} {number} {author} 1\n"
             )
     return _loop("atom_site", tags, []).removesuffix("#\n") + "".join(lines) + "#\n"
@@ -236,7 +240,7 @@ def _confidence(chains: Sequence[Chain], bs: Sequence[np.ndarray], labels: Seque
         for i in np.flatnonzero(np.max(chain.mask, axis=1) > 0):
             plddt = float(b[i][chain.mask[i] > 0].mean())
             values.append(plddt)
-            residue = (label, int(i) + 1, THREE_LETTERS[chain.sequence[i]])
+            residue = (label, int(i) + 1, _three_letters(chain.sequence[i]))
             local.append((len(values), 1, *residue, 2, f"{plddt:.2f}"))
     yield _loop("ma_qa_metric", "id mode name type", [(1, "global", "pLDDT", "pLDDT"), (2, "local", "pLDDT", "pLDDT")])
     mean = f"{float(np.mean(values)):.2f}" if values else None
