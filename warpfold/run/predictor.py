@@ -68,8 +68,8 @@ class Predictor:
         """
         query = alphabet.decode(alphabet.encode(sequence, name))
         if not isinstance(alignment, Alignment):
-            rows = "".join(f">row {i + 1}\n{row}\n" for i, row in enumerate(alignment))
-            alignment = parse_a3m(f">{name}\n{query}\n{rows}", f"{name}, alignment", query)
+            rows = "".join(f">alignment[{i}]\n{row}\n" for i, row in enumerate(alignment))
+            alignment = parse_a3m(f">{name}\n{query}\n{rows}", name, query)
         raw = from_sequence(query, [alignment], name)
         return self.fold_example(raw, seed=seed, recycles=recycles, ensemble=ensemble, representations=representations)
 
