@@ -249,7 +249,7 @@ def experimentally_resolved_loss(logits: Tensor, resolved: Tensor, exists: Tenso
 
 
 def predicted_aligned_error_loss(
-    logits: Tensor, breaks: Tensor, frames: Rigid, true_frames: Rigid, mask: Tensor, epsilon: float = 0.0
+    logits: Tensor, breaks: Tensor, frames: Rigid, true_frames: Rigid, mask: Tensor, epsilon: Tensor | float = 0.0
 ) -> Tensor:
     """Supp. 1.9.7: cross-entropy of the binned error of Ca j in the frame of residue i -> scalar.
 
