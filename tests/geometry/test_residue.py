@@ -96,6 +96,29 @@ def test_ideal_residues_have_the_measured_bonds_and_angles(restype: int) -> None
     assert bonded >= 5  # of glycine: three bonds, two angles
 
 
+@pytest.mark.parametrize(
+    ("residues", "centre", "ranked", "sign"),
+    [
+        (set(residue.RESTYPE_3[:20]) - {"GLY"}, "CA", ["N", "C", "CB"], 1),  # L
+        ({"ILE"}, "CB", ["CA", "CG1", "CG2"], 1),  # S
+        ({"THR"}, "CB", ["OG1", "CA", "CG2"], -1),  # R
+        ({"VAL"}, "CB", ["CA", "CG1", "CG2"], -1),  # CG1 is pro-R
+        ({"LEU"}, "CG", ["CB", "CD1", "CD2"], -1),  # CD1 is pro-R
+    ],
+)
+def test_ideal_residues_have_the_right_hand(
+    residues: set[str], centre: str, ranked: tuple[str, ...], sign: int
+) -> None:
+    """Which distances cannot tell.  Seen with H away, neighbours that rank down clockwise (R) have negative volume."""
+    aatype = torch.tensor([residue.RESTYPE_3.index(name) for name in sorted(residues)])
+    angles = torch.tensor([0.6, 0.8]).expand(len(aatype), 7, 2)
+    atoms = frames_to_atom14(aatype, torsions_to_frames(aatype, Rigid.identity((len(aatype),)), angles))
+    for restype, xyz in zip(aatype.tolist(), atoms):
+        at = dict(zip(residue.ATOM14_NAMES[restype], xyz))
+        a, b, c = (at[name] - at[centre] for name in ranked)
+        assert sign * torch.dot(a, torch.linalg.cross(b, c)) > 1, residue.RESTYPE_3[restype]
+
+
 def test_distance_bounds() -> None:
     lower, upper = residue.distance_bounds()
     names = residue.ATOM14_NAMES[residue.RESTYPE_ORDER["S"]]

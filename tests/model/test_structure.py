@@ -78,6 +78,26 @@ def test_a_fresh_module_leaves_all_residues_at_the_origin() -> None:
     assert torch.equal(out.traj, torch.tensor([1.0, 0, 0, 0, 0, 0, 0]).expand(3, 4, 7))
 
 
+def test_a_fresh_layer_adds_nothing() -> None:
+    """The last linear of every residual update starts at zero (Supp. 1.11.4): what is left are the norms."""
+    fold = FoldIteration(C_S, C_Z, SMALL)
+    s, z, _ = inputs(4)
+    here = torch.randn(4, SMALL.c)
+    out, _, _ = fold(here, s, z, Rigid.identity((4,)).to_quaternion7(), torch.ones(4))
+    torch.testing.assert_close(out, fold.transition_layer_norm(fold.attention_layer_norm(here)))
+
+
+def test_points_at_the_origin_have_finite_gradients() -> None:
+    """A value point that is exactly zero has no direction."""
+    ipa = InvariantPointAttention(SMALL.c, C_Z, heads=2, c_hidden=3, qk_points=2, v_points=3)
+    for linear in (ipa.kv_point_local, ipa.q_point_local):
+        torch.nn.init.zeros_(linear.weight)
+    torch.nn.init.ones_(ipa.output_projection.weight)
+    _, z, _ = inputs(4)
+    ipa(torch.randn(4, SMALL.c), z, Rigid.identity((4,)), torch.ones(4)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in ipa.parameters())
+
+
 def test_leading_axes_are_a_batch(module: StructureModule) -> None:
     s, z, aatype = inputs(4, 2)
     mask = torch.ones(2, 4)

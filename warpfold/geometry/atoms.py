@@ -49,8 +49,7 @@ class RenamedTruth:
 
 @functools.cache
 def _table(name: str, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # or the first prediction would leave a tensor that training cannot use
-        return torch.from_numpy(getattr(residue, name)).to(device)
+    return torch.from_numpy(getattr(residue, name)).to(device)
 
 
 def residue_rows(name: str, aatype: Tensor) -> Tensor:
