@@ -1,5 +1,9 @@
 """Reference cases of whole models: recycling, ensembling, every head, every loss, gradients of the total."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,14 +13,18 @@ from warpfold.geometry.atoms import rename_ground_truth
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.deepmind import PREFIX
 from warpfold.model.heads import distogram_breaks, pae_breaks
-from warpfold.model.losses import total_loss
+from warpfold.model.losses import WEIGHTED, LossConfig, Terms, total_loss
+from warpfold.model.structure import StructureOutput
 from warpfold.model.violations import find_violations, violation_metrics
 from warpfold.run.golden.answer import Answer, load, parameter_gradients
 from warpfold.run.golden.config import loss_config, model_config
+from warpfold.run.golden.edges import OWN_ERROR, differences, own_error_step, reference_structure
 from warpfold.run.golden.read import BrokenCase, Case
 from warpfold.run.golden.structure import pairs
 
 SCOPE = PREFIX.rstrip("/")
+PAE_HEAD = f"{SCOPE}/predicted_aligned_error_head/logits"
+BINNED = ("plddt", "predicted_aligned_error")  # losses whose targets are bins of what the structure is like
 STRUCTURE_LOSSES = ("fape", "sidechain_fape", "chi_loss", "angle_norm_loss")
 HEAD_LOSSES = {
     "structure_module": "structure_module",
@@ -44,12 +52,62 @@ def whole_model(case: Case) -> Answer:
     model = load(AlphaFold(model_config(case.config, recycles, ensemble)), case, SCOPE)
     with torch.set_grad_enabled(bool(case.asks("grad_params"))):
         output = model(batch, recycles)
-        total, terms = total_loss(output, batch, loss_config(case.config["heads"]), pass_index=last)
-    outputs = _outputs(output, batch) | _losses(terms, total) | _labels(output, batch)
-    gradients = parameter_gradients(model, case, SCOPE)
-    affines = ("out/structure_module/traj", "out/structure_module/final_affines")
-    valid = _valid(outputs, batch, last)
-    return Answer(outputs, gradients=gradients, objective=total, valid=valid, quaternions=affines)
+        steady = replace(output, structure=reference_structure(case, output.structure))
+        total, terms, notes = _losses(case, output, steady, batch, last)
+    labels = _labels(steady.structure, batch)
+    notes |= differences(_labels(output.structure, batch), labels)
+    outputs = _outputs(output, batch) | terms | labels
+    step = _own_errors(case, model, output, batch, outputs)
+    if step is not None:
+        notes[f"grad_params/{PAE_HEAD}//bias"] = OWN_ERROR
+    return Answer(
+        outputs,
+        gradients=parameter_gradients(model, case, SCOPE),
+        objective=total if step is None else total + step,
+        valid=_valid(outputs, batch, last),
+        quaternions=("out/structure_module/traj", "out/structure_module/final_affines"),
+        notes=notes,
+    )
+
+
+def _own_errors(
+    case: Case, model: AlphaFold, output: Output, batch: Batch, outputs: Mapping[str, Tensor]
+) -> Tensor | None:
+    """What to add to the total loss for the reference's rounding of own errors; see `edges.own_error_step`."""
+    loss = outputs.get("predicted_aligned_error/loss")
+    if loss is None or not loss.requires_grad or model.pae is None or output.pae_logits is None:
+        return None
+    weight, bias = torch.autograd.grad(loss, [model.pae.logits.weight, model.pae.logits.bias], retain_graph=True)
+    ours = torch.cat([weight.T, bias[None]]).numpy()
+    share = loss_config(case.config["heads"]).predicted_aligned_error
+    theirs = [case.expected[f"grad_params/{PAE_HEAD}//{name}"] / share for name in ("weights", "bias")]
+    log_p = output.pae_logits.log_softmax(-1)
+    step = own_error_step(ours, np.vstack(theirs), output.pair, log_p, batch["backbone_affine_mask"])
+    return None if step is None else share * step
+
+
+def _losses(
+    case: Case, output: Output, steady: Output, batch: Batch, last: int
+) -> tuple[Tensor, Terms, dict[str, str]]:
+    """-> total loss, every loss by the official name, notes.  `steady` decides the bins that losses aim at."""
+    config = loss_config(case.config["heads"])
+    total, terms = total_loss(output, batch, _weighing(config, [w for w in WEIGHTED if w not in BINNED]), last)
+    notes: dict[str, str] = {}
+    if any(getattr(config, name) for name in BINNED):
+        aims = _weighing(config, BINNED)
+        more, binned = total_loss(steady, batch, aims, last)
+        total, terms = total + more, terms | binned
+        own = {f"{HEAD_LOSSES[name]}/loss": x for name, x in total_loss(output, batch, aims, last)[1].items()}
+        notes = differences(own, {f"{HEAD_LOSSES[name]}/loss": x for name, x in binned.items()})
+    losses = {f"{theirs}/loss": terms[ours] for ours, theirs in HEAD_LOSSES.items() if ours in terms}
+    losses |= {f"structure_module/{name}": terms[name] for name in STRUCTURE_LOSSES if name in terms}
+    return total, losses | {"total_loss": total}, notes
+
+
+def _weighing(config: LossConfig, names: Sequence[str]) -> LossConfig:
+    """The same with no other losses than these."""
+    changes: dict[str, Any] = {name: 0.0 for name in WEIGHTED if name not in names}
+    return replace(config, **changes)
 
 
 def _features(features: Arrays, last: int) -> Arrays:
@@ -100,15 +158,9 @@ def _outputs(output: Output, batch: Batch) -> dict[str, Tensor]:
     return outputs
 
 
-def _losses(terms: dict[str, Tensor], total: Tensor) -> dict[str, Tensor]:
-    losses = {f"{theirs}/loss": terms[ours] for ours, theirs in HEAD_LOSSES.items() if ours in terms}
-    losses |= {f"structure_module/{name}": terms[name] for name in STRUCTURE_LOSSES}
-    return losses | {"total_loss": total}
-
-
-def _labels(output: Output, batch: Batch) -> dict[str, Tensor]:
+def _labels(structure: StructureOutput, batch: Batch) -> dict[str, Tensor]:
     """What follows from comparing the structure with its labels, and its violations."""
-    atom14, exists, index = output.structure.final_atom14, batch["atom14_atom_exists"], batch["residue_index"]
+    atom14, exists, index = structure.final_atom14, batch["atom14_atom_exists"], batch["residue_index"]
     renamed = rename_ground_truth(
         atom14,
         batch["atom14_gt_positions"],

@@ -1,6 +1,7 @@
 """The results of reference cases, for people (a table) and for programs (plain data)."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ _COLOURS = {PASS: "green", FAIL: "bold red", NOT_RUN: "bold red", NOT_IMPLEMENTE
 
 
 def table(results: Sequence[CaseResult]) -> Table:
-    """One row per case: its worst array, that array's error and bound, and the verdict; a reason where there is one.
+    """One row per case: how many arrays, the worst of them, its error and bound, the verdict; then notes, with counts.
 
     Errors and bounds are absolute, or relative L2 norms where "L2" stands beside them.
     """
@@ -24,15 +25,17 @@ def table(results: Sequence[CaseResult]) -> Table:
         if worst is None:
             shown.add_row(result.case, "", result.reason, "", "", verdict)
             continue
-        told = f"{worst.what} ({worst.note})" if worst.note else worst.what
-        unit = " L2" if worst.measure == "l2" else ""
-        shown.add_row(
-            result.case, str(len(result.checks)), told, f"{worst.error:.2g}{unit}", f"{worst.bound:.2g}{unit}", verdict
-        )
+        shown.add_row(result.case, str(len(result.checks)), *_figures(worst), verdict)
         for check in failures(result)[1:6]:
-            unit = " L2" if check.measure == "l2" else ""
-            shown.add_row("", "", check.what, f"{check.error:.2g}{unit}", f"{check.bound:.2g}{unit}", "")
+            shown.add_row("", "", *_figures(check), "")
+        for note, count in Counter(check.note for check in result.checks if check.note).items():
+            shown.add_row("", str(count), note, "", "", "")
     return shown
+
+
+def _figures(check: Check) -> tuple[str, str, str]:
+    unit = " L2" if check.measure == "l2" else ""
+    return check.what, f"{check.error:.2g}{unit}", f"{check.bound:.2g}{unit}"
 
 
 def failures(result: CaseResult) -> list[Check]:
