@@ -69,25 +69,25 @@ Workers = Annotated[int, runs("Processes.", min=1)]
 Seed = Annotated[int, decides("The same seed gives the same result.")]
 
 
+def spread(arguments: Sequence[str], lists: set[str]) -> list[str]:
+    """["--msa", "a", "b"] -> ["--msa", "a", "--msa", "b"] for the options in `lists`."""
+    found: list[str] = []
+    current = ""  # the list option that the next value belongs to
+    for argument in arguments:
+        if argument.startswith("-"):
+            current = argument if argument in lists else ""
+        elif current and found[-1] != current:
+            found.append(current)
+        found.append(argument)
+    return found
+
+
 class Lists(TyperCommand):
     """A command whose list options take several values after one name: `--msas a.a3m b.a3m`, as a shell's * gives."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
-        spread: list[str] = []
-        current = ""
-        for argument in args:
-            if argument.startswith("-"):
-                current = argument if argument in lists else ""
-                if not current:
-                    spread.append(argument)
-            elif current:
-                spread += [current, argument]
-            else:
-                spread.append(argument)
-        if args and args[-1] in lists:
-            spread.append(args[-1])  # a name without a value: let the parser say so
-        return super().parse_args(ctx, spread)
+        lists = {name for parameter in self.params if getattr(parameter, "multiple", False) for name in parameter.opts}
+        return super().parse_args(ctx, spread(args, lists))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = _complain(f"{error.format_message().rstrip('.')}; see {where} --help", 2)
     except click.ClickException as error:
         code = _complain(error.format_message(), 2)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         code = _complain("stopped by Ctrl-C", 130)
     sys.exit(code if isinstance(code, int) else 0)
 
