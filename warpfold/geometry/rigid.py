@@ -61,10 +61,6 @@ class Rigid:
         """The same motion on another device or in another dtype."""
         return Rigid(self.rotation.to(target), self.translation.to(target))
 
-    def detach(self) -> Rigid:
-        """The same motion without its gradient."""
-        return Rigid(self.rotation.detach(), self.translation.detach())
-
     def to_quaternion7(self) -> Tensor:
         """[*, 7]: the unit quaternion w x y z with w >= 0, then the translation."""
         return torch.cat([rotation_to_quaternion(self.rotation), self.translation], dim=-1)
