@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from warpfold.errors import UserError
-from warpfold.run.checkpoint import Checkpoint, RunFolder, write_atomically
+from warpfold.run.checkpoint import Checkpoint, RunFolder
 
 
 def checkpoint(step: int, lddt: float | None = None, size: int = 10) -> Checkpoint:
-    return Checkpoint(step, {"weights.a": torch.full((size,), float(step))}, {"step": step, "lddt_ca": lddt})
+    return Checkpoint(
+        step, {"weights.a": torch.full((size,), float(step))}, {"validation": {"step": step, "lddt_ca": lddt}}
+    )
 
 
 def test_a_checkpoint_comes_back_to_the_bit(tmp_path: Path) -> None:
@@ -58,16 +60,16 @@ def test_on_a_full_disk_the_checkpoint_before_survives(tmp_path: Path) -> None:
 
 
 def test_files_are_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "params.safetensors"
-    write_atomically(path, b"old")
-    release = limited(1_000)
-    try:
-        with pytest.raises(UserError, match="could not be written"):
-            write_atomically(path, b"x" * 10_000)
-    finally:
-        release()
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+    with RunFolder(tmp_path) as run:
+        run.replace_file("params", lambda path: path.write_bytes(b"old"))
+        release = limited(1_000)
+        try:
+            with pytest.raises(UserError, match="could not be written"):
+                run.replace_file("params", lambda path: path.write_bytes(b"x" * 10_000))
+        finally:
+            release()
+    assert (tmp_path / "params").read_bytes() == b"old"
+    assert not list(tmp_path.glob(".partial*"))
 
 
 def test_a_half_written_checkpoint_is_swept_away(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
     DIR/metrics.jsonl                 one JSON object per line: steps and validations
     DIR/checkpoints/step-00000100/    state.safetensors (weights, averages, moments), state.json (the rest)
     DIR/params.safetensors            the averaged weights at the last checkpoint: what `predict --params` takes
-    DIR/failures/step-00000042/       what reproduces a loss or gradient that was not finite
+    DIR/failures/example-00000042/    what reproduces a loss or gradient that was not finite
 
 Whatever is written is written beside its place, synced, and renamed into it.
 """
@@ -15,18 +15,20 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from warpfold.errors import UserError
 
+MAX_FAILURES = 3
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 
 
@@ -89,7 +91,7 @@ class RunFolder:
         return None
 
     def write_settings(self, text: str) -> None:
-        write_atomically(self.path / "settings.toml", text.encode())
+        self.replace_file("settings.toml", lambda path: path.write_text(text, encoding="utf-8"))
 
     # Checkpoints
 
@@ -116,7 +118,7 @@ class RunFolder:
     def save(self, checkpoint: Checkpoint, keep: int) -> None:
         """Write a checkpoint whole or not at all, then drop old ones: the last `keep` stay, and the best.
 
-        The best is the one whose notes have the highest "lddt_ca".
+        The best is the one whose own validation (notes: validation, step and lddt_ca) was highest.
         Errors: UserError if it cannot be written (a full disk); the checkpoints before it are untouched.
         """
         place = self.step_path(checkpoint.step)
@@ -126,7 +128,7 @@ class RunFolder:
         try:
             draft.mkdir(exist_ok=True)
             save_file(checkpoint.tensors, draft / "state.safetensors")
-            (draft / "state.json").write_text(json.dumps(checkpoint.notes, indent=1) + "\n", encoding="utf-8")
+            (draft / "state.json").write_text(json.dumps(_finite(checkpoint.notes), indent=1) + "\n", encoding="utf-8")
             for file in draft.iterdir():
                 _sync(file)
             draft.rename(place)
@@ -146,15 +148,55 @@ class RunFolder:
         steps = self.steps()
         scores = {}
         for step in steps:
-            value = json.loads((self.step_path(step) / "state.json").read_text(encoding="utf-8")).get("lddt_ca")
-            if value is not None:
-                scores[step] = value
+            notes = json.loads((self.step_path(step) / "state.json").read_text(encoding="utf-8"))
+            validation = notes.get("validation")
+            if validation and validation["step"] == step and validation["lddt_ca"] is not None:
+                scores[step] = validation["lddt_ca"]
         best = max(scores, key=scores.__getitem__, default=None)
         for step in steps[: -max(1, keep)]:
             if step != best:
                 doomed = self.checkpoints / f".partial-{step}"
                 self.step_path(step).rename(doomed)  # never a checkpoint with a part missing
                 shutil.rmtree(doomed)
+
+    def replace_file(self, name: str, write: Callable[[Path], object]) -> None:
+        """Replace a file of the folder by what `write` writes, whole or not at all.
+
+        Errors: UserError when it cannot be written.
+        """
+        path, draft = self.path / name, self.path / f".partial-{name}"
+        try:
+            write(draft)
+            _sync(draft)
+            draft.replace(path)
+            _sync(self.path)
+        except (OSError, SafetensorError) as error:
+            for left in self.path.glob(f"{draft.name}*"):
+                left.unlink()
+            before = self.latest()
+            kept = "" if before is None else f"step {before} is safe in {self.step_path(before)}; "
+            raise UserError(
+                f"{path}: could not be written ({_reason(error)}); {kept}make room and start again"
+            ) from error
+
+    def save_failure(
+        self, index: int, arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor], notes: Mapping[str, Any]
+    ) -> Path:
+        """Keep what reproduces a failure: the batch, the weights, and the rest in failure.json.  Returns the folder.
+
+        Of a run that goes on after failures the first MAX_FAILURES are kept.
+        """
+        folder = self.path / "failures" / f"example-{index:08d}"
+        if len(list(self.path.glob("failures/*"))) >= MAX_FAILURES and not folder.exists():
+            return folder.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            np.savez_compressed(folder / "batch.npz", allow_pickle=False, **arrays)
+            save_file(dict(tensors), folder / "state.safetensors")
+            (folder / "failure.json").write_text(json.dumps(_finite(notes), indent=1) + "\n", encoding="utf-8")
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder}: could not be written ({_reason(error)}); make room and start again") from error
+        return folder
 
     # Log
 
@@ -163,7 +205,7 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_bytes().splitlines(keepends=True) if _belongs(line, step)]
-            write_atomically(path, b"".join(kept))
+            self.replace_file(path.name, lambda draft: draft.write_bytes(b"".join(kept)))
         self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -189,19 +231,6 @@ def _belongs(line: bytes, step: int) -> bool:
         return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all.  Errors: UserError when it cannot be written."""
-    draft = path.with_name(f".partial-{path.name}")
-    try:
-        draft.write_bytes(data)
-        _sync(draft)
-        draft.replace(path)
-        _sync(path.parent)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise UserError(f"{path}: could not be written ({_reason(error)}); make room and start again") from error
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,95 @@
+"""What tests of training need: a store of small made-up proteins, and settings of a run of seconds."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers import tiny_config
+from warpfold.data.features import RawExample, from_sequence
+from warpfold.data.sample import SampleConfig
+from warpfold.data.store import Store, StoreWriter, pack_record
+from warpfold.geometry.residue import ATOM_ORDER, RESTYPES
+from warpfold.model.alphafold import HeadsConfig
+from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.pair import PairConfig
+from warpfold.model.template import TemplateConfig
+from warpfold.run.optim import OptimConfig
+from warpfold.run.train import RunConfig, TrainConfig, train
+
+# A residue of a helix about the z axis, turned by 100 degrees and raised by 1.5 angstrom for the next.
+HELIX = {
+    "N": (0.0, 1.46, -0.9),
+    "CA": (0.0, 2.28, 0.0),
+    "C": (1.2, 1.6, 0.9),
+    "O": (1.9, 2.3, 1.6),
+    "CB": (-0.9, 3.3, 0.5),
+}
+
+
+def helix(name: str, length: int, seed: int) -> RawExample:
+    """A helix (backbone and CB) of random sequence with an alignment of five rows."""
+    rng = np.random.default_rng(seed)
+    letters = np.array(list(RESTYPES))
+    sequence = "".join(rng.choice(letters, length))
+    rows = ["".join(np.where(rng.random(length) < 0.3, rng.choice(letters, length), list(sequence))) for _ in range(5)]
+    raw = from_sequence(sequence, name=name)
+    codes = np.array([[RESTYPES.index(letter) for letter in row] for row in [sequence, *rows]], np.uint8)
+    positions, mask = np.zeros((length, 37, 3), np.float32), np.zeros((length, 37), np.uint8)
+    for i in range(length):
+        angle = np.deg2rad(100 * i)
+        turn = np.array([[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
+        for atom, place in HELIX.items():
+            if atom != "CB" or sequence[i] != "G":
+                positions[i, ATOM_ORDER[atom]] = turn @ place + [0, 0, 1.5 * i]
+                mask[i, ATOM_ORDER[atom]] = 1
+    return dataclasses.replace(
+        raw, msa=codes, deletions=np.zeros(codes.shape, np.uint16), positions=positions, mask=mask, resolution=1.0
+    )
+
+
+def make_store(path: Path, proteins: int = 6) -> Store:
+    with StoreWriter(path) as writer:
+        for i in range(proteins):
+            raw = helix(f"helix{i}", 10 + i, seed=i)
+            meta = {"length": len(raw.aatype), "cluster": str(i)}
+            writer.add(raw.name, pack_record(raw.to_arrays(), raw.notes()), meta)
+        writer.finish()
+    return Store(path)
+
+
+def tiny_run(**train) -> RunConfig:
+    """Dropout, recycling, two examples per step: all that draws something."""
+    defaults = {"steps": 6, "validation": 0.3, "validate_every": 3, "save_every": 2, "keep": 2, "order": "uniform"}
+    return RunConfig(
+        model=tiny_config(
+            recycles=1,
+            evoformer=EvoformerConfig(blocks=1, heads=2, c_outer=4, pair=PairConfig(c_triangle=4, heads=2)),
+            templates=TemplateConfig(enabled=False),
+            heads=HeadsConfig(plddt_c=8),
+        ),
+        data=SampleConfig(crop=8, max_msa=3, max_extra=4),
+        optim=OptimConfig(accumulate=2, warmup_steps=2, average_decay=0.5),
+        train=TrainConfig(**(defaults | train)),
+    )
+
+
+def rows(folder: Path) -> list[dict]:
+    """metrics.jsonl, without what the clock says."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("samples_per_second", "waiting")} for line in lines]
+
+
+def equal_tensors(a: Path, b: Path) -> bool:
+    """Whether two safetensors files hold the same tensors, to the bit (the order of their metadata varies)."""
+    one, other = load_file(a), load_file(b)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+if __name__ == "__main__":  # a run in a process of its own, to be killed: STORE OUT STEPS THREADS
+    torch.set_num_threads(int(sys.argv[4]))
+    train(tiny_run(steps=int(sys.argv[3])), Store(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,175 @@
+"""The training loop: what it writes, what it refuses, how it stops."""
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.run.runs import equal_tensors, make_store, rows, tiny_run
+from warpfold import settings
+from warpfold.data.store import Store
+from warpfold.errors import UserError
+from warpfold.model.weights import load_model
+from warpfold.run import checkpoint
+from warpfold.run import train as module
+from warpfold.run.train import RunConfig, Summary, draw_recycles, split, train
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make_store(tmp_path_factory.mktemp("train") / "store")
+
+
+@pytest.fixture(scope="module")
+def unbroken(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("train") / "run"
+    train(tiny_run(), store, out)
+    return out
+
+
+def test_what_a_run_leaves(unbroken: Path) -> None:
+    found = rows(unbroken)
+    assert [(r["kind"], r["step"]) for r in found if r["kind"] == "validation"] == [
+        ("validation", s) for s in (0, 3, 6)
+    ]
+    steps = [r for r in found if r["kind"] == "step"]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert [r["learning_rate"] for r in steps[:3]] == [0.0005, 0.001, 0.001]
+    assert all(len(r["examples"]) == 2 and np.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in steps)
+    held_out = set(found[0]["examples"])
+    assert len(held_out) == 2
+    assert not held_out & {name for r in steps for name in r["examples"]}
+    assert {p.name for p in (unbroken / "checkpoints").iterdir()} >= {"step-00000004", "step-00000006"}
+    assert settings.build(RunConfig, settings.load(unbroken / "settings.toml")) == tiny_run()
+
+
+def test_the_saved_parameters_are_the_averaged_ones(unbroken: Path) -> None:
+    with checkpoint.RunFolder(unbroken) as run:
+        tensors = run.load(6).tensors
+    for name, value in load_model(unbroken / "params.safetensors").named_parameters():
+        assert torch.equal(value, tensors[f"average.{name}"]), name
+    changed = [name for name, t in tensors.items() if name.startswith("weights.") and "norm" not in name]
+    assert any(not torch.equal(tensors[name], tensors["average." + name[8:]]) for name in changed)
+
+
+def test_sigterm_saves_and_the_same_command_continues(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    def stop_after_three(row: dict) -> None:
+        if row["kind"] == "step" and row["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = train(tiny_run(), store, tmp_path / "run", watch=stop_after_three)
+    assert (stopped.steps, stopped.stopped_by) == (3, "SIGTERM")
+    assert signal.getsignal(signal.SIGTERM) == before
+    done = train(tiny_run(), store, tmp_path / "run")
+    assert (done.steps, done.stopped_by) == (6, None)
+    assert rows(tmp_path / "run") == rows(unbroken)
+    assert equal_tensors(tmp_path / "run/params.safetensors", unbroken / "params.safetensors")
+    assert train(tiny_run(), store, tmp_path / "run") == done  # nothing is left to do
+
+
+def test_on_a_full_disk_the_run_ends_and_continues_later(
+    store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        original = checkpoint.save_file
+
+        def full(tensors: dict, path: Path) -> None:
+            if "00000004" in str(path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            original(tensors, path)
+
+        patch.setattr(checkpoint, "save_file", full)
+        with pytest.raises(UserError, match=r"No space left on device.*step 2 is safe"):
+            train(tiny_run(), store, tmp_path / "run")
+    train(tiny_run(), store, tmp_path / "run")
+    assert rows(tmp_path / "run") == rows(unbroken)
+
+
+def test_another_runs_folder_is_refused(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    config = tiny_run(seed=1)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, c_z=8))
+    with pytest.raises(UserError, match=r"other settings \(model.c_z: 8, not 12; train.seed: 1, not 0\)"):
+        train(config, store, unbroken)
+    with pytest.raises(UserError, match="another store"):
+        train(tiny_run(), make_store(tmp_path / "other", proteins=7), unbroken)
+    with pytest.raises(UserError, match="another init"):
+        train(tiny_run(), store, unbroken, init=unbroken / "params.safetensors")
+    assert rows(unbroken)[-1]["step"] == 6
+
+
+def test_how_a_run_is_executed_may_change(store: Store, unbroken: Path) -> None:
+    assert train(tiny_run(keep=1, save_every=1), store, unbroken) == Summary(
+        steps=6, stopped_by=None, lddt_ca=rows(unbroken)[-1]["lddt_ca"], params=unbroken / "params.safetensors"
+    )
+
+
+def poison(patch: pytest.MonkeyPatch, call: int) -> None:
+    """The loss of one example (the how manieth) becomes NaN."""
+    original, calls = module.total_loss, []
+
+    def poisoned(*args):
+        calls.append(None)
+        loss, terms = original(*args)
+        return (loss * float("nan") if len(calls) == call else loss), terms
+
+    patch.setattr(module, "total_loss", poisoned)
+
+
+def test_a_loss_that_is_not_finite_stops_with_what_reproduces_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, call=4)
+    with pytest.raises(UserError, match=r"step 1: .* is not finite") as error:
+        train(tiny_run(), store, tmp_path / "run")
+    folder = tmp_path / "run/failures/example-00000003"
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+    notes = json.loads((folder / "failure.json").read_text())
+    assert (notes["seed"], notes["step"], notes["index"], notes["loss"]) == (0, 1, 3, None)
+    with np.load(folder / "batch.npz") as arrays:
+        assert len(arrays["aatype"]) == notes["length"]
+    assert (folder / "state.safetensors").is_file()
+
+
+def test_or_it_is_skipped(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, call=4)
+    train(tiny_run(steps=2, on_nonfinite="skip", validation=0.0), store, tmp_path / "run")
+    assert [(r["skipped"], np.isfinite(r["loss"])) for r in rows(tmp_path / "run")] == [(0, True), (1, True)]
+    assert all(p.isfinite().all() for p in load_model(tmp_path / "run/params.safetensors").parameters())
+
+
+def test_a_run_can_begin_from_other_parameters(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    init = unbroken / "params.safetensors"
+    train(tiny_run(steps=1), store, tmp_path / "run", init=init)
+    assert rows(tmp_path / "run")[0]["lddt_ca"] == rows(unbroken)[-1]["lddt_ca"]
+    config = tiny_run()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, c_m=8))
+    with pytest.raises(UserError, match=r"params.safetensors"):
+        train(config, store, tmp_path / "other", init=init)
+
+
+def test_held_out_examples_by_name_or_from_another_store(store: Store, tmp_path: Path) -> None:
+    training, held_out = split(store, tiny_run(validation=("helix3",)))
+    assert [key for _, key in held_out] == ["helix3"]
+    assert "helix3" not in training
+    other = make_store(tmp_path / "other", proteins=2)
+    training, held_out = split(store, tiny_run(validation=str(other.path), validation_examples=1))
+    assert training == store.keys
+    assert [s.path for s, _ in held_out] == [other.path]
+    with pytest.raises(UserError, match="helix9 is not in"):
+        split(store, tiny_run(validation=("helix9",)))
+
+
+def test_recycles_are_uniform_and_a_function_of_the_step() -> None:
+    config = tiny_run()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, recycles=3))
+    drawn = [draw_recycles(config, step) for step in range(4000)]
+    assert drawn == [draw_recycles(config, step) for step in range(4000)]
+    assert np.abs(np.bincount(drawn, minlength=4) / 4000 - 0.25).max() < 0.03

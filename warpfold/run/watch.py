@@ -1,0 +1,150 @@
+"""Watching a training run: the rows of metrics.jsonl, a progress bar for people, TensorBoard for who wants it.
+
+A watcher is a function of one row; `run.train.train` calls it with each.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from warpfold.errors import UserError
+from warpfold.run.checkpoint import RunFolder
+
+Row = dict[str, Any]
+Watcher = Callable[[Row], None]
+
+
+class Clock:
+    """How long a step takes, and how much of that it waits for its examples."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.waited = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one example of a step came to."""
+
+    key: str
+    length: int
+    loss: float
+    norm: float  # of its gradient, before clipping
+    lddt_ca: float
+    terms: dict[str, float]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+def step_row(step: int, seen: Sequence[Seen], rate: float, recycles: int, clock: Clock) -> Row:
+    """The row of a training step: means over its examples that were finite."""
+    seconds = time.perf_counter() - clock.began
+    finite = [example for example in seen if example.finite]
+    names = finite[0].terms if finite else {}
+    return {
+        "kind": "step",
+        "step": step,
+        "loss": _mean([example.loss for example in finite]),
+        "lddt_ca": _mean([example.lddt_ca for example in finite]),
+        "terms": {name: _mean([example.terms[name] for example in finite]) for name in names},
+        "grad_norm": _mean([example.norm for example in finite]),
+        "learning_rate": rate,
+        "recycles": recycles,
+        "examples": [example.key for example in seen],
+        "lengths": [example.length for example in seen],
+        "skipped": len(seen) - len(finite),
+        "samples_per_second": len(seen) / seconds,
+        "waiting": clock.waited / seconds,
+    }
+
+
+def validation_row(step: int, lddt_ca: Mapping[str, float]) -> Row:
+    """The row of a validation: each example's lDDT-Ca, and their mean."""
+    return {"kind": "validation", "step": step, "lddt_ca": _mean(list(lddt_ca.values())), "examples": dict(lddt_ca)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of those that are numbers; NaN if none is."""
+    numbers = [value for value in values if not math.isnan(value)]
+    return float(np.mean(numbers)) if numbers else float("nan")
+
+
+class Log:
+    """Where rows go: metrics.jsonl, continued after `step`, and the watchers."""
+
+    def __init__(self, run: RunFolder, step: int, validation: Row | None, watchers: Sequence[Watcher]) -> None:
+        # Without a checkpoint nothing that was logged counts, not even the validation of the untrained model.
+        run.open_log(step if step else -1)
+        self.run, self.watchers = run, watchers
+        self.validation = validation  # the last one: its step and its mean
+
+    @property
+    def lddt_ca(self) -> float | None:
+        return self.validation["lddt_ca"] if self.validation else None
+
+    def __call__(self, row: Row) -> None:
+        self.run.log(row)
+        if row["kind"] == "validation":
+            self.validation = {name: row[name] for name in ("step", "lddt_ca")}
+        for watch in self.watchers:
+            watch(row)
+
+
+@contextmanager
+def progress_bar(steps: int, console: Console | None = None) -> Iterator[Watcher]:
+    """A bar with the loss, the held-out lDDT-Ca and the speed; silent where the console is not a terminal."""
+    console = console or Console(stderr=True)
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}  lDDT-Cα {task.fields[lddt]}  {task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("training", total=steps, loss="-", lddt="-", speed="")
+
+        def watch(row: Row) -> None:
+            if row["kind"] == "validation":
+                progress.update(task, completed=row["step"], lddt=f"{row['lddt_ca']:.3f}")
+            else:
+                speed = f"{row['samples_per_second']:.2g} samples/s"
+                progress.update(task, completed=row["step"], loss=f"{row['loss']:.3f}", speed=speed)
+
+        yield watch
+
+
+def tensorboard(folder: Path, step: int) -> Watcher:
+    """Write every number of a row as a curve into `folder`, those of a resumed run from `step` on.
+
+    Errors: UserError where the package is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError("train.tensorboard: the package is missing; pip install 'warpfold[tensorboard]'") from error
+    writer = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def watch(row: Row) -> None:
+        for name, value in [*row.items(), *row.get("terms", {}).items()]:
+            if isinstance(value, int | float) and name != "step":
+                writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
+        writer.flush()
+
+    return watch
