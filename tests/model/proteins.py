@@ -81,10 +81,13 @@ def example(sequence: str = "GASDFKYE", seed: int = 0, dtype: torch.dtype = torc
     }
     batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
     batch |= {"aatype": aatype, "residue_index": torch.arange(n)}
-    layers = Rigid.stack([frames] * 3).to(dtype)
+
+    def cast(rigid: Rigid) -> Rigid:
+        return Rigid(rigid.rotation.to(dtype), rigid.translation.to(dtype))
+
     structure = SimpleNamespace(
-        frames=layers,
-        sidechain_frames=Rigid.stack([groups] * 3).to(dtype),
+        frames=cast(Rigid.stack([frames] * 3)),
+        sidechain_frames=cast(Rigid.stack([groups] * 3)),
         angles=angles.to(dtype).expand(3, n, 7, 2),
         unnormalized_angles=angles.to(dtype).expand(3, n, 7, 2),
         final_atom14=atom14.to(dtype),

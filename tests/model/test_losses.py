@@ -191,7 +191,7 @@ def test_a_chi_may_be_turned_by_pi_only_where_it_looks_the_same():
         torsion = torch.cat([torch.zeros(2, 3), chi + torch.tensor(turn)], -1)
         angles = torch.stack([torsion.sin(), torsion.cos()], -1)[None]
         return [
-            float(losses.torsion_loss(angles, angles, chi, mask * m, aatype, torch.ones(2))[0])
+            float(losses.torsion_angle_loss(angles, angles, chi, mask * m, aatype, torch.ones(2))[0])
             for m in torch.eye(2)[..., None]
         ]
 
@@ -204,7 +204,7 @@ def test_the_norm_of_angles_is_drawn_to_one():
     aatype, chi, mask = torch.tensor([0]), torch.zeros(1, 4), torch.zeros(1, 4)
     for length, expected in [(1.0, 0.0), (3.0, 2.0), (0.5, 0.5)]:
         angles = length * torch.tensor([0.6, 0.8]).expand(1, 1, 7, 2)
-        _, norm = losses.torsion_loss(angles, angles, chi, mask, aatype, torch.ones(1))
+        _, norm = losses.torsion_angle_loss(angles, angles, chi, mask, aatype, torch.ones(1))
         assert norm == pytest.approx(expected, abs=1e-5)
 
 

@@ -141,7 +141,7 @@ def structure_loss(structure: "StructureOutput", batch: Mapping[str, Tensor], co
         batch,
         config.fape_clamp,
     )
-    chi, norm = torsion_loss(
+    chi, norm = torsion_angle_loss(
         structure.angles,
         structure.unnormalized_angles,
         batch["chi_angles"],
@@ -193,7 +193,7 @@ def renamed_sidechain_fape(frames: Rigid, atom14: Tensor, batch: Mapping[str, Te
     )
 
 
-def torsion_loss(
+def torsion_angle_loss(
     angles: Tensor, unnormalized: Tensor, chi_angles: Tensor, chi_mask: Tensor, aatype: Tensor, seq_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 27 for the side chains' chi -> (squared error, deviation of the norm from one), scalars.

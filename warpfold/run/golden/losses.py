@@ -109,7 +109,9 @@ def _torsion_angle(case: Case) -> Answer:
     x = tensors(case)
     unnormalised = x["unnormalized_angles"]
     angles = _normalised(unnormalised)
-    chi, norm = losses.torsion_loss(angles, unnormalised, x["chi_angles"], x["chi_mask"], x["aatype"], x["seq_mask"])
+    chi, norm = losses.torsion_angle_loss(
+        angles, unnormalised, x["chi_angles"], x["chi_mask"], x["aatype"], x["seq_mask"]
+    )
     loss = case.config["chi_weight"] * chi + case.config["angle_norm_weight"] * norm
     return _answer({"angles": angles, "loss": loss, "chi_loss": chi, "angle_norm_loss": norm}, x)
 
