@@ -1,4 +1,4 @@
-"""Sampling: the steps of Supp. 1.2.6 to 1.2.9 against plain formulas, their distributions, and what must never change."""
+"""Sampling: the steps of Supp. 1.2.6 to 1.2.9 against plain formulas, their distributions, what must never change."""
 
 import dataclasses
 import subprocess

@@ -1,4 +1,4 @@
-"""The packed store: what goes in comes out, in parts too; damage is found and named; a store exists whole or not at all."""
+"""The packed store: what goes in comes out, in parts too; damage is named; a store exists whole or not at all."""
 
 import json
 import os
@@ -183,9 +183,13 @@ def test_an_empty_store_is_never_written(tmp_path: Path) -> None:
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), StoreWriter(tmp_path / "s") as writer:
-        writer.add("a", pack_record(arrays(), {}), {})
-        raise RuntimeError
+    def fail() -> None:
+        with StoreWriter(tmp_path / "s") as writer:
+            writer.add("a", pack_record(arrays(), {}), {})
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -238,10 +242,9 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(UserError, match="cannot be written: No space left"), StoreWriter(tmp_path / "s") as writer:
-        writer.add("a", pack_record(arrays(), {}), {})
-        monkeypatch.setattr(os, "fsync", full)
-        writer.finish()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="cannot be written: No space left"):
+        write(tmp_path / "s")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,15 +1,16 @@
 """Structure and alignment files -> a packed store, with an account of everything kept and dropped (Supp. 1.2.4, 1.2.5).
 
-Three steps: survey every file (in parallel), match alignments to chains (by sequence, then by name, then by
-similarity), pack (in parallel, written in order).  One bad file is an entry of the report, never the end of the run.
+Three steps: survey every file (in parallel), match alignments to chains (by sequence and by name), pack (in parallel,
+written in order).  One bad file is an entry of the report, never the end of the run.
 """
 
 import hashlib
 import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from multiprocessing import get_context
@@ -26,6 +27,7 @@ from warpfold.geometry.residue import ATOM_ORDER
 STRUCTURE_SUFFIXES = (".cif", ".mmcif", ".pdb", ".ent")
 ALIGNMENT_SUFFIXES = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln", ".afa")  # .fasta only if named itself
 KMER = 6  # residues: alignments that share none with a chain are not tried
+AHEAD = 64  # jobs handed to the workers, finished ones included
 TRIED = 5  # similar alignments to compare with a chain
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -133,21 +135,25 @@ def pack(
     tell = progress or (lambda stage, done, total: None)
     structure_files = find_files(structures, STRUCTURE_SUFFIXES, "structures")
     alignment_files = find_files(msas, ALIGNMENT_SUFFIXES, "alignments") if msas else []
-    with StoreWriter(out) as writer:
-        surveys = [(file, filters) for file in structure_files]
-        found = list(_each(_survey_structure, surveys, workers, tell, "reading structures"))
-        alignments = list(_each(_survey_alignment, alignment_files, workers, tell, "reading alignments"))
-        entries, jobs, unused = _plan(found, alignments, filters)
-        for built in _each(_build, jobs, workers, tell, "packing"):
-            for entry, record, meta in built:
-                entries.append(entry)
-                if record is not None:
-                    writer.add(entry.name, record, meta)
-        report = Report(sorted(entries, key=lambda entry: (entry.file, entry.name)), unused)
-        if not report.kept:
-            reasons = Counter(entry.reason for entry in report.dropped).most_common(1)
-            raise UserError(f"{out}: nothing kept of {len(entries)} entries; most often: {reasons[0][0]}")
-        writer.finish({"pack.json": json.dumps(report.to_json(), indent=1) + "\n"})
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else nullcontext()
+    try:
+        with StoreWriter(out) as writer, pool as executor:
+            surveys = [(file, filters) for file in structure_files]
+            found = list(_each(_survey_structure, surveys, executor, tell, "reading structures"))
+            alignments = list(_each(_survey_alignment, alignment_files, executor, tell, "reading alignments"))
+            entries, jobs, unused = _plan(found, alignments, filters)
+            for built in _each(_build, jobs, executor, tell, "packing"):
+                for entry, record, meta in built:
+                    entries.append(entry)
+                    if record is not None:
+                        writer.add(entry.name, record, meta)
+            report = Report(sorted(entries, key=lambda entry: (entry.file, entry.name)), unused)
+            if not report.kept:
+                reason = Counter(entry.reason for entry in report.dropped).most_common(1)[0][0]
+                raise UserError(f"{out}: nothing kept of {len(entries)} entries; most often: {reason}")
+            writer.finish({"pack.json": json.dumps(report.to_json(), indent=1) + "\n"})
+    except BrokenProcessPool:
+        raise UserError(f"{out}: a worker process died, most likely of too little memory; use fewer workers") from None
     return report
 
 
@@ -251,28 +257,19 @@ class Matcher:
     def find(self, key: str, sequence: str) -> tuple[list[Path], str]:
         """Alignments of the chain `key` ("1crn_A"), and a note on those that bear its name but were refused.
 
-        Those of exactly this sequence; otherwise those with its name, or else the most similar query's, if they are
-        of the same protein (a precursor, a part, a variant).
+        Those of this sequence, of a precursor or a part of it, and those that bear its name or its structure's;
+        without any, those of the most similar query.  All must be of the same protein (`features.check_map`).
         """
         named = self._names.get(key.lower(), []) or self._names.get(key.rpartition("_")[0].lower(), [])
-        refused = []
-        good = []
-        for file, query in named:
-            error = self._refuses(query, sequence)
-            if error:
-                refused.append(f"{file.name}: {error}")
-            else:
-                good.append(file)
-        note = "; ".join(refused)
-        if sequence in self._files:
-            return sorted(self._files[sequence]), note
-        if good:
-            return sorted(good), note
+        errors = [(file, self._refuses(query, sequence)) for file, query in named]
+        note = "; ".join(f"{file.name}: {error}" for file, error in errors if error)
+
         shared = Counter(query for kmer in _kmers(sequence) for query in self._queries.get(kmer, ()))
-        for query, _ in sorted(shared.items(), key=lambda item: (-item[1], item[0]))[:TRIED]:
-            if self._refuses(query, sequence) is None:
-                return sorted(self._files[query]), note
-        return [], note
+        nearest = sorted(shared, key=lambda query: (query != sequence, -shared[query], query))[:TRIED]
+        similar = [query for query in nearest if self._refuses(query, sequence) is None]
+        same = [query for query in similar if query in sequence or sequence in query]
+        files = {file for file, error in errors if not error}.union(*(self._files[query] for query in same))
+        return sorted(files or {file for query in similar[:1] for file in self._files[query]}), note
 
     def _refuses(self, query: str, sequence: str) -> str | None:
         return check_map(*column_map(query, sequence), self.min_identity)
@@ -310,24 +307,16 @@ def _build(job: _Job) -> list[tuple[Entry, Packed | None, dict[str, Any]]]:
 
 
 def _each(
-    function: Callable[[Job], Result], jobs: Iterable[Job], workers: int, tell: Progress, stage: str
+    function: Callable[[Job], Result], jobs: Sequence[Job], pool: Executor | None, tell: Progress, stage: str
 ) -> Iterator[Result]:
-    """`function` of each job, in order; in `workers` processes, with a bounded number of results waiting."""
-    jobs = list(jobs)
+    """`function` of each job, in order: in `pool`, a bounded number of jobs ahead, or without one here."""
     tell(stage, 0, len(jobs))
-    if workers <= 1:
-        for done, job in enumerate(jobs):
-            yield function(job)
-            tell(stage, done + 1, len(jobs))
-        return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        waiting: deque[Future[Result]] = deque()
-        queue = iter(jobs)
-        try:
-            for done in range(len(jobs)):
-                for job in islice(queue, 4 * workers - len(waiting)):
-                    waiting.append(pool.submit(function, job))
-                yield waiting.popleft().result()
-                tell(stage, done + 1, len(jobs))
-        except BrokenProcessPool:
-            raise UserError(f"{stage}: a worker process died, of too little memory most likely; use fewer") from None
+    waiting: deque[Future[Result]] = deque()
+    queue = iter(jobs)
+    for done in range(len(jobs)):
+        if pool is None:
+            yield function(next(queue))
+        else:
+            waiting.extend(pool.submit(function, job) for job in islice(queue, AHEAD - len(waiting)))
+            yield waiting.popleft().result()
+        tell(stage, done + 1, len(jobs))
