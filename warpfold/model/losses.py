@@ -71,8 +71,9 @@ class LossConfig:
 def total_loss(
     output: "Output", batch: Mapping[str, Tensor], config: LossConfig, pass_index: int = -1
 ) -> tuple[Tensor, Terms]:
-    """The weighted sum of all losses of one example, and the terms by name, not yet weighted (Supp. 1.9, eq. 7).
+    """The weighted sum of all losses of one example, and the terms by name (Supp. 1.9, eq. 7).
 
+    The terms are not weighted, and carry no gradient: they are there to be read.
     batch: the features of the whole example with its labels (warpfold/batch.py, no batch axis), from which the
     masked MSA of pass `pass_index` is taken: the last pass in training, its first ensemble member otherwise.
     Terms: "structure_module" and its parts "fape", "sidechain_fape", "chi_loss", "angle_norm_loss", "violation";
@@ -94,7 +95,7 @@ def total_loss(
     total = torch.stack([getattr(config, name) * terms[name] for name in WEIGHTED if name in terms]).sum()
     if config.scale_by_length:
         total = total * batch["seq_mask"].sum().sqrt()
-    return total, terms
+    return total, {name: term.detach() for name, term in terms.items()}
 
 
 def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: LossConfig) -> Terms:
