@@ -290,7 +290,9 @@ def _bin(squared: Tensor, breaks: Tensor) -> Tensor:
 
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """-log softmax(logits)[target]: logits [*, classes], target int64 [*] -> [*], fp32 at least."""
-    return F.cross_entropy(island(logits).movedim(-1, 0)[None], target[None], reduction="none")[0]
+    # Flat: the kernel for several axes is not deterministic on a GPU.
+    errors = F.cross_entropy(island(logits).flatten(0, -2), target.flatten(), reduction="none")
+    return errors.view(target.shape)
 
 
 def _mean(value: Tensor, mask: Tensor, epsilon: float) -> Tensor:
