@@ -1,0 +1,101 @@
+"""`./dev` without its downloads: help, refusals, and what makes it install again."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Stands for Python in a copy of the checkout: makes an "environment" whose pip only says that it was called.
+FAKE_PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  *version_info*) exit 0 ;;
+  *python_version*) echo 3.12.0 ;;
+  *"import ensurepip"*) exit 0 ;;
+  *"-m venv"*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
+  *"pip install"*) echo "Collecting torch==2.13.0 (from warpfold)"; echo x >> "$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
+  *pytest*) echo "pytest: $*" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    root = tmp_path / "a checkout"
+    root.mkdir()
+    for name in ("dev", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, root / name)
+    shutil.copytree(ROOT / ".ci", root / ".ci")
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    return root
+
+
+def dev(root: Path, *arguments: str, script: str = "dev", **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": str(root.parent / "python"), "FAKE_LOG": str(root.parent / "log"), **env}
+    return subprocess.run(
+        [str(root / script), *arguments], capture_output=True, text=True, cwd="/", env=environment, check=False
+    )
+
+
+def installs(root: Path) -> int:
+    log = root.parent / "log"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_help_and_unknown_commands() -> None:
+    for arguments in ((), ("--help",), ("help",)):
+        done = dev(ROOT, *arguments)
+        assert done.returncode == 0
+        assert all(f"\n  {command} " in done.stdout for command in ("demo", "test", "check", "setup"))
+    done = dev(ROOT, "tset")
+    assert done.returncode == 2
+    assert "no command 'tset'" in done.stderr
+
+
+def test_installs_once_and_again_when_requirements_change(checkout: Path) -> None:
+    done = dev(checkout, "setup")
+    assert done.returncode == 0, done.stderr
+    assert "torch==2.13.0\n" in done.stdout
+    assert dev(checkout, "setup").returncode == 0
+    assert installs(checkout) == 1
+    with (checkout / "constraints.txt").open("a") as file:
+        file.write("numpy==2.0\n")
+    dev(checkout, "setup")
+    assert installs(checkout) == 2
+
+
+def test_a_failed_install_says_so_and_heals(checkout: Path) -> None:
+    done = dev(checkout, "setup", FAKE_PIP="1")
+    assert done.returncode == 2
+    assert "dev: pip failed" in done.stderr
+    assert dev(checkout, "setup").returncode == 0
+    assert installs(checkout) == 2
+
+
+def test_a_moved_checkout_installs_again(checkout: Path) -> None:
+    dev(checkout, "setup")
+    moved = checkout.rename(checkout.parent / "moved")
+    assert dev(moved, "setup").returncode == 0
+    assert installs(moved) == 2
+
+
+def test_test_and_continuous_integration_are_one(checkout: Path) -> None:
+    by_hand, by_machine = dev(checkout, "test"), dev(checkout, script=".ci/run")
+    assert by_hand.returncode == by_machine.returncode == 0
+    assert by_hand.stdout.splitlines()[-1] == by_machine.stdout.splitlines()[-1]
+    assert "not slow" in by_hand.stdout
+    slow = dev(checkout, "test", "--slow", "-x", "tests/model").stdout
+    assert "not slow" not in slow
+    assert slow.strip().endswith("-x tests/model")
+
+
+def test_a_python_that_does_not_fit_is_named(checkout: Path) -> None:
+    done = dev(checkout, "setup", PYTHON="/bin/false")
+    assert done.returncode == 2
+    assert done.stderr.startswith("dev: PYTHON=/bin/false is not a Python from 3.11 to 3.13")
+    assert not (checkout / ".venv").exists()
