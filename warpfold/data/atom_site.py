@@ -106,8 +106,8 @@ def _first_model(table: cif.Table, column: int) -> Sequence[int]:
 def _texts(column: cif.Column, rows: Sequence[int]) -> list[str]:
     """Values of some rows with their quotes, if any, taken off."""
     values = list(itertools.islice(column, len(rows))) if isinstance(rows, range) else [column[i] for i in rows]
-    if any(quote in "".join(values) for quote in "'\""):
-        return [cif.as_string(value) if value[0] in "'\"" else value for value in values]
+    if any(quote in "".join(values) for quote in "'\""):  # one alone is an insertion code that a PDB file had
+        return [cif.as_string(value) if value[0] in "'\"" and len(value) > 1 else value for value in values]
     return values
 
 

@@ -35,7 +35,10 @@ def read(data: bytes, source: str) -> cif.Block:
         raise UserError(f"{source}: is not valid PDB ({reason}); fetch the file again") from None
     if not len(structure) or not structure[0].count_atom_sites():
         raise UserError(f"{source}: has no atoms; give a file with coordinates")
-    structure.name = structure.info["_entry.id"] if "_entry.id" in structure.info else ""
+    names = {residue.name for chain in structure[0] for residue in chain}
+    if any("'" in name or '"' in name for name in names):
+        raise UserError(f"{source}: is damaged, a residue's name has a quote in it; fetch the file again")
+    structure.name = dict(structure.info.items()).get("_entry.id", "")
     block = _complete(structure)
     if structure.resolution > 0:
         block.set_pair("_refine.ls_d_res_high", str(structure.resolution))  # REMARK 2, whatever the method

@@ -1,0 +1,72 @@
+"""Structure files of a few residues, made in code: each test bends one thing."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from warpfold.data.mmcif import Chain
+from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, RESTYPE_ORDER
+
+Atom = dict[str, object]
+TAGS = (
+    *("group_PDB", "id", "type_symbol", "label_atom_id", "label_alt_id", "label_comp_id", "label_asym_id"),
+    *("label_entity_id", "label_seq_id", "pdbx_PDB_ins_code", "Cartn_x", "Cartn_y", "Cartn_z", "occupancy"),
+    *("auth_seq_id", "auth_asym_id", "pdbx_PDB_model_num"),
+)
+SHORT = {"altloc": "label_alt_id", "author": "auth_seq_id", "code": "pdbx_PDB_ins_code"}
+
+
+def atom(name: str, residue: str, place: int, x: float | str = 0.0, **changes: object) -> Atom:
+    """One row of atom_site; `changes` by tag, `altloc`, `author`, `code`, `chain` for short."""
+    row: Atom = dict.fromkeys(TAGS, "?")
+    row |= {"group_PDB": "ATOM", "label_atom_id": name, "label_alt_id": ".", "label_comp_id": residue}
+    row |= {"label_seq_id": place, "Cartn_x": x, "Cartn_y": 1.0, "Cartn_z": place * 3.8, "occupancy": 1.0}
+    row |= {"auth_seq_id": place, "pdbx_PDB_model_num": 1, "type_symbol": name[0], "label_entity_id": 1}
+    chain = changes.pop("chain", "A")
+    row |= {"label_asym_id": chain, "auth_asym_id": chain}
+    return row | {SHORT.get(key, key): value for key, value in changes.items()}
+
+
+def backbone(residue: str, place: int, **changes: object) -> list[Atom]:
+    """N, CA, C, O of a residue, 3.8 angstrom on from the one before."""
+    return [atom(name, residue, place, float(i), **dict(changes)) for i, name in enumerate(("N", "CA", "C", "O"))]
+
+
+def entry(
+    atoms: Sequence[Atom],
+    sequence: Sequence[str],
+    kind: str = "polypeptide(L)",
+    more: str = "",
+    without: Sequence[str] = (),
+) -> str:
+    """An mmCIF file of one entity; `sequence` may give one place twice as 'SER/THR'; `without` drops columns."""
+    rows = [(place + 1, name) for place, names in enumerate(sequence) for name in names.split("/")]
+    text = "data_TEST\n#\n_entry.id TEST\n#\n" + more
+    if sequence:
+        text += f"_entity_poly.entity_id 1\n_entity_poly.type '{kind}'\n#\n"
+        text += "loop_\n_entity_poly_seq.entity_id\n_entity_poly_seq.num\n_entity_poly_seq.mon_id\n"
+        text += "".join(f"1 {place} {name}\n" for place, name in rows) + "#\n"
+    tags = [tag for tag in TAGS if tag not in without]
+    text += "loop_\n" + "".join(f"_atom_site.{tag}\n" for tag in tags)
+    return text + "".join(" ".join(str(row[tag]) for tag in tags) + "\n" for row in atoms) + "#\n"
+
+
+def random_chain(name: str, sequence: str, seed: int = 0, missing: Sequence[int] = (), first: int = 1) -> Chain:
+    """A chain with every atom of its residues but the missing ones, at random places on the PDB's grid of 0.001."""
+    rng = np.random.default_rng(seed)
+    n = len(sequence)
+    types = np.array([RESTYPE_ORDER[letter] for letter in sequence])
+    mask = ATOM37_MASK[types].copy()
+    mask[list(missing)] = 0.0
+    positions = np.round(rng.uniform(-99, 99, (n, 37, 3)), 3).astype(np.float32) * mask[..., None]
+    _name_arginines(positions, types)
+    numbers = tuple("" if i in missing else str(i + first) for i in range(n))
+    return Chain(name, sequence, positions, mask, np.arange(n, dtype=np.int64), numbers)
+
+
+def _name_arginines(positions: np.ndarray, types: np.ndarray) -> None:
+    """NH1 nearer to CD than NH2, as the reader leaves them."""
+    cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
+    for i in np.flatnonzero(types == RESTYPE_ORDER["R"]):
+        x = positions[i]
+        x[[nh1, nh2]] = sorted(x[[nh1, nh2]], key=lambda nitrogen, x=x: float(np.linalg.norm(nitrogen - x[cd])))
