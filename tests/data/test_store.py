@@ -2,11 +2,11 @@
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -254,7 +254,7 @@ def test_threads_forks_and_pickles_read_the_same(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         reads = list(pool.map(lambda _: store.record("entry_1").read("msa"), range(12)))
     assert all(np.array_equal(read, expected) for read in reads)
-    again = pickle.loads(pickle.dumps(store))
+    again = ForkingPickler.loads(ForkingPickler.dumps(store))  # as worker processes are sent it
     np.testing.assert_array_equal(again.record("entry_1").read("msa"), expected)
     child = os.fork()
     if child == 0:

@@ -6,6 +6,7 @@ small header that says where its blobs lie: any array, or any block of rows of i
 Every byte lies under a checksum.  The same records give the same bytes.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -190,12 +191,11 @@ class Store:
         self._places: dict[str, Place] = {}
         self._columns: dict[str, list[Any]] = {}
         self._files: list[int] = []
-        try:
+        with contextlib.ExitStack() as unless_open:
+            unless_open.callback(self.close)
             for number, shard in enumerate(self._read_top()):
                 self._open_shard(number, shard)
-        except BaseException:
-            self.close()
-            raise
+            unless_open.pop_all()
         if not self.keys:
             raise UserError(f"{self.path}: an empty store; pack it again")
 

@@ -173,8 +173,9 @@ def atom37_to_frames(aatype: Tensor, positions: Tensor, mask: Tensor) -> RigidGr
 def torsions_to_frames(aatype: Tensor, backbone: Rigid, angles: Tensor) -> Rigid:
     """Algorithm 24, computeAllAtomCoordinates, lines 1 to 10: global frames [*, N, 8] of the rigid groups.
 
-    backbone [*, N] in angstrom; angles [*, N, 7, 2] as (sin, cos), of length one.  A group that the residue type does
-    not have gets a zero matrix and the origin of its parent.
+    backbone [*, N] in angstrom; angles [*, N, 7, 2] as (sin, cos), of length one; each turns its group about x
+    (Algorithm 25, makeRotX).  A group that the residue type does not have gets a zero matrix and the origin of its
+    parent.
     """
     ideal = residue_rows("RIGID_GROUP_FRAMES", aatype).to(angles.dtype)
     # The backbone is the first group and does not turn.  Turning about x mixes the second and third column.

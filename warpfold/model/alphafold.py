@@ -82,7 +82,7 @@ class Output:
 
 
 class AlphaFold(nn.Module):
-    """Algorithm 2 and its recycling.  `forward` takes a batch of the feature table (warpfold/batch.py)."""
+    """Algorithm 2 with recycling (Algorithms 30 and 31), on a batch of the feature table (warpfold/batch.py)."""
 
     # How the trunk runs; set by a plan (parallel/plan.py), never part of what the model is.
     dtype: torch.dtype = torch.float32

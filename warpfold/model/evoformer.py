@@ -45,6 +45,7 @@ class EvoformerBlock(nn.Module):
         self.pair = PairStack(c_z, config.pair)
 
     def forward(self, m: Tensor, z: Tensor, m_mask: Tensor, z_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """m_mask [*, s, r], z_mask [*, r, r] -> m, z."""
         if self.order == "middle":
             m = self.msa(m, m_mask, z)
             z = self.outer(z, m_mask, m)

@@ -31,6 +31,7 @@ class Linear(nn.Linear):
         super().__init__(c_in, c_out, bias=bias)
 
     def reset_parameters(self) -> None:
+        """Draw the parameters anew, as `init` says."""
         if self.bias is not None:
             nn.init.constant_(self.bias, 1.0 if self.init == "gating" else 0.0)
         if self.init in ("gating", "final"):

@@ -67,6 +67,7 @@ def parameter_gradients(module: nn.Module, case: Case, scope: str | None = None)
     top = _scope(case) if scope is None else scope
 
     def collect() -> dict[str, np.ndarray]:
+        """The gradients, once they are there."""
         parameters = dict(module.named_parameters())
         out: dict[str, np.ndarray] = {}
         for a in arrays(module, top):

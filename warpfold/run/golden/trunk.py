@@ -22,6 +22,7 @@ def _layer(make: Make, x: str, mask: str, source: str | None = None) -> Callable
     """A layer whose reference is its residual update: inputs named `x`, `mask` and perhaps `source`."""
 
     def answer(case: Case) -> Answer:
+        """This layer's answer."""
         inputs = tensors(case)
         layer = load(make(case, inputs), case)
         out = layer.delta(inputs[x], inputs[mask], inputs[source] if source else None)
@@ -75,6 +76,7 @@ def _outer_product_mean(case: Case) -> Answer:
 
 def _block(global_column: bool) -> Callable[[Case], Answer]:
     def answer(case: Case) -> Answer:
+        """This layer's answer."""
         inputs = tensors(case)
         m, z, m_mask, z_mask = (inputs[name] for name in ("msa", "pair", "msa_mask", "pair_mask"))
         config = evoformer_config(case.config)
