@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,10 +66,10 @@ def test_sigterm_saves_and_the_same_command_continues(store: Store, unbroken: Pa
 
     before = signal.getsignal(signal.SIGTERM)
     stopped = train(tiny_run(), store, tmp_path / "run", watch=stop_after_three)
-    assert (stopped.steps, stopped.stopped_by) == (3, "SIGTERM")
+    assert (stopped.steps, stopped.finished) == (3, False)
     assert signal.getsignal(signal.SIGTERM) == before
     done = train(tiny_run(), store, tmp_path / "run")
-    assert (done.steps, done.stopped_by) == (6, None)
+    assert (done.steps, done.finished) == (6, True)
     assert rows(tmp_path / "run") == rows(unbroken)
     assert equal_tensors(tmp_path / "run/params.safetensors", unbroken / "params.safetensors")
     assert train(tiny_run(), store, tmp_path / "run") == done  # nothing is left to do
@@ -106,15 +107,16 @@ def test_another_runs_folder_is_refused(store: Store, unbroken: Path, tmp_path: 
 
 def test_how_a_run_is_executed_may_change(store: Store, unbroken: Path) -> None:
     assert train(tiny_run(keep=1, save_every=1), store, unbroken) == Summary(
-        steps=6, stopped_by=None, lddt_ca=rows(unbroken)[-1]["lddt_ca"], params=unbroken / "params.safetensors"
+        steps=6, finished=True, lddt_ca=rows(unbroken)[-1]["lddt_ca"], params=unbroken / "params.safetensors"
     )
 
 
 def poison(patch: pytest.MonkeyPatch, call: int) -> None:
     """The loss of one example (the how manieth) becomes NaN."""
-    original, calls = module.total_loss, []
+    original = module.total_loss
+    calls: list[None] = []
 
-    def poisoned(*args):
+    def poisoned(*args: Any) -> Any:
         calls.append(None)
         loss, terms = original(*args)
         return (loss * float("nan") if len(calls) == call else loss), terms
@@ -133,7 +135,7 @@ def test_a_loss_that_is_not_finite_stops_with_what_reproduces_it(
     assert "\n" not in str(error.value)
     notes = json.loads((folder / "failure.json").read_text())
     assert (notes["seed"], notes["step"], notes["index"], notes["loss"]) == (0, 1, 3, None)
-    with np.load(folder / "batch.npz") as arrays:
+    with np.load(folder / "batch.npz", allow_pickle=False) as arrays:
         assert len(arrays["aatype"]) == notes["length"]
     assert (folder / "state.safetensors").is_file()
 

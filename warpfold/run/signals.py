@@ -12,11 +12,11 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.name: str | None = None  # of the signal that came
+        self.came = False
         self._before: dict[int, object] = {}
 
     def __bool__(self) -> bool:
-        return self.name is not None
+        return self.came
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
@@ -31,5 +31,5 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
+        self.came = True
         signal.signal(signal.SIGINT, signal.default_int_handler)

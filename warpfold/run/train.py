@@ -76,7 +76,7 @@ class Summary:
     """How a run ended."""
 
     steps: int  # done, those before a resume included
-    stopped_by: str | None  # the signal that stopped it; the same command continues
+    finished: bool  # False: stopped by a signal; the same command continues
     lddt_ca: float | None  # held out, averaged weights, at the last validation
     params: Path  # the averaged weights
 
@@ -139,7 +139,8 @@ def train(
             if last or stop or due(step, config.train.save_every):
                 notes = {"validation": log.validation, **origin(store, init)}
                 save(run, model, optimizer, step, notes, config.train.keep)
-    return Summary(steps=step, stopped_by=stop.name, lddt_ca=log.lddt_ca, params=run.path / "params.safetensors")
+    done = step == config.train.steps
+    return Summary(steps=step, finished=done, lddt_ca=log.lddt_ca, params=run.path / "params.safetensors")
 
 
 def draw_recycles(config: RunConfig, step: int) -> int:
