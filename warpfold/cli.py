@@ -309,18 +309,11 @@ def train(
     from warpfold import settings as toml
     from warpfold.data.store import Store
     from warpfold.run import train as training
+    from warpfold.run import watch
 
     config = toml.build(training.RunConfig, toml.load(settings, change or []), settings)
-    with progress_bar() as progress:
-        steps = config.train.steps
-        result = training.train(
-            config,
-            Store(data),
-            out,
-            init=init,
-            device=_device(device),
-            watch=lambda row: progress(int(row.get("step", 0)), steps, "training"),
-        )
+    with watch.progress_bar(config.train.steps) as watcher:
+        result = training.train(config, Store(data), out, init=init, device=_device(device), watch=watcher)
     if as_json:
         show({**asdict(result), "params": str(result.params)})
     elif result.finished:
