@@ -1,6 +1,6 @@
 """Reference cases of whole models: recycling, ensembling, every head, every loss, gradients of the total."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +57,7 @@ def whole_model(case: Case) -> Answer:
     labels = _labels(steady.structure, batch)
     notes |= differences(_labels(output.structure, batch), labels)
     outputs = _outputs(output, batch) | terms | labels
-    step = _own_errors(case, model, output, batch, outputs)
+    step = _own_errors(case, model, output, batch, total)
     if step is not None:
         notes[f"grad_params/{PAE_HEAD}//bias"] = OWN_ERROR
     return Answer(
@@ -70,19 +70,17 @@ def whole_model(case: Case) -> Answer:
     )
 
 
-def _own_errors(
-    case: Case, model: AlphaFold, output: Output, batch: Batch, outputs: Mapping[str, Tensor]
-) -> Tensor | None:
+def _own_errors(case: Case, model: AlphaFold, output: Output, batch: Batch, total: Tensor) -> Tensor | None:
     """What to add to the total loss for the reference's rounding of own errors; see `edges.own_error_step`."""
-    loss = outputs.get("predicted_aligned_error/loss")
-    if loss is None or not loss.requires_grad or model.pae is None or output.pae_logits is None:
-        return None
-    weight, bias = torch.autograd.grad(loss, [model.pae.logits.weight, model.pae.logits.bias], retain_graph=True)
-    ours = torch.cat([weight.T, bias[None]]).numpy()
     share = loss_config(case.config["heads"]).predicted_aligned_error
-    theirs = [case.expected[f"grad_params/{PAE_HEAD}//{name}"] / share for name in ("weights", "bias")]
+    if not (total.requires_grad and share and model.pae is not None and output.pae_logits is not None):
+        return None
+    linear = model.pae.logits
+    weight, bias = torch.autograd.grad(total, [linear.weight, linear.bias], retain_graph=True)
+    ours = torch.cat([weight.T, bias[None]]).numpy() / share
+    theirs = np.vstack([case.expected[f"grad_params/{PAE_HEAD}//{name}"] for name in ("weights", "bias")]) / share
     log_p = output.pae_logits.log_softmax(-1)
-    step = own_error_step(ours, np.vstack(theirs), output.pair, log_p, batch["backbone_affine_mask"])
+    step = own_error_step(ours, theirs, output.pair, log_p, batch["backbone_affine_mask"])
     return None if step is None else share * step
 
 
