@@ -199,6 +199,10 @@ def test_an_existing_store_is_not_touched(tmp_path: Path) -> None:
         StoreWriter(path)
     read_everything(path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["s"]
+    with pytest.raises(UserError, match="exists already"):
+        StoreWriter(Path("."))
+    with pytest.raises(UserError, match="cannot be written"):
+        StoreWriter(path / "store.json" / "below")
 
 
 def test_two_writers_on_one_store(tmp_path: Path) -> None:

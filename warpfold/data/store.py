@@ -70,6 +70,9 @@ class StoreWriter:
 
     def __init__(self, path: Path | str, shard_bytes: int = SHARD) -> None:
         self.path = Path(path)
+        taken = UserError(f"{self.path}: exists already; remove it, or choose another name")
+        if self.path.exists():
+            raise taken
         self.partial = self.path.with_name(self.path.name + ".partial")
         self.shard_bytes = shard_bytes
         self._shards: list[dict[str, int]] = []
@@ -84,9 +87,9 @@ class StoreWriter:
             raise UserError(f"{self.path}: another process is writing this store; wait for it") from None
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
-        if self.path.exists():
+        if self.path.exists():  # finished by another process meanwhile
             self.abort()
-            raise UserError(f"{self.path}: exists already; remove it, or choose another name")
+            raise taken
         for left in self.partial.iterdir():  # by a writer that was killed
             if left.name != "lock":
                 left.unlink()
