@@ -123,3 +123,34 @@ def test_differences_name_the_key_and_both_values() -> None:
     ours, theirs = (settings.to_dict(Run(model=Model(chunk=c), ptm=p)) for c, p in [(None, False), (3, True)])
     assert settings.differences(ours, theirs) == ['model.chunk: "none", not 3', "ptm: false, not true"]
     assert settings.differences(ours, ours) == []
+
+
+PRESETS = Path(__file__).parents[1] / "settings"
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_preset_is_found_by_name_and_complete(path: Path) -> None:
+    from warpfold.run.train import RunConfig
+
+    run = settings.build(RunConfig, settings.load(path.stem), path.name)
+    assert settings.build(RunConfig, settings.tomllib.loads(settings.to_toml(run))) == run
+
+
+def test_the_supplements_values_have_their_source() -> None:
+    for name in ("monomer", "finetune"):
+        values = [line for line in (PRESETS / f"{name}.toml").read_text().splitlines() if " = " in line]
+        assert all("#" in line or line.startswith("base") for line in values), name
+
+
+def test_fine_tuning_is_table_4s_second_column() -> None:
+    first, second = (settings.load(name) for name in ("monomer", "finetune"))
+    assert settings.differences(second, first) == [
+        "loss.violation: 1.0, not 0.0",
+        "loss.experimentally_resolved: 0.01, not 0.0",
+        "data.crop: 384, not 256",
+        "data.max_msa: 512, not 128",
+        "data.max_extra: 5120, not 1024",
+        "optim.learning_rate: 0.0005, not 0.001",
+        "optim.warmup_steps: 0, not 1000",
+        "train.steps: 11719, not 78125",
+    ]

@@ -145,7 +145,7 @@ def train(
 
 def draw_recycles(config: RunConfig, step: int) -> int:
     """How often the examples of a step are recycled: uniform from 0 to the model's number, one draw for all of them."""
-    return int(keyed_rng(config.train.seed, "recycles", step).integers(config.model.recycles + 1))  # Supp. 1.11.8
+    return int(keyed_rng(config.train.seed, "recycles", step).integers(config.model.recycles + 1))  # Algorithm 31
 
 
 def due(step: int, every: int) -> bool:
