@@ -271,6 +271,14 @@ def test_pdb_first_model_only() -> None:
     assert only_chain(text).positions.max() < 100
 
 
+@pytest.mark.parametrize("bad", ["********", "        ", "     nan", "  12.5x7"])
+def test_pdb_positions_that_are_no_numbers(bad: str) -> None:
+    lines = write_pdb("x", [random_chain("A", "MKV")]).splitlines(keepends=True)
+    row = next(i for i, line in enumerate(lines) if line.startswith("ATOM"))
+    lines[row] = lines[row][:38] + bad + lines[row][46:]
+    assert "no number" in refusal("".join(lines))
+
+
 def test_pdb_cut_short() -> None:
     text = write_pdb("x", [random_chain("A", "MKV")])
     assert "no END" in refusal(text.removesuffix("END\n"))
@@ -282,7 +290,7 @@ def test_pdb_cut_short() -> None:
 # ---- what is refused
 
 
-@pytest.mark.parametrize("bad", ["nan", "NaN", "?", ".", "inf", "abc"])
+@pytest.mark.parametrize("bad", ["nan", "NaN", "?", ".", "inf", "abc", "1e30"])
 def test_positions_that_are_no_numbers(bad: str) -> None:
     message = refusal(entry([*PEPTIDE[:5], PEPTIDE[5] | {"Cartn_x": bad}, *PEPTIDE[6:]], SEQUENCE))
     assert "atom CA of residue 2 of chain A" in message

@@ -17,6 +17,8 @@ KNOWN_ATOMS = ATOM37_MASK > 0  # [21, 37]
 KNOWN_ATOMS[:, ATOM_ORDER["OXT"]] = True
 KNOWN_ATOMS[UNKNOWN, [ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O")]] = True
 
+FARTHEST = 1e6  # angstrom; no file has a reason to go further
+
 Columns = dict[str, list[str]]
 
 
@@ -73,16 +75,16 @@ def place_atoms(columns: Columns, polymers: Sequence[Polymer], source: str) -> A
     letters = "".join(polymer.letters for polymer in polymers)
     types = np.array([RESTYPE_ORDER.get(letter, UNKNOWN) for letter in letters], dtype=np.int64)
     known = (atoms >= 0) & KNOWN_ATOMS[types[residues], atoms]
-    rows, residues, atoms = (np.array(x, dtype=np.int64)[known] for x in (rows, residues, atoms))
-    xyz = np.stack(
-        [_numbers([columns[tag][row] for row in rows]) for tag in ("Cartn_x", "Cartn_y", "Cartn_z")], axis=-1
-    )
-    if not np.isfinite(xyz).all():
-        row = rows[np.flatnonzero(~np.isfinite(xyz).all(1))[0]]
+    rows, residues, atoms = rows[known], residues[known], atoms[known]
+    kept = rows.tolist()
+    xyz = np.stack([_numbers([columns[f"Cartn_{axis}"][row] for row in kept]) for axis in "xyz"], axis=-1)
+    possible = np.abs(xyz) < FARTHEST  # NaN is not
+    if not possible.all():
+        row = kept[np.flatnonzero(~possible.all(1))[0]]
         atom, chain = columns["label_atom_id"][row], columns["auth_asym_id"][row]
         raise UserError(
-            f"{source}: atom {atom} of residue {authors[row]} of chain {chain} has a position that is not a number; "
-            "correct the file or leave the atom out"
+            f"{source}: atom {atom} of residue {authors[row]} of chain {chain} has a position that is no number or far "
+            "too large; correct the file or leave the atom out"
         )
     picked = _one_conformation(columns, rows, residues, atoms)
     positions, mask = np.zeros((total, 37, 3), np.float32), np.zeros((total, 37), np.float32)

@@ -73,6 +73,8 @@ def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: boo
         return _structure(block, source, ca_only)
     except UnicodeDecodeError:
         raise UserError(f"{source}: is damaged, it has names that are not text; fetch the file again") from None
+    except RuntimeError as error:  # gemmi's, for a category that is two loops, or a loop and a pair
+        raise UserError(f"{source}: is not valid mmCIF ({error}); fetch the file again") from None
 
 
 # ---- the file

@@ -28,18 +28,14 @@ def read(data: bytes, source: str) -> cif.Block:
     """
     _refuse_cut(data, source)
     model = data.partition(b"\nENDMDL")[0]
+    _refuse_no_numbers(model, source)
     try:
         structure = gemmi.read_pdb_string(model.decode("latin-1"))
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{source}: is not valid PDB ({reason}); fetch the file again") from None
-    if not len(structure) or not structure[0].count_atom_sites():
-        raise UserError(f"{source}: has no atoms; give a file with coordinates")
-    names = {residue.name for chain in structure[0] for residue in chain}
-    if any("'" in name or '"' in name for name in names):
-        raise UserError(f"{source}: is damaged, a residue's name has a quote in it; fetch the file again")
     structure.name = dict(structure.info.items()).get("_entry.id", "")
-    block = _complete(structure)
+    block = _complete(structure, source)
     if structure.resolution > 0:
         block.set_pair("_refine.ls_d_res_high", str(structure.resolution))  # REMARK 2, whatever the method
     if date := _release_date(data):
@@ -60,7 +56,7 @@ def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{source}: is not valid mmCIF ({reason}); fetch the file again") from None
-    completed = _complete(structure)
+    completed = _complete(structure, source)
     for category in ("_exptl", "_refine", "_em_3d_reconstruction", "_reflns", "_pdbx_audit_revision_history"):
         if items := block.get_mmcif_category(category + "."):
             completed.set_mmcif_category(category + ".", items)
@@ -77,6 +73,19 @@ def _refuse_cut(data: bytes, source: str) -> None:
         )
 
 
+def _refuse_no_numbers(model: bytes, source: str) -> None:
+    """gemmi takes a field of stars or blanks for 0: refuse it here."""
+    for line in model.split(b"\n"):
+        if line.startswith((b"ATOM  ", b"HETATM")):
+            try:
+                float(line[30:38]), float(line[38:46]), float(line[46:54])
+            except ValueError:
+                atom = line[6:27].decode("latin-1").strip()
+                raise UserError(
+                    f"{source}: atom {atom} has a position that is no number; correct the file or leave the atom out"
+                ) from None
+
+
 def _release_date(data: bytes) -> str | None:
     """The date of the first revision (REVDAT 1) as YYYY-MM-DD."""
     months = b"JANFEBMARAPRMAYJUNJULAUGSEPOCTNOVDEC"
@@ -87,8 +96,13 @@ def _release_date(data: bytes) -> str | None:
     return f"{year}-{months.index(found[2]) // 3 + 1:02d}-{int(found[1]):02d}"
 
 
-def _complete(structure: gemmi.Structure) -> cif.Block:
+def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
     """The first model as mmCIF, every polymer residue with its place in the sequence."""
+    if not len(structure) or not structure[0].count_atom_sites():
+        raise UserError(f"{source}: has no atoms; give a file with coordinates")
+    names = {residue.name for chain in structure[0] for residue in chain}
+    if any("'" in name or '"' in name for name in names):
+        raise UserError(f"{source}: is damaged, a residue's name has a quote in it; fetch the file again")
     while len(structure) > 1:
         del structure[-1]
     _name_chains(structure)
