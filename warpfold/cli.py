@@ -113,8 +113,11 @@ def _complain(message: str, code: int) -> int:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, moved by calls of (done, total, what); nothing where stderr is no terminal."""
+def progress_bar(narrate: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, moved by calls of (done, total, what).
+
+    Where stderr is no terminal, nothing; with `narrate` a line whenever `what` changes.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -132,8 +135,14 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=None)
 
+        last = ""
+
         def move(done: int, total: int, what: str) -> None:
+            nonlocal last
             progress.update(task, completed=done, total=total, description=what)
+            if narrate and not console.is_terminal and what != last:
+                typer.echo(f"[{done:3d}/{total}] {what}", err=True)
+            last = what
 
         yield move
 
@@ -181,14 +190,13 @@ def demo(
     """Make proteins, train a small AlphaFold2 on them, fold ones it never saw, and show it all in report.html."""
     from warpfold.run.demo import run_demo
 
-    with progress_bar() as progress:
+    with progress_bar(narrate=True) as progress:
         summary = run_demo(out, seed=seed, force=force, progress=progress)
     if as_json:
         show(summary)
         return
-    typer.echo(
-        f"lDDT-Ca of held-out proteins: {summary['held_out']['untrained']:.2f} untrained, {summary['held_out']['trained']:.2f} trained"
-    )
+    scores = summary["held_out"]
+    typer.echo(f"lDDT-Ca of held-out proteins: {scores['untrained']:.2f} untrained, {scores['trained']:.2f} trained")
     typer.echo(f"open {out / 'report.html'}")
 
 

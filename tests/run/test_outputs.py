@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import gemmi
@@ -61,14 +62,15 @@ def test_confidence_files_have_alphafold_db_layout(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pae["predicted_aligned_error"], np.rint(p.pae).astype(int))
 
 
-def test_arrays_hold_representations_only_when_asked(tmp_path: Path) -> None:
-    p = prediction(pae=False)
+def test_arrays_hold_what_there_is(tmp_path: Path) -> None:
+    p = replace(prediction(pae=False), single=None, pair=None, msa=None)
     files = p.save(tmp_path / "a")
     with np.load(tmp_path / "a" / files["arrays"], allow_pickle=False) as arrays:
         assert set(arrays.files) == {"positions", "mask", "plddt"}
         np.testing.assert_array_equal(arrays["positions"], p.positions)
     assert "pae" not in files
-    files = p.save(tmp_path / "b", representations=True)
+    p = prediction()
+    files = p.save(tmp_path / "b")
     with np.load(tmp_path / "b" / files["arrays"], allow_pickle=False) as arrays:
         assert arrays["pair"].shape == p.pair.shape
         assert arrays["msa"].shape == p.msa.shape
@@ -76,7 +78,7 @@ def test_arrays_hold_representations_only_when_asked(tmp_path: Path) -> None:
 
 def test_what_pdb_cannot_hold_is_left_out(tmp_path: Path) -> None:
     p = prediction()
-    far = Prediction(**{**vars(p), "positions": p.positions + 1e5})
+    far = replace(p, positions=p.positions + 1e5)
     files = far.save(tmp_path / "out")
     assert "pdb" not in files
     assert not list((tmp_path / "out").glob("*.pdb"))

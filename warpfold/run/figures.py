@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -25,7 +26,7 @@ CLASSES = (
     (0.0, "#f7d9a0", "very low"),
 )
 
-STYLE = {
+STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["Helvetica Neue", "Helvetica", "Arial", "DejaVu Sans"],
     "font.size": 9.5,
@@ -110,7 +111,7 @@ def draw_pae(pae: np.ndarray) -> str:
     axes.set(xlabel="scored residue", ylabel="aligned residue")
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.03)
     bar.set_label("expected position error (Å)")
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     return _svg(figure, f"predicted aligned error, mean {float(np.mean(pae)):.1f} angstrom")
 
 
@@ -170,7 +171,7 @@ def _draw_chain(axes: Axes, points: np.ndarray, colors: Sequence[str], width: fl
     span = max(1e-6, float(np.ptp(depth))) if len(depth) else 1.0
     shade = [0.45 * (1 - (depth[i] - depth.min()) / span) for i in order]
     rgb = [np.asarray(to_rgb(colors[i])) * (1 - s) + s for i, s in zip(order, shade)]
-    axes.add_collection(LineCollection(segments[order][:, :, :2], colors=rgb, linewidths=width, capstyle="round"))
+    axes.add_collection(LineCollection(list(segments[order][:, :, :2]), colors=rgb, linewidths=width, capstyle="round"))
     axes.update_datalim(points[:, :2])
 
 
@@ -181,8 +182,8 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 def _legend(axes: Axes) -> None:
     """The key over the plot, out of the way of what is drawn."""
-    place = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderaxespad": 0.2}
-    axes.legend(fontsize=8.5, ncols=3, frameon=False, **place)  # type: ignore[arg-type]
+    place = (-0.01, 1.0)
+    axes.legend(fontsize=8.5, ncols=3, frameon=False, loc="lower left", bbox_to_anchor=place, borderaxespad=0.2)
 
 
 def _grid(axes: Axes, axis: str = "both") -> None:

@@ -67,7 +67,7 @@ class Prediction:
 
         return write_pdb(self.name, [self.chain()], b_factors=[self.plddt])
 
-    def save(self, folder: Path | str, representations: bool = False) -> dict[str, str]:
+    def save(self, folder: Path | str) -> dict[str, str]:
         """Write all files of this prediction into a new `folder` (docs/outputs.md lists them); returns kind -> name.
 
         The folder appears whole or not at all; one of that name is replaced.  The PDB file is left out where the
@@ -75,10 +75,8 @@ class Prediction:
         """
         folder = Path(folder)
         stem = file_name(self.name)
-        arrays = {"positions": self.positions, "mask": self.mask, "plddt": self.plddt}
-        if representations:
-            known = {"single": self.single, "pair": self.pair, "msa": self.msa}
-            arrays |= {kind: array for kind, array in known.items() if array is not None}
+        known = ("positions", "mask", "plddt", "pae", "single", "pair", "msa")
+        arrays = {name: getattr(self, name) for name in known if getattr(self, name) is not None}
         files = {"mmcif": f"{stem}.cif", "plddt": f"{stem}_plddt.json", "arrays": f"{stem}.npz"}
         with new_folder(folder) as draft:
             (draft / files["mmcif"]).write_text(self.mmcif(), encoding="utf-8")
@@ -88,7 +86,6 @@ class Prediction:
                 files["pdb"] = f"{stem}.pdb"
                 (draft / files["pdb"]).write_text(text, encoding="utf-8")
             if self.pae is not None and self.max_pae is not None:
-                arrays["pae"] = self.pae
                 files["pae"] = f"{stem}_pae.json"
                 (draft / files["pae"]).write_text(json.dumps(pae_json(self.pae, self.max_pae)), encoding="utf-8")
             np.savez_compressed(draft / files["arrays"], **arrays)

@@ -19,7 +19,7 @@ from warpfold.data.formats import read_alignment, read_fasta
 from warpfold.data.sample import SampleConfig
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
-from warpfold.run.outputs import claim_folder, file_name, write_atomically
+from warpfold.run.outputs import Prediction, claim_folder, file_name, write_atomically
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import Report, Section, Table, Target, write_report
 from warpfold.run.sanity import check_geometry
@@ -139,7 +139,7 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
 
 
 def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) -> dict[str, Any]:
-    """Fold, look at the result, write its folder; returns its entry in the summary."""
+    """Fold one protein and write its folder; returns its entry in the summary."""
     prediction = predictor.fold(
         query.sequence,
         query.alignment,
@@ -149,14 +149,20 @@ def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) ->
         ensemble=options.ensemble,
         representations=options.representations,
     )
+    return keep(prediction, out)
+
+
+def keep(prediction: Prediction, out: Path) -> dict[str, Any]:
+    """Look at a prediction's geometry and write it into a folder of its own in `out`; returns its summary entry."""
     geometry = check_geometry(prediction.positions, prediction.mask)
-    files = prediction.save(out / query.name, representations=options.representations)
+    folder = file_name(prediction.name)
+    files = prediction.save(out / folder)
     return {
-        "name": query.name,
-        "folder": query.name,
+        "name": prediction.name,
+        "folder": folder,
         "files": files,
-        "length": len(query.sequence),
-        "sequence": query.sequence,
+        "length": len(prediction.sequence),
+        "sequence": prediction.sequence,
         "mean_plddt": round(prediction.mean_plddt, 2),
         "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
         **prediction.details,
