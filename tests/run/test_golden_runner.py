@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from warpfold.errors import UserError
 from warpfold.run import golden
 from warpfold.run.golden.compare import compare, same_sign
+from warpfold.run.golden.edges import own_error_step
 from warpfold.run.golden.read import BrokenCase, Noise, find, read
 
 CASES = Path(__file__).parents[1] / "golden"
@@ -35,6 +37,16 @@ def _rewrite(path: Path, **changes: np.ndarray | None) -> None:
         if array is not None:
             arrays[name.replace("__", "/")] = array
     np.savez(path, **arrays)
+
+
+MODEL = "models/monomer_model_3_ensemble2_rec1"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with one whole model."""
+    shutil.copytree(CASES / MODEL, tmp_path / MODEL)
+    return tmp_path
 
 
 def _verdict(folder: Path, name: str = UNIT) -> golden.CaseResult:
@@ -229,3 +241,55 @@ def test_reader_refuses_a_model_without_config(tmp_path: Path) -> None:
     (tmp_path / "models" / "empty").mkdir(parents=True)
     with pytest.raises(BrokenCase, match=r"config\.json"):
         read(find(tmp_path)[0])
+
+
+def test_a_whole_model_that_is_asked_for_something_else_could_not_be_run(model: Path) -> None:
+    path = model / MODEL / "config.json"
+    meta = json.loads(path.read_text())
+    meta["config"]["embeddings_and_evoformer"]["prev_pos"]["max_bin"] = 30.75
+    path.write_text(json.dumps(meta))
+    result = _verdict(model, MODEL)
+    assert result.verdict == golden.NOT_RUN
+    assert "prev_pos.max_bin = 30.75, WarpFold only 20.75" in result.reason
+
+
+def test_settings_of_a_whole_model_are_read_from_its_config(model: Path) -> None:
+    path = model / MODEL / "config.json"
+    meta = json.loads(path.read_text())
+    meta["config"]["heads"]["structure_module"]["num_layer"] -= 1
+    path.write_text(json.dumps(meta))
+    assert "shape" in _verdict(model, MODEL).reason
+    meta["config"]["heads"]["structure_module"]["num_layer"] += 1
+    meta["config"]["heads"]["distogram"]["weight"] = 0.31
+    path.write_text(json.dumps(meta))
+    assert [check.what for check in golden.failures(_verdict(model, MODEL))] == ["out/total_loss"]
+
+
+def test_wrong_numbers_of_a_whole_model_fail(model: Path) -> None:
+    path = model / MODEL / "outputs.npz"
+    name = "structure_module/final_atom_positions"
+    wrong = read(find(model)[0]).expected[f"out/{name}"].copy()
+    wrong[2, 1] += 0.05
+    _rewrite(path, **{name.replace("/", "__", 1): wrong})
+    assert f"out/{name}" in {check.what for check in golden.failures(_verdict(model, MODEL))}
+
+
+def test_own_errors_that_rounding_moved_are_found() -> None:
+    rng = np.random.default_rng(0)
+    n, c_z, bins, moved = 12, 5, 8, [3, 7]
+    pair = rng.normal(size=(n, n, c_z)).astype(np.float32)
+    mask = np.ones(n, np.float32)
+    mask[-2:] = 0
+    ours = rng.normal(size=(c_z + 1, bins))
+    theirs = ours.copy()
+    for i in moved:
+        change = np.append(pair[i, i], 1.0) / mask.sum() ** 2
+        theirs[:, 1] += change
+        theirs[:, 0] -= change
+    log_p = torch.log_softmax(torch.from_numpy(rng.normal(size=(n, n, bins))), -1)
+    args = (torch.from_numpy(pair), log_p, torch.from_numpy(mask))
+    step = own_error_step(ours, theirs, *args)
+    assert step is not None
+    expected = sum(float(log_p[i, i, 1] - log_p[i, i, 0]) for i in moved) / 100
+    assert float(step) == pytest.approx(expected, rel=1e-6)
+    assert own_error_step(ours, ours, *args) is None

@@ -1,21 +1,50 @@
 """The official configuration of a module or model -> WarpFold's settings.
 
-Only what decides a result is translated.  A configuration that asks for something that the monomer does not have is a
-`NotImplementedCase`; a key that is missing is a KeyError.
+Only what decides a result is translated.  What is fixed in WarpFold, since it is the same in every published model, has
+to have that value: anything else is a UserError, a key that is missing a KeyError.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from warpfold.errors import UserError
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
+from warpfold.model.embed import RecyclingEmbedder
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.losses import LossConfig
 from warpfold.model.pair import PairConfig
 from warpfold.model.structure import StructureConfig
-from warpfold.model.template import TemplateConfig
+from warpfold.model.template import TemplateConfig, TemplatePairEmbedder
 from warpfold.run.golden.read import NotImplementedCase
 
 Official = dict[str, Any]
 POSITION_SCALE = 10.0  # angstrom to the unit of the structure module, in the monomer
+
+
+# Of whole models: fixed in WarpFold, by their path in the official configuration.
+FIXED: dict[str, Any] = {
+    "embeddings_and_evoformer.recycle_features": True,
+    "embeddings_and_evoformer.recycle_pos": True,
+    "embeddings_and_evoformer.prev_pos.min_bin": RecyclingEmbedder.min_bin,
+    "embeddings_and_evoformer.prev_pos.max_bin": RecyclingEmbedder.max_bin,
+    "embeddings_and_evoformer.prev_pos.num_bins": RecyclingEmbedder.bins,
+    "heads.distogram.first_break": 2.3125,
+    "heads.distogram.last_break": 21.6875,
+    "heads.structure_module.fape.clamp_type": "relu",
+    "heads.structure_module.fape.loss_unit_distance": 10.0,
+    "heads.structure_module.sidechain.length_scale": 10.0,
+}
+
+
+def require(official: Official, fixed: Mapping[str, Any]) -> None:
+    """UserError where a value of the configuration, by its path, is not the one that WarpFold has."""
+    for path, value in fixed.items():
+        found: Any = official
+        for key in path.split("."):
+            found = found[key]
+        if found != value:
+            raise UserError(f"the case's config has {path} = {found!r}, WarpFold only {value!r}")
 
 
 def pair_config(official: Official, template: bool = False) -> PairConfig:
@@ -24,7 +53,7 @@ def pair_config(official: Official, template: bool = False) -> PairConfig:
     product = official["triangle_multiplication_outgoing"]
     return PairConfig(
         heads=attention["num_head"],
-        head_width=attention["key_dim"] // attention["num_head"] if "key_dim" in attention else None,
+        head_width=head_width(attention),
         c_triangle=product["num_intermediate_channel"],
         transition=official["pair_transition"]["num_intermediate_factor"],
         rate=attention["dropout_rate"],
@@ -33,11 +62,18 @@ def pair_config(official: Official, template: bool = False) -> PairConfig:
     )
 
 
+def head_width(attention: Official) -> int | None:
+    """Channels of a head where the configuration says them; None: those of the input over the heads."""
+    return attention["key_dim"] // attention["num_head"] if "key_dim" in attention else None
+
+
 def evoformer_config(official: Official, blocks: int = 1) -> EvoformerConfig:
     """From `evoformer`, which serves the extra MSA stack too."""
     row, column = official["msa_row_attention_with_pair_bias"], official["msa_column_attention"]
     if row["num_head"] != column["num_head"]:
-        raise NotImplementedCase(f"{row['num_head']} heads along rows and {column['num_head']} along columns")
+        raise UserError(
+            f"{row['num_head']} heads along rows and {column['num_head']} along columns: WarpFold has one number"
+        )
     outer = official["outer_product_mean"]
     return EvoformerConfig(
         blocks=blocks,
@@ -52,23 +88,31 @@ def evoformer_config(official: Official, blocks: int = 1) -> EvoformerConfig:
 
 def template_config(official: Official) -> TemplateConfig:
     """From `embeddings_and_evoformer.template`."""
-    stack, attention = official["template_pair_stack"], official["attention"]
-    return TemplateConfig(
+    attention = official["attention"]
+    bins = {"min_bin": 3.25, "max_bin": 50.75, "num_bins": TemplatePairEmbedder.bins}
+    require(official, {"dgram_features": bins, "attention.gating": False})
+    return replace(
+        template_stack_config(official["template_pair_stack"]),
         enabled=official["enabled"],
-        c=stack["triangle_attention_ending_node"]["value_dim"],
-        blocks=stack["num_block"],
         heads=attention["num_head"],
         attention_width=attention["key_dim"] // attention["num_head"],
         torsion_rows=official["embed_torsion_angles"],
         unit_vectors=official["use_template_unit_vector"],
-        pair=pair_config(stack, template=True),
+    )
+
+
+def template_stack_config(official: Official) -> TemplateConfig:
+    """From `template_pair_stack`; what is outside the stack keeps its default."""
+    return TemplateConfig(
+        c=official["triangle_attention_ending_node"]["value_dim"],
+        blocks=official["num_block"],
+        pair=pair_config(official, template=True),
     )
 
 
 def structure_config(official: Official) -> StructureConfig:
     """From `heads.structure_module`."""
-    if official["num_scalar_qk"] != official["num_scalar_v"]:
-        raise NotImplementedCase("invariant point attention with values wider than its keys")
+    require(official, {"num_scalar_v": official["num_scalar_qk"]})
     return StructureConfig(
         layers=official["num_layer"],
         c=official["num_channel"],
@@ -84,10 +128,11 @@ def structure_config(official: Official) -> StructureConfig:
     )
 
 
-def model_config(official: Official, recycles: int | None = None, ensemble: int = 1) -> ModelConfig:
-    """A whole monomer.  Errors: NotImplementedCase for a multimer."""
+def model_config(official: Official) -> ModelConfig:
+    """A whole monomer; the ensemble is not in the configuration.  Errors: NotImplementedCase for a multimer."""
     if official["global_config"].get("multimer_mode"):
         raise NotImplementedCase("AlphaFold-Multimer")
+    require(official, FIXED)
     trunk, heads = official["embeddings_and_evoformer"], official["heads"]
     pae = heads.get("predicted_aligned_error", {"weight": 0.0, "num_bins": 64})
     return ModelConfig(
@@ -96,8 +141,7 @@ def model_config(official: Official, recycles: int | None = None, ensemble: int 
         c_s=trunk["seq_channel"],
         c_e=trunk["extra_msa_channel"],
         max_relative=trunk["max_relative_feature"],
-        recycles=official["num_recycle"] if recycles is None else recycles,
-        ensemble=ensemble,
+        recycles=official["num_recycle"],
         evoformer=evoformer_config(trunk["evoformer"], trunk["evoformer_num_block"]),
         extra_blocks=trunk["extra_msa_stack_num_block"],
         templates=template_config(trunk["template"]) if trunk["template"]["enabled"] else TemplateConfig(enabled=False),

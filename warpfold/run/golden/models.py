@@ -41,21 +41,23 @@ def whole_model(case: Case) -> Answer:
 
     Gradients flow where the case has any; without them nothing is kept for backward.
     """
-    model_config(case.config)  # a multimer ends here, before its features are looked at
-    passes = len(case.inputs["msa_feat"])
-    ensemble, rest = divmod(passes, case.config["num_recycle"] + 1)
+    config = model_config(case.config)
+    features = case.inputs
+    if not case.config["resample_msa_in_recycling"]:  # every recycling has the same samples
+        features = {name: np.concatenate([x] * (config.recycles + 1)) for name, x in features.items()}
+    passes = len(features["msa_feat"])
+    ensemble, rest = divmod(passes, config.recycles + 1)
     if rest or not ensemble:
-        raise BrokenCase(f"{case.name}: {passes} passes for {case.config['num_recycle']} recycles")
-    recycles = case.config["num_recycle"]
-    last = recycles * ensemble  # the pass whose alignment the masked-MSA head and the losses see
-    batch = to_tensors(_features(case.inputs, last))
-    model = load(AlphaFold(model_config(case.config, recycles, ensemble)), case, SCOPE)
+        raise BrokenCase(f"{case.name}: features of {passes} passes for {config.recycles} recycles")
+    last = config.recycles * ensemble  # the pass whose alignment the masked-MSA head and the losses see
+    batch = to_tensors(_features(features, last))
+    model = load(AlphaFold(replace(config, ensemble=ensemble)), case, SCOPE)
     with torch.set_grad_enabled(bool(case.asks("grad_params"))):
-        output = model(batch, recycles)
+        output = model(batch)
         steady = replace(output, structure=reference_structure(case, output.structure))
         total, terms, notes = _losses(case, output, steady, batch, last)
-    labels = _labels(steady.structure, batch)
-    notes |= differences(_labels(output.structure, batch), labels)
+    labels = _labels(case, steady.structure, batch)
+    notes |= differences(_labels(case, output.structure, batch), labels)
     outputs = _outputs(output, batch) | terms | labels
     step = _own_errors(case, model, output, batch, total)
     if step is not None:
@@ -156,7 +158,7 @@ def _outputs(output: Output, batch: Batch) -> dict[str, Tensor]:
     return outputs
 
 
-def _labels(structure: StructureOutput, batch: Batch) -> dict[str, Tensor]:
+def _labels(case: Case, structure: StructureOutput, batch: Batch) -> dict[str, Tensor]:
     """What follows from comparing the structure with its labels, and its violations."""
     atom14, exists, index = structure.final_atom14, batch["atom14_atom_exists"], batch["residue_index"]
     renamed = rename_ground_truth(
@@ -168,9 +170,12 @@ def _labels(structure: StructureOutput, batch: Batch) -> dict[str, Tensor]:
         batch["atom14_atom_is_ambiguous"],
     )
     with torch.no_grad():
-        metrics = violation_metrics(
-            find_violations(atom14, exists, batch["aatype"], index), atom14, exists, index, batch["seq_mask"]
+        config = loss_config(case.config["heads"])
+        factor, overlap = config.violation_tolerance_factor, config.clash_overlap_tolerance
+        found = find_violations(
+            atom14, exists, batch["aatype"], index, tolerance_factor=factor, overlap_tolerance=overlap
         )
+        metrics = violation_metrics(found, atom14, exists, index, batch["seq_mask"])
     return {
         "structure_module/alt_naming_is_better": renamed.swapped.float(),
         "structure_module/renamed_atom14_gt_positions": renamed.positions,

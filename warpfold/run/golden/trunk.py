@@ -12,7 +12,7 @@ from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSA
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 from warpfold.model.template import TemplateEmbedder, TemplatePairStack, TemplatePointwiseAttention, TemplateRows
 from warpfold.run.golden.answer import Answer, load, parameter_gradients, tensors
-from warpfold.run.golden.config import evoformer_config, template_config
+from warpfold.run.golden.config import evoformer_config, head_width, template_config, template_stack_config
 from warpfold.run.golden.read import Case
 
 Make = Callable[[Case, dict[str, Tensor]], AxialUpdate]
@@ -60,7 +60,7 @@ def _triangle_multiplication(case: Case, inputs: dict[str, Tensor]) -> AxialUpda
 
 def _triangle_attention(case: Case, inputs: dict[str, Tensor]) -> AxialUpdate:
     starting = case.config["orientation"] == "per_row"
-    return TriangleAttention(inputs["pair_act"].shape[-1], starting, case.config["num_head"])
+    return TriangleAttention(inputs["pair_act"].shape[-1], starting, case.config["num_head"], head_width(case.config))
 
 
 def _outer_product_mean(case: Case) -> Answer:
@@ -92,8 +92,7 @@ def _block(global_column: bool) -> Callable[[Case], Answer]:
 def _template_pair_stack(case: Case) -> Answer:
     inputs = tensors(case)
     t, mask = inputs["pair_act"], inputs["pair_mask"]
-    official = {"template_pair_stack": case.config, "attention": {"num_head": 1, "key_dim": 1}, "enabled": True}
-    config = template_config(official | {"embed_torsion_angles": False, "use_template_unit_vector": False})
+    config = template_stack_config(case.config)
     stack = load(TemplatePairStack(config), case)
     valid = {"out/out": mask > 0, "grad_in/pair_act": mask > 0}
     return Answer({"out": stack(t, mask)}, inputs, parameter_gradients(stack, case), valid=valid)
