@@ -17,7 +17,7 @@ import numpy as np
 from warpfold import __version__
 from warpfold.data.alignment import Alignment, decode
 from warpfold.data.formats import write_a3m
-from warpfold.data.generate_backbone import Floats, Plan, draw_plan, packed, with_o_and_cb
+from warpfold.data.generate_backbone import Floats, Plan, clashes, draw_plan, packed, with_o_and_cb
 from warpfold.data.generate_sequence import draw, evolve, sites
 from warpfold.data.generate_sidechain import pack
 from warpfold.data.generate_tables import FOLDS
@@ -72,9 +72,11 @@ def make_protein(
             fold = None
             continue
         good, atoms = packed(plans)
-        for k in np.flatnonzero(good)[:3]:
+        for k in np.flatnonzero(good):
             plan = plans[k]
             backbone = with_o_and_cb(atoms[k, : len(plan.elements)], plan.torsions[:, 1])
+            if clashes(backbone):
+                continue
             model = sites(plan, backbone)
             blank = np.zeros((1, len(plan.elements)), dtype=np.uint8)
             drawn = decode(draw(model, blank, np.ones(1), rng)[0])

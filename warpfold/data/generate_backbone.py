@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfold.data.generate_tables import (
-    EXTENDED,
+    FIRST,
     HELIX,
     JITTER,
+    LAST,
     LOOPS,
     SHEETS,
     TAIL_LETTERS,
@@ -28,11 +29,17 @@ C_N_CA, N_CA_C, CA_C_N = 121.7, 111.0, 117.2
 # In the frame of Supp. Alg. 21 (origin CA, x towards C, N in the xy plane).
 CB = np.array([-0.525, -0.777, -1.209])
 
+# Closest approach of heavy atoms more than three bonds apart, angstrom: where a hydrogen bond may be (N or O and N or O),
+# in neighbouring residues (the next but one within the backbone), where torsions alone decide, and elsewhere.
+MIN_POLAR, MIN_NEIGHBOUR, MIN_DISTANCE = 2.6, 2.75, 3.0
+BACKBONE_POLAR = np.array([True, False, False, True, False])  # N, CA, C, O, CB
+
 # The screen, angstrom.  "Across" is between helices and sheets.
 MIN_CA_CA, MIN_CB_CB = 4.0, 3.6
 MIN_CA_CA_ACROSS, MIN_CB_CB_ACROSS = 5.0, 4.0
 CONTACT = 8.0
 MIN_TOUCHED = {"H": 0.35, "E": 0.22}  # share of a body's residues with a contact across; a sheet has two faces
+MIN_CLOSED = 3  # contacts between the first and the last body of a closed fold
 MAX_RADIUS = 1.15  # of the expected radius of gyration
 
 
@@ -43,6 +50,7 @@ class Plan:
     elements: one letter per residue: H helix, E strand, L loop, T tail.  letters: the residue types that a position
     asks for, commonest first, "" where it does not care.  bodies: [N], helices and sheets numbered along the chain, -1
     elsewhere.  torsions: [N, 2] phi and psi, degrees.  loops: names of the types used.
+    closed: whether the first and the last body must touch.
     """
 
     fold: str
@@ -51,6 +59,7 @@ class Plan:
     bodies: NDArray[np.int64]
     torsions: Floats
     loops: tuple[str, ...]
+    closed: bool
 
 
 def draw_plan(fold: Fold, rng: np.random.Generator) -> Plan:
@@ -68,7 +77,7 @@ def draw_plan(fold: Fold, rng: np.random.Generator) -> Plan:
         letters.extend(types)
         bodies.extend([body] * len(kind))
 
-    add("T", [EXTENDED], TAIL_LETTERS[:1])
+    add("T", [FIRST], TAIL_LETTERS[:1])
     for index, part in enumerate(fold.parts):
         if part == "H":
             length = int(rng.integers(*fold.helix, endpoint=True))
@@ -83,10 +92,10 @@ def draw_plan(fold: Fold, rng: np.random.Generator) -> Plan:
             kept = slice(cut, len(sheet.torsions) - cut)
             add(sheet.elements[kept], sheet.torsions[kept], sheet.letters[kept], index)
             loops.append(sheet.name)
-    add("T", [EXTENDED], TAIL_LETTERS[1:])
+    add("T", [LAST], TAIL_LETTERS[1:])
     jitter = np.array([JITTER[kind] for kind in elements])[:, None] * rng.normal(size=(len(elements), 2))
     angles = np.array(torsions, dtype=np.float64) + jitter
-    return Plan(fold.name, elements, tuple(letters), np.array(bodies), angles, tuple(loops))
+    return Plan(fold.name, elements, tuple(letters), np.array(bodies), angles, tuple(loops), fold.closed)
 
 
 def build(torsions: Floats) -> Floats:
@@ -150,6 +159,16 @@ def distances(a: Floats, b: Floats) -> Floats:
     return np.sqrt(np.maximum(square, 0.0))
 
 
+def clashes(backbone: Floats) -> bool:
+    """Whether atoms of N, CA, C, O, CB [N, 5, 3] are too close to those of residues that are not next to theirs."""
+    count = len(backbone)
+    far = distances(backbone.reshape(-1, 3), backbone.reshape(-1, 3)).reshape(count, 5, count, 5)
+    apart = np.abs(np.arange(count)[:, None] - np.arange(count)[None, :])[:, None, :, None]
+    limit = np.where(apart == 2, MIN_NEIGHBOUR, MIN_DISTANCE)
+    polar = BACKBONE_POLAR[:, None, None] & BACKBONE_POLAR[None, None, :]
+    return bool(((far < np.where(polar, MIN_POLAR, limit)) & (apart >= 2)).any())
+
+
 def expected_radius(length: int) -> float:
     """Radius of gyration of a folded chain, angstrom: 2.2 N^0.38 (Skolnick et al., J. Mol. Biol. 265, 217 (1997))."""
     return 2.2 * length**0.38
@@ -190,4 +209,6 @@ def packed(plans: Sequence[Plan]) -> tuple[NDArray[np.bool_], Floats]:
             for body in np.unique(plan.bodies[plan.bodies >= 0]):
                 least = MIN_TOUCHED[plan.elements[int(np.argmax(plan.bodies == body))]]
                 good[b] &= touched[bodies[b] == body].mean() > least
+            ends = np.ix_(bodies[b] == plan.bodies.max(), bodies[b] == plan.bodies[plan.bodies >= 0].min())
+            good[b] &= not plan.closed or contact[b][ends].sum() >= MIN_CLOSED
     return good, atoms

@@ -1,11 +1,12 @@
-"""Side chains of sample proteins: every rotamer of every residue is placed by ideal geometry, then chosen so that none clash."""
+"""Side chains of sample proteins: rotamers placed by ideal geometry, chosen so that none clash."""
 
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfold.data.generate_backbone import Floats, distances, frames
+from warpfold.data.generate_backbone import BACKBONE_POLAR, MIN_DISTANCE, MIN_NEIGHBOUR, MIN_POLAR, Floats, distances, frames
 from warpfold.geometry.residue import (
     ATOM14_GROUP,
     ATOM14_GROUP_POSITIONS,
@@ -16,6 +17,9 @@ from warpfold.geometry.residue import (
     RESTYPE_ORDER,
     RIGID_GROUP_FRAMES,
 )
+
+Flags = NDArray[np.bool_]
+Integers = NDArray[np.int64]
 
 # chi angles, degrees, of common rotamers: Lovell et al., "The penultimate rotamer library", Proteins 40, 389 (2000).
 ROTAMERS: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -44,17 +48,34 @@ ROTAMERS: dict[str, tuple[tuple[int, ...], ...]] = {
 # What a residue becomes when no rotamer of it fits.
 SMALLER = dict(zip("WFYMLIVRKQEDNHTSCPA", "FLFLVVAKQSSSSSSAAAG"))
 
-# Closest approach of heavy atoms more than three bonds apart, angstrom: 2.6 where a hydrogen bond may be, else 3.0.
-MIN_DISTANCE, MIN_POLAR = 3.0, 2.6
-SOFT = 0.4  # angstrom beyond it at which rotamers begin to avoid each other
+SOFT = 0.4  # angstrom beyond the closest approach at which rotamers begin to avoid each other
 COMMONER = 0.01  # penalty per place in the table of rotamers, angstrom^2
 SWEEPS, ROUNDS = 4, 6
+
 # Bonds from CA to N, CA, C, O, CB of the residue before, its own (CB lies on the way out: -1), and the next.
 BONDS_FROM_CA = {-1: (4, 3, 2, 3, 4), 0: (1, 0, 1, 2, -1), 1: (2, 3, 4, 5, 4)}
+# The same from N: CD of proline is bonded to it.
+BONDS_FROM_N = {-1: (3, 2, 1, 2, 3), 0: (0, 1, 2, 3, 2), 1: (3, 4, 5, 6, 5)}
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Side-chain atoms past CB of all rotamers of a chain, one rotamer after another.
+
+    atoms: [M, 3], angstrom.  polar, depth, owner: [M], nitrogen or oxygen, bonds to CA, residue.  starts: [R], the first
+    atom of each rotamer.  option: [R], its place in the table.
+    """
+
+    atoms: Floats
+    polar: Flags
+    depth: Integers
+    owner: Integers
+    starts: Integers
+    option: Integers
 
 
 @cache
-def rotamers(letter: str) -> NDArray[np.float64]:
+def rotamers(letter: str) -> Floats:
     """Atoms of all rotamers in the frame of N, CA, C: [K, 14, 3], angstrom; O as if psi were 0 (Supp. Alg. 24)."""
     restype = RESTYPE_ORDER[letter]
     default = RIGID_GROUP_FRAMES[restype].astype(np.float64)
@@ -72,19 +93,16 @@ def rotamers(letter: str) -> NDArray[np.float64]:
 
 
 @cache
-def _side_atoms(letter: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Atoms past CB: columns of atom14, bonds to CA (Greek letters count them), and which are nitrogen or oxygen."""
+def _side_atoms(letter: str) -> tuple[Integers, Integers, Flags]:
+    """Atoms past CB: columns of atom14, bonds to CA (the Greek letters count them), and which are nitrogen or oxygen."""
     names = ATOM14_NAMES[RESTYPE_ORDER[letter]]
-    columns = [a for a in range(5, 14) if ATOM14_MASK[RESTYPE_ORDER[letter], a]]
+    columns = [a for a in range(5, 14) if names[a]]
     depth = ["ABGDEZH".index(names[a][1]) for a in columns]
-    return (
-        np.array(columns, dtype=np.int64),
-        np.array(depth, dtype=np.int64),
-        np.array([names[a][0] in "NO" for a in columns], dtype=bool),
-    )
+    polar = [names[a][0] in "NO" for a in columns]
+    return np.array(columns, dtype=np.int64), np.array(depth, dtype=np.int64), np.array(polar, dtype=np.bool_)
 
 
-def pack(sequence: str, backbone: Floats, fixed: NDArray[np.bool_]) -> tuple[str, Floats] | None:
+def pack(sequence: str, backbone: Floats, fixed: Flags) -> tuple[str, Floats] | None:
     """Chooses rotamers that do not clash; residues for which there are none become smaller ones.
 
     sequence: N letters.  backbone: N, CA, C, O, CB [N, 5, 3], angstrom.  fixed: [N], residues that must stay.
@@ -106,73 +124,70 @@ def pack(sequence: str, backbone: Floats, fixed: NDArray[np.bool_]) -> tuple[str
 
 def _choose(letters: list[str], backbone: Floats) -> tuple[list[int], list[tuple[int, ...]]]:
     """The rotamer of each residue, and the groups of one or two residues that still clash (one: with the backbone)."""
-    atoms, polar, depth, owner, rotamer, option = _candidates(letters, backbone)
-    starts = np.flatnonzero(np.diff(rotamer, prepend=-1))
-    residue = owner[starts]
-    own = np.maximum.reduceat(_overlap_backbone(letters, atoms, polar, depth, owner, backbone).max(1), starts)
-    pair = _limits(polar, polar) + SOFT - distances(atoms, atoms)
-    pair = np.maximum.reduceat(np.maximum.reduceat(np.maximum(pair, 0.0), starts, axis=0), starts, axis=1)
+    found = _candidates(letters, backbone)
+    residue, starts = found.owner[found.starts], found.starts
+    own = np.maximum.reduceat(_overlap_backbone(letters, found, backbone).max(1), starts)
+    limit = np.where(found.polar[:, None] & found.polar[None, :], MIN_POLAR, MIN_DISTANCE)
+    overlap = np.maximum(limit + SOFT - distances(found.atoms, found.atoms), 0.0)
+    pair = np.maximum.reduceat(np.maximum.reduceat(overlap, starts, axis=0), starts, axis=1)
     pair[residue[:, None] == residue[None, :]] = 0.0
-    alone = own**2 + COMMONER * option[starts]
-    squares = pair**2
-    members = [np.flatnonzero(residue == i) for i in range(len(letters))]
-    taken = np.array([m[alone[m].argmin()] for m in members if len(m)])
-    place = {int(residue[r]): k for k, r in enumerate(taken)}
+    alone, together = own**2 + COMMONER * found.option, pair**2
+    members = [np.flatnonzero(residue == i) for i in np.unique(residue)]
+    taken = np.array([m[alone[m].argmin()] for m in members])
     for _ in range(SWEEPS):
-        for i, k in place.items():
-            taken[k] = members[i][(alone[members[i]] + squares[np.ix_(members[i], taken)].sum(1)).argmin()]
+        for k, m in enumerate(members):
+            taken[k] = m[(alone[m] + together[np.ix_(m, taken)].sum(1)).argmin()]
     choice = [0] * len(letters)
     for r in taken:
-        choice[residue[r]] = int(option[starts[r]])
+        choice[residue[r]] = int(found.option[r])
     clashes: list[tuple[int, ...]] = [(int(residue[r]),) for r in taken if own[r] > SOFT]
     first, second = np.nonzero(np.triu(pair[np.ix_(taken, taken)] > SOFT))
     clashes += [(int(residue[taken[a]]), int(residue[taken[b]])) for a, b in zip(first, second)]
     return choice, clashes
 
 
-def _candidates(letters: list[str], backbone: Floats) -> tuple[NDArray[np.generic], ...]:
-    """Side-chain atoms of all rotamers, one after another.
-
-    positions [M, 3], and per atom: polar, bonds to CA, residue, number of the rotamer in the chain and in the table.
-    """
+def _candidates(letters: list[str], backbone: Floats) -> Candidates:
     rotation, origin = frames(backbone)
-    positions, polar, depth, owner, rotamer, option = [], [], [], [], [], []
+    atoms, polar, depth, owner, first, option = [], [], [], [], [], []
     for i, letter in enumerate(letters):
         columns, bonds, is_polar = _side_atoms(letter)
         if len(columns) == 0:
             continue
         local = rotamers(letter)[:, columns]
         kinds = len(local)
-        positions.append((local @ rotation[i].T + origin[i]).reshape(-1, 3))
+        atoms.append((local @ rotation[i].T + origin[i]).reshape(-1, 3))
         polar.append(np.tile(is_polar, kinds))
         depth.append(np.tile(bonds, kinds))
         owner.append(np.full(kinds * len(columns), i))
-        rotamer.append(np.repeat(np.arange(kinds) + 100 * i, len(columns)))
-        option.append(np.repeat(np.arange(kinds), len(columns)))
-    return tuple(np.concatenate(part) for part in (positions, polar, depth, owner, rotamer, option))
+        first.append(np.tile(np.arange(len(columns)) == 0, kinds))
+        option.append(np.arange(kinds))
+    return Candidates(
+        atoms=np.concatenate(atoms),
+        polar=np.concatenate(polar),
+        depth=np.concatenate(depth),
+        owner=np.concatenate(owner),
+        starts=np.flatnonzero(np.concatenate(first)),
+        option=np.concatenate(option),
+    )
 
 
-def _limits(polar_a: NDArray[np.bool_], polar_b: NDArray[np.bool_]) -> Floats:
-    """Closest approach of each pair [n, m], angstrom."""
-    return np.where(polar_a[:, None] & polar_b[None, :], MIN_POLAR, MIN_DISTANCE)
-
-
-def _overlap_backbone(letters, atoms, polar, depth, owner, backbone) -> Floats:  # type: ignore[no-untyped-def]
-    """By how much side-chain atoms come too close to N, CA, C, O, CB of any residue [M, 5 N], angstrom."""
-    polar_backbone = np.tile([True, False, False, True, False], len(letters))
-    overlap = np.maximum(_limits(polar, polar_backbone) + SOFT - distances(atoms, backbone.reshape(-1, 3)), 0.0)
-    overlap = overlap.reshape(len(atoms), len(letters), 5)
-    proline = np.array([letter == "P" for letter in letters])[owner]
-    m = np.arange(len(atoms))
-    for offset, row in BONDS_FROM_CA.items():
-        near = owner + offset
-        inside = (near >= 0) & (near < len(letters))
-        bonds = depth[inside, None] + np.array(row)
-        if offset <= 0:  # the ring of proline: CD is bonded to N
-            through_n = (3 - depth[inside, None] + 1) + np.abs(np.array(row) - row[0])
-            bonds = np.where(proline[inside, None], np.minimum(bonds, through_n), bonds)
-        overlap[m[inside], near[inside]] *= bonds > 3
-    return overlap.reshape(len(atoms), -1)
+def _overlap_backbone(letters: list[str], found: Candidates, backbone: Floats) -> Floats:
+    """By how much side-chain atoms come too close to N, CA, C, O, CB of any residue [M, 5 N], angstrom, SOFT included."""
+    length = len(letters)
+    polar = found.polar[:, None, None] & BACKBONE_POLAR
+    apart = np.abs(found.owner[:, None] - np.arange(length)[None, :])[:, :, None]
+    limit = np.where(polar, MIN_POLAR, np.where(apart <= 1, MIN_NEIGHBOUR, MIN_DISTANCE))
+    far = distances(found.atoms, backbone.reshape(-1, 3)).reshape(-1, length, 5)
+    overlap = np.maximum(limit + SOFT - far, 0.0)
+    proline = np.array([letter == "P" for letter in letters])[found.owner]
+    for offset in (-1, 0, 1):
+        near = found.owner + offset
+        m = np.flatnonzero((near >= 0) & (near < length))
+        bonds = found.depth[m, None] + np.array(BONDS_FROM_CA[offset])
+        through_n = 4 - found.depth[m, None] + np.array(BONDS_FROM_N[offset])
+        bonds = np.where(proline[m, None], np.minimum(bonds, through_n), bonds)
+        overlap[m, near[m]] *= bonds > 3
+    return overlap.reshape(len(found.atoms), -1)
 
 
 def _place(letters: list[str], choice: list[int], backbone: Floats) -> Floats:

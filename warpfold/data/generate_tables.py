@@ -5,7 +5,7 @@ from dataclasses import dataclass
 Torsions = tuple[tuple[int, int], ...]
 
 HELIX = (-62, -43)  # phi, psi, degrees
-EXTENDED = (-80, 140)  # tails
+FIRST, LAST = (-80, 140), (-80, -40)  # the first and the last residue
 JITTER = {"H": 1.5, "E": 1.5, "L": 2.5, "T": 6.0}  # standard deviation of each torsion, degrees, by element
 TAIL_LETTERS = ("SKTG", "KSTG")  # first and last residue
 
@@ -97,17 +97,21 @@ SHEETS: dict[str, tuple[Sheet, ...]] = {
 
 @dataclass(frozen=True)
 class Fold:
-    """An order of parts: "H" a helix of `helix` (shortest, longest) residues, keys of SHEETS, keys of LOOPS."""
+    """An order of parts: "H" a helix of `helix` (shortest, longest) residues, keys of SHEETS, keys of LOOPS.
+
+    weight: how often it is made.  closed: the first and the last part must touch.
+    """
 
     name: str
     parts: tuple[str, ...]
     helix: tuple[int, int]
     weight: float
+    closed: bool = False
 
 
 FOLDS: tuple[Fold, ...] = (
     Fold("helical hairpin", ("H", "HH", "H"), (12, 18), 0.25),
-    Fold("three-helix bundle", ("H", "HH", "H", "HH", "H"), (11, 17), 0.35),
+    Fold("three-helix bundle", ("H", "HH", "H", "HH", "H"), (11, 17), 0.35, closed=True),
     Fold("hairpin and helix", ("EE", "EH", "H"), (11, 16), 0.1),
     Fold("helix and hairpin", ("H", "HE", "EE"), (11, 16), 0.1),
     Fold("helix, hairpin, helix", ("H", "HE", "EE", "EH", "H"), (11, 15), 0.1),
