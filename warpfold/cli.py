@@ -4,6 +4,7 @@ Exit codes: 0 everything asked for was done, 1 it was not, 2 the input is at fau
 Heavy imports stand inside the commands, so that `--help` answers at once.
 """
 
+import errno
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -102,6 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = _complain(f"{error.format_message().rstrip('.')}; see {where} --help", 2)
     except click.ClickException as error:
         code = _complain(error.format_message(), 2)
+    except OSError as error:
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        code = _complain(f"{error.filename or 'writing'}: {error.strerror}", 1)
     except (KeyboardInterrupt, typer.Abort):
         code = _complain("stopped by Ctrl-C", 130)
     sys.exit(code if isinstance(code, int) else 0)
@@ -204,6 +209,8 @@ def demo(
 def sample(
     out: Annotated[Path, writes("Folder for mmCIF and A3M files.")],
     proteins: Annotated[int, decides("How many.", min=1)] = 200,
+    min_length: Annotated[int, decides("Residues of the shortest.", min=1)] = 30,
+    max_length: Annotated[int, decides("Residues of the longest.", min=1)] = 60,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -211,11 +218,11 @@ def sample(
     from warpfold.data.generate import generate
 
     with progress_bar() as progress:
-        made = generate(out, proteins, seed, progress=progress)
+        made = generate(out, proteins, seed, min_length=min_length, max_length=max_length, progress=progress)
     if as_json:
         show(made)
     else:
-        typer.echo(f"{proteins} proteins in {out}")
+        typer.echo(f"{len(made)} proteins in {out}")
 
 
 @app.command(cls=Lists, epilog="Example:  warpfold pack --structures mmcif/ --msas msas/*.a3m --out store")

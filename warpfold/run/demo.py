@@ -29,7 +29,7 @@ from warpfold.data.pack import pack
 from warpfold.data.store import Store
 from warpfold.run import metrics
 from warpfold.run.demo_report import Measured, ca_pair, demo_report
-from warpfold.run.outputs import claim_folder, new_folder, write_atomically
+from warpfold.run.outputs import claim_folder, write_atomically
 from warpfold.run.predict import keep
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import write_report
@@ -74,8 +74,7 @@ def run_demo(
 
     tell("making proteins")
     if not (out / "proteins").is_dir():
-        with new_folder(out / "proteins") as draft:
-            generate(draft, proteins, seed)
+        generate(out / "proteins", proteins, seed, progress=lambda done, total, what: tell.part(done / total))
     tell("packing")
     if not (out / "store").is_dir():
         pack([out / "proteins"], [out / "proteins"], out / "store")
