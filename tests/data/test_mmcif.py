@@ -1,6 +1,5 @@
 """Reading structures: what each rule of mmCIF and PDB means for a chain, and what is refused."""
 
-import contextlib
 import gzip
 import random
 import time
@@ -351,5 +350,7 @@ def test_damage_of_any_kind_is_a_user_error_or_read() -> None:
                 damaged[rng.randrange(len(damaged))] = rng.randrange(256)
             start = rng.randrange(len(damaged))
             del damaged[start : start + rng.choice([0, 1, 30, 300])]
-            with contextlib.suppress(UserError):
+            try:
                 parse_structure(bytes(damaged))
+            except UserError as error:
+                assert "\n" not in str(error)
