@@ -40,9 +40,10 @@ manifest.json      fold, elements, loop types and sizes of each
 
 They were made from nothing: helices, strands and turns of ideal geometry in {folds} folds, packed without clashes, with
 sequences that follow the structure and relatives whose contacts covary.  They serve to try a pipeline or a cluster.
-They are not natural proteins: how well a model does on them says nothing about natural ones.  All come from one distribution,
-so proteins held out are new sequences and new structures, but not new kinds of fold.  The resolution in the files, {resolution} A,
-is there so that training treats them as good structures; nothing was measured.
+They are not natural proteins, and how well a model does on them says nothing about natural ones.  All come from one
+distribution: proteins held out have new sequences and structures, but no new kinds of fold, and their loops are of the
+same few types.  The resolution in the files, {resolution} A, is there so that training treats them as good structures;
+nothing was measured.
 """
 
 
@@ -60,7 +61,10 @@ class Protein:
 def make_protein(
     seed: int, index: int, min_length: int = SHORTEST, max_length: int = LONGEST, depth: tuple[int, int] = (16, 128)
 ) -> Protein:
-    """Protein `index` of the set `seed`; it depends on nothing else.  Lengths and depth: residues and rows, inclusive."""
+    """Protein `index` of the set `seed`; it depends on nothing else.
+
+    Lengths in residues, depth in rows of the alignment, all inclusive.  Errors: UserError if no fold fits the lengths.
+    """
     rng = np.random.default_rng([seed, index])
     weights = np.array([fold.weight for fold in FOLDS])
     fold = None

@@ -29,8 +29,8 @@ C_N_CA, N_CA_C, CA_C_N = 121.7, 111.0, 117.2
 # In the frame of Supp. Alg. 21 (origin CA, x towards C, N in the xy plane).
 CB = np.array([-0.525, -0.777, -1.209])
 
-# Closest approach of heavy atoms more than three bonds apart, angstrom: where a hydrogen bond may be (N or O and N or O),
-# in neighbouring residues (the next but one within the backbone), where torsions alone decide, and elsewhere.
+# Closest approach of heavy atoms more than three bonds apart, angstrom: where both are N or O and a hydrogen bond may
+# be; in neighbouring residues (within the backbone: the next but one), where torsions alone decide; and elsewhere.
 MIN_POLAR, MIN_NEIGHBOUR, MIN_DISTANCE = 2.6, 2.75, 3.0
 BACKBONE_POLAR = np.array([True, False, False, True, False])  # N, CA, C, O, CB
 

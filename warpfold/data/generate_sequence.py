@@ -47,7 +47,11 @@ CHARGE_GAIN, GREASE_GAIN, VOLUME_SPREAD = 2.0, 1.0, 22.0
 
 @dataclass(frozen=True)
 class Sites:
-    """preferences: [N, 20], rows sum to 1.  pairs: residues evolving together.  sums: volumes that each pair fills."""
+    """What evolution may do with a fold.
+
+    preferences: [N, 20], rows sum to 1.  fixed: [N], sites whose type their loop asks for.  pairs: sites that evolve
+    together, each in one pair at most.  couplings: of each pair, the probabilities of its two types [20, 20].
+    """
 
     preferences: Floats
     fixed: NDArray[np.bool_]
@@ -168,8 +172,8 @@ def draw(model: Sites, start: NDArray[np.uint8], change: Floats, rng: np.random.
 def evolve(model: Sites, sequence: str, plan: Plan, depth: tuple[int, int], rng: np.random.Generator) -> Alignment:
     """An alignment of relatives of `sequence`, the query first: between depth[0] and depth[1] rows.
 
-    A few clades part from the query at different distances, and each row from its clade; loops and ends are lost or grow
-    in some.
+    A few clades part from the query at different distances, and each row from its clade; in some, loops and ends are
+    lost or grow.
     """
     count = int(rng.integers(depth[0], depth[1], endpoint=True)) - 1
     query = encode(sequence).astype(np.uint8)

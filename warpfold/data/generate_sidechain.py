@@ -6,7 +6,15 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfold.data.generate_backbone import BACKBONE_POLAR, MIN_DISTANCE, MIN_NEIGHBOUR, MIN_POLAR, Floats, distances, frames
+from warpfold.data.generate_backbone import (
+    BACKBONE_POLAR,
+    MIN_DISTANCE,
+    MIN_NEIGHBOUR,
+    MIN_POLAR,
+    Floats,
+    distances,
+    frames,
+)
 from warpfold.geometry.residue import (
     ATOM14_GROUP,
     ATOM14_GROUP_POSITIONS,
@@ -62,8 +70,8 @@ BONDS_FROM_N = {-1: (3, 2, 1, 2, 3), 0: (0, 1, 2, 3, 2), 1: (3, 4, 5, 6, 5)}
 class Candidates:
     """Side-chain atoms past CB of all rotamers of a chain, one rotamer after another.
 
-    atoms: [M, 3], angstrom.  polar, depth, owner: [M], nitrogen or oxygen, bonds to CA, residue.  starts: [R], the first
-    atom of each rotamer.  option: [R], its place in the table.
+    atoms: [M, 3], angstrom.  polar, depth, owner: [M], nitrogen or oxygen, bonds to CA, residue.  starts: [R], the
+    first atom of each rotamer.  option: [R], its place in the table.
     """
 
     atoms: Floats
@@ -94,7 +102,7 @@ def rotamers(letter: str) -> Floats:
 
 @cache
 def _side_atoms(letter: str) -> tuple[Integers, Integers, Flags]:
-    """Atoms past CB: columns of atom14, bonds to CA (the Greek letters count them), and which are nitrogen or oxygen."""
+    """Atoms past CB: columns of atom14, bonds to CA (as the Greek letters count), which are nitrogen or oxygen."""
     names = ATOM14_NAMES[RESTYPE_ORDER[letter]]
     columns = [a for a in range(5, 14) if names[a]]
     depth = ["ABGDEZH".index(names[a][1]) for a in columns]
@@ -172,7 +180,7 @@ def _candidates(letters: list[str], backbone: Floats) -> Candidates:
 
 
 def _overlap_backbone(letters: list[str], found: Candidates, backbone: Floats) -> Floats:
-    """By how much side-chain atoms come too close to N, CA, C, O, CB of any residue [M, 5 N], angstrom, SOFT included."""
+    """By how much side-chain atoms come too close to N, CA, C, O, CB of any residue [M, 5 N], SOFT included."""
     length = len(letters)
     polar = found.polar[:, None, None] & BACKBONE_POLAR
     apart = np.abs(found.owner[:, None] - np.arange(length)[None, :])[:, :, None]
