@@ -90,6 +90,6 @@ def equal_tensors(a: Path, b: Path) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-if __name__ == "__main__":  # a run in a process of its own, to be killed: STORE OUT STEPS THREADS
+if __name__ == "__main__":  # a run in a process of its own, to be killed: STORE OUT STEPS THREADS WORKERS
     torch.set_num_threads(int(sys.argv[4]))
-    train(tiny_run(steps=int(sys.argv[3])), Store(sys.argv[1]), sys.argv[2])
+    train(tiny_run(steps=int(sys.argv[3]), workers=int(sys.argv[5])), Store(sys.argv[1]), sys.argv[2])

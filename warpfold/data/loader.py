@@ -3,11 +3,14 @@
 Example `index` of a run is a pure function of (store, settings, seed): resuming needs no more than the number.
 """
 
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Literal
 
 import numpy as np
@@ -137,8 +140,18 @@ _loader: Loader | None = None  # of a worker process
 
 
 def _begin(loader: Loader) -> None:
+    """A worker's beginning: Ctrl-C is for the training process alone, and no worker outlives it, even killed."""
     global _loader
     _loader = loader
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _example(index: int, passes: int) -> tuple[str, Arrays]:

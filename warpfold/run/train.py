@@ -95,15 +95,14 @@ def train(
     init: parameters to start from, WarpFold's or DeepMind's.  watch: called with each row of metrics.jsonl.
     Errors: UserError for a folder of another run, a loss that is not finite (by setting), a full disk.
     """
-    seed, per_step = config.train.seed, config.optim.accumulate
+    seed, per_step, source = config.train.seed, config.optim.accumulate, origin(store, init)
+    training, held_out = split(store, config)
+    model = initial_model(config, init).to(device)
+    apply(config.plan, model)
+    optimizer = Optimizer(model, config.optim)
     with RunFolder(out) as run, StopSignals() as stop:
         claim(run, config)
-        model = initial_model(config, init).to(device)
-        apply(config.plan, model)
-        optimizer = Optimizer(model, config.optim)
-        state = restore(run, optimizer, origin(store, init))
-
-        training, held_out = split(store, config)
+        state = restore(run, optimizer, source)
         examples = Loader(store, config.data, seed, training, config.train.order).stream(
             range(state.step * per_step, config.train.steps * per_step),
             passes=lambda index: (draw_recycles(config, index // per_step) + 1) * config.model.ensemble,
@@ -137,9 +136,8 @@ def train(
             if held_out and (last or due(step, config.train.validate_every)):
                 log(validate(model, optimizer, held_out, config, step))
             if last or stop or due(step, config.train.save_every):
-                notes = {"validation": log.validation, **origin(store, init)}
-                save(run, model, optimizer, step, notes, config.train.keep)
-    done = step == config.train.steps
+                save(run, model, optimizer, step, {"validation": log.validation, **source}, config.train.keep)
+    done = step >= config.train.steps
     return Summary(steps=step, finished=done, lddt_ca=log.lddt_ca, params=run.path / "params.safetensors")
 
 
