@@ -41,10 +41,10 @@ def answer_for(case: Case) -> Answer:
         return whole_model(case)
     key = f"{case.kind}/{case.title}"
     known = max((name for name in (*_MULTIMER, *_ANSWERS) if _begins(key, name)), key=len, default=None)
+    if known in _MULTIMER or (known is None and "multimer" in key):
+        raise NotImplementedCase(f"{case.title}: part of AlphaFold-Multimer")
     if known is None:
         raise BrokenCase(f"{key}: a case of an unknown name")
-    if known in _MULTIMER:
-        raise NotImplementedCase(f"{known.split('/')[1]}: part of AlphaFold-Multimer")
     return _ANSWERS[known](case)
 
 

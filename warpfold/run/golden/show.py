@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
+from warpfold.model.deepmind import PREFIX
 from warpfold.run.golden.compare import Check
 from warpfold.run.golden.runner import FAIL, NOT_IMPLEMENTED, NOT_RUN, PASS, CaseResult
 
@@ -18,7 +19,9 @@ def table(results: Sequence[CaseResult]) -> Table:
 
     Errors and bounds are absolute, or relative L2 norms where "L2" stands beside them.
     """
-    shown = Table("case", "worst of", "what", "error", "bound", "verdict", box=None, pad_edge=False)
+    shown = Table(
+        "case", "arrays", Column("worst", overflow="fold"), "error", "bound", "verdict", box=None, pad_edge=False
+    )
     for result in results:
         verdict = f"[{_COLOURS[result.verdict]}]{result.verdict}[/]"
         worst = result.worst
@@ -35,7 +38,7 @@ def table(results: Sequence[CaseResult]) -> Table:
 
 def _figures(check: Check) -> tuple[str, str, str]:
     unit = " L2" if check.measure == "l2" else ""
-    return check.what, f"{check.error:.2g}{unit}", f"{check.bound:.2g}{unit}"
+    return check.what.replace(PREFIX, ""), f"{check.error:.2g}{unit}", f"{check.bound:.2g}{unit}"
 
 
 def failures(result: CaseResult) -> list[Check]:
