@@ -64,38 +64,26 @@ class Plan:
 
 def draw_plan(fold: Fold, rng: np.random.Generator) -> Plan:
     """Draws lengths, loop types and the jitter of the torsions."""
-    elements = ""
-    letters: list[str] = []
-    torsions: list[tuple[int, int]] = []
-    bodies: list[int] = []
-    loops: list[str] = []
-
-    def add(kind: str, angles: Sequence[tuple[int, int]], types: Sequence[str], body: int = -1) -> None:
-        nonlocal elements
-        elements += kind
-        torsions.extend(angles)
-        letters.extend(types)
-        bodies.extend([body] * len(kind))
-
-    add("T", [FIRST], TAIL_LETTERS[:1])
-    for index, part in enumerate(fold.parts):
+    residues: list[tuple[str, tuple[int, int], str, int]] = [("T", FIRST, TAIL_LETTERS[0], -1)]
+    loops = []
+    for body, part in enumerate(fold.parts):
         if part == "H":
-            length = int(rng.integers(*fold.helix, endpoint=True))
-            add("H" * length, [HELIX] * length, [""] * length, index)
+            residues += [("H", HELIX, "", body)] * int(rng.integers(*fold.helix, endpoint=True))
         elif part in LOOPS:
             loop = LOOPS[part][rng.integers(len(LOOPS[part]))]
-            add("L" * len(loop.torsions), loop.torsions, loop.letters)
+            residues += [("L", angles, letters, -1) for angles, letters in zip(loop.torsions, loop.letters)]
             loops.append(loop.name)
         else:
             sheet = SHEETS[part][rng.integers(len(SHEETS[part]))]
             cut = int(rng.integers(sheet.trim, endpoint=True))
-            kept = slice(cut, len(sheet.torsions) - cut)
-            add(sheet.elements[kept], sheet.torsions[kept], sheet.letters[kept], index)
+            strands = list(zip(sheet.elements, sheet.torsions, sheet.letters))
+            residues += [(*residue, body) for residue in strands[cut : len(strands) - cut]]
             loops.append(sheet.name)
-    add("T", [LAST], TAIL_LETTERS[1:])
+    residues.append(("T", LAST, TAIL_LETTERS[1], -1))
+    elements, torsions, letters, bodies = zip(*residues)
     jitter = np.array([JITTER[kind] for kind in elements])[:, None] * rng.normal(size=(len(elements), 2))
     angles = np.array(torsions, dtype=np.float64) + jitter
-    return Plan(fold.name, elements, tuple(letters), np.array(bodies), angles, tuple(loops), fold.closed)
+    return Plan(fold.name, "".join(elements), letters, np.array(bodies), angles, tuple(loops), fold.closed)
 
 
 def build(torsions: Floats) -> Floats:
