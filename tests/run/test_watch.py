@@ -1,0 +1,55 @@
+"""Watching a run: rows, bar, TensorBoard."""
+
+import importlib.util
+import io
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from warpfold.errors import UserError
+from warpfold.run.watch import Clock, Seen, progress_bar, step_row, tensorboard, validation_row
+
+
+def seen(loss: float, lddt: float = 0.5) -> Seen:
+    return Seen("a", 10, loss, norm=1.0, lddt_ca=lddt, terms={"fape": loss / 2})
+
+
+def test_a_row_averages_what_was_finite() -> None:
+    row = step_row(3, [seen(1.0), seen(float("nan")), seen(3.0, lddt=float("nan"))], 0.1, 2, Clock())
+    assert (row["loss"], row["lddt_ca"], row["terms"]["fape"], row["skipped"]) == (2.0, 0.5, 1.0, 1)
+    nothing = step_row(3, [seen(float("inf"))], 0.1, 2, Clock())
+    assert math.isnan(nothing["loss"])
+    assert nothing["terms"] == {}
+
+
+def test_a_validation_leaves_out_what_has_no_score() -> None:
+    assert validation_row(0, {"a": 0.4, "b": float("nan"), "c": 0.6})["lddt_ca"] == 0.5
+
+
+def test_the_clock_knows_how_long_was_waited() -> None:
+    clock = Clock()
+    with clock.waiting():
+        pass
+    assert 0 < clock.waited < 1
+    assert 0 < step_row(1, [seen(1.0)], 0.1, 0, clock)["waiting"] < 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_bar_shows_loss_and_lddt_on_a_terminal_only(terminal: bool) -> None:
+    text = io.StringIO()
+    with progress_bar(10, Console(file=text, force_terminal=terminal, width=120)) as watch:
+        watch(step_row(4, [seen(1.25)], 0.1, 0, Clock()))
+        watch(validation_row(4, {"a": 0.625}))
+    shown = text.getvalue()
+    assert ("4/10" in shown, "1.250" in shown, "0.625" in shown) == (terminal,) * 3
+
+
+def test_tensorboard_is_optional(tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorboard") is None:
+        with pytest.raises(UserError, match=r"pip install 'warpfold\[tensorboard\]'"):
+            tensorboard(tmp_path, 0)
+    else:
+        tensorboard(tmp_path, 0)(step_row(1, [seen(1.0)], 0.1, 0, Clock()))
+        assert any(tmp_path.iterdir())
