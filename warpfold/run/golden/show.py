@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Column, Table
 
 from warpfold.model.deepmind import PREFIX
@@ -26,7 +27,7 @@ def table(results: Sequence[CaseResult]) -> Table:
         verdict = f"[{_COLOURS[result.verdict]}]{result.verdict}[/]"
         worst = result.worst
         if worst is None:
-            shown.add_row(result.case, "", result.reason, "", "", verdict)
+            shown.add_row(result.case, "", escape(result.reason), "", "", verdict)
             continue
         shown.add_row(result.case, str(len(result.checks)), *_figures(worst), verdict)
         for check in failures(result)[1:6]:
