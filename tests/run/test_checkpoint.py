@@ -120,6 +120,24 @@ def test_the_log_continues_after_the_checkpoint(tmp_path: Path) -> None:
     assert rows[-1]["terms"] == {"fape": None}
 
 
+def test_a_full_disk_ends_the_log_with_one_line(tmp_path: Path) -> None:
+    def fill() -> None:
+        with RunFolder(tmp_path) as run:
+            run.open_log(0)
+            release = limited(1_000)
+            try:
+                for step in range(100):
+                    run.log({"step": step, "loss": 0.5})
+            finally:
+                release()
+
+    with pytest.raises(UserError, match=r"metrics.jsonl: .*make room"):
+        fill()
+    with RunFolder(tmp_path) as run:
+        run.open_log(10)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 11
+
+
 def test_checkpoints_without_settings_are_not_continued(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as run:
         assert run.settings_text() is None

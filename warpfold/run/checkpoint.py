@@ -9,6 +9,7 @@
 Whatever is written is written beside its place, synced, and renamed into it.
 """
 
+import errno
 import fcntl
 import json
 import math
@@ -17,6 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -48,7 +50,7 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self._lock: TextIO | None = None
-        self._log: TextIO | None = None
+        self._log: FileIO | None = None
 
     def __enter__(self) -> "RunFolder":
         try:
@@ -206,15 +208,17 @@ class RunFolder:
         if path.exists():
             kept = [line for line in path.read_bytes().splitlines(keepends=True) if _belongs(line, step)]
             self.replace_file(path.name, lambda draft: draft.write_bytes(b"".join(kept)))
-        self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
+        # Unbuffered: what was logged survives the process, and a full disk is met here rather than on closing.
+        self._log = open(path, "ab", buffering=0)  # noqa: SIM115 (closed in __exit__)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Append one line.  Errors: UserError when the disk is full."""
         if self._log is None:
             raise RuntimeError("open_log comes first")
+        line = (json.dumps(_finite(row)) + "\n").encode()
         try:
-            self._log.write(json.dumps(_finite(row)) + "\n")
-            self._log.flush()
+            if self._log.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise UserError(f"{self.path / 'metrics.jsonl'}: {_reason(error)}; make room and start again") from error
 
