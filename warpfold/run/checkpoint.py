@@ -193,7 +193,7 @@ class RunFolder:
             return folder.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            np.savez_compressed(folder / "batch.npz", allow_pickle=False, **arrays)
+            np.savez_compressed(folder / "batch.npz", **arrays)  # type: ignore[arg-type]  # a name is none of its own
             save_file(dict(tensors), folder / "state.safetensors")
             (folder / "failure.json").write_text(json.dumps(_finite(notes), indent=1) + "\n", encoding="utf-8")
         except (OSError, SafetensorError) as error:
