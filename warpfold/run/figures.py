@@ -119,7 +119,7 @@ def draw_pae(pae: np.ndarray) -> str:
 def draw_improvement(names: Sequence[str], before: Sequence[float], after: Sequence[float]) -> str:
     """lDDT-Cα (0 to 1) of each protein by the untrained and by the trained model, as two dots and what lies between."""
     order = np.argsort(after)
-    figure, axes = _canvas(5.4, 0.9 + 0.26 * len(names))
+    figure, axes = _canvas(4.7, 0.9 + 0.26 * len(names))
     rows, b, a = np.arange(len(names)), np.asarray(before, float)[order], np.asarray(after, float)[order]
     axes.hlines(rows, b, a, color=RULE, linewidth=3, zorder=1)
     axes.scatter(b, rows, s=36, facecolor="white", edgecolor=GREY, linewidth=1.4, zorder=2, label="untrained")
