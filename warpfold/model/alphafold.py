@@ -204,6 +204,7 @@ class AlphaFold(nn.Module):
 
     def _share_noise(self) -> None:
         """One source of dropout noise for all layers, and a stream of its own for each."""
-        for stream, layer in enumerate(m for m in self.modules() if isinstance(getattr(m, "noise", None), Noise)):
-            if layer is not self:
-                layer.noise, layer.stream = self.noise, 1000 * stream  # a layer may use the streams that follow its own
+        layers = [m for m in self.modules() if m is not self and isinstance(getattr(m, "noise", None), Noise)]
+        for number, layer in enumerate(layers):
+            layer.__dict__["noise"] = self.noise
+            layer.__dict__["stream"] = 1000 * number  # a layer may use the streams that follow its own

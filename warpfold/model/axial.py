@@ -14,6 +14,7 @@ Two laws make every schedule right; tests/laws/test_slicing.py checks them for e
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -95,3 +96,14 @@ class AxialUpdate(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor, source: Tensor | None = None) -> Tensor:
         return self.schedule(self, x, mask, source)
+
+
+def run_block(block: nn.Module, *args: Tensor) -> Any:
+    """A block as it is."""
+    return block(*args)
+
+
+class BlockStack(nn.Module):
+    """Blocks one after another.  How a block is run (recomputed, compiled) is set from outside, as schedules are."""
+
+    run_block: Callable[..., Any] = staticmethod(run_block)

@@ -160,6 +160,7 @@ def arrays(module: nn.Module, scope: str = "", name: str = "") -> Iterator[Array
         theirs = _scopes(module)[child_name]
         if isinstance(child, nn.ModuleList):  # haiku numbers repeated layers: name, name_1, name_2
             for index, layer in enumerate(child):
+                assert isinstance(layer, Linear)
                 numbered = f"{theirs}_{index}" if index else theirs
                 yield from _leaf(module, child_name, layer, scope, numbered, f"{ours}.{index}")
         elif isinstance(child, Linear | LayerNorm):

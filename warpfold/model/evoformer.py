@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from warpfold.model.axial import BlockStack
 from warpfold.model.msa import MSAStack, OuterProductMean
 from warpfold.model.pair import PairConfig, PairStack
 
@@ -57,15 +58,8 @@ class EvoformerBlock(nn.Module):
         return m, self.outer(z, m_mask, m)
 
 
-def run_block(block: nn.Module, *args: Tensor) -> tuple[Tensor, Tensor]:
-    """A block as it is; a plan may put recomputation in its place."""
-    return block(*args)
-
-
-class Evoformer(nn.Module):
+class Evoformer(BlockStack):
     """A stack of blocks: the main one, or the extra MSA stack (Algorithm 18) with `global_column`."""
-
-    run_block: Callable[..., tuple[Tensor, Tensor]] = staticmethod(run_block)
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, global_column: bool = False) -> None:
         super().__init__()

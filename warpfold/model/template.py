@@ -1,6 +1,5 @@
 """Templates: pair features, their stack, attention over them, and torsion rows for the MSA (Algorithms 16 and 17)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +10,7 @@ from warpfold.batch import Batch
 from warpfold.geometry.atoms import atom37_to_torsions, distogram_bins
 from warpfold.geometry.residue import ATOM_ORDER, UNKNOWN
 from warpfold.geometry.rigid import Rigid
+from warpfold.model.axial import BlockStack
 from warpfold.model.pair import PairConfig, PairStack
 from warpfold.ops.attention import attention
 from warpfold.ops.linear import LayerNorm, Linear
@@ -127,10 +127,8 @@ class TemplateEmbedder(nn.Module):
         return update * (mask.sum(-1) > 0).to(z.dtype)[..., None, None, None]
 
 
-class TemplatePairStack(nn.Module):
+class TemplatePairStack(BlockStack):
     """Algorithm 16: the pair stack on one template, attention before multiplication."""
-
-    run_block: Callable[..., Tensor] = staticmethod(lambda block, *args: block(*args))
 
     def __init__(self, config: TemplateConfig) -> None:
         super().__init__()

@@ -41,9 +41,7 @@ def load_model(path: Path | str) -> AlphaFold:
             metadata = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path}: not a safetensors file ({error}); give .safetensors or .npz parameters"
-        ) from error
+        raise UserError(f"{path}: not a safetensors file ({error}); give .safetensors or .npz parameters") from error
     if metadata.get("format") != "warpfold-1" or "model" not in metadata:
         raise UserError(f"{path}: safetensors, but not written by WarpFold (no settings of a model inside)")
     model = AlphaFold(build(ModelConfig, json.loads(metadata["model"]), str(path)))

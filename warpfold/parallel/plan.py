@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from warpfold.model.axial import AxialUpdate
+from warpfold.model.axial import AxialUpdate, BlockStack, Schedule, run_block
 from warpfold.parallel.schedules import chunked, in_place, whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -39,22 +39,21 @@ class Plan:
 
 def apply(plan: Plan, model: nn.Module) -> nn.Module:
     """Put `plan` on a model, or on any module that holds trunk layers; a later plan replaces it.  Returns the model."""
-    schedule = whole
+    schedule: Schedule = whole
     if plan.chunk is not None:
         schedule = in_place(plan.chunk) if plan.in_place else chunked(plan.chunk)
     for module in model.modules():
         if isinstance(module, AxialUpdate):
             module.schedule = schedule
-        if hasattr(type(module), "run_block"):
-            module.run_block = _recomputed if plan.recompute else type(module).run_block
-        if hasattr(type(module), "dtype"):
-            module.dtype = DTYPES[plan.precision]
+        if isinstance(module, BlockStack):
+            module.run_block = recomputed if plan.recompute else run_block
+    model.dtype = DTYPES[plan.precision]  # type: ignore[assignment]  # read where a model makes its first m and z
     if plan.precision == "fp64":
         model.double()  # a reference run: parameters too
     return model
 
 
-def _recomputed(block: nn.Module, *args: Any) -> Any:
+def recomputed(block: nn.Module, *args: Any) -> Any:
     """A block whose activations are computed again when their gradient is due.  Noise is keyed, so it repeats."""
     if not torch.is_grad_enabled():
         return block(*args)
