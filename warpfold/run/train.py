@@ -147,6 +147,7 @@ def draw_recycles(config: RunConfig, step: int) -> int:
 
 
 def due(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps is done after this one; never for 0."""
     return every > 0 and step % every == 0
 
 
@@ -209,6 +210,7 @@ def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store,
 
 
 def watchers(run: RunFolder, config: RunConfig, step: int, watch: Watcher | None) -> list[Watcher]:
+    """Who is told of every step: TensorBoard, where the settings want it, and `watch`."""
     own = [tensorboard(run.path / "tensorboard", step)] if config.train.tensorboard else []
     return own + ([watch] if watch else [])
 
