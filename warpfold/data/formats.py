@@ -163,8 +163,11 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
     records = [(n, s) for n, s in zip(*_records(data, source)) if not _is_annotation(n)]
     if not records:
         raise UserError(f"{source}: holds no sequence; give an alignment with at least the query's row")
-    names = [name for name, _ in records]
-    rows, deletions = _match_columns(names, [sequence for _, sequence in records], source)
+    names, sequences = [name for name, _ in records], [sequence for _, sequence in records]
+    if query is not None and _has_lowered_query(sequences, query):
+        alignment = _in_columns(names, sequences, source)
+        return _checked(_project(alignment, alignment.rows[0] != GAP), source, query)
+    rows, deletions = _match_columns(names, sequences, source)
     alignment = Alignment(rows, deletions, names)
     if lengths and sum(lengths) != rows.shape[1]:
         raise UserError(
@@ -184,6 +187,12 @@ def _is_annotation(name: str) -> bool:
     """Rows of the HH-suite that are no sequences: >ss_pred, >ss_conf, >aa_dssp ..., >Consensus, >NAME_consensus."""
     word = name.split(maxsplit=1)[0] if name else ""
     return bool(re.fullmatch(r"(ss|sa|aa)_(pred|conf|dssp)|(.*_)?consensus", word, re.IGNORECASE))
+
+
+def _has_lowered_query(sequences: Sequence[bytes], query: str) -> bool:
+    """An A2M whose row 0 is the query with some of it in lower case (EVcouplings', where few rows have residues)."""
+    first = sequences[0].translate(None, _GAPS)
+    return first != first.upper() == query.upper().encode() and len(set(map(len, sequences))) == 1
 
 
 def _records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
@@ -271,11 +280,11 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
     """
     chunks, reference = _stockholm_rows(_plain_text(data, source), source)
     names, sequences = list(chunks), [b"".join(c) for c in chunks.values()]
-    rows = _aligned_rows(names, sequences, source)
+    alignment = _in_columns(names, sequences, source)
+    rows = alignment.rows
     match = np.isin(np.frombuffer(reference, dtype=np.uint8), list(_GAPS), invert=True)
     if reference and len(match) != rows.shape[1]:
         raise UserError(f"{source}: #=GC RF has {len(match)} columns, the rows {rows.shape[1]}; make the file again")
-    alignment = Alignment(rows, np.zeros(rows.shape, dtype=np.int32), names)
     if query is None:
         if reference and not np.array_equal(match, rows[0] != GAP):
             raise UserError(
@@ -329,18 +338,18 @@ def _parse_rows(data: bytes, source: str, query: str | None) -> Alignment:
         kind = "a CLUSTAL file" if data.startswith(b"CLUSTAL") else "no alignment that WarpFold knows"
         raise UserError(f"{source}: is {kind}; give A3M, Stockholm or aligned FASTA")
     names = [f"row {i + 1}" for i in range(len(sequences))]
-    rows = _aligned_rows(names, sequences, source)
-    alignment = Alignment(rows, np.zeros(rows.shape, dtype=np.int32), names)
-    return _checked(_project(alignment, rows[0] != GAP), source, query)
+    alignment = _in_columns(names, sequences, source)
+    return _checked(_project(alignment, alignment.rows[0] != GAP), source, query)
 
 
-def _aligned_rows(names: list[str], sequences: list[bytes], source: str) -> np.ndarray:
-    """uint8 [R, W] of rows in which every character is a column."""
+def _in_columns(names: list[str], sequences: list[bytes], source: str) -> Alignment:
+    """Rows in which every character is a column, [R, W], not yet on the query."""
     joined, starts = _join(sequences)
     codes = _ALIGNED[np.frombuffer(joined, dtype=np.uint8)]
     _refuse_illegal(codes, starts, joined, names, source)
     _refuse_widths(np.diff(starts), names, source, "columns")
-    return codes.reshape(len(names), -1)
+    rows = codes.reshape(len(names), -1)
+    return Alignment(rows, np.zeros(rows.shape, dtype=np.int32), names)
 
 
 def _project(alignment: Alignment, kept: np.ndarray) -> Alignment:
