@@ -111,7 +111,7 @@ def test_aligned_fasta_is_projected_on_its_first_row() -> None:
 
 
 def test_a2m_whose_query_has_lower_case_is_read_whole_for_that_query() -> None:
-    text = ">q\nMkv.LW\n>a\nM-va-W\n"
+    text = ">q\nMkv.LW\n>a\nM.va-W\n"
     assert parse_a3m(text).query == "MLW"
     alignment = parse_a3m(text, query="MKVLW")
     assert [decode(row) for row in alignment.rows] == ["MKVLW", "M-V-W"]
