@@ -34,9 +34,6 @@ def refusal(call: object, *arguments: object) -> str:
     return str(caught.value)
 
 
-# ---- letters
-
-
 def test_letters_mean_what_hhblits_table_says() -> None:
     assert encode(RESTYPES).tolist() == list(range(20))
     assert decode(encode("BZUJOX")) == "DECXXX"
@@ -58,9 +55,6 @@ def test_nucleic_acids_are_told_from_proteins(sequence: str, nucleic: bool) -> N
     assert is_nucleic(sequence) is nucleic
 
 
-# ---- FASTA
-
-
 def test_fasta_joins_lines_and_keeps_the_header() -> None:
     assert parse_fasta(">a first\nMK\nvl\n\n>b\n  W Y\n") == [("a first", "MKVL"), ("b", "WY")]
 
@@ -78,9 +72,6 @@ def test_fasta_joins_lines_and_keeps_the_header() -> None:
 def test_fasta_refuses_what_is_no_sequence(text: str, said: str) -> None:
     assert said in refusal(parse_fasta, text, "x.fasta")
     assert refusal(parse_fasta, text, "x.fasta").startswith("x.fasta: ")
-
-
-# ---- A3M
 
 
 def test_lower_case_counts_as_deletions_before_the_next_column() -> None:
@@ -161,9 +152,6 @@ def test_nul_bytes_separate_entries_of_an_mmseqs_database() -> None:
     assert "none or several" in refusal(parse_a3m, both, "x", "AAA")
 
 
-# ---- Stockholm and rows
-
-
 STOCKHOLM = """# STOCKHOLM 1.0
 #=GF ID family
 #=GS hit/1-4 DE a hit
@@ -227,9 +215,6 @@ def test_rows_without_headers() -> None:
     assert "empty" in refusal(parse_alignment, "\n\n")
 
 
-# ---- files
-
-
 def test_files_gz_crlf_and_byte_order_marks(tmp_path: Path) -> None:
     plain, packed = tmp_path / "a.a3m", tmp_path / "b.a3m"
     plain.write_bytes(b"\xef\xbb\xbf" + A3M.replace("\n", "\r\n").encode())
@@ -253,9 +238,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "is a folder" in refusal(read_fasta, tmp_path)
 
 
-# ---- Alignment
-
-
 def test_select_deduplicate_and_merge() -> None:
     alignment = parse_a3m(A3M + ">again\nM-VLW\n")
     assert alignment.deduplicate().names == ["query", "one", "two"]  # insertions do not count
@@ -272,8 +254,6 @@ def test_one_row_alignment() -> None:
     assert "no residues" in refusal(Alignment.of_query, "")
     assert "nucleic" in refusal(Alignment.of_query, "ACGUACGUACGU")
 
-
-# ---- laws
 
 residues = st.sampled_from(RESTYPES + "X")
 headers = st.text(st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp")), max_size=20).map(

@@ -36,9 +36,6 @@ def refusal(text: str | bytes) -> str:
     return str(caught.value)
 
 
-# ---- chains on their SEQRES
-
-
 def test_residues_without_atoms_stay_in_the_sequence_masked() -> None:
     chain = only_chain(entry(PEPTIDE[4:], SEQUENCE))
     assert chain.sequence == "GSAG"
@@ -74,9 +71,6 @@ def test_author_numbers_and_insertion_codes() -> None:
     atoms = backbone("SER", 2, author=52) + backbone("ALA", 3, author=52, code="A") + backbone("GLY", 4, author=53)
     assert only_chain(entry(atoms, SEQUENCE, more=scheme)).author_numbers == ("-1", "52", "52A", "53")
     assert only_chain(entry(atoms, SEQUENCE)).author_numbers == ("", "52", "52A", "53")
-
-
-# ---- which atoms
 
 
 def test_the_conformation_of_higher_occupancy_is_taken_whole() -> None:
@@ -144,9 +138,6 @@ def test_quoted_values_and_uncertainties() -> None:
     assert position(only_chain(entry(atoms, SEQUENCE)), 0, "CA")[1] == 1.25
 
 
-# ---- what is known of the experiment
-
-
 def read(more: str) -> Structure:
     return parse_structure(entry(PEPTIDE, SEQUENCE, more=more))
 
@@ -176,9 +167,6 @@ def test_resolution(more: str, resolution: float | None) -> None:
 def test_method_and_identifier() -> None:
     structure = read("_exptl.method 'Solution NMR'\n#\n")
     assert (structure.id, structure.method) == ("test", "SOLUTION NMR")
-
-
-# ---- which chains
 
 
 def test_polymers_that_are_no_l_proteins_are_dropped_by_name() -> None:
@@ -212,9 +200,6 @@ def test_chains_without_coordinates_are_named() -> None:
     assert parse_structure(entry(PEPTIDE, SEQUENCE, more=more)).dropped == {"B": "no residue has coordinates"}
 
 
-# ---- without SEQRES
-
-
 def test_sequence_from_coordinates_with_gaps_as_unknown() -> None:
     # Residues are 3.8 angstrom apart along z, so none is bonded to the next by distance of C and N.
     atoms = backbone("SER", 5) + backbone("ALA", 6) + backbone("GLY", 9)
@@ -230,9 +215,6 @@ def test_bonded_residues_have_no_gap_whatever_their_numbers() -> None:
     assert only_chain(entry(atoms, [])).sequence == "SAG"
     far = backbone("SER", 5) + backbone("ALA", 6) + backbone("GLY", 1006)
     assert only_chain(entry(far, [])).sequence == "SAG"
-
-
-# ---- PDB files
 
 
 def test_pdb_with_seqres_numbers_and_header() -> None:
@@ -284,9 +266,6 @@ def test_pdb_cut_short() -> None:
     without = "\n".join(line for line in text.splitlines() if line.startswith("ATOM"))
     assert "middle of an atom" in refusal(without[:-40])
     assert "has no atoms" in refusal("HEADER    HYDROLASE\nEND\n")
-
-
-# ---- what is refused
 
 
 @pytest.mark.parametrize("bad", ["nan", "NaN", "?", ".", "inf", "abc", "1e30"])

@@ -37,9 +37,6 @@ _ALIGNED = _table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)  # every character 
 _A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
 
 
-# ---- files
-
-
 def read_bytes(path: str | Path) -> bytes:
     """What is in a file, unpacked if it is gzipped.  UserError if it cannot be read, or is empty or cut short."""
     try:
@@ -143,9 +140,6 @@ def write_a3m(alignment: Alignment) -> str:
             last = i
         records.append((name, "".join([*pieces, letters[last:]])))
     return write_fasta(records, width=0)
-
-
-# ---- A3M
 
 
 def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None) -> Alignment:
@@ -268,9 +262,6 @@ def _chain_of_complex(alignment: Alignment, lengths: Sequence[int], source: str,
     )
 
 
-# ---- Stockholm and rows without headers
-
-
 def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str | None = None) -> Alignment:
     """Stockholm text, interleaved or not -> Alignment on the residues of the query.
 
@@ -358,9 +349,6 @@ def _project(alignment: Alignment, kept: np.ndarray) -> Alignment:
     return Alignment(
         np.ascontiguousarray(alignment.rows[:, kept]), np.diff(residues, axis=1, prepend=0), alignment.names
     )
-
-
-# ---- what is refused
 
 
 def _checked(alignment: Alignment, source: str, query: str | None) -> Alignment:

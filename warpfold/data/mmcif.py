@@ -52,7 +52,7 @@ class Structure:
 def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     """Protein chains of an mmCIF or PDB file (told by content), gz or not.
 
-    First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete`), its first residue
+    First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete_mmcif`), its first residue
     where it names several (microheterogeneity), modified residues as their parents (MSE with SE as SD).  Of
     alternative positions the conformation of the highest mean occupancy in its residue, the first among equals; atoms
     that only another conformation has are taken from there.  Hydrogens are left out; NH1 and NH2 of arginine are
@@ -74,10 +74,9 @@ def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: boo
     except UnicodeDecodeError:
         raise UserError(f"{source}: is damaged, it has names that are not text; fetch the file again") from None
     except RuntimeError as error:  # gemmi's, for a category that is two loops, or a loop and a pair
-        raise UserError(f"{source}: is not valid mmCIF ({error}); fetch the file again") from None
-
-
-# ---- the file
+        raise UserError(
+            f"{source}: is not valid mmCIF ({' '.join(str(error).split())}); fetch the file again"
+        ) from None
 
 
 def _read_mmcif(data: bytes, source: str) -> cif.Block:
@@ -149,9 +148,6 @@ def _because(dropped: dict[str, str]) -> str:
     return f" ({'; '.join(reasons[:4])}{more})" if reasons else ""
 
 
-# ---- what is known of the experiment
-
-
 def _values(block: cif.Block, tag: str) -> list[str]:
     return [cif.as_string(value) for value in block.find_values(tag) if value not in ABSENT]
 
@@ -176,9 +172,6 @@ def _release_date(block: cif.Block) -> str | None:
         if dates := _values(block, tag):
             return min(dates)
     return None
-
-
-# ---- the sequences
 
 
 def _polymers(block: cif.Block, columns: Columns, source: str) -> tuple[list[Polymer], dict[str, str]]:
