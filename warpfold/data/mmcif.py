@@ -52,12 +52,12 @@ class Structure:
 def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     """Protein chains of an mmCIF or PDB file (told by content), gz or not.
 
-    First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete_mmcif`), its first residue
-    where it names several (microheterogeneity), modified residues as their parents (MSE with SE as SD).  Of
+    First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete_mmcif`), its first
+    residue where it names several (microheterogeneity), modified residues as their parents (MSE with SE as SD).  Of
     alternative positions the conformation of the highest mean occupancy in its residue, the first among equals; atoms
     that only another conformation has are taken from there.  Hydrogens are left out; NH1 and NH2 of arginine are
-    swapped where NH2 is nearer to CD (Supp. 1.2.1).  Polymers other than polypeptide(L), and chains of
-    which no residue has N, CA and C (CA-only; kept if `ca_only`), are named in `dropped`.
+    swapped where NH2 is nearer to CD (Supp. 1.2.1).  Polymers other than polypeptide(L), and chains of which no
+    residue has N, CA and C (CA-only; kept if `ca_only`), are named in `dropped`.
 
     Errors: UserError for a file that is missing, cut short, no structure, without a usable protein chain, with
     positions that are no numbers, or whose atoms contradict its sequence.
