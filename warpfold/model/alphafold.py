@@ -10,9 +10,9 @@ from warpfold.geometry.atoms import pseudo_beta
 from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.heads import DistogramHead, MaskedMSAHead, PAEHead, PLDDTHead, ResolvedHead
+from warpfold.model.layers import Linear
 from warpfold.model.structure import StructureConfig, StructureModule, StructureOutput
 from warpfold.model.template import TemplateConfig, TemplateEmbedder
-from warpfold.ops.linear import Linear
 from warpfold.ops.noise import Noise
 
 

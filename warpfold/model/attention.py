@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from warpfold.model.axial import AxialUpdate, Tensors
+from warpfold.model.layers import LayerNorm, Linear
 from warpfold.ops.attention import attention
-from warpfold.ops.linear import LayerNorm, Linear
 
 
 class GatedAttention(nn.Module):

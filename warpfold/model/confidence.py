@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from warpfold.ops.linear import island
+from warpfold.ops.precision import island
 
 
 def plddt(logits: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from torch import nn
 from warpfold.errors import UserError
 from warpfold.model import attention, embed, evoformer, msa, pair, template
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
+from warpfold.model.layers import LayerNorm, Linear
 from warpfold.model.structure import AngleResnet, StructureConfig
-from warpfold.ops.linear import LayerNorm, Linear
 
 PREFIX = "alphafold/alphafold_iteration/"
 

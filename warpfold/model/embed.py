@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from warpfold.batch import Batch
 from warpfold.geometry.atoms import distogram_bins
-from warpfold.ops.linear import LayerNorm, Linear
+from warpfold.model.layers import LayerNorm, Linear
 
 TARGET_CHANNELS, MSA_CHANNELS, EXTRA_CHANNELS = 22, 49, 25  # of target_feat, msa_feat and the extra MSA (Supp. table 1)
 EXTRA_CLASSES = 23  # 20 residue types, X, gap, mask

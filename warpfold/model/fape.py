@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from warpfold.geometry.rigid import Rigid
-from warpfold.ops.linear import island
+from warpfold.ops.precision import island
 
 
 def frame_aligned_point_error(

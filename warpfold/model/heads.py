@@ -6,7 +6,8 @@ Each is a small module from one representation to logits in fp32, named part by 
 import torch
 from torch import Tensor, nn
 
-from warpfold.ops.linear import LayerNorm, Linear, island
+from warpfold.model.layers import LayerNorm, Linear
+from warpfold.ops.precision import island
 
 
 def distogram_breaks(bins: int = 64, first: float = 2.3125, last: float = 21.6875) -> Tensor:

@@ -19,7 +19,7 @@ from warpfold.geometry.rigid import Rigid
 from warpfold.model.fape import backbone_fape, sidechain_fape
 from warpfold.model.heads import distogram_breaks, pae_breaks
 from warpfold.model.violations import find_violations
-from warpfold.ops.linear import island
+from warpfold.ops.precision import island
 
 if TYPE_CHECKING:
     from warpfold.model.alphafold import Output

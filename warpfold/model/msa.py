@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from warpfold.model.attention import GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
+from warpfold.model.layers import LayerNorm, Linear
 from warpfold.ops.attention import global_attention, masked_mean
-from warpfold.ops.linear import LayerNorm, Linear
 
 
 class MSARowAttention(AxialUpdate):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from warpfold.model.attention import GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
-from warpfold.ops.linear import LayerNorm, Linear
+from warpfold.model.layers import LayerNorm, Linear
 from warpfold.ops.triangle import triangle_product
 
 

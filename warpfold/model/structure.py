@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from warpfold.geometry.atoms import atom14_to_atom37, frames_to_atom14, torsions_to_frames
 from warpfold.geometry.rigid import Rigid, update_affine
-from warpfold.ops.linear import LayerNorm, Linear, island
+from warpfold.model.layers import LayerNorm, Linear
 from warpfold.ops.noise import Noise, dropout
+from warpfold.ops.precision import island
 
 
 @dataclass(frozen=True, kw_only=True)

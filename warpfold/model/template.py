@@ -11,9 +11,9 @@ from warpfold.geometry.atoms import atom37_to_torsions, distogram_bins
 from warpfold.geometry.residue import ATOM_ORDER, UNKNOWN
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.axial import BlockStack
+from warpfold.model.layers import LayerNorm, Linear
 from warpfold.model.pair import PairConfig, PairStack
 from warpfold.ops.attention import attention
-from warpfold.ops.linear import LayerNorm, Linear
 
 AATYPES = 22  # one-hot of template residue types: 20, X, gap
 PSI = 2  # the torsion whose mask says which residues of a template row are valid

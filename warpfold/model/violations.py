@@ -12,7 +12,7 @@ from torch import Tensor
 
 from warpfold.geometry import residue
 from warpfold.geometry.atoms import residue_rows
-from warpfold.ops.linear import island
+from warpfold.ops.precision import island
 
 N_ATOM, CA_ATOM, C_ATOM, SG_ATOM = 0, 1, 2, 5  # places in atom14; SG is cysteine's
 CA_CA = 3.80209737096  # angstrom, of a trans peptide: what the bonds and angles between two Ca give

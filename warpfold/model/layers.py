@@ -7,16 +7,12 @@ alone decide between fp32, bf16 and fp64, with no autocast context.
 import math
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from warpfold.ops.precision import island
+
 Init = Literal["default", "relu", "glorot", "gating", "final"]
-
-
-def island(x: Tensor) -> Tensor:
-    """x in fp32 if it is in a 16-bit dtype, else as it is: the dtype of norms, softmax, frames, losses and logits."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class Linear(nn.Linear):
