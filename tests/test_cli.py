@@ -271,6 +271,15 @@ def test_an_output_folder_of_something_else(
         assert [p.name for p in out.iterdir()] == ["thesis.tex"]
 
 
+def test_training_into_a_folder_of_something_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    store, out = tmp_path / "store", tmp_path / "out"
+    assert run(capsys, "pack", "--structures", structure(tmp_path), "--out", store)[0] == 0
+    out.mkdir()
+    (out / "thesis.tex").write_text("precious")
+    assert "something else" in refused(run(capsys, "train", "tiny", "--data", store, "--out", out))
+    assert [p.name for p in out.iterdir()] == ["thesis.tex"]
+
+
 def test_bad_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text("[model]\nc_mm = 3\n")
     out = tmp_path / "run"

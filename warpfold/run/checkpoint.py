@@ -53,6 +53,8 @@ class RunFolder:
         self._log: FileIO | None = None
 
     def __enter__(self) -> "RunFolder":
+        if self.path.is_dir() and any(self.path.iterdir()) and not self.checkpoints.is_dir():
+            raise UserError(f"{self.path}: holds something else, which is left alone; choose another --out")
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")

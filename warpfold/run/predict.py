@@ -278,18 +278,23 @@ def _report(out: Path, summary: dict[str, Any]) -> Report:
         for e in entries
     ]  # fmt: skip
     header = ["protein", "residues", "alignment rows", "mean pLDDT", "pTM", "seconds", "warnings"]
-    sections = [Section("All proteins", table=Table(header, rows))] if entries else []
+    alone = len(entries) == 1 and not failures
+    sections = [Section("All proteins", table=Table(header, rows))] if entries and not alone else []
     if failures:
         table = Table(["protein", "what went wrong"], [[f["name"], f["error"]] for f in failures])
         sections.append(Section("Failed", table=table))
-    means = [e["mean_plddt"] for e in entries]
-    facts = [("proteins folded", str(len(entries)))] + ([("failed", str(len(failures)))] if failures else [])
-    if means:
-        facts += [("mean pLDDT", f"{np.mean(means):.1f}"), ("seconds in all", f"{summary['seconds']:.0f}")]
+    facts = [] if alone else [("proteins folded", str(len(entries)))]
+    if failures:
+        facts.append(("failed", str(len(failures))))
+    if entries:
+        facts.append(("mean pLDDT", f"{np.mean([e['mean_plddt'] for e in entries]):.1f}"))
+    if alone and entries[0]["ptm"] is not None:
+        facts.append(("pTM", f"{entries[0]['ptm']:.2f}"))
+    facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
     versions, params = summary["versions"], summary["params"]
     drawn = f", the first {DRAWN} drawn" if len(entries) > DRAWN else ""
     return Report(
-        title=entries[0]["name"] if len(entries) == 1 and not failures else "Predicted structures",
+        title=entries[0]["name"] if alone else "Predicted structures",
         lead=f"Folded by WarpFold with {params['file']}{drawn}.",
         facts=facts,
         sections=sections,
