@@ -100,25 +100,23 @@ class Stages:
     def __init__(self, progress: Progress | None) -> None:
         self.progress = progress or (lambda done, total, what: None)
         self.seconds: dict[str, float] = {}
-        self.stage, self.percent, self.began = "", 0, time.perf_counter()
+        self.stage, self.news, self.percent, self.began = "", "", 0, time.perf_counter()
 
     def __call__(self, stage: str) -> None:
         self._close()
-        self.stage = stage
-        self.progress(self.percent, 100, stage)
+        self.stage, self.news = stage, ""
+        self.part(0.0)
 
     def training(self, row: Row, steps: int) -> None:
         """A row of the training's log."""
-        share = row["step"] / steps
         if row["kind"] == "validation":
-            self.part(share, f"lDDT-Cα {row['lddt_ca']:.2f} held out")
-        elif row["step"] % 5 == 0:
-            self.part(share)
+            self.news = f", lDDT-Cα of held-out proteins {row['lddt_ca']:.2f}"
+        self.part(row["step"] / steps)
 
-    def part(self, share: float, news: str = "") -> None:
+    def part(self, share: float) -> None:
         """How much of the current stage is done, 0 to 1."""
         end = PERCENT[self.stage]
-        self.progress(int(self.percent + share * (end - self.percent)), 100, f"{self.stage} {news}".strip())
+        self.progress(int(self.percent + share * (end - self.percent)), 100, self.stage + self.news)
 
     def done(self) -> None:
         self._close()
@@ -161,7 +159,6 @@ def _result(
     tell: Stages,
 ) -> dict[str, Any]:
     model = initial_model(config, None)
-    tell("writing the report")
     return {
         "format": FORMAT,
         "run": run,
@@ -182,7 +179,7 @@ def _result(
             {**entry, "lddt_ca": {"untrained": round(m.before, 4), "trained": round(m.after, 4)}}
             for entry, m in zip(entries, measured["held_out"])
         ],
-        "seconds": tell.seconds,
+        "seconds": tell.seconds,  # of each finished stage, in this run
         "threads": torch.get_num_threads(),
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
