@@ -198,8 +198,12 @@ def demo(
     """Make proteins, train a small AlphaFold2 on them, fold ones it never saw, and show it all in report.html."""
     from warpfold.run.demo import run_demo
 
-    with progress_bar(narrate=True) as progress:
-        summary = run_demo(out, seed=seed, force=force, progress=progress)
+    try:
+        with progress_bar(narrate=True) as progress:
+            summary = run_demo(out, seed=seed, force=force, progress=progress)
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command continues", err=True)
+        raise typer.Exit(130) from None
     if as_json:
         show(summary)
         return
