@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpfold.batch import to_tensors
-from warpfold.data.features import RawExample, merge, profile_of
+from warpfold.data.features import RawExample, from_sequence, merge, profile_of
 from warpfold.data.sample import (
     SampleConfig,
     cluster_statistics,
@@ -307,3 +307,13 @@ def test_deletion_value_and_means() -> None:
 def test_settings_that_cannot_be_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         SampleConfig(**bad)  # type: ignore[arg-type]
+
+
+def test_an_empty_extra_msa_is_masked_or_the_query():
+    raw = from_sequence("MKVLAAGH", [], "one")
+    masked = make_features(raw, SampleConfig(), 0, ("a",))
+    query = make_features(raw, SampleConfig(empty_extra="query"), 0, ("a",))
+    assert masked["extra_msa_mask"].shape == query["extra_msa_mask"].shape == (1, 1, 8)
+    assert not masked["extra_msa_mask"].any()
+    assert query["extra_msa_mask"].all()
+    assert np.array_equal(query["extra_msa"][0, 0], raw.msa[0])

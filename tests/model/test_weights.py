@@ -10,7 +10,7 @@ from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.deepmind import PREFIX, arrays, config_from_deepmind, from_deepmind, to_deepmind
-from warpfold.model.weights import load_model, save_params
+from warpfold.model.weights import data_settings, load_model, save_params
 
 CONFIG = tiny_config()
 FUSED = replace(CONFIG, evoformer=replace(CONFIG.evoformer, pair=replace(CONFIG.evoformer.pair, fused=True)))
@@ -96,3 +96,11 @@ def test_bad_files_are_refused(tmp_path):
     for name in ("a.safetensors", "b.npz", "c.npz", "d.npz", "e.safetensors", "missing.npz"):
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
             load_model(tmp_path / name)
+
+
+def test_how_examples_were_drawn_travels_with_the_parameters(tmp_path):
+    save_params(tmp_path / "p.safetensors", tiny_model(), {"max_msa": 16, "crop": None})
+    assert data_settings(tmp_path / "p.safetensors") == {"max_msa": 16, "crop": None}
+    save_params(tmp_path / "q.safetensors", tiny_model())
+    assert data_settings(tmp_path / "q.safetensors") == {}
+    assert data_settings(tmp_path / "params_model_1.npz") == {}

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import warpfold
+from tests.helpers import tiny_model
 from warpfold.errors import UserError
+from warpfold.model.weights import save_params
 from warpfold.run import predict as module
 from warpfold.run.predict import Options, predict, read_queries
 from warpfold.run.predictor import Predictor, automatic_chunk, load
@@ -229,3 +231,12 @@ def test_long_proteins_are_cut_and_short_ones_are_not() -> None:
     assert chunk(60, 32, 64) == 0
     assert 0 < chunk(1000, 512, 5120) <= 16
     assert chunk(20_000, 512, 5120) == 1
+
+
+def test_folding_samples_the_alignment_as_training_did(tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    save_params(path, tiny_model(), {"max_msa": 7, "max_extra": 3, "empty_extra": "query"})
+    sample = load(path).sample
+    assert (sample.max_msa, sample.max_extra, sample.empty_extra) == (7, 3, "query")
+    save_params(path, tiny_model())
+    assert (load(path).sample.max_msa, load(path).sample.max_extra) == (512, 5120)

@@ -7,6 +7,7 @@ on nothing else: not on the process that makes them, nor on how many draws anoth
 
 import hashlib
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -35,6 +36,9 @@ class SampleConfig:
     blocks: int = 5
     randomize_num_blocks: bool = False
     unclamped_fraction: float = 0.1  # of the examples, whose backbone FAPE is not clamped (Supp. 1.11.5)
+    # What stands for an extra MSA that has no row left.  AlphaFold2: one masked row, whose outer product is its bias
+    # divided by 0.001; on shallow alignments the gradient of that bias drowns all others (docs/decisions/0007).
+    empty_extra: Literal["masked", "query"] = "masked"
     pad: bool = False  # pad residues to `crop` and rows to `max_msa` and `max_extra` (fixed shapes)
 
     def __post_init__(self) -> None:
@@ -107,7 +111,7 @@ def make_features(
     key: names this draw, e.g. (example name, step).  passes: (recycles + 1) x ensemble; with `resample_msa` the MSA
     features hold that many samples, otherwise one.  train: crop, delete blocks, draw the clamping of FAPE.
     Labels are there when the example has coordinates.  An alignment with no row to spare for the extra MSA has one
-    fully masked row there, which is what AlphaFold2's padding comes to.
+    fully masked row there, which is what AlphaFold2's padding comes to, or the query's (`empty_extra`).
     """
     chosen = select(len(raw.aatype), len(raw.msa), config, seed, key, train)
     raw = raw.take(chosen.start, chosen.stop, chosen.rows)
@@ -195,6 +199,8 @@ def _msa_features(raw: RawExample, config: SampleConfig, seed: int, key: tuple[s
     msa_feat[..., 25:48] = profile
     msa_feat[..., 48] = deletion_value(deletion_mean)
 
+    if not len(others) and config.empty_extra == "query":
+        others = np.zeros(1, np.int64)
     if len(others) > config.max_extra:
         others = np.sort(keyed_rng(seed, *key, "extra").choice(others, config.max_extra, replace=False))
     extra = np.zeros((max(len(others), 1), len(raw.aatype)), np.float32)

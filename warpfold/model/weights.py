@@ -4,6 +4,7 @@ import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +18,19 @@ from warpfold.model.deepmind import PREFIX, config_from_deepmind, from_deepmind,
 from warpfold.settings import build, to_dict
 
 
-def save_params(path: Path, model: AlphaFold) -> None:
-    """Write the parameters and the settings of `model` as safetensors, by atomic rename."""
-    metadata = {"format": "warpfold-1", "model": json.dumps(to_dict(model.config))}
-    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, metadata)
+def save_params(path: Path, model: AlphaFold, data: Mapping[str, Any] | None = None) -> None:
+    """Write the parameters and the settings of `model` as safetensors, by atomic rename.
+
+    data: the settings by which its examples were drawn; whoever folds with it should draw alike (`data_settings`).
+    """
+    metadata = {
+        "format": "warpfold-1",
+        "model": json.dumps(to_dict(model.config)),
+        "data": json.dumps(dict(data or {})),
+    }
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
+    partial.write_bytes(save(tensors, metadata))
     partial.replace(path)
 
 
@@ -47,6 +55,14 @@ def load_model(path: Path | str) -> AlphaFold:
     model = AlphaFold(build(ModelConfig, json.loads(metadata["model"]), str(path)))
     load_state(model, state, str(path))
     return model
+
+
+def data_settings(path: Path | str) -> dict[str, Any]:
+    """The settings by which the examples of WarpFold's parameters were drawn; none for those of DeepMind."""
+    if Path(path).suffix == ".npz":
+        return {}
+    with safe_open(path, framework="pt") as file:
+        return dict(json.loads((file.metadata() or {}).get("data", "{}")))
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:

@@ -21,12 +21,15 @@ class Plan:
     in_place: write every slice over its part of m or z (inference only; needs a chunk).
     recompute: keep only the blocks' inputs in the forward pass, and compute the rest again in the backward pass.
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32.
+    threads: of one operation on a CPU, for the whole process; None: torch's choice, all cores.  Operations on a few
+    thousand numbers run faster on one (docs/decisions/0007).
     """
 
     chunk: int | None = None
     in_place: bool = False
     recompute: bool = False
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.chunk is not None and self.chunk < 1:
@@ -35,10 +38,14 @@ class Plan:
             raise ValueError("plan.in_place needs plan.chunk: how many rows to write at a time")
         if self.in_place and self.recompute:
             raise ValueError("plan.in_place is for inference, plan.recompute for training: choose one")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"plan.threads is {self.threads}: at least 1 is needed")
 
 
 def apply(plan: Plan, model: nn.Module) -> nn.Module:
     """Put `plan` on a model, or on any module that holds trunk layers; a later plan replaces it.  Returns the model."""
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
     schedule: Schedule = whole
     if plan.chunk is not None:
         schedule = in_place(plan.chunk) if plan.in_place else chunked(plan.chunk)

@@ -38,7 +38,8 @@ from warpfold.run.watch import Row
 
 FORMAT = "warpfold-demo-1"
 PRESET = "tiny"
-PROTEINS = 72
+PROTEINS = 240
+LONGEST = 40  # residues: small proteins train fast
 MEASURED = 12  # proteins of each kind, trained on and held out, whose accuracy is measured before and after
 PARTS = ("proteins", "store", "run", "predictions", "report.html")
 
@@ -74,7 +75,13 @@ def run_demo(
 
     tell("making proteins")
     if not (out / "proteins").is_dir():
-        generate(out / "proteins", proteins, seed, progress=lambda done, total, what: tell.part(done / total))
+        generate(
+            out / "proteins",
+            proteins,
+            seed,
+            max_length=LONGEST,
+            progress=lambda done, total, what: tell.part(done / total),
+        )
     tell("packing")
     if not (out / "store").is_dir():
         pack([out / "proteins"], [out / "proteins"], out / "store")
@@ -134,7 +141,7 @@ def measure(config: RunConfig, store: Store, params: Path, tell: Stages) -> dict
     """Fold proteins of the training set and held-out ones with the first and with the last parameters."""
     trained_on, held_out = split(store, config)
     keys = {"training": trained_on[:MEASURED], "held_out": [key for _, key in held_out][:MEASURED]}
-    models = Predictor(initial_model(config, None), sample=config.data), load(params, "cpu", sample=config.data)
+    models = Predictor(initial_model(config, None), sample=config.data), load(params, "cpu")
     total, found = sum(map(len, keys.values())), 0
     measured: dict[str, list[Measured]] = {}
     for kind, names in keys.items():

@@ -96,7 +96,9 @@ def draw_plddt(plddt: np.ndarray, lddt: np.ndarray | None = None) -> str:
     if lddt is not None:
         axes.plot(residues, lddt, "--", color=AMBER, label="lDDT-Cα against the truth", linewidth=1.3)
         _legend(axes)
-    axes.set(xlabel="residue", ylabel="pLDDT" if lddt is None else "0 to 100", ylim=(0, 100), xlim=(1, max(2, len(plddt))))
+    axes.set(
+        xlabel="residue", ylabel="pLDDT" if lddt is None else "0 to 100", ylim=(0, 100), xlim=(1, max(2, len(plddt)))
+    )
     return _svg(figure, f"pLDDT along the chain, mean {float(np.mean(plddt)):.1f}")
 
 

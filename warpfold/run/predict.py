@@ -6,7 +6,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ import torch
 from warpfold import __version__
 from warpfold.data.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats import read_alignment, read_fasta
-from warpfold.data.sample import SampleConfig
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run.outputs import Prediction, claim_folder, file_name, write_atomically
@@ -50,8 +49,8 @@ class Options:
     seed: int = 0
     recycles: int | None = None  # None: the model's own
     ensemble: int | None = None
-    max_msa: int = 512  # sequences of the clustered and of the extra alignment (Supp. 1.2.7)
-    max_extra: int = 5120
+    max_msa: int | None = None  # rows of the clustered and of the extra alignment; None: as the parameters were trained
+    max_extra: int | None = None
     device: str | None = None  # None: the first GPU, or the CPU
     chunk: int | None = None  # rows computed at a time; None: what fits, 0: all
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -81,8 +80,11 @@ def predict(
     params_digest = _file_digest(params)
     run = _run_digest(queries, params_digest, options)
     earlier = claim_folder(out, FORMAT, run, options.force)
-    sample = SampleConfig(max_msa=options.max_msa, max_extra=options.max_extra)
-    predictor = load(params, options.device, options.chunk, options.precision, sample)
+    predictor = load(params, options.device, options.chunk, options.precision)
+    if options.max_msa is not None:
+        predictor.sample = replace(predictor.sample, max_msa=options.max_msa)
+    if options.max_extra is not None:
+        predictor.sample = replace(predictor.sample, max_extra=options.max_extra)
 
     summary = _new_summary(run, params, params_digest, options, predictor)
     if earlier is not None:

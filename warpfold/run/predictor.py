@@ -20,9 +20,10 @@ from warpfold.errors import UserError
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.heads import pae_breaks
-from warpfold.model.weights import load_model
+from warpfold.model.weights import data_settings, load_model
 from warpfold.parallel.plan import Plan, apply
 from warpfold.run.outputs import Prediction
+from warpfold.settings import build
 
 Precision = Literal["fp32", "bf16"]
 SLICE = 2**27  # attention logits that a slice may hold at once: 512 MiB in fp32
@@ -122,12 +123,16 @@ def load(
 ) -> Predictor:
     """Parameters from a file: WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm).
 
-    device: the first GPU where there is one, by default; the rest as in `Predictor`.
+    device: the first GPU where there is one, by default.  sample: by default as the parameters were trained, and
+    AlphaFold2's way for DeepMind's.  The rest as in `Predictor`.
     Errors: UserError for a file that is neither, or whose arrays do not fit, all named.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Predictor(load_model(path), device, chunk, precision, sample)
+    model = load_model(path)
+    if sample is None:
+        sample = build(SampleConfig, data_settings(path), str(path))
+    return Predictor(model, device, chunk, precision, sample)
 
 
 def automatic_chunk(batch: Batch) -> int:

@@ -136,7 +136,7 @@ def train(
             if held_out and (last or due(step, config.train.validate_every)):
                 log(validate(model, optimizer, held_out, config, step))
             if last or stop or due(step, config.train.save_every):
-                save(run, model, optimizer, step, {"validation": log.validation, **source}, config.train.keep)
+                save(run, model, optimizer, step, {"validation": log.validation, **source}, config)
     done = step >= config.train.steps
     return Summary(steps=step, finished=done, lddt_ca=log.lddt_ca, params=run.path / "params.safetensors")
 
@@ -234,11 +234,13 @@ def restore(run: RunFolder, optimizer: Optimizer, origin: dict[str, str]) -> Che
     return state
 
 
-def save(run: RunFolder, model: AlphaFold, optimizer: Optimizer, step: int, notes: dict[str, Any], keep: int) -> None:
+def save(
+    run: RunFolder, model: AlphaFold, optimizer: Optimizer, step: int, notes: dict[str, Any], config: RunConfig
+) -> None:
     """Write params.safetensors (averaged weights), then the checkpoint: the run ends only when both are there."""
     with optimizer.averaged():
-        run.replace_file("params.safetensors", lambda path: save_params(path, model))
-    run.save(Checkpoint(step, optimizer.state(), notes), keep)
+        run.replace_file("params.safetensors", lambda path: save_params(path, model, settings.to_dict(config.data)))
+    run.save(Checkpoint(step, optimizer.state(), notes), config.train.keep)
 
 
 def not_finite(
