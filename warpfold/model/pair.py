@@ -69,7 +69,8 @@ class TriangleMultiplication(AxialUpdate):
         if self.fused:
             y, g = _half(self.ab, n, half), _half(self.ab_gate, n, half)
         else:
-            y, g = ((self.a(n), self.a_gate(n)), (self.b(n), self.b_gate(n)))[half]
+            linear, gate = (self.b, self.b_gate) if half else (self.a, self.a_gate)
+            y, g = linear(n), gate(n)
         return y * g.sigmoid() * mask[..., None].to(y.dtype)
 
 
