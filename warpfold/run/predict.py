@@ -205,7 +205,7 @@ def _new_summary(run: str, params: Path, digest: str, options: Options, predicto
         "status": "running",
         "run": run,
         "params": {"file": params.name, "sha256": digest},
-        "settings": _settings(options),
+        "settings": _settings(options) | _effective(options, predictor),
         "device": str(predictor.device),
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "predictions": [],
@@ -224,6 +224,17 @@ def _settings(options: Options) -> dict[str, Any]:
         "max_extra": options.max_extra,
         "precision": options.precision,
         "representations": options.representations,
+    }
+
+
+def _effective(options: Options, predictor: Predictor) -> dict[str, Any]:
+    """What was left to the parameters, as it was in the end."""
+    model, sample = predictor.model.config, predictor.sample
+    return {
+        "recycles": model.recycles if options.recycles is None else options.recycles,
+        "ensemble": model.ensemble if options.ensemble is None else options.ensemble,
+        "max_msa": sample.max_msa,
+        "max_extra": sample.max_extra,
     }
 
 
