@@ -11,9 +11,10 @@ import warpfold
 from tests.helpers import tiny_model
 from warpfold.errors import UserError
 from warpfold.model.weights import save_params
+from warpfold.parallel.plan import inference_plan
 from warpfold.run import predict as module
 from warpfold.run.predict import Options, predict, read_queries
-from warpfold.run.predictor import Predictor, automatic_chunk, load
+from warpfold.run.predictor import Predictor, load
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 FASTA = f">one first\n{ONE}\n>two\n{TWO}\n"
@@ -223,14 +224,15 @@ def test_the_settings_of_the_model_stay(tiny_params: Path) -> None:
 def test_long_proteins_are_cut_and_short_ones_are_not() -> None:
     import torch
 
-    def chunk(residues: int, clusters: int, extra: int) -> int:
-        return automatic_chunk(
-            {"msa_feat": torch.empty(1, clusters, residues, 0), "extra_msa": torch.empty(1, extra, residues)}
-        )
+    def chunk(residues: int, clusters: int, extra: int) -> int | None:
+        batch = {"msa_feat": torch.empty(1, clusters, residues, 0), "extra_msa": torch.empty(1, extra, residues)}
+        plan = inference_plan(batch)
+        assert plan.in_place == (plan.chunk is not None)
+        return plan.chunk
 
-    assert chunk(60, 32, 64) == 0
-    assert 0 < chunk(1000, 512, 5120) <= 16
-    assert chunk(20_000, 512, 5120) == 1
+    assert chunk(60, 32, 64) is None
+    assert chunk(400, 128, 5120) == 6
+    assert chunk(20_000, 512, 5120) == 4
 
 
 def test_folding_samples_the_alignment_as_training_did(tmp_path: Path) -> None:

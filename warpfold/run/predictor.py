@@ -4,13 +4,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from warpfold.batch import Batch, to_tensors
+from warpfold.batch import to_tensors
 from warpfold.data import alignment as alphabet
 from warpfold.data.alignment import Alignment
 from warpfold.data.features import RawExample, from_sequence
@@ -21,12 +20,9 @@ from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.heads import pae_breaks
 from warpfold.model.weights import data_settings, load_model
-from warpfold.parallel.plan import Plan, apply
+from warpfold.parallel.plan import Precision, apply, inference_plan
 from warpfold.run.outputs import Prediction
 from warpfold.settings import build
-
-Precision = Literal["fp32", "bf16"]
-SLICE = 2**27  # attention logits that a slice may hold at once: 512 MiB in fp32
 
 
 class Predictor:
@@ -93,8 +89,7 @@ class Predictor:
         raw = replace(raw, positions=None, mask=None)
         features = make_features(raw, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, self.device)
-        chunk = automatic_chunk(batch) if self.chunk is None else self.chunk
-        apply(Plan(chunk=chunk or None, in_place=chunk > 0, precision=self.precision), self.model)
+        apply(inference_plan(batch, self.precision, self.chunk), self.model)
         ready = time.perf_counter()
 
         self.model.config = replace(settings, ensemble=ensemble)
@@ -133,17 +128,6 @@ def load(
     if sample is None:
         sample = build(SampleConfig, data_settings(path), str(path))
     return Predictor(model, device, chunk, precision, sample)
-
-
-def automatic_chunk(batch: Batch) -> int:
-    """Rows that a layer may compute at a time within `SLICE`; 0, all of them, where that fits too.
-
-    The largest temporary is an attention's logits: 8 heads x N x N (or S x S) for each row (or column).
-    """
-    clusters, residues = batch["msa_feat"].shape[-3:-1]
-    rows = max(residues, clusters, batch["extra_msa"].shape[-2])
-    chunk = max(1, SLICE // (8 * max(residues, clusters) ** 2))
-    return chunk if chunk < rows else 0
 
 
 def _prediction(raw: RawExample, output: Output, atoms: Tensor, representations: bool) -> Prediction:

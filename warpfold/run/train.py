@@ -25,7 +25,7 @@ from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, ModelConfig, Output
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.model.weights import load_model, load_state, save_params
-from warpfold.parallel.plan import Plan, apply
+from warpfold.parallel.plan import Plan, apply, inference_plan
 from warpfold.run import metrics
 from warpfold.run.checkpoint import Checkpoint, RunFolder
 from warpfold.run.optim import OptimConfig, Optimizer
@@ -301,6 +301,7 @@ def validate(
             raw = raw.take(0, min(len(raw.aatype), config.train.validation_residues), np.arange(len(raw.msa)))
             features = make_features(raw, config.data, config.train.seed, (key, "validation"), passes)
             batch = to_tensors(features, device)
+            apply(inference_plan(batch, config.plan.precision), model)
             found[key] = ca_lddt(model(batch), batch)
-    model.train()
+    apply(config.plan, model).train()
     return validation_row(step, found)
