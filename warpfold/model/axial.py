@@ -9,7 +9,7 @@ the work is executed, all at once, in chunks, in place, on several ranks, is a *
 
 Two laws make every schedule right; tests/laws/test_slicing.py checks them for every subclass there is:
 
-    shared(n)                     is the join of  shared(slice)                    along `gathers`
+    shared(n)                     is the join of  shared(slice)                    along `joins`
     update(local(n), shared)      is the join of  update(local(slice), shared)     along `axis`
 """
 
@@ -62,8 +62,13 @@ class AxialUpdate(nn.Module):
 
     @property
     def gathers(self) -> int | None:
-        """Where the tensors of `shared`, and what they are made from, are cut and joined."""
+        """Where that which `shared` is made from is cut."""
         return self.reads
+
+    @property
+    def joins(self) -> int | None:
+        """Where the tensors of `shared` are joined: the same axis, unless they have another layout."""
+        return self.gathers
 
     def operand(self, x: Tensor, source: Tensor | None) -> Tensor:
         """The tensor that is normalised and read: x itself, unless a subclass says otherwise."""

@@ -33,7 +33,8 @@ class TriangleMultiplication(AxialUpdate):
 
     outgoing  x_ij = sum_k a_ik b_jk         incoming  x_ij = sum_k a_kj b_ki
 
-    In both, the slice brings its a and its gate, and b is shared.  (For incoming this a is the supplement's b.)
+    In both, the slice brings its a and its gate, and b is shared.  (For incoming this a is the supplement's b.)  The
+    factors have their channels in front, [*, c, ., .], as the product wants them: b is laid out once for all slices.
     """
 
     def __init__(self, c_z: int, c: int, outgoing: bool, rate: float = 0.25, fused: bool = False) -> None:
@@ -53,6 +54,10 @@ class TriangleMultiplication(AxialUpdate):
         self.out = Linear(c, c_z, init="final")
         self.gate = Linear(c_z, c_z, init="gating")
 
+    @property
+    def joins(self) -> int:
+        return -2 if self.outgoing else -1  # rows or columns, with no channel axis behind them
+
     def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
         return (self._factor(n, mask, 1),)
 
@@ -65,13 +70,14 @@ class TriangleMultiplication(AxialUpdate):
         return self.out(self.norm_out(x)) * gate.sigmoid()
 
     def _factor(self, n: Tensor, mask: Tensor, half: int) -> Tensor:
-        """a (half 0) or b (half 1) of the product, gated and masked."""
+        """a (half 0) or b (half 1) of the product, gated and masked, channels in front."""
         if self.fused:
             y, g = _half(self.ab, n, half), _half(self.ab_gate, n, half)
         else:
             linear, gate = (self.b, self.b_gate) if half else (self.a, self.a_gate)
             y, g = linear(n), gate(n)
-        return y * g.sigmoid() * mask[..., None].to(y.dtype)
+        factor = y * g.sigmoid() * mask[..., None].to(y.dtype)
+        return factor.movedim(-1, -3).contiguous()
 
 
 def _half(linear: Linear, n: Tensor, half: int) -> Tensor:

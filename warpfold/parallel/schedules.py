@@ -57,7 +57,8 @@ def shared_in_slices(layer: AxialUpdate, x: Tensor, mask: Tensor, source: Tensor
     else:
         cuts = zip(operand.split(size, axis), mask.split(size, axis + 1))
         parts = [layer.shared(layer.norm(piece), piece_mask, source) for piece, piece_mask in cuts]
-    return tuple(torch.cat(tensors, axis) for tensors in zip(*parts))
+    assert layer.joins is not None
+    return tuple(torch.cat(tensors, layer.joins) for tensors in zip(*parts))
 
 
 def _axis(layer: AxialUpdate) -> int:
