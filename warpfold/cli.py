@@ -376,6 +376,7 @@ def _chain_pairs(text: str | None) -> dict[str, str] | None:
 def golden(
     folder: Annotated[Path, argument("Folder of reference cases.")],
     only: Annotated[str | None, reads("A pattern on the cases' paths.")] = None,
+    strict: Annotated[bool, decides("Cases of models that are not implemented fail too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare WarpFold with numbers of DeepMind's official code, array by array."""
@@ -390,7 +391,7 @@ def golden(
     else:
         Console(width=None if sys.stdout.isatty() else 160).print(reference.table(results))
         typer.echo(reference.summary(results))
-    raise typer.Exit(reference.exit_code(results))
+    raise typer.Exit(reference.exit_code(results, strict))
 
 
 if __name__ == "__main__":
