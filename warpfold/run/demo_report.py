@@ -77,7 +77,8 @@ def _training(log: Path, result: Mapping[str, Any]) -> Section:
     return Section(
         "Training",
         f"{result['proteins']} proteins were made from ideal bond geometry, with alignments that vary as contacts "
-        f"allow; some were held out. lDDT-Cα, 0 to 1, is the share of distances between Cα that are right. "
+        f"allow; some were held out, new sequences and structures of the same kinds of fold. lDDT-Cα, 0 to 1, is the "
+        f"share of distances between Cα that are right. "
         f"Afterwards it is {trained['trained']:.2f} on {trained['proteins']} proteins of the training set "
         f"({trained['untrained']:.2f} before) and {held_out['trained']:.2f} on {held_out['proteins']} held out "
         f"({held_out['untrained']:.2f} before).",

@@ -139,7 +139,7 @@ def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -
     """What the model expects (pLDDT) against what is measured (lDDT-Cα), both 0 to 100; `each` names what a dot is."""
     figure, axes = _canvas(3.5, 2.9)
     axes.plot([0, 100], [0, 100], ":", color=GREY, linewidth=1)
-    axes.text(97, 99, "as expected", rotation=45, rotation_mode="anchor", ha="right", fontsize=8, color=GREY)
+    axes.text(6, 2, "as expected", rotation=45, rotation_mode="anchor", fontsize=8, color=GREY)
     size, alpha = (34, 0.9) if len(plddt) <= 40 else (9, 0.45)
     axes.scatter(plddt, lddt, s=size, color=BLUE, alpha=alpha, linewidth=0)
     axes.set(xlabel=f"pLDDT of each {each}", ylabel="measured lDDT-Cα", xlim=(0, 100), ylim=(0, 100), aspect="equal")
