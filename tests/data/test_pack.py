@@ -149,7 +149,7 @@ def test_workers_make_the_same_bytes(files: Path) -> None:
 
 
 def test_nothing_kept_leaves_nothing(files: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing kept of \d+ entries; most often: \d+ residues, fewer than 1000"):
+    with pytest.raises(UserError, match=r"nothing to keep, entries: \d+; most often: \d+ residues, fewer than 1000"):
         packed(files, filters=Filters(min_length=1000))
     assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
 

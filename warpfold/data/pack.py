@@ -150,7 +150,7 @@ def pack(
             report = Report(sorted(entries, key=lambda entry: (entry.file, entry.name)), unused)
             if not report.kept:
                 reason = Counter(entry.reason for entry in report.dropped).most_common(1)[0][0]
-                raise UserError(f"{out}: nothing kept of {len(entries)} entries; most often: {reason}")
+                raise UserError(f"{out}: nothing to keep, entries: {len(entries)}; most often: {reason}")
             writer.finish({"pack.json": json.dumps(report.to_json(), indent=1) + "\n"})
     except BrokenProcessPool:
         raise UserError(f"{out}: a worker process died, most likely of too little memory; use fewer workers") from None
