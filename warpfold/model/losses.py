@@ -14,7 +14,7 @@ from torch import Tensor
 
 from warpfold.batch import at_pass
 from warpfold.geometry import residue
-from warpfold.geometry.atoms import rename_ground_truth, residue_rows
+from warpfold.geometry.atoms import RenamedTruth, rename_ground_truth, residue_rows
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.fape import backbone_fape, sidechain_fape
 from warpfold.model.heads import distogram_breaks, pae_breaks
@@ -167,12 +167,9 @@ def structure_loss(structure: "StructureOutput", batch: Mapping[str, Tensor], co
     return terms | {"structure_module": loss}
 
 
-def renamed_sidechain_fape(frames: Rigid, atom14: Tensor, batch: Mapping[str, Tensor], clamp: float = 10.0) -> Tensor:
-    """Side-chain FAPE against the truth in whichever of its two namings fits better (Algorithms 26, 28) -> scalar.
-
-    frames [N, 8], atom14 [N, 14, 3] in angstrom; batch: the labels `rigidgroups_*` and `atom14_*`.
-    """
-    truth = rename_ground_truth(
+def renamed_truth(atom14: Tensor, batch: Mapping[str, Tensor]) -> RenamedTruth:
+    """The labels `atom14_*` of a batch in whichever naming is nearer to atom14 [N, 14, 3] (Algorithm 26)."""
+    return rename_ground_truth(
         atom14,
         batch["atom14_gt_positions"],
         batch["atom14_gt_exists"],
@@ -180,6 +177,14 @@ def renamed_sidechain_fape(frames: Rigid, atom14: Tensor, batch: Mapping[str, Te
         batch["atom14_alt_gt_exists"],
         batch["atom14_atom_is_ambiguous"],
     )
+
+
+def renamed_sidechain_fape(frames: Rigid, atom14: Tensor, batch: Mapping[str, Tensor], clamp: float = 10.0) -> Tensor:
+    """Side-chain FAPE against the truth in whichever of its two namings fits better (Algorithms 26, 28) -> scalar.
+
+    frames [N, 8], atom14 [N, 14, 3] in angstrom; batch: the labels `rigidgroups_*` and `atom14_*`.
+    """
+    truth = renamed_truth(atom14, batch)
     true_frames = torch.where(
         truth.swapped[:, None, None], batch["rigidgroups_alt_gt_frames"], batch["rigidgroups_gt_frames"]
     )

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import FEATURES, Arrays, Batch, at_pass, to_tensors
-from warpfold.geometry.atoms import rename_ground_truth
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.deepmind import PREFIX
 from warpfold.model.heads import distogram_breaks, pae_breaks
-from warpfold.model.losses import WEIGHTED, LossConfig, Terms, total_loss
+from warpfold.model.losses import WEIGHTED, LossConfig, Terms, renamed_truth, total_loss
 from warpfold.model.structure import StructureOutput
 from warpfold.model.violations import find_violations, violation_metrics
 from warpfold.run.golden.answer import Answer, load, parameter_gradients
@@ -161,14 +160,7 @@ def _outputs(output: Output, batch: Batch) -> dict[str, Tensor]:
 def _labels(case: Case, structure: StructureOutput, batch: Batch) -> dict[str, Tensor]:
     """What follows from comparing the structure with its labels, and its violations."""
     atom14, exists, index = structure.final_atom14, batch["atom14_atom_exists"], batch["residue_index"]
-    renamed = rename_ground_truth(
-        atom14,
-        batch["atom14_gt_positions"],
-        batch["atom14_gt_exists"],
-        batch["atom14_alt_gt_positions"],
-        batch["atom14_alt_gt_exists"],
-        batch["atom14_atom_is_ambiguous"],
-    )
+    renamed = renamed_truth(atom14, batch)
     with torch.no_grad():
         config = loss_config(case.config["heads"])
         factor, overlap = config.violation_tolerance_factor, config.clash_overlap_tolerance
