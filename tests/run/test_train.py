@@ -175,3 +175,9 @@ def test_recycles_are_uniform_and_a_function_of_the_step() -> None:
     drawn = [draw_recycles(config, step) for step in range(4000)]
     assert drawn == [draw_recycles(config, step) for step in range(4000)]
     assert np.abs(np.bincount(drawn, minlength=4) / 4000 - 0.25).max() < 0.03
+
+
+def test_a_plan_that_cannot_be_trained_is_refused_as_a_setting() -> None:
+    values = settings.load("tiny", ["plan.in_place=true", "plan.chunk=8"])
+    with pytest.raises(UserError, match=r"plan\.in_place is for inference"):
+        settings.build(RunConfig, values, "tiny")

@@ -70,6 +70,10 @@ class RunConfig:
     plan: Plan = field(default_factory=Plan)
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    def __post_init__(self) -> None:
+        if self.plan.in_place:
+            raise ValueError("plan.in_place is for inference: training needs what it would write over; leave it out")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
