@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from warpfold import __version__, cli
+from warpfold.cli import common
 from warpfold.data.mmcif import Chain
 from warpfold.data.write import write_mmcif
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
@@ -101,7 +102,7 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: 
 
 
 def test_lists_take_several_values() -> None:
-    assert cli.spread(["q", "--msa", "a", "b", "--seed", "1", "--msa", "c"], {"--msa"}) == [
+    assert common.spread(["q", "--msa", "a", "b", "--seed", "1", "--msa", "c"], {"--msa"}) == [
         *("q", "--msa", "a", "--msa", "b", "--seed", "1", "--msa", "c")
     ]
 

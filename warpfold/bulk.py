@@ -1,0 +1,102 @@
+"""Bulk work through `concurrent.futures.Executor`: here, in processes of this machine, on a Dask cluster, or in parts.
+
+A job is a picklable argument of a module-level function that returns plain data.  The results come in the order of the
+jobs whoever did them, so what is written of them is the same bytes for any number of workers.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
+from typing import TypeVar
+
+from warpfold.errors import UserError
+
+AHEAD = 64  # jobs handed out, finished ones included: what a slow job may hold back
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def pool(workers: int = 1, cluster: str | None = None) -> Iterator[Executor | None]:
+    """What does the jobs: None (this process does) for one worker, else processes, else a Dask cluster's workers.
+
+    cluster: the address of a Dask scheduler, "tcp://host:8786"; `workers` is then of no account.
+    Leaving by an exception drops the jobs that wait.
+    Errors: UserError if the cluster cannot be reached or Dask is not installed, or if a worker process died.
+    """
+    if cluster is not None:
+        with _dask(cluster) as executor:
+            yield executor
+    elif workers <= 1:
+        yield None
+    else:
+        executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+        try:
+            yield executor
+        except BrokenProcessPool:
+            raise UserError("a worker process died, most likely of too little memory; use fewer workers") from None
+        finally:
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _dask(address: str) -> Iterator[Executor]:
+    try:
+        from distributed import Client
+        from distributed.scheduler import KilledWorker
+    except ImportError:
+        raise UserError(f"--cluster {address}: needs Dask; pip install 'warpfold[cluster]'") from None
+    try:
+        client = Client(address, timeout="15s", set_as_default=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"--cluster {address}: no Dask scheduler answers there ({reason})") from None
+    with client:
+        try:
+            yield client.get_executor(pure=False)
+        except KilledWorker as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"--cluster {address}: a job's workers died again and again ({reason})") from None
+
+
+def in_order(
+    function: Callable[[Job], Result], jobs: Sequence[Job], executor: Executor | None, ahead: int = AHEAD
+) -> Iterator[Result]:
+    """`function` of each job, in the order of the jobs; of an executor at most `ahead` jobs are asked for at a time."""
+    if executor is None:
+        yield from map(function, jobs)
+        return
+    waiting: deque[Future[Result]] = deque()
+    queue = iter(jobs)
+    for _ in jobs:
+        waiting.extend(executor.submit(function, job) for job in islice(queue, ahead - len(waiting)))
+        yield waiting.popleft().result()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` parts of a list of jobs, counted from 1: what one task of a job array does."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        """ "3/8" -> the third of eight.  Errors: UserError for anything else."""
+        number, slash, count = text.partition("/")
+        if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+            raise UserError(f"--shard {text}: expected I/N with I from 1 to N, for example 3/8")
+        return cls(int(number), int(count))
+
+    def of(self, jobs: Sequence[Job]) -> Sequence[Job]:
+        """Its jobs: every `count`-th, so that neighbours, which are alike, are spread over the parts."""
+        return jobs[self.number - 1 :: self.count]
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"

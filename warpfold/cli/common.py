@@ -1,0 +1,134 @@
+"""What every command shares: the app, the kinds of options, the progress bar, the device."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from warpfold.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    help="AlphaFold2 in PyTorch: train it, fine-tune it, fold with it.  Start with [bold]warpfold demo[/].",
+)
+
+
+def argument(help: str) -> Any:
+    """A positional argument."""
+    return typer.Argument(help=help)
+
+
+def reads(help: str, *names: str, **more: Any) -> Any:
+    """An option that names input."""
+    return typer.Option(*names, help=help, rich_help_panel="Input", **more)
+
+
+def writes(help: str, *names: str, **more: Any) -> Any:
+    """An option about output."""
+    return typer.Option(*names, help=help, rich_help_panel="Output", **more)
+
+
+def decides(help: str, *names: str, **more: Any) -> Any:
+    """An option that changes the result."""
+    return typer.Option(*names, help=help, rich_help_panel="What is computed", **more)
+
+
+def runs(help: str, *names: str, **more: Any) -> Any:
+    """An option that changes how the result is reached."""
+    return typer.Option(*names, help=help, rich_help_panel="How it runs", **more)
+
+
+class Precision(StrEnum):
+    """Of the trunk's activations."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+AsJson = Annotated[bool, writes("Print the result as JSON.", "--json")]
+Force = Annotated[bool, writes("Replace the output of another run of this command.", "--force")]
+Device = Annotated[str | None, runs("cpu, cuda, cuda:1 ...; default: the first GPU, or the CPU.")]
+Workers = Annotated[int, runs("Processes.", min=1)]
+Seed = Annotated[int, decides("The same seed gives the same result.")]
+
+
+def spread(arguments: Sequence[str], lists: set[str]) -> list[str]:
+    """["--msa", "a", "b"] -> ["--msa", "a", "--msa", "b"] for the options in `lists`."""
+    found: list[str] = []
+    current = ""  # the list option that the next value belongs to
+    for argument in arguments:
+        if argument.startswith("-"):
+            current = argument if argument in lists else ""
+        elif current and found[-1] != current:
+            found.append(current)
+        found.append(argument)
+    return found
+
+
+class Lists(TyperCommand):
+    """A command whose list options take several values after one name: `--msas a.a3m b.a3m`, as a shell's * gives."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        lists = {name for parameter in self.params if getattr(parameter, "multiple", False) for name in parameter.opts}
+        return super().parse_args(ctx, spread(args, lists))
+
+
+@contextmanager
+def progress_bar(narrate: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, moved by calls of (done, total, what).
+
+    Where stderr is no terminal, nothing; with `narrate` a line whenever `what` changes.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    )  # fmt: skip
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        last = ""
+
+        def move(done: int, total: int, what: str) -> None:
+            nonlocal last
+            progress.update(task, completed=done, total=total, description=what)
+            if narrate and not console.is_terminal and what != last:
+                typer.echo(f"[{done:3d}/{total}] {what}", err=True)
+            last = what
+
+        yield move
+
+
+def device_of(name: str | None) -> str:
+    """The device to run on.  Errors: UserError for one that torch does not know or this machine lacks."""
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name}: {str(error).splitlines()[0]}; this machine has the cpu at least") from error
+    return name
+
+
+def show(result: Any) -> None:
+    """Print JSON that any parser reads: no NaN, no infinities."""
+    typer.echo(json.dumps(result, indent=2, allow_nan=False))

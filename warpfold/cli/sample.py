@@ -1,0 +1,28 @@
+"""`warpfold sample`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from warpfold.cli.common import AsJson, Seed, app, decides, progress_bar, show, writes
+
+
+@app.command(epilog="Example:  warpfold sample --proteins 200 --out proteins")
+def sample(
+    out: Annotated[Path, writes("Folder for mmCIF and A3M files.")],
+    proteins: Annotated[int, decides("How many.", min=1)] = 200,
+    min_length: Annotated[int, decides("Residues of the shortest.", min=1)] = 30,
+    max_length: Annotated[int, decides("Residues of the longest.", min=1)] = 60,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Make sample proteins with alignments, to try a pipeline or a cluster without downloading anything."""
+    from warpfold.data.generate import generate
+
+    with progress_bar() as progress:
+        made = generate(out, proteins, seed, min_length=min_length, max_length=max_length, progress=progress)
+    if as_json:
+        show(made)
+    else:
+        typer.echo(f"{len(made)} proteins in {out}")

@@ -1,0 +1,36 @@
+"""`warpfold score`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from warpfold.cli.common import AsJson, app, argument, reads, show
+from warpfold.errors import UserError
+
+
+@app.command(epilog="Example:  warpfold score predicted.cif 1ubq.cif.gz")
+def score(
+    predicted: Annotated[Path, argument("mmCIF or PDB file.")],
+    reference: Annotated[Path, argument("mmCIF or PDB file: the truth.")],
+    chains: Annotated[str | None, reads("Pairs, predicted:reference, e.g. A:B,B:C; default: by sequence.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD."""
+    from warpfold.run.score import score_files
+
+    result = score_files(predicted, reference, _chain_pairs(chains))
+    if as_json:
+        show(result.to_dict())
+        return
+    for what, value in result.rows():
+        typer.echo(f"{what:18s} {value}")
+
+
+def _chain_pairs(text: str | None) -> dict[str, str] | None:
+    if text is None:
+        return None
+    pairs = [pair.split(":") for pair in text.split(",")]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs):
+        raise UserError(f"--chains {text}: expected pairs of predicted:reference, for example A:B,B:C")
+    return {predicted: reference for predicted, reference in pairs}
