@@ -1,0 +1,101 @@
+"""Ranks for tests: a function run by several forked processes that speak gloo, in some 0.2 s."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo  # what it loads, forked children share: without it each would load it for itself, seconds
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class RankError(AssertionError):
+    """One or more ranks failed; the message holds their tracebacks, the first to fail first."""
+
+
+def run_ranks(function: Callable[..., T], ranks: int, *args: Any, timeout: float = 60) -> list[T]:
+    """`function(*args)` in `ranks` processes with torch.distributed initialised (gloo); the results in rank order.
+
+    The processes are forked: the function may be a closure, and arguments are not copied.  A result may hold tensors
+    (without a graph).  One thread per rank.  timeout: seconds for all of it, and for any one collective.
+    Errors: RankError when a rank raises, dies or does not come back in time; the others are ended.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any that is free
+    context = get_context("fork")
+    pipes, processes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(function, args, rank, ranks, store.port, timeout, theirs))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _gather(pipes, processes, time.monotonic() + timeout)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _gather(pipes: Sequence[connection.Connection], processes: Sequence[BaseProcess], end: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[str] = []
+    waiting = dict(zip(pipes, range(len(pipes))))
+    while waiting:
+        ready = connection.wait(waiting, max(0.0, end - time.monotonic()))
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                fine, value = pipe.recv()
+            except EOFError:
+                processes[rank].join()
+                fine, value = False, f"died with exit code {processes[rank].exitcode}\n"
+            if fine:
+                results[rank] = value
+            else:
+                failures.append(f"rank {rank}: {value}")
+                end = min(end, time.monotonic() + 1)  # what the others say about it is of less interest
+        if not ready:
+            if not failures:
+                failures.append(f"ranks {sorted(waiting.values())} did not come back in time\n")
+            break
+    if failures:
+        raise RankError("\n" + "\n".join(failures))
+    for pipe in pipes:
+        pipe.send("all are received")
+    for process in processes:
+        process.join()
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    ranks: int,
+    port: int,
+    timeout: float,
+    pipe: connection.Connection,
+) -> None:
+    """One rank's life.  It stays until all results were received: tensors travel as shared memory."""
+    torch.set_num_threads(1)
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever this machine's name resolves to
+    limit = timedelta(seconds=timeout)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+        pipe.send((True, function(*args)))
+        pipe.recv()
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
