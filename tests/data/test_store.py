@@ -156,6 +156,38 @@ def test_verify_lists_each_damaged_array(tmp_path: Path) -> None:
     assert "entry_1, positions" in line
 
 
+def test_arrays_in_common_are_stored_once(tmp_path: Path) -> None:
+    whole = arrays()["msa"]
+    with StoreWriter(tmp_path / "s", shard_bytes=200_000) as writer:  # each in a shard of its own
+        writer.add("a", pack_record({"msa": whole, "x": np.arange(3)}, {}), {})
+        writer.add("b", pack_record({"x": np.arange(4)}, {"n": 1}, shared={"msa": "a"}), {})
+        writer.finish()
+    store = Store(tmp_path / "s")
+    assert (tmp_path / "s/shard-00001.wfs").stat().st_size < 1000
+    record = store.record("b")
+    assert record.arrays["msa"].shape == whole.shape
+    np.testing.assert_array_equal(record.read("msa", np.array([0, 3000])), whole[[0, 3000]])
+    np.testing.assert_array_equal(record.read("msa"), whole)
+    np.testing.assert_array_equal(record.read("x"), np.arange(4))
+    assert list(store.verify()) == []
+    shard = tmp_path / "s/shard-00000.wfs"
+    data = bytearray(shard.read_bytes())
+    data[record.arrays["msa"].starts[0] + 5] ^= 1
+    shard.write_bytes(data)
+    (line,) = Store(tmp_path / "s").verify()  # once, where it lies
+    assert "shard-00000.wfs: a, msa: damaged" in line
+    with pytest.raises(UserError, match=r"a, msa: damaged"):
+        Store(tmp_path / "s").record("b").read("msa")
+
+
+def test_files_beside_the_shards_are_checked(tmp_path: Path) -> None:
+    path = write(tmp_path / "s", 1)
+    (path / "pack.json").write_text("{ }")
+    assert [line for line in Store(path).verify() if "pack.json: damaged" in line]
+    (path / "pack.json").unlink()
+    assert len(list(Store(path).verify())) == 1
+
+
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a store"):
         Store(tmp_path / "missing")
@@ -166,8 +198,9 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     for text, message in [
         ("{", "damaged"),
         ("[]", "damaged"),
-        ('{"format": "x", "version": 1, "shards": []}', "not a WarpFold store"),
-        (json.dumps(top | {"version": 2}), r"format 2.*update WarpFold"),
+        ('{"format": "x", "version": 2, "shards": []}', "not a WarpFold store"),
+        (json.dumps(top | {"version": 3}), r"format 3.*update WarpFold"),
+        (json.dumps(top | {"version": 1}), r"format 1.*pack it again"),
         (json.dumps(top | {"shards": []}), "empty store"),
         (json.dumps(top | {"shards": top["shards"] * 2}), r"shard-00001\.wfs: cannot be read"),
     ]:

@@ -3,7 +3,8 @@
 A store is a folder of shards and a `store.json`.  A shard holds records one after another and ends with its index, so
 that opening reads no record, and sizes that sampling needs are known without decompressing.  A record begins with a
 small header that says where its blobs lie: any array, or any block of rows of it, is read without the rest.
-Every byte lies under a checksum.  The same records give the same bytes.
+An array that two records have in common is stored once.  Every byte lies under a checksum.  The same records give the
+same bytes.
 """
 
 import contextlib
@@ -13,18 +14,18 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import zstandard
 
 from warpfold.errors import UserError
 
-FORMAT, VERSION = "warpfold-store", 1
+FORMAT, VERSION = "warpfold-store", 2
 MAGIC = b"WARPFOLD"
 HEAD = struct.Struct("<8sII")  # magic, version, 0
 FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
@@ -42,8 +43,13 @@ class Packed:
     crc: int  # of the header
 
 
-def pack_record(arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]) -> Packed:
-    """Arrays of any shape and plain dtype, and JSON-able `notes`, compressed into one record."""
+def pack_record(
+    arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any], shared: Mapping[str, str] | None = None
+) -> Packed:
+    """Arrays of any shape and plain dtype, and JSON-able `notes`, compressed into one record.
+
+    shared: names of further arrays, each with the key of the record that holds it (under the same name).
+    """
     compress = zstandard.ZstdCompressor(level=LEVEL).compress
     table, blobs = [], []
     for name, array in arrays.items():
@@ -57,7 +63,7 @@ def pack_record(arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]) -> P
         parts = [compress(data[start * width : (start + rows) * width]) for start in range(0, count, rows)]
         blobs += parts
         table.append([name, dtype.str, array.shape, rows, [[len(part), zlib.crc32(part)] for part in parts]])
-    header = compress(_json({"notes": dict(notes), "arrays": table}))
+    header = compress(_json({"notes": dict(notes), "arrays": table, "shared": dict(shared or {})}))
     return Packed(b"".join([header, *blobs]), len(header), zlib.crc32(header))
 
 
@@ -79,14 +85,7 @@ class StoreWriter:
         self._keys: set[str] = set()
         self._file: BinaryIO | None = None
         self._index: dict[str, list[Any]] = {}
-        try:
-            self.partial.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.partial / "lock", "w")  # noqa: SIM115 (held until the end)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{self.path}: another process is writing this store; wait for it") from None
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
+        self._lock = lock_folder(self.partial, self.path)
         if self.path.exists():  # finished by another process meanwhile
             self.abort()
             raise taken
@@ -127,10 +126,11 @@ class StoreWriter:
             raise UserError(f"{self.path}: nothing to store")
         try:
             self._end_shard()
-            top = {"format": FORMAT, "version": VERSION, "shards": self._shards}
+            checksums = {name: zlib.crc32(text.encode()) for name, text in (files or {}).items()}
+            top = {"format": FORMAT, "version": VERSION, "shards": self._shards, "files": checksums}
             for name, text in {**(files or {}), "store.json": json.dumps(top, indent=1) + "\n"}.items():
-                with open(self.partial / name, "w", encoding="utf-8") as file:
-                    file.write(text)
+                with open(self.partial / name, "wb") as file:
+                    file.write(text.encode())
                     file.flush()
                     os.fsync(file.fileno())
             (self.partial / "lock").unlink()
@@ -170,6 +170,22 @@ class StoreWriter:
         self._file = None
 
 
+def lock_folder(folder: Path, what: Path) -> TextIO:
+    """Makes `folder` and locks it for this process, until the file that is returned is closed, or the process ends.
+
+    Errors: UserError, about `what`, if another process has it or the disk refuses.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "w")  # noqa: SIM115 (held until the end)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{what}: another process is writing this store; wait for it") from None
+    except OSError as error:
+        raise UserError(f"{what}: cannot be written: {error.strerror}") from error
+    return lock
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a record lies."""
@@ -194,6 +210,7 @@ class Store:
         self._places: dict[str, Place] = {}
         self._columns: dict[str, list[Any]] = {}
         self._files: list[int] = []
+        self._checksums: dict[str, int] = {}  # of the small files beside the shards
         with contextlib.ExitStack() as unless_open:
             unless_open.callback(self.close)
             for number, shard in enumerate(self._read_top()):
@@ -215,12 +232,42 @@ class Store:
         while self._files:
             os.close(self._files.pop())
 
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns of `meta`."""
+        return list(self._columns)
+
     def column(self, name: str) -> list[Any]:
         """One value of `meta` for every record, in the order of `keys`."""
         return self._columns[name]
 
     def record(self, key: str) -> "Record":
         """The record of `key`; only its header is read.  Errors: KeyError; UserError if it is damaged."""
+        notes, arrays, shared = self._header(key)
+        held = {holder: self._header(holder)[1] for holder in set(shared.values())}
+        return Record(self, key, notes, arrays | {name: held[holder][name] for name, holder in shared.items()})
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
+        """Reads everything; yields what is damaged, one line each.  progress: of (records done, of how many)."""
+        for name, crc in self._checksums.items():
+            try:
+                whole = zlib.crc32((self.path / name).read_bytes()) == crc
+            except OSError:
+                whole = False
+            if not whole:
+                yield f"{self.path / name}: damaged or gone; copy or pack the store again"
+        for done, key in enumerate(self.keys):
+            try:
+                for array in self._header(key)[1].values():  # what others hold is read as theirs
+                    for number in range(len(array.crcs)):
+                        self._blob(array, number)
+            except UserError as error:
+                yield str(error)
+            if progress is not None:
+                progress(done + 1, len(self.keys))
+
+    def _header(self, key: str) -> tuple[dict[str, Any], dict[str, "StoredArray"], dict[str, str]]:
+        """Notes, own arrays, and who holds the others."""
         place = self._places[key]
         what = f"{self._shard_path(place.shard)}: {key}"
         header = self._read(place.shard, place.offset, place.header, place.crc, what)
@@ -228,25 +275,17 @@ class Store:
         arrays, offset = {}, place.offset + place.header
         for name, dtype, shape, rows, blobs in fields["arrays"]:
             starts = np.cumsum([offset, *(size for size, _ in blobs)]).tolist()
-            arrays[name] = StoredArray(np.dtype(dtype), tuple(shape), rows, starts, [crc for _, crc in blobs])
+            crcs = [crc for _, crc in blobs]
+            arrays[name] = StoredArray(f"{what}, {name}", place.shard, np.dtype(dtype), tuple(shape), rows, starts, crcs)
             offset = starts[-1]
-        return Record(self, key, place.shard, fields["notes"], arrays)
-
-    def verify(self) -> Iterator[str]:
-        """Reads everything; yields what is damaged, one line each."""
-        for key in self.keys:
-            try:
-                record = self.record(key)
-                for name in record.arrays:
-                    record.read(name)
-            except UserError as error:
-                yield str(error)
+        return fields["notes"], arrays, fields["shared"]
 
     def _read_top(self) -> list[dict[str, int]]:
         file = self.path / "store.json"
         try:
             top = json.loads(file.read_text(encoding="utf-8"))
             known, version, shards = top["format"] == FORMAT, int(top["version"]), top["shards"]
+            self._checksums = dict(top.get("files", {}))
         except OSError as error:
             raise UserError(
                 f"{self.path}: not a store (store.json: {error.strerror}); `warpfold pack` makes one"
@@ -256,7 +295,9 @@ class Store:
         if not known:
             raise UserError(f"{file}: not a WarpFold store's")
         if version > VERSION:
-            raise UserError(f"{self.path}: format {version}, this WarpFold reads up to {VERSION}; update WarpFold")
+            raise UserError(f"{self.path}: format {version}, this WarpFold reads {VERSION}; update WarpFold")
+        if version < VERSION:
+            raise UserError(f"{self.path}: format {version}, this WarpFold reads {VERSION}; pack it again")
         return shards
 
     def _open_shard(self, number: int, shard: Mapping[str, int]) -> None:
@@ -290,6 +331,11 @@ class Store:
     def _pread(self, shard: int, offset: int, size: int) -> bytes:
         return os.pread(self._files[shard], size, offset)
 
+    def _blob(self, array: "StoredArray", number: int) -> np.ndarray:
+        start, stop = array.starts[number], array.starts[number + 1]
+        data = self._read(array.shard, start, stop - start, array.crcs[number], array.what)
+        return np.frombuffer(_decompress(data, array.what), array.dtype)
+
     def _read(self, shard: int, offset: int, size: int, crc: int, what: str) -> bytes:
         data = self._pread(shard, offset, size)
         if len(data) != size or zlib.crc32(data) != crc:
@@ -301,6 +347,8 @@ class Store:
 class StoredArray:
     """How an array lies in its shard: blobs of `rows` rows each, blob i at bytes [starts[i], starts[i + 1])."""
 
+    what: str  # file, entry and name, for errors
+    shard: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     rows: int
@@ -314,7 +362,6 @@ class Record:
 
     store: Store
     key: str
-    shard: int
     notes: dict[str, Any]
     arrays: dict[str, StoredArray]
 
@@ -326,25 +373,18 @@ class Record:
         array = self.arrays[name]
         shape = array.shape[1:]
         if rows is None:
-            blobs = [self._blob(name, number) for number in range(len(array.crcs))]
+            blobs = [self.store._blob(array, number) for number in range(len(array.crcs))]
             return np.concatenate([np.empty(0, array.dtype), *blobs]).reshape(array.shape)
         holder = rows // array.rows
         parts = [np.empty((0, *shape), array.dtype)]
         for number in np.unique(holder):
             size = min(array.rows, array.shape[0] - number * array.rows)
-            parts.append(self._blob(name, number).reshape(size, *shape)[rows[holder == number] - number * array.rows])
+            parts.append(self.store._blob(array, number).reshape(size, *shape)[rows[holder == number] - number * array.rows])
         return np.concatenate(parts)
 
     def read_all(self) -> dict[str, np.ndarray]:
         """Every array."""
         return {name: self.read(name) for name in self.arrays}
-
-    def _blob(self, name: str, number: int) -> np.ndarray:
-        array = self.arrays[name]
-        start, stop = array.starts[number], array.starts[number + 1]
-        what = f"{self.store._shard_path(self.shard)}: {self.key}, {name}"
-        data = self.store._read(self.shard, start, stop - start, array.crcs[number], what)
-        return np.frombuffer(_decompress(data, what), array.dtype)
 
 
 def _decompress(data: bytes, what: str) -> bytes:
