@@ -4,15 +4,30 @@ What can be prepared ahead, atoms of up to 20 templates, is a `Templates`; which
 each time (`choose_templates`).
 """
 
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from warpfold.batch import FEATURES, Arrays
+from warpfold.data.alignment import encode
+from warpfold.data.hits import Hit
+from warpfold.data.mmcif import Chain, Structure, read_structure
+from warpfold.data.pairwise import MIN_IDENTITY, column_map
+from warpfold.data.template_library import Library
+from warpfold.errors import UserError
 from warpfold.geometry import atoms
+from warpfold.geometry.residue import GAP
 
 MOST_STORED = 20  # the best of the search; training chooses among these (Supp. 1.2.3)
+MIN_ALIGNED = 0.1  # of the query's residues: a hit must align more
+MIN_RESIDUES = 10  # of a hit
+MAX_SUBSEQUENCE = 0.95  # of the query's residues: a longer piece of it is the query
+MIN_ATOMS = 5  # that a template must have on the query
+LOW_IDENTITY = 0.25  # below it an alignment of two sequences alone is doubtful
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,17 @@ class Templates:
             tuple(self.names[i] for i in indices),
             self.sum_probs[indices],
         )
+
+
+def join(templates: Sequence[Templates]) -> Templates | None:
+    """Templates of one chain, one after another; None for none."""
+    if not templates:
+        return None
+    aatype, positions, mask, sum_probs = (
+        np.concatenate([getattr(one, name) for one in templates])
+        for name in ("aatype", "positions", "mask", "sum_probs")
+    )
+    return Templates(aatype, positions, mask, tuple(name for one in templates for name in one.names), sum_probs)
 
 
 def choose_templates(count: int, most: int, rng: np.random.Generator | None) -> np.ndarray:
@@ -83,3 +109,183 @@ def template_features(templates: Templates | None, length: int) -> Arrays:
         "template_pseudo_beta_mask": atoms.pseudo_beta_mask(codes, seen).numpy(),
         "template_mask": np.ones(len(templates), np.float32),
     }
+
+
+@dataclass(frozen=True)
+class TemplateOutcome:
+    """What became of one hit, or of one file that the user gave."""
+
+    name: str  # "1abc_A"; of a hit that was not used, as its file has it
+    used: bool
+    note: str  # why it was refused, or what is not as expected about it; "" otherwise
+    residues: int = 0  # of the query, on which atoms of the template stand
+    identity: float = 0.0  # 0 to 1, over the aligned residues
+    sum_probs: float | None = None
+
+
+def templates_from_hits(
+    query: str,
+    hits: Sequence[Hit],
+    library: Library,
+    max_date: str | None = None,
+    limit: int = MOST_STORED,
+    exclude: Collection[str] = (),
+) -> tuple[Templates | None, list[TemplateOutcome]]:
+    """The `limit` best usable hits of a query, by sum_probs (hits without: as in the file), and what became of each.
+
+    max_date: YYYY-MM-DD; templates that came out later, or no one knows when, are refused.  exclude: PDB ids, lower
+    case, such as the query's own.  Further refused, as AlphaFold2 does (Supp. 1.2.3): hits that align a tenth of the
+    query or less, have fewer than 10 residues, or are the query itself (a part of it, of more than 95 %); and of
+    hmmsearch's, whose database has every copy of a chain, those that put the same residues on the same places.  A hit
+    that cannot be read or placed is refused too: no file stops the others.  None in place of no templates.
+    """
+    kept: list[Templates] = []
+    outcomes: list[TemplateOutcome] = []
+    seen: dict[bytes, str] = {}
+    for hit in sorted(hits, key=lambda hit: -(hit.sum_probs or 0.0)):
+        if len(kept) == limit:
+            outcomes.append(_refused(hit, f"{limit} better ones are used"))
+            continue
+        try:
+            if reason := _refusal(hit, query, exclude) or _too_new(hit, library, max_date):
+                outcomes.append(_refused(hit, reason))
+                continue
+            template, outcome = _from_hit(query, hit, library.read(hit.pdb_id))
+        except UserError as error:
+            outcomes.append(_refused(hit, str(error)))
+            continue
+        twin = seen.setdefault(template.aatype.tobytes(), outcome.name)
+        if hit.sum_probs is None and twin != outcome.name:
+            outcomes.append(_refused(hit, f"has the same residues in the same places as {twin}"))
+            continue
+        kept.append(template)
+        outcomes.append(outcome)
+    return join(kept), outcomes
+
+
+def _refused(hit: Hit, reason: str) -> TemplateOutcome:
+    return TemplateOutcome(hit.name, used=False, note=reason, sum_probs=hit.sum_probs)
+
+
+def _refusal(hit: Hit, query: str, exclude: Collection[str]) -> str | None:
+    """Why a hit is refused whatever its structure; the thresholds are AlphaFold2's (Supp. 1.2.3 and its open code)."""
+    columns, residues = len(hit.query_index), len(hit.sequence)
+    if hit.pdb_id in exclude:
+        return "is of the query's own entry"
+    if columns <= MIN_ALIGNED * len(query):
+        return f"aligns {columns} of the query's {len(query)} residues; more than a tenth is needed"
+    if residues < MIN_RESIDUES:
+        return f"has {residues} residues; {MIN_RESIDUES} are needed"
+    if hit.sequence in query and residues > MAX_SUBSEQUENCE * len(query):
+        return f"is the query itself ({residues} of its {len(query)} residues)"
+    return None
+
+
+def _too_new(hit: Hit, library: Library, max_date: str | None) -> str | None:
+    if max_date is None:
+        return None
+    date = library.release_date(hit.pdb_id)
+    if date is None:
+        return f"has no release date, and none after {max_date} is allowed"
+    return f"came out {date}, after {max_date}" if date > max_date else None
+
+
+def _from_hit(query: str, hit: Hit, structure: Structure) -> tuple[Templates, TemplateOutcome]:
+    """A hit's atoms on the query.  Errors: UserError where its sequence or its atoms are not in the structure."""
+    chain, places, note = _locate(hit, structure)
+    places = places[hit.hit_index]
+    known = places >= 0
+    name = f"{hit.pdb_id}_{chain.id}"
+    template = _put_on(len(query), hit.query_index[known], chain, places[known], name, hit.sum_probs or 0.0)
+    return template, _outcome(query, template, note, hit.sum_probs)
+
+
+def _locate(hit: Hit, structure: Structure) -> tuple[Chain, np.ndarray, str]:
+    """The chain of a hit, where each residue of the hit's sequence stands in it (int64, -1 nowhere), and a note.
+
+    First the chain that the hit names, then the others; X stands for any residue.  Where none holds the sequence as it
+    is, it is aligned to that chain (to all, if there is none of the name), and must be 90 % identical (Supp. 1.2.3).
+    """
+    named = [structure.chains[hit.chain]] if hit.chain in structure.chains else []
+    others = [chain for chain in structure.chains.values() if chain.id != hit.chain]
+    pattern = re.compile(hit.sequence.replace("X", "."))
+    for chain in [*named, *others]:
+        # A repeat may stand there twice: where the hit says first.
+        found = pattern.match(chain.sequence, hit.start) or pattern.search(chain.sequence)
+        if found:
+            note = (
+                "" if chain.id == hit.chain or not hit.chain else f"of chain {chain.id}, which has the hit's sequence"
+            )
+            return chain, np.arange(found.start(), found.end()), note
+    maps = [(chain, *column_map(chain.sequence, hit.sequence)) for chain in named or others]
+    chain, places, identity = max(maps, key=lambda found: found[2] * (found[1] >= 0).mean())
+    placed = (places >= 0).mean()
+    if min(identity, placed) < MIN_IDENTITY:
+        raise UserError(
+            f"{structure.id}: chain {chain.id} has another sequence than the hit: {placed:.0%} aligned, {identity:.0%} "
+            f"identical ({MIN_IDENTITY:.0%} are needed); give the entry's present file"
+        )
+    return chain, places, f"aligned anew to chain {chain.id}, {identity:.0%} identical"
+
+
+def template_from_file(query: str, path: str | Path, chain: str | None = None) -> tuple[Templates, TemplateOutcome]:
+    """A structure that the user gives, whatever its name, date and likeness, aligned to the query.
+
+    mmCIF or PDB, gz or not.  chain: the author's name; None takes the one with most residues equal to the query's.
+    The alignment is global, by BLOSUM62 (`pairwise.column_map`), of the query with the chain's whole sequence.
+    Errors: UserError for a file that cannot be used, a chain that is not there, or nothing aligned that was seen.
+    """
+    structure = read_structure(path)
+    if chain is not None and chain not in structure.chains:
+        why = structure.dropped.get(chain)
+        raise UserError(
+            f"{path}: {f'chain {chain} cannot be used ({why})' if why else f'has no protein chain {chain}'}; "
+            f"choose from {', '.join(structure.chains)}"
+        )
+    chains = structure.chains.values() if chain is None else [structure.chains[chain]]
+    maps = [(one, column_map(one.sequence, query, homologs=True)) for one in chains]
+
+    def equal_and_seen(found: tuple[Chain, tuple[np.ndarray, float]]) -> int:
+        one, (places, _) = found
+        seen = one.mask.max(axis=1) > 0
+        pairs = zip(places.tolist(), query)
+        return sum(place >= 0 and one.sequence[place] == letter and bool(seen[place]) for place, letter in pairs)
+
+    best, (places, identity) = max(maps, key=equal_and_seen)
+    entry = Path(path).name.removesuffix(".gz").rpartition(".")[0] or Path(path).name
+    known = places >= 0
+    try:
+        template = _put_on(len(query), np.flatnonzero(known), best, places[known], f"{entry}_{best.id}", known.sum())
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    notes = [f"chain {best.id} of {', '.join(structure.chains)}"] if len(maps) > 1 else []
+    notes += ["few residues are equal, so the alignment is doubtful"] if identity < LOW_IDENTITY else []
+    return template, _outcome(query, template, "; ".join(notes), None)
+
+
+def _put_on(
+    length: int, query_index: np.ndarray, chain: Chain, places: np.ndarray, name: str, sum_probs: float
+) -> Templates:
+    """One template: residue `places[c]` of a chain on residue `query_index[c]` of a query of `length`."""
+    aatype = np.full((1, length), GAP, np.uint8)
+    positions = np.zeros((1, length, 37, 3), np.float32)
+    mask = np.zeros((1, length, 37), np.uint8)
+    aatype[0, query_index] = encode(chain.sequence, name)[places]
+    positions[0, query_index] = chain.positions[places]
+    mask[0, query_index] = chain.mask[places] > 0
+    if mask.sum() < MIN_ATOMS:
+        raise UserError(f"{name}: of its {len(places)} aligned residues none was seen; choose another template")
+    return Templates(aatype, positions, mask, (name,), np.array([sum_probs], np.float32))
+
+
+def _outcome(query: str, template: Templates, note: str, sum_probs: float | None) -> TemplateOutcome:
+    """The report of a template that is used."""
+    aligned = template.aatype[0] != GAP
+    return TemplateOutcome(
+        name=template.names[0],
+        used=True,
+        note=note,
+        residues=int(template.mask[0].any(1).sum()),
+        identity=round(float((encode(query) == template.aatype[0])[aligned].mean()), 4),
+        sum_probs=sum_probs,
+    )
