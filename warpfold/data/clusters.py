@@ -1,9 +1,10 @@
 """Clusters of similar chains, by which training weighs them (Supp. 1.2.5): made here, or read from a file.
 
-Two chains are similar as MMseqs2 and the PDB have it (`mmseqs cluster --cov-mode 0 -c 0.8 --min-seq-id 0.4`, MMseqs2's
-user guide; the PDB's own files take -c 0.9): of a global alignment with BLOSUM62, at least 0.4 of the aligned pairs are
-identical, and the pairs cover at least 0.8 of either chain.  In place of MMseqs2's E-value, what short chains
-must have in common by Rost's curve holds as well.
+Two chains are similar when their global alignment (BLOSUM62, gaps 10 + 1 per residue) has identical pairs for at least
+0.4 of the shorter chain, and pairs for at least 0.8 of either.  The identity is CD-HIT's (`cd-hit -h`, option -c): over
+aligned pairs alone, as in MMseqs2, chance would reach it by gaps.  The coverage is MMseqs2's (--cov-mode 0 -c 0.8, its
+default for clusters; the PDB's files take -c 0.9: soedinglab/MMseqs2, issue 452).  Short chains, that reach 0.4 by
+chance, must reach Rost's curve, as MMseqs2 asks for an E-value.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -85,26 +86,26 @@ def _plain(name: str) -> str:
 
 
 def similar(longer: str, shorter: str, identity: float = 0.4) -> bool:
-    """Whether two sequences belong together: identity and coverage of their global alignment, see the module."""
+    """Whether two sequences belong together, by identity (0 to 1) and coverage of their global alignment."""
     import gemmi
 
-    if len(shorter) < COVERAGE * len(longer):
-        return False
     blosum62 = gemmi.AlignmentScoring("b")  # which knows residues by the names of their components
+    blosum62.mismatch = -1  # of the others, here X
     a, b = ([names[code] for code in _codes(s)] for names, s in zip((_NAMES, _OTHER_NAMES), (longer, shorter)))
     result = gemmi.align_string_sequences(a, b, [], blosum62)
     pairs = len(longer) + len(shorter) - len(result.match_string)
-    return pairs >= COVERAGE * len(longer) and result.match_count >= max(identity, rost_identity(pairs)) * pairs
+    wanted = max(identity, rost_identity(len(shorter))) * len(shorter)
+    return pairs >= COVERAGE * len(longer) and result.match_count >= wanted
 
 
-def rost_identity(pairs: int) -> float:
-    """The share of identical residues over which an alignment of so many pairs is of homologues, 0 to 1.
+def rost_identity(length: int) -> float:
+    """The share of identical residues over which alignments of this length are of homologues, 0 to 1.
 
     Source: B. Rost, Twilight zone of protein sequence alignments, Protein Eng. 12 (1999) 85-94, equation 2.
     """
-    if pairs <= 11:
+    if length <= 11:
         return 1.0
-    return 0.195 if pairs > 450 else 4.8 * pairs ** (-0.32 * (1 + exp(-pairs / 1000)))
+    return 0.195 if length > 450 else 4.8 * length ** (-0.32 * (1 + exp(-length / 1000)))
 
 
 def _join(job: tuple[list[str], list[str], float]) -> list[str | None]:
