@@ -30,6 +30,7 @@ class Polymer:
     author: str
     monomers: list[tuple[str, ...]]  # [N], several names where the crystal has a mixture
     letters: str  # [N], of the first of each
+    entity: str = ""
 
 
 @dataclass(frozen=True)

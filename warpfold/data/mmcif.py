@@ -35,6 +35,7 @@ class Chain:
     mask: np.ndarray  # float32 [N, 37], 1 where the atom was seen
     residue_index: np.ndarray  # int64 [N], place in SEQRES from 0
     author_numbers: tuple[str, ...]
+    entity: str = ""  # mmCIF's, by which the PDB's files of clusters name chains ("1abc_1")
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
                 mask=atoms.mask[rows],
                 residue_index=np.arange(len(polymer.letters), dtype=np.int64),
                 author_numbers=tuple(seen or given for seen, given in zip(atoms.numbers[rows], scheme)),
+                entity=polymer.entity,
             )
     if not chains:
         raise UserError(
@@ -201,7 +203,7 @@ def _polymers(block: cif.Block, columns: Columns, source: str) -> tuple[list[Pol
         if entity not in sequences:
             continue  # a ligand, a sugar, water
         monomers = sequences[entity]
-        polymer = Polymer(label, author, monomers, "".join(_letter(names[0]) for names in monomers))
+        polymer = Polymer(label, author, monomers, "".join(_letter(names[0]) for names in monomers), entity)
         kind = kinds.get(entity) or _kind(monomers)
         if kind == "polypeptide(l)":
             polymers.append(polymer)
