@@ -27,7 +27,7 @@ MIN_ALIGNED = 0.1  # of the query's residues: a hit must align more
 MIN_RESIDUES = 10  # of a hit
 MAX_SUBSEQUENCE = 0.95  # of the query's residues: a longer piece of it is the query
 MIN_ATOMS = 5  # that a template must have on the query
-LOW_IDENTITY = 0.25  # below it an alignment of two sequences alone is doubtful
+LOW_IDENTITY = 0.3  # below it an alignment of two sequences alone is doubtful (docs/templates.md)
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _put_on(
     positions[0, query_index] = chain.positions[places]
     mask[0, query_index] = chain.mask[places] > 0
     if mask.sum() < MIN_ATOMS:
-        raise UserError(f"{name}: of its {len(places)} aligned residues none was seen; choose another template")
+        raise UserError(f"{name}: {len(places)} of its residues are aligned, none with atoms; choose another template")
     return Templates(aatype, positions, mask, (name,), np.array([sum_probs], np.float32))
 
 
