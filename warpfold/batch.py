@@ -72,9 +72,11 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def to_tensors(arrays: Mapping[str, np.ndarray], device: torch.device | str = "cpu") -> Batch:
-    """Arrays of one example -> tensors of the table's dtypes on `device`.
+def to_tensors(arrays: Mapping[str, np.ndarray | Tensor], device: torch.device | str | None = None) -> Batch:
+    """Arrays of one example -> tensors of the table's dtypes on `device` (default: where they are).
 
+    Arrays may be narrower than the table says (codes and masks are one byte each): they are widened on the device,
+    so that less has to be moved there, and before that from process to process.
     Errors: KeyError for a name that is not in the table; ValueError for an array of the wrong number of axes, or
     whose axes disagree with those of another array.
     """
@@ -92,10 +94,11 @@ def to_tensors(arrays: Mapping[str, np.ndarray], device: torch.device | str = "c
                 raise ValueError(f"{name}: an axis of {size}, {axis} expected {axes}")
             if isinstance(axis, str) and sizes.setdefault(axis, (size, name))[0] != size:
                 raise ValueError(f"{name}: {axis} is {size}, but {sizes[axis][0]} in {sizes[axis][1]}")
-    return {
-        name: torch.from_numpy(np.asarray(array, dtype=FEATURES[name].dtype, order="C")).to(device)
+    tensors = {
+        name: array if isinstance(array, Tensor) else torch.from_numpy(np.asarray(array, order="C"))
         for name, array in arrays.items()
     }
+    return {name: x.to(device or x.device).to(getattr(torch, FEATURES[name].dtype)) for name, x in tensors.items()}
 
 
 def at_pass(batch: Mapping[str, Tensor], index: int, names: Iterable[str] | None = None) -> Batch:

@@ -1,159 +1,284 @@
-"""From a store to the features of training: which example comes at which step, and processes that work ahead.
+"""From stores to batches on the device, without a step ever waiting: docs/loader.md.
 
-Example `index` of a run is a pure function of (store, settings, seed): resuming needs no more than the number.
+A `Schedule` says which examples this process works on, in which order.  `Workers` make them, ahead of time and across
+epochs; a ready example may pass a slow one, within a window; the next batch is copied to the device while the step
+at hand computes.
 """
 
-import os
-import signal
-import threading
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from warpfold.batch import Arrays
-from warpfold.data.features import RawExample
-from warpfold.data.sample import SampleConfig, keyed_rng, make_features
+from warpfold.batch import Arrays, Batch, to_tensors
+from warpfold.data.example import StoredExample
+from warpfold.data.sample import SampleConfig, make_features
+from warpfold.data.schedule import Draw, Entry, Order, Schedule, State
 from warpfold.data.store import Store
+from warpfold.data.workers import Layout, Made, Make, Outcome, Refused, Workers
+from warpfold.device import Upload, Uploads
 from warpfold.errors import UserError
 
-Weights = Literal["uniform", "paper"]
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the features of examples: what each worker has."""
+
+    stores: tuple[Store, ...]
+    config: SampleConfig
+    seed: int
+    train: bool = True
+
+    def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
+        """Features of the entry `key` of a store, drawn for example `index`, for so many passes through the trunk.
+
+        Arrays of the feature table.  Errors: UserError for a damaged entry.
+        """
+        example = StoredExample(self.stores[source], key)
+        return make_features(example, self.config, self.seed, (key, index), passes, self.train)
 
 
-def read_example(store: Store, key: str) -> RawExample:
-    """The raw example `key`, whole."""
-    record = store.record(key)
-    return RawExample.from_arrays(record.read_all(), record.notes)
+class Quarantine:
+    """Entries that could not be used and are set aside for the rest of a run, by name.
 
-
-def split_keys(store: Store, held_out: int, seed: int) -> tuple[list[str], list[str]]:
-    """Keys to train on and keys held out, in the store's order; equal sequences are never on both sides.
-
-    held_out: how many to hold out at least; whole clusters, drawn by the seed, until that many.
-    Errors: UserError if nothing would remain to train on.
+    limit: how many at most; one more is an error.  known: those of before.  tell: called with the name, the number of
+    the example, and the reason of each.
     """
-    clusters = store.column("cluster")
-    order = keyed_rng(seed, "held out").permutation(sorted(set(clusters)))
-    sizes = {cluster: clusters.count(cluster) for cluster in order.tolist()}
-    taken: set[str] = set()
-    while sum(sizes[cluster] for cluster in taken) < held_out and len(taken) < len(order):
-        taken.add(str(order[len(taken)]))
-    held = [key for key, cluster in zip(store.keys, clusters) if cluster in taken]
-    rest = [key for key, cluster in zip(store.keys, clusters) if cluster not in taken]
-    if not rest:
-        raise UserError(f"{store.path}: holding out {held_out} of {len(store)} leaves none to train on; hold out fewer")
-    return rest, held
+
+    def __init__(
+        self, limit: int, known: Iterable[str] = (), tell: Callable[[str, int, str], None] = lambda *_: None
+    ) -> None:
+        self.limit, self.names, self._tell = limit, dict.fromkeys(known), tell
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def add(self, name: str, index: int, reason: str) -> None:
+        """Set an entry aside.  Errors: UserError if that is one too many."""
+        if name not in self.names:
+            self.names[name] = None
+            self._tell(name, index, reason)
+        if len(self.names) > self.limit:
+            raise UserError(
+                f"{len(self.names)} entries cannot be used, the last one {name}: {reason}; more than "
+                f"{self.limit} stop a run (train.quarantine); see quarantine.jsonl, and mend or pack the data again"
+            )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An example, ready to be used."""
+
+    index: int
+    name: str
+    features: Batch
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """An example under way.  place: its number among this process's; it is the ticket of its job."""
+
+    place: int
+    draw: Draw
+    entry: Entry
+    passes: int
+    fixed: bool  # stands at its place for good
+    died: bool = False  # once, with its process
+
+    @property
+    def kind(self) -> tuple[bool, int]:
+        """What it may change places with: examples of the same kind.
+
+        All examples of a step have the step's number of passes; so those of one number may change places, and none
+        is ever made with passes that it lacks or does not need.
+        """
+        return (True, self.place) if self.fixed else (False, self.passes)
 
 
 class Loader:
-    """The examples of a run, by number.
+    """The examples of `schedule`, in the order of their use: an iterator, and a context that ends its workers.
 
-    keys: the examples to draw from (default: all of the store).  weights: "uniform" goes through a new seeded
-    permutation in every epoch; "paper" draws with replacement, a chain with probability
-    max(min(length, 512), 256) / 512 divided by the number of chains in its cluster (Supp. 1.2.5).
+    make: called with source, key, index, passes (a `Maker`).  passes: the number of passes of step 0, 1, ... of the
+    schedule.  workers: processes; with 0 the work is done here, when asked for.  ahead: examples per worker that are
+    made ahead at most.  window: how many places an example may come earlier or later than planned; with 0, or without
+    workers, all come as planned.  used: called with each example before it is used.
+    The window apart, what comes does not depend on the number of workers.
+    Errors while iterating: UserError from `quarantine`, or if its last source has no entry left.
     """
 
     def __init__(
         self,
-        store: Store,
-        config: SampleConfig,
-        seed: int,
-        keys: Sequence[str] | None = None,
-        weights: Weights = "uniform",
-        train: bool = True,
+        order: Order,
+        make: Make,
+        schedule: Schedule,
+        quarantine: Quarantine,
+        *,
+        passes: Callable[[int], int] = lambda step: 1,
+        workers: int = 0,
+        ahead: int = 4,
+        window: int = 0,
+        device: torch.device | str = "cpu",
+        used: Callable[[Draw], None] = lambda draw: None,
     ) -> None:
-        self.store, self.config, self.seed, self.train = store, config, seed, train
-        self.keys = list(store.keys if keys is None else keys)
-        for key in self.keys:
-            if key not in store:
-                raise UserError(f"{store.path}: has no entry {key!r}")
-        if not self.keys:
-            raise UserError(f"{store.path}: no entries to draw from")
-        self._cumulative = np.cumsum(self._paper_weights()) if weights == "paper" else None
-        self._epoch, self._order = -1, np.empty(0, np.int64)
+        self.order, self.schedule, self.quarantine = order, schedule, quarantine
+        self._make, self._passes, self._used = make, passes, used
+        self._window, self._limit = window, max(1, workers * ahead)
+        self._queue = enumerate(schedule)
+        self._planned: dict[int, _Planned] = {}  # by place, ascending: what was planned and is not chosen yet
+        self._kinds: deque[tuple[bool, int]] = deque()  # of the places that no example is chosen for yet
+        self._next: tuple[_Planned, Upload, Layout] | None = None  # chosen, and on its way to the device
+        self._given = 0  # examples given out
+        self._early: dict[int, int] = {}  # of these, place and number of those that were planned for later
+        self._device, self._uploads = device, Uploads(device)
+        self.workers = Workers(make, workers, self._uploads.host) if workers > 0 else None
+        self._plan()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.workers is not None:
+            self.workers.close()
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
 
     def __len__(self) -> int:
-        """Examples in an epoch."""
-        return len(self.keys)
+        return len(self.schedule)
 
-    def key(self, index: int) -> str:
-        """The key of example `index`, 0 <= index."""
-        if self._cumulative is not None:
-            draw = keyed_rng(self.seed, "order", index).random() * self._cumulative[-1]
-            return self.keys[int(np.searchsorted(self._cumulative, draw, side="right"))]
-        epoch, place = divmod(index, len(self.keys))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, keyed_rng(self.seed, "order", epoch).permutation(len(self.keys))
-        return self.keys[self._order[place]]
+    def __next__(self) -> Sample:
+        if self._given == len(self.schedule):
+            raise StopIteration
+        if self.workers is None:
+            planned = self._planned[self._given]
+            planned, features = self._make_here(planned)
+            self._choose(planned)
+        else:
+            chosen = self._next or self._take(self.workers, wait=True)
+            assert chosen is not None
+            planned, upload, layout = chosen
+            features = to_tensors(views(upload.wait(), layout))
+        if planned.place > self._given:
+            self._early[planned.place] = planned.draw.number
+        self._early.pop(self._given, None)
+        self._given += 1
+        self._plan()
+        if self.workers is not None:
+            self._next = self._take(self.workers, wait=False)
+        return Sample(planned.draw.number, self.order.name(planned.entry), features)
 
-    def example(self, index: int, passes: int = 1) -> tuple[str, Arrays]:
-        """Key and features of example `index` for so many passes through the trunk."""
-        key = self.key(index)
-        raw = read_example(self.store, key)
-        return key, make_features(raw, self.config, self.seed, (key, index), passes, self.train)
+    def exchanged(self) -> tuple[list[int], list[int]]:
+        """What this rank was to have used by now and has not, and what it has used that was planned for later."""
+        waiting = [*self._planned.values(), *([self._next[0]] if self._next else [])]
+        return [p.draw.number for p in waiting if p.place < self._given], list(self._early.values())
 
-    def stream(
-        self,
-        indices: Sequence[int] | range,
-        passes: Callable[[int], int] = lambda index: 1,
-        workers: int = 0,
-        ahead: int = 2,
-    ) -> Iterator[tuple[str, Arrays]]:
-        """Key and features of each of `indices`, in order.
+    def state(self, exchanged: Iterable[tuple[list[int], list[int]]] = ()) -> State:
+        """What has been used; at the end of a step.  exchanged: that of every rank, where there are several."""
+        steps, rest = divmod(self._given, self.schedule.per_rank)
+        assert not rest, "in the middle of a step"
+        every = list(exchanged) or [self.exchanged()]
+        late, early = ([index for lists in every for index in lists[which]] for which in (0, 1))
+        return self.schedule.state(steps, late, early)
 
-        passes: index -> number of passes.  workers: processes that work ahead, each by up to `ahead` examples; with 0
-        the work is done here, when asked for.  The result does not depend on either.
-        Errors: UserError if an entry is damaged, or a worker dies.
+    def _plan(self) -> None:
+        """Have examples made, up to the limit."""
+        while len(self._planned) < self._limit and (item := next(self._queue, None)):
+            place, (draw, fixed) = item
+            passes = self._passes(place // self.schedule.per_rank)
+            planned = _Planned(place, draw, self.order.entry(*draw), passes, fixed)
+            if not fixed and self.order.name(planned.entry) in self.quarantine:
+                planned = self._redrawn(planned)
+            self._kinds.append(planned.kind)
+            self._submit(planned)
+
+    def _submit(self, planned: _Planned) -> None:
+        self._planned[planned.place] = planned
+        if self.workers is not None:
+            self.workers.submit(planned.place, self._job(planned))
+
+    def _job(self, planned: _Planned) -> tuple[int, str, int, int]:
+        return planned.entry.source, self.order.key(planned.entry), planned.draw.number, planned.passes
+
+    def _redrawn(self, planned: _Planned) -> _Planned:
+        """With another entry in the place of one that is in quarantine."""
+        keys = self.order.sources[planned.entry.source].keys or ()
+        entries = (Entry(planned.entry.source, place) for place in range(len(keys)))
+        if all(self.order.name(entry) in self.quarantine for entry in entries):
+            raise UserError(f"{self.order.sources[planned.entry.source].store.path}: none of its entries can be used")
+        draw, entry = planned.draw, planned.entry
+        while self.order.name(entry) in self.quarantine:
+            draw = Draw(draw.number, draw.again + 1)
+            entry = self.order.entry(*draw)
+        return replace(planned, draw=draw, entry=entry, died=False)
+
+    def _take(self, workers: Workers, wait: bool) -> tuple[_Planned, Upload, Layout] | None:
+        """The example for the next place, on its way to the device; None if there is none (yet, unless `wait`)."""
+        if not self._kinds:
+            return None
+        with workers.changed:
+            while True:
+                self._settle(workers.outcomes)
+                planned = self._first_ready(workers.outcomes)
+                if planned is not None or not wait:
+                    break
+                workers.wait()
+            if planned is None:
+                return None
+            made = workers.outcomes.pop(planned.place)
+        assert isinstance(made, Made)
+        self._choose(planned)
+        return planned, self._uploads.start(made.buffer), made.layout
+
+    def _choose(self, planned: _Planned) -> None:
+        self._used(planned.draw)
+        self._kinds.popleft()
+        del self._planned[planned.place]
+
+    def _first_ready(self, outcomes: Mapping[int, Outcome]) -> _Planned | None:
+        """The first example that is made, of those that may stand at the next place.
+
+        None is more than `window` places behind the oldest that was not chosen: so none comes more than so many places
+        late, nor early.
         """
-        if workers <= 0:
-            for index in indices:
-                yield self.example(index, passes(index))
-            return
-        pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin, initargs=(self,))
-        try:
-            waiting: deque[Future[tuple[str, Arrays]]] = deque()
-            for index in indices:
-                waiting.append(pool.submit(_example, index, passes(index)))
-                if len(waiting) > workers * ahead:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool:
-            raise UserError("a loader process died, of too little memory most likely; use fewer workers") from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        alike = [planned for planned in self._planned.values() if planned.kind == self._kinds[0]]
+        near = (planned for planned in alike if planned.place <= alike[0].place + self._window)
+        return next((planned for planned in near if planned.place in outcomes), None)
 
-    def _paper_weights(self) -> np.ndarray:
-        column = {name: dict(zip(self.store.keys, self.store.column(name))) for name in ("length", "cluster")}
-        lengths = np.array([column["length"][key] for key in self.keys])
-        _, cluster, sizes = np.unique(
-            [column["cluster"][key] for key in self.keys], return_inverse=True, return_counts=True
-        )
-        return np.clip(lengths, 256, 512) / 512 / sizes[cluster]
+    def _settle(self, outcomes: dict[int, Outcome]) -> None:
+        """Have made again what was not made: once the same, if its process died; otherwise another entry."""
+        for place in [place for place, outcome in outcomes.items() if not isinstance(outcome, Made)]:
+            outcome, planned = outcomes.pop(place), self._planned[place]
+            assert not isinstance(outcome, Made)
+            if isinstance(outcome, Refused) or planned.died:
+                planned = self._set_aside(planned, outcome.reason)
+            else:
+                planned = replace(planned, died=True)
+            self._submit(planned)
 
+    def _set_aside(self, planned: _Planned, reason: str) -> _Planned:
+        reason += " when it was made, twice" if planned.died else ""
+        self.quarantine.add(self.order.name(planned.entry), planned.draw.number, reason)
+        return self._redrawn(planned)
 
-_loader: Loader | None = None  # of a worker process
-
-
-def _begin(loader: Loader) -> None:
-    """A worker's beginning: Ctrl-C is for the training process alone, and no worker outlives it, even killed."""
-    global _loader
-    _loader = loader
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    def _make_here(self, planned: _Planned) -> tuple[_Planned, Batch]:
+        while True:
+            try:
+                arrays = self._make(*self._job(planned))
+            except (UserError, MemoryError) as error:
+                planned = self._set_aside(planned, str(error) or "too little memory")
+            else:
+                return planned, to_tensors(arrays, self._device)
 
 
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _example(index: int, passes: int) -> tuple[str, Arrays]:
-    assert _loader is not None
-    return _loader.example(index, passes)
+def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The arrays that lie in a buffer (uint8), as tensors of their dtypes that share its memory."""
+    batch = {}
+    for name, dtype, shape, offset in layout:
+        kind = torch.from_numpy(np.empty(0, dtype)).dtype
+        batch[name] = buffer[offset : offset + math.prod(shape) * kind.itemsize].view(kind).reshape(shape)
+    return batch

@@ -23,11 +23,22 @@ Watcher = Callable[[Row], None]
 
 
 class Clock:
-    """How long a step takes, and how much of that it waits for its examples."""
+    """How long steps take, and how much of that they wait for their examples: the last one, and all since the start."""
 
     def __init__(self) -> None:
-        self.began = time.perf_counter()
-        self.waited = 0.0
+        self._seconds = self._waited = 0.0  # of the steps before
+        self.began, self.waited = time.perf_counter(), 0.0
+
+    def begin(self) -> None:
+        """A step begins; what was since the end of the one before is nobody's."""
+        self.began, self.waited = time.perf_counter(), 0.0
+
+    def end(self) -> tuple[float, float, float]:
+        """A step ends: its seconds, the share of them that it waited, and that share since the start."""
+        seconds = time.perf_counter() - self.began
+        self._seconds += seconds
+        self._waited += self.waited
+        return seconds, self.waited / seconds, self._waited / self._seconds
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -54,7 +65,7 @@ class Seen:
 
 def step_row(step: int, seen: Sequence[Seen], rate: float, recycles: int, clock: Clock) -> Row:
     """The row of a training step: means over its examples that were finite."""
-    seconds = time.perf_counter() - clock.began
+    seconds, waiting, waiting_so_far = clock.end()
     finite = [example for example in seen if example.finite]
     names = finite[0].terms if finite else {}
     return {
@@ -70,7 +81,8 @@ def step_row(step: int, seen: Sequence[Seen], rate: float, recycles: int, clock:
         "lengths": [example.length for example in seen],
         "skipped": len(seen) - len(finite),
         "samples_per_second": len(seen) / seconds,
-        "waiting": clock.waited / seconds,
+        "waiting": waiting,
+        "waiting_so_far": waiting_so_far,
     }
 
 
@@ -93,6 +105,7 @@ class Log:
         run.open_log(step if step else -1)
         self.run, self.watchers = run, watchers
         self.validation = validation  # the last one: its step and its mean
+        self.step = step  # steps done
 
     @property
     def lddt_ca(self) -> float | None:
@@ -100,6 +113,7 @@ class Log:
 
     def __call__(self, row: Row) -> None:
         self.run.log(row)
+        self.step = row["step"]
         if row["kind"] == "validation":
             self.validation = {name: row[name] for name in ("step", "lddt_ca")}
         for watch in self.watchers:
@@ -108,7 +122,10 @@ class Log:
 
 @contextmanager
 def progress_bar(steps: int, console: Console | None = None) -> Iterator[Watcher]:
-    """A bar with the loss, the held-out lDDT-Ca and the speed; silent where the console is not a terminal."""
+    """A bar with the loss, the held-out lDDT-Ca, the speed, and the share of the time that steps wait for data.
+
+    Where the console is not a terminal, it only says which entries cannot be used.
+    """
     console = console or Console(stderr=True)
     columns = (
         TextColumn("training"),
@@ -121,10 +138,12 @@ def progress_bar(steps: int, console: Console | None = None) -> Iterator[Watcher
         task = progress.add_task("training", total=steps, loss="-", lddt="-", speed="")
 
         def watch(row: Row) -> None:
-            if row["kind"] == "validation":
+            if row["kind"] == "quarantine":
+                console.print(f"set aside {row['example']}: {row['reason']}", markup=False, soft_wrap=True)
+            elif row["kind"] == "validation":
                 progress.update(task, completed=row["step"], lddt=f"{row['lddt_ca']:.3f}")
             else:
-                speed = f"{row['samples_per_second']:.2g} samples/s"
+                speed = f"{row['samples_per_second']:.2g} samples/s, {row['waiting_so_far']:.1%} waiting"
                 progress.update(task, completed=row["step"], loss=f"{row['loss']:.3f}", speed=speed)
 
         yield watch

@@ -1,0 +1,244 @@
+"""Processes that make examples ahead of time: kept for the whole run, replaced when they die.
+
+Arrays travel through a pipe, straight from the maker's memory into a buffer of the receiver's choice (pinned memory,
+where there is a GPU): no pickle, and no /dev/shm, which is 64 MB in most containers.
+
+    job        JSON, a list of the maker's arguments
+    answer     JSON: {"arrays": [[name, dtype, shape, offset], ...], "size": bytes}, then so many bytes; or
+               {"refused": reason}; each process begins with {"ready": true}
+"""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_all_start_methods, get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from warpfold import device
+from warpfold.errors import UserError
+
+ALIGN = 64  # bytes: where an array begins in a buffer, so that it can be viewed in its dtype
+
+Layout = list[tuple[str, str, tuple[int, ...], int]]  # name, dtype, shape, offset in bytes
+Make = Callable[..., Mapping[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A finished job: a buffer, and where the arrays lie in it."""
+
+    layout: Layout
+    buffer: Any
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A job that cannot be done, such as a damaged entry."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Died:
+    """A job whose process was killed: by the kernel for want of memory, by a fault, by someone."""
+
+    reason: str
+
+
+Outcome = Made | Refused | Died
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+    ready: bool = False
+    job: tuple[int, Sequence[Any]] | None = None  # ticket, arguments
+
+
+class Workers:
+    """`count` processes that each call `make` with the arguments of one job after another.
+
+    make: a picklable callable -> arrays by name.  What it raises as UserError or MemoryError is the job's outcome;
+    other exceptions are bugs, and end the whole.  buffer: makes the buffers of so many bytes that arrays are received
+    into, anything that NumPy can view.
+    `changed` is notified, and must be held when `outcomes` is touched.
+    """
+
+    def __init__(self, make: Make, count: int, buffer: Callable[[int], Any] | None = None) -> None:
+        self.outcomes: dict[int, Outcome] = {}  # by ticket; the caller takes them out
+        self.changed = threading.Condition()
+        self._make, self._buffer = make, buffer or _plain_buffer
+        self._waiting: deque[tuple[int, Sequence[Any]]] = deque()
+        self._stillborn = 0
+        # A fork server loads the libraries once and shares their memory: a worker costs 4 MB of its own instead of
+        # 140, and starts at once (docs/loader.md).
+        self._context: ForkServerContext | SpawnContext = get_context("spawn")
+        if "forkserver" in get_all_start_methods():
+            self._context = get_context("forkserver")
+            self._context.set_forkserver_preload([make.__module__])
+        self._workers = [self._start() for _ in range(count)]
+        self._wake, self._woken = self._context.Pipe()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._serving = self._thread.submit(self._serve)
+        self._serving.add_done_callback(lambda _: self._notify())
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def submit(self, ticket: int, job: Sequence[Any]) -> None:
+        """Have a job done as soon as a process is free; its outcome will be `outcomes[ticket]`."""
+        with self.changed:
+            self._waiting.append((ticket, job))
+            self._hand_out()
+
+    def wait(self) -> None:
+        """Wait, holding `changed`, until something has come; raises what ended the receiving thread, if it did."""
+        if not self._serving.done():
+            self.changed.wait()
+        if self._serving.done():
+            self._serving.result()
+
+    def processes(self) -> list[int]:
+        """The process ids, for measuring."""
+        with self.changed:
+            return [worker.process.pid or 0 for worker in self._workers]
+
+    def close(self) -> None:
+        """End the processes: they hold nothing that is worth keeping."""
+        self._wake.close()
+        self._thread.shutdown()
+        for worker in self._workers:
+            worker.process.kill()
+            worker.pipe.close()
+        for worker in self._workers:
+            worker.process.join()
+        self._woken.close()
+
+    def _start(self) -> _Worker:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(there, self._make), daemon=True)
+        with device.one_thread():
+            process.start()
+        there.close()
+        return _Worker(process, here)
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def _hand_out(self) -> None:
+        for worker in self._workers:
+            if self._waiting and worker.ready and worker.job is None:
+                worker.job = self._waiting.popleft()
+                with contextlib.suppress(ConnectionError):  # it has just died, which `_serve` sees too
+                    worker.pipe.send_bytes(json.dumps(worker.job[1]).encode())
+
+    def _serve(self) -> None:
+        """The receiving thread: takes answers as they come, keeps every process busy, replaces those that die."""
+        while True:
+            by_pipe = {worker.pipe: worker for worker in self._workers}
+            for pipe in wait([self._woken, *by_pipe]):
+                if pipe is self._woken:
+                    return
+                worker = by_pipe[pipe]  # type: ignore[index]
+                try:
+                    outcome = self._receive(worker)
+                except (EOFError, ConnectionError):
+                    outcome = self._bury(worker)
+                with self.changed:
+                    if worker.job is not None and outcome is not None:
+                        self.outcomes[worker.job[0]] = outcome
+                        worker.job = None
+                    self._hand_out()
+                    self.changed.notify_all()
+
+    def _receive(self, worker: _Worker) -> Outcome | None:
+        answer = json.loads(worker.pipe.recv_bytes())
+        if "ready" in answer:
+            worker.ready, self._stillborn = True, 0
+            return None
+        if "refused" in answer:
+            return Refused(answer["refused"])
+        buffer = self._buffer(answer["size"])
+        rest = np.asarray(buffer).data
+        while rest:
+            if not (received := os.readv(worker.pipe.fileno(), [rest])):
+                raise EOFError
+            rest = rest[received:]
+        return Made([(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in answer["arrays"]], buffer)
+
+    def _bury(self, worker: _Worker) -> Outcome:
+        """Put a new process into the place of one that died."""
+        worker.process.join()
+        code = worker.process.exitcode or 0
+        if code == 1:
+            raise RuntimeError("a loader process ended by an error of its own, printed above")
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if not worker.ready:
+            self._stillborn += 1
+            if self._stillborn > len(self._workers):
+                raise UserError(f"loader processes die while they start ({how}); use fewer workers")
+        worker.pipe.close()
+        with self.changed:
+            self._workers[self._workers.index(worker)] = self._start()
+        return Died(how + (", for want of memory most likely" if code == -signal.SIGKILL else ""))
+
+
+def _plain_buffer(size: int) -> np.ndarray:
+    return np.empty(size, np.uint8)
+
+
+def _work(pipe: Connection, make: Make) -> None:
+    """A worker's life.  Ctrl-C and SIGTERM are for the training process alone, which ends its workers itself."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone, or wants no more
+        pipe.send_bytes(json.dumps({"ready": True}).encode())
+        while True:
+            job = json.loads(pipe.recv_bytes())
+            try:
+                arrays = make(*job)
+            except (UserError, MemoryError) as error:
+                reason = str(error) or "too little memory"
+                pipe.send_bytes(json.dumps({"refused": reason}).encode())
+            else:
+                _send(pipe, arrays)
+
+
+def _end_with_parent() -> None:
+    """No worker outlives the training process, even if that is killed."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _send(pipe: Connection, arrays: Mapping[str, np.ndarray]) -> None:
+    layout, parts, size = [], [], 0
+    for name, array in arrays.items():
+        data = np.ascontiguousarray(array)
+        layout.append((name, data.dtype.str, np.shape(array), size))
+        gap = -data.nbytes % ALIGN
+        parts += [data.reshape(-1).view(np.uint8).data, memoryview(bytes(gap))]
+        size += data.nbytes + gap
+    pipe.send_bytes(json.dumps({"arrays": layout, "size": size}).encode())
+    for part in parts:
+        while part:
+            part = part[os.write(pipe.fileno(), part) :]

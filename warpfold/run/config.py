@@ -1,0 +1,58 @@
+"""All settings of a run: what a TOML file of settings/ may say."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from warpfold.data.choose import SampleConfig
+from warpfold.data.schedule import Weights
+from warpfold.model.alphafold import ModelConfig
+from warpfold.model.losses import LossConfig
+from warpfold.parallel.plan import Plan
+from warpfold.run.optim import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """[train]: how long, on what, how it is watched, and what happens when something goes wrong."""
+
+    steps: int = 78_125  # Supp. table 4: about 10 million samples, 128 per step
+    seed: int = 0  # of the weights, the order of the examples, and all that is drawn
+    order: Weights = "paper"  # Supp. 1.2.5; "uniform": each example once per epoch
+    validation: float | tuple[str, ...] | str = 0.02  # share of the store or keys, held out; or another store's folder
+    validation_examples: int = 64  # at most so many of them
+    validation_residues: int = 512  # of each at most so many, from its start
+    validate_every: int = 1_000  # steps; 0: at the beginning and the end only
+    save_every: int = 500  # steps
+    keep: int = 2  # last checkpoints that stay; the best stays too
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # what follows a loss or gradient that is not finite
+    workers: int | None = None  # processes that prepare examples; none: some for a GPU, else the training process
+    ahead: int = 4  # examples per worker that are prepared ahead
+    window: int = 0  # places that a ready example may come early, or a slow one late; 0: all as planned
+    quarantine: float = 0.01  # share of the data that may turn out unusable before the run stops
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.save_every, self.keep) < 1:
+            raise ValueError("steps, save_every and keep must be at least 1")
+        if isinstance(self.validation, float) and not 0 <= self.validation < 1:
+            raise ValueError("validation, as a share, must be at least 0 and below 1")
+        if self.ahead < 1 or min(self.window, self.workers or 0) < 0:
+            raise ValueError("ahead must be at least 1; workers and window must not be negative")
+        if not 0 <= self.quarantine <= 1:
+            raise ValueError("quarantine must lie between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All settings of a run, a section of the TOML file each."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: SampleConfig = field(default_factory=SampleConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    plan: Plan = field(default_factory=Plan)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if self.plan.in_place:
+            raise ValueError("plan.in_place is for inference: training needs what it would write over; leave it out")

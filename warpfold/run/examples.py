@@ -1,0 +1,115 @@
+"""The examples of a run: which are held out, which it has used, and how the next ones come."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from warpfold.data.choose import keyed_rng
+from warpfold.data.loader import Loader, Maker, Quarantine
+from warpfold.data.schedule import Order, Schedule, Source, State, split_keys
+from warpfold.data.store import Store
+from warpfold.device import helpers
+from warpfold.errors import UserError
+from warpfold.run.checkpoint import Checkpoint, RunFolder
+from warpfold.run.config import RunConfig
+from warpfold.run.ledger import Ledger
+from warpfold.run.watch import Log
+
+
+def origin(sources: Sequence[Source], init: Path | None) -> dict[str, str]:
+    """Fingerprints of the data and of the first weights; a store's manifest holds its contents' checksums."""
+    data = b"".join((source.store.path / "store.json").read_bytes() for source in sources)
+    if len(sources) > 1:
+        total = sum(source.weight for source in sources)
+        data += repr([source.weight / total for source in sources]).encode()
+    return {"store": fingerprint(data), "init": fingerprint(init.read_bytes()) if init else "none"}
+
+
+def fingerprint(data: bytes) -> str:
+    """A short hash."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def hold_out(sources: Sequence[Source], config: RunConfig) -> tuple[list[Source], list[tuple[Store, str]]]:
+    """The sources to train on, and the examples held out of the first for validation."""
+    first, *others = sources
+    training, held_out = split(first.store, config)
+    return [replace(first, keys=training), *others], held_out
+
+
+def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store, str]]]:
+    """Keys to train on, and the examples held out for validation."""
+    wanted = config.train.validation
+    if isinstance(wanted, str):
+        training, other = store.keys, Store(wanted)
+        held = other.keys
+    elif isinstance(wanted, float):
+        other = store
+        training, held = split_keys(store, math.ceil(wanted * len(store)), config.train.seed)
+    else:
+        if unknown := [key for key in wanted if key not in store]:
+            raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
+        other, held = store, list(wanted)
+        training = [key for key in store.keys if key not in wanted]
+    drawn = keyed_rng(config.train.seed, "validation").permutation(len(held))[: config.train.validation_examples]
+    return training, [(other, held[i]) for i in sorted(drawn)]
+
+
+def draw_recycles(config: RunConfig, step: int) -> int:
+    """How often the examples of a step are recycled: uniform from 0 to the model's number, one draw for all of them."""
+    return int(keyed_rng(config.train.seed, "recycles", step).integers(config.model.recycles + 1))  # Algorithm 31
+
+
+def open_ledger(
+    run: RunFolder, config: RunConfig, state: Checkpoint, origin: Mapping[str, str], replay: Path | None
+) -> Ledger:
+    """What the run has used so far, and what to use again: all that it used after its last checkpoint, or `replay`."""
+    decides = [origin["store"], config.train.seed, config.train.order, config.train.validation]
+    place = state.step * config.optim.accumulate
+    return Ledger(run.path, fingerprint(repr(decides).encode()), place, used(config, state), replay)
+
+
+def used(config: RunConfig, state: Checkpoint) -> State:
+    """Which examples a run had used at a checkpoint."""
+    notes = state.notes.get("loader", {"first": state.step * config.optim.accumulate, "early": ()})
+    return State(notes["first"], tuple(notes["early"]))
+
+
+def load(
+    config: RunConfig,
+    sources: Sequence[Source],
+    state: Checkpoint,
+    ledger: Ledger,
+    log: Log,
+    device: torch.device | str,
+) -> Loader:
+    """The examples of the steps that remain, on the device."""
+    order = Order(sources, config.train.seed, config.train.order)
+    steps = max(0, config.train.steps - state.step)
+    schedule = Schedule(used(config, state), steps, config.optim.accumulate, replay=[ledger.replay])
+
+    def set_aside(name: str, index: int, reason: str) -> None:
+        ledger.set_aside(name, index, reason)
+        log({"kind": "quarantine", "step": log.step, "example": name, "reason": reason})
+
+    def passes(step: int) -> int:
+        if not config.data.resample_msa:  # one sample serves every pass
+            return 1
+        return (draw_recycles(config, state.step + step) + 1) * config.model.ensemble
+
+    return Loader(
+        order,
+        Maker(tuple(source.store for source in sources), config.data, config.train.seed),
+        schedule,
+        Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside),
+        passes=passes,
+        workers=helpers(device) if config.train.workers is None else config.train.workers,
+        ahead=config.train.ahead,
+        window=config.train.window,
+        device=device,
+        used=ledger.use,
+    )
