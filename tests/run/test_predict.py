@@ -9,11 +9,16 @@ import pytest
 
 import warpfold
 from tests.helpers import tiny_model
+from warpfold.data.mmcif import Chain
+from warpfold.data.template import template_from_file
+from warpfold.data.write import write_mmcif
 from warpfold.errors import UserError
+from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.weights import save_params
 from warpfold.parallel.plan import inference_plan
 from warpfold.run import predict as module
 from warpfold.run.predict import Options, predict, read_queries
+from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, load
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
@@ -242,3 +247,135 @@ def test_folding_samples_the_alignment_as_training_did(tmp_path: Path) -> None:
     assert (sample.max_msa, sample.max_extra, sample.empty_extra) == (7, 3, "query")
     save_params(path, tiny_model())
     assert (load(path).sample.max_msa, load(path).sample.max_extra) == (512, 5120)
+
+
+# ---- templates
+
+
+@pytest.fixture(scope="module")
+def template_params(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random parameters of a model that takes templates."""
+    path = tmp_path_factory.mktemp("params") / "templates.safetensors"
+    save_params(path, tiny_model())
+    return path
+
+
+@pytest.fixture
+def structures(tmp_path: Path) -> Path:
+    """A library of two entries, each with chain A of ONE's length and B, another protein."""
+    folder = tmp_path / "mmcif"
+    folder.mkdir()
+    for seed, (name, date) in enumerate((("1abc", "2010-01-01"), ("2xyz", "2020-01-01"))):
+        rng = np.random.default_rng(seed)
+        chains = [
+            Chain(
+                chain,
+                sequence,
+                rng.normal(scale=9, size=(len(sequence), 37, 3)).astype(np.float32),
+                ATOM37_MASK[[RESTYPES.index(letter) for letter in sequence]],
+                np.arange(len(sequence)),
+                tuple(str(i + 1) for i in range(len(sequence))),
+            )
+            for chain, sequence in (("A", ONE[:9] + "WWW" + ONE[12:]), ("B", TWO * 2))
+        ]
+        (folder / f"{name}.cif").write_text(write_mmcif(name, chains, release_date=date))
+    return folder
+
+
+def a3m_hits(tmp_path: Path, name: str = "one.hits.a3m") -> Path:
+    """Hits in hmmsearch's A3M: the two entries' chains A, and one whose file is not there."""
+    sequence = ONE[:9] + "WWW" + ONE[12:]
+    path = tmp_path / name
+    path.write_text("".join(f">{entry}_A/1-18 mol:protein\n{sequence}\n" for entry in ("9not", "1abc", "2xyz")))
+    return path
+
+
+def test_a_template_is_used_reported_and_counts(
+    tmp_path: Path, a3m: Path, structures: Path, template_params: Path
+) -> None:
+    sources = TemplateSources(files=[f"{structures / '1abc.cif'}:A"])
+    entry = predict(a3m, [], template_params, tmp_path / "with", templates=sources)["predictions"][0]
+    assert (entry["templates"], entry["templates_unused"]) == (["1abc_A"], 0)
+    (outcome,) = json.loads((tmp_path / "with" / "one" / entry["files"]["templates"]).read_text())
+    assert (outcome["name"], outcome["used"], outcome["residues"]) == ("1abc_A", True, 18)
+    assert outcome["identity"] == pytest.approx(15 / 18, abs=1e-4)
+    assert "1abc_A" in (tmp_path / "with" / "report.html").read_text()
+    without = predict(a3m, [], template_params, tmp_path / "without")["predictions"][0]
+    assert (without["templates"], without["templates_unused"]) == ([], 0)
+    assert "templates" not in without["files"]
+    assert (tmp_path / "with/one/one.cif").read_bytes() != (tmp_path / "without/one/one.cif").read_bytes()
+    with pytest.raises(UserError, match="another run"):  # templates decide the result
+        predict(a3m, [], template_params, tmp_path / "with")
+
+
+def test_hits_come_after_the_users_files_and_refusals_are_written(
+    tmp_path: Path, a3m: Path, structures: Path, template_params: Path
+) -> None:
+    sources = TemplateSources(
+        files=[f"{structures / '2xyz.cif'}:A"], hits=[a3m_hits(tmp_path)], structures=structures, max_date="2015-01-01"
+    )
+    entry = predict(a3m, [], template_params, tmp_path / "out", templates=sources)["predictions"][0]
+    assert (entry["templates"], entry["templates_unused"]) == (["2xyz_A", "1abc_A"], 2)
+    outcomes = json.loads((tmp_path / "out/one/one_templates.json").read_text())
+    notes = {outcome["name"]: outcome["note"] for outcome in outcomes if not outcome["used"]}
+    assert "has no 9not.cif" in notes["9not_A"]
+    assert "came out 2020-01-01, after 2015-01-01" in notes["2xyz_A"]
+
+
+def test_of_several_queries_hits_go_by_name_and_files_to_all(tmp_path: Path, fasta: Path, structures: Path) -> None:
+    queries = {"one": ONE, "two": TWO}
+    sources = TemplateSources(
+        files=[str(structures / "1abc.cif")], hits=[a3m_hits(tmp_path, "one.a3m")], structures=structures
+    )
+    found = find_templates(queries, sources, most=4)
+    assert found["one"][0] is not None
+    assert found["one"][0].names == ("1abc_A", "1abc_A")  # B is the other protein, 2xyz_A a copy
+    assert found["two"][0] is not None
+    assert found["two"][0].names == ("1abc_B",)
+    with pytest.raises(UserError, match=r"three\.a3m: there is no query three"):
+        find_templates(queries, replace(sources, hits=[a3m_hits(tmp_path, "three.a3m")]), most=4)
+    only_one, outcomes = find_templates(queries, sources, most=1)["one"]
+    assert only_one is not None
+    assert len(only_one) == 1
+    assert {outcome.note for outcome in outcomes[1:]} == {"enough better ones are used"}
+
+
+def test_templates_from_python(structures: Path, template_params: Path) -> None:
+    predictor = load(template_params, device="cpu")
+    file = f"{structures / '1abc.cif'}:A"
+    by_name = predictor.fold(ONE, templates=[file])
+    ready, _ = template_from_file(ONE, structures / "1abc.cif", "A")
+    np.testing.assert_array_equal(by_name.positions, predictor.fold(ONE, templates=ready).positions)
+    assert by_name.details["templates"] == ["1abc_A"]
+    assert not np.array_equal(by_name.positions, predictor.fold(ONE).positions)
+    with pytest.raises(UserError, match="5 templates are given, the model takes 4"):
+        predictor.fold(ONE, templates=[file] * 5)
+
+
+def test_templates_that_cannot_be_used_end_the_run_before_it_writes(
+    tmp_path: Path, a3m: Path, structures: Path, template_params: Path, tiny_params: Path
+) -> None:
+    good = str(structures / "1abc.cif")
+    for params, files, message in (
+        (tiny_params, [good], "no template parts"),
+        (template_params, [good + ":Z"], "no protein chain Z"),
+        (template_params, [str(tmp_path / "none.cif")], "no such file"),
+        (template_params, [good] * 5, "the model takes 4"),
+    ):
+        with pytest.raises(UserError, match=message):
+            predict(a3m, [], params, tmp_path / "out", templates=TemplateSources(files=files))
+    with pytest.raises(UserError, match="no template parts"):
+        load(tiny_params, device="cpu").fold(ONE, templates=[good])
+    assert not (tmp_path / "out").exists()
+
+
+def test_sources_that_make_no_sense(tmp_path: Path) -> None:
+    for message, arguments in (
+        ("hits need the mmCIF files", {"hits": [tmp_path / "a.hhr"]}),
+        ("of no use without hits", {"structures": tmp_path}),
+        ("of no use without hits", {"files": ["a.cif"], "max_date": "2020-01-01"}),
+        ("14.5.2020: is no date", {"hits": [tmp_path], "structures": tmp_path, "max_date": "14.5.2020"}),
+    ):
+        with pytest.raises(UserError, match=message):
+            TemplateSources(**arguments)
+    assert not TemplateSources()

@@ -1,7 +1,7 @@
 """`warpfold predict`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,6 +34,17 @@ def predict(
     msa: Annotated[
         list[Path] | None, reads("Alignments of the records; each goes to the record that is its first row.")
     ] = None,
+    template: Annotated[
+        list[str] | None,
+        reads("FILE or FILE:CHAIN: mmCIF or PDB structures to use as templates, whatever their name."),
+    ] = None,
+    hits: Annotated[
+        list[Path] | None, reads("Template hits, .hhr or hmmsearch's; of several records, NAME.hhr for each.")
+    ] = None,
+    template_structures: Annotated[Path | None, reads("Folder of mmCIF files that the hits point to.")] = None,
+    max_template_date: Annotated[
+        str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")
+    ] = None,
     seed: Seed = 0,
     recycles: Annotated[int | None, decides("Passes through the trunk, less one; default: the model's.", min=0)] = None,
     ensemble: Annotated[int | None, decides("Samples of the alignment averaged in each pass.", min=1)] = None,
@@ -48,7 +59,11 @@ def predict(
 ) -> None:
     """Fold sequences: mmCIF, PDB, pLDDT, PAE, a summary and a report."""
     from warpfold.run import predict as prediction
+    from warpfold.run.predict_templates import TemplateSources
 
+    sources = TemplateSources(
+        files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date
+    )
     options = prediction.Options(
         seed=seed,
         recycles=recycles,
@@ -62,14 +77,20 @@ def predict(
         force=force,
     )
     with progress_bar() as progress:
-        summary = prediction.predict(query, msa or [], params, out, options, progress)
+        summary = prediction.predict(query, msa or [], params, out, options, progress, sources)
     if as_json:
         show(summary)
     else:
-        for entry in summary["predictions"]:
-            ptm = "" if entry["ptm"] is None else f", pTM {entry['ptm']:.2f}"
-            typer.echo(f"{entry['name']}: mean pLDDT {entry['mean_plddt']:.1f}{ptm}, {out / entry['folder']}")
-        typer.echo(f"report: {out / 'report.html'}")
+        _say(summary, out)
     for failure in summary["failures"]:
         typer.echo(f"failed {failure['name']}: {failure['error']}", err=True)
     raise typer.Exit(1 if summary["failures"] else 0)
+
+
+def _say(summary: dict[str, Any], out: Path) -> None:
+    """A line for each protein that was folded."""
+    for entry in summary["predictions"]:
+        ptm = "" if entry["ptm"] is None else f", pTM {entry['ptm']:.2f}"
+        used = f", templates {', '.join(entry['templates'])}" if entry.get("templates") else ""
+        typer.echo(f"{entry['name']}: mean pLDDT {entry['mean_plddt']:.1f}{ptm}{used}, {out / entry['folder']}")
+    typer.echo(f"report: {out / 'report.html'}")

@@ -144,7 +144,7 @@ def templates_from_hits(
     seen: dict[bytes, str] = {}
     for hit in sorted(hits, key=lambda hit: -(hit.sum_probs or 0.0)):
         if len(kept) == limit:
-            outcomes.append(_refused(hit, f"{limit} better ones are used"))
+            outcomes.append(_refused(hit, "enough better ones are used"))
             continue
         try:
             if reason := _refusal(hit, query, exclude) or _too_new(hit, library, max_date):

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Prediction:
     pair: np.ndarray | None = None
     msa: np.ndarray | None = None
     details: Mapping[str, Any] = field(default_factory=dict)  # for summary.json: seed, recycles, seconds, ...
+    templates: Sequence[Mapping[str, Any]] = ()  # what became of each template that was offered
 
     @property
     def ca(self) -> np.ndarray:
@@ -88,6 +89,9 @@ class Prediction:
             if self.pae is not None and self.max_pae is not None:
                 files["pae"] = f"{stem}_pae.json"
                 (draft / files["pae"]).write_text(json.dumps(pae_json(self.pae, self.max_pae)), encoding="utf-8")
+            if self.templates:
+                files["templates"] = f"{stem}_templates.json"
+                (draft / files["templates"]).write_text(json.dumps(list(self.templates), indent=1), encoding="utf-8")
             np.savez_compressed(draft / files["arrays"], **arrays)
         return files
 

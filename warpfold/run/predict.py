@@ -16,9 +16,11 @@ import torch
 from warpfold import __version__
 from warpfold.data.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats import read_alignment, read_fasta
+from warpfold.data.template import TemplateOutcome, Templates
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run.outputs import Prediction, claim_folder, file_name, write_atomically
+from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import Report, Section, Table, Target, write_report
 from warpfold.run.sanity import check_geometry
@@ -35,11 +37,16 @@ Progress = Callable[[int, int, str], None]  # done, of how many, which now
 
 @dataclass(frozen=True)
 class Query:
-    """What to fold: a name that is unique and safe as a file's, a sequence, an alignment of it."""
+    """What to fold: a name that is unique and safe as a file's, a sequence, an alignment of it, templates.
+
+    outcomes: what became of each template that was offered.
+    """
 
     name: str
     sequence: str
     alignment: Alignment
+    templates: Templates | None = None
+    outcomes: Sequence[TemplateOutcome] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,7 @@ def predict(
     out: Path,
     options: Options | None = None,
     progress: Progress | None = None,
+    templates: TemplateSources | None = None,
 ) -> dict[str, Any]:
     """Fold every record of `query` into `out`; returns what is in `out/summary.json`.
 
@@ -78,13 +86,16 @@ def predict(
     queries = read_queries(query, msas)
     tell(0, len(queries), "loading the parameters")
     params_digest = _file_digest(params)
-    run = _run_digest(queries, params_digest, options)
-    earlier = claim_folder(out, FORMAT, run, options.force)
     predictor = load(params, options.device, options.chunk, options.precision)
     if options.max_msa is not None:
         predictor.sample = replace(predictor.sample, max_msa=options.max_msa)
     if options.max_extra is not None:
         predictor.sample = replace(predictor.sample, max_extra=options.max_extra)
+    if templates:
+        tell(0, len(queries), "looking at the templates")
+        queries = with_templates(queries, templates, predictor)
+    run = _run_digest(queries, params_digest, options)
+    earlier = claim_folder(out, FORMAT, run, options.force)
 
     summary = _new_summary(run, params, params_digest, options, predictor)
     if earlier is not None:
@@ -140,18 +151,29 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
     ]
 
 
+def with_templates(queries: Sequence[Query], sources: TemplateSources, predictor: Predictor) -> list[Query]:
+    """The queries with templates, as many as the model takes.
+
+    Errors: UserError as in `find_templates`, and for a model that takes none, or fewer than the user's files.
+    """
+    predictor.check_templates(max(len(sources.files), 1))
+    found = find_templates({query.name: query.sequence for query in queries}, sources, predictor.sample.max_templates)
+    return [replace(query, templates=found[query.name][0], outcomes=found[query.name][1]) for query in queries]
+
+
 def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) -> dict[str, Any]:
     """Fold one protein and write its folder; returns its entry in the summary."""
     prediction = predictor.fold(
         query.sequence,
         query.alignment,
+        query.templates,
         name=query.name,
         seed=options.seed,
         recycles=options.recycles,
         ensemble=options.ensemble,
         representations=options.representations,
     )
-    return keep(prediction, out)
+    return keep(replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes]), out)
 
 
 def keep(prediction: Prediction, out: Path) -> dict[str, Any]:
@@ -168,6 +190,7 @@ def keep(prediction: Prediction, out: Path) -> dict[str, Any]:
         "mean_plddt": round(prediction.mean_plddt, 2),
         "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
         **prediction.details,
+        "templates_unused": sum(not outcome["used"] for outcome in prediction.templates),
         "geometry": asdict(geometry),
         "warnings": geometry.warnings(),
     }
@@ -185,7 +208,10 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
     numbers = [("residues", str(entry["length"])), ("mean pLDDT", f"{entry['mean_plddt']:.1f}")]
     if entry["ptm"] is not None:
         numbers.append(("pTM", f"{entry['ptm']:.2f}"))
-    numbers += [("alignment rows", str(entry["msa_depth"])), *truth.pop("numbers", ())]
+    numbers.append(("alignment rows", str(entry["msa_depth"])))
+    if "templates" in files:
+        numbers.append(("templates", str(len(entry["templates"]))))
+    numbers += truth.pop("numbers", ())
     return Target(
         name=entry["name"],
         sequence=entry["sequence"],
@@ -245,6 +271,9 @@ def _run_digest(queries: Sequence[Query], params_digest: str, options: Options) 
         digest.update(f"{query.name}\n{query.sequence}\n".encode())
         digest.update(query.alignment.rows.tobytes())
         digest.update(query.alignment.deletions.tobytes())
+        if query.templates is not None:
+            for array in (query.templates.aatype, query.templates.positions, query.templates.mask):
+                digest.update(array.tobytes())
     return digest.hexdigest()
 
 
@@ -296,6 +325,10 @@ def _report(out: Path, summary: dict[str, Any]) -> Report:
     if failures:
         table = Table(["protein", "what went wrong"], [[f["name"], f["error"]] for f in failures])
         sections.append(Section("Failed", table=table))
+    if offered := _template_rows(out, entries):
+        text = "What became of every one that was offered is in NAME_templates.json, in the protein's folder."
+        header = ["protein", "template", "residues", "identity", "note"]
+        sections.append(Section("Templates", text, table=Table(header, offered)))
     facts = [] if alone else [("proteins folded", str(len(entries)))]
     if failures:
         facts.append(("failed", str(len(failures))))
@@ -317,3 +350,18 @@ def _report(out: Path, summary: dict[str, Any]) -> Report:
             f"seed {summary['settings']['seed']} · parameters sha256 {params['sha256']}"
         ],
     )
+
+
+def _template_rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The templates that were used, and of each protein how many were not; none where none was offered."""
+    rows: list[list[str]] = []
+    for entry in (entry for entry in entries if "templates" in entry["files"]):
+        outcomes = json.loads((out / entry["folder"] / entry["files"]["templates"]).read_text(encoding="utf-8"))
+        rows += [
+            [entry["name"], one["name"], f"{one['residues']}", f"{one['identity']:.0%}", one["note"]]
+            for one in outcomes
+            if one["used"]
+        ]
+        if unused := entry["templates_unused"]:
+            rows.append([entry["name"], f"{unused} not used", "", "", ""])
+    return rows

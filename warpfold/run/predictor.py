@@ -15,6 +15,7 @@ from warpfold.data.alignment import Alignment
 from warpfold.data.features import RawExample, from_sequence
 from warpfold.data.formats import parse_a3m
 from warpfold.data.sample import SampleConfig, make_features
+from warpfold.data.template import Templates, choose_templates
 from warpfold.errors import UserError
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, Output
@@ -22,6 +23,7 @@ from warpfold.model.heads import pae_breaks
 from warpfold.model.weights import data_settings, load_model
 from warpfold.parallel.plan import Precision, apply, inference_plan
 from warpfold.run.outputs import Prediction
+from warpfold.run.predict_templates import user_templates
 from warpfold.settings import build
 
 
@@ -49,6 +51,7 @@ class Predictor:
         self,
         sequence: str,
         alignment: Alignment | Sequence[str] = (),
+        templates: Templates | Sequence[str | Path] | None = None,
         *,
         name: str = "query",
         seed: int = 0,
@@ -58,17 +61,32 @@ class Predictor:
     ) -> Prediction:
         """Fold `sequence` (one letter per residue), given rows aligned to it as in A3M: lower case is inserted.
 
-        The query's own row may be among them or not.  seed: of the alignment's sampling and masking; the same seed
+        The query's own row may be among them or not.  templates: mmCIF or PDB files, FILE or FILE:CHAIN, aligned here;
+        or ready ones (`data.template`), best first.  seed: of the alignment's sampling and masking; the same seed
         gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
         single, pair and msa of the result are None.
-        Errors: UserError for letters that are no residues, or rows that do not fit the sequence.
+        Errors: UserError for letters that are no residues, rows that do not fit the sequence, templates that cannot be
+        used or more than the model takes.
         """
         query = alphabet.decode(alphabet.encode(sequence, name))
         if not isinstance(alignment, Alignment):
             rows = "".join(f">alignment[{i}]\n{row}\n" for i, row in enumerate(alignment))
             alignment = parse_a3m(f">{name}\n{query}\n{rows}", name, query)
-        raw = from_sequence(query, [alignment], name)
+        if templates is not None:
+            self.check_templates(len(templates))
+            templates = templates if isinstance(templates, Templates) else user_templates(query, templates)[0]
+        raw = replace(from_sequence(query, [alignment], name), templates=templates)
         return self.fold_example(raw, seed=seed, recycles=recycles, ensemble=ensemble, representations=representations)
+
+    def check_templates(self, count: int) -> None:
+        """UserError unless the model takes `count` templates."""
+        if count and self.model.templates is None:
+            raise UserError(
+                "these parameters have no template parts (of AlphaFold2's, model_3 to model_5 have none); "
+                "give others, or no templates"
+            )
+        if count > self.sample.max_templates:
+            raise UserError(f"{count} templates are given, the model takes {self.sample.max_templates}; leave some out")
 
     def fold_example(
         self,
@@ -104,9 +122,16 @@ class Predictor:
             "recycles": recycles,
             "ensemble": ensemble,
             "msa_depth": len(raw.msa),
+            "templates": self._templates_used(raw),
             "seconds": {"features": round(ready - start, 3), "model": round(time.perf_counter() - ready, 3)},
         }
         return replace(prediction, details=details)
+
+    def _templates_used(self, raw: RawExample) -> list[str]:
+        if raw.templates is None or self.model.templates is None:
+            return []
+        chosen = choose_templates(len(raw.templates), self.sample.max_templates, None)
+        return list(raw.templates.choose(chosen).names)
 
 
 def load(

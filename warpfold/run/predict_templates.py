@@ -1,0 +1,100 @@
+"""Templates for `predict`: files that the user gives, and hits of a search with the folder of their structures."""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from warpfold.data.hits import Hit, read_hits
+from warpfold.data.template import TemplateOutcome, Templates, join, template_from_file, templates_from_hits
+from warpfold.data.template_library import Library
+from warpfold.errors import UserError
+
+Found = tuple[Templates | None, list[TemplateOutcome]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateSources:
+    """Where templates come from.
+
+    files: FILE or FILE:CHAIN, mmCIF or PDB, used as they are for every query.  hits: files of HHsearch or hmmsearch;
+    with several queries each is named by its query (NAME.hhr).  structures: the mmCIF files that hits point to.
+    max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: no such rule.
+    """
+
+    files: Sequence[str] = ()
+    hits: Sequence[Path] = ()
+    structures: Path | None = None
+    max_date: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.hits and self.structures is None:
+            raise UserError("hits need the mmCIF files they point to; give their folder (--template-structures)")
+        if not self.hits and (self.structures is not None or self.max_date is not None):
+            raise UserError("a folder or a date for templates is of no use without hits; give --hits, or --template")
+        if self.max_date is not None:
+            try:
+                datetime.date.fromisoformat(self.max_date)
+            except ValueError:
+                raise UserError(f"{self.max_date}: is no date; give it as YYYY-MM-DD") from None
+
+    def __bool__(self) -> bool:
+        return bool(self.files or self.hits)
+
+
+def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: int) -> dict[str, Found]:
+    """Of each query, name -> sequence, its templates and what became of each: all files of the user, then hits, until
+    there are `most`.
+
+    Errors: UserError for a file of the user that cannot be used, a file of hits that cannot be read or belongs to no
+    query.  A hit that cannot be used is among the outcomes.
+    """
+    hits = _hits_by_query(queries, sources.hits)
+    library = Library(sources.structures) if sources.structures is not None else None
+    found: dict[str, Found] = {}
+    for name, sequence in queries.items():
+        own, outcomes = user_templates(sequence, sources.files)
+        parts = [] if own is None else [own]
+        if library is not None and hits.get(name):
+            searched, refused = templates_from_hits(
+                sequence, hits[name], library, sources.max_date, limit=most - len(sources.files)
+            )
+            parts += [] if searched is None else [searched]
+            outcomes += refused
+        found[name] = join(parts), outcomes
+    return found
+
+
+def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
+    """The templates in `files`, FILE or FILE:CHAIN each, aligned to a sequence, in that order.
+
+    Errors: as in `data.template.template_from_file`.
+    """
+    templates, outcomes = [], []
+    for file in files:
+        path, chain = _path_and_chain(str(file))
+        template, outcome = template_from_file(sequence, path, chain)
+        templates.append(template)
+        outcomes.append(outcome)
+    return join(templates), outcomes
+
+
+def _path_and_chain(text: str) -> tuple[Path, str | None]:
+    path, colon, chain = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return Path(text), None
+    return Path(path), chain
+
+
+def _hits_by_query(queries: Mapping[str, str], files: Sequence[Path]) -> dict[str, list[Hit]]:
+    """The hits of each query; of one query all files are."""
+    hits: dict[str, list[Hit]] = {}
+    for file in files:
+        name = next(iter(queries)) if len(queries) == 1 else file.name.split(".")[0]
+        if name not in queries:
+            raise UserError(
+                f"{file}: there is no query {name}; with several queries, name each file of hits by its query "
+                f"({next(iter(queries))}.hhr)"
+            )
+        hits.setdefault(name, []).extend(read_hits(file, queries[name]))
+    return hits
