@@ -8,7 +8,6 @@ import pytest
 from warpfold.batch import to_tensors
 from warpfold.data.alignment import Alignment, encode
 from warpfold.data.features import (
-    RawExample,
     add_labels,
     atom_masks,
     check_map,
@@ -137,20 +136,6 @@ def test_deletions_beyond_sixteen_bits_are_cut_off_not_wrapped() -> None:
     rows = np.array([[0, 1], [0, 1]], np.uint8)
     huge = Alignment(rows, np.array([[0, 0], [0, 70_000]], np.int32), ["a", "b"])
     assert place(huge, "AR")[1][1, 1] == 65_535
-
-
-def test_round_trip_through_arrays_is_exact() -> None:
-    structure, chain = structure_of(SEQUENCE)
-    for raw in (
-        from_chain("1abc_A", structure, chain, [alignment(SEQUENCE, SEQUENCE[::-1])], ["x.a3m"]),
-        from_sequence(SEQUENCE),
-    ):
-        again = RawExample.from_arrays(raw.to_arrays(), raw.notes())
-        assert again.notes() == raw.notes()
-        assert again.sources == raw.sources
-        assert again.to_arrays().keys() == raw.to_arrays().keys()
-        for name, array in raw.to_arrays().items():
-            np.testing.assert_array_equal(getattr(again, name), array)
 
 
 def test_a_chain_brings_its_coordinates() -> None:

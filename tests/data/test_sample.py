@@ -1,4 +1,4 @@
-"""Sampling: the steps of Supp. 1.2.6 to 1.2.9 against plain formulas, their distributions, what must never change."""
+"""The features of an example: they fit the table at any size, and the same draw is the same everywhere."""
 
 import dataclasses
 import subprocess
@@ -11,39 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpfold.batch import to_tensors
-from warpfold.data.features import RawExample, from_sequence, merge, profile_of
-from warpfold.data.sample import (
-    SampleConfig,
-    cluster_statistics,
-    crop_start,
-    delete_blocks,
-    deletion_value,
-    keyed_rng,
-    make_features,
-    mask_msa,
-    nearest_cluster,
-    pad_features,
-    select,
-)
-from warpfold.geometry.residue import GAP, MASK
+from tests.data.examples import example, templates
+from warpfold.batch import FEATURES, to_tensors
+from warpfold.data.features import from_sequence
+from warpfold.data.sample import SampleConfig, keyed_rng, make_features, pad_features
+from warpfold.geometry.residue import GAP
 
 ROOT = Path(__file__).parents[2]
 TRAIN = SampleConfig(crop=16, max_msa=8, max_extra=12)
-
-
-def example(length: int = 40, depth: int = 60, seed: int = 0, labels: bool = True) -> RawExample:
-    """A random example: a family of noisy copies with gaps."""
-    rng = np.random.default_rng(seed)
-    aatype = rng.integers(0, 21, length).astype(np.uint8)
-    rows = np.where(rng.random((depth, length)) < 0.4, rng.integers(0, 22, (depth, length)), aatype).astype(np.uint8)
-    rows[rng.random(rows.shape) < 0.1] = GAP
-    deletions = rng.poisson(0.1, rows.shape).astype(np.uint16)
-    msa, deletions = merge(aatype, [(rows, deletions)])
-    positions = rng.normal(size=(length, 37, 3)).astype(np.float32) * 10 if labels else None
-    mask = rng.integers(0, 2, (length, 37)).astype(np.uint8) if labels else None
-    index = np.arange(length, dtype=np.int32)
-    return RawExample("x", aatype, index, msa, deletions, profile_of(msa), positions, mask, 2.0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -53,16 +28,15 @@ def example(length: int = 40, depth: int = 60, seed: int = 0, labels: bool = Tru
     crop=st.integers(1, 60),
     max_msa=st.integers(1, 30),
     max_extra=st.integers(0, 30),
-    max_rows=st.integers(1, 60),
     passes=st.integers(1, 3),
     train=st.booleans(),
     pad=st.booleans(),
 )
 def test_features_fit_the_table_for_any_size(
-    length: int, depth: int, crop: int, max_msa: int, max_extra: int, max_rows: int, passes: int, train: bool, pad: bool
+    length: int, depth: int, crop: int, max_msa: int, max_extra: int, passes: int, train: bool, pad: bool
 ) -> None:
     raw = example(length, depth)
-    config = SampleConfig(crop=crop, max_msa=max_msa, max_extra=max_extra, max_rows=max_rows, pad=pad)
+    config = SampleConfig(crop=crop, max_msa=max_msa, max_extra=max_extra, pad=pad)
     features = make_features(raw, config, 0, ("x", 3), passes, train)
     batch = to_tensors(features)  # every axis agrees
     residues = min(crop, length) if train else length
@@ -72,9 +46,9 @@ def test_features_fit_the_table_for_any_size(
     assert all(np.isfinite(array).all() for array in features.values())
     rows = int(features["msa_mask"][0, :, 0].sum())
     extra = int(features["extra_msa_mask"][0, :, 0].sum())
-    assert 1 <= rows <= min(max_msa, max_rows, len(raw.msa))
+    assert 1 <= rows <= min(max_msa, len(raw.msa))
     assert extra <= max_extra
-    assert rows + extra <= min(max_rows, len(raw.msa))
+    assert rows + extra <= len(raw.msa)
     if pad:
         assert features["msa_mask"].shape[1] == max_msa
         assert features["extra_msa_mask"].shape[1] == max(max_extra, 1)
@@ -105,50 +79,6 @@ def test_centres_and_extra_rows_share_nothing_and_use_all_there_is() -> None:
     assert len(rows) == len(raw.msa)
 
 
-def test_msa_feat_is_table_1_written_out() -> None:
-    raw = example(length=9, depth=25)
-    features = make_features(raw, SampleConfig(max_msa=5), 0, ("x",))
-    feat, true_msa, extra = features["msa_feat"][0], features["true_msa"][0], features["extra_msa"][0]
-    depth, length = true_msa.shape
-    order = {row.tobytes(): i for i, row in enumerate(raw.msa)}
-    deletions = np.array([raw.deletions[order[row.astype(np.uint8).tobytes()]] for row in true_msa])
-    extra_deletions = np.array([raw.deletions[order[row.astype(np.uint8).tobytes()]] for row in extra])
-    masked = feat[..., :23].argmax(-1)
-    members: list[list[int]] = [[] for _ in range(depth)]
-    for e, row in enumerate(extra):
-        agreement = [sum(a == b and a < GAP for a, b in zip(row, centre)) for centre in masked]
-        members[int(np.argmax(agreement))].append(e)
-    for s in range(depth):
-        for n in range(length):
-            column = [masked[s, n], *(extra[e, n] for e in members[s])]
-            deleted = [deletions[s, n], *(extra_deletions[e, n] for e in members[s])]
-            profile = [column.count(code) / (len(column) + 1e-6) for code in range(23)]
-            mean = sum(map(int, deleted)) / (len(column) + 1e-6)
-            expected = [min(deletions[s, n], 1), np.arctan(deletions[s, n] / 3) * 2 / np.pi]
-            expected += [*profile, np.arctan(mean / 3) * 2 / np.pi]
-            np.testing.assert_allclose(feat[s, n, 23:], expected, atol=1e-6)
-    np.testing.assert_allclose(
-        features["extra_deletion_value"][0], np.arctan(extra_deletions / 3) * 2 / np.pi, atol=1e-6
-    )
-    np.testing.assert_array_equal(features["extra_has_deletion"][0], extra_deletions > 0)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 300), st.integers(0, 5))
-def test_nearest_cluster_counts_agreement_and_takes_the_first_of_equals(e: int, s: int, n: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    rows, centres = rng.integers(17, 22, (e, n)).astype(np.uint8), rng.integers(17, 23, (s, n)).astype(np.uint8)
-    agreement = ((rows[:, None] == centres) & (rows[:, None] != GAP)).sum(-1)
-    np.testing.assert_array_equal(nearest_cluster(rows, centres, block=7), agreement.argmax(1))
-
-
-def test_long_sequences_do_not_overflow_the_byte_counters() -> None:
-    centres = np.stack([np.full(600, 3), np.full(600, 4)]).astype(np.uint8)
-    rows = np.full((1, 600), 4, np.uint8)
-    rows[0, :256] = 3  # modulo 256 the first centre would have 0 or the second more
-    assert nearest_cluster(rows, centres)[0] == 1
-
-
 def test_a_row_without_residues_in_the_crop_joins_no_cluster() -> None:
     raw = example(length=6, depth=3)
     raw.msa[1:] = GAP
@@ -161,67 +91,6 @@ def test_a_row_without_residues_in_the_crop_joins_no_cluster() -> None:
             assert features["extra_msa"].shape[1] == len(raw.msa) - 1
             return
     pytest.fail("no crop without the last residue in 20 draws")
-
-
-def test_mask_kinds_come_in_their_proportions() -> None:
-    raw = example(length=300, depth=400, labels=False)
-    msa = np.zeros_like(raw.msa)  # all alanine: what is changed shows
-    profile = np.zeros_like(raw.profile)
-    profile[:, [7, GAP]] = 0.5
-    masked, chosen = mask_msa(msa, profile, SampleConfig(), keyed_rng(0, "test"))
-    total = chosen.sum()
-    assert total / msa.size == pytest.approx(0.15, abs=0.005)
-    assert (masked[~chosen] == 0).all()
-    share = np.bincount(masked[chosen], minlength=23) / total
-    assert share[MASK] == pytest.approx(0.7, abs=0.01)
-    assert share[GAP] == pytest.approx(0.05, abs=0.005)  # from the profile alone
-    assert share[7] == pytest.approx(0.05 + 0.005, abs=0.005)
-    assert share[0] == pytest.approx(0.1 + 0.005, abs=0.008)  # left as it was
-    assert share[5] == pytest.approx(0.005, abs=0.003)
-    assert share[20] == 0  # X is never drawn uniformly
-
-
-def test_masking_is_uniform_over_columns_and_includes_the_query() -> None:
-    raw = example(length=50, depth=2000, labels=False)
-    _, chosen = mask_msa(raw.msa, raw.profile, SampleConfig(), keyed_rng(1, "test"))
-    np.testing.assert_allclose(chosen.mean(0), 0.15, atol=0.04)
-    query = [mask_msa(raw.msa[:1], raw.profile, SampleConfig(), keyed_rng(i))[1].mean() for i in range(200)]
-    assert np.mean(query) == pytest.approx(0.15, abs=0.02)
-
-
-def test_block_deletion_keeps_the_query_and_deletes_contiguous_blocks() -> None:
-    config = SampleConfig()
-    kept = [delete_blocks(1000, config, keyed_rng(i)) for i in range(300)]
-    assert all(rows[0] == 0 for rows in kept)
-    assert all((np.diff(rows) > 0).all() for rows in kept)
-    assert max((np.diff(rows) > 1).sum() for rows in kept) <= 5
-    # Row r survives a block of 300 that starts in any of 1000 places with probability 1 - min(r + 1, 300) / 1000.
-    expected = np.mean((1 - np.minimum(np.arange(1000) + 1, 300) / 1000) ** 5)
-    assert np.mean([len(rows) for rows in kept]) / 1000 == pytest.approx(expected, abs=0.03)
-    np.testing.assert_array_equal(delete_blocks(1, config, keyed_rng(0)), [0])
-    np.testing.assert_array_equal(delete_blocks(3, config, keyed_rng(0)), [0, 1, 2])  # blocks of no rows
-
-
-def test_crop_starts_are_uniform_when_clamped_and_lean_to_the_start_otherwise() -> None:
-    rng = keyed_rng(0, "crop")
-    clamped = np.bincount([crop_start(20, 11, True, rng) for _ in range(20_000)]) / 20_000
-    np.testing.assert_allclose(clamped, 0.1, atol=0.015)
-    unclamped = np.bincount([crop_start(20, 11, False, rng) for _ in range(20_000)]) / 20_000
-    expected = [sum(1 / (n + 1) for n in range(s, 10)) / 10 for s in range(10)]
-    np.testing.assert_allclose(unclamped, expected, atol=0.015)
-
-
-def test_the_row_budget_is_a_uniform_sample_not_the_first_rows() -> None:
-    config = SampleConfig(max_rows=100)
-    chosen = [select(50, 1000, config, i, ("x",), train=False).rows for i in range(200)]
-    assert all(len(rows) == 100 and rows[0] == 0 and (np.diff(rows) > 0).all() for rows in chosen)
-    assert np.mean([rows[1:].mean() for rows in chosen]) == pytest.approx(500, abs=15)
-
-
-def test_one_example_in_ten_is_unclamped() -> None:
-    clamped = [select(50, 5, TRAIN, i, ("x",), train=True).clamped for i in range(3000)]
-    assert np.mean(clamped) == pytest.approx(0.9, abs=0.02)
-    assert select(50, 5, TRAIN, 0, ("x",), train=False).clamped
 
 
 def test_passes_differ_and_the_first_ones_do_not_depend_on_how_many_there_are() -> None:
@@ -290,25 +159,6 @@ def test_without_coordinates_there_are_no_labels() -> None:
     assert "atom14_atom_exists" in features
 
 
-def test_deletion_value_and_means() -> None:
-    np.testing.assert_allclose(deletion_value(np.array([0, 3], np.uint16)), [0, 0.5], atol=1e-7)
-    centres, rows = np.array([[1, 2]], np.uint8), np.array([[1, GAP]], np.uint8)
-    profile, mean = cluster_statistics(
-        centres, np.array([[0, 4]], np.uint16), rows, np.array([[2, 0]], np.uint16), np.array([0])
-    )
-    np.testing.assert_allclose(mean, [[1, 2]], atol=1e-5)
-    np.testing.assert_allclose(profile[0, 0, 1], 1, atol=1e-5)
-    np.testing.assert_allclose(profile[0, 1, [2, GAP]], 0.5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "bad", [{"crop": 0}, {"max_msa": 0}, {"max_extra": -1}, {"masked_fraction": 1.5}, {"mask_same": 0.95}]
-)
-def test_settings_that_cannot_be_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        SampleConfig(**bad)  # type: ignore[arg-type]
-
-
 def test_an_empty_extra_msa_is_masked_or_the_query():
     raw = from_sequence("MKVLAAGH", [], "one")
     masked = make_features(raw, SampleConfig(), 0, ("a",))
@@ -317,3 +167,26 @@ def test_an_empty_extra_msa_is_masked_or_the_query():
     assert not masked["extra_msa_mask"].any()
     assert query["extra_msa_mask"].all()
     assert np.array_equal(query["extra_msa"][0, 0], raw.msa[0])
+
+
+def test_templates_are_drawn_in_training_and_the_best_ones_at_inference() -> None:
+    raw = dataclasses.replace(example(), templates=templates(7, 40))
+    features = make_features(raw, SampleConfig(), 0, ("x",))
+    np.testing.assert_array_equal(features["template_aatype"], raw.templates.aatype[:4])
+    assert features["template_all_atom_positions"].shape == (4, 40, 37, 3)
+    drawn = [make_features(raw, TRAIN, 0, ("x", step), train=True) for step in range(12)]
+    assert len({len(features["template_mask"]) for features in drawn}) > 2
+    start = drawn[0]["residue_index"][0]
+    windows = raw.templates.aatype[:, start : start + 16]
+    assert all((windows == row).all(1).any() for row in drawn[0]["template_aatype"])
+    none = make_features(raw, dataclasses.replace(TRAIN, max_templates=0), 0, ("x", 0), train=True)
+    assert none["template_aatype"].shape == (0, 16)
+
+
+def test_arrays_are_no_wider_than_the_table_says_and_become_what_it_says() -> None:
+    raw = dataclasses.replace(example(), templates=templates(2, 40))
+    features = make_features(raw, SampleConfig(), 0, ("x",))
+    assert all(array.itemsize <= np.dtype(FEATURES[name].dtype).itemsize for name, array in features.items())
+    for name, tensor in to_tensors(features).items():
+        assert str(tensor.dtype) == f"torch.{FEATURES[name].dtype}"
+        np.testing.assert_array_equal(tensor.numpy(), features[name])

@@ -3,9 +3,9 @@
 A `RawExample` holds what can be prepared ahead of training and nothing that is drawn; `data.sample` does the drawing.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ import torch
 
 from warpfold.batch import Arrays
 from warpfold.data.alignment import Alignment, decode, encode
+from warpfold.data.layout import to_columns, to_tiles
 from warpfold.data.mmcif import Chain, Structure
+from warpfold.data.template import Templates
 from warpfold.errors import UserError
 from warpfold.geometry import atoms
 from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK, GAP
@@ -21,6 +23,9 @@ from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK, GAP
 MSA_CODES = 22  # 20 residue types, X, gap
 MIN_IDENTITY = 0.9  # below it an alignment is of another protein
 MIN_COVERAGE = 0.5  # the share of the chain's residues that the alignment must cover
+TEMPLATE_ARRAYS = ("aatype", "positions", "mask", "sum_probs")  # of `Templates`; the names are a note
+PROFILE_ROWS = 1024  # counted at a time
+MOST_DELETIONS = np.iinfo(np.uint16).max
 
 
 @dataclass(frozen=True)
@@ -38,43 +43,67 @@ class RawExample:
     resolution: float | None = None  # angstrom
     release_date: str | None = None  # YYYY-MM-DD
     sources: tuple[str, ...] = ()  # where the alignment's rows come from
+    templates: Templates | None = None
 
     @property
     def sequence(self) -> str:
         return decode(self.aatype)
 
-    def take(self, start: int, stop: int, rows: np.ndarray) -> "RawExample":
-        """Residues [start, stop) and these alignment rows; the profile stays that of the whole alignment."""
+    @property
+    def length(self) -> int:
+        """Residues."""
+        return len(self.aatype)
+
+    @property
+    def depth(self) -> int:
+        """Alignment rows, the chain's own included."""
+        return len(self.msa)
+
+    @property
+    def templates_count(self) -> int:
+        return 0 if self.templates is None else len(self.templates)
+
+    def take(
+        self, start: int, stop: int, rows: np.ndarray | None = None, templates: np.ndarray | None = None
+    ) -> "RawExample":
+        """Residues [start, stop), these alignment rows and these templates (indices, ascending; None: all).
+
+        The profile stays that of the whole alignment.
+        """
         span = slice(start, stop)
+        chosen = self.templates
+        if chosen is not None and templates is not None:
+            chosen = chosen.choose(templates)
         return replace(
             self,
             aatype=self.aatype[span],
             residue_index=self.residue_index[span],
-            msa=self.msa[rows, span],
-            deletions=self.deletions[rows, span],
+            msa=self.msa[:, span] if rows is None else self.msa[rows, span],
+            deletions=self.deletions[:, span] if rows is None else self.deletions[rows, span],
             profile=self.profile[span],
             positions=None if self.positions is None else self.positions[span],
             mask=None if self.mask is None else self.mask[span],
+            templates=None if chosen is None or not len(chosen) else chosen.take(start, stop),
         )
 
     def to_arrays(self) -> Arrays:
-        """The arrays, for the store; `notes` holds the rest."""
-        names = ("aatype", "residue_index", "msa", "deletions", "profile", "positions", "mask")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        """The arrays, laid out for the store (`data.layout`, docs/formats.md); `notes` holds the rest."""
+        names = ("aatype", "residue_index", "profile", "positions", "mask")
+        arrays = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        arrays |= {"msa": to_tiles(self.msa), **to_columns(self.deletions)}
+        if self.templates is not None and len(self.templates):
+            arrays |= {f"template_{name}": getattr(self.templates, name) for name in TEMPLATE_ARRAYS}
+        return arrays
 
     def notes(self) -> dict[str, Any]:
         """What is not an array, as JSON can hold it."""
-        return {
+        notes = {
             "name": self.name,
             "resolution": self.resolution,
             "release_date": self.release_date,
             "sources": list(self.sources),
         }
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]) -> "RawExample":
-        """The inverse of `to_arrays` and `notes`, exact."""
-        return cls(**{**arrays, **notes, "sources": tuple(notes["sources"])})
+        return notes if self.templates is None else {**notes, "templates": list(self.templates.names)}
 
 
 def from_sequence(
@@ -129,15 +158,17 @@ def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTIT
         raise UserError(f"alignment: {error}; give the alignment of this protein")
     covered = np.flatnonzero(column >= 0)
     rows = np.full((len(alignment.rows), len(sequence)), GAP, np.uint8)
-    deletions = np.zeros(rows.shape, np.int64)
+    deletions = np.zeros(rows.shape, np.uint16)
     rows[:, covered] = alignment.rows[:, column[covered]]
-    deletions[:, covered] = alignment.deletions[:, column[covered]]
-    for before, after in pairwise(covered):
-        cut = slice(column[before] + 1, column[after])
+    last = -1
+    for place in covered.tolist():
+        deleted = alignment.deletions[:, column[place]]
+        cut = slice(column[last] + 1 if last >= 0 else column[place], column[place])
         if cut.start < cut.stop:
-            inserted = alignment.deletions[:, cut] + (alignment.rows[:, cut] != GAP)
-            deletions[:, after] += inserted.sum(1)
-    return rows, np.minimum(deletions, np.iinfo(np.uint16).max).astype(np.uint16)
+            deleted = deleted + (alignment.deletions[:, cut] + (alignment.rows[:, cut] != GAP)).sum(1)
+        deletions[:, place] = np.minimum(deleted, MOST_DELETIONS)
+        last = place
+    return rows, deletions
 
 
 def column_map(query: str, sequence: str) -> tuple[np.ndarray, float]:
@@ -191,19 +222,30 @@ def merge(aatype: np.ndarray, placed: Iterable[tuple[np.ndarray, np.ndarray]]) -
     """
     first = aatype[None]
     parts = [(first, np.zeros(first.shape, np.uint16)), *((rows[1:], deletions[1:]) for rows, deletions in placed)]
-    rows, deletions = (np.concatenate(arrays) for arrays in zip(*parts))
-    seen: dict[bytes, int] = {}
-    for index, row in enumerate(rows):
-        seen.setdefault(row.tobytes(), index)
-    seen.pop(bytes([GAP]) * rows.shape[1], None)
-    kept = list(seen.values())
-    return rows[kept], deletions[kept]
+    seen = {_digest(np.full(len(aatype), GAP, np.uint8))}
+    kept = []
+    for rows, deletions in parts:
+        new = np.zeros(len(rows), bool)
+        for index, row in enumerate(rows):
+            digest = _digest(row)
+            new[index] = digest not in seen
+            seen.add(digest)
+        kept.append((rows[new], deletions[new]) if not new.all() else (rows, deletions))
+    rows, deletions = (np.concatenate(arrays) for arrays in zip(*kept))
+    return rows, deletions
+
+
+def _digest(row: np.ndarray) -> bytes:
+    """What stands for a row in a set of many: 16 bytes, whatever its length."""
+    return hashlib.blake2b(row.tobytes(), digest_size=16).digest()
 
 
 def profile_of(msa: np.ndarray) -> np.ndarray:
     """Frequencies of residue types, X and gap in each column: uint8 [R, N] -> float32 [N, 22]."""
-    cells = msa + np.arange(msa.shape[1]) * MSA_CODES
-    counts = np.bincount(cells.ravel(), minlength=msa.shape[1] * MSA_CODES)
+    columns = np.arange(msa.shape[1]) * MSA_CODES
+    counts = np.zeros(msa.shape[1] * MSA_CODES, np.int64)
+    for start in range(0, len(msa), PROFILE_ROWS):  # indices take eight times the room of residues
+        counts += np.bincount((msa[start : start + PROFILE_ROWS] + columns).ravel(), minlength=len(counts))
     return (counts.reshape(-1, MSA_CODES) / len(msa)).astype(np.float32)
 
 
@@ -219,9 +261,8 @@ def add_labels(features: Arrays) -> Arrays:
     the backbone and of the other rigid groups (1.8.1); chi angles in radians (1.9.3); the distogram's points (1.9.8).
     float32, angstrom; quaternions w x y z with w >= 0.  What is masked is finite but means nothing.
     """
-    aatype, positions, mask = (
-        torch.from_numpy(features[name]) for name in ("aatype", "all_atom_positions", "all_atom_mask")
-    )
+    aatype = torch.from_numpy(features["aatype"]).long()
+    positions, mask = (torch.from_numpy(features[name]).float() for name in ("all_atom_positions", "all_atom_mask"))
     gt = atoms.atom37_to_atom14(aatype, positions * mask[..., None])
     gt_exists = atoms.atom37_to_atom14(aatype, mask)
     groups = atoms.atom37_to_frames(aatype, positions, mask)

@@ -24,7 +24,7 @@ import torch
 
 from warpfold import __version__, settings
 from warpfold.data.generate import generate
-from warpfold.data.loader import read_example
+from warpfold.data.example import read_example
 from warpfold.data.pack import pack
 from warpfold.data.store import Store
 from warpfold.run import metrics

@@ -1,0 +1,141 @@
+"""What is chosen of an example: distributions, equal chances for every row, and costs that follow from sizes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpfold.data.choose import (
+    RUN,
+    SampleConfig,
+    crop_start,
+    delete_blocks,
+    expected_rows,
+    keyed_rng,
+    predicted_cost,
+    row_budget,
+    select,
+    thin_runs,
+    with_query,
+)
+
+TRAIN = SampleConfig(crop=16, max_msa=8, max_extra=12)
+THIN = SampleConfig(max_msa=3, max_extra=7, max_cost=1e-9, blocks=0)  # the budget is its floor: 10 rows
+
+
+def test_block_deletion_keeps_the_query_and_deletes_contiguous_blocks() -> None:
+    config = SampleConfig()
+    kept = [delete_blocks(1000, config, keyed_rng(i)) for i in range(300)]
+    assert all(rows[0] == 0 for rows in kept)
+    assert all((np.diff(rows) > 0).all() for rows in kept)
+    assert max((np.diff(rows) > 1).sum() for rows in kept) <= 5
+    # Row r survives a block of 300 that starts in any of 1000 places with probability 1 - min(r + 1, 300) / 1000.
+    expected = np.mean((1 - np.minimum(np.arange(1000) + 1, 300) / 1000) ** 5)
+    assert np.mean([len(rows) for rows in kept]) / 1000 == pytest.approx(expected, abs=0.03)
+    np.testing.assert_array_equal(delete_blocks(1, config, keyed_rng(0)), [0])
+    np.testing.assert_array_equal(delete_blocks(3, config, keyed_rng(0)), [0, 1, 2])  # blocks of no rows
+
+
+def test_crop_starts_are_uniform_when_clamped_and_lean_to_the_start_otherwise() -> None:
+    rng = keyed_rng(0, "crop")
+    clamped = np.bincount([crop_start(20, 11, True, rng) for _ in range(20_000)]) / 20_000
+    np.testing.assert_allclose(clamped, 0.1, atol=0.015)
+    unclamped = np.bincount([crop_start(20, 11, False, rng) for _ in range(20_000)]) / 20_000
+    expected = [sum(1 / (n + 1) for n in range(s, 10)) / 10 for s in range(10)]
+    np.testing.assert_allclose(unclamped, expected, atol=0.015)
+
+
+def test_one_example_in_ten_is_unclamped() -> None:
+    clamped = [select(50, 5, TRAIN, i, ("x",), train=True).clamped for i in range(3000)]
+    assert np.mean(clamped) == pytest.approx(0.9, abs=0.02)
+    assert select(50, 5, TRAIN, 0, ("x",), train=False).clamped
+
+
+@pytest.mark.parametrize(
+    "bad", [{"crop": 0}, {"max_msa": 0}, {"max_extra": -1}, {"masked_fraction": 1.5}, {"mask_same": 0.95}]
+)
+def test_settings_that_cannot_be_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SampleConfig(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("thin", ["rows", "runs"])
+@pytest.mark.parametrize("depth", [11, 40, 41])
+def test_every_row_is_left_out_with_the_same_probability(thin: str, depth: int) -> None:
+    config = dataclasses.replace(THIN, thin=thin)
+    draws = 4000
+    counts, sizes = np.zeros(depth), []
+    for seed in range(draws):
+        rows = select(30, depth, config, seed, ("x",), train=True).rows
+        assert (np.diff(rows) > 0).all()
+        counts[rows] += 1
+        sizes.append(len(rows))
+    assert max(sizes) <= row_budget(30, config) == 10
+    assert counts[0] == draws  # the query
+    share = (np.mean(sizes) - 1) / (depth - 1)
+    assert share > 0.1
+    deviation = (counts[1:] - draws * share) / np.sqrt(draws * share * (1 - share))
+    assert np.abs(deviation).max() < 4  # of 10 to 40 standard deviates, with a fixed seed
+    assert deviation.std() < 1.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(depth=st.integers(2, 900), count=st.integers(1, 300), seed=st.integers(0, 9))
+def test_runs_stay_whole_and_within_the_budget(depth: int, count: int, seed: int) -> None:
+    count = min(count, depth - 1)
+    rows = thin_runs(np.arange(0, 3 * depth, 3), count, keyed_rng(seed))
+    assert rows[0] == 0
+    assert (np.diff(rows) > 0).all()
+    assert len(rows) <= count
+    if count > 4 * RUN:
+        assert len(rows) > count - 2 * RUN  # the budget is used
+        assert (np.diff(rows) > 3).sum() <= len(rows) / (RUN / 2) + 2  # in few pieces
+
+
+def test_single_rows_use_the_whole_budget() -> None:
+    assert len(with_query(np.arange(1000), 100, keyed_rng(0))) == 100
+    assert len(select(30, 900, THIN, 0, ("x",), train=True).rows) == 10
+
+
+def test_without_a_bound_every_row_left_by_block_deletion_is_used() -> None:
+    config = SampleConfig(max_cost=0)
+    rows = select(30, 50_000, config, 0, ("x",), train=True).rows
+    np.testing.assert_array_equal(rows, delete_blocks(50_000, config, keyed_rng(0, "x", "blocks")))
+    assert row_budget(30, config) is None
+
+
+def test_a_prediction_uses_every_row_and_the_best_templates() -> None:
+    chosen = select(30, 50_000, SampleConfig(max_cost=1e-9), 0, ("x",), train=False, templates=9)
+    np.testing.assert_array_equal(chosen.rows, np.arange(50_000))
+    np.testing.assert_array_equal(chosen.templates, np.arange(4))
+    assert (chosen.start, chosen.stop) == (0, 30)
+
+
+def test_the_budget_does_not_reach_for_what_the_model_sees() -> None:
+    config = SampleConfig(max_msa=512, max_extra=5120, max_cost=1e-9)
+    assert row_budget(256, config) == 5632
+    assert row_budget(256, dataclasses.replace(config, max_cost=1e3)) > 5632
+
+
+@pytest.mark.parametrize("randomize", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 3, 10, 333, 1000])
+def test_expected_rows_is_the_mean_of_block_deletion(depth: int, randomize: bool) -> None:
+    config = SampleConfig(randomize_num_blocks=randomize)
+    drawn = [len(delete_blocks(depth, config, keyed_rng(i))) for i in range(2000)]
+    assert expected_rows(depth, config) == pytest.approx(np.mean(drawn), rel=0.03, abs=0.3)
+
+
+def test_the_predicted_cost_grows_with_the_work_and_stops_at_the_bound() -> None:
+    config = SampleConfig(crop=256, max_msa=128, max_extra=1024)
+    free = dataclasses.replace(config, max_cost=0)
+    for length, depth in [(50, 10), (200, 1000), (400, 1000)]:
+        cost = predicted_cost(length, depth, config)
+        assert predicted_cost(length + 50, depth, free) >= cost
+        assert predicted_cost(length, depth + 5000, free) > cost
+        assert predicted_cost(length, depth, config, passes=4) > 2 * cost - predicted_cost(1, 1, config)
+    assert predicted_cost(1000, 1000, free) == predicted_cost(256, 1000, free)  # a crop is a crop
+    assert predicted_cost(256, 200_000, config) == predicted_cost(256, 50_000, config)
+    assert predicted_cost(256, 200_000, free) > 3 * predicted_cost(256, 50_000, free)
+    assert predicted_cost(300, 100, config, train=False) > predicted_cost(300, 100, config)

@@ -1,0 +1,137 @@
+"""The MSA features against the formulas of Supp. 1.2.7 and table 1, written as loops, and their distributions."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.examples import example
+from warpfold.data.choose import SampleConfig, keyed_rng
+from warpfold.data.msa_features import Deletions, deletion_value, mask_msa, msa_features, nearest_cluster
+from warpfold.geometry.residue import GAP, MASK
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 300), st.integers(0, 5))
+def test_nearest_cluster_counts_agreement_and_takes_the_first_of_equals(e: int, s: int, n: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, centres = rng.integers(17, 22, (e, n)).astype(np.uint8), rng.integers(17, 23, (s, n)).astype(np.uint8)
+    agreement = ((rows[:, None] == centres) & (rows[:, None] != GAP)).sum(-1)
+    np.testing.assert_array_equal(nearest_cluster(rows, centres), agreement.argmax(1))
+
+
+def test_long_sequences_do_not_overflow_the_byte_counters() -> None:
+    centres = np.stack([np.full(600, 3), np.full(600, 4)]).astype(np.uint8)
+    rows = np.full((1, 600), 4, np.uint8)
+    rows[0, :256] = 3  # modulo 256 the first centre would have 0 or the second more
+    assert nearest_cluster(rows, centres)[0] == 1
+
+
+def test_mask_kinds_come_in_their_proportions() -> None:
+    raw = example(length=300, depth=400, labels=False)
+    msa = np.zeros_like(raw.msa)  # all alanine: what is changed shows
+    profile = np.zeros_like(raw.profile)
+    profile[:, [7, GAP]] = 0.5
+    masked, chosen = mask_msa(msa, profile, SampleConfig(), keyed_rng(0, "test"))
+    total = chosen.sum()
+    assert total / msa.size == pytest.approx(0.15, abs=0.005)
+    assert (masked[~chosen] == 0).all()
+    share = np.bincount(masked[chosen], minlength=23) / total
+    assert share[MASK] == pytest.approx(0.7, abs=0.01)
+    assert share[GAP] == pytest.approx(0.05, abs=0.005)  # from the profile alone
+    assert share[7] == pytest.approx(0.05 + 0.005, abs=0.005)
+    assert share[0] == pytest.approx(0.1 + 0.005, abs=0.008)  # left as it was
+    assert share[5] == pytest.approx(0.005, abs=0.003)
+    assert share[20] == 0  # X is never drawn uniformly
+
+
+def test_masking_is_uniform_over_columns_and_includes_the_query() -> None:
+    raw = example(length=50, depth=2000, labels=False)
+    _, chosen = mask_msa(raw.msa, raw.profile, SampleConfig(), keyed_rng(1, "test"))
+    np.testing.assert_allclose(chosen.mean(0), 0.15, atol=0.04)
+    query = [mask_msa(raw.msa[:1], raw.profile, SampleConfig(), keyed_rng(i))[1].mean() for i in range(200)]
+    assert np.mean(query) == pytest.approx(0.15, abs=0.02)
+
+
+def plain_features(raw, centres, masked, others, size):
+    """The supplement's formulas, one cell after the other: msa_feat [S, N, 49] and the extra features [E, N]."""
+    length = raw.length
+    clusters = [[(masked[s], raw.deletions[row])] for s, row in enumerate(centres)]
+    for row in set(range(raw.depth)) - set(centres.tolist()):
+        if all(code == GAP for code in raw.msa[row]):
+            continue
+        agreement = [sum(int(a == b and a != GAP) for a, b in zip(raw.msa[row], centre)) for centre in masked]
+        clusters[agreement.index(max(agreement))].append((raw.msa[row], raw.deletions[row]))
+    squeeze = lambda d: 2 / np.pi * np.arctan(d / 3)  # noqa: E731
+    feat = np.zeros((size, length, 49))
+    for s, members in enumerate(clusters):
+        for n in range(length):
+            own = int(raw.deletions[centres[s], n])
+            codes = [int(codes[n]) for codes, _ in members]
+            mean = sum(int(deletions[n]) for _, deletions in members) / (len(members) + 1e-6)
+            one_hot = [float(code == masked[s, n]) for code in range(23)]
+            profile = [codes.count(code) / (len(members) + 1e-6) for code in range(23)]
+            feat[s, n] = [*one_hot, min(own, 1), squeeze(own), *profile, squeeze(mean)]
+    has = np.array([[min(int(d), 1) for d in raw.deletions[row]] for row in others]).reshape(-1, length)
+    value = np.array([[squeeze(int(d)) for d in raw.deletions[row]] for row in others]).reshape(-1, length)
+    return feat, has, value
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(1, 40),
+    depth=st.integers(0, 40),
+    max_msa=st.integers(1, 20),
+    max_extra=st.integers(0, 20),
+    seed=st.integers(0, 5),
+)
+def test_features_are_the_formulas_written_out(
+    length: int, depth: int, max_msa: int, max_extra: int, seed: int
+) -> None:
+    raw = example(length, depth, seed)
+    raw.msa[1::7] = GAP  # rows that say nothing in this crop
+    config = SampleConfig(max_msa=max_msa, max_extra=max_extra)
+    features = {name: array[1] for name, array in msa_features(raw, config, seed, ("x",), passes=2).items()}
+    # what was drawn is seen from the numbers of the rows, written into the deletions of a copy
+    numbered = example(length, depth, seed)
+    numbered.msa[1::7] = GAP
+    numbered.deletions[:] = np.arange(raw.depth)[:, None]
+    rows = msa_features(numbered, config, seed, ("x",), passes=2)
+    number = lambda value: np.rint(3 * np.tan(value.astype(np.float64) * np.pi / 2)).astype(int)  # noqa: E731
+    centres = number(rows["msa_feat"][1, :, 0, 24])
+    others = number(rows["extra_deletion_value"][1, :, 0])[features["extra_msa_mask"][:, 0] > 0]
+    assert len({*centres, *others}) == len(centres) + len(others)
+    assert centres[0] == 0
+
+    masked = features["msa_feat"][..., :23].argmax(-1)
+    feat, has, value = plain_features(raw, centres, masked, others, len(centres))
+    np.testing.assert_allclose(features["msa_feat"], feat, atol=2e-6)
+    np.testing.assert_array_equal(features["true_msa"], raw.msa[centres])
+    kept = features["bert_mask"] == 0
+    np.testing.assert_array_equal(masked[kept], raw.msa[centres][kept])
+    np.testing.assert_array_equal(features["extra_msa"][: len(others)], raw.msa[others])
+    np.testing.assert_array_equal(features["extra_has_deletion"][: len(others)], has)
+    np.testing.assert_allclose(features["extra_deletion_value"][: len(others)], value, atol=2e-6)
+
+
+def test_very_long_sequences_are_counted_without_error() -> None:
+    rng = np.random.default_rng(0)
+    centres = rng.integers(0, 4, (3, 5000)).astype(np.uint8)
+    centres[2] = centres[1]
+    centres[2, 4321] = 9
+    rows = np.stack([centres[2], centres[1]])  # one agreement in 5,000 decides
+    np.testing.assert_array_equal(nearest_cluster(rows, centres), [2, 1])
+
+
+def test_the_cells_with_deletions_are_found_and_numbered_anew() -> None:
+    deletions = np.array([[0, 2], [5, 0], [0, 0], [7, 1]], np.uint16)
+    cells = Deletions.of(deletions)
+    np.testing.assert_array_equal(
+        np.stack([cells.row, cells.column, cells.count]), [[0, 1, 3, 3], [1, 0, 0, 1], [2, 5, 7, 1]]
+    )
+    some = cells.among(np.array([3, 0]), 4)
+    assert sorted(zip(some.row, some.column, some.count)) == [(0, 0, 7), (0, 1, 1), (1, 1, 2)]
+
+
+def test_deletions_are_squeezed_into_the_unit_interval() -> None:
+    np.testing.assert_allclose(deletion_value(np.array([0, 3, 65_535], np.uint16)), [0, 0.5, 1], atol=1e-4)
