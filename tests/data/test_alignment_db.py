@@ -1,0 +1,138 @@
+"""Alignment databases: every file of every chain by either kind of index, and what is wrong with one in a line."""
+
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warpfold.data.alignment_db import AlignmentDB, Slice, read_duplicates
+from warpfold.errors import UserError
+
+FILES = {
+    "3lrm_A": {"uniref90_hits.a3m": b">q\nMFAF\n>r\nMF-F\n", "pdb70_hits.hhr": b"Query 3lrm_A\n"},
+    "6kwc_A": {"uniref90_hits.a3m": b">q\nGSTI\n", "empty.a3m": b""},
+    "1abc_A": {"mgnify_hits.sto": b"# STOCKHOLM 1.0\n"},
+}
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    """Two shards, an index of each and one of both."""
+    whole: dict[str, Any] = {}
+    for shard, chains in (("db_0", ["3lrm_A", "6kwc_A"]), ("db_1", ["1abc_A"])):
+        data, index = b"", {}
+        for chain in chains:
+            index[chain] = [[name, 0, len(text)] for name, text in FILES[chain].items()]
+            for entry, text in zip(index[chain], FILES[chain].values()):
+                entry[1] = len(data)
+                data += text
+            whole[chain] = {"db": f"{shard}.db", "files": index[chain]}
+        (tmp_path / f"{shard}.db").write_bytes(data)
+        (tmp_path / f"{shard}.index").write_text(json.dumps(index))
+    (tmp_path / "super.index").write_text(json.dumps(whole))
+    return tmp_path
+
+
+def contents(database: AlignmentDB) -> dict[str, dict[str, bytes]]:
+    return {chain: {name: database.read(chain, name) for name in database.files(chain)} for chain in database.chains()}
+
+
+def test_every_kind_of_index_gives_every_file(database: Path) -> None:
+    assert contents(AlignmentDB(database / "super.index")) == FILES
+    assert contents(AlignmentDB(database)) == FILES
+    (database / "super.index").unlink()
+    assert contents(AlignmentDB(database)) == FILES
+    one = AlignmentDB(database / "db_1.index")
+    assert contents(one) == {"1abc_A": FILES["1abc_A"]}
+    assert (len(one), "1abc_A" in one, "3lrm_A" in one) == (1, True, False)
+
+
+def test_workers_get_slices(database: Path) -> None:
+    part = AlignmentDB(database).files("3lrm_A")["pdb70_hits.hhr"]
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        assert executor.submit(part.read).result() == FILES["3lrm_A"]["pdb70_hits.hhr"]
+
+
+def test_a_truncated_shard_spares_the_chains_before_the_cut(database: Path) -> None:
+    shard = database / "db_0.db"
+    shard.write_bytes(shard.read_bytes()[:-3])
+    opened = AlignmentDB(database)
+    assert opened.read("3lrm_A", "uniref90_hits.a3m") == FILES["3lrm_A"]["uniref90_hits.a3m"]
+    with pytest.raises(UserError, match=r"^6kwc_A/uniref90_hits.a3m: .*db_0.db: has 34 bytes, its index names 37: cut"):
+        opened.read("6kwc_A", "uniref90_hits.a3m")
+
+
+def test_a_shard_that_is_gone(database: Path) -> None:
+    (database / "db_1.db").unlink()
+    with pytest.raises(UserError, match=r"^1abc_A/mgnify_hits.sto: .*db_1.db: cannot be read: No such file"):
+        AlignmentDB(database).read("1abc_A", "mgnify_hits.sto")
+
+
+def test_names_that_are_not_there(database: Path) -> None:
+    with pytest.raises(KeyError):
+        AlignmentDB(database).files("9xyz_A")
+    with pytest.raises(KeyError):
+        AlignmentDB(database).read("1abc_A", "none.a3m")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        3,
+        {"files": []},
+        {"db": 5, "files": []},
+        [["x.a3m", 0]],
+        [["x.a3m", -1, 4]],
+        [["x.a3m", "0", 4]],
+        [[["x.a3m"], 0, 4]],
+    ],
+)
+def test_an_entry_that_is_none_spares_the_others(tmp_path: Path, entry: object) -> None:
+    path = tmp_path / "db.index"
+    path.write_text(json.dumps({"1abc_A": entry, "2def_A": [["x.a3m", 0, 4]]}))
+    opened = AlignmentDB(path)
+    with pytest.raises(UserError, match=r"db.index: 1abc_A is no entry of an alignment database; expected \{CHAIN"):
+        opened.files("1abc_A")
+    assert opened.files("2def_A") == {"x.a3m": Slice(tmp_path / "db.db", 0, 4)}
+
+
+def test_what_is_no_index(tmp_path: Path) -> None:
+    path = tmp_path / "db.index"
+    path.write_text("[]")
+    with pytest.raises(UserError, match=r"db.index: is no index of an alignment database; expected \{CHAIN"):
+        AlignmentDB(path)
+
+
+def test_a_damaged_index(database: Path) -> None:
+    index = database / "super.index"
+    index.write_text(index.read_text()[:-20])
+    with pytest.raises(UserError, match=r"super.index: damaged, or no JSON \(.*char"):
+        AlignmentDB(index)
+    index.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"super.index: damaged, or no JSON"):
+        AlignmentDB(index)
+
+
+def test_offsets_of_a_damaged_index_are_refused_before_memory_is_taken(database: Path) -> None:
+    index = database / "db_1.index"
+    index.write_text(json.dumps({"1abc_A": [["x.a3m", 2**70, 2**60]]}))
+    with pytest.raises(UserError, match=r"1abc_A/x.a3m: .*db_1.db: has 16 bytes, its index names"):
+        AlignmentDB(index).read("1abc_A", "x.a3m")
+
+
+def test_a_folder_without_an_index(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no .index file"):
+        AlignmentDB(tmp_path)
+    with pytest.raises(UserError, match=r"no such file"):
+        AlignmentDB(tmp_path / "none.index")
+
+
+def test_duplicates_share_the_alignments_of_the_first_that_has_any(tmp_path: Path) -> None:
+    path = tmp_path / "duplicate_pdb_chains.txt"
+    path.write_text("6kwc_A\n3lrm_B 3lrm_A 3lrm_C 3lrm_D\n1abc_A 1abc_B\n")
+    assert read_duplicates(path, {"3lrm_A", "3lrm_D", "6kwc_A"}) == {"3lrm_B": "3lrm_A", "3lrm_C": "3lrm_A"}
+    with pytest.raises(UserError, match="no such file"):
+        read_duplicates(tmp_path / "none.txt", set())

@@ -1,0 +1,121 @@
+"""OpenFold's alignment databases: the files of many chains joined into few, and a JSON index of where each lies.
+
+Two kinds of index (openfold/docs/source/Aux_seq_files.md): one for all shards, as OpenProteinSet's tools make it,
+{"3lrm_A": {"db": "alignment_db_0.db", "files": [["uniref90_hits.a3m", start, size], ...]}, ...}, and one per shard,
+{"3lrm_A": [["uniref90_hits.a3m", start, size], ...], ...}, where `NAME.index` belongs to `NAME.db` beside it.
+"""
+
+import json
+import os
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warpfold.data.formats import read_bytes
+from warpfold.errors import UserError
+
+_EXPECTED = 'expected {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}'
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A file inside a shard: bytes [start, start + size) of `path`."""
+
+    path: Path
+    start: int
+    size: int
+
+    def read(self) -> bytes:
+        """What is in the file.  Errors: UserError if the shard cannot be read or ends before the file does."""
+        try:
+            shard = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror}; keep it beside its index") from None
+        try:
+            end, length = self.start + self.size, os.fstat(shard).st_size
+            if end > length:
+                found = f"has {length} bytes, its index names {end}"
+                raise UserError(f"{self.path}: {found}: cut short, or of another index; fetch it again")
+            return os.pread(shard, self.size, self.start)
+        finally:
+            os.close(shard)
+
+
+class AlignmentDB:
+    """The chains of an alignment database, and their files.  Holds nothing open; workers need only their `Slice`s.
+
+    path: an index, or a folder with one or several `.index` files.
+    Errors: UserError for an index that cannot be read or is none.  Entries and shards are looked at when asked for.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        indices = sorted(self.path.glob("*.index")) if self.path.is_dir() else [self.path]
+        if not indices:
+            raise UserError(f"{self.path}: has no .index file; give the folder or the index of an alignment database")
+        self._entries: dict[str, tuple[Path, Any]] = {}  # the index, and what it has of a chain
+        for index in indices:
+            for chain, entry in _read_index(index).items():
+                self._entries.setdefault(chain, (index, entry))  # an index of all shards repeats those of each
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, chain: object) -> bool:
+        return chain in self._entries
+
+    def chains(self) -> list[str]:
+        """The names of all chains, sorted."""
+        return sorted(self._entries)
+
+    def files(self, chain: str) -> dict[str, Slice]:
+        """Name -> where it lies, of each file of a chain, in the order of the index.
+
+        Errors: KeyError; UserError if the index has something else there.
+        """
+        index, entry = self._entries[chain]
+        wrong = UserError(f"{index}: {chain} is no entry of an alignment database; {_EXPECTED}")
+        try:
+            name, files = (entry["db"], entry["files"]) if isinstance(entry, dict) else (f"{index.stem}.db", entry)
+            shard = index.parent / name
+            found = {file: Slice(shard, start, size) for file, start, size in files}
+        except (KeyError, TypeError, ValueError):
+            raise wrong from None
+        if not all(type(at) is int and at >= 0 for part in found.values() for at in (part.start, part.size)):
+            raise wrong
+        return found
+
+    def read(self, chain: str, file: str) -> bytes:
+        """What is in a file of a chain.  Errors: KeyError; UserError as for `files` and `Slice.read`."""
+        part = self.files(chain)[file]
+        try:
+            return part.read()
+        except UserError as error:
+            raise UserError(f"{chain}/{file}: {error}") from None
+
+
+def read_duplicates(path: Path | str, holders: Container[str]) -> dict[str, str]:
+    """Chain -> the chain of equal sequence that holds its alignments, from OpenProteinSet's `duplicate_pdb_chains.txt`.
+
+    Every line names the chains of one sequence, blank-separated; the first of them in `holders` is it.  Holders
+    themselves, and lines without one, are left out.
+    Errors: UserError if the file cannot be read.
+    """
+    found: dict[str, str] = {}
+    for line in read_bytes(path).decode("utf-8", "replace").splitlines():
+        names = line.split()
+        holder = next((name for name in names if name in holders), None)
+        if holder is not None:
+            found |= {name: holder for name in names if name not in holders}
+    return found
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(read_bytes(path))
+    except ValueError as error:
+        raise UserError(f"{path}: damaged, or no JSON ({error}); fetch or make the index again") from None
+    if not isinstance(index, dict):
+        raise UserError(f"{path}: is no index of an alignment database; {_EXPECTED}")
+    return index
