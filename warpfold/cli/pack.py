@@ -1,40 +1,159 @@
 """`warpfold pack`."""
 
+from datetime import date
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpfold.cli.common import AsJson, Lists, Workers, app, decides, progress_bar, reads, show, writes
+from warpfold.cli.common import AsJson, Lists, Workers, app, decides, progress_bar, reads, runs, show, writes
+from warpfold.errors import UserError
+
+if TYPE_CHECKING:
+    from warpfold.bulk import Part
+    from warpfold.data.pack_report import Report
+
+SHOWN = 50  # lines about single entries; a large set has thousands
 
 
-@app.command(cls=Lists, epilog="Example:  warpfold pack --structures mmcif/ --msas msas/*.a3m --out store")
+def instead(help: str, *names: str) -> Any:
+    """An option in place of packing."""
+    return typer.Option(*names, help=help, rich_help_panel="In place of packing")
+
+
+@app.command(
+    cls=Lists,
+    epilog="Examples:  warpfold pack --structures mmcif/ --msas msas/ --hits msas/ --out store --workers 16  ·  "
+    "warpfold pack --info store",
+)
 def pack(
-    structures: Annotated[list[Path], reads("mmCIF or PDB files, or folders of them; gz or not.")],
-    out: Annotated[Path, writes("The store to make; it must not exist.")],
-    msas: Annotated[list[Path] | None, reads("A3M or Stockholm files, or folders of them.")] = None,
+    structures: Annotated[list[Path] | None, reads("mmCIF or PDB files, or folders of them; gz or not.")] = None,
+    msas: Annotated[
+        list[Path] | None,
+        reads("A3M or Stockholm files, folders of them (OpenProteinSet's too), or .index of alignment databases."),
+    ] = None,
+    hits: Annotated[
+        list[Path] | None, reads("Template hits: HHR, hmmsearch's Stockholm or A3M, or where they lie.")
+    ] = None,
+    template_structures: Annotated[
+        list[Path] | None, reads("mmCIF folders of the templates; default: those of --structures.")
+    ] = None,
+    clusters: Annotated[
+        Path | None, reads("Clusters, one per line (PDB, OpenFold) or MMseqs2's TSV; default: made here.")
+    ] = None,
+    out: Annotated[Path | None, writes("The store; the same command continues a stopped run.")] = None,
     max_resolution: Annotated[float, decides("Å; worse structures are dropped.")] = 9.0,
+    max_single: Annotated[float, decides("Share of one amino acid; chains with more are dropped.", max=1)] = 0.8,
     min_length: Annotated[int, decides("Residues; shorter chains are dropped.", min=1)] = 10,
     max_length: Annotated[int | None, decides("Residues; longer chains are dropped.", min=1)] = None,
+    released_after: Annotated[str | None, decides("YYYY-MM-DD; entries from this day on are kept.")] = None,
+    released_before: Annotated[str | None, decides("YYYY-MM-DD; entries up to the day before are kept.")] = None,
     require_msa: Annotated[bool, decides("Drop chains without an alignment.", "--require-msa")] = False,
+    max_template_date: Annotated[
+        str | None, decides("YYYY-MM-DD; later templates are refused, as are those later than the chain.")
+    ] = None,
+    cluster_identity: Annotated[float, decides("Of clusters made here; 1: equal sequences.", min=0, max=1)] = 0.4,
     workers: Workers = 1,
+    cluster: Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")] = None,
+    shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge.")] = None,
+    merge: Annotated[list[Path] | None, instead("Join the parts that --shard made into the store --out.")] = None,
+    verify: Annotated[Path | None, instead("Check every byte of a store.")] = None,
+    info: Annotated[Path | None, instead("Say what is in a store.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make the store that `train` reads, and list what was dropped and why."""
+    """Make the store that `train` reads from structures, alignments and template hits, and account for every entry."""
+    from warpfold.bulk import Part
     from warpfold.data import pack as packing
+    from warpfold.data.pack_build import Options
 
-    filters = packing.Filters(
-        max_resolution=max_resolution, min_length=min_length, max_length=max_length, require_msa=require_msa
+    modes = {"--structures": structures, "--merge": merge, "--verify": verify, "--info": info}
+    chosen = [name for name, value in modes.items() if value]
+    if len(chosen) != 1:
+        raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}; see --help")
+    if verify is not None:
+        return _verify(verify, as_json)
+    if info is not None:
+        return _info(info, as_json)
+    if out is None:
+        raise UserError("pack: --out is missing; name the store to make")
+    options = Options(
+        max_resolution=max_resolution,
+        max_single=max_single,
+        min_length=min_length,
+        max_length=max_length,
+        released_after=_day("--released-after", released_after),
+        released_before=_day("--released-before", released_before),
+        require_msa=require_msa,
+        max_template_date=_day("--max-template-date", max_template_date),
+        cluster_identity=cluster_identity,
     )
-    with progress_bar() as progress:
-        report = packing.pack(
-            structures, msas or [], out, filters, workers, lambda stage, done, total: progress(done, total, stage)
-        )
+    part = Part.parse(shard) if shard else None
+    how: dict[str, Any] = {"workers": workers, "cluster": cluster}
+    what: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}
+    with progress_bar() as bar:
+        how["progress"] = lambda stage, done, total: bar(done, total, stage)
+        if merge:
+            report = packing.merge(merge, out, **how)
+        else:
+            report = packing.pack(structures or [], msas or [], out, options, part=part, **what, **how)
     if as_json:
-        show(report.to_json())
-        return
-    for entry in report.dropped:
-        typer.echo(f"dropped {entry.name or entry.file}: {entry.reason}")
-    for file, reason in report.unused.items():
-        typer.echo(f"unused {file}: {reason}")
-    typer.echo(f"{out}: {report.summary()}")
+        return show(report.to_json())
+    _tell(report, out, part)
+
+
+def _day(option: str, text: str | None) -> str | None:
+    """A date as it was given, if it is one."""
+    try:
+        return None if text is None else date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise UserError(f"{option} {text}: expected a day, for example 2018-04-30") from None
+
+
+def _tell(report: "Report", out: Path, part: "Part | None") -> None:
+    lines = [f"dropped {entry.name or entry.file}: {entry.reason}" for entry in report.dropped]
+    lines += [f"unused {file}: {why}" for file, why in (report.unused | report.unused_hits).items()]
+    typer.echo("".join(f"{line}\n" for line in lines[:SHOWN]), nl=False)
+    if len(lines) > SHOWN:
+        typer.echo(f"... and {len(lines) - SHOWN} more lines like these" + ("" if part else f", in {out / 'pack.tsv'}"))
+    if part is not None:
+        from warpfold.data.pack_part import part_path
+
+        pattern = part_path(out, part).name.replace(f"part-{part.number}-", "part-*-")
+        typer.echo(f"{part_path(out, part)}: part {part}, {report.summary()}")
+        typer.echo(f"when all are there: warpfold pack --merge {out.with_name(pattern)} --out {out}")
+    elif report.finished_before:
+        typer.echo(f"{out}: was finished before, of the same inputs and options: {report.summary()}")
+    else:
+        typer.echo(f"{out}: {report.summary()}")
+
+
+def _verify(path: Path, as_json: bool) -> None:
+    """Lists what is damaged, and exits with 1 if anything is."""
+    from warpfold.data.store import Store
+
+    with progress_bar() as bar:
+        try:
+            store = Store(path)
+            entries, damaged = len(store), list(store.verify(lambda done, total: bar(done, total, "checking")))
+        except UserError as error:
+            if not (path / "store.json").exists():
+                raise
+            entries, damaged = 0, [str(error)]
+    if as_json:
+        show({"path": str(path), "entries": entries, "damaged": damaged})
+    else:
+        typer.echo("".join(f"{line}\n" for line in damaged), nl=False)
+        typer.echo(f"{path}: {f'{len(damaged)} damaged' if damaged else f'{entries} entries, all whole'}")
+    raise typer.Exit(1 if damaged else 0)
+
+
+def _info(path: Path, as_json: bool) -> None:
+    """Prints what is in a store."""
+    from warpfold.data.pack_report import describe, description
+    from warpfold.data.store import Store
+
+    found = describe(Store(path))
+    if as_json:
+        show(found)
+    else:
+        typer.echo(description(found))

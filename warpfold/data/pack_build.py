@@ -1,0 +1,274 @@
+"""The jobs of packing, as workers do them: the queries of alignments, structures read, and the records of chains."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from warpfold.data.features import MIN_IDENTITY, RawExample, from_chain
+from warpfold.data.formats import parse_alignment
+from warpfold.data.hits import Hit, parse_hits
+from warpfold.data.mmcif import Chain, Structure, parse_structure
+from warpfold.data.pack_report import Entry
+from warpfold.data.sources import Source, read_query
+from warpfold.data.store import Packed, pack_record
+from warpfold.data.template import templates_from_hits
+from warpfold.data.template_library import Library
+from warpfold.errors import UserError
+from warpfold.geometry.residue import ATOM_ORDER
+
+WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the content of a store.  The paper's filters are the resolution and the share of one amino acid
+    (Supp. 1.2.5), and clusters at 40 % identity."""
+
+    max_resolution: float = 9.0  # angstrom; structures without one (NMR) pass
+    max_single: float = 0.8  # share of the sequence that one amino acid may have
+    min_length: int = 10  # residues, and as many must have a CA
+    max_length: int | None = None
+    released_after: str | None = None  # YYYY-MM-DD, itself included
+    released_before: str | None = None  # itself not included
+    require_msa: bool = False  # otherwise a chain without alignment is kept with its sequence alone
+    min_identity: float = MIN_IDENTITY  # between a chain and an alignment's query
+    max_template_date: str | None = None  # itself included; a chain's templates are never newer than the chain
+    cluster_identity: float = 0.4  # 1: equal sequences; of no account with a file of clusters
+
+    def refuses(self, structure: Structure, chain: Chain) -> str | None:
+        """Why this chain is dropped, or None."""
+        length, resolved = len(chain.sequence), int((chain.mask[:, ATOM_ORDER["CA"]] > 0).sum())
+        residue, count = Counter(chain.sequence).most_common(1)[0] if length else ("", 0)
+        if structure.resolution is not None and structure.resolution > self.max_resolution:
+            return f"resolution {structure.resolution:g} Å, over {self.max_resolution:g}"
+        if self.released_after is not None or self.released_before is not None:
+            if structure.release_date is None:
+                return "no release date"
+            if structure.release_date < (self.released_after or ""):
+                return f"released {structure.release_date}, before {self.released_after}"
+            if structure.release_date >= (self.released_before or "9999"):
+                return f"released {structure.release_date}, not before {self.released_before}"
+        if length < self.min_length:
+            return f"{length} residues, fewer than {self.min_length}"
+        if self.max_length is not None and length > self.max_length:
+            return f"{length} residues, more than {self.max_length}"
+        if resolved < self.min_length:
+            return f"{resolved} residues with a CA, fewer than {self.min_length}"
+        if count > self.max_single * length:
+            return f"{count / length:.0%} of the sequence is {residue}, over {self.max_single:.0%}"
+        return None
+
+
+DEFAULTS = Options()
+
+
+@dataclass(frozen=True)
+class Read:
+    """A structure file as it was read: the chains to pack, and what became of the others."""
+
+    file: Source
+    structure: Structure | None  # with these chains alone
+    dropped: list[Entry]
+
+
+@dataclass(frozen=True)
+class ChainJob:
+    """A chain to pack."""
+
+    chain: str  # its name in the structure
+    alignments: list[Source]
+    hits: list[Source]
+    note: str
+
+
+@dataclass(frozen=True)
+class BuildJob:
+    """The chains to pack of one structure file."""
+
+    file: Source
+    structure: Structure
+    chains: list[ChainJob]
+    options: Options
+    library: tuple[Path, ...]  # folders of the templates' structures
+
+
+@dataclass
+class Built:
+    """What became of the chains of a structure file.
+
+    entries: as `Entry`, with "sequence", "entity", and of those kept "record" (its number, header and crc) and "meta".
+    bad: alignments and hits that could not be read, with the reason.
+    """
+
+    entries: list[dict[str, Any]]
+    records: list[Packed] = field(default_factory=list)
+    bad: dict[str, str] = field(default_factory=dict)
+
+
+def read_queries(sources: Sequence[Source]) -> list[tuple[str, str]]:
+    """(query, "") of each alignment, ("", what is wrong) of those that have none."""
+    found = []
+    for source in sources:
+        try:
+            found.append((read_query(source), ""))
+        except UserError as error:
+            found.append(("", str(error)))
+    return found
+
+
+def read_chains(job: tuple[Source, Options]) -> Read:
+    """The chains of a structure file that the options let pass."""
+    file, options = job
+    try:
+        structure = parse_structure(file.read_bytes(), file.name)
+    except UserError as error:
+        return Read(file, None, [Entry(file.path.name, file.name, False, str(error))])
+    dropped = [Entry(f"{structure.id}_{name}", file.name, False, why) for name, why in structure.dropped.items()]
+    kept = {}
+    for name, chain in structure.chains.items():
+        if reason := options.refuses(structure, chain):
+            dropped.append(_entry(structure, name, file, False, reason))
+        else:
+            kept[name] = chain
+    return Read(file, replace(structure, chains=kept), dropped)
+
+
+def _entry(structure: Structure, chain: str, file: Source, kept: bool, reason: str) -> Entry:
+    return Entry(
+        name=f"{structure.id}_{chain}",
+        file=file.name,
+        kept=kept,
+        reason=reason,
+        length=len(structure.chains[chain].sequence),
+        resolution=structure.resolution,
+        release_date=structure.release_date,
+    )
+
+
+def build(job: BuildJob) -> Built:
+    """The records of the chains; copies of a chain share one alignment and its templates."""
+    built = Built([])
+    copies: dict[tuple[Any, ...], list[ChainJob]] = defaultdict(list)
+    for chain in job.chains:
+        sequence = job.structure.chains[chain.chain].sequence
+        copies[(sequence, *chain.alignments, None, *chain.hits)].append(chain)
+    for group in copies.values():
+        _build_copies(job, group, built)
+    return built
+
+
+def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: Built) -> None:
+    """Adds the records of chains of one sequence with the same alignments and hits to `built`."""
+    structure, first = job.structure, job.structure.chains[group[0].chain]
+    alignments, used, notes = [], [], [note for note in dict.fromkeys(chain.note for chain in group) if note]
+    for source in group[0].alignments:
+        try:
+            alignments.append(parse_alignment(source.read_bytes(), source.name))
+            used.append(source.name)
+        except UserError as error:
+            notes.append(str(error))
+            built.bad[source.name] = str(error)
+    model = _entry(structure, group[0].chain, job.file, True, "; ".join(notes))
+    model.alignments, model.hits = used, [source.name for source in group[0].hits]
+    try:
+        if job.options.require_msa and not used:
+            raise UserError("no alignment" + (f": {model.reason}" if notes else ""))
+        raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity)
+    except UserError as error:
+        for chain in group:
+            entry = replace(model, name=f"{structure.id}_{chain.chain}", kept=False, reason=str(error), alignments=[])
+            built.entries.append(asdict(entry))
+        return
+    del alignments
+    if group[0].hits:
+        raw = _with_templates(raw, group[0].hits, job, model, built.bad)
+    model.depth = raw.depth
+    whole = raw.to_arrays()
+    for chain in group:
+        _build_one(raw, whole, structure, chain.chain, model, built)
+
+
+def _build_one(
+    raw: RawExample, whole: dict[str, np.ndarray], structure: Structure, name: str, model: Entry, built: Built
+) -> None:
+    """Adds one of the copies; `raw` is the first's, `whole` its arrays."""
+    chain = structure.chains[name]
+    entry = replace(model, name=f"{structure.id}_{name}")
+    if entry.name == raw.name:
+        arrays, notes, shared = whole, raw.notes(), {}
+    else:
+        own = from_chain(entry.name, structure, chain)
+        arrays = {**whole, "positions": own.to_arrays()["positions"], "mask": own.to_arrays()["mask"]}
+        notes = {**raw.notes(), "name": entry.name}
+        shared = {key: raw.name for key, array in whole.items() if _same(array, arrays[key])}
+        arrays = {key: array for key, array in arrays.items() if key not in shared}
+    record = pack_record(arrays, notes, shared)
+    built.records.append(record)
+    meta = {
+        "length": entry.length,
+        "depth": entry.depth,
+        "templates": entry.templates,
+        "resolution": entry.resolution,
+        "release_date": entry.release_date,
+        "method": structure.method,
+    }
+    place = {"number": len(built.records) - 1, "header": record.header, "crc": record.crc}
+    more = {"sequence": raw.sequence, "entity": f"{structure.id}_{chain.entity}", "record": place, "meta": meta}
+    built.entries.append(asdict(entry) | more | ({"shares": raw.name} if shared else {}))
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.nbytes >= WORTH_SHARING and one is other
+
+
+def _with_templates(
+    raw: RawExample, sources: Sequence[Source], job: BuildJob, entry: Entry, bad: dict[str, str]
+) -> RawExample:
+    """The example with its templates; counts of those used and refused go into `entry`."""
+    hits: list[Hit] = []
+    for source in sources:
+        try:
+            hits += parse_hits(source.read_bytes().decode("utf-8", "replace"), raw.sequence, source.name)
+        except UserError as error:
+            bad[source.name] = str(error)
+    dates = [date for date in (job.options.max_template_date, raw.release_date) if date is not None]
+    templates, outcomes = templates_from_hits(
+        raw.sequence, hits, _library(job.library), min(dates, default=None), exclude=(job.structure.id.lower(),)
+    )
+    entry.templates = 0 if templates is None else len(templates)
+    refused = Counter(_kind(outcome.note) for outcome in outcomes if not outcome.used)
+    entry.templates_refused = dict(refused.most_common())
+    return replace(raw, templates=templates)
+
+
+def _kind(note: str) -> str:
+    """A reason without names and numbers, so that reasons can be counted: "came out N, after N"."""
+    note = re.sub(r"^\S*/\S*: ", "", note)
+    return re.sub(r"\b\d[\w.-]*(?<![.-])", "N", note)
+
+
+class Folders(Library):
+    """Several folders as one library of templates: an entry is looked for in one after another."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        super().__init__(folders[-1])
+        self._others = [Library(folder) for folder in folders[:-1]]
+
+    def find(self, pdb_id: str) -> Path:
+        """The file of an entry, in the first folder that has it.  UserError if none does."""
+        for library in self._others:
+            with suppress(UserError):
+                return library.find(pdb_id)
+        return super().find(pdb_id)
+
+
+@lru_cache(maxsize=2)
+def _library(folders: tuple[Path, ...]) -> Library:
+    return Folders(folders)

@@ -1,0 +1,110 @@
+"""Which alignments, and which template hits, belong to a chain: by name, by sequence, by the nearest sequence."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from warpfold.data.features import check_map
+from warpfold.data.pairwise import MIN_IDENTITY, column_map
+from warpfold.data.sources import Source
+
+KMER = 6  # residues: alignments that share none with a chain are not tried
+TRIED = 5  # similar alignments to compare with a chain
+
+
+class Matcher:
+    """Finds the alignments of a chain among many, by their names and their queries.
+
+    alignments: (source, query sequence) each.
+    """
+
+    def __init__(self, alignments: Sequence[tuple[Source, str]], min_identity: float = MIN_IDENTITY) -> None:
+        self.min_identity = min_identity
+        self._sources: dict[str, list[Source]] = defaultdict(list)  # by query
+        self._names: dict[str, list[tuple[Source, str]]] = defaultdict(list)
+        for source, query in alignments:
+            self._sources[query].append(source)
+            for name in source.bears:
+                self._names[name].append((source, query))
+        self._queries = sorted(self._sources)
+        words = [_kmers(query) for query in self._queries]
+        self._sizes = np.array([len(found) for found in words], np.int64)
+        kmers = np.concatenate([np.empty(0, np.int32), *words])
+        order = np.argsort(kmers, kind="stable")
+        self._kmers = kmers[order]
+        self._holders = np.repeat(np.arange(len(words), dtype=np.int32), self._sizes)[order]
+        self._nearest = lru_cache(maxsize=4096)(self._by_sequence)  # chains of one sequence come again and again
+
+    def find(self, key: str, sequence: str) -> tuple[list[Source], str]:
+        """Alignments of the chain `key` ("1crn_A"), and a note on those that bear its name but were refused.
+
+        The first that there are of: those that bear the chain's name; those of its very sequence; those that bear its
+        entry's name; those of the nearest precursor or part of it; those of the most similar query.  All must be of
+        the same protein (`features.check_map`).
+        """
+        named, note = self._named(key, sequence)
+        if found := named or sorted(self._sources.get(sequence, [])):
+            return found, note
+        named, more = self._named(key.rpartition("_")[0], sequence)
+        return named or self._nearest(sequence), "; ".join(filter(None, (note, more)))
+
+    def _named(self, name: str, sequence: str) -> tuple[list[Source], str]:
+        errors = [(source, self._refuses(query, sequence)) for source, query in self._names.get(name.lower(), [])]
+        note = "; ".join(f"{source.name}: {error}" for source, error in errors if error)
+        return sorted(source for source, error in errors if not error), note
+
+    def _by_sequence(self, sequence: str) -> list[Source]:
+        own = _kmers(sequence)
+        begins, ends = (np.searchsorted(self._kmers, own, side) for side in ("left", "right"))
+        holders = [self._holders[begin:end] for begin, end in zip(begins.tolist(), ends.tolist())]
+        shared = np.bincount(np.concatenate([np.empty(0, np.int32), *holders]), minlength=len(self._queries))
+        # One that holds the other shares all of the other's k-mers; the longest overlap, then the least else, is best.
+        inside = np.flatnonzero((shared > 0) & ((shared == self._sizes) | (shared == len(own))))
+        held = [self._queries[i] for i in inside.tolist()]
+        held = [query for query in held if query in sequence or sequence in query]
+        held.sort(key=lambda query: (-min(len(query), len(sequence)), len(query), query))
+        alike = np.lexsort((np.arange(len(shared)), -shared))[:TRIED].tolist()
+        near = [self._queries[i] for i in alike if shared[i]]
+        for query in [*held[:1], *near]:
+            if self._refuses(query, sequence) is None:
+                return sorted(self._sources[query])
+        return []
+
+    def _refuses(self, query: str, sequence: str) -> str | None:
+        return check_map(*column_map(query, sequence), self.min_identity)
+
+
+class HitsMatcher:
+    """Finds the template hits of a chain: by name, or beside its alignments.
+
+    hits: their sources.  alignments: (source, query sequence) each.
+    """
+
+    def __init__(self, hits: Sequence[Source], alignments: Sequence[tuple[Source, str]]) -> None:
+        self._names: dict[str, list[Source]] = defaultdict(list)
+        self._places: dict[str, list[Source]] = defaultdict(list)
+        self._queries: dict[str, set[str]] = defaultdict(set)  # of the alignments at a place
+        for source in hits:
+            self._places[source.place].append(source)
+            for name in source.bears:
+                self._names[name].append(source)
+        for source, query in alignments:
+            self._queries[source.place].add(query)
+
+    def find(self, key: str, sequence: str, alignments: Sequence[Source]) -> list[Source]:
+        """Hits that bear the name of the chain `key`, or else its entry's; else those in the folder of its alignments,
+        where that folder is of this sequence alone."""
+        if named := self._names.get(key.lower()) or self._names.get(key.rpartition("_")[0].lower()):
+            return sorted(named)
+        places = sorted({source.place for source in alignments})
+        own = [place for place in places if self._queries.get(place) == {sequence}]
+        return sorted(source for place in own for source in self._places.get(place, []))
+
+
+def _kmers(sequence: str) -> np.ndarray:
+    """The different k-mers of a sequence, as numbers: int32 [K], ascending."""
+    letters = np.frombuffer(sequence.encode("ascii", "replace"), np.uint8).astype(np.int32) % 32  # A to Z: 1 to 26
+    windows = np.lib.stride_tricks.sliding_window_view(letters, KMER) if len(letters) >= KMER else letters[:0, None]
+    return np.unique(windows @ (32 ** np.arange(windows.shape[1], dtype=np.int32)))
