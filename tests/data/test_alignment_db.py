@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from warpfold.data.alignment_db import AlignmentDB, Slice, read_duplicates
+from warpfold.data.alignment_db import AlignmentDB, Slice
 from warpfold.errors import UserError
 
 FILES = {
@@ -128,11 +128,3 @@ def test_a_folder_without_an_index(tmp_path: Path) -> None:
         AlignmentDB(tmp_path)
     with pytest.raises(UserError, match=r"no such file"):
         AlignmentDB(tmp_path / "none.index")
-
-
-def test_duplicates_share_the_alignments_of_the_first_that_has_any(tmp_path: Path) -> None:
-    path = tmp_path / "duplicate_pdb_chains.txt"
-    path.write_text("6kwc_A\n3lrm_B 3lrm_A 3lrm_C 3lrm_D\n1abc_A 1abc_B\n")
-    assert read_duplicates(path, {"3lrm_A", "3lrm_D", "6kwc_A"}) == {"3lrm_B": "3lrm_A", "3lrm_C": "3lrm_A"}
-    with pytest.raises(UserError, match="no such file"):
-        read_duplicates(tmp_path / "none.txt", set())

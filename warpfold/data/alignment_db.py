@@ -7,7 +7,6 @@ Two kinds of index (openfold/docs/source/Aux_seq_files.md): one for all shards, 
 
 import json
 import os
-from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,22 +92,6 @@ class AlignmentDB:
             return part.read()
         except UserError as error:
             raise UserError(f"{chain}/{file}: {error}") from None
-
-
-def read_duplicates(path: Path | str, holders: Container[str]) -> dict[str, str]:
-    """Chain -> the chain of equal sequence that holds its alignments, from OpenProteinSet's `duplicate_pdb_chains.txt`.
-
-    Every line names the chains of one sequence, blank-separated; the first of them in `holders` is it.  Holders
-    themselves, and lines without one, are left out.
-    Errors: UserError if the file cannot be read.
-    """
-    found: dict[str, str] = {}
-    for line in read_bytes(path).decode("utf-8", "replace").splitlines():
-        names = line.split()
-        holder = next((name for name in names if name in holders), None)
-        if holder is not None:
-            found |= {name: holder for name in names if name not in holders}
-    return found
 
 
 def _read_index(path: Path) -> dict[str, Any]:
