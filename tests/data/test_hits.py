@@ -17,7 +17,8 @@ QUERY = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
 def random_rows(rng: np.random.Generator, query: str = QUERY) -> tuple[int, str, int, str]:
     """A random local alignment: first place and row of the query, and of a made-up hit."""
     start = int(rng.integers(0, 8))
-    top, below = [], []
+    top: list[str] = []
+    below: list[str] = []
     for letter in query[start : int(rng.integers(20, len(query)))]:
         kind = rng.random()
         if kind < 0.1 and top:
@@ -180,6 +181,23 @@ def test_bad_hits_are_refused_in_one_line(text: str, message: str) -> None:
         parse_hits(text, QUERY_5, "hits.sto")
     assert str(caught.value).startswith("hits.sto: ")
     assert "\n" not in str(caught.value)
+
+
+def test_damage_is_bad_input_and_nothing_worse() -> None:
+    """Files with letters changed, dropped and repeated are read or refused, never an error of the program."""
+    rng = np.random.default_rng(0)
+    files = [hhr([random_rows(rng) for _ in range(2)]), stockholm(ROWS, RF), ">a\nMKTAY\n>b_C/1-2\nM-KTA-\n> \nMKTAY\n"]
+    refusals = []
+    for round_ in range(600):
+        text = list(files[round_ % 3])
+        for place in rng.integers(0, len(text), rng.integers(1, 8)):
+            text[place] = str(rng.choice([*"Xx-.:/_ #>9\n\t", "", "".join(text[place : place + 40])]))
+        try:
+            parse_hits("".join(text), (QUERY, QUERY_5, QUERY_5)[round_ % 3])
+        except UserError as error:
+            refusals.append(str(error))
+    assert 100 < len(refusals) < 600
+    assert not [refusal for refusal in refusals if "\n" in refusal]
 
 
 def test_no_rows_are_no_hits() -> None:

@@ -18,8 +18,8 @@ from warpfold.errors import UserError
 # "Q 1abcA  7 MKT-A 10 (73)": of query or template (T), its name, the first place, letters, the last place, how many.
 _HHR_ROW = re.compile(r"^([QT]) (\S+) +(\d+) ([A-Za-z.~-]+) +(\d+) \((\d+)\)")
 _ALIGNED = re.compile(r"Aligned_cols=(\d+)")
-_SUM_PROBS = re.compile(r"Sum_probs=([\d.]+)")
-_RANGE = re.compile(r"(.+?)(?:/(\d+)-(\d+))?")
+_SUM_PROBS = re.compile(r"Sum_probs=(\d+\.?\d*)")
+_RANGE = re.compile(r"(.*?)(?:/(\d+)-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ _Row = tuple[str, str, str, np.ndarray]
 def _row_hit(name: str, note: str, row: str, match: np.ndarray, places: np.ndarray, query: str, source: str) -> Hit:
     """A row as a hit; `places` [match columns] are residues of the query, -1 where it has none."""
     parts = _RANGE.fullmatch(name)
-    assert parts is not None  # a name has a letter at least
+    assert parts is not None  # anything matches
     letters, aligned = (np.array([is_kind(x) for x in row], bool) for is_kind in (str.isalpha, str.isupper))
     sequence = "".join(letter for letter in row.upper() if letter.isalpha())
     if parts[2] and int(parts[3]) - int(parts[2]) + 1 != len(sequence):
