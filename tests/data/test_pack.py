@@ -1,136 +1,165 @@
-"""Packing: files found, alignments matched to their chains, everything dropped named; the same bytes however made."""
+"""Packing: files found, alignments matched to their chains, everything dropped named, copies stored once."""
 
-import gzip
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pack_inputs import ONE, TWO, alignment, chain, make_files, packed, structure
 
 from warpfold.batch import to_tensors
-from warpfold.data.formats import write_fasta
-from warpfold.data.loader import Loader, read_example
-from warpfold.data.mmcif import Chain
-from warpfold.data.pack import Filters, Matcher, Report, find_files, pack
-from warpfold.data.sample import SampleConfig
+from warpfold.data.example import read_example
+from warpfold.data.mmcif import read_structure
+from warpfold.data.pack import pack
+from warpfold.data.pack_build import Options
+from warpfold.data.pack_match import HitsMatcher, Matcher
+from warpfold.data.pack_report import Report, describe, description
+from warpfold.data.sample import SampleConfig, make_features
+from warpfold.data.sources import Source
 from warpfold.data.store import Store
-from warpfold.data.write import write_mmcif
 from warpfold.errors import UserError
-from warpfold.geometry.residue import ATOM37_MASK, RESTYPE_ORDER
+from warpfold.geometry.residue import RESTYPE_ORDER
 
 REAL = Path(__file__).parents[3] / "shared/realdata"
-ONE = "MKVLAAGIVGLCAKWDERSTFYHNQPMEAL"
-TWO = "GSWYQNTRAEEDIKHFMPVCLLGTASWNDR"
-
-
-def chain(name: str, sequence: str, resolved: int | None = None) -> Chain:
-    """A chain of random coordinates, 4 angstrom from residue to residue."""
-    n = len(sequence)
-    steps = np.arange(n)[:, None, None] * np.array([4.0, 0, 0])
-    positions = steps + np.random.default_rng(0).normal(size=(n, 37, 3)).round(3)
-    mask = np.stack([ATOM37_MASK[RESTYPE_ORDER[letter]] for letter in sequence])
-    mask[n if resolved is None else resolved :] = 0
-    positions = (positions * mask[..., None]).astype(np.float32)
-    return Chain(name, sequence, positions, mask.astype(np.float32), np.arange(n), tuple(str(i + 1) for i in range(n)))
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """Structures and alignments, good and bad."""
-    structures, msas = tmp_path / "structures", tmp_path / "msas"
-    (structures / "deep").mkdir(parents=True)
-    (msas / "1two").mkdir(parents=True)
-
-    def structure(name: str, *chains: Chain, resolution: float | None = 2.0, folder: str = ".") -> None:
-        (structures / folder / f"{name}.cif").write_text(write_mmcif(name, chains, resolution=resolution))
-
-    def alignment(name: str, *rows: str) -> None:
-        (msas / name).write_text(write_fasta([(str(i), row) for i, row in enumerate(rows)]))
-
-    structure("1one", chain("A", ONE), chain("B", TWO))
-    structure("1two", chain("A", "GGGGG" + TWO), folder="deep")
-    structure("1mut", chain("A", "C" + ONE[1:]))
-    structure("1non", chain("A", ONE[::-1]))
-    structure("1low", chain("A", ONE), resolution=9.5)
-    structure("1pol", chain("A", "A" * 28 + "GG"))
-    structure("1sho", chain("A", ONE[:5]))
-    structure("1gap", chain("A", ONE, resolved=3))
-    (structures / "bad.cif").write_text("data_x\n")
-    (structures / "1one.cif.gz").write_bytes(gzip.compress((structures / "1one.cif").read_bytes()))
-    (structures / "notes.txt").write_text("not a structure")
-    alignment("a.a3m", ONE, ONE[:15] + "-" * 15, "A" * 30)
-    alignment("b.a3m", "MM" + ONE + "KK", "C" * 34)
-    alignment("1two/hits.a3m", TWO, TWO[::-1])
-    alignment("1non_A.a3m", "WWWWWWWWWW" + TWO[:10], "A" * 20)
-    alignment("c.a3m", "LLLLLPPPPPLLLLLPPPPP")
-    (msas / "bad.a3m").write_text(">q\nACDEF\n>r\nACD\n")
-    return tmp_path
-
-
-def packed(files: Path, name: str = "store", **options: object) -> Report:
-    return pack([files / "structures"], [files / "msas"], files / name, **options)  # type: ignore[arg-type]
+    return make_files(tmp_path)
 
 
 def test_everything_is_kept_or_named_with_its_reason(files: Path) -> None:
     report = packed(files)
     kept = {entry.name: entry for entry in report.kept}
-    assert sorted(kept) == ["1mut_A", "1non_A", "1one_A", "1one_B", "1two_A"]
-    names = {key: sorted(Path(file).name for file in entry.alignments) for key, entry in kept.items()}
-    assert names == {
-        "1one_A": ["a.a3m", "b.a3m"],  # its own, and its precursor's
-        "1one_B": ["hits.a3m"],
-        "1two_A": ["hits.a3m"],  # by name and, but for a tag, by sequence
-        "1mut_A": ["a.a3m"],  # the nearest
+    assert sorted(kept) == ["1mut_A", "1non_A", "1one_A", "1one_B", "1one_C", "1two_A"]
+    assert {key: entry.alignments for key, entry in kept.items()} == {
+        "1one_A": ["msas/a.a3m"],  # of its very sequence
+        "1one_B": ["msas/1two/hits.a3m"],
+        "1one_C": ["msas/a.a3m"],
+        "1two_A": ["msas/1two/hits.a3m"],  # by name, of all but a tag
+        "1mut_A": ["msas/a.a3m"],  # the nearest
         "1non_A": [],
     }
-    assert (kept["1one_A"].depth, kept["1one_A"].length) == (4, 30)
-    assert "1non_A.a3m: its query is another protein" in kept["1non_A"].reason
-    dropped = {(entry.name, Path(entry.file).name): entry.reason for entry in report.dropped}
+    assert (kept["1one_A"].depth, kept["1one_A"].length) == (3, 30)
+    assert "msas/1non_A.a3m: its query is another protein" in kept["1non_A"].reason
+    dropped = {(entry.name, entry.file): entry.reason for entry in report.dropped}
     expected = {
-        ("1low_A", "1low.cif"): "resolution 9.5 Å, over 9",
-        ("1pol_A", "1pol.cif"): "93% of the sequence is A, over 80%",
-        ("1sho_A", "1sho.cif"): "5 residues, fewer than 10",
-        ("1gap_A", "1gap.cif"): "3 residues with a CA, fewer than 10",
-        ("1one_A", "1one.cif.gz"): "the same name as in",
-        ("1one_B", "1one.cif.gz"): "the same name as in",
-        ("bad.cif", "bad.cif"): "bad.cif:",
+        ("1low_A", "structures/1low.cif"): "resolution 9.5 Å, over 9",
+        ("1pol_A", "structures/1pol.cif"): "93% of the sequence is A, over 80%",
+        ("1sho_A", "structures/1sho.cif"): "5 residues, fewer than 10",
+        ("1gap_A", "structures/1gap.cif"): "3 residues with a CA, fewer than 10",
+        ("1one_A", "structures/1one.cif.gz"): "the same name as in structures/1one.cif",
+        ("1one_B", "structures/1one.cif.gz"): "the same name as in structures/1one.cif",
+        ("1one_C", "structures/1one.cif.gz"): "the same name as in structures/1one.cif",
+        ("bad.cif", "structures/bad.cif"): "structures/bad.cif: has no atoms",
     }
     assert dropped.keys() == expected.keys()
-    assert all(reason in dropped[key] for key, reason in expected.items())
-    unused = {Path(file).name: reason for file, reason in report.unused.items()}
-    assert sorted(unused) == ["1non_A.a3m", "bad.a3m", "c.a3m"]
-    assert "no chain" in unused["c.a3m"]
-    assert "bad.a3m" in unused["bad.a3m"]
-    assert report.summary() == "5 chains kept (1 with their sequence alone), 7 dropped, 3 alignments unused"
-    assert json.loads((files / "store/pack.json").read_text()) == report.to_json()
+    assert all(dropped[key].startswith(reason) for key, reason in expected.items())
+    assert {file: reason[:60] for file, reason in report.unused.items()} == {
+        "msas/1non_A.a3m": "no chain that is kept has this sequence",
+        "msas/b.a3m": "no chain that is kept has this sequence",
+        "msas/c.a3m": "no chain that is kept has this sequence",
+        "msas/bad.a3m": "msas/bad.a3m: record 1, 'q', position 3 has '1', which is no amino acid"[:60],
+        "msas/empty.a3m": "msas/empty.a3m: is empty; fetch or write the file again",
+    }
+    assert report.summary() == "6 chains kept (1 with their sequence alone), 8 dropped, 5 alignments unused"
+
+
+def test_the_report_lies_in_the_store_as_json_and_as_a_table(files: Path) -> None:
+    report = packed(files)
+    data = json.loads((files / "store/pack.json").read_text())
+    assert data == report.to_json()
+    assert Report.from_json(data).entries == report.entries
+    assert data["reasons"]["the same name as in structures/1one.cif"] == 3
+    header, *rows = [line.split("\t") for line in (files / "store/pack.tsv").read_text().splitlines()]
+    table = [dict(zip(header, row, strict=True)) for row in rows]
+    assert len(table) == len(report.entries) + len(report.unused)
+    (one,) = [row for row in table if row["name"] == "1one_A" and row["status"] == "kept"]
+    assert (one["length"], one["depth"], one["file"]) == ("30", "3", "structures/1one.cif")
+    assert {row["status"] for row in table} == {"kept", "dropped", "unused alignment"}
+    assert all(row["reason"] for row in table if row["status"] != "kept")
 
 
 def test_what_is_packed_is_what_was_in_the_files(files: Path) -> None:
     packed(files)
     store = Store(files / "store")
-    assert store.column("length") == [len(read_example(store, key).aatype) for key in store.keys]
+    for key in store.keys:
+        raw = read_example(store, key)
+        original = read_structure(next((files / "structures").rglob(f"{key[:4]}.cif"))).chains[key[5:]]
+        assert raw.sequence == original.sequence
+        np.testing.assert_array_equal(raw.positions, original.positions)
+        np.testing.assert_array_equal(raw.mask, original.mask)
+    assert store.column("length") == [read_example(store, key).length for key in store.keys]
+    assert store.column("depth") == [read_example(store, key).depth for key in store.keys]
     raw = read_example(store, "1one_A")
-    original = chain("A", ONE)
-    assert raw.sequence == ONE
-    assert raw.sources == ("msas/a.a3m", "msas/b.a3m")
+    assert raw.sources == ("msas/a.a3m",)
     assert raw.resolution == 2.0
-    same = np.array(list(ONE)) != "R"  # whose NH1 and NH2 the reader names by their geometry
-    np.testing.assert_allclose(raw.positions[same], original.positions[same], atol=1e-3)
-    np.testing.assert_array_equal(raw.mask, original.mask)
-    assert raw.msa.shape == (4, 30)
-    np.testing.assert_array_equal(raw.msa[2:, 0], [RESTYPE_ORDER["A"], RESTYPE_ORDER["C"]])
-    loader = Loader(store, SampleConfig(crop=16, max_msa=3), seed=0)
-    for key, features in loader.stream(range(5)):
-        assert key in store
-        batch = to_tensors(features)
-        assert len(batch["aatype"]) == 16
+    np.testing.assert_array_equal(raw.msa[1:, 0], [RESTYPE_ORDER["M"], RESTYPE_ORDER["A"]])
+    batch = to_tensors(make_features(raw, SampleConfig(crop=16, max_msa=3), 0, "key", 1, True))
+    assert len(batch["aatype"]) == 16
+
+
+def test_copies_of_a_chain_share_its_alignment(tmp_path: Path) -> None:
+    letters = np.random.default_rng(0).choice(list(RESTYPE_ORDER), (400, 30))
+    alignment(tmp_path / "m/a.a3m", ONE, *("".join(row) for row in letters))
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    structure(tmp_path / "s/1two.cif", *(chain(name, ONE, shift=i) for i, name in enumerate("ABCD")))
+    for name in ("1one", "1two"):
+        pack([tmp_path / f"s/{name}.cif"], [tmp_path / "m"], tmp_path / name)
+    sizes = [(tmp_path / f"{name}/shard-00000.wfs").stat().st_size for name in ("1one", "1two")]
+    assert sizes[1] - sizes[0] < 3 * 10_000 < sizes[0] * 3
+    store = Store(tmp_path / "1two")
+    first, last = (read_example(store, key) for key in ("1two_A", "1two_D"))
+    assert last.name == "1two_D"
+    np.testing.assert_array_equal(first.msa, last.msa)
+    np.testing.assert_allclose(last.positions[last.mask > 0], first.positions[first.mask > 0] + 3, atol=1e-2)
+    assert len(store.record("1two_D").arrays) == len(store.record("1two_A").arrays)
+
+
+def test_a_copy_whose_original_is_in_another_file_goes_with_it(tmp_path: Path) -> None:
+    structure(tmp_path / "s/a/1one.cif", chain("A", TWO))
+    structure(tmp_path / "s/b/1one.cif", chain("A", ONE * 20), chain("B", ONE * 20, shift=9.0))
+    report = pack([tmp_path / "s"], [], tmp_path / "store")
+    assert [entry.name for entry in report.kept] == ["1one_A"]
+    assert [entry.reason for entry in report.dropped] == [
+        "the same name as in s/a/1one.cif",
+        "a copy of 1one_A, which is also in s/a/1one.cif",
+    ]
+    assert read_example(Store(tmp_path / "store"), "1one_A").sequence == TWO
+
+
+def test_release_dates(tmp_path: Path) -> None:
+    for name, day in (("1old", "1999-12-31"), ("1mid", "2000-01-01"), ("1new", "2001-01-01"), ("1not", None)):
+        structure(tmp_path / f"s/{name}.cif", chain("A", ONE), released=day)
+    options = Options(released_after="2000-01-01", released_before="2001-01-01")
+    report = pack([tmp_path / "s"], [], tmp_path / "store", options)
+    assert [(entry.name, entry.release_date) for entry in report.kept] == [("1mid_A", "2000-01-01")]
+    assert [(entry.name, entry.reason) for entry in report.dropped] == [
+        ("1new_A", "released 2001-01-01, not before 2001-01-01"),
+        ("1not_A", "no release date"),
+        ("1old_A", "released 1999-12-31, before 2000-01-01"),
+    ]
+
+
+def test_an_alignment_that_turns_out_bad_is_left_out_and_named(tmp_path: Path) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    alignment(tmp_path / "m/good.a3m", ONE, ONE[::-1])
+    alignment(tmp_path / "m/late.a3m", ONE, *[ONE] * 20, "ACD")  # what is wrong comes late in the file
+    report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store")
+    (entry,) = report.kept
+    assert (entry.alignments, entry.depth) == (["m/good.a3m"], 2)
+    assert "m/late.a3m: row 22" in entry.reason
+    assert "row 22" in report.unused["m/late.a3m"]
+    (tmp_path / "m/good.a3m").unlink()
+    with pytest.raises(UserError, match=r"most often: no alignment: m/late\.a3m: row 22"):
+        pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "other", Options(require_msa=True))
 
 
 def test_chains_without_alignment_can_be_left_out(files: Path) -> None:
-    report = packed(files, filters=Filters(require_msa=True))
+    report = packed(files, options=Options(require_msa=True))
     assert "1non_A" not in {entry.name for entry in report.kept}
     (reason,) = [entry.reason for entry in report.dropped if entry.name == "1non_A"]
-    assert reason.startswith("no alignment: 1non_A.a3m: its query is another protein")
+    assert reason.startswith("no alignment: msas/1non_A.a3m: its query is another protein")
 
 
 def test_without_alignments_every_chain_stands_alone(files: Path) -> None:
@@ -138,50 +167,89 @@ def test_without_alignments_every_chain_stands_alone(files: Path) -> None:
     assert {entry.depth for entry in report.kept} == {1}
 
 
-def test_workers_make_the_same_bytes(files: Path) -> None:
-    packed(files, "a")
-    calls: list[tuple[str, int, int]] = []
-    packed(files, "b", workers=2, progress=lambda *call: calls.append(call))
-    for file in (files / "a").iterdir():
-        assert file.read_bytes() == (files / "b" / file.name).read_bytes()
-    assert {stage for stage, _, _ in calls} == {"reading structures", "reading alignments", "packing"}
-    assert all(done <= total for _, done, total in calls)
+def test_clusters_of_equal_sequences_of_similar_ones_or_of_a_file(files: Path) -> None:
+    (files / "clusters.txt").write_text("1ONE_A 1mut_A\n1two_A 1ONE_B\n")
+    for name, options, expected in (
+        ("equal", {"options": Options(cluster_identity=1)}, "1mut_A 1non_A 1one_A 1one_B 1one_A 1two_A"),
+        ("similar", {}, "1mut_A 1non_A 1mut_A 1two_A 1mut_A 1two_A"),
+        ("named", {"clusters": files / "clusters.txt"}, "1ONE_A 1non_A 1ONE_A 1two_A 1one_A 1two_A"),
+    ):
+        report = packed(files, name, **options)
+        store = Store(files / name)
+        assert dict(zip(store.keys, store.column("cluster"))) == {e.name: e.cluster for e in report.kept}
+        found = [entry.cluster for entry in sorted(report.kept, key=lambda entry: entry.name)]
+        sides = {tuple(sorted(i for i, c in enumerate(found) if c == one)) for one in found}
+        wanted = expected.split()
+        assert sides == {tuple(sorted(i for i, c in enumerate(wanted) if c == one)) for one in wanted}, name
 
 
 def test_nothing_kept_leaves_nothing(files: Path) -> None:
     with pytest.raises(UserError, match=r"nothing to keep, entries: \d+; most often: \d+ residues, fewer than 1000"):
-        packed(files, filters=Filters(min_length=1000))
+        packed(files, options=Options(min_length=1000))
     assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
 
 
-def test_an_output_that_exists_is_refused_before_any_work(files: Path) -> None:
-    (files / "store").mkdir()
-    with pytest.raises(UserError, match="exists already"):
-        packed(files, progress=lambda stage, done, total: pytest.fail("work was done"))
+def test_a_long_chain_and_a_deep_alignment(tmp_path: Path) -> None:
+    long = "".join(np.random.default_rng(0).choice(list(RESTYPE_ORDER), 5000))
+    structure(tmp_path / "s/1big.cif", chain("A", long, resolved=50))
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    rows = np.random.default_rng(1).choice(np.frombuffer(b"ACDEFGHIKLMNPQRSTVWY-", np.uint8), (100_000, 30))
+    text = b">q\n" + ONE.encode() + b"".join(b"\n>r\n" + row.tobytes() for row in rows) + b"\n"
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/deep.a3m").write_bytes(text)
+    report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store")
+    assert {entry.name: (entry.length, entry.depth) for entry in report.kept} == {
+        "1big_A": (5000, 1),
+        "1one_A": (30, 100_001),
+    }
+    assert list(Store(tmp_path / "store").verify()) == []
 
 
-def test_paths_that_lead_nowhere(files: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: no such file"):
-        pack([files / "nowhere"], [], files / "store")
-    with pytest.raises(UserError, match="no alignments found"):
-        pack([files / "structures"], [files / "structures"], files / "store")
-    named = find_files([files / "structures/notes.txt"], [".cif"], "structures")
-    assert named == [files / "structures/notes.txt"]  # what is named is taken, whatever it is called
+def source(name: str) -> Source:
+    return Source(name, Path("/" + name))
 
 
-def test_the_matcher_prefers_the_same_sequence_then_the_name_then_the_nearest() -> None:
+def test_the_matcher_takes_the_name_then_the_sequence_then_the_entry_then_the_nearest() -> None:
     near, far = "C" + ONE[1:], ONE[:20] + "WWWWWWWWWW"
-    files = [
-        (Path("m/x.a3m"), ONE),
-        (Path("m/near.a3m"), near),
-        (Path("9abc_Z/y.a3m"), "CC" + ONE[2:]),
-        (Path("f"), far),
-    ]
-    assert Matcher(files).find("1abc_A", ONE) == ([Path("m/x.a3m")], "")
-    assert Matcher(files).find("9ABC_Z", ONE) == ([Path("9abc_Z/y.a3m"), Path("m/x.a3m")], "")
-    assert Matcher(files[1:]).find("1abc_A", ONE) == ([Path("m/near.a3m")], "")
-    assert Matcher(files[3:]).find("1abc_A", ONE) == ([], "")
+    longer, longest = "MM" + ONE, "MMMM" + ONE + "KK"
+    x, own, entry, n, f, l1, l2 = map(
+        source, ("m/x.a3m", "9abc_Z/y.a3m", "m/9abc.a3m", "m/n.a3m", "m/f.a3m", "m/l1.a3m", "m/l2.a3m")
+    )
+    all_of_them = [(x, ONE), (own, "CC" + ONE[2:]), (entry, ONE[:25]), (n, near), (f, far), (l1, longer), (l2, longest)]
+    assert Matcher(all_of_them).find("9ABC_Z", ONE) == ([own], "")
+    assert Matcher(all_of_them).find("9abc_A", ONE) == ([x], "")
+    assert Matcher(all_of_them[2:]).find("9abc_A", ONE) == ([entry], "")
+    assert Matcher(all_of_them[3:]).find("9abc_A", ONE) == ([l1], "")  # holds it, with the least else
+    assert Matcher(all_of_them[3:5]).find("9abc_A", ONE) == ([n], "")
+    found, note = Matcher([(own, far)]).find("9abc_Z", ONE)
+    assert found == []
+    assert note.startswith("9abc_Z/y.a3m: its query is another protein")
+    assert Matcher([(f, far)]).find("1abc_A", ONE) == ([], "")
     assert Matcher([]).find("1abc_A", ONE) == ([], "")
+    assert Matcher([(x, ONE)]).find("1abc_A", "ACD") == ([], "")
+
+
+def test_hits_belong_by_name_or_stand_beside_the_alignments() -> None:
+    alignments = [(source("9abc_Z/a3m/u.a3m"), ONE), (source("9xyz_A/a3m/u.a3m"), TWO), (source("flat/1.a3m"), ONE)]
+    alignments.append((source("flat/2.a3m"), TWO))
+    hits = [source("9abc_Z/hhr/pdb70.hhr"), source("flat/h.hhr"), source("other/1.hhr")]
+    matcher = HitsMatcher(hits, alignments)
+    assert matcher.find("9abc_z", ONE, []) == [hits[0]]
+    assert matcher.find("1one_A", ONE, [alignments[0][0]]) == [hits[0]]
+    assert matcher.find("1one_A", ONE, [alignments[2][0]]) == [hits[2]]  # `flat` is of several sequences, `1` is not
+    assert matcher.find("1one_A", ONE, []) == []
+
+
+def test_info(files: Path) -> None:
+    packed(files)
+    found = describe(Store(files / "store"))
+    assert (found["entries"], found["alone"], found["shards"]) == (6, 1, 1)
+    assert found["residues"] == 5 * 30 + 35
+    assert found["depth"] == {"min": 1, "25%": 2, "median": 2, "75%": 3, "max": 3}
+    assert found["packed"]["inputs"]["structures"]["files"] == 10
+    text = description(found)
+    assert "6 in 3 clusters, 185 residues" in text
+    assert "10 structures" in text
 
 
 def test_real_pairs(tmp_path: Path) -> None:

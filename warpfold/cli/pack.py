@@ -112,7 +112,7 @@ def _day(option: str, text: str | None) -> str | None:
 def _tell(report: "Report", out: Path, part: "Part | None") -> None:
     lines = [f"dropped {entry.name or entry.file}: {entry.reason}" for entry in report.dropped]
     lines += [f"unused {file}: {why}" for file, why in (report.unused | report.unused_hits).items()]
-    typer.echo("".join(f"{line}\n" for line in lines[:SHOWN]), nl=False)
+    typer.echo("".join(f"{' '.join(line.split())}\n" for line in lines[:SHOWN]), nl=False)  # names may hold line ends
     if len(lines) > SHOWN:
         typer.echo(f"... and {len(lines) - SHOWN} more lines like these" + ("" if part else f", in {out / 'pack.tsv'}"))
     if part is not None:

@@ -251,7 +251,7 @@ def _with_templates(
 def _kind(note: str) -> str:
     """A reason without names and numbers, so that reasons can be counted: "came out N, after N"."""
     note = re.sub(r"^\S*/\S*: ", "", note)
-    return re.sub(r"\b\d[\w.-]*(?<![.-])", "N", note)
+    return re.sub(r"\b\d[\w-]*", "N", note)
 
 
 class Folders(Library):

@@ -77,30 +77,30 @@ class Matcher:
 
 
 class HitsMatcher:
-    """Finds the template hits of a chain: by name, or beside its alignments.
+    """Finds the template hits of a chain: by its name, or by the name that its alignments bear.
 
     hits: their sources.  alignments: (source, query sequence) each.
     """
 
     def __init__(self, hits: Sequence[Source], alignments: Sequence[tuple[Source, str]]) -> None:
         self._names: dict[str, list[Source]] = defaultdict(list)
-        self._places: dict[str, list[Source]] = defaultdict(list)
-        self._queries: dict[str, set[str]] = defaultdict(set)  # of the alignments at a place
+        self._queries: dict[str, set[str]] = defaultdict(set)  # of the alignments that bear a name
         for source in hits:
-            self._places[source.place].append(source)
             for name in source.bears:
                 self._names[name].append(source)
         for source, query in alignments:
-            self._queries[source.place].add(query)
+            for name in source.bears & self._names.keys():
+                self._queries[name].add(query)
 
     def find(self, key: str, sequence: str, alignments: Sequence[Source]) -> list[Source]:
-        """Hits that bear the name of the chain `key`, or else its entry's; else those in the folder of its alignments,
-        where that folder is of this sequence alone."""
-        if named := self._names.get(key.lower()) or self._names.get(key.rpartition("_")[0].lower()):
+        """Hits that bear the name of the chain `key`; else those that bear a name of one of its alignments (the same
+        folder, as a rule), where all alignments of that name are of this sequence; else of its entry."""
+        if named := self._names.get(key.lower()):
             return sorted(named)
-        places = sorted({source.place for source in alignments})
-        own = [place for place in places if self._queries.get(place) == {sequence}]
-        return sorted(source for place in own for source in self._places.get(place, []))
+        names = {name for source in alignments for name in source.bears if self._queries.get(name) == {sequence}}
+        if beside := sorted({source for name in names for source in self._names[name]}):
+            return beside
+        return sorted(self._names.get(key.rpartition("_")[0].lower(), []))
 
 
 def _kmers(sequence: str) -> np.ndarray:

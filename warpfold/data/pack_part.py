@@ -10,6 +10,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,8 @@ class PartWriter(PartFolder):
         """Lets others at it."""
         super().close()
         for file in (self._records_file, self._journal_file, self._lock):
-            file.close()
+            with suppress(OSError):  # on a full disk; `add` has said so
+                file.close()
 
     def remove(self) -> None:
         """Takes the folder away; to be closed yet."""

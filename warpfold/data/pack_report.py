@@ -158,10 +158,10 @@ def description(found: Mapping[str, Any]) -> str:
     if packed := found["packed"]:
         inputs = {name: one for name, one in packed["inputs"].items() if one["files"]}
         rows["packed by"] = f"WarpFold {packed['warpfold']}"
-        rows["from"] = ", ".join(
-            f"{one['files']:,} {name} ({one['bytes'] / 1e6:,.1f} MB)" for name, one in inputs.items()
-        )
-        rows["options"] = ", ".join(f"{name.replace('_', '-')} {one}" for name, one in packed["options"].items())
+        sizes = (f"{one['files']:,} {name} ({one['bytes'] / 1e6:,.1f} MB)" for name, one in inputs.items())
+        rows["from"] = ", ".join(sizes)
+        given = {name: one for name, one in packed["options"].items() if one is not None}
+        rows["options"] = ", ".join(f"{name.replace('_', '-')} {one}" for name, one in given.items())
     return "\n".join(f"{name:16s}{text}" for name, text in rows.items())
 
 

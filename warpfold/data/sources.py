@@ -54,22 +54,13 @@ class Source:
         return self.member or self.path.name
 
     @property
-    def owner(self) -> str:
-        """The folder that it lies in, by name, OpenProteinSet's `a3m` and `hhr` left out; a member's chain."""
-        return self.chain or PurePosixPath(self.place).name
-
-    @property
-    def place(self) -> str:
-        """What it shares with all that stands beside it: its folder, or its database and chain."""
-        if self.chain:
-            return f"{self.path}/{self.chain}"
-        folder = self.path.parent
-        return str(folder.parent if folder.name.lower() in LAYOUT else folder)
-
-    @property
     def bears(self) -> set[str]:
-        """Names of a chain or an entry that it may be called by, lower case."""
-        return {self.owner.lower(), *(() if self.chain else (self.path.name.split(".")[0].lower(),))}
+        """Names of a chain or an entry that it may be called by, lower case: its own, and its folder's."""
+        if self.chain:
+            return {self.chain.lower()}
+        folder = self.path.parent
+        folder = folder.parent if folder.name.lower() in LAYOUT else folder
+        return {folder.name.lower(), self.path.name.split(".")[0].lower()}
 
     @property
     def is_hits(self) -> bool:

@@ -16,6 +16,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TextIO
@@ -144,7 +145,8 @@ class StoreWriter:
     def abort(self) -> None:
         """Removes what was written; `path` is never touched."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk again: of what is still to be written
+                self._file.close()
             self._file = None
         shutil.rmtree(self.partial, ignore_errors=True)
         self._lock.close()
@@ -276,7 +278,9 @@ class Store:
         for name, dtype, shape, rows, blobs in fields["arrays"]:
             starts = np.cumsum([offset, *(size for size, _ in blobs)]).tolist()
             crcs = [crc for _, crc in blobs]
-            arrays[name] = StoredArray(f"{what}, {name}", place.shard, np.dtype(dtype), tuple(shape), rows, starts, crcs)
+            arrays[name] = StoredArray(
+                f"{what}, {name}", place.shard, np.dtype(dtype), tuple(shape), rows, starts, crcs
+            )
             offset = starts[-1]
         return fields["notes"], arrays, fields["shared"]
 
@@ -375,11 +379,15 @@ class Record:
         if rows is None:
             blobs = [self.store._blob(array, number) for number in range(len(array.crcs))]
             return np.concatenate([np.empty(0, array.dtype), *blobs]).reshape(array.shape)
-        holder = rows // array.rows
         parts = [np.empty((0, *shape), array.dtype)]
-        for number in np.unique(holder):
-            size = min(array.rows, array.shape[0] - number * array.rows)
-            parts.append(self.store._blob(array, number).reshape(size, *shape)[rows[holder == number] - number * array.rows])
+        first, last = (int(rows[0]) // array.rows, int(rows[-1]) // array.rows) if len(rows) else (0, -1)
+        bounds = np.searchsorted(rows, np.arange(first, last + 2) * array.rows).tolist()
+        for number, (begin, end) in enumerate(pairwise(bounds), start=first):
+            if begin < end:
+                size = min(array.rows, array.shape[0] - number * array.rows)
+                parts.append(
+                    self.store._blob(array, number).reshape(size, *shape)[rows[begin:end] - number * array.rows]
+                )
         return np.concatenate(parts)
 
     def read_all(self) -> dict[str, np.ndarray]:

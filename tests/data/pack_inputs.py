@@ -1,0 +1,81 @@
+"""Small structures and alignments to pack, good and bad, made in code."""
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from warpfold.data.formats import write_fasta
+from warpfold.data.mmcif import Chain
+from warpfold.data.pack import pack
+from warpfold.data.pack_report import Report
+from warpfold.data.write import write_mmcif
+from warpfold.geometry.residue import ATOM37_MASK, RESTYPE_ORDER
+
+ONE = "MKVLAAGIVGLCAKWDERSTFYHNQPMEAL"
+TWO = "GSWYQNTRAEEDIKHFMPVCLLGTASWNDR"
+
+
+def chain(name: str, sequence: str, resolved: int | None = None, shift: float = 0.0) -> Chain:
+    """A chain of random coordinates, 4 angstrom from residue to residue."""
+    n = len(sequence)
+    steps = np.arange(n)[:, None, None] * np.array([4.0, 0, 0])
+    positions = steps + shift + np.random.default_rng(0).normal(size=(n, 37, 3)).round(3)
+    mask = np.stack([ATOM37_MASK[RESTYPE_ORDER[letter]] for letter in sequence])
+    mask[n if resolved is None else resolved :] = 0
+    positions = (positions * mask[..., None]).astype(np.float32)
+    return Chain(name, sequence, positions, mask.astype(np.float32), np.arange(n), tuple(str(i + 1) for i in range(n)))
+
+
+def structure(
+    path: Path, *chains: Chain, resolution: float | None = 2.0, released: str | None = None
+) -> Path:
+    """An mmCIF file, called like its entry."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = write_mmcif(path.name.split(".")[0], chains, resolution=resolution)
+    if released:
+        text += f"_pdbx_audit_revision_history.revision_date {released}\n#\n"
+    path.write_text(text)
+    return path
+
+
+def alignment(path: Path, *rows: str) -> Path:
+    """An A3M."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(write_fasta([(str(i), row) for i, row in enumerate(rows)]))
+    return path
+
+
+def make_files(folder: Path) -> Path:
+    """`structures` and `msas` in `folder`, with one case of everything that is kept or dropped."""
+    structures, msas = folder / "structures", folder / "msas"
+    structure(structures / "1one.cif", chain("A", ONE), chain("B", TWO), chain("C", ONE, shift=50.0))
+    structure(structures / "deep/1two.cif", chain("A", "GGGGG" + TWO))
+    structure(structures / "1mut.cif", chain("A", "C" + ONE[1:]))
+    structure(structures / "1non.cif", chain("A", ONE[::-1]))
+    structure(structures / "1low.cif", chain("A", ONE), resolution=9.5)
+    structure(structures / "1pol.cif", chain("A", "A" * 28 + "GG"))
+    structure(structures / "1sho.cif", chain("A", ONE[:5]))
+    structure(structures / "1gap.cif", chain("A", ONE, resolved=3))
+    (structures / "bad.cif").write_text("data_x\n")
+    (structures / "1one.cif.gz").write_bytes(gzip.compress((structures / "1one.cif").read_bytes(), mtime=0))
+    (structures / "notes.txt").write_text("not a structure")
+    alignment(msas / "a.a3m", ONE, ONE[:15] + "-" * 15, "A" * 30)
+    alignment(msas / "b.a3m", "MM" + ONE + "KK", "C" * 34)
+    alignment(msas / "1two/hits.a3m", TWO, TWO[::-1])
+    alignment(msas / "1non_A.a3m", "WWWWWWWWWW" + TWO[:10], "A" * 20)
+    alignment(msas / "c.a3m", "LLLLLPPPPPLLLLLPPPPP")
+    (msas / "bad.a3m").write_text(">q\nAC1EF\n")
+    (msas / "empty.a3m").write_text("")
+    return folder
+
+
+def packed(files: Path, name: str = "store", **options: Any) -> Report:
+    """The files of `make_files` packed into the store `name` beside them."""
+    return pack([files / "structures"], [files / "msas"], files / name, **options)
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    """Every file of a store."""
+    return {file.name: file.read_bytes() for file in store.iterdir()}
