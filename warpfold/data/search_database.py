@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from warpfold.data.alignment import LETTERS
+from warpfold.data.alignment import LETTERS, is_nucleic
 from warpfold.errors import UserError
 
 CHUNK = 32 << 20  # bytes of FASTA held at a time; pyhmmer's sequences take some six times as much
@@ -78,7 +78,7 @@ def survey_fasta(path: Path, tell: Tell = lambda done, total: None) -> Survey:
         letters = letters.translate(None, _BLANKS)
         if letters.translate(None, _RESIDUES) or not _is_text(chunk):
             raise UserError(f"{path}: {_first_bad(chunk, records)}")
-        protein = protein or bool(letters.translate(None, _NUCLEOTIDES))
+        protein = protein or bool(letters.translate(None, _NUCLEOTIDES)) or not is_nucleic(letters.decode())
         records, residues = records + found, residues + len(letters)
         tell(records, 0)
     if not residues:

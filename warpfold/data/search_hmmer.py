@@ -228,7 +228,8 @@ class _Best:
     records: int
     threshold: float  # E-value of a domain to be included
     reported: int = 0  # HMMER's domZ: targets reported, so far
-    rows: list[tuple[float, str, int, float, str]] = field(default_factory=list)  # -score, name, domain, p-value, row
+    # -score of the target, its name, number and p-value of the domain, its header and row
+    rows: list[tuple[float, str, int, float, str, str]] = field(default_factory=list)
 
     def add(self, hits: TopHits, length: int) -> None:
         """The hits of one part of the database; rows on the `length` match states of the profile."""
@@ -236,8 +237,8 @@ class _Best:
         for hit in hits.included:
             for number, domain in enumerate(hit.domains):
                 if domain.pvalue * self.reported <= self.threshold:
-                    name, row = _row(hit.name, hit.description, domain.alignment, length)
-                    self.rows.append((-hit.score, name, number, domain.pvalue, row))
+                    header, row = _row(hit.name, hit.description, domain.alignment, length)
+                    self.rows.append((-hit.score, hit.name, number, domain.pvalue, header, row))
         if len(self.rows) > 2 * self.most:
             self._cut()
 
@@ -250,7 +251,7 @@ class _Best:
     def a3m(self) -> str:
         """Rows as A3M, best target first, its domains in their order."""
         good = [row for row in sorted(self.rows) if row[3] * self.reported <= self.threshold]
-        return "".join(f">{name}\n{letters}\n" for _, name, _, _, letters in good[: self.most])
+        return "".join(f">{header}\n{letters}\n" for *_, header, letters in good[: self.most])
 
 
 def _row(name: str, description: str | None, alignment: Any, length: int) -> tuple[str, str]:

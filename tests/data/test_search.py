@@ -1,0 +1,298 @@
+"""`warpfold search` as a whole: what it writes, keeps, continues and refuses."""
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data.families import database, family, headers, queries
+from tests.test_cli import refused, run
+from warpfold.bulk import Part
+from warpfold.data import search as searching
+from warpfold.data.formats import read_alignment, read_fasta, write_fasta
+from warpfold.data.search import Database, Options, read_queries, search
+from warpfold.data.search_hmmer import Jackhmmer
+from warpfold.errors import UserError
+from warpfold.run.predict import read_queries as predict_reads
+
+REALDATA = (Path(__file__).parents[2] / "../shared/realdata").resolve()
+needs_realdata = pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A FASTA of three proteins, and a database with the families of all."""
+    return queries(tmp_path / "queries.fasta", 0, 1, 2), database(tmp_path / "db.fasta", 0, 1, 2)
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sequences that jackhmmer is asked to search for, as it is asked."""
+    asked: list[str] = []
+    own = Jackhmmer.search
+
+    def search(self, found, *rest):
+        asked.extend(query.sequence for query in found)
+        return own(self, found, *rest)
+
+    monkeypatch.setattr(Jackhmmer, "search", search)
+    return asked
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """The results in an output folder, by name."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.glob("*/*.*")) if "cache" not in p.parts}
+
+
+def test_every_protein_gets_its_family(files: tuple[Path, Path], tmp_path: Path) -> None:
+    report = search([files[0]], [Database("db", files[1])], tmp_path / "out", templates=files[1])
+    assert report["status"] == "complete"
+    assert [protein["name"] for protein in report["proteins"]] == ["p0", "p1", "p2"]
+    for number, protein in enumerate(report["proteins"]):
+        file = tmp_path / "out" / protein["databases"]["db"]["file"]
+        alignment = read_alignment(file, family(number)[0])
+        assert file == tmp_path / "out" / f"p{number}" / "db.a3m"
+        assert len(alignment) == 1 + protein["databases"]["db"]["hits"] > 20
+        assert alignment.names[0] == f"p{number}"
+        assert all(name.startswith(f"fam{number}_") for name in alignment.names[1:])
+        assert protein["databases"]["templates"]["hits"] >= protein["databases"]["db"]["hits"]
+    assert json.loads((tmp_path / "out/search.json").read_text()) == report
+
+
+def test_predict_reads_what_was_found(files: tuple[Path, Path], tmp_path: Path) -> None:
+    search([files[0]], [Database("db", files[1])], tmp_path / "out")
+    for query in predict_reads(files[0], sorted((tmp_path / "out").glob("*/*.a3m"))):
+        assert len(query.alignment) > 20
+
+
+def test_the_same_protein_is_searched_once(files: tuple[Path, Path], tmp_path: Path, searched: list[str]) -> None:
+    """Under two names, in two files, in another run, in a database that was renamed or compressed."""
+    again = tmp_path / "again.fasta"
+    again.write_text(write_fasta([("other", family(1)[0].lower()), ("p9", family(0)[0])]))
+    cache = Options(cache=tmp_path / "kept")
+    report = search([files[0], again], [Database("db", files[1])], tmp_path / "out", options=cache)
+    assert sorted(searched) == sorted(family(i)[0] for i in range(3))
+    assert len(report["proteins"]) == 5
+    one, other = ((tmp_path / "out" / name / "db.a3m").read_text() for name in ("p1", "other"))
+    assert other.split("\n", 1) == [">other", one.split("\n", 1)[1]]
+
+    packed = tmp_path / "renamed.fasta.gz"
+    packed.write_bytes(gzip.compress(files[1].read_bytes()))
+    report = search([again], [Database("new", packed)], tmp_path / "out2", options=cache)
+    assert len(searched) == 3
+    assert all(protein["databases"]["new"]["cached"] for protein in report["proteins"])
+    assert (tmp_path / "out2/other/new.a3m").read_text() == other
+
+
+@pytest.mark.parametrize("change", ["settings", "rows", "database"])
+def test_what_changes_the_result_is_searched_anew(
+    files: tuple[Path, Path], tmp_path: Path, searched: list[str], change: str
+) -> None:
+    search([files[0]], [Database("db", files[1])], tmp_path / "out")
+    if change == "database":
+        files[1].write_text(files[1].read_text() + ">more\nMKV\n")
+    engine = Jackhmmer(2) if change == "settings" else None
+    search([files[0]], [Database("db", files[1], 100 if change == "rows" else 10_000)], tmp_path / "out", engine)
+    assert len(searched) == 6
+
+
+def test_a_run_that_was_stopped_goes_on(
+    files: tuple[Path, Path], tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Jackhmmer, "per_pass", 1)
+    keep = searching.Cache.put
+
+    def stop_at_the_third(self, key, text):
+        if searched == [family(i)[0] for i in range(3)]:
+            raise KeyboardInterrupt
+        keep(self, key, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(searching.Cache, "put", stop_at_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            search([files[0]], [Database("db", files[1])], tmp_path / "out")
+    assert json.loads((tmp_path / "out/search.json").read_text())["status"] == "running"
+    report = search([files[0]], [Database("db", files[1])], tmp_path / "out")
+    assert searched[3:] == [family(2)[0]]
+    assert report["status"] == "complete"
+    search([files[0]], [Database("db", files[1])], tmp_path / "whole")
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_a_damaged_result_is_found_again(files: tuple[Path, Path], tmp_path: Path, searched: list[str]) -> None:
+    search([files[0]], [Database("db", files[1])], tmp_path / "out")
+    before = tree(tmp_path / "out")
+    for entry in (tmp_path / "out/cache").glob("*/*.zst"):
+        data = entry.read_bytes()
+        entry.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    (tmp_path / "out/p1/db.a3m").unlink()
+    search([files[0]], [Database("db", files[1])], tmp_path / "out")
+    assert len(searched) == 6
+    assert tree(tmp_path / "out") == before
+
+
+def test_parts_and_processes_make_the_whole(files: tuple[Path, Path], tmp_path: Path) -> None:
+    bases = [Database("db", files[1]), Database("same", files[1], 5)]
+    search([files[0]], bases, tmp_path / "whole")
+    search([files[0]], bases, tmp_path / "processes", options=Options(workers=2, threads=1))
+    for number in (1, 2):
+        search([files[0]], bases, tmp_path / "parts", options=Options(part=Part(number, 2)))
+    assert tree(tmp_path / "processes") == tree(tmp_path / "parts") == tree(tmp_path / "whole")
+    reports = [json.loads((tmp_path / f"parts/search-{i}-of-2.json").read_text()) for i in (1, 2)]
+    assert sorted(p["name"] for report in reports for p in report["proteins"]) == ["p0", "p1", "p2"]
+
+
+def test_a_protein_that_cannot_be_searched_for_is_an_entry(files: tuple[Path, Path], tmp_path: Path) -> None:
+    bad = tmp_path / "bad.fasta"
+    bad.write_text(write_fasta([("unknown", "X" * 30), ("dna", "ACGT" * 9), ("long", "MK" * 50_001)]))
+    report = search([bad, files[0]], [Database("db", files[1])], tmp_path / "out")
+    assert report["status"] == "failed"
+    reasons = {failure["name"]: failure["error"] for failure in report["failures"]}
+    assert reasons.keys() == {"unknown", "dna", "long"}
+    assert "none of the 20" in reasons["unknown"]
+    assert "nucleic" in reasons["dna"]
+    assert "100002 residues" in reasons["long"]
+    assert len(report["proteins"]) == 3
+
+
+def test_templates_need_the_alignment(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = UserError("no room")
+    monkeypatch.setattr(Jackhmmer, "search", lambda self, found, *rest: [answer for _ in found])
+    report = search([files[0]], [Database("db", files[1])], tmp_path / "out", templates=files[1])
+    assert [(f["name"], f["database"]) for f in report["failures"]][:4:3] == [("p0", "db"), ("p0", "templates")]
+    assert len(report["failures"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (b"no fasta\n", "does not start with a '>'"),
+        (b">a\nACGTACGTAC\n>b\nGGTTACGTAC\n", "looks like nucleic acids"),
+        (b">a\nMKV\n>b x\nMK-V\n", "record 2, 'b', position 3 has '-'"),
+        (b">a\nMKV\n>b\nMK1V\n", "position 3 has '1'"),
+        (b">a\nMKV\n>\nMKV\n", "record 2 has no name"),
+        (b">a\nMKV\n>b \xff\nMKV\n", "record 2, 'b', is not UTF-8"),
+        (b">a\n>b\n", "has no sequences"),
+        (gzip.compress(b">a\nMKVWL\n" * 99)[:-20], "cut short"),
+        (None, "no such database"),
+    ],
+)
+def test_bad_databases_are_refused(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, reason: str
+) -> None:
+    path = tmp_path / "bad.fa"
+    if content is not None:
+        path.write_bytes(content)
+    error = refused(run(capsys, "search", files[0], "--database", path, "--out", tmp_path / "out"))
+    assert "bad.fa: " in error
+    assert reason in error
+    assert not (tmp_path / "out").exists()
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder, q, d: (write(q, ">a\nMKV\n>A other\nMKW\n"), d), "called A twice"),
+        (lambda folder, q, d: (write(q, ">a\nMK1V\n"), d), "'1', which is no amino acid"),
+        (lambda folder, q, d: (write(q, ""), d), "is empty"),
+        (lambda folder, q, d: (folder / "none.fasta", d), "no such file"),
+        (lambda folder, q, d: (q, f"db={d} db={d}"), "another is called db too"),
+        (lambda folder, q, d: (q, f"a/b={d}"), "is no name for a file"),
+        (lambda folder, q, d: (q, f"{d} --max-hits many"), "expected N or NAME=N"),
+        (lambda folder, q, d: (q, f"{d} --max-hits 1"), "a number from 2"),
+        (lambda folder, q, d: (q, f"{d} --shard 3/2"), "expected I/N"),
+    ],
+)
+def test_bad_calls_are_refused(
+    files: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path, Path, Path], tuple[object, object]],
+    reason: str,
+) -> None:
+    query, rest = spoil(tmp_path, *files)
+    arguments = ["--database", *str(rest).split(), "--out", tmp_path / "out"]
+    assert reason in refused(run(capsys, "search", query, *arguments))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(files: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds something else"):
+        search([files[0]], [Database("db", files[1])], tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == ["mine.txt"]
+
+
+def test_the_command(files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = write(tmp_path / "bad.fasta", f">bad\n{'X' * 20}\n")
+    command = ("search", bad, files[0], "--database", f"x={files[1]}", f"y={files[1]}", "--max-hits", "y=5", "9")
+    code, out, err = run(capsys, *command, "--out", tmp_path / "out")
+    assert code == 1
+    assert "p1: 8 in x, 4 in y" in out
+    assert err == "failed bad: has none of the 20 amino acids; there is nothing to search for\n"
+    code, out, err = run(capsys, *command, "--out", tmp_path / "out", "--json")
+    assert json.loads(out)["proteins"][0]["databases"]["x"]["cached"]
+
+
+def test_names_of_databases_and_proteins(tmp_path: Path) -> None:
+    def named(text: str, most: dict[str, int] | None = None) -> tuple[str, int]:
+        base = Database.parse(text, most)
+        return base.name, base.most
+
+    # AlphaFold2's limits go by the name
+    assert named("a/uniref90.fasta.gz") == ("uniref90", 10_000)
+    assert named("mgy_clusters_2022_05.fa") == ("mgy_clusters_2022_05", 501)
+    assert named("MGnify=x.fa") == ("MGnify", 501)
+    assert named("mgnify=x.fa", {"": 7, "bfd": 9}) == ("mgnify", 7)
+    assert named("bfd=x.fa", {"": 7, "bfd": 9}) == ("bfd", 9)
+    assert Database.parse(f"x={tmp_path}/some.fa").path == tmp_path / "some.fa"
+    assert list(read_queries([write(tmp_path / "q.fa", ">sp|P1|X_HUMAN a b\nMKV\n>../x y\nMKW\n")])) == [
+        "sp_P1_X_HUMAN", "_x"
+    ]  # fmt: skip
+
+
+def test_progress_ends_at_the_total(files: tuple[Path, Path], tmp_path: Path) -> None:
+    heard: list[tuple[int, int, str]] = []
+    search(
+        [files[0]],
+        [Database("db", files[1])],
+        tmp_path / "out",
+        templates=files[1],
+        progress=lambda *a: heard.append(a),
+    )
+    assert heard[0][2] == "reading db"
+    assert heard[-1] == (6, 6, "templates")
+    assert [done for done, total, _ in heard if total == 6] == sorted(done for done, total, _ in heard if total == 6)
+
+
+@needs_realdata
+def test_real_families_are_recovered(tmp_path: Path) -> None:
+    """Targets whose alignments HMMER made of UniRef: the database holds up to 1,500 rows of each among all others'."""
+    union = REALDATA / "fastadb/msa_union_db.fasta.gz"
+    targets = {"HBB": 0.99, "PDL1_B": 0.98}
+    whole = gzip.decompress(union.read_bytes()).decode()
+    fasta = tmp_path / "targets.fasta"
+    fasta.write_text(write_fasta([(n, read_fasta(REALDATA / f"msas/{n}/query.fasta")[0][1]) for n in targets]))
+    seqres = REALDATA / "fastadb/pdb_seqres_of_mmcif.fasta.gz"
+    globins = Database("globins", REALDATA / "fastadb/globins45.fa")
+    report = search([fasta], [Database("union", union), globins], tmp_path / "out", templates=seqres)
+    assert report["status"] == "complete"
+    for name, share in targets.items():
+        rows = {row.rpartition("/")[0] for row in headers((tmp_path / f"out/{name}/union.a3m").read_text())[1:]}
+        assert sum(row.partition("|")[0] == name for row in rows) >= share * whole.count(f">{name}|")
+    assert report["proteins"][0]["databases"]["globins"]["hits"] == 45
+    assert report["proteins"][1]["databases"]["globins"]["hits"] == 0
+    found = (tmp_path / "out/HBB/templates.sto").read_text()
+    assert all(f"{chain}/" in found for chain in ("2hhb_A", "2hhb_B", "1hho_B"))

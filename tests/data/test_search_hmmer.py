@@ -1,0 +1,184 @@
+"""jackhmmer and hmmsearch in process: the same as HMMER's own, however the database is cut."""
+
+import gzip
+from collections import Counter
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyhmmer.easel import DigitalSequenceBlock, SequenceFile, TextSequence
+from pyhmmer.plan7 import Pipeline
+
+from tests.data.families import database, family, headers
+from warpfold.data import search_hmmer
+from warpfold.data.formats import write_fasta
+from warpfold.data.hits import parse_hits
+from warpfold.data.search_database import Query, read_chunks, survey_fasta
+from warpfold.data.search_hmmer import AMINO, Hmmsearch, Jackhmmer, in_columns
+from warpfold.errors import UserError
+
+
+def found(engine, queries, path: Path, most: int = 10_000, threads: int = 1) -> list[str]:
+    results = engine.search(queries, path, survey_fasta(path), most, threads, lambda done, total: None)
+    assert all(isinstance(result, str) for result in results)
+    return results
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return database(tmp_path_factory.mktemp("three") / "three.fasta", 0, 1, 2)
+
+
+def test_a_family_is_found_and_no_other(three: Path) -> None:
+    for number, text in enumerate(found(Jackhmmer(), [Query(family(i)[0]) for i in range(3)], three)):
+        own = {name.split()[0] for name, _ in family(number)[1]}
+        names = {name.rpartition("/")[0] for name in headers(text)}
+        assert names <= own
+        assert len(names) > 0.9 * len(own)
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_rows_are_those_of_hmmer(three: Path, iterations: int) -> None:
+    """pyhmmer's own iterations on the whole database in memory are the oracle."""
+    sequence = family(1)[0]
+    with SequenceFile(three, digital=True, alphabet=AMINO) as file:
+        targets: DigitalSequenceBlock = file.read_block()
+    pipeline = Pipeline(AMINO, Z=len(targets), **asdict(Jackhmmer().thresholds))
+    search = pipeline.iterate_seq(TextSequence(name="query", sequence=sequence).digitize(AMINO), targets)
+    *_, result = islice(search, iterations)  # fewer if it converges
+    wanted = Counter(
+        (f"{hit.name}/{domain.alignment.target_from}-{domain.alignment.target_to}", domain.alignment.target_sequence)
+        for hit in result.hits.included
+        for domain in hit.domains.included
+    )
+    lines = found(Jackhmmer(iterations), [Query(sequence)], three)[0].splitlines()
+    assert wanted == Counter((a[1:].split()[0], b.strip("-")) for a, b in zip(lines[::2], lines[1::2]))
+    assert len(wanted) > 20
+
+
+def test_how_the_database_is_cut_does_not_matter(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queries = [Query(family(i)[0]) for i in range(3)]
+    whole = found(Jackhmmer(2), queries, three)
+    templates = found(Hmmsearch(), queries, three)
+    monkeypatch.setattr(search_hmmer, "read_chunks", partial(read_chunks, size=700))
+    assert found(Jackhmmer(2), queries, three, threads=3) == whole
+    assert found(Hmmsearch(), queries, three, threads=3) == templates
+    assert found(Jackhmmer(2), queries[::-1], three) == whole[::-1]
+
+
+def test_the_best_rows_are_kept(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = Query(family(2)[0])
+    every = found(Jackhmmer(), [query], three)[0].splitlines()
+    monkeypatch.setattr(search_hmmer, "read_chunks", partial(read_chunks, size=700))  # cut many times
+    for most in (2, 5, 17):
+        assert found(Jackhmmer(), [query], three, most)[0].splitlines() == every[: 2 * (most - 1)]
+
+
+def test_rows_are_on_the_query(three: Path) -> None:
+    sequence, relatives = family(0)
+    whole = {name.split()[0]: letters for name, letters in relatives}
+    lines = found(Jackhmmer(), [Query(sequence)], three)[0].splitlines()
+    for header, row in zip(lines[::2], lines[1::2]):
+        name, _, rest = header[1:].partition("/")
+        first, last = map(int, rest.split()[0].split("-"))
+        assert sum(not letter.islower() for letter in row) == len(sequence)
+        assert row.replace("-", "").upper() == whole[name][first - 1 : last]
+        assert header.endswith("relative of 0")
+
+
+def test_targets_that_are_odd(three: Path, tmp_path: Path) -> None:
+    """Stop codons, unknown residues, an empty and a too long target: the others are found all the same."""
+    sequence = family(0)[0]
+    half = len(sequence) // 2
+    stopped = f"{sequence[:half]}*{sequence[half:]}"
+    path = tmp_path / "odd.fasta.gz"
+    odd = {
+        "long": sequence * 2600,
+        "empty": "",
+        "stop": stopped,
+        "unknown": sequence[:-2] + "XX",
+        "low": sequence.lower(),
+    }
+    path.write_bytes(gzip.compress((write_fasta(odd.items()) + three.read_text()).encode()))
+    names = [name.rpartition("/")[0] for name in headers(found(Jackhmmer(), [Query(sequence)], path)[0])]
+    assert {"stop", "unknown", "low"} <= set(names)
+    assert "long" not in names
+    assert survey_fasta(path).records == survey_fasta(three).records + 5
+    row = found(Jackhmmer(), [Query(sequence)], path)[0].split(">stop/")[1].split("\n")[1]
+    assert row == f"{sequence[:half]}x{sequence[half:]}"
+
+
+def test_domains_are_rows_in_their_order(three: Path, tmp_path: Path) -> None:
+    sequence = family(0)[0]
+    path = tmp_path / "twice.fasta"
+    path.write_text(f">twice\nMK{sequence}{family(2)[0] * 3}{sequence}\n" + three.read_text())
+    names = headers(found(Jackhmmer(), [Query(sequence)], path)[0])
+    second = 2 + len(sequence) + 3 * len(family(2)[0])  # residues before it; "3-..." would come after "1..." by name
+    assert second >= 100
+    assert names[:2] == [f"twice/{start + 1}-{start + len(sequence)}" for start in (2, second)]
+
+
+def test_one_query_that_fails_leaves_the_others(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = search_hmmer._search
+
+    def fails_for_one(profile, *rest):
+        if len(family(1)[0]) == profile.M:
+            raise MemoryError("no room")
+        return search(profile, *rest)
+
+    monkeypatch.setattr(search_hmmer, "_search", fails_for_one)
+    arguments = (three, survey_fasta(three), 100, 1, lambda done, total: None)
+    results = Jackhmmer(2).search([Query(family(i)[0]) for i in range(2)], *arguments)
+    assert isinstance(results[0], str)
+    assert isinstance(results[1], UserError)
+    assert "no room" in str(results[1])
+
+
+def test_template_hits_are_on_the_query(tmp_path: Path) -> None:
+    sequence, relatives = family(3)
+    seqres = "".join(f">{i}abc_A mol:protein length:{len(row)}  X\n{row}\n" for i, (_, row) in enumerate(relatives[:9]))
+    nucleic = ">9dna_A mol:na length:12  DNA\nACGTTGCA0123\n"  # pdb_seqres has letters in these that no protein has
+    path = tmp_path / "seqres.txt"
+    path.write_text(nucleic + seqres)
+    rows = found(Jackhmmer(), [Query(sequence)], database(tmp_path / "db.fasta", 3))[0]
+    hits = parse_hits(found(Hmmsearch(), [Query(sequence, rows)], path)[0], sequence)
+    assert {hit.name for hit in hits} == {f"{i}abc_A" for i in range(9)}
+    for hit in hits:
+        whole = relatives[int(hit.name[0])][1]
+        assert whole[hit.start :].startswith(hit.sequence)
+        assert hit.query == "".join(sequence[i] for i in hit.query_index)
+        assert np.mean([a == hit.sequence[i] for a, i in zip(hit.query, hit.hit_index)]) > 0.3
+
+
+def test_no_template_is_a_file_without_rows(tmp_path: Path) -> None:
+    path = tmp_path / "other.txt"
+    path.write_text(">1abc_A mol:protein\nGG\n")
+    text = found(Hmmsearch(), [Query(family(0)[0])], path)[0]
+    assert parse_hits(text, family(0)[0]) == []
+
+
+def rows_of(columns: int) -> st.SearchStrategy[list[list[str]]]:
+    """Of every row what it inserts before each column and behind the last."""
+    inserted = st.lists(st.sampled_from(["", "a", "wy"]), min_size=columns + 1, max_size=columns + 1)
+    return st.lists(inserted, min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6).flatmap(rows_of))
+def test_insertions_get_columns_of_their_own(insertions: list[list[str]]) -> None:
+    """The match columns are the row without its insertions, and nothing else is lost or moved."""
+    n = len(insertions[0]) - 1
+    matches = ["".join("MK-"[(i + j) % 3] for j in range(n)) for i in range(len(insertions))]
+    rows = [before[0] + "".join(a + b for a, b in zip(match, before[1:])) for match, before in zip(matches, insertions)]
+    wide, reference = in_columns(rows)
+    assert {len(row) for row in wide} == {len(reference)}
+    for row, match, a3m in zip(wide, matches, rows):
+        assert "".join(a for a, x in zip(row, reference) if x == "x") == match
+        assert row.replace("-", "") == a3m.replace("-", "")
+        assert all(a.islower() or a == "-" for a, x in zip(row, reference) if x != "x")
+    assert len(reference) == n + sum(max(len(row[i]) for row in insertions) for i in range(n + 1))
