@@ -1,5 +1,6 @@
 """Ranks for tests: a function run by several forked processes that speak gloo, in some 0.2 s."""
 
+import faulthandler
 import os
 import time
 import traceback
@@ -91,6 +92,7 @@ def _rank(
     if os.path.exists("/sys/class/net/lo"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever this machine's name resolves to
     limit = timedelta(seconds=timeout)
+    faulthandler.dump_traceback_later(0.9 * timeout)  # where it hangs goes to stderr, which pytest shows
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)

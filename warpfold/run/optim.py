@@ -2,24 +2,36 @@
 
 All parameters live in one flat buffer, and so do their gradients, Adam's moments and the moving average.  Clipping,
 Adam and averaging are then a handful of operations whatever the number of parameters: thousands of tiny steps are not
-spent in the optimiser, and gradients of several ranks can be summed in one piece.
+spent in the optimiser, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-# Each parameter starts at a multiple of 64 bytes, as if it had been allocated alone: matrix kernels like it so.
-ALIGN = 16
+from warpfold.parallel.buckets import make_layout
+from warpfold.parallel.compress import CompressionConfig
+from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.mesh import Mesh
+from warpfold.parallel.reducer import Reducer
+from warpfold.parallel.replicas import check_replicas
+from warpfold.run.rules import Adam, Lamb, Lars, Norms, Rule
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """[optim]: Supp. 1.11.3 and 1.11.7; its counts of samples are steps here, one step being 128 samples there."""
+    """[optim]: Supp. 1.11.3 and 1.11.7; its counts of samples are steps here, one step being 128 samples there.
 
+    name: "lamb" and "lars" are for large batches; they alone know weight_decay, and lars's momentum is beta1.
+    clip: what clip_norm bounds, each "example"'s gradient (the paper's), or the "step"'s, the mean over all examples.
+    """
+
+    name: Literal["adam", "lamb", "lars"] = "adam"
     learning_rate: float = 1e-3
     warmup_steps: int = 1_000  # 128,000 samples
     decay_after_steps: int = 50_000  # 6,400,000 samples
@@ -27,9 +39,13 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-6
-    clip_norm: float = 0.1  # of each example's gradient
+    weight_decay: float = 0.0
+    trust: float = 0.001  # lars: the share of a parameter's norm that a step of rate 1 may change
+    clip: Literal["example", "step"] = "example"
+    clip_norm: float = 0.1
     average_decay: float = 0.999
-    accumulate: int = 1  # examples per step and rank
+    accumulate: int = 1  # examples per step and data rank
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -38,6 +54,10 @@ class OptimConfig:
             raise ValueError("clip_norm must be positive; inf switches clipping off")
         if not 0 <= self.average_decay < 1:
             raise ValueError("average_decay must be at least 0 and below 1")
+        if self.weight_decay and self.name == "adam":
+            raise ValueError('weight_decay is for name = "lamb" and "lars"')
+        if self.clip == "step" and self.compression.method != "none":
+            raise ValueError('compression needs clip = "example": nothing that is not finite may be carried over')
 
 
 def learning_rate(config: OptimConfig, step: int) -> float:
@@ -50,89 +70,150 @@ class Optimizer:
     """Adam on the mean of clipped per-example gradients, and the moving average of the weights.
 
     After `loss.backward()` of each example comes `collect()`; after `accumulate` of them comes `step(i)`.
-    The model's parameters (float32, on one device) become views of one buffer; keep the model where it is from then on.
+    The model's parameters (of one dtype, on one device) become views of one buffer; keep the model where it is from
+    then on.  Where there are several ranks, all of them call everything here, at the same times; each rank updates the
+    shard that it owns, and the weights are whole again after `step`.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
-        self.config = config
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        starts, end = [], 0
-        for p in named.values():
-            starts.append(end)
-            end += -(-p.numel() // ALIGN) * ALIGN
-        self.slices = {
-            name: (slice(start, start + p.numel()), p.shape) for start, (name, p) in zip(starts, named.items())
-        }
-        some = next(iter(named.values()))
-        self.weights = torch.zeros(end, device=some.device, dtype=some.dtype)
-        self.gradient = torch.zeros_like(self.weights)  # of the example at hand; every p.grad is a view of it
-        self.total = torch.zeros_like(self.weights)  # of the clipped gradients since the last step
-        for name, p in named.items():
-            self._view(self.weights, name).copy_(p.detach())
-            p.data = self._view(self.weights, name)
-            p.grad = self._view(self.gradient, name)
-        self.average = self.weights.clone()
-        self.weights.grad = self.total
-        betas = config.beta1, config.beta2
-        self.adam = torch.optim.Adam([self.weights], betas=betas, eps=config.eps, fused=True)
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        mesh: Mesh | None = None,
+        sync: SyncConfig | None = None,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        """mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
 
-    def _view(self, flat: Tensor, name: str) -> Tensor:
-        where, shape = self.slices[name]
-        return flat[where].view(shape)
+        Errors: UserError for a way to sync that these ranks cannot have, ReplicaError where their first weights differ.
+        """
+        self.config, self.mesh, self.sync = config, mesh or Mesh(), sync or SyncConfig()
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.layout = make_layout(named, self.sync.bucket * 2**20, self.mesh.world.size)
+        some = next(iter(named.values()))
+        self.weights = torch.zeros(self.layout.size, device=some.device, dtype=some.dtype)
+        self.gradient = torch.zeros_like(self.weights)  # of the example at hand; every p.grad is a view of it
+        for name, p in named.items():
+            self.layout.view(self.weights, name).copy_(p.detach())
+            p.data = self.layout.view(self.weights, name)
+            p.grad = self.layout.view(self.gradient, name)
+        check_replicas(self.weights, self.layout, self.mesh.world, "at the start")
+        compression = config.compression
+        self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
+        self.measured = self.reducer.choose(hidden=config.accumulate == 1 or config.clip == "step")
+        self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
+        self.owned = self.reducer.own(self.weights)  # this rank's shard; the rule's moments are as long
+        self.average = self.owned.clone()
+        self.rule = self._rule()
+        self._expect(0)
+
+    def _rule(self) -> Rule:
+        c, betas = self.config, (self.config.beta1, self.config.beta2)
+        if c.name == "adam":
+            return Adam(self.owned, betas, c.eps)
+        segments = self.layout.segments(self.reducer.parts, self.reducer.index)
+        norms = Norms(segments, list(self.layout.places), self.owned, self.reducer.sum_of_shards)
+        if c.name == "lamb":
+            return Lamb(self.owned, betas, c.eps, c.weight_decay, norms)
+        return Lars(self.owned, c.beta1, c.trust, c.weight_decay, norms)
+
+    def _expect(self, examples: int) -> None:
+        """Make ready for one more example; `examples` have been collected since the last step.
+
+        In the last one's backward pass the data ranks' exchange may begin, unless the clipping factor of that example
+        has to be known first: contributions can be weighed when they have arrived only where it stands alone.
+        """
+        self.examples = examples
+        alone = self.config.accumulate == 1
+        weighed_late = alone and self.reducer.exchange.late_weights
+        early = examples == self.config.accumulate - 1 and (self.config.clip == "step" or weighed_late)
+        self.reducer.begin(early, add_to=None if alone else self.total)
 
     def collect(self) -> float:
         """Clip the gradient of one example by its global norm, add it to the step's sum, and clear it.
 
-        Returns the norm before clipping.  A gradient that is not finite adds nothing: the caller sees it in the norm.
+        Returns the norm before clipping, the same on all ranks that share the example.  A gradient that is not finite
+        adds nothing: the caller sees it in the norm.  With clip = "step" nothing is clipped here, and such a gradient
+        makes the step one that changes nothing.
         """
-        norm = float(torch.linalg.vector_norm(self.gradient))
-        if norm < float("inf"):  # false for NaN too
-            self.total.add_(self.gradient, alpha=min(1.0, self.config.clip_norm / max(norm, 1e-12)))
+        gradient = self.reducer.finish()
+        norm = self.reducer.norm(gradient, data=False)
+        factor = 1.0
+        if self.config.clip == "example":
+            finite = norm < float("inf")  # false for NaN too
+            factor = min(1.0, self.config.clip_norm / max(norm, 1e-12)) if finite else 0.0
+        if self.reducer.early and self.config.clip == "example":
+            self.reducer.weigh(factor)
+        elif factor and not self.reducer.early:
+            self.total.add_(gradient, alpha=factor)
         self.gradient.zero_()
+        self._expect(self.examples + 1)
         return norm
 
     def step(self, step: int) -> float:
-        """Adam on the mean over `accumulate` examples, then the moving average; returns the learning rate used."""
+        """The rule on the mean over all examples, then the moving average; returns the learning rate used.
+
+        Errors: ReplicaError every `sync.check_every` steps, if the ranks' weights have come apart.
+        """
         rate = learning_rate(self.config, step)
-        self.adam.param_groups[0]["lr"] = rate
-        self.total.div_(self.config.accumulate)
-        self.adam.step()
+        mean = self.reducer.mean(self.total, self.config.accumulate)
+        if self.config.clip == "example" or self._clipped(mean):
+            self.rule.step(rate, mean)
+            self.average.lerp_(self.owned, 1 - self.config.average_decay)
+            self.reducer.spread(self.owned, self.weights)
         self.total.zero_()
-        self.average.lerp_(self.weights, 1 - self.config.average_decay)
+        self._expect(0)
+        if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
+            check_replicas(self.weights, self.layout, self.mesh.world, f"after step {step + 1}")
         return rate
+
+    def _clipped(self, mean: Tensor) -> bool:
+        """Clip the mean gradient by its norm; whether it is finite."""
+        norm = self.reducer.norm(mean, data=True)
+        mean.mul_(min(1.0, self.config.clip_norm / max(norm, 1e-12)))
+        return math.isfinite(norm)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within it, the model has the averaged weights (for validation and for the saved parameters)."""
         trained = self.weights.clone()
-        self.weights.copy_(self.average)
+        self.reducer.spread(self.average, self.weights)
         try:
             yield
         finally:
             self.weights.copy_(trained)
 
+    def named_weights(self) -> dict[str, Tensor]:
+        """ "weights.NAME" of `state`; a rank may ask for them alone."""
+        return {f"weights.{name}": self.layout.view(self.weights, name) for name in self.layout.places}
+
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: "weights.NAME", "average.NAME", "moment1.NAME", "moment2.NAME", and "steps"."""
-        adam = self.adam.state[self.weights]
-        zeros = torch.zeros_like(self.weights) if not adam else None  # before the first step Adam has no state
-        flats = {
-            "weights": self.weights,
-            "average": self.average,
-            "moment1": adam.get("exp_avg", zeros),
-            "moment2": adam.get("exp_avg_sq", zeros),
-        }
-        named = {f"{kind}.{name}": self._view(flat, name) for kind, flat in flats.items() for name in self.slices}
-        return {**named, "steps": adam.get("step", torch.tensor(0.0))}
+        """What a checkpoint holds: "weights.NAME", "average.NAME", "moment1.NAME", "moment2.NAME", "steps", and
+        what the reducer adds.
+
+        Tensors are whole, however they lie on the ranks: a checkpoint fits any number of them.  World rank 0 has all.
+        """
+        named = self.named_weights()
+        for kind, shard in self._sharded().items():
+            whole = self.reducer.spread(shard, torch.empty_like(self.weights)) if self.reducer.parts > 1 else shard
+            named |= {f"{kind}.{name}": self.layout.view(whole, name) for name in self.layout.places}
+        return {**named, "steps": self.rule.steps, **self.reducer.state()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`, exact to the bit.
+        """The inverse of `state`, exact to the bit on as many ranks as it was saved on.
 
         Errors: KeyError for a missing name, RuntimeError for one of another shape.
         """
-        moments = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
-        flats = {"weights": self.weights, "average": self.average, "moment1": moments[0], "moment2": moments[1]}
-        for kind, flat in flats.items():
-            for name in self.slices:
-                self._view(flat, name).copy_(state[f"{kind}.{name}"])
-        steps = state["steps"].to(self.weights.device, copy=True)
-        self.adam.state[self.weights] = {"step": steps, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+        self.reducer.restore(state)
+        for kind, shard in {"weights": self.owned, **self._sharded()}.items():
+            whole = torch.zeros_like(self.weights)
+            for name in self.layout.places:
+                self.layout.view(whole, name).copy_(state[f"{kind}.{name}"])
+            shard.copy_(self.reducer.own(whole))
+            if kind == "weights":
+                self.weights.copy_(whole)
+        self.rule.steps.copy_(state["steps"])
+        self._expect(0)
+
+    def _sharded(self) -> dict[str, Tensor]:
+        return {"average": self.average, **self.rule.moments}

@@ -1,0 +1,85 @@
+"""A small model for the reducer's laws: uneven sizes, shared weights, weights used twice, weights left out."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.mesh import Mesh, make_mesh
+from warpfold.run.optim import OptimConfig, Optimizer
+
+ROWS = 6  # of an example: model ranks share them
+TINY = 200 / 2**20  # MiB: some 25 numbers to a bucket
+
+
+class Toy(nn.Module):
+    """Parts that every example uses, one that some use, one that only the first model rank uses, one that none does."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.enter = nn.Linear(3, 7)
+        self.sometimes = nn.Linear(7, 7)
+        self.twice = nn.Linear(7, 7)
+        self.never = nn.Linear(5, 3)
+        self.tied = nn.Linear(7, 7, bias=False)
+        self.tied.weight = self.twice.weight
+        self.first_rank = nn.Linear(7, 2)
+        self.leave = nn.Linear(7, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.double()
+
+    def forward(self, x: Tensor, sometimes: bool) -> Tensor:
+        x = self.enter(x).tanh()
+        if sometimes:
+            x = x + self.sometimes(x)
+        with torch.no_grad():
+            before = self.twice(x)  # a recycling pass
+        x = x + before + checkpoint(self.twice, x, use_reentrant=False).tanh()
+        x = x + self.twice(x) + checkpoint(self.tied, x, use_reentrant=False).tanh()
+        return self.leave(x) * self.scale
+
+
+def example(index: int) -> Tensor:
+    return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+
+
+def part_of_loss(model: Toy, index: int, rank: int, ranks: int) -> Tensor:
+    """What rank `rank` of those that share example `index` computes: the loss is the sum over them."""
+    x = example(index)
+    if rank:
+        x = x.detach()
+    loss = model(x, sometimes=index % 3 == 0)[rank::ranks].square().sum() * (1 + index % 4)
+    if rank == 0:
+        loss = loss + model.first_rank(model.enter(x)).pow(3).mean()
+    return loss
+
+
+def trained(
+    data: int,
+    model: int,
+    config: OptimConfig,
+    sync: SyncConfig,
+    steps: range = range(5),
+    state: dict[str, Tensor] | None = None,
+    ranks_per_node: int | None = None,
+    look: Callable[[Optimizer], None] | None = None,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Steps of a data x model grid on the toy: this rank's norms, and the state afterwards.  Call it on every rank."""
+    mesh = make_mesh(data, model) if data * model > 1 else Mesh()
+    net = Toy()
+    optimizer = Optimizer(net, config, mesh, sync, ranks_per_node)
+    if state is not None:
+        optimizer.restore(state)
+    norms = []
+    for step in steps:
+        for k in range(config.accumulate):
+            index = (step * config.accumulate + k) * data + mesh.data.rank
+            part_of_loss(net, index, mesh.model.rank, model).backward()
+            norms.append(optimizer.collect())
+        optimizer.step(step)
+    if look:
+        look(optimizer)
+    return norms, {name: tensor.clone() for name, tensor in optimizer.state().items()}
