@@ -35,7 +35,9 @@ class Answer:
 
 
 def part_path(out: Path, part: Part) -> Path:
-    """Where a part of the store `out` is made."""
+    """Where a part of the store `out` is made.  Errors: UserError for "." and its like, beside which nothing lies."""
+    if out.name in ("", ".."):
+        raise UserError(f"--out {out}: no name for a store; name a folder that is not there yet")
     return out.with_name(f"{out.name}.part-{part.number}-of-{part.count}")
 
 

@@ -135,7 +135,7 @@ def _members(index: Source, suffixes: Sequence[str]) -> Iterator[Source]:
 def _walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
     """Files below a folder, links followed once."""
     seen: set[tuple[int, int]] = set()
-    for here, folders, files in os.walk(folder, followlinks=True):
+    for here, folders, files in os.walk(folder, onerror=_locked, followlinks=True):
         status = os.stat(here)
         if (status.st_dev, status.st_ino) in seen:
             folders.clear()
@@ -145,6 +145,10 @@ def _walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
         for name in sorted(files):
             if name.lower().endswith((*endings, DATABASE)) and os.path.isfile(path := os.path.join(here, name)):
                 yield Path(path)
+
+
+def _locked(error: OSError) -> None:
+    raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from None
 
 
 def digest(sources: Iterable[Source]) -> str:
