@@ -94,13 +94,16 @@ def pseudo_beta_mask(aatype: Tensor, mask: Tensor) -> Tensor:
     return torch.where(aatype == GLYCINE, mask[..., CA], mask[..., CB])
 
 
-def distogram_bins(positions: Tensor, min_bin: float, max_bin: float, bins: int) -> Tensor:
+def distogram_bins(positions: Tensor, min_bin: float, max_bin: float, bins: int, rows: Tensor | None = None) -> Tensor:
     """One-hot distances: [*, N, 3] -> [*, N, N, bins] (Supp. 1.2.9, Algorithm 32).
+
+    rows [*, R, 3]: positions to measure from, if not from all: -> [*, R, N, bins].
 
     The bins begin at `bins` even steps from `min_bin` to `max_bin`, the last is open; a distance on an edge or below
     `min_bin` has no bin.  Bin edges in the unit of the positions.
     """
-    squared = (positions[..., :, None, :] - positions[..., None, :, :]).square().sum(-1, keepdim=True)
+    rows = positions if rows is None else rows
+    squared = (rows[..., :, None, :] - positions[..., None, :, :]).square().sum(-1, keepdim=True)
     lower = torch.linspace(min_bin, max_bin, bins, dtype=positions.dtype, device=positions.device).square()
     upper = torch.cat([lower[1:], lower.new_full((1,), 1e8)])
     return ((squared > lower) & (squared < upper)).to(positions.dtype)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from warpfold.batch import Batch, at_pass
 from warpfold.geometry.atoms import pseudo_beta
@@ -11,6 +11,7 @@ from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbed
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.heads import DistogramHead, MaskedMSAHead, PAEHead, PLDDTHead, ResolvedHead
 from warpfold.model.layers import Linear
+from warpfold.model.residues import Resident
 from warpfold.model.structure import StructureConfig, StructureModule, StructureOutput
 from warpfold.model.template import TemplateConfig, TemplateEmbedder
 from warpfold.ops.noise import Noise
@@ -81,8 +82,12 @@ class Output:
     pae_logits: Tensor | None  # [*, r, r, 64]
 
 
-class AlphaFold(nn.Module):
-    """Algorithm 2 with recycling (Algorithms 30 and 31), on a batch of the feature table (warpfold/batch.py)."""
+class AlphaFold(Resident):
+    """Algorithm 2 with recycling (Algorithms 30 and 31), on a batch of the feature table (warpfold/batch.py).
+
+    Under a plan that spreads an example over processes, each has its slice of what has a pair axis or an alignment:
+    m cut along residues, z along its rows (model/residues.py).  The batch, and everything per residue alone, is whole.
+    """
 
     # How the trunk runs; set by a plan (parallel/plan.py), never part of what the model is.
     dtype: torch.dtype = torch.float32
@@ -147,7 +152,8 @@ class AlphaFold(nn.Module):
     def trunk(self, batch: Batch, recycled: Recycled) -> Representations:
         """Algorithm 2, lines 4 to 19, for one sample of the alignment (no `pass` axis)."""
         m_mask, dtype = batch["msa_mask"], self.dtype
-        z_mask = batch["seq_mask"][..., :, None] * batch["seq_mask"][..., None, :]
+        seq_mask, mine = batch["seq_mask"], self.residues.mine
+        z_mask = mine(seq_mask, -1)[..., :, None] * seq_mask[..., None, :]
 
         m, z = self.input(batch["target_feat"].to(dtype), batch["msa_feat"].to(dtype), batch["residue_index"])
         m_first, z_recycled = self.recycling(
@@ -166,7 +172,9 @@ class AlphaFold(nn.Module):
             rows, rows_mask = self.templates.rows(batch, dtype)
             m, m_mask = torch.cat((m, rows), -3), torch.cat((m_mask, rows_mask), -2)
         m, z = self.evoformer(m, z, m_mask, z_mask)
-        return Representations(m[..., :s, :, :], z, self.single(m[..., 0, :, :]), m[..., 0, :, :])
+        m_first = m[..., 0, :, :]
+        single = self.residues.whole(self.single(m_first), -2, seq_mask.shape[-1])
+        return Representations(m[..., :s, :, :], z, single, m_first)
 
     def output(self, representations: Representations, structure: StructureOutput) -> Output:
         """The heads (Supp. 1.9), in fp32."""
@@ -187,10 +195,10 @@ class AlphaFold(nn.Module):
     def _nothing_recycled(self, batch: Batch) -> Recycled:
         """Zeros before the first pass; their norms' offsets still count (Algorithm 32)."""
         c, aatype = self.config, batch["aatype"]
-        shape, like = aatype.shape, batch["target_feat"]
+        shape, mine, like = aatype.shape, self.residues.mine(aatype, -1).shape, batch["target_feat"]
         return Recycled(
-            like.new_zeros(*shape, c.c_m, dtype=self.dtype),
-            like.new_zeros(*shape, shape[-1], c.c_z, dtype=self.dtype),
+            like.new_zeros(*mine, c.c_m, dtype=self.dtype),
+            like.new_zeros(*mine, shape[-1], c.c_z, dtype=self.dtype),
             like.new_zeros(*shape, 37, 3),
         )
 

@@ -13,7 +13,7 @@ Two laws make every schedule right; tests/laws/test_slicing.py checks them for e
     update(local(n), shared)      is the join of  update(local(slice), shared)     along `axis`
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ Schedule = Callable[["AxialUpdate", Tensor, Tensor, Tensor | None], Tensor]
 def whole(layer: "AxialUpdate", x: Tensor, mask: Tensor, source: Tensor | None = None) -> Tensor:
     """The schedule of one device with memory to spare: everything at once."""
     dx = layer.delta(x, mask, source)
-    factors = layer.dropout_factors(x)
+    factors = layer.dropout_factors(x.shape, x)
     return x + (dx if factors is None else dx * factors)
 
 
@@ -42,7 +42,9 @@ class AxialUpdate(nn.Module):
     """
 
     axis: int | None = None  # where x may be cut; None: anywhere
-    shares_source = False  # `shared` is made from `source`, not from the normalised operand
+    # `shared` is made from `source`, not from the normalised operand; place by place, so from any slice of it
+    shares_source = False
+    reads_source = False  # the operand is `source`, not x
     rate = 0.0  # dropout, and the axis along which one draw serves all
     spread = ROWS
 
@@ -71,8 +73,11 @@ class AxialUpdate(nn.Module):
         return self.gathers
 
     def operand(self, x: Tensor, source: Tensor | None) -> Tensor:
-        """The tensor that is normalised and read: x itself, unless a subclass says otherwise."""
-        return x
+        """The tensor that is normalised and read."""
+        if not self.reads_source:
+            return x
+        assert source is not None
+        return source
 
     def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
         """What every slice must see whole."""
@@ -91,24 +96,94 @@ class AxialUpdate(nn.Module):
         n = self.norm(self.operand(x, source))
         return self.update(self.local(n, mask), self.shared(n, mask, source), mask)
 
-    def dropout_factors(self, x: Tensor) -> Tensor | None:
-        """The dropout factors for all of x, of size 1 along `spread` (Supp. 1.11.6); None where nothing is dropped."""
+    def dropout_factors(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
+        """The dropout factors for all of x, of this shape, of size 1 along `spread` (Supp. 1.11.6).
+
+        In the dtype and on the device of `like`; None where nothing is dropped.
+        """
         if not (self.training and self.rate):
             return None
-        shape = list(x.shape)
-        shape[self.spread] = 1
-        return self.noise.keep(shape, self.rate, self.stream, x)
+        spread = list(shape)
+        spread[self.spread] = 1
+        return self.noise.keep(spread, self.rate, self.stream, like)
 
     def forward(self, x: Tensor, mask: Tensor, source: Tensor | None = None) -> Tensor:
         return self.schedule(self, x, mask, source)
 
 
-def run_block(block: nn.Module, *args: Tensor) -> Any:
-    """A block as it is."""
-    return block(*args)
+class ChannelProduct(AxialUpdate):
+    """A layer whose update mixes two factors of n channel by channel: finish(product(left, right), gate).
+
+    So it may also be cut along the channels of the product, of which every rank then has all rows and columns; that
+    costs less than gathering a factor (DESIGN section 1, TARGETS "Communication").  The factors have their channels
+    in front, [*, c, ., .], and lie as n does otherwise.
+    """
+
+    gate: nn.Module  # n -> what `finish` opens the product with
+
+    def left(self, n: Tensor, mask: Tensor) -> Tensor:
+        """The factor of the slice."""
+        raise NotImplementedError
+
+    def right(self, n: Tensor, mask: Tensor) -> Tensor:
+        """The factor that every slice needs whole."""
+        raise NotImplementedError
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """[*, i, j, c] of factors [*, c, ., .], of any channels."""
+        raise NotImplementedError
+
+    def finish(self, x: Tensor, gate: Tensor) -> Tensor:
+        """The update from the product of all channels, place by place."""
+        raise NotImplementedError
+
+    def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
+        return (self.right(n, mask),)
+
+    def local(self, n: Tensor, mask: Tensor) -> Tensors:
+        return self.left(n, mask), self.gate(n)
+
+    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
+        left, gate = local
+        return self.finish(self.product(left, *shared), gate)
+
+
+class Chain(nn.Module):
+    """Layers one after another on one representation, in the order in which they were declared."""
+
+    def forward(self, x: Tensor, mask: Tensor, source: Tensor | None = None) -> Tensor:
+        for layer in self.children():
+            x = layer(x, mask, source)
+        return x
+
+
+def in_turn(msa: nn.Module, msa_args: tuple[Any, ...], pair: nn.Module, pair_args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The two halves of a block one after the other."""
+    return msa(*msa_args), pair(*pair_args)
+
+
+class Branching(nn.Module):
+    """A block that may have two halves which do not read each other's results."""
+
+    branches: Callable[..., tuple[Any, Any]] = staticmethod(in_turn)  # set from outside
+    independent = False  # whether this one has
+
+
+def one_by_one(blocks: Iterable[nn.Module], states: Tensors, masks: Tensors) -> Tensors:
+    """Blocks one after another, each from states and masks to new states."""
+    for block in blocks:
+        states = after(block, states, masks)
+    return states
+
+
+def after(block: nn.Module, states: Tensors, masks: Tensors) -> Tensors:
+    """What one block makes of the states: as many."""
+    new = block(*states, *masks)
+    return new if isinstance(new, tuple) else (new,)
 
 
 class BlockStack(nn.Module):
-    """Blocks one after another.  How a block is run (recomputed, compiled) is set from outside, as schedules are."""
+    """Blocks one after another.  How they run (recomputed, cut over ranks) is set from outside, as schedules are."""
 
-    run_block: Callable[..., Any] = staticmethod(run_block)
+    blocks: nn.ModuleList
+    run: Callable[[Iterable[nn.Module], Tensors, Tensors], Tensors] = staticmethod(one_by_one)

@@ -7,13 +7,17 @@ from torch import Tensor, nn
 from warpfold.batch import Batch
 from warpfold.geometry.atoms import distogram_bins
 from warpfold.model.layers import LayerNorm, Linear
+from warpfold.model.residues import Resident
 
 TARGET_CHANNELS, MSA_CHANNELS, EXTRA_CHANNELS = 22, 49, 25  # of target_feat, msa_feat and the extra MSA (Supp. table 1)
 EXTRA_CLASSES = 23  # 20 residue types, X, gap, mask
 
 
-class InputEmbedder(nn.Module):
-    """Algorithm 3: target_feat [*, r, 22] and msa_feat [*, s, r, 49] -> m [*, s, r, c_m], z [*, r, r, c_z]."""
+class InputEmbedder(Resident):
+    """Algorithm 3: target_feat [*, r, 22] and msa_feat [*, s, r, 49] -> m [*, s, r, c_m], z [*, r, r, c_z].
+
+    Of m and z, the slices of the residues that are here.
+    """
 
     def __init__(self, c_m: int, c_z: int, max_relative: int = 32) -> None:
         super().__init__()
@@ -24,27 +28,29 @@ class InputEmbedder(nn.Module):
         self.position = RelativePosition(c_z, max_relative)
 
     def forward(self, target_feat: Tensor, msa_feat: Tensor, residue_index: Tensor) -> tuple[Tensor, Tensor]:
-        m = self.target_m(target_feat)[..., None, :, :] + self.msa_m(msa_feat)
-        z = self.left(target_feat)[..., :, None, :] + self.right(target_feat)[..., None, :, :]
-        return m, z + self.position(residue_index).to(z.dtype)
+        mine = self.residues.mine
+        target, msa_feat, index = mine(target_feat, -2), mine(msa_feat, -2), mine(residue_index, -1)
+        m = self.target_m(target)[..., None, :, :] + self.msa_m(msa_feat)
+        z = self.left(target)[..., :, None, :] + self.right(target_feat)[..., None, :, :]
+        return m, z + self.position(index, residue_index).to(z.dtype)
 
 
 class RelativePosition(nn.Module):
-    """Algorithms 4 and 5: an embedding of the clipped residue offset i - j.  residue_index [*, r] -> [*, r, r, c_z]."""
+    """Algorithms 4 and 5: an embedding of the clipped offset of residues i [*, I] and j [*, J] -> [*, I, J, c_z]."""
 
     def __init__(self, c_z: int, max_relative: int = 32) -> None:
         super().__init__()
         self.max_relative = max_relative
         self.linear = Linear(2 * max_relative + 1, c_z)
 
-    def forward(self, residue_index: Tensor) -> Tensor:
-        offset = residue_index[..., :, None] - residue_index[..., None, :]
+    def forward(self, i: Tensor, j: Tensor) -> Tensor:
+        offset = i[..., :, None] - j[..., None, :]
         bins = (offset.clamp(-self.max_relative, self.max_relative) + self.max_relative).long()
         # Picking rows of the weight is the product with a one-hot vector, without building it.
         return F.embedding(bins, self.linear.weight.T) + self.linear.bias
 
 
-class RecyclingEmbedder(nn.Module):
+class RecyclingEmbedder(Resident):
     """Algorithm 32: what the previous pass adds to the first row of m and to z."""
 
     min_bin, max_bin, bins = 3.25, 20.75, 15  # angstrom, of the distances between (pseudo) beta carbons
@@ -58,20 +64,24 @@ class RecyclingEmbedder(nn.Module):
     def forward(self, m_first: Tensor, z: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         """m_first [*, r, c_m], z [*, r, r, c_z], beta [*, r, 3] in angstrom of the last pass -> what to add to both.
 
+        Of m_first and z, the slices of the residues that are here; beta whole.
+
         All zeros before the first pass; the norms' offsets and the bias apply even then, as in the official code.
         """
-        d = distogram_bins(beta, self.min_bin, self.max_bin, self.bins)
+        d = distogram_bins(beta, self.min_bin, self.max_bin, self.bins, self.residues.mine(beta, -2))
         return self.norm_m(m_first), self.distance(d.to(z.dtype)) + self.norm_z(z)
 
 
-class ExtraMSAEmbedder(nn.Module):
-    """Algorithm 2, line 16: the extra MSA as one-hot codes and deletions -> [*, extra, r, c_e]."""
+class ExtraMSAEmbedder(Resident):
+    """Algorithm 2, line 16: the extra MSA as one-hot codes and deletions -> [*, extra, r, c_e] of the residues here."""
 
     def __init__(self, c_e: int) -> None:
         super().__init__()
         self.linear = Linear(EXTRA_CHANNELS, c_e)
 
     def forward(self, batch: Batch, dtype: torch.dtype) -> Tensor:
-        codes = F.one_hot(batch["extra_msa"], EXTRA_CLASSES).to(dtype)
-        deletions = torch.stack((batch["extra_has_deletion"], batch["extra_deletion_value"]), -1).to(dtype)
-        return self.linear(torch.cat((codes, deletions), -1))
+        msa, *deletions = (
+            self.residues.mine(batch[name], -1) for name in ("extra_msa", "extra_has_deletion", "extra_deletion_value")
+        )
+        codes = F.one_hot(msa, EXTRA_CLASSES).to(dtype)
+        return self.linear(torch.cat((codes, torch.stack(deletions, -1).to(dtype)), -1))

@@ -1,16 +1,13 @@
 """The Evoformer block and the stack of them (Algorithms 6 and 18)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
-from warpfold.model.axial import BlockStack
+from warpfold.model.axial import BlockStack, Branching
 from warpfold.model.msa import MSAStack, OuterProductMean
 from warpfold.model.pair import PairConfig, PairStack
-
-Branches = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +25,13 @@ class EvoformerConfig:
     pair: PairConfig = field(default_factory=PairConfig)
 
 
-def in_turn(msa: nn.Module, msa_args: tuple[Any, ...], pair: nn.Module, pair_args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The two halves of a block one after the other."""
-    return msa(*msa_args), pair(*pair_args)
-
-
-class EvoformerBlock(nn.Module):
+class EvoformerBlock(Branching):
     """Algorithm 6 (and 18, with global column attention): m [*, s, r, c_m], z [*, r, r, c_z] -> m, z."""
-
-    branches: Branches = staticmethod(in_turn)  # set from outside, where the halves are independent
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, global_column: bool = False) -> None:
         super().__init__()
         self.order = config.outer
+        self.independent = config.outer != "middle"
         self.msa = MSAStack(c_m, c_z, config.heads, config.transition, config.rate, global_column)
         self.outer = OuterProductMean(c_m, c_z, config.c_outer)
         self.pair = PairStack(c_z, config.pair)
@@ -66,6 +57,5 @@ class Evoformer(BlockStack):
         self.blocks = nn.ModuleList(EvoformerBlock(c_m, c_z, config, global_column) for _ in range(config.blocks))
 
     def forward(self, m: Tensor, z: Tensor, m_mask: Tensor, z_mask: Tensor) -> tuple[Tensor, Tensor]:
-        for block in self.blocks:
-            m, z = self.run_block(block, m, z, m_mask, z_mask)
+        m, z = self.run(self.blocks, (m, z), (m_mask, z_mask))
         return m, z

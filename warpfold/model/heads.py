@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.model.layers import LayerNorm, Linear
+from warpfold.model.residues import Resident
 from warpfold.ops.precision import island
 
 
@@ -20,7 +21,7 @@ def pae_breaks(bins: int = 64, max_error: float = 31.0) -> Tensor:
     return torch.linspace(0.0, max_error, bins - 1)
 
 
-class DistogramHead(nn.Module):
+class DistogramHead(Resident):
     """Supp. 1.9.8: pair -> logits of the distance between beta carbons.  z [*, N, N, c_z] -> [*, N, N, bins].
 
     Symmetric in i and j by construction: half of the logits from either side.  DeepMind: `distogram_head`.
@@ -32,7 +33,7 @@ class DistogramHead(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         half: Tensor = self.half_logits(island(z))
-        return half + half.transpose(-2, -3)
+        return half + self.residues.transposed(half, half.shape[-2])
 
 
 class MaskedMSAHead(nn.Module):

@@ -18,6 +18,7 @@ from warpfold.geometry.atoms import RenamedTruth, rename_ground_truth, residue_r
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.fape import backbone_fape, sidechain_fape
 from warpfold.model.heads import distogram_breaks, pae_breaks
+from warpfold.model.residues import ALL, Residues
 from warpfold.model.violations import find_violations
 from warpfold.ops.precision import island
 
@@ -69,36 +70,48 @@ class LossConfig:
 
 
 def total_loss(
-    output: "Output", batch: Mapping[str, Tensor], config: LossConfig, pass_index: int = -1
+    output: "Output",
+    batch: Mapping[str, Tensor],
+    config: LossConfig,
+    pass_index: int = -1,
+    residues: Residues = ALL,
 ) -> tuple[Tensor, Terms]:
     """The weighted sum of all losses of one example, and the terms by name (Supp. 1.9, eq. 7).
 
     The terms are not weighted, and carry no gradient: they are there to be read.
     batch: the features of the whole example with its labels (warpfold/batch.py, no batch axis), from which the
     masked MSA of pass `pass_index` is taken: the last pass in training, its first ensemble member otherwise.
+    residues: the model's.  Where they are spread over processes, loss and terms are this one's parts of sums.
     Terms: "structure_module" and its parts "fape", "sidechain_fape", "chi_loss", "angle_norm_loss", "violation";
     "distogram", "masked_msa", "plddt", "experimentally_resolved", "predicted_aligned_error".
     Errors: KeyError for a label that is missing; ValueError when a model without PAE head has a weight for it.
     """
     terms: Terms = {}
     if config.structure_module:
-        terms |= structure_loss(output.structure, batch, config)
+        terms |= _divided(structure_loss(output.structure, batch, config), residues.cuts)
     if config.distogram:
         logits = output.distogram_logits
         breaks = distogram_breaks(logits.shape[-1])
-        terms["distogram"] = distogram_loss(logits, breaks, batch["pseudo_beta"], batch["pseudo_beta_mask"])
+        beta, beta_mask = batch["pseudo_beta"], batch["pseudo_beta_mask"]
+        terms["distogram"] = distogram_loss(logits, breaks, beta, beta_mask, residues)
     if config.masked_msa:
         msa = at_pass(batch, pass_index, ("true_msa", "bert_mask"))
-        terms["masked_msa"] = masked_msa_loss(output.masked_msa_logits, msa["true_msa"], msa["bert_mask"])
-    terms |= _confidence_losses(output, batch, config)
+        terms["masked_msa"] = masked_msa_loss(output.masked_msa_logits, msa["true_msa"], msa["bert_mask"], residues)
+    terms |= _confidence_losses(output, batch, config, residues)
 
+    terms = _divided(terms, residues.copies)
     total = torch.stack([getattr(config, name) * terms[name] for name in WEIGHTED if name in terms]).sum()
     if config.scale_by_length:
         total = total * batch["seq_mask"].sum().sqrt()
     return total, {name: term.detach() for name, term in terms.items()}
 
 
-def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: LossConfig) -> Terms:
+def _divided(terms: Terms, number: int) -> Terms:
+    """Parts of sums over so many processes that compute the same."""
+    return terms if number == 1 else {name: term / number for name, term in terms.items()}
+
+
+def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: LossConfig, residues: Residues) -> Terms:
     """The terms that are learnt from well resolved structures only."""
     terms: Terms = {}
     if config.plddt:
@@ -108,6 +121,7 @@ def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: Lo
         terms["experimentally_resolved"] = experimentally_resolved_loss(
             output.resolved_logits, batch["all_atom_mask"], batch["atom37_atom_exists"]
         )
+    terms = _divided(terms, residues.cuts)
     if config.predicted_aligned_error:
         if output.pae_logits is None:
             raise ValueError("a loss on the predicted aligned error is wanted, but the model has no such head")
@@ -118,6 +132,7 @@ def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: Lo
             Rigid.from_quaternion7(batch["backbone_affine_tensor"]),
             batch["backbone_affine_mask"],
             OWN_ERROR,
+            residues,
         )
     return {name: loss * well_resolved(batch["resolution"], config) for name, loss in terms.items()}
 
@@ -215,21 +230,26 @@ def torsion_angle_loss(
     return _mean(error, chi_mask, 1e-10), _mean((norm - 1).abs(), seq_mask[:, None], 1e-10)
 
 
-def distogram_loss(logits: Tensor, breaks: Tensor, pseudo_beta: Tensor, mask: Tensor) -> Tensor:
+def distogram_loss(
+    logits: Tensor, breaks: Tensor, pseudo_beta: Tensor, mask: Tensor, residues: Residues = ALL
+) -> Tensor:
     """Supp. 1.9.8: cross-entropy of binned distances between (pseudo) beta carbons -> scalar.
 
-    logits [N, N, bins], breaks [bins - 1] angstrom, pseudo_beta [N, 3], mask [N].
+    logits [N, N, bins] (rows of the residues here), breaks [bins - 1] angstrom, pseudo_beta [N, 3], mask [N].
     """
-    squared = (pseudo_beta[:, None, :] - pseudo_beta[None, :, :]).square().sum(-1)
-    return _mean(_cross_entropy(logits, _bin(squared, breaks)), mask[:, None] * mask[None, :], 1e-6)
+    squared = (residues.mine(pseudo_beta, -2)[:, None, :] - pseudo_beta[None, :, :]).square().sum(-1)
+    return _mean_of_pairs(_cross_entropy(logits, _bin(squared, breaks)), mask, 1e-6, residues)
 
 
-def masked_msa_loss(logits: Tensor, true_msa: Tensor, bert_mask: Tensor) -> Tensor:
+def masked_msa_loss(logits: Tensor, true_msa: Tensor, bert_mask: Tensor, residues: Residues = ALL) -> Tensor:
     """Supp. 1.9.9: cross-entropy at the masked places of the MSA -> scalar.
 
-    logits [S, N, classes] (23; Multimer 22), true_msa [S, N] codes below `classes`, bert_mask [S, N].
+    logits [S, N, classes] (23; Multimer 22; columns of the residues here), true_msa [S, N] codes below `classes`,
+    bert_mask [S, N].
     """
-    return _mean(_cross_entropy(logits, true_msa), bert_mask, 1e-8)
+    error = _cross_entropy(logits, residues.mine(true_msa, -1))
+    bert_mask = bert_mask.to(error.dtype)
+    return (error * residues.mine(bert_mask, -1)).sum() / (1e-8 + bert_mask.sum())
 
 
 def plddt_loss(logits: Tensor, ca: Tensor, true_ca: Tensor, mask: Tensor) -> Tensor:
@@ -255,17 +275,28 @@ def experimentally_resolved_loss(logits: Tensor, resolved: Tensor, exists: Tenso
 
 
 def predicted_aligned_error_loss(
-    logits: Tensor, breaks: Tensor, frames: Rigid, true_frames: Rigid, mask: Tensor, epsilon: Tensor | float = 0.0
+    logits: Tensor,
+    breaks: Tensor,
+    frames: Rigid,
+    true_frames: Rigid,
+    mask: Tensor,
+    epsilon: Tensor | float = 0.0,
+    residues: Residues = ALL,
 ) -> Tensor:
     """Supp. 1.9.7: cross-entropy of the binned error of Ca j in the frame of residue i -> scalar.
 
-    logits [N, N, bins], breaks [bins - 1] angstrom, frames [N] angstrom, mask [N].  `epsilon`, square angstrom,
-    is added to the squared errors.  No gradient reaches the frames.
+    logits [N, N, bins] (rows of the residues here), breaks [bins - 1] angstrom, frames [N] angstrom, mask [N].
+    `epsilon`, square angstrom, is added to the squared errors.  No gradient reaches the frames.
     """
     with torch.no_grad():
-        local, true_local = (x[:, None].invert_apply(x.translation[None, :]) for x in (frames, true_frames))
+        local, true_local = (
+            Rigid(residues.mine(x.rotation, -3), residues.mine(x.translation, -2))[:, None].invert_apply(
+                x.translation[None, :]
+            )
+            for x in (frames, true_frames)
+        )
         target = _bin(epsilon + (local - true_local).square().sum(-1), breaks)
-    return _mean(_cross_entropy(logits, target), mask[:, None] * mask[None, :], 1e-8)
+    return _mean_of_pairs(_cross_entropy(logits, target), mask, 1e-8, residues)
 
 
 def lddt(points: Tensor, true_points: Tensor, mask: Tensor, cutoff: float = 15.0, per_residue: bool = False) -> Tensor:
@@ -298,6 +329,12 @@ def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     # Flat: the kernel for several axes is not deterministic on a GPU.
     errors = F.cross_entropy(island(logits).flatten(0, -2), target.flatten(), reduction="none")
     return errors.view(target.shape)
+
+
+def _mean_of_pairs(value: Tensor, mask: Tensor, epsilon: float, residues: Residues) -> Tensor:
+    """Mean of value [N, N], of which the rows here are given, over the pairs of residues where mask [N] is 1."""
+    pairs = mask[:, None] * mask[None, :]
+    return (value * residues.mine(pairs, -2)).sum() / (epsilon + pairs.sum())
 
 
 def _mean(value: Tensor, mask: Tensor, epsilon: float) -> Tensor:

@@ -1,10 +1,10 @@
 """The layers of the MSA stack, m [*, s, r, c_m], and the outer product that carries m into z (Algorithms 7-10, 19)."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from warpfold.model.attention import GatedAttention, Transition
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, Chain, Tensors
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.ops.attention import global_attention, masked_mean
 
@@ -82,6 +82,7 @@ class OuterProductMean(AxialUpdate):
     axis = ROWS
     reads = COLS
     gathers = COLS
+    reads_source = True
 
     def __init__(self, c_m: int, c_z: int, c: int = 32) -> None:
         super().__init__()
@@ -89,10 +90,6 @@ class OuterProductMean(AxialUpdate):
         self.a = Linear(c_m, c)
         self.b = Linear(c_m, c)
         self.out = Linear(c * c, c_z, init="final")  # from the products, left channel outermost
-
-    def operand(self, x: Tensor, source: Tensor | None) -> Tensor:
-        assert source is not None
-        return source
 
     def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
         mask = mask[..., None].to(n.dtype)
@@ -109,7 +106,7 @@ class OuterProductMean(AxialUpdate):
         return self.out(outer) / (pairs + 1e-3)
 
 
-class MSAStack(nn.Module):
+class MSAStack(Chain):
     """The MSA half of a block: row attention, column attention (global for the extra MSA), transition."""
 
     def __init__(
@@ -119,8 +116,3 @@ class MSAStack(nn.Module):
         self.row = MSARowAttention(c_m, c_z, heads, rate)
         self.column = MSAColumnGlobalAttention(c_m, heads) if global_column else MSAColumnAttention(c_m, heads)
         self.transition = Transition(c_m, factor)
-
-    def forward(self, m: Tensor, m_mask: Tensor, z: Tensor) -> Tensor:
-        m = self.row(m, m_mask, z)
-        m = self.column(m, m_mask)
-        return self.transition(m, m_mask)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from warpfold.model.attention import GatedAttention, Transition
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, Chain, ChannelProduct, Tensors
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.ops.triangle import triangle_product
 
@@ -28,7 +28,7 @@ class PairConfig:
     order: Literal["multiplication_first", "attention_first"] = "multiplication_first"
 
 
-class TriangleMultiplication(AxialUpdate):
+class TriangleMultiplication(ChannelProduct):
     """Algorithms 11 and 12.  Outgoing: each row i alone, given b.  Incoming: each column j alone, given b.
 
     outgoing  x_ij = sum_k a_ik b_jk         incoming  x_ij = sum_k a_kj b_ki
@@ -58,15 +58,16 @@ class TriangleMultiplication(AxialUpdate):
     def joins(self) -> int:
         return -2 if self.outgoing else -1  # rows or columns, with no channel axis behind them
 
-    def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
-        return (self._factor(n, mask, 1),)
+    def left(self, n: Tensor, mask: Tensor) -> Tensor:
+        return self._factor(n, mask, 0)
 
-    def local(self, n: Tensor, mask: Tensor) -> Tensors:
-        return self._factor(n, mask, 0), self.gate(n)
+    def right(self, n: Tensor, mask: Tensor) -> Tensor:
+        return self._factor(n, mask, 1)
 
-    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        (a, gate), (b,) = local, shared
-        x = triangle_product(a, b, self.outgoing)
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        return triangle_product(left, right, self.outgoing)
+
+    def finish(self, x: Tensor, gate: Tensor) -> Tensor:
         return self.out(self.norm_out(x)) * gate.sigmoid()
 
     def _factor(self, n: Tensor, mask: Tensor, half: int) -> Tensor:
@@ -113,7 +114,7 @@ class TriangleAttention(AxialUpdate):
         return t if self.starting else t.transpose(ROWS, COLS)
 
 
-class PairStack(nn.Module):
+class PairStack(Chain):
     """The pair half of a block: the triangle updates in the order of the settings, then the transition."""
 
     def __init__(self, c_z: int, config: PairConfig) -> None:
@@ -127,8 +128,3 @@ class PairStack(nn.Module):
                 self.starting = TriangleAttention(c_z, True, c.heads, c.head_width, c.rate)
                 self.ending = TriangleAttention(c_z, False, c.heads, c.head_width, c.rate)
         self.transition = Transition(c_z, c.transition)
-
-    def forward(self, z: Tensor, z_mask: Tensor) -> Tensor:
-        for layer in self.children():  # in the order in which they were declared
-            z = layer(z, z_mask)
-        return z

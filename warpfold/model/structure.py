@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from warpfold.geometry.atoms import atom14_to_atom37, frames_to_atom14, torsions_to_frames
 from warpfold.geometry.rigid import Rigid, update_affine
 from warpfold.model.layers import LayerNorm, Linear
+from warpfold.model.residues import Resident
 from warpfold.ops.noise import Noise, dropout
 from warpfold.ops.precision import island
 
@@ -141,7 +142,7 @@ class FoldIteration(nn.Module):
         return last(s)
 
 
-class InvariantPointAttention(nn.Module):
+class InvariantPointAttention(Resident):
     """Algorithm 22, InvariantPointAttention: attention by likeness, by pair and by distance in space.
 
     The result is the same under any rigid motion of all frames together.
@@ -159,22 +160,27 @@ class InvariantPointAttention(nn.Module):
         self.output_projection = Linear(heads * (c_hidden + 4 * v_points + c_z), c, init="final")
 
     def forward(self, s: Tensor, z: Tensor, frames: Rigid, mask: Tensor) -> Tensor:
-        """s [*, N, c], z [*, N, N, c_z], frames [*, N], mask [*, N] -> update of s [*, N, c]."""
+        """s [*, N, c], z [*, N, N, c_z], frames [*, N], mask [*, N] -> update of s [*, N, c].
+
+        Of z, the rows of the residues that are here, whose queries alone are asked.
+        """
         k, v = self._heads(self.kv_scalar(s)).split(self.c_hidden, dim=-1)
-        at = frames[..., None, None]
-        kv_points = at.apply(self._points(self.kv_point_local(s)))
+        kv_points = frames[..., None, None].apply(self._points(self.kv_point_local(s)))
         k_points, v_points = kv_points.split([self.qk_points, self.v_points], dim=-2)
-        a = self._attention(s, k, k_points, z, at, mask)
+        mine = self.residues.mine
+        at = Rigid(mine(frames.rotation, -3), mine(frames.translation, -2))[..., None, None]
+        a = self._attention(mine(s, -2), k, k_points, z, at, mask)
 
         o = torch.einsum("...hij,...jhc->...ihc", a, v)
         o_points = at.invert_apply(torch.einsum("...hij,...jhpx->...ihpx", a, v_points))
         o_lengths = torch.sqrt(o_points.square().sum(-1) + 1e-8)
         o_pair = torch.einsum("...hij,...ijc->...ihc", a, z)
         parts = [o, *o_points.unbind(-1), o_lengths, o_pair]
-        return self.output_projection(torch.cat([part.flatten(-2) for part in parts], dim=-1))
+        update = self.output_projection(torch.cat([part.flatten(-2) for part in parts], dim=-1))
+        return self.residues.whole(update, -2, s.shape[-2])
 
     def _attention(self, s: Tensor, k: Tensor, k_points: Tensor, z: Tensor, at: Rigid, mask: Tensor) -> Tensor:
-        """Lines 1 to 7: the weights [*, H, N, N] from keys [*, N, H, c] and global points [*, N, H, P, 3]."""
+        """Lines 1 to 7: the weights [*, H, I, N] of I queries; k [*, N, H, c], global k_points [*, N, H, P, 3]."""
         q = self._heads(self.q_scalar(s))
         scalar = torch.einsum("...ihc,...jhc->...hij", q, k) / math.sqrt(self.c_hidden)
         pair = self.attention_2d(z).movedim(-1, -3)
@@ -186,7 +192,7 @@ class InvariantPointAttention(nn.Module):
         gamma = nn.functional.softplus(self.trainable_point_weights.to(s.dtype))[:, None, None]
         points = gamma * distance.square() * (0.5 * math.sqrt(2 / (9 * self.qk_points)))
         # A masked residue may attend to all: nobody reads it, and its softmax has something to normalise.
-        hidden = mask[..., None, :, None] * (1 - mask[..., None, None, :])
+        hidden = self.residues.mine(mask, -1)[..., None, :, None] * (1 - mask[..., None, None, :])
         return torch.softmax(math.sqrt(1 / 3) * (scalar + pair - points) - 1e5 * hidden, dim=-1)
 
     def _heads(self, x: Tensor) -> Tensor:

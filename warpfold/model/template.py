@@ -13,6 +13,7 @@ from warpfold.geometry.rigid import Rigid
 from warpfold.model.axial import BlockStack
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.model.pair import PairConfig, PairStack
+from warpfold.model.residues import Resident
 from warpfold.ops.attention import attention
 
 AATYPES = 22  # one-hot of template residue types: 20, X, gap
@@ -37,7 +38,7 @@ class TemplateConfig:
     pair: PairConfig = field(default_factory=_template_pair)
 
 
-class TemplatePairEmbedder(nn.Module):
+class TemplatePairEmbedder(Resident):
     """The 88 pair features of one template, projected (Supp. 1.2.9 table 1, Algorithm 2 line 9)."""
 
     bins = 39  # of the beta carbon distances, 3.25 to 50.75 angstrom
@@ -48,26 +49,30 @@ class TemplatePairEmbedder(nn.Module):
         self.linear = Linear(self.bins + 2 + 2 * AATYPES + 3, c_t, init="relu")
 
     def forward(self, template: Batch, dtype: torch.dtype) -> Tensor:
-        """One template, [*, r, ...] -> [*, r, r, c_t]; its features are zero where a backbone is missing."""
+        """One template, [*, r, ...] -> [*, r, r, c_t]; its features are zero where a backbone is missing.
+
+        Of the result, the rows of the residues that are here.
+        """
+        mine = self.residues.mine
         beta, beta_mask = template["template_pseudo_beta"], template["template_pseudo_beta_mask"]
         aatype = F.one_hot(template["template_aatype"], AATYPES).to(beta.dtype)
-        r = aatype.shape[-2]
         positions, masks = template["template_all_atom_positions"], template["template_all_atom_masks"]
         n, ca, c = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
         has_backbone = masks[..., n] * masks[..., ca] * masks[..., c]
-        has_both = (has_backbone[..., :, None] * has_backbone[..., None, :])[..., None]
+        has_both = (mine(has_backbone, -1)[..., :, None] * has_backbone[..., None, :])[..., None]
         if self.unit_vectors:
-            frames = Rigid.from_three_points(*(positions[..., atom, :] for atom in (n, ca, c)))
-            vector = frames[..., :, None].invert_apply(frames.translation[..., None, :, :])
+            backbone = [positions[..., atom, :] for atom in (n, ca, c)]
+            frames = Rigid.from_three_points(*(mine(x, -2) for x in backbone))
+            vector = frames[..., :, None].invert_apply(backbone[1][..., None, :, :])
             vector = vector * torch.rsqrt(1e-6 + vector.square().sum(-1, keepdim=True)) * has_both
         else:
             vector = beta.new_zeros(*has_both.shape[:-1], 3)
         features = torch.cat(
             (
-                distogram_bins(beta, 3.25, 50.75, self.bins),
-                (beta_mask[..., :, None] * beta_mask[..., None, :])[..., None],
-                aatype[..., None, :, :].expand(*aatype.shape[:-2], r, r, AATYPES),  # of column j
-                aatype[..., :, None, :].expand(*aatype.shape[:-2], r, r, AATYPES),  # of row i
+                distogram_bins(beta, 3.25, 50.75, self.bins, mine(beta, -2)),
+                (mine(beta_mask, -1)[..., :, None] * beta_mask[..., None, :])[..., None],
+                aatype[..., None, :, :].expand(*has_both.shape[:-1], AATYPES),  # of column j
+                mine(aatype, -2)[..., :, None, :].expand(*has_both.shape[:-1], AATYPES),  # of row i
                 vector,
                 has_both,
             ),
@@ -135,12 +140,11 @@ class TemplatePairStack(BlockStack):
         self.blocks = nn.ModuleList(PairStack(config.c, config.pair) for _ in range(config.blocks))
 
     def forward(self, t: Tensor, z_mask: Tensor) -> Tensor:
-        for block in self.blocks:
-            t = self.run_block(block, t, z_mask)
+        (t,) = self.run(self.blocks, (t,), (z_mask,))
         return t
 
 
-class TemplateRows(nn.Module):
+class TemplateRows(Resident):
     """Algorithm 2, lines 7 and 8: each template as a row of the MSA, from its torsion angles."""
 
     def __init__(self, c_m: int) -> None:
@@ -149,11 +153,12 @@ class TemplateRows(nn.Module):
         self.down = Linear(c_m, c_m, init="relu")
 
     def forward(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """-> rows [*, tmpl, r, c_m] and their mask [*, tmpl, r], one where psi is defined.
+        """-> rows [*, tmpl, r, c_m], of the residues here, and their mask [*, tmpl, r], one where psi is defined.
 
         Torsions that are not defined are zero.  (The official code feeds rounding noise there.)
         """
         features, mask = self.features(batch)
+        features = self.residues.mine(features, -2)
         return self.down(self.up(features.to(dtype)).relu()), mask
 
     @staticmethod

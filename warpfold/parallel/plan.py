@@ -1,5 +1,6 @@
 """A plan: how a model runs, never what it computes.  Two plans of one model differ by rounding alone."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,10 +9,24 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from warpfold.batch import Batch
-from warpfold.model.axial import AxialUpdate, BlockStack, Schedule, run_block
+from warpfold.errors import UserError
+from warpfold.model.axial import (
+    AxialUpdate,
+    BlockStack,
+    Branching,
+    Schedule,
+    after,
+    in_turn,
+    one_by_one,
+)
+from warpfold.model.residues import ALL, Resident
+from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.schedules import chunked, in_place, whole
+from warpfold.parallel.sharded import Sharding
 
 Precision = Literal["fp32", "bf16", "fp64"]
+Run = Callable[..., tuple[Any, ...]]
+Triangle = Literal["auto", "gather", "channels"]
 # 345 residues on two cores: 8 rows 6.5 s, 64 rows or all 8.5 s, 4 rows 9.5 s; what stays in cache is fast.
 CACHED = 2**23  # 32 MiB in fp32
 RESIDENT = 2**27  # 512 MiB in fp32; not measured
@@ -20,8 +35,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One device's plan.
+    """How one rank runs, and how many there are.
 
+    data: examples that are computed at the same time, each by axial x branch ranks.
+    axial: ranks that share an example, each with its slice of m and z (parallel/sharded.py).
+    branch: 2: the two halves of a block run at the same time, each on its own ranks; for models whose halves are
+    independent (`evoformer.outer` "first" or "last").
+    triangle: whether triangle products gather a factor or are cut by channels; "auto": by what both would cost.
     chunk: rows per slice in the trunk's layers; None: everything at once.
     in_place: write every slice over its part of m or z (inference only; needs a chunk).
     recompute: keep only the blocks' inputs in the forward pass, and compute the rest again in the backward pass.
@@ -30,6 +50,10 @@ class Plan:
     thousand numbers run faster on one (docs/decisions/0007).
     """
 
+    data: int = 1
+    axial: int = 1
+    branch: int = 1
+    triangle: Triangle = "auto"
     chunk: int | None = None
     in_place: bool = False
     recompute: bool = False
@@ -37,6 +61,10 @@ class Plan:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        if min(self.data, self.axial, self.branch) < 1:
+            raise ValueError(f"plan: data {self.data}, axial {self.axial}, branch {self.branch}: each is at least 1")
+        if self.branch > 2:
+            raise ValueError(f"plan.branch is {self.branch}: a block has two halves, so 1 or 2")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"plan.chunk is {self.chunk}: at least 1 row is needed")
         if self.in_place and self.chunk is None:
@@ -46,23 +74,68 @@ class Plan:
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"plan.threads is {self.threads}: at least 1 is needed")
 
+    def by_channels(self, residues: int, ranks: int) -> bool:
+        """Whether triangle products of so many residues on so many ranks are cut by channels.
 
-def apply(plan: Plan, model: nn.Module) -> nn.Module:
-    """Put `plan` on a model, or on any module that holds trunk layers; a later plan replaces it.  Returns the model."""
+        What moves in a pair of them, in sizes of z: 2 (p - 1) / p to gather a factor each, and 2 (p - 1) / p^2 to turn
+        z between them; or 6 (p - 1) / p^2 to turn two factors and a product each.
+        """
+        if self.triangle != "auto":
+            return self.triangle == "channels"
+        return ranks > 2
+
+    def refuses(self, outer: str) -> str | None:
+        """Why this plan cannot run a model whose blocks have the outer product there; None if it can."""
+        if self.branch > 1 and outer == "middle":
+            return (
+                "plan.branch = 2 needs blocks with independent halves, but in AlphaFold2's order "
+                '(model.evoformer.outer = "middle") the pair half reads what the MSA half wrote; '
+                'leave plan.branch at 1, or train a model with outer = "first" (Multimer\'s) or "last"'
+            )
+        return None
+
+
+def apply(plan: Plan, model: nn.Module, mesh: Mesh | None = None) -> nn.Module:
+    """Put `plan` on a model, or on any module that holds trunk layers; a later plan replaces it.  Returns the model.
+
+    mesh: this rank's groups, of the plan's sizes; needed where axial x branch is more than one rank.
+    Errors: UserError for a plan that the model's order of layers does not allow; ValueError without a mesh.
+    """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     schedule: Schedule = whole
     if plan.chunk is not None:
         schedule = in_place(plan.chunk) if plan.in_place else chunked(plan.chunk)
+    run: Run = recomputed if plan.recompute else one_by_one
     for module in model.modules():
         if isinstance(module, AxialUpdate):
             module.schedule = schedule
         if isinstance(module, BlockStack):
-            module.run_block = recomputed if plan.recompute else run_block
+            module.run = run
+        if isinstance(module, Branching):
+            module.branches = in_turn
+        if isinstance(module, Resident):
+            module.residues = ALL
+    if plan.axial * plan.branch > 1:
+        _spread(plan, model, mesh)
     model.dtype = DTYPES[plan.precision]  # type: ignore[assignment]  # read where a model makes its first m and z
     if plan.precision == "fp64":
         model.double()  # a reference run: parameters too
     return model
+
+
+def _spread(plan: Plan, model: nn.Module, mesh: Mesh | None) -> None:
+    if mesh is None or (mesh.axial.size, mesh.branch.size) != (plan.axial, plan.branch):
+        raise ValueError(f"a plan of axial {plan.axial} x branch {plan.branch} needs a mesh of these sizes, not {mesh}")
+    sharding = Sharding(mesh, plan.chunk, plan.in_place, plan.by_channels)
+    for name, module in model.named_modules():
+        if isinstance(module, BlockStack):
+            run: Run = recomputed if plan.recompute else one_by_one
+            sharding.lead(name, module, run)
+        if isinstance(module, Resident):
+            module.residues = sharding.residues
+        if isinstance(module, Branching) and plan.branch > 1 and not module.independent:
+            raise UserError(plan.refuses("middle") or "")
 
 
 def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | None = None) -> Plan:
@@ -81,8 +154,10 @@ def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | Non
     return Plan(chunk=chunk or None, in_place=chunk > 0, precision=precision)
 
 
-def recomputed(block: nn.Module, *args: Any) -> Any:
-    """A block whose activations are computed again when their gradient is due.  Noise is keyed, so it repeats."""
+def recomputed(blocks: Iterable[nn.Module], states: tuple[Any, ...], masks: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Blocks whose activations are computed again when their gradient is due.  Noise is keyed, so it repeats."""
     if not torch.is_grad_enabled():
-        return block(*args)
-    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=True)
+        return one_by_one(blocks, states, masks)
+    for block in blocks:
+        states = checkpoint(after, block, states, masks, use_reentrant=False, preserve_rng_state=True)
+    return states

@@ -4,8 +4,6 @@ A schedule is a function (layer, x, mask, source) -> x that equals `whole` in ex
 contract are why.  It is put on a layer from outside, `layer.schedule = chunked(64)`, and the layer never knows.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -16,14 +14,7 @@ __all__ = ["chunked", "in_place", "whole"]
 
 def chunked(size: int) -> Schedule:
     """One slice of `size` rows (or columns) after another: the intermediates are a slice's, x is copied once."""
-    if size < 1:
-        raise ValueError(f"a chunk of {size} rows: at least 1 is needed")
-
-    def schedule(layer: AxialUpdate, x: Tensor, mask: Tensor, source: Tensor | None = None) -> Tensor:
-        parts = [x_slice + dx for x_slice, dx in _slices(layer, x, mask, source, size)]
-        return torch.cat(parts, _axis(layer))
-
-    return schedule
+    return _in_slices(size, in_place=False)
 
 
 def in_place(size: int) -> Schedule:
@@ -31,15 +22,19 @@ def in_place(size: int) -> Schedule:
 
     Right because a slice reads only itself and what is already whole.  Errors: RuntimeError where gradients are on.
     """
+    return _in_slices(size, in_place=True)
+
+
+def _in_slices(size: int, in_place: bool) -> Schedule:
     if size < 1:
         raise ValueError(f"a chunk of {size} rows: at least 1 is needed")
 
     def schedule(layer: AxialUpdate, x: Tensor, mask: Tensor, source: Tensor | None = None) -> Tensor:
-        if torch.is_grad_enabled():
-            raise RuntimeError("the in_place schedule cannot be differentiated: use torch.no_grad(), or `chunked`")
-        for x_slice, dx in _slices(layer, x, mask, source, size):
-            x_slice += dx
-        return x
+        axis = ROWS if layer.axis is None else layer.axis
+        reads = axis if layer.reads is None else layer.reads
+        shared = shared_in_slices(layer, x, mask, source, size)
+        factors = layer.dropout_factors(x.shape, x)
+        return joined_updates(layer, x, layer.operand(x, source), mask, shared, factors, (axis, reads), size, in_place)
 
     return schedule
 
@@ -61,25 +56,36 @@ def shared_in_slices(layer: AxialUpdate, x: Tensor, mask: Tensor, source: Tensor
     return tuple(torch.cat(tensors, layer.joins) for tensors in zip(*parts))
 
 
-def _axis(layer: AxialUpdate) -> int:
-    return ROWS if layer.axis is None else layer.axis
+def joined_updates(
+    layer: AxialUpdate,
+    x: Tensor,
+    operand: Tensor,
+    mask: Tensor,
+    shared: Tensors,
+    factors: Tensor | None,
+    axes: tuple[int, int],
+    size: int,
+    in_place: bool,
+) -> Tensor:
+    """x with the layer's update, slice by slice of `size` along axes[0] of x, which is axes[1] of the operand.
 
-
-def _slices(
-    layer: AxialUpdate, x: Tensor, mask: Tensor, source: Tensor | None, size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every slice of x (a view) with its update, dropout included."""
-    axis = _axis(layer)
-    reads = axis if layer.reads is None else layer.reads
-    shared = shared_in_slices(layer, x, mask, source, size)
-    factors = layer.dropout_factors(x)
-    operand = layer.operand(x, source)
-    for start in range(0, x.shape[axis], size):
+    factors: of dropout, as long as x along that axis, or 1.  in_place: write over x, else into a new tensor.
+    Errors: RuntimeError for `in_place` where gradients are on.
+    """
+    if in_place and torch.is_grad_enabled():
+        raise RuntimeError("the in_place schedule cannot be differentiated: use torch.no_grad(), or `chunked`")
+    axis, reads = axes
+    parts = []
+    for start in range(0, max(x.shape[axis], 1), size):  # once where a rank has no row: it takes part in the gradient
         length = min(size, x.shape[axis] - start)
         n = layer.norm(operand.narrow(reads, start, length))
         n_mask = mask.narrow(reads + 1, start, length)
         dx = layer.update(layer.local(n, n_mask), shared, n_mask)
         if factors is not None:
-            spread = factors.shape[axis] == 1
-            dx = dx * (factors if spread else factors.narrow(axis, start, length))
-        yield x.narrow(axis, start, length), dx
+            dx = dx * (factors if factors.shape[axis] == 1 else factors.narrow(axis, start, length))
+        part = x.narrow(axis, start, length)
+        if in_place:
+            part += dx
+        else:
+            parts.append(part + dx)
+    return x if in_place else torch.cat(parts, axis)
