@@ -121,7 +121,7 @@ def test_pack_lists_what_it_dropped(capsys: pytest.CaptureFixture[str], tmp_path
     report = json.loads(out)
     assert [entry["depth"] for entry in report["kept"]] == [2]
     assert len(report["dropped"]) == 2
-    assert "exists" in refused(run(capsys, "pack", *files, "--out", tmp_path / "store"))
+    assert "was finished before" in run(capsys, "pack", *files, "--out", tmp_path / "store")[1]
 
 
 def test_predict_and_score(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path) -> None:

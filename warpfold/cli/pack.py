@@ -23,8 +23,7 @@ def instead(help: str, *names: str) -> Any:
 
 @app.command(
     cls=Lists,
-    epilog="Examples:  warpfold pack --structures mmcif/ --msas msas/ --hits msas/ --out store --workers 16  ·  "
-    "warpfold pack --info store",
+    epilog="Example:  warpfold pack --structures mmcif/ --msas msas/ --hits msas/ --out store --workers 16",
 )
 def pack(
     structures: Annotated[list[Path] | None, reads("mmCIF or PDB files, or folders of them; gz or not.")] = None,
