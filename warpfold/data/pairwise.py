@@ -4,7 +4,7 @@ import numpy as np
 
 from warpfold.geometry.residue import RESTYPE_3, RESTYPES
 
-_NAMES = dict(zip(RESTYPES, RESTYPE_3))
+_NAMES = dict(zip(RESTYPES, RESTYPE_3))  # as gemmi's BLOSUM62 has them
 MIN_IDENTITY = 0.9  # below it two sequences are not one protein (a template's realignment: Supp. 1.2.3)
 
 
@@ -40,10 +40,8 @@ def _aligned_columns(query: str, sequence: str, homologs: bool) -> np.ndarray:
     scoring = gemmi.AlignmentScoring("b" if homologs else "s")
     if not homologs:
         scoring.match, scoring.mismatch, scoring.gapo, scoring.gape = 2, -3, -6, -1
-    names = [
-        [_NAMES.get(letter, letter) for letter in letters] for letters in (query, sequence)
-    ]  # BLOSUM62 goes by them
-    result = gemmi.align_string_sequences(*names, [], scoring)
+    one, other = ([_NAMES.get(letter, letter) for letter in letters] for letters in (query, sequence))
+    result = gemmi.align_string_sequences(one, other, [], scoring)
     columns = np.cumsum([letter != "-" for letter in result.add_gaps(query, 1)]) - 1
     gapped = zip(result.add_gaps(query, 1), result.add_gaps(sequence, 2), columns)
     return np.array([column if q != "-" else -1 for q, s, column in gapped if s != "-"])

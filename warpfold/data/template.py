@@ -154,10 +154,10 @@ def templates_from_hits(
         except UserError as error:
             outcomes.append(_refused(hit, str(error)))
             continue
-        twin = seen.setdefault(template.aatype.tobytes(), outcome.name)
-        if hit.sum_probs is None and twin != outcome.name:
+        if hit.sum_probs is None and (twin := seen.get(template.aatype.tobytes())):
             outcomes.append(_refused(hit, f"has the same residues in the same places as {twin}"))
             continue
+        seen[template.aatype.tobytes()] = outcome.name
         kept.append(template)
         outcomes.append(outcome)
     return join(kept), outcomes
@@ -213,9 +213,8 @@ def _locate(hit: Hit, structure: Structure) -> tuple[Chain, np.ndarray, str]:
         # A repeat may stand there twice: where the hit says first.
         found = pattern.match(chain.sequence, hit.start) or pattern.search(chain.sequence)
         if found:
-            note = (
-                "" if chain.id == hit.chain or not hit.chain else f"of chain {chain.id}, which has the hit's sequence"
-            )
+            expected = hit.chain in ("", chain.id)
+            note = "" if expected else f"of chain {chain.id}, which has the hit's sequence"
             return chain, np.arange(found.start(), found.end()), note
     maps = [(chain, *column_map(chain.sequence, hit.sequence)) for chain in named or others]
     chain, places, identity = max(maps, key=lambda found: found[2] * (found[1] >= 0).mean())
@@ -274,7 +273,8 @@ def _put_on(
     positions[0, query_index] = chain.positions[places]
     mask[0, query_index] = chain.mask[places] > 0
     if mask.sum() < MIN_ATOMS:
-        raise UserError(f"{name}: {len(places)} of its residues are aligned, none with atoms; choose another template")
+        aligned = f"{len(places)} of its residues are aligned"
+        raise UserError(f"{name}: {aligned}, with fewer than {MIN_ATOMS} atoms; choose another template")
     return Templates(aatype, positions, mask, (name,), np.array([sum_probs], np.float32))
 
 
