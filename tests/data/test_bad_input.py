@@ -1,0 +1,306 @@
+"""Bad data at the command line: one line that names the file or entry, the right exit code, nothing half-made.
+
+What a room does with it is tested there; these tests see to it that the commands pass it on.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pack_inputs import ONE, TWO, alignment, chain, structure
+
+from tests.helpers import tiny_model
+from tests.run.runs import tiny_run
+from warpfold import cli, settings
+from warpfold.bulk import Part
+from warpfold.data import store as store_module
+from warpfold.data.pack import pack
+from warpfold.data.pack_part import part_path
+from warpfold.data.store import Store, lock_folder
+from warpfold.geometry.residue import RESTYPES
+from warpfold.model.weights import save_params
+
+LETTERS = np.array(list(RESTYPES))
+LONG, DEEP = 5_000, 100_000  # residues, alignment rows
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of `warpfold ARGUMENTS`."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def refused(result: tuple[int, str, str]) -> str:
+    """The one line of an error that is the input's fault."""
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of four small chains, one of 5,000 residues, and one with an alignment of 100,000 rows."""
+    folder = tmp_path_factory.mktemp("packed")
+    rng = np.random.default_rng(0)
+    for number in range(4):
+        structure(folder / f"s/{number}abc.cif", chain("A", "".join(rng.choice(LETTERS, 20 + number))))
+    structure(folder / "s/5big.cif", chain("A", "".join(rng.choice(LETTERS, LONG)), resolved=60))
+    structure(folder / "s/6one.cif", chain("A", ONE))
+    rows = np.frombuffer(b"ACDEFGHIKLMNPQRSTVWY-", np.uint8)[rng.integers(0, 21, (DEEP, len(ONE)))]
+    text = f">q\n{ONE}\n".encode() + b"".join(b">r\n" + row.tobytes() + b"\n" for row in rows)
+    (folder / "deep.a3m").write_bytes(text)
+    pack([folder / "s"], [folder / "deep.a3m"], folder / "store")
+    return folder / "store"
+
+
+@pytest.fixture
+def store(packed: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(packed, tmp_path / "store"))
+
+
+def train(capsys: pytest.CaptureFixture[str], store: Path, **changes: object) -> tuple[int, str, str]:
+    config = tiny_run(validation=0.0, workers=0, **changes)
+    (store.parent / "run.toml").write_text(settings.to_toml(config))
+    return run(capsys, "train", store.parent / "run.toml", "--data", store, "--out", store.parent / "run")
+
+
+# ---- stores
+
+
+def resized(name: str, keep: float) -> Callable[[Path], object]:
+    return lambda store: os.truncate(store / name, int((store / name).stat().st_size * keep))
+
+
+def versioned(version: int) -> Callable[[Path], object]:
+    def change(store: Path) -> None:
+        top = json.loads((store / "store.json").read_text())
+        (store / "store.json").write_text(json.dumps(top | {"version": version}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (resized("shard-00000.wfs", 0.6), "shard-00000.wfs: "),
+        (resized("shard-00000.wfs", 0.0), "shard-00000.wfs: 0 bytes, "),
+        (lambda store: (store / "shard-00000.wfs").unlink(), "shard-00000.wfs: cannot be read: No such file"),
+        (resized("store.json", 0.5), "store.json: damaged"),
+        (lambda store: (store / "store.json").unlink(), "not a store"),
+        (versioned(99), "format 99, this WarpFold reads 2; update WarpFold"),
+        (versioned(1), "format 1, this WarpFold reads 2; pack it again"),
+    ],
+)
+def test_stores_that_cannot_be_opened(
+    capsys: pytest.CaptureFixture[str], store: Path, spoil: Callable[[Path], object], says: str
+) -> None:
+    spoil(store)
+    for result in (run(capsys, "pack", "--info", store), train(capsys, store)):
+        assert says in refused(result)
+    assert not (store.parent / "run").exists()
+    code, out, err = run(capsys, "pack", "--verify", store)
+    assert (code, says in out + err) == ((1, True) if (store / "store.json").exists() else (2, True))
+
+
+def flip(store: Path, key: str) -> None:
+    """Changes a byte of a record's first blob."""
+    place = Store(store)._places[key]
+    with open(store / f"shard-{place.shard:05d}.wfs", "r+b") as shard:
+        shard.seek(place.offset + place.header + 3)
+        byte = shard.read(1)[0]
+        shard.seek(-1, os.SEEK_CUR)
+        shard.write(bytes([byte ^ 0x20]))
+
+
+def test_a_flipped_byte_names_its_entry(capsys: pytest.CaptureFixture[str], store: Path) -> None:
+    assert run(capsys, "pack", "--verify", store) == (0, f"{store}: 6 entries, all whole\n", "")
+    flip(store, "1abc_A")
+    code, out, err = run(capsys, "pack", "--verify", store)
+    assert (code, err) == (1, "")
+    damage, summary = out.splitlines()
+    assert "shard-00000.wfs: 1abc_A, aatype: damaged (checksum at byte " in damage
+    assert summary == f"{store}: 1 damaged"
+
+
+def test_training_goes_on_without_a_damaged_entry(capsys: pytest.CaptureFixture[str], store: Path) -> None:
+    flip(store, "1abc_A")
+    code, out, err = train(capsys, store, steps=6)
+    assert code == 0
+    assert "6 steps" in out
+    assert "1 entries could not be used (1abc_A)" in err
+    (line,) = (store.parent / "run/quarantine.jsonl").read_text().splitlines()
+    assert "1abc_A, aatype: damaged (checksum" in line
+
+
+def test_too_many_damaged_entries_stop_a_run(capsys: pytest.CaptureFixture[str], store: Path) -> None:
+    for key in ("0abc_A", "1abc_A", "2abc_A", "3abc_A"):
+        flip(store, key)
+    code, out, err = train(capsys, store, steps=20)
+    assert (code, out) == (2, "")
+    assert "2 entries cannot be used, the last one " in err
+    assert "abc_A, aatype: damaged (checksum" in err.splitlines()[-1]
+
+
+def test_two_writers_on_one_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    command = ("pack", "--structures", tmp_path / "s", "--out", tmp_path / "store")
+    with lock_folder(part_path(tmp_path / "store", Part(1, 1)), tmp_path / "store"):
+        assert "another process is writing this store; wait for it" in refused(run(capsys, *command))
+    assert run(capsys, *command)[0] == 0
+
+
+def test_long_chains_and_deep_alignments_train(capsys: pytest.CaptureFixture[str], packed: Path) -> None:
+    found = Store(packed)
+    assert dict(zip(found.keys, found.column("length")))["5big_A"] == LONG
+    assert dict(zip(found.keys, found.column("depth")))["6one_A"] == DEEP + 1
+    code, _, err = train(capsys, packed, steps=6)
+    assert (code, err) == (0, "")
+    lines = [json.loads(line) for line in (packed.parent / "run/metrics.jsonl").read_text().splitlines()]
+    used = {name for line in lines for name in line.get("examples", ())}
+    assert {"5big_A", "6one_A"} <= used
+
+
+# ---- what is packed
+
+
+def test_an_alignment_of_another_protein(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    alignment(tmp_path / "m/1one_A.a3m", TWO, TWO[::-1])
+    files = ("--structures", tmp_path / "s", "--msas", tmp_path / "m", "--out", tmp_path / "store")
+    code, out, _ = run(capsys, "pack", *files, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert [entry["depth"] for entry in report["kept"]] == [1]
+    assert "m/1one_A.a3m: its query is another protein" in report["kept"][0]["reason"]
+    assert list(report["unused_alignments"]) == ["m/1one_A.a3m"]
+    shutil.rmtree(tmp_path / "store")
+    message = refused(run(capsys, "pack", *files, "--require-msa"))
+    assert "no alignment: m/1one_A.a3m: its query is another protein" in message
+    assert names(tmp_path) == ["m", "s"]
+
+    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
+    files = ("--msa", tmp_path / "m/1one_A.a3m", "--params", tiny_params, "--out", tmp_path / "out")
+    assert "1one_A.a3m" in refused(run(capsys, "predict", tmp_path / "q.fasta", *files))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", ">one\n", "# STOCKHOLM 1.0\n//\n"])
+def test_empty_alignments(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path, text: str) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    path = tmp_path / "1one_A.a3m"
+    path.write_text(text)
+    files = ("--structures", tmp_path / "s", "--msas", path, "--out", tmp_path / "store")
+    code, out, err = run(capsys, "pack", *files)
+    assert (code, err) == (0, "")
+    assert f"unused {tmp_path.name}/1one_A.a3m: {tmp_path.name}/1one_A.a3m: " in out
+    assert "1 chains kept (1 with their sequence alone)" in out
+    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
+    files = ("--msa", path, "--params", tiny_params, "--out", tmp_path / "out")
+    assert "1one_A.a3m: " in refused(run(capsys, "predict", tmp_path / "q.fasta", *files))
+
+
+def test_template_files_without_coordinates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_params(tmp_path / "params.safetensors", tiny_model())
+    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
+    query = (tmp_path / "q.fasta", "--params", tmp_path / "params.safetensors", "--out", tmp_path / "out")
+    for name, text in (("empty.cif", ""), ("bare.cif", "data_bare\n_entry.id bare\n"), ("bare.pdb", "HEADER\nEND\n")):
+        (tmp_path / name).write_text(text)
+        assert f"{name}: " in refused(run(capsys, "predict", *query, "--template", tmp_path / name))
+    assert not (tmp_path / "out").exists()
+
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    (tmp_path / "s/1two.cif").write_text("data_1two\n_entry.id 1two\n")
+    alignment(tmp_path / "h/1one_A/hmmsearch.a3m", ONE).write_text(f">1two_A/1-30 mol:protein\n{ONE}\n")
+    files = ("--structures", tmp_path / "s", "--hits", tmp_path / "h", "--out", tmp_path / "store", "--json")
+    code, out, err = run(capsys, "pack", *files)
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    (kept,) = report["kept"]
+    assert (kept["templates"], [name for name in kept["templates_refused"] if "has no atoms" in name] != []) == (
+        0,
+        True,
+    )
+
+
+def test_cluster_files_of_other_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    (tmp_path / "c.txt").write_text("9XYZ_1 8XYZ_1\n")
+    files = ("--structures", tmp_path / "s", "--out", tmp_path / "store")
+    message = refused(run(capsys, "pack", *files, "--clusters", tmp_path / "c.txt"))
+    assert "c.txt: names none of the 1 chains; its names are like 9xyz_1, the chains' like 1one_A" in message
+    assert not (tmp_path / "store").exists()
+
+
+# ---- folders and names
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Path:
+    """A folder of odd names, loops, broken links, a pipe, and two structures."""
+    folder = tmp_path / "odd names, 日本"
+    structure(folder / "a b/1öne ü.cif", chain("A", ONE))
+    structure(folder / "[x]*?/1two.cif", chain("A", TWO))
+    (folder / "two\nlines.cif").write_text("data_x\n")
+    (folder / "loop").symlink_to(folder)
+    (folder / "a b/again").symlink_to(folder / "a b")
+    (folder / "broken.cif").symlink_to(folder / "nowhere")
+    (folder / "folder.cif").mkdir()
+    os.mkfifo(folder / "pipe.cif")
+    return folder
+
+
+def test_odd_folders_are_read_once(capsys: pytest.CaptureFixture[str], odd: Path) -> None:
+    code, out, err = run(capsys, "pack", "--structures", odd, "--out", odd / "störe")
+    assert (code, err) == (0, "")
+    dropped, summary = out.splitlines()  # a line each, whatever the names
+    assert dropped.startswith("dropped two lines.cif: ")
+    assert summary == f"{odd / 'störe'}: 2 chains kept (2 with their sequence alone), 1 dropped, 0 alignments unused"
+    assert run(capsys, "pack", "--verify", odd / "störe")[0] == 0
+
+
+def test_a_locked_folder_is_not_passed_over(
+    capsys: pytest.CaptureFixture[str], odd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = os.scandir
+
+    def locked(path: str) -> object:
+        if os.path.basename(path) == "a b":
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", locked)  # modes mean nothing to root, who may run this
+    message = refused(run(capsys, "pack", "--structures", odd, "--out", odd.parent / "store"))
+    assert f"{odd / 'a b'}: cannot be read (Permission denied); check its permissions" in message
+
+
+@pytest.mark.parametrize("out", [".", "..", "/", ""])
+def test_stores_without_a_name(capsys: pytest.CaptureFixture[str], tmp_path: Path, out: str) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    assert "no name for a store" in refused(run(capsys, "pack", "--structures", tmp_path / "s", "--out", out))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_disk_that_fills_up_while_the_store_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    command = ("pack", "--structures", tmp_path / "s", "--out", tmp_path / "store")
+    with monkeypatch.context() as full:
+        full.setattr(store_module, "_shard_name", lambda number: "/dev/full")
+        assert f"{tmp_path / 'store'}: cannot be written: No space left" in refused(run(capsys, *command))
+    assert names(tmp_path) == ["s", "store.part-1-of-1"]
+    assert run(capsys, *command)[0] == 0  # goes on from the part
+    assert names(tmp_path) == ["s", "store"]
