@@ -1,7 +1,7 @@
 """`warpfold train`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,14 +17,21 @@ from warpfold.cli.common import (
     show,
     writes,
 )
+from warpfold.errors import UserError
+
+if TYPE_CHECKING:
+    from warpfold.data.schedule import Source
 
 
 @app.command(cls=Lists, epilog="Example:  warpfold train tiny --data store --out run --set train.steps=500")
 def train(
     settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
-    data: Annotated[Path, reads("The store that `warpfold pack` made.")],
+    data: Annotated[
+        list[str], reads("Stores that `warpfold pack` made: STORE or STORE=WEIGHT.")
+    ],
     out: Annotated[Path, writes("Folder of the run; the same command continues a stopped one, bit for bit.")],
     init: Annotated[Path | None, reads("Parameters to start from; default: random ones.")] = None,
+    replay: Annotated[Path | None, reads("order.txt of a run of the same data and seed, to be followed.")] = None,
     change: Annotated[list[str] | None, decides("Settings over those of the file, KEY=VALUE.", "--set")] = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -33,13 +40,18 @@ def train(
     from dataclasses import asdict
 
     from warpfold import settings as toml
-    from warpfold.data.store import Store
     from warpfold.run import train as training
     from warpfold.run import watch
 
     config = toml.build(training.RunConfig, toml.load(settings, change or []), settings)
     with watch.progress_bar(config.train.steps) as watcher:
-        result = training.train(config, Store(data), out, init=init, device=device_of(device), watch=watcher)
+        result = training.train(
+            config, sources(data), out, init=init, replay=replay, device=device_of(device), watch=watcher
+        )
+    if result.quarantined:
+        names = ", ".join(result.quarantined[:3]) + (" ..." if len(result.quarantined) > 3 else "")
+        count = len(result.quarantined)
+        typer.echo(f"{count} entries could not be used ({names}): {out / 'quarantine.jsonl'} has the reasons", err=True)
     if as_json:
         show({**asdict(result), "params": str(result.params)})
     elif result.finished:
@@ -47,3 +59,20 @@ def train(
     else:
         typer.echo(f"stopped after {result.steps} steps; the same command continues", err=True)
     raise typer.Exit(0 if result.finished else 130)
+
+
+def sources(texts: list[str]) -> "list[Source]":
+    """["pdb=0.25", "distilled=0.75"] -> stores with their weights; a store without one has weight 1."""
+    from warpfold.data.schedule import Source
+    from warpfold.data.store import Store
+
+    found = []
+    for text in texts:
+        path, equals, weight = text.rpartition("=")
+        if not equals or Path(text).exists():
+            path, weight = text, "1"
+        try:
+            found.append(Source(Store(path), weight=float(weight)))
+        except ValueError:
+            raise UserError(f"--data {text}: {weight!r} is not a number; expected STORE or STORE=WEIGHT") from None
+    return found

@@ -142,6 +142,10 @@ class Loader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
         if self.workers is not None:
             self.workers.close()
 
@@ -254,14 +258,15 @@ class Loader:
         for place in [place for place, outcome in outcomes.items() if not isinstance(outcome, Made)]:
             outcome, planned = outcomes.pop(place), self._planned[place]
             assert not isinstance(outcome, Made)
-            if isinstance(outcome, Refused) or planned.died:
+            if isinstance(outcome, Refused):
                 planned = self._set_aside(planned, outcome.reason)
+            elif planned.died:
+                planned = self._set_aside(planned, f"{outcome.reason}, twice")
             else:
                 planned = replace(planned, died=True)
             self._submit(planned)
 
     def _set_aside(self, planned: _Planned, reason: str) -> _Planned:
-        reason += " when it was made, twice" if planned.died else ""
         self.quarantine.add(self.order.name(planned.entry), planned.draw.number, reason)
         return self._redrawn(planned)
 

@@ -189,7 +189,7 @@ class State:
         while first in used:
             used.remove(first)
             first += 1
-        return State(first, tuple(sorted(used)))
+        return State(first, tuple(sorted(index for index in used if index > first)))
 
 
 class Draw(NamedTuple):

@@ -5,7 +5,7 @@ where there is a GPU): no pickle, and no /dev/shm, which is 64 MB in most contai
 
     job        JSON, a list of the maker's arguments
     answer     JSON: {"arrays": [[name, dtype, shape, offset], ...], "size": bytes}, then so many bytes; or
-               {"refused": reason}; each process begins with {"ready": true}
+               {"refused": reason}; {"ready": true} when the process begins, {"failed": traceback} when it ends by a bug
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -175,6 +176,8 @@ class Workers:
             return None
         if "refused" in answer:
             return Refused(answer["refused"])
+        if "failed" in answer:
+            raise RuntimeError(f"a loader process failed:\n{answer['failed']}")
         buffer = self._buffer(answer["size"])
         rest = np.asarray(buffer).data
         while rest:
@@ -188,16 +191,17 @@ class Workers:
         worker.process.join()
         code = worker.process.exitcode or 0
         if code == 1:
-            raise RuntimeError("a loader process ended by an error of its own, printed above")
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise RuntimeError("a loader process could not start, by an error that it has printed")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how += " (too little memory?)" if code == -signal.SIGKILL else ""
         if not worker.ready:
             self._stillborn += 1
             if self._stillborn > len(self._workers):
-                raise UserError(f"loader processes die while they start ({how}); use fewer workers")
+                raise UserError(f"each loader process {how} when it started; use fewer workers")
         worker.pipe.close()
         with self.changed:
             self._workers[self._workers.index(worker)] = self._start()
-        return Died(how + (", for want of memory most likely" if code == -signal.SIGKILL else ""))
+        return Died(f"the process that made it {how}")
 
 
 def _plain_buffer(size: int) -> np.ndarray:
@@ -209,17 +213,29 @@ def _work(pipe: Connection, make: Make) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone, or wants no more
-        pipe.send_bytes(json.dumps({"ready": True}).encode())
+    with contextlib.suppress(EOFError, ConnectionError), contextlib.ExitStack() as stack:  # until the parent is gone
+        stack.push(lambda kind, error, trace: _report(pipe, error))
+        _tell(pipe, ready=True)
         while True:
             job = json.loads(pipe.recv_bytes())
             try:
                 arrays = make(*job)
             except (UserError, MemoryError) as error:
-                reason = str(error) or "too little memory"
-                pipe.send_bytes(json.dumps({"refused": reason}).encode())
+                _tell(pipe, refused=str(error) or "too little memory")
             else:
                 _send(pipe, arrays)
+
+
+def _report(pipe: Connection, error: BaseException | None) -> bool:
+    """Tell the parent of a bug, which it raises; True: that is all that is to be said of it."""
+    if error is None or isinstance(error, EOFError | ConnectionError):
+        return False
+    _tell(pipe, failed="".join(traceback.format_exception(error)))
+    return True
+
+
+def _tell(pipe: Connection, **answer: Any) -> None:
+    pipe.send_bytes(json.dumps(answer).encode())
 
 
 def _end_with_parent() -> None:
@@ -238,7 +254,7 @@ def _send(pipe: Connection, arrays: Mapping[str, np.ndarray]) -> None:
         gap = -data.nbytes % ALIGN
         parts += [data.reshape(-1).view(np.uint8).data, memoryview(bytes(gap))]
         size += data.nbytes + gap
-    pipe.send_bytes(json.dumps({"arrays": layout, "size": size}).encode())
+    _tell(pipe, arrays=layout, size=size)
     for part in parts:
         while part:
             part = part[os.write(pipe.fileno(), part) :]

@@ -1,0 +1,193 @@
+"""Order, state, schedule: pure functions; nothing is lost or comes twice, whatever the ranks do."""
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpfold.data.schedule import Draw, Order, Schedule, Source, State, deal, split_keys
+from warpfold.data.store import Store, StoreWriter, pack_record
+from warpfold.errors import UserError
+
+
+def make(path: Path, names: list[str], lengths: dict[str, int] | None = None) -> Store:
+    with StoreWriter(path) as writer:
+        for i, name in enumerate(names):
+            meta = {"length": (lengths or {}).get(name, 50), "cluster": str(i // 2)}
+            writer.add(name, pack_record({"aatype": np.zeros(1, np.uint8)}, {}), meta)
+        writer.finish()
+    return Store(path)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make(tmp_path_factory.mktemp("schedule") / "store", [f"e{i}" for i in range(7)], {"e0": 800})
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make(tmp_path_factory.mktemp("schedule") / "other", [f"e{i}" for i in range(5)])
+
+
+def keys(order: Order, indices: range) -> list[str]:
+    return [order.key(order.entry(index)) for index in indices]
+
+
+def test_an_epoch_has_every_entry_once_in_an_order_of_its_own(store: Store) -> None:
+    order = Order([Source(store)], seed=3)
+    epochs = [keys(order, range(7 * epoch, 7 * epoch + 7)) for epoch in range(4)]
+    assert all(sorted(epoch) == sorted(store.keys) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert keys(Order([Source(store)], seed=4), range(7)) != epochs[0]
+    assert keys(Order([Source(store)], seed=3), range(9, 12)) == [*epochs[1], *epochs[2]][2:5]
+
+
+def test_the_papers_weights_favour_long_chains_of_small_clusters(store: Store) -> None:
+    order = Order([Source(store)], seed=0, weights="paper")
+    drawn = keys(order, range(8000))
+    counts = np.array([drawn.count(key) for key in store.keys]) / 8000
+    weights = np.array([1 / 2] + [0.5 / 2] * 5 + [0.5])  # e0 is of 800 residues, e6 alone in its cluster
+    np.testing.assert_allclose(counts, weights / weights.sum(), atol=0.025)
+
+
+def test_a_mixture_has_its_weights_and_each_source_its_own_epochs(store: Store, other: Store) -> None:
+    order = Order([Source(store, weight=1), Source(other, weight=3)], seed=1)
+    entries = [order.entry(index) for index in range(9000)]  # beyond the blocks in which sources are drawn
+    assert np.mean([entry.source for entry in entries]) == pytest.approx(0.75, abs=0.02)
+    for source, size in ((0, 7), (1, 5)):
+        places = [entry.place for entry in entries if entry.source == source]
+        whole = len(places) // size * size
+        assert {tuple(sorted(epoch)) for epoch in np.reshape(places[:whole], (-1, size)).tolist()} == {
+            tuple(range(size))
+        }
+    again = Order([Source(store, weight=0.25), Source(other, weight=0.75)], seed=1)
+    assert [again.entry(index) for index in (8999, 3, 5000)] == [entries[index] for index in (8999, 3, 5000)]
+    assert {order.name(entry) for entry in entries} == {f"store:e{i}" for i in range(7)} | {
+        f"other:e{i}" for i in range(5)
+    }
+
+
+def test_another_draw_is_of_the_same_source(store: Store, other: Store) -> None:
+    for weights in ("uniform", "paper"):
+        order = Order([Source(store), Source(other)], seed=1, weights=weights)
+        for index in range(20):
+            first, *more = (order.entry(index, draw) for draw in range(12))
+            assert {entry.source for entry in more} == {first.source}
+            assert len(set(more)) > 2
+
+
+def test_unknown_keys_no_keys_and_senseless_weights_are_refused(store: Store) -> None:
+    with pytest.raises(UserError, match="no entry 'zz'"):
+        Source(store, ["zz"])
+    with pytest.raises(UserError, match="no entries"):
+        Source(store, [])
+    for weight in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(UserError, match="positive number"):
+            Source(store, weight=weight)
+
+
+def test_held_out_clusters_are_whole_and_depend_on_the_seed_alone(store: Store) -> None:
+    train, held = split_keys(store, 3, seed=1)
+    assert sorted(train + held) == sorted(store.keys)
+    assert 3 <= len(held) <= 4
+    assert {int(key[1:]) // 2 for key in train}.isdisjoint({int(key[1:]) // 2 for key in held})
+    assert split_keys(store, 3, seed=1) == (train, held)
+    assert len({tuple(split_keys(store, 3, seed)[1]) for seed in range(8)}) > 1
+    assert split_keys(store, 0, seed=1) == (store.keys, [])
+    with pytest.raises(UserError, match="leaves none"):
+        split_keys(store, 7, seed=1)
+
+
+def used(state: State, below: int) -> set[int]:
+    remaining = set(islice(state.remaining(), below))
+    return set(range(below)) - remaining
+
+
+@given(st.integers(0, 9), st.sets(st.integers(0, 30), max_size=9), st.integers(0, 12))
+def test_a_state_is_the_set_of_what_was_used(first: int, early: set[int], number: int) -> None:
+    state = State(first).changed(early=early)
+    assert used(state, 60) == set(range(first)) | early
+    assert state.first not in state.early
+    remaining = list(islice(state.remaining(), number + 5))
+    after = state.after(number)
+    assert list(islice(after.remaining(), 5)) == remaining[number:]
+    late = sorted(used(after, 60))[::3]
+    assert used(after.changed(late=late), 60) == used(after, 60) - set(late)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=12, max_size=12), st.sampled_from([1, 2, 3, 4, 6]))
+def test_examples_are_dealt_evenly_and_no_hand_is_much_dearer(costs: list[float], ranks: int) -> None:
+    hands = deal(costs, ranks)
+    assert sorted(place for hand in hands for place in hand) == list(range(12))
+    assert {len(hand) for hand in hands} == {12 // ranks}
+    in_turn = max(sum(costs[rank::ranks]) for rank in range(ranks))
+    dearest = max(sum(costs[place] for place in hand) for hand in hands)
+    assert dearest <= max(in_turn, sum(costs) / ranks + max(costs)) + 1e-9
+
+
+def test_the_dearest_examples_go_to_different_ranks() -> None:
+    assert deal([1.0, 9.0, 1.0, 8.0], 2) == [[1, 2], [0, 3]]
+    assert deal([5.0, 5.0, 5.0, 5.0], 2) == [[0, 2], [1, 3]]
+
+
+def planned(start: State, steps: int, per_rank: int, ranks: int) -> list[list[int]]:
+    """What each rank is to use, step after step."""
+    schedules = [
+        Schedule(start, steps, per_rank, rank, ranks, cost=lambda index: 1 + index * 7 % 5) for rank in range(ranks)
+    ]
+    return [[draw.number for draw, _ in schedule] for schedule in schedules]
+
+
+def test_a_step_has_the_same_examples_on_any_number_of_ranks() -> None:
+    alone = planned(State(4, (6, 9)), steps=5, per_rank=12, ranks=1)[0]
+    assert alone[:4] == [4, 5, 7, 8]
+    for ranks in (2, 3, 4, 12):
+        dealt = planned(State(4, (6, 9)), 5, 12 // ranks, ranks)
+        for step in range(5):
+            each = [rank[step * 12 // ranks : (step + 1) * 12 // ranks] for rank in dealt]
+            assert sorted(index for part in each for index in part) == alone[step * 12 : (step + 1) * 12]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_on_another_number_of_ranks_a_run_goes_on_without_losing_or_repeating(data: st.DataObject) -> None:
+    """Ranks that change places as they like, within a window, are stopped at a step, time and again."""
+    state, seen, total = State(), [], 0
+    for _ in range(3):
+        ranks, per_rank = data.draw(st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]))
+        steps = data.draw(st.integers(1, 5))
+        schedules = [
+            Schedule(state, steps + 4, per_rank, rank, ranks, cost=lambda index: 1 + index * 7 % 5)
+            for rank in range(ranks)
+        ]
+        late, early = [], []
+        for schedule in schedules:
+            plan = [draw.number for draw, _ in schedule]
+            waiting, chosen = list(enumerate(plan)), []
+            for _ in range(steps * per_rank):
+                window = [item for item in waiting if item[0] <= waiting[0][0] + 3]
+                chosen.append(data.draw(st.sampled_from(window)))
+                waiting.remove(chosen[-1])
+            seen += [number for _, number in chosen]
+            late += [number for place, number in waiting if place < steps * per_rank]
+            early += [number for place, number in chosen if place >= steps * per_rank]
+        total += steps * 6
+        state = schedules[0].state(steps, late, early)
+    assert len(set(seen)) == len(seen) == total
+    assert used(state, 200) == set(seen)
+
+
+def test_what_was_used_is_repeated_in_whole_steps_before_the_rest_is_dealt() -> None:
+    log = [Draw(3), Draw(0, 2), Draw(5), Draw(1), Draw(8)]
+    schedule = Schedule(State(), steps=4, per_rank=2, replay=[log])
+    assert list(schedule) == [
+        *((draw, True) for draw in log[:4]),
+        *((Draw(number), False) for number in (2, 4, 6, 7)),
+    ]
+    assert schedule.state(1) == State(1, (3,))
+    assert schedule.state(2) == State(2, (3, 5))
+    assert schedule.state(4) == State(8)
+    assert schedule.state(3, late=[2], early=[6]) == State(2, (3, 4, 5, 6))

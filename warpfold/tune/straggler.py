@@ -1,0 +1,148 @@
+"""What slow examples and new epochs cost a step, on ranks that are only simulated.
+
+The loader is the real one, with its processes, one for each rank; making an example and computing a step are sleeps.
+So a machine of few cores shows what many would do, and the figures are those of the loader alone.
+"""
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from warpfold.batch import Arrays
+from warpfold.data.choose import keyed_rng
+from warpfold.data.loader import Loader, Quarantine
+from warpfold.data.schedule import Order, Schedule, Source, State
+from warpfold.data.store import Store, StoreWriter, pack_record
+
+
+@dataclass(frozen=True)
+class Case:
+    """One simulated run: times in seconds; of `slow_share` of the examples, making takes `slow_factor` times as long."""
+
+    ranks: int = 8
+    steps: int = 200
+    step: float = 0.1  # computing, on every rank
+    making: float = 0.15  # an example that is not slow
+    slow_share: float = 0.05
+    slow_factor: float = 10.0
+    recycles: int = 3  # drawn for each step: only examples with equally many passes change places
+    workers: int = 4
+    ahead: int = 8
+    window: int = 64
+    examples: int = 480  # of an epoch
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Sleeper:
+    """A maker whose work is sleep."""
+
+    case: Case
+
+    def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
+        """An example of next to nothing, after the time that it takes."""
+        slow = keyed_rng(self.case.seed, "slow", index).random() < self.case.slow_share
+        time.sleep(self.case.making * (self.case.slow_factor if slow else 1))
+        return {"aatype": np.zeros(1, np.int64)}
+
+
+def straggler(case: Case) -> dict[str, Any]:
+    """Seconds per step with slow examples, without any, and with slow ones that come in order, in one run of each.
+
+    A step begins when every rank has its example, and takes the slowest to end: a barrier.
+    """
+    cases = {
+        "without slow examples": replace(case, slow_share=0.0),
+        "window": case,
+        "in order": replace(case, window=0),
+    }
+    seconds = {name: simulate(each) for name, each in cases.items()}
+    base = statistics.mean(seconds["without slow examples"])
+    return {
+        "case": asdict(case),
+        "results": {
+            name: {
+                "seconds_per_step": round(statistics.mean(found), 4),
+                "against_without": round(statistics.mean(found) / base, 3),
+                "slowest_step": round(max(found), 3),
+            }
+            for name, found in seconds.items()
+        },
+    }
+
+
+def epoch_gap(case: Case) -> dict[str, Any]:
+    """Seconds that the first step of an epoch waits, processes and prefetching going on, and begun anew each epoch."""
+    case = replace(case, ranks=1, slow_share=0.0, examples=20, steps=100)
+    going_on = simulate(case)[:: case.examples][1:]
+    anew = [simulate(replace(case, steps=1), warm=0)[0] for _ in range(len(going_on))]
+    return {
+        "examples": case.examples,
+        "going_on": round(statistics.median(going_on) - case.step, 4),
+        "anew": round(statistics.median(anew) - case.step, 4),
+    }
+
+
+def simulate(case: Case, warm: int | None = None) -> list[float]:
+    """Seconds of each step, the first `warm` ones apart (by default as many as are made ahead)."""
+    warm = case.workers * case.ahead if warm is None else warm
+    steps = case.steps + warm
+    begin = threading.Barrier(case.ranks)
+    ends: list[float] = [time.perf_counter()]
+
+    def run(rank: int, loader: Loader) -> None:
+        with ExitStack() as unless_done:
+            unless_done.callback(begin.abort)
+            for _ in loader:
+                begin.wait()
+                time.sleep(case.step)
+                if rank == 0:
+                    ends.append(time.perf_counter())
+            unless_done.pop_all()
+
+    with _loaders(case, steps) as loaders, ThreadPoolExecutor(case.ranks) as pool:
+        for done in [pool.submit(run, rank, loader) for rank, loader in enumerate(loaders)]:
+            done.result()
+    return np.diff(ends)[warm:].tolist()
+
+
+@contextmanager
+def _loaders(case: Case, steps: int) -> Iterator[list[Loader]]:
+    """A loader for each rank, over a store of empty records."""
+
+    def passes(step: int) -> int:
+        return 1 + int(keyed_rng(case.seed, "recycles", step).integers(case.recycles + 1))
+
+    with tempfile.TemporaryDirectory() as folder:
+        with StoreWriter(Path(folder) / "store") as writer:
+            for number in range(case.examples):
+                writer.add(f"e{number}", pack_record({"aatype": np.zeros(1, np.uint8)}, {}), {"length": 1})
+            writer.finish()
+        sources = [Source(Store(Path(folder) / "store"))]
+        loaders = [
+            Loader(
+                Order(sources, case.seed),
+                Sleeper(case),
+                Schedule(State(), steps, rank=rank, ranks=case.ranks, cost=lambda index: 1.0),
+                Quarantine(0),
+                passes=passes,
+                workers=case.workers,
+                ahead=case.ahead,
+                window=case.window,
+            )
+            for rank in range(case.ranks)
+        ]
+        try:
+            yield loaders
+        finally:
+            for loader in loaders:
+                loader.close()
