@@ -2,12 +2,14 @@
 
 import faulthandler
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,12 +30,13 @@ def run_ranks(function: Callable[..., T], ranks: int, *args: Any, timeout: float
     (without a graph).  One thread per rank.  timeout: seconds for all of it, and for any one collective.
     Errors: RankError when a rank raises, dies or does not come back in time; the others are ended.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any that is free
     context = get_context("fork")
     pipes, processes = [], []
+    folder = tempfile.TemporaryDirectory()
+    meet = Path(folder.name) / "store"
     for rank in range(ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(function, args, rank, ranks, store.port, timeout, theirs))
+        process = context.Process(target=_rank, args=(function, args, rank, ranks, meet, timeout, theirs))
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -45,6 +48,7 @@ def run_ranks(function: Callable[..., T], ranks: int, *args: Any, timeout: float
             if process.is_alive():
                 process.kill()
             process.join()
+        folder.cleanup()
 
 
 def _gather(pipes: Sequence[connection.Connection], processes: Sequence[BaseProcess], end: float) -> list[Any]:
@@ -83,7 +87,7 @@ def _rank(
     args: tuple[Any, ...],
     rank: int,
     ranks: int,
-    port: int,
+    meet: Path,
     timeout: float,
     pipe: connection.Connection,
 ) -> None:
@@ -94,7 +98,8 @@ def _rank(
     limit = timedelta(seconds=timeout)
     faulthandler.dump_traceback_later(0.9 * timeout)  # where it hangs goes to stderr, which pytest shows
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        # A file, not a server: a thread of the parent's may hold a lock when it forks, and the child waits for ever.
+        store = dist.FileStore(str(meet), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
         pipe.send((True, function(*args)))
         pipe.recv()
