@@ -8,6 +8,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from warpfold.geometry.residue import GAP
 _INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
 _BLANKS = b" \t\n\r\v\f"
 _GAPS = b"-._~"  # Stockholm's
+_AT_A_TIME = 1 << 22  # characters of an alignment whose insertions are counted together: bounds memory
 
 
 def _table(lower: bool, dash: int, dot: int, gaps: bytes = b"-") -> np.ndarray:
@@ -217,14 +219,29 @@ def _match_columns(names: list[str], sequences: list[bytes], source: str) -> tup
         codes[codes == _DOT] = GAP
         widths = _widths(codes <= GAP, starts)
     _refuse_widths(widths, names, source, "upper-case letters and gaps")
-    columns = np.flatnonzero(codes <= GAP).reshape(len(names), -1)
-    inserted = np.concatenate([[0], np.cumsum(codes == _INSERTED, dtype=np.int32)])
-    deletions = np.diff(inserted[columns], axis=1, prepend=inserted[starts[:-1], None])
-    return codes[columns], deletions.astype(np.int32)
+    rows = codes[codes <= GAP].reshape(len(names), -1)
+    return rows, _insertions(codes, starts, rows.shape[1])
 
 
 def _widths(match: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    return np.diff(np.concatenate([[0], np.cumsum(match)])[starts])
+    """How many of each sequence's characters match, int64 [R]."""
+    return np.array([np.count_nonzero(match[start:stop]) for start, stop in pairwise(starts.tolist())])
+
+
+def _insertions(codes: np.ndarray, starts: np.ndarray, width: int) -> np.ndarray:
+    """How many characters are inserted before each of the `width` columns of each row, int32 [R, width]."""
+    deletions = np.zeros((len(starts) - 1, width), np.int32)
+    step = max(_AT_A_TIME // max(width, 1), 1)
+    for first in range(0, len(deletions), step):
+        rows = deletions[first : first + step]
+        begins = starts[first : first + len(rows) + 1]
+        part = codes[begins[0] : begins[-1]]
+        inserted = np.flatnonzero(part == _INSERTED)
+        column = np.cumsum(part <= GAP, dtype=np.int64)[inserted]  # the next one, counted through the rows
+        row_end = np.searchsorted(begins - begins[0], inserted, side="right") * width
+        cells, counts = np.unique(column[column < row_end], return_counts=True)  # what follows the last column is lost
+        rows.reshape(-1)[cells] = counts
+    return deletions
 
 
 def _own_entry(data: bytes, source: str, query: str | None) -> bytes:
@@ -345,10 +362,15 @@ def _in_columns(names: list[str], sequences: list[bytes], source: str) -> Alignm
 
 def _project(alignment: Alignment, kept: np.ndarray) -> Alignment:
     """Only the columns `kept` [W]; residues in the others become insertions before the next kept one."""
-    residues = np.cumsum((alignment.rows != GAP) & ~kept, axis=1, dtype=np.int32)[:, kept]
-    return Alignment(
-        np.ascontiguousarray(alignment.rows[:, kept]), np.diff(residues, axis=1, prepend=0), alignment.names
-    )
+    rows = np.ascontiguousarray(alignment.rows[:, kept])
+    deletions = np.zeros(rows.shape, np.int32)
+    if not kept.all():
+        step = max(_AT_A_TIME // len(kept), 1)
+        for first in range(0, len(rows), step):
+            part = slice(first, first + step)
+            residues = np.cumsum((alignment.rows[part] != GAP) & ~kept, axis=1, dtype=np.int32)[:, kept]
+            deletions[part] = np.diff(residues, axis=1, prepend=0)
+    return Alignment(rows, deletions, alignment.names)
 
 
 def _checked(alignment: Alignment, source: str, query: str | None) -> Alignment:
