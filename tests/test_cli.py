@@ -17,7 +17,7 @@ from warpfold.data.mmcif import Chain
 from warpfold.data.write import write_mmcif
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 
-COMMANDS = ("demo", "sample", "pack", "train", "predict", "score", "golden")
+COMMANDS = ("demo", "sample", "search", "pack", "train", "predict", "score", "golden")
 SEQUENCE = "MKTAYIAKQRQISFVKSHFS"
 
 

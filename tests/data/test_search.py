@@ -102,7 +102,7 @@ def test_what_changes_the_result_is_searched_anew(
 def test_a_run_that_was_stopped_goes_on(
     files: tuple[Path, Path], tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Jackhmmer, "per_pass", 1)
+    monkeypatch.setattr(Jackhmmer, "per_pass", lambda self, threads: 1)
     keep = searching.Cache.put
 
     def stop_at_the_third(self, key, text):

@@ -43,7 +43,8 @@ class Engine(Protocol):
     """What finds things: `Jackhmmer`, `Hmmsearch`, `MMseqs2`, `HHblits`; picklable."""
 
     name: str
-    per_pass: int  # queries that are searched for together
+
+    def per_pass(self, threads: int) -> int: ...
 
     def identity(self) -> dict[str, Any]: ...
 
@@ -278,7 +279,8 @@ class _Run:
         else:
             size = max(1, -(-len(missing) // self.options.workers))
             threads = max(1, _cores() // self.options.workers)
-        size, threads = min(size, goal.engine.per_pass), self.options.threads or threads
+        threads = self.options.threads or threads
+        size = min(size, goal.engine.per_pass(threads))
         for start in range(0, len(missing), size):
             yield _Job(goal, missing[start : start + size], threads)
 

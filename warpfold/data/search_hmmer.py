@@ -60,11 +60,14 @@ class Jackhmmer:
     iterations: int = 1
     e_value: float = 1e-4
     name = "jackhmmer"
-    per_pass = 16  # queries that share one reading of the database
 
     @property
     def thresholds(self) -> Thresholds:
         return Thresholds(self.e_value, 10.0, self.e_value, 1e-3, 5e-4, 5e-5, 5e-7)
+
+    def per_pass(self, threads: int) -> int:
+        """See `queries_per_pass`."""
+        return queries_per_pass(threads)
 
     def identity(self) -> dict[str, Any]:
         """All that its results depend on but query and database."""
@@ -112,8 +115,11 @@ class Hmmsearch:
     """
 
     name = "hmmsearch"
-    per_pass = 16
     thresholds = Thresholds(100.0, 100.0, 100.0, 100.0, 0.1, 0.1, 0.1)
+
+    def per_pass(self, threads: int) -> int:
+        """See `queries_per_pass`."""
+        return queries_per_pass(threads)
 
     def identity(self) -> dict[str, Any]:
         """All that its results depend on but query and database."""
@@ -137,6 +143,13 @@ class Hmmsearch:
             if hits is not None:
                 kept[i].append(hits)
         return [failed.get(i) or _stockholm(kept[i]) for i in kept]
+
+
+def queries_per_pass(threads: int) -> int:
+    """Queries that share one reading of a database: one thread reads as fast as six search for one query, and what is
+    on the way when a run is stopped is lost.
+    """
+    return max(4, threads)
 
 
 def _versions() -> dict[str, str]:

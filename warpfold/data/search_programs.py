@@ -26,7 +26,10 @@ class MMseqs2:
     e_value: float = 1e-3
     sensitivity: float = 7.5
     name = "mmseqs2"
-    per_pass = 256
+
+    def per_pass(self, threads: int) -> int:
+        """Queries of one call: its start takes seconds, whatever their number."""
+        return 256
 
     def identity(self) -> dict[str, Any]:
         """All that its results depend on but query and database.  Errors: UserError without the program."""
@@ -76,7 +79,10 @@ class HHblits:
     iterations: int = 3
     e_value: float = 1e-3
     name = "hhblits"
-    per_pass = 1
+
+    def per_pass(self, threads: int) -> int:
+        """hhblits takes one query at a time."""
+        return 1
 
     def identity(self) -> dict[str, Any]:
         """All that its results depend on but query and database.  Errors: UserError without the program."""
