@@ -82,14 +82,14 @@ class Reducer:
         early: the data ranks' exchange begins in it too, of the example's gradient, or of what `add_to` then holds.
         """
         self.early, self._add_to = early and self.mesh.data.size > 1 and self.compressor is None, add_to
-        self._sent = 0
+        self.sent_buckets = 0
         self._sums: list[dist.Work] = []
         self._due: list[int] | None = None
 
     def finish(self) -> Tensor:
         """After the backward pass: the example's gradient, summed over the model ranks, in this one's shard of it."""
         if self.mesh.world.size > 1:
-            while self._sent < len(self.pieces):
+            while self.sent_buckets < len(self.pieces):
                 self._send()
             if self.early and self.mesh.model.size > 1:
                 self._launch(len(self.pieces) - 1)
@@ -110,19 +110,19 @@ class Reducer:
         """A parameter has its gradient, the sum over all its uses: autograd calls this once in a backward pass."""
         if parameter.grad is None or parameter.grad.data_ptr() != self._views[name]:
             raise RuntimeError(f"{name}: its grad is not the optimiser's buffer any more; do not set it to None")
-        if bucket < self._sent:
+        if bucket < self.sent_buckets:
             raise RuntimeError(f"{name}: a gradient after it was sent; collect() follows each example's one backward()")
         if self._due is None:  # the first of this pass: which will take part is known now
             takes_part = torch._C._will_engine_execute_node  # what torch.autograd.graph.register_multi_grad_hook asks
             self._due = [sum(map(takes_part, nodes)) for nodes in self._nodes]
         self._due[bucket] -= 1
-        while self._sent < len(self._due) and not self._due[self._sent]:
+        while self.sent_buckets < len(self._due) and not self._due[self.sent_buckets]:
             self._send()
 
     def _send(self) -> None:
         """Start the sum of the next bucket; and the exchange of one whose sum had the time of a bucket to be done."""
-        bucket = self._sent
-        self._sent += 1
+        bucket = self.sent_buckets
+        self.sent_buckets += 1
         if self.mesh.model.size > 1:
             out, x = self.summed[self.pieces[bucket]], self.gradient[self.layout.buckets[bucket]]
             self._sums.append(self.model_wire.sum_pieces(out, x))
