@@ -207,7 +207,7 @@ def test_what_kills_two_workers_is_set_aside(store: Store, tmp_path: Path) -> No
 
 
 def test_workers_that_cannot_start_end_the_run(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="each loader process was killed by SIGKILL .* when it started"):
+    with pytest.raises(UserError, match=r"each loader process was killed by SIGKILL .* when it started"):
         take(store, Stillborn(signal.SIGKILL), workers=2)
     with pytest.raises(RuntimeError, match="could not start"):
         take(store, Stillborn(None), workers=2)

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.run.runs import equal_tensors, make_store, rows, tiny_run
@@ -16,15 +17,16 @@ ROOT = Path(__file__).parents[2]
 STEPS = 12
 
 
-def begin(store: Path, out: Path, workers: int) -> subprocess.Popen:
-    arguments = [store, out, STEPS, torch.get_num_threads(), workers]
+def begin(store: Path, out: Path, workers: int, window: int = 0) -> subprocess.Popen:
+    arguments = [store, out, STEPS, torch.get_num_threads(), workers, window]
     return subprocess.Popen([sys.executable, "-m", "tests.run.runs", *map(str, arguments)], cwd=ROOT)
 
 
-def children(process: subprocess.Popen) -> list[Path]:
-    """The entries in /proc of a process's children; none where there is no /proc."""
-    listing = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [Path("/proc") / pid for pid in listing.read_text().split()] if listing.exists() else []
+def descendants(pid: int | str) -> list[Path]:
+    """The entries in /proc of the processes that a process has started, and of theirs; none where there is no /proc."""
+    listing = Path(f"/proc/{pid}/task/{pid}/children")
+    own = listing.read_text().split() if listing.exists() else []
+    return [Path("/proc") / child for child in own] + [entry for child in own for entry in descendants(child)]
 
 
 def alive(entry: Path) -> bool:
@@ -34,26 +36,59 @@ def alive(entry: Path) -> bool:
         return False
 
 
+def kill(process: subprocess.Popen, log: Path, rows_then: int, seconds: float) -> None:
+    """SIGKILL a run so many seconds after its log has so many rows; its processes go with it."""
+    while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < rows_then):
+        time.sleep(0.01)
+    time.sleep(seconds)
+    helpers = descendants(process.pid)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    for _ in range(300):
+        if not any(alive(helper) for helper in helpers):
+            return
+        time.sleep(0.01)
+    pytest.fail("a loader process outlived its run")
+
+
+def moments() -> list[tuple[int, float]]:
+    """When a run is killed, twice: after so many rows and seconds."""
+    drawn = [(random.randrange(2, 6), random.uniform(0, 0.5)), (random.randrange(7, 11), random.uniform(0, 0.5))]
+    print("killed after (rows, seconds):", drawn)  # shown when the test fails
+    return drawn
+
+
 def test_killed_at_random_moments_a_run_is_the_same_to_the_bit(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store")
     train(tiny_run(steps=STEPS), store, tmp_path / "unbroken")
 
     out = tmp_path / "killed"
-    log = out / "metrics.jsonl"
-    moments = [(random.randrange(2, 6), random.uniform(0, 0.5)), (random.randrange(7, 11), random.uniform(0, 0.5))]
-    print("killed after (rows, seconds):", moments)  # shown when the test fails
-    for workers, (rows_then, seconds) in enumerate(moments):  # how examples are prepared may change on the way
-        process = begin(store.path, out, workers)
-        while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < rows_then):
-            time.sleep(0.01)
-        time.sleep(seconds)
-        helpers = children(process)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-        time.sleep(1)
-        assert not any(alive(helper) for helper in helpers), "a loader process outlived its run"
+    for workers, moment in enumerate(moments()):  # how examples are prepared may change on the way
+        kill(begin(store.path, out, workers), out / "metrics.jsonl", *moment)
     assert begin(store.path, out, workers=0).wait() == 0
 
     assert rows(out) == rows(tmp_path / "unbroken")
     for name in ("params.safetensors", f"checkpoints/step-{STEPS:08d}/state.safetensors"):
         assert equal_tensors(out / name, tmp_path / "unbroken" / name), name
+
+
+def test_examples_that_passed_each_other_pass_each_other_again(tmp_path: Path) -> None:
+    """With a window, the order is the clock's; a killed run repeats its own, and another run can follow it."""
+    store = make_store(tmp_path / "store")
+    out = tmp_path / "killed"
+    seen: dict[int, dict] = {}
+    for moment in moments():
+        kill(begin(store.path, out, workers=2, window=6), out / "metrics.jsonl", *moment)
+        whole = (out / "metrics.jsonl").read_bytes().endswith(b"\n")
+        for row in rows(out, whole=whole):
+            if row["kind"] == "step":
+                assert seen.setdefault(row["step"], row) == row
+    assert begin(store.path, out, workers=2, window=6).wait() == 0
+    done = [row for row in rows(out) if row["kind"] == "step"]
+    assert [seen.get(row["step"], row) for row in done] == done
+
+    order = [tuple(map(int, line.split())) for line in (out / "order.txt").read_text().splitlines()[1:]]
+    used = {place: number for place, number, _ in order}
+    assert sorted(used.values()) == list(used) == list(range(2 * STEPS))  # nothing lost, nothing twice
+    train(tiny_run(steps=STEPS), store, tmp_path / "follower", replay=out / "order.txt")
+    assert rows(tmp_path / "follower") == rows(out)

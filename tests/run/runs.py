@@ -81,10 +81,11 @@ def tiny_run(**train) -> RunConfig:
 CLOCK = ("samples_per_second", "waiting", "waiting_so_far")
 
 
-def rows(folder: Path) -> list[dict]:
-    """metrics.jsonl, without what the clock says."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in CLOCK} for line in lines]
+def rows(folder: Path, whole: bool = True) -> list[dict]:
+    """metrics.jsonl, without what the clock says.  whole: False leaves out the last line, which a kill tore."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    parsed = [json.loads(line) for line in (lines if whole else lines[:-1])]
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in parsed]
 
 
 def equal_tensors(a: Path, b: Path) -> bool:
@@ -93,6 +94,7 @@ def equal_tensors(a: Path, b: Path) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-if __name__ == "__main__":  # a run in a process of its own, to be killed: STORE OUT STEPS THREADS WORKERS
-    torch.set_num_threads(int(sys.argv[4]))
-    train(tiny_run(steps=int(sys.argv[3]), workers=int(sys.argv[5])), Store(sys.argv[1]), sys.argv[2])
+if __name__ == "__main__":  # a run in a process of its own, to be killed: STORE OUT STEPS THREADS WORKERS WINDOW
+    steps, threads, workers, window = map(int, sys.argv[3:])
+    torch.set_num_threads(threads)
+    train(tiny_run(steps=steps, workers=workers, window=window), Store(sys.argv[1]), sys.argv[2])

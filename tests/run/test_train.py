@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from tests.run.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold import settings
+from warpfold.data.schedule import Source
 from warpfold.data.store import Store
 from warpfold.errors import UserError
 from warpfold.model.weights import load_model
@@ -181,3 +183,55 @@ def test_a_plan_that_cannot_be_trained_is_refused_as_a_setting() -> None:
     values = settings.load("tiny", ["plan.in_place=true", "plan.chunk=8"])
     with pytest.raises(UserError, match=r"plan\.in_place is for inference"):
         settings.build(RunConfig, values, "tiny")
+
+
+def damage(store: Store, key: str, path: Path) -> Store:
+    """A copy of a store, in which the alignment of an entry is damaged."""
+    shutil.copytree(store.path, path)
+    stored = store.record(key).arrays["msa"]
+    shard = path / f"shard-{stored.shard:05d}.wfs"
+    data = bytearray(shard.read_bytes())
+    data[stored.starts[0]] ^= 1
+    shard.write_bytes(data)
+    return Store(path)
+
+
+def test_a_damaged_entry_is_set_aside_and_named(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    used = next(row["examples"][0] for row in rows(unbroken) if row["kind"] == "step")
+    damaged = damage(store, used, tmp_path / "damaged")
+    result = train(tiny_run(workers=1), damaged, tmp_path / "run")
+    assert (result.finished, result.quarantined) == (True, (used,))
+    found = rows(tmp_path / "run")
+    [told] = [row for row in found if row["kind"] == "quarantine"]
+    assert (told["step"], told["example"]) == (0, used)
+    assert "damaged" in told["reason"]
+    assert used not in {name for row in found if row["kind"] == "step" for name in row["examples"]}
+    assert train(tiny_run(workers=1), damaged, tmp_path / "run") == result
+    train(tiny_run(), damaged, tmp_path / "follower", replay=tmp_path / "run/order.txt")
+    steps = [[row for row in rows(tmp_path / name) if row["kind"] == "step"] for name in ("run", "follower")]
+    assert steps[0] == steps[1]
+    with pytest.raises(UserError, match=r"more than 0 stop a run \(train.quarantine\)"):
+        train(tiny_run(quarantine=0.0), damaged, tmp_path / "strict")
+
+
+def test_a_mixture_of_stores(store: Store, tmp_path: Path) -> None:
+    other = make_store(tmp_path / "other", proteins=3)
+    sources = [Source(store, weight=1), Source(other, weight=3)]
+    train(tiny_run(steps=3), sources, tmp_path / "run")
+    train(tiny_run(steps=6), sources, tmp_path / "run")
+    train(tiny_run(steps=6), [Source(store, weight=0.25), Source(other, weight=0.75)], tmp_path / "unbroken")
+    steps = [[row for row in rows(tmp_path / name) if row["kind"] == "step"] for name in ("run", "unbroken")]
+    assert steps[0] == steps[1]
+    names = {name for row in steps[0] for name in row["examples"]}
+    assert {name.partition(":")[0] for name in names} == {"store", "other"}
+    held_out = set(rows(tmp_path / "run")[0]["examples"])
+    assert not held_out & {name.removeprefix("store:") for name in names}
+    with pytest.raises(UserError, match="began with another store"):
+        train(tiny_run(), [Source(store), Source(other)], tmp_path / "run")
+
+
+def test_the_row_of_a_step_says_how_long_it_waited(unbroken: Path) -> None:
+    lines = map(json.loads, (unbroken / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert all(0 < line["waiting"] < 1 and 0 < line["waiting_so_far"] < 1 for line in steps)
+    assert steps[0]["waiting_so_far"] == steps[0]["waiting"]

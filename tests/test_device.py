@@ -1,0 +1,49 @@
+"""Streams and pinned memory: right where they exist, nothing where they do not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from warpfold.device import THREADS, Uploads, helpers, one_thread
+
+
+def test_processes_begin_with_one_thread_and_this_one_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    code = f"import os; print(*(os.environ[name] for name in {THREADS}))"
+    with one_thread():
+        seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert seen.split() == ["1", "1", "1"]
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert "MKL_NUM_THREADS" not in os.environ
+
+
+def test_on_a_cpu_nothing_is_copied_and_nothing_helps() -> None:
+    uploads = Uploads("cpu")
+    buffer = uploads.host(10)
+    buffer[:] = torch.arange(10)
+    copy = uploads.start(buffer).wait()
+    assert copy.data_ptr() == buffer.data_ptr()
+    assert not buffer.is_pinned()
+    assert helpers("cpu") == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_overlap_and_are_whole_when_used() -> None:
+    uploads = Uploads("cuda")
+    assert 1 <= helpers("cuda") <= 8
+    busy = torch.randn(4096, 4096, device="cuda")
+    for number in range(20):  # memory of earlier copies is used again while the device still works
+        buffer = uploads.host(30_000_000)
+        assert buffer.is_pinned()
+        buffer.fill_(number)
+        upload = uploads.start(buffer)
+        del buffer
+        busy = busy @ busy / 4096
+        copy = upload.wait()
+        assert copy.device.type == "cuda"
+        assert bool((copy == number).all())
