@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpfold.data.schedule import Draw, Order, Schedule, Source, State, deal, split_keys
+from warpfold.data.choose import SampleConfig
+from warpfold.data.schedule import Draw, Order, Schedule, Source, State, costs, deal, split_keys
 from warpfold.data.store import Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 
@@ -16,7 +17,7 @@ from warpfold.errors import UserError
 def make(path: Path, names: list[str], lengths: dict[str, int] | None = None) -> Store:
     with StoreWriter(path) as writer:
         for i, name in enumerate(names):
-            meta = {"length": (lengths or {}).get(name, 50), "cluster": str(i // 2)}
+            meta = {"length": (lengths or {}).get(name, 50), "depth": 9, "cluster": str(i // 2)}
             writer.add(name, pack_record({"aatype": np.zeros(1, np.uint8)}, {}), meta)
         writer.finish()
     return Store(path)
@@ -131,6 +132,15 @@ def test_examples_are_dealt_evenly_and_no_hand_is_much_dearer(costs: list[float]
 def test_the_dearest_examples_go_to_different_ranks() -> None:
     assert deal([1.0, 9.0, 1.0, 8.0], 2) == [[1, 2], [0, 3]]
     assert deal([5.0, 5.0, 5.0, 5.0], 2) == [[0, 2], [1, 3]]
+
+
+def test_costs_are_those_of_making_and_of_computing(store: Store) -> None:
+    order = Order([Source(store)], seed=3)
+    cost = costs(order, SampleConfig(crop=100))
+    found = {order.name(order.entry(index)): cost(index) for index in range(7)}
+    assert found["e0"] > 1.5 * found["e1"]  # a whole crop of it
+    assert len({found[f"e{i}"] for i in range(1, 7)}) == 1
+    assert sum(found.values()) == pytest.approx(14)  # twice the mean of 1
 
 
 def planned(start: State, steps: int, per_rank: int, ranks: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from warpfold.data.sample import keyed_rng
+from warpfold.data.choose import SampleConfig, keyed_rng, predicted_cost
 from warpfold.data.store import Store
 from warpfold.errors import UserError
 
@@ -203,7 +203,7 @@ class Schedule:
     """What one rank works on, step after step: each step deals the next examples to the ranks, by predicted cost.
 
     start: what has been used before.  steps: how many follow.  per_rank: examples per step and rank.
-    cost: example -> its predicted cost; needed where there are several ranks.
+    cost: example -> its predicted cost (`costs`), which is balanced over the ranks; default: all cost the same.
     replay: for each rank what it used at these steps in an earlier run, in that order; as many steps as all have whole
     are repeated, before the others are dealt.
     The examples of a step are the same whatever the number of ranks, as long as per_rank x ranks is.
@@ -220,7 +220,7 @@ class Schedule:
         replay: Sequence[Sequence[Draw]] = (),
     ) -> None:
         self.start, self.steps, self.per_rank, self.rank, self.ranks = start, steps, per_rank, rank, ranks
-        self.cost = cost
+        self.cost = cost or (lambda index: 1.0)
         self.repeated = min([steps, *(len(draws) // per_rank for draws in replay)]) if replay else 0
         self._replay = [list(draws[: self.repeated * per_rank]) for draws in replay]
         self._then = start.changed(early=(draw.number for draws in self._replay for draw in draws))
@@ -236,7 +236,7 @@ class Schedule:
         remaining = self._then.remaining()
         for _ in range(self.steps - self.repeated):
             indices = list(islice(remaining, self.per_rank * self.ranks))
-            if self.cost is not None and self.ranks > 1:
+            if self.ranks > 1:
                 mine = deal([self.cost(index) for index in indices], self.ranks)[self.rank]
                 indices = [indices[place] for place in mine]
             yield from ((Draw(index), False) for index in indices)
@@ -253,6 +253,27 @@ class Schedule:
         else:
             state = self._then.after((steps - self.repeated) * self.per_rank * self.ranks)
         return state.changed(late, early)
+
+
+def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
+    """Example -> its predicted cost: that of making it, and that of computing with it, as the square of its residues.
+
+    Both relative to their mean over the data, since a step is held up by either.
+    """
+    lengths = [np.array(source.column("length")) for source in order.sources]
+    depths = [source.column("depth") for source in order.sources]
+    making = [
+        np.array([predicted_cost(*sizes, config) for sizes in zip(length.tolist(), depth)])
+        for length, depth in zip(lengths, depths)
+    ]
+    computing = [np.minimum(length, config.crop or length) ** 2.0 for length in lengths]
+    means = [float(np.concatenate(kind).mean()) for kind in (making, computing)]
+
+    def cost(index: int) -> float:
+        source, place = order.entry(index)
+        return float(making[source][place] / means[0] + computing[source][place] / means[1])
+
+    return cost
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:

@@ -8,9 +8,8 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,18 +25,18 @@ from warpfold.data.store import Store, StoreWriter, pack_record
 
 @dataclass(frozen=True)
 class Case:
-    """One simulated run: times in seconds; of `slow_share` of the examples, making takes `slow_factor` times as long."""
+    """One simulated run, times in seconds: `slow_share` of the examples take `slow_factor` times as long to make."""
 
     ranks: int = 8
     steps: int = 200
     step: float = 0.1  # computing, on every rank
-    making: float = 0.15  # an example that is not slow
+    making: float = 0.2  # an example that is not slow
     slow_share: float = 0.05
     slow_factor: float = 10.0
     recycles: int = 3  # drawn for each step: only examples with equally many passes change places
-    workers: int = 4
-    ahead: int = 8
-    window: int = 64
+    workers: int = 8
+    ahead: int = 4
+    window: int = 32
     examples: int = 480  # of an epoch
     seed: int = 0
 
@@ -81,10 +80,12 @@ def straggler(case: Case) -> dict[str, Any]:
 
 
 def epoch_gap(case: Case) -> dict[str, Any]:
-    """Seconds that the first step of an epoch waits, processes and prefetching going on, and begun anew each epoch."""
+    """Seconds that the first step of an epoch waits: with the processes going on, and begun anew for each epoch."""
     case = replace(case, ranks=1, slow_share=0.0, examples=20, steps=100)
-    going_on = simulate(case)[:: case.examples][1:]
-    anew = [simulate(replace(case, steps=1), warm=0)[0] for _ in range(len(going_on))]
+    warm = case.workers * case.ahead
+    seconds = simulate(case)
+    going_on = [seconds[step - warm] for step in range(warm, warm + case.steps) if step % case.examples == 0]
+    anew = [simulate(replace(case, steps=1), warm=0)[0] for _ in going_on]
     return {
         "examples": case.examples,
         "going_on": round(statistics.median(going_on) - case.step, 4),
@@ -95,9 +96,8 @@ def epoch_gap(case: Case) -> dict[str, Any]:
 def simulate(case: Case, warm: int | None = None) -> list[float]:
     """Seconds of each step, the first `warm` ones apart (by default as many as are made ahead)."""
     warm = case.workers * case.ahead if warm is None else warm
-    steps = case.steps + warm
     begin = threading.Barrier(case.ranks)
-    ends: list[float] = [time.perf_counter()]
+    ends: list[float] = []
 
     def run(rank: int, loader: Loader) -> None:
         with ExitStack() as unless_done:
@@ -109,40 +109,35 @@ def simulate(case: Case, warm: int | None = None) -> list[float]:
                     ends.append(time.perf_counter())
             unless_done.pop_all()
 
-    with _loaders(case, steps) as loaders, ThreadPoolExecutor(case.ranks) as pool:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        order = Order([Source(_empty_store(Path(folder) / "store", case.examples))], case.seed)
+        ends.append(time.perf_counter())
+        loaders = [stack.enter_context(_loader(case, order, rank, case.steps + warm)) for rank in range(case.ranks)]
+        pool = stack.enter_context(ThreadPoolExecutor(case.ranks))
         for done in [pool.submit(run, rank, loader) for rank, loader in enumerate(loaders)]:
             done.result()
     return np.diff(ends)[warm:].tolist()
 
 
-@contextmanager
-def _loaders(case: Case, steps: int) -> Iterator[list[Loader]]:
-    """A loader for each rank, over a store of empty records."""
-
+def _loader(case: Case, order: Order, rank: int, steps: int) -> Loader:
     def passes(step: int) -> int:
         return 1 + int(keyed_rng(case.seed, "recycles", step).integers(case.recycles + 1))
 
-    with tempfile.TemporaryDirectory() as folder:
-        with StoreWriter(Path(folder) / "store") as writer:
-            for number in range(case.examples):
-                writer.add(f"e{number}", pack_record({"aatype": np.zeros(1, np.uint8)}, {}), {"length": 1})
-            writer.finish()
-        sources = [Source(Store(Path(folder) / "store"))]
-        loaders = [
-            Loader(
-                Order(sources, case.seed),
-                Sleeper(case),
-                Schedule(State(), steps, rank=rank, ranks=case.ranks, cost=lambda index: 1.0),
-                Quarantine(0),
-                passes=passes,
-                workers=case.workers,
-                ahead=case.ahead,
-                window=case.window,
-            )
-            for rank in range(case.ranks)
-        ]
-        try:
-            yield loaders
-        finally:
-            for loader in loaders:
-                loader.close()
+    return Loader(
+        order,
+        Sleeper(case),
+        Schedule(State(), steps, rank=rank, ranks=case.ranks),
+        Quarantine(0),
+        passes=passes,
+        workers=case.workers,
+        ahead=case.ahead,
+        window=case.window,
+    )
+
+
+def _empty_store(path: Path, examples: int) -> Store:
+    with StoreWriter(path) as writer:
+        for number in range(examples):
+            writer.add(f"e{number}", pack_record({"aatype": np.zeros(1, np.uint8)}, {}), {"length": 1})
+        writer.finish()
+    return Store(path)

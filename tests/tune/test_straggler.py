@@ -1,0 +1,22 @@
+"""The simulated ranks: they run the real loader; how fast is for the benchmark to say."""
+
+from warpfold.tune.straggler import Case, epoch_gap, simulate, straggler
+
+CASE = Case(ranks=2, steps=6, step=0.002, making=0.002, slow_share=0.3, workers=1, ahead=2, window=4, examples=5)
+
+
+def test_every_step_is_timed_and_takes_at_least_what_it_computes() -> None:
+    seconds = simulate(CASE)
+    assert len(seconds) == 6
+    assert min(seconds) >= 0.002
+
+
+def test_a_run_is_compared_with_itself_without_slow_examples_and_in_order() -> None:
+    found = straggler(CASE)
+    assert found["case"]["ranks"] == 2
+    assert set(found["results"]) == {"without slow examples", "window", "in order"}
+    assert found["results"]["without slow examples"]["against_without"] == 1
+
+
+def test_beginning_anew_waits_for_processes() -> None:
+    assert epoch_gap(CASE)["anew"] > 0
