@@ -99,7 +99,8 @@ def test_buckets_travel_while_the_backward_pass_runs_and_in_one_order() -> None:
         net.enter.weight.register_hook(lambda gradient: seen.append(optimizer.reducer.sent_buckets))
         part_of_loss(net, index, mesh.model.rank, 2).backward()
         optimizer.collect()
-        return seen, [bucket for bucket, names in enumerate(optimizer.layout.members) if "enter.weight" in names][0]
+        own = next(bucket for bucket, names in enumerate(optimizer.layout.members) if "enter.weight" in names)
+        return seen, own
 
     for index in (0, 1):  # with and without the part that some examples use
         for seen, bucket in run_ranks(sent_by_then, 2, index):

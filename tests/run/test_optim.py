@@ -22,7 +22,7 @@ def run(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
     norms = []
     for step in steps:
         for k in range(optimizer.config.accumulate):
-            model(example(10 * step + k)).square().sum().backward()
+            model(example(10 * step + k).to(optimizer.weights.dtype)).square().sum().backward()
             norms.append(optimizer.collect())
         optimizer.step(step)
     return norms
@@ -59,6 +59,82 @@ def test_steps_are_those_of_the_supplement() -> None:
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-7)
 
 
+def large_batch(name: str, plain: nn.Module, steps: range) -> None:
+    """LAMB (You et al. 2020, algorithm 2) and LARS (You et al. 2017, algorithm 1), parameter by parameter."""
+    m = [torch.zeros_like(p) for p in plain.parameters()]
+    v = [torch.zeros_like(p) for p in plain.parameters()]
+    for step in steps:
+        gradients = torch.autograd.grad(
+            plain(example(10 * step).to(m[0].dtype)).square().sum(), list(plain.parameters())
+        )
+        rate = 1e-2 * min(1, (step + 1) / 4)
+        with torch.no_grad():
+            for i, (p, g) in enumerate(zip(plain.parameters(), gradients)):
+                if name == "lamb":
+                    m[i] = 0.9 * m[i] + 0.1 * g
+                    v[i] = 0.999 * v[i] + 0.001 * g**2
+                    r = (m[i] / (1 - 0.9 ** (step + 1))) / ((v[i] / (1 - 0.999 ** (step + 1))).sqrt() + 1e-6)
+                    u = r + 0.01 * p
+                    p -= rate * (p.norm() / u.norm() if p.any() and u.any() else 1) * u
+                else:
+                    trust = 0.02 * p.norm() / (g.norm() + 0.01 * p.norm()) if p.any() and g.any() else 1
+                    m[i] = 0.9 * m[i] + rate * trust * (g + 0.01 * p)
+                    p -= m[i]
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rules_for_large_batches_are_those_of_the_papers(name: str, dtype: torch.dtype) -> None:
+    config = OptimConfig(
+        name=name, learning_rate=1e-2, warmup_steps=4, weight_decay=0.01, trust=0.02, clip_norm=float("inf")
+    )
+    model, plain = small_model().to(dtype), small_model().double()
+    for net in (model, plain):
+        nn.init.zeros_(net[0].bias)  # what is zero is not scaled
+    run(model, Optimizer(model, config), range(7))
+    large_batch(name, plain, range(7))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+        assert not torch.equal(ours, torch.zeros_like(ours))
+
+
+def test_norms_of_large_parameters_are_right_in_float32() -> None:
+    """Millions of squares added one after the other in float32 would be off by per cents."""
+    model = nn.ParameterList([torch.ones(3), torch.full((1500, 1500), 0.37), torch.full((5,), 1e-3)])
+    optimizer = Optimizer(model, OptimConfig(name="lamb"))
+    norms = optimizer.rule._norms(optimizer.weights)
+    expected = torch.stack([torch.linalg.vector_norm(p.detach().double()) for p in model])
+    torch.testing.assert_close(norms.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_clip_of_the_step_bounds_the_mean() -> None:
+    """Two examples that cancel but for a little: each one's gradient is large, their mean is not."""
+    for mean, expected in [(1.0, 0.5), (0.1, 0.1)]:
+        model = nn.Linear(1, 1, bias=False)
+        config = OptimConfig(clip="step", clip_norm=0.5, accumulate=2, beta1=0.0, beta2=0.0)
+        optimizer = Optimizer(model, config)
+        for factor in (100.0, 2 * mean - 100.0):
+            (model.weight.sum() * factor).backward()
+            assert optimizer.collect() == pytest.approx(abs(factor), rel=1e-5)
+        optimizer.step(0)
+        assert float(optimizer.state()["moment1.weight"]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    model = small_model()
+    optimizer = Optimizer(model, OptimConfig(clip="step", accumulate=2))
+    run(model, optimizer, range(1))
+    before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    for factor in (1.0, float("nan")):
+        (model(example(0)).sum() * factor).backward()
+        optimizer.collect()
+    optimizer.step(1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.state().items())
+    run(model, optimizer, range(2, 3))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_averaged_weights_are_put_back_even_after_an_error() -> None:
     model = small_model()
     optimizer = Optimizer(model, OptimConfig(average_decay=0.5))
@@ -85,8 +161,9 @@ def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
     assert not optimizer.gradient.any()
 
 
-def test_state_goes_round_to_the_bit() -> None:
-    config = OptimConfig(accumulate=2)
+@pytest.mark.parametrize("name", ["adam", "lamb", "lars"])
+def test_state_goes_round_to_the_bit(name: str) -> None:
+    config = OptimConfig(name=name, accumulate=2)
     straight, broken = small_model(), small_model()
     first = Optimizer(straight, config)
     run(straight, first, range(6))
@@ -98,8 +175,8 @@ def test_state_goes_round_to_the_bit() -> None:
     third = Optimizer(resumed, config)
     third.restore(state)
     run(resumed, third, range(3, 6))
-    for name, value in first.state().items():
-        assert torch.equal(value, third.state()[name]), name
+    for key, value in first.state().items():
+        assert torch.equal(value, third.state()[key]), key
 
 
 def test_a_fresh_state_goes_round_too() -> None:
@@ -126,7 +203,9 @@ def test_learning_rate() -> None:
     assert learning_rate(OptimConfig(warmup_steps=0), 0) == 1e-3
 
 
-@pytest.mark.parametrize("wrong", [{"accumulate": 0}, {"clip_norm": 0.0}, {"average_decay": 1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"accumulate": 0}, {"clip_norm": 0.0}, {"average_decay": 1.0}, {"weight_decay": 0.1}]
+)
 def test_settings_that_make_no_sense(wrong: dict) -> None:
     with pytest.raises(ValueError):
         OptimConfig(**wrong)

@@ -306,4 +306,4 @@ class Reducer:
         longest = int(lengths.max())
         rows = x.new_empty(self.mesh.model.size * longest)
         self.model_wire.gather(rows, torch.cat([x, x.new_zeros(longest - len(x))])).wait()
-        return [row[:length] for row, length in zip(rows.view(-1, longest), lengths.tolist())]
+        return [row[:length] for row, length in zip(rows.view(len(lengths), longest), lengths.tolist())]
