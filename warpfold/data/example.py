@@ -1,6 +1,7 @@
 """An example in a store: its sizes are known at once, and only the residues, rows and templates asked for are read."""
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -50,11 +51,11 @@ class StoredExample:
         """
         record, notes = self._record, self._record.notes
         span = np.arange(start, stop)
-        arrays = {name: record.read(name, span) for name in PER_RESIDUE if name in record.arrays}
-        arrays["msa"] = read_tiles(record.read, self.depth, record.arrays["msa"].shape[1], start, stop, rows)
-        arrays["deletions"] = read_columns(record.read, self.depth, start, stop, rows)
-        fields = {**notes, "sources": tuple(notes["sources"]), "templates": self._templates(start, stop, templates)}
-        return RawExample(**arrays, **fields)
+        parts: dict[str, Any] = {name: record.read(name, span) for name in PER_RESIDUE if name in record.arrays}
+        parts["msa"] = read_tiles(record.read, self.depth, record.arrays["msa"].shape[1], start, stop, rows)
+        parts["deletions"] = read_columns(record.read, self.depth, start, stop, rows)
+        parts["templates"] = self._templates(start, stop, templates)
+        return RawExample(**{**notes, "sources": tuple(notes["sources"]), **parts})
 
     @cached_property
     def _record(self) -> Record:

@@ -18,6 +18,7 @@ from warpfold.geometry.residue import GAP, MASK
 MSA_CLASSES = 23  # 20 residue types, X, gap, mask
 ROWS = 1024  # rows compared with the centres at a time
 HALF = 2048  # columns: a float16 counts so far without error
+PROFILE = slice(25, 48)  # channels of msa_feat
 COLUMNS = 32  # columns counted at a time
 
 
@@ -31,7 +32,7 @@ class Deletions:
 
     @classmethod
     def of(cls, deletions: np.ndarray) -> "Deletions":
-        row, column = np.divmod(np.flatnonzero(deletions), deletions.shape[1])
+        row, column = np.divmod(np.flatnonzero(deletions != 0), deletions.shape[1])  # of bools: ten times as fast
         return cls(row, column, deletions[row, column])
 
     def among(self, rows: np.ndarray, depth: int) -> "Deletions":
@@ -67,7 +68,7 @@ def msa_features(
     # A row without a residue in this crop says nothing: it would join the query's cluster by default.
     silent = (raw.msa == GAP).all(1)
     for index in range(passes):
-        one = {name: array[index, :, :length] for name, array in features.items()}
+        one = {name: array[index] for name, array in features.items()}
         _fill(one, raw, deletions, silent, config, seed, (*key, index))
     return features
 
@@ -100,15 +101,9 @@ def _fill(
     count = len(centres)
     true_msa = raw.msa[centres]
     masked_msa, bert_mask = mask_msa(true_msa, raw.profile, config, keyed_rng(seed, *key, "mask"))
-    features["true_msa"][:count] = true_msa
-    features["bert_mask"][:count] = bert_mask
-    features["msa_mask"][:count] = 1
-
-    feat = features["msa_feat"][:count]
-    feat[np.arange(count)[:, None], np.arange(length), masked_msa] = 1
-    own = deletions.among(centres, depth)
-    feat[own.row, own.column, 23] = 1
-    feat[own.row, own.column, 24] = deletion_value(own.count)
+    features["true_msa"][:count, :length] = true_msa
+    features["bert_mask"][:count, :length] = bert_mask
+    features["msa_mask"][:count, :length] = 1
 
     rows, cluster = masked_msa, np.arange(depth)
     if count < depth:
@@ -118,8 +113,14 @@ def _fill(
         cluster[silent] = count  # none
         cluster[centres] = np.arange(count)
     members = (np.bincount(cluster, minlength=count)[:count] + 1e-6).astype(np.float32)  # as official
-    cluster_profile(rows, cluster, members, feat[..., 25:48])
-    feat[..., 48] = deletion_value(deletion_means(deletions, cluster, members, length))
+    feat = features["msa_feat"][:count, :length]
+    write_codes(feat, masked_msa, rows, cluster, members)
+    own = deletions.among(centres, depth)
+    feat[own.row, own.column, 23] = 1
+    feat[own.row, own.column, 24] = deletion_value(own.count)
+    mean = deletion_means(deletions, cluster, members, length)
+    some = np.nonzero(mean)
+    feat[(*some, 48)] = deletion_value(mean[some])
 
     other = np.ones(depth, bool)
     other[centres] = False
@@ -129,8 +130,8 @@ def _fill(
     elif not len(others) and config.empty_extra == "query":
         others = np.zeros(1, np.int64)
     count = len(others)
-    np.take(raw.msa, others, axis=0, out=features["extra_msa"][:count])
-    features["extra_msa_mask"][:count] = 1
+    features["extra_msa"][:count, :length] = raw.msa[others]
+    features["extra_msa_mask"][:count, :length] = 1
     own = deletions.among(others, depth)
     features["extra_has_deletion"][own.row, own.column] = 1
     features["extra_deletion_value"][own.row, own.column] = deletion_value(own.count)
@@ -179,20 +180,24 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
     return nearest
 
 
-def cluster_profile(rows: np.ndarray, cluster: np.ndarray, members: np.ndarray, out: np.ndarray) -> None:
-    """Frequencies of the classes in each column of each cluster, into `out`, float32 [S, N, 23].
+def write_codes(
+    feat: np.ndarray, masked: np.ndarray, rows: np.ndarray, cluster: np.ndarray, members: np.ndarray
+) -> None:
+    """The code of each centre, one-hot, and the frequencies of codes in its cluster, into `feat`, float32 [S, N, 49].
 
-    rows: uint8 [R, N], codes 0-22, the (masked) centres among them; cluster: int64 [R], S for none; members: [S], what
-    to divide by.
+    masked: uint8 [S, N], the centres as the model sees them; rows: uint8 [R, N], codes 0-22, the centres (masked) among
+    them; cluster: int64 [R], S for none; members: float32 [S], what to divide by.
     """
-    count, length = out.shape[:2]
+    count, length = masked.shape
     base = cluster[:, None] * (COLUMNS * MSA_CLASSES) + np.arange(0, COLUMNS * MSA_CLASSES, MSA_CLASSES)
     for start in range(0, length, COLUMNS):  # pieces that stay in the cache
-        codes = rows[:, start : start + COLUMNS]
-        width = codes.shape[1]
-        found = np.bincount((base[:, :width] + codes).ravel(), minlength=(count + 1) * COLUMNS * MSA_CLASSES)
+        span = slice(start, min(start + COLUMNS, length))
+        width = span.stop - start
+        piece = feat[:, span]
+        piece[np.arange(count)[:, None], np.arange(width), masked[:, span]] = 1
+        found = np.bincount((base[:, :width] + rows[:, span]).ravel(), minlength=(count + 1) * COLUMNS * MSA_CLASSES)
         counts = found.astype(np.float32).reshape(-1, COLUMNS, MSA_CLASSES)[:count, :width]
-        np.divide(counts, members[:, None, None], out=out[:, start : start + width])
+        np.divide(counts, members[:, None, None], out=piece[..., PROFILE])
 
 
 def deletion_means(deletions: Deletions, cluster: np.ndarray, members: np.ndarray, length: int) -> np.ndarray:
