@@ -18,6 +18,7 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
 
 _INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
+_ANNOTATION = re.compile(r"((ss|sa|aa)_(pred|conf|dssp)|(\S*_)?consensus)(\s|$)", re.IGNORECASE)
 _BLANKS = b" \t\n\r\v\f"
 _GAPS = b"-._~"  # Stockholm's
 _AT_A_TIME = 1 << 22  # characters of an alignment whose insertions are counted together: bounds memory
@@ -181,8 +182,7 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
 
 def _is_annotation(name: str) -> bool:
     """Rows of the HH-suite that are no sequences: >ss_pred, >ss_conf, >aa_dssp ..., >Consensus, >NAME_consensus."""
-    word = name.split(maxsplit=1)[0] if name else ""
-    return bool(re.fullmatch(r"(ss|sa|aa)_(pred|conf|dssp)|(.*_)?consensus", word, re.IGNORECASE))
+    return _ANNOTATION.match(name) is not None
 
 
 def _has_lowered_query(sequences: Sequence[bytes], query: str) -> bool:
