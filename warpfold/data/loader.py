@@ -8,6 +8,7 @@ at hand computes.
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -136,7 +137,10 @@ class Loader:
         self._early: dict[int, int] = {}  # of these, place and number of those that were planned for later
         self._device, self._uploads = device, Uploads(device)
         self.workers = Workers(make, workers, self._uploads.host) if workers > 0 else None
-        self._plan()
+        with ExitStack() as unless_begun:
+            unless_begun.callback(self.close)
+            self._plan()
+            unless_begun.pop_all()
 
     def __enter__(self) -> "Loader":
         return self

@@ -16,7 +16,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods, get_context, parent_process
 from multiprocessing.connection import Connection, wait
@@ -92,9 +91,10 @@ class Workers:
             self._context.set_forkserver_preload([make.__module__])
         self._workers = [self._start() for _ in range(count)]
         self._wake, self._woken = self._context.Pipe()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self._serving = self._thread.submit(self._serve)
-        self._serving.add_done_callback(lambda _: self._notify())
+        self._closing = False
+        self._error: BaseException | None = None  # what ended the receiving thread
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> "Workers":
         return self
@@ -110,10 +110,10 @@ class Workers:
 
     def wait(self) -> None:
         """Wait, holding `changed`, until something has come; raises what ended the receiving thread, if it did."""
-        if not self._serving.done():
+        if self._error is None:
             self.changed.wait()
-        if self._serving.done():
-            self._serving.result()
+        if self._error is not None:
+            raise self._error
 
     def processes(self) -> list[int]:
         """The process ids, for measuring."""
@@ -122,13 +122,16 @@ class Workers:
 
     def close(self) -> None:
         """End the processes: they hold nothing that is worth keeping."""
+        self._closing = True
         self._wake.close()
-        self._thread.shutdown()
+        with self.changed:
+            for worker in self._workers:
+                worker.process.kill()
+        self._thread.join()
         for worker in self._workers:
-            worker.process.kill()
-            worker.pipe.close()
-        for worker in self._workers:
+            worker.process.kill()  # one that was started in between
             worker.process.join()
+            worker.pipe.close()
         self._woken.close()
 
     def _start(self) -> _Worker:
@@ -139,10 +142,6 @@ class Workers:
         there.close()
         return _Worker(process, here)
 
-    def _notify(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-
     def _hand_out(self) -> None:
         for worker in self._workers:
             if self._waiting and worker.ready and worker.job is None:
@@ -150,17 +149,31 @@ class Workers:
                 with contextlib.suppress(ConnectionError):  # it has just died, which `_serve` sees too
                     worker.pipe.send_bytes(json.dumps(worker.job[1]).encode())
 
+    def _run(self) -> None:
+        """The receiving thread."""
+        with contextlib.ExitStack() as stack:
+            stack.push(self._ended)
+            self._serve()
+
+    def _ended(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        with self.changed:
+            self._error = error
+            self.changed.notify_all()
+        return True
+
     def _serve(self) -> None:
-        """The receiving thread: takes answers as they come, keeps every process busy, replaces those that die."""
+        """Take answers as they come, keep every process busy, replace those that die."""
         while True:
             by_pipe = {worker.pipe: worker for worker in self._workers}
             for pipe in wait([self._woken, *by_pipe]):
-                if pipe is self._woken:
+                if self._closing:
                     return
                 worker = by_pipe[pipe]  # type: ignore[index]
                 try:
                     outcome = self._receive(worker)
                 except (EOFError, ConnectionError):
+                    if self._closing:
+                        return
                     outcome = self._bury(worker)
                 with self.changed:
                     if worker.job is not None and outcome is not None:
