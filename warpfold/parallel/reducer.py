@@ -91,8 +91,8 @@ class Reducer:
         if self.mesh.world.size > 1:
             while self.sent_buckets < len(self.pieces):
                 self._send()
-            if self.early and self.mesh.model.size > 1:
-                self._launch(len(self.pieces) - 1)
+            if self.early:
+                self._launch(wait=True)
             for work in self._sums:
                 work.wait()
             for travel in self._travels:
@@ -120,24 +120,31 @@ class Reducer:
             self._send()
 
     def _send(self) -> None:
-        """Start the sum of the next bucket; and the exchange of one whose sum had the time of a bucket to be done."""
+        """Start the sum of the next bucket, and the exchange of those whose sum is there."""
         bucket = self.sent_buckets
         self.sent_buckets += 1
         if self.mesh.model.size > 1:
             out, x = self.summed[self.pieces[bucket]], self.gradient[self.layout.buckets[bucket]]
             self._sums.append(self.model_wire.sum_pieces(out, x))
-            bucket -= 1
-        if self.early and bucket >= 0:
-            self._launch(bucket)
+        if self.early:
+            self._launch(wait=False)
 
-    def _launch(self, bucket: int) -> None:
-        if self._sums:
-            self._sums[bucket].wait()
-        x = self.summed[self.pieces[bucket]]
-        if self._add_to is not None:
-            x = self._add_to[self.pieces[bucket]].add_(x)
-        self._travels.append(self.exchange.scatter(x, lambda: self._late))
-        next(self._travels[-1])
+    def _launch(self, wait: bool) -> None:
+        """Start the exchange of the buckets that were sent, in order; of those whose sum is there, unless `wait`.
+
+        Within the backward pass nothing may be waited for: the other branch rank, whose part of the sum it would be,
+        may at that moment wait for a gradient that this one has yet to send.
+        """
+        while (bucket := len(self._travels)) < self.sent_buckets:
+            if self._sums:
+                if not (wait or self._sums[bucket].is_completed()):
+                    return
+                self._sums[bucket].wait()
+            x = self.summed[self.pieces[bucket]]
+            if self._add_to is not None:
+                x = self._add_to[self.pieces[bucket]].add_(x)
+            self._travels.append(self.exchange.scatter(x, lambda: self._late))
+            next(self._travels[-1])
 
     # A step
 
