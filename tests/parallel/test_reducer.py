@@ -69,12 +69,12 @@ def test_every_way_to_run_is_that_of_one_process(data: int, model: int, config: 
 def test_gradients_are_those_of_one_process() -> None:
     def gradients(data: int, model: int) -> dict[str, Tensor]:
         mesh = make_mesh(data, model) if data * model > 1 else Mesh()
-        net, config = Toy(), OptimConfig(clip_norm=float("inf"), accumulate=4 // data)
+        net, config = Toy(), OptimConfig(clip_norm=float("inf"), accumulate=4)
         optimizer = Optimizer(net, config, mesh, SMALL)
-        for k in range(config.accumulate):
-            part_of_loss(net, k * data + mesh.data.rank, mesh.model.rank, model).backward()
+        for index in range(mesh.data.rank, 4, data):
+            part_of_loss(net, index, mesh.model.rank, model).backward()
             optimizer.collect()
-        mean = optimizer.reducer.mean(optimizer.total, config.accumulate)
+        mean = optimizer.reducer.mean(optimizer.total, optimizer.share)
         whole = optimizer.reducer.spread(mean, torch.empty_like(optimizer.weights))
         return {name: optimizer.layout.view(whole, name).clone() for name in optimizer.layout.places}
 
@@ -108,6 +108,24 @@ def test_buckets_travel_while_the_backward_pass_runs_and_in_one_order() -> None:
             assert seen == [bucket]
 
 
+@pytest.mark.parametrize(("clip", "accumulate"), [("example", 2), ("step", 4)])
+def test_the_data_ranks_exchange_begins_in_the_backward_pass(clip: str, accumulate: int) -> None:
+    """Of a rank's only example, whose clipping factor follows; of its last, where only the mean is clipped."""
+
+    def begun() -> list[int]:
+        mesh, net = make_mesh(2), Toy()
+        optimizer = Optimizer(net, OptimConfig(clip=clip, accumulate=accumulate), mesh, SMALL)
+        seen = []
+        net.enter.weight.register_hook(lambda gradient: seen.append(len(optimizer.reducer._travels)))
+        for index in range(optimizer.share):
+            part_of_loss(net, index, 0, 1).backward()
+            optimizer.collect()
+        optimizer.step(0)
+        return seen
+
+    assert run_ranks(begun, 2) == [[0] * (accumulate // 2 - 1) + [4]] * 2
+
+
 def test_an_example_without_any_gradient_is_zeros() -> None:
     def step(empty_rank: int) -> Tensor:
         mesh, net = make_mesh(1, 2), Toy()
@@ -126,7 +144,7 @@ def test_an_example_without_any_gradient_is_zeros() -> None:
 def test_an_example_that_is_not_finite_adds_nothing_anywhere() -> None:
     def step(clip: str) -> tuple[float, Tensor, Tensor]:
         mesh, net = make_mesh(2, 2), Toy()
-        optimizer = Optimizer(net, OptimConfig(clip=clip), mesh, SMALL)
+        optimizer = Optimizer(net, OptimConfig(clip=clip, accumulate=2), mesh, SMALL)
         before = optimizer.weights.clone()
         poison = float("nan") if mesh.data.rank == 1 else 1.0
         (part_of_loss(net, 0, mesh.model.rank, 2) * poison).backward()
@@ -179,7 +197,7 @@ def test_auto_chooses_the_same_on_every_rank_and_keeps_its_choice() -> None:
 
     def run(forced: int | None) -> tuple[str, dict[str, float], dict[str, Tensor]]:
         mesh, net = make_mesh(4), Toy()
-        optimizer = Optimizer(net, QUICK, mesh, sync, ranks_per_node=2)
+        optimizer = Optimizer(net, dataclasses.replace(QUICK, accumulate=4), mesh, sync, ranks_per_node=2)
         chosen = optimizer.reducer.strategy
         if forced is not None:
             optimizer.restore({**optimizer.state(), "sync.strategy": torch.tensor(forced)})
@@ -237,7 +255,8 @@ def test_a_checkpoint_fits_any_number_of_ranks() -> None:
 def test_averaged_weights_are_whole_on_every_rank() -> None:
     def look() -> Tensor:
         mesh, net = make_mesh(2, 2), Toy()
-        optimizer = Optimizer(net, QUICK, mesh, dataclasses.replace(SMALL, shard_state=True))
+        config, sync = dataclasses.replace(QUICK, accumulate=2), dataclasses.replace(SMALL, shard_state=True)
+        optimizer = Optimizer(net, config, mesh, sync)
         for step in range(2):
             part_of_loss(net, 2 * step + mesh.data.rank, mesh.model.rank, 2).backward()
             optimizer.collect()
@@ -259,7 +278,7 @@ def test_a_replica_that_differs_is_named() -> None:
         if when == 0 and mesh.data.rank == 1:
             with torch.no_grad():
                 net.leave.bias[2] += 1e-12
-        optimizer = Optimizer(net, QUICK, mesh, SyncConfig(check_every=2))
+        optimizer = Optimizer(net, dataclasses.replace(QUICK, accumulate=3), mesh, SyncConfig(check_every=2))
         for step in range(2):
             if step == 1 and mesh.data.rank == 1:
                 optimizer.layout.view(optimizer.weights, "enter.weight")[3, 1] += 1e-12
@@ -270,6 +289,11 @@ def test_a_replica_that_differs_is_named() -> None:
         run_ranks(run, 3, 0)
     with pytest.raises(RankError, match=r"after step 2: .*: enter\.weight \(rank 0, 2 against 1\); "):
         run_ranks(run, 3, 1)
+
+
+def test_examples_are_shared_equally() -> None:
+    with pytest.raises(RankError, match=r"optim.accumulate = 3 examples per step cannot be shared .* plan.data = 2"):
+        run_ranks(lambda: Optimizer(Toy(), OptimConfig(accumulate=3), make_mesh(2)), 2)
 
 
 def test_misuse_is_an_error_that_names_the_parameter() -> None:
@@ -300,7 +324,8 @@ def test_bytes_are_those_of_a_ring() -> None:
         net = nn.Linear(31, 33).double()
         torch.nn.init.zeros_(net.weight)
         torch.nn.init.zeros_(net.bias)
-        optimizer = Optimizer(net, OptimConfig(), make_mesh(3), SyncConfig(shard_state=shard_state, check_every=0))
+        sync = SyncConfig(shard_state=shard_state, check_every=0)
+        optimizer = Optimizer(net, OptimConfig(accumulate=3), make_mesh(3), sync)
         net(torch.ones(1, 31, dtype=torch.float64)).sum().backward()
         optimizer.collect()
         optimizer.step(0)

@@ -1,6 +1,7 @@
 """A small model for the reducer's laws: uneven sizes, shared weights, weights used twice, weights left out."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -67,16 +68,19 @@ def trained(
     ranks_per_node: int | None = None,
     look: Callable[[Optimizer], None] | None = None,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Steps of a data x model grid on the toy: this rank's norms, and the state afterwards.  Call it on every rank."""
+    """Steps of a data x model grid on the toy: this rank's norms, and the state afterwards.  Call it on every rank.
+
+    config.accumulate: examples of each data rank.
+    """
     mesh = make_mesh(data, model) if data * model > 1 else Mesh()
     net = Toy()
+    config = replace(config, accumulate=config.accumulate * data)
     optimizer = Optimizer(net, config, mesh, sync, ranks_per_node)
     if state is not None:
         optimizer.restore(state)
     norms = []
     for step in steps:
-        for k in range(config.accumulate):
-            index = (step * config.accumulate + k) * data + mesh.data.rank
+        for index in range(step * config.accumulate + mesh.data.rank, (step + 1) * config.accumulate, data):
             part_of_loss(net, index, mesh.model.rank, model).backward()
             norms.append(optimizer.collect())
         optimizer.step(step)

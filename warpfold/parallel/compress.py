@@ -86,6 +86,7 @@ class Quantised(Compressor):
         self.between = between.nonzero().flatten().to(like.device)
 
     def compressed(self, x: Tensor) -> Tensor:
+        """Codes to each piece's owner, their mean's code to all."""
         size, rank = self.wire.group.size, self.wire.group.rank
         residual = self.local["residual"].view(size, -1)
         wanted = x.view(size, -1) + residual
@@ -160,6 +161,7 @@ class TopK(Compressor):
         return self.config.ratio ** min(1.0, warm)
 
     def compressed(self, x: Tensor) -> Tensor:
+        """The largest numbers of every rank, added up; each rank forgets those of its own."""
         momentum, residual = self.local["momentum"], self.local["residual"]
         momentum.mul_(self.config.momentum).add_(x)
         residual.add_(momentum)

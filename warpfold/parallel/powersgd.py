@@ -65,6 +65,7 @@ class PowerSGD(Compressor):
         return [slice(a, b) for a, b in zip(starts, [*(start for start, _ in ends), self.size]) if a < b]
 
     def compressed(self, x: Tensor) -> Tensor:
+        """P Q^T of the mean gradient's matrices, and the rest as it is."""
         if not self.groups:
             return self.wire.mean(x)
         wanted = x + self.local["residual"]

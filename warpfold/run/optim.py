@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from warpfold.errors import UserError
 from warpfold.parallel.buckets import make_layout
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
@@ -44,7 +45,7 @@ class OptimConfig:
     clip: Literal["example", "step"] = "example"
     clip_norm: float = 0.1
     average_decay: float = 0.999
-    accumulate: int = 1  # examples per step and data rank
+    accumulate: int = 1  # examples per step; data ranks have equal shares of them
     compression: CompressionConfig = field(default_factory=CompressionConfig)
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ def learning_rate(config: OptimConfig, step: int) -> float:
 class Optimizer:
     """Adam on the mean of clipped per-example gradients, and the moving average of the weights.
 
-    After `loss.backward()` of each example comes `collect()`; after `accumulate` of them comes `step(i)`.
+    After `loss.backward()` of each example comes `collect()`; after `share` of them comes `step(i)`.
     The model's parameters (of one dtype, on one device) become views of one buffer; keep the model where it is from
     then on.  Where there are several ranks, all of them call everything here, at the same times; each rank updates the
     shard that it owns, and the weights are whole again after `step`.
@@ -85,9 +86,16 @@ class Optimizer:
     ) -> None:
         """mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
 
-        Errors: UserError for a way to sync that these ranks cannot have, ReplicaError where their first weights differ.
+        Errors: UserError for a way to sync or a number of examples that these ranks cannot have, ReplicaError where
+        their first weights differ.
         """
         self.config, self.mesh, self.sync = config, mesh or Mesh(), sync or SyncConfig()
+        self.share, rest = divmod(config.accumulate, self.mesh.data.size)  # examples per step of this rank
+        if rest:
+            raise UserError(
+                f"optim.accumulate = {config.accumulate} examples per step cannot be shared equally by plan.data = "
+                f"{self.mesh.data.size} ranks; choose a plan.data that divides it"
+            )
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.layout = make_layout(named, self.sync.bucket * 2**20, self.mesh.world.size)
         some = next(iter(named.values()))
@@ -100,7 +108,7 @@ class Optimizer:
         check_replicas(self.weights, self.layout, self.mesh.world, "at the start")
         compression = config.compression
         self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
-        self.measured = self.reducer.choose(hidden=config.accumulate == 1 or config.clip == "step")
+        self.measured = self.reducer.choose(hidden=self.share == 1 or config.clip == "step")
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
         self.owned = self.reducer.own(self.weights)  # this rank's shard; the rule's moments are as long
         self.average = self.owned.clone()
@@ -124,9 +132,9 @@ class Optimizer:
         has to be known first: contributions can be weighed when they have arrived only where it stands alone.
         """
         self.examples = examples
-        alone = self.config.accumulate == 1
+        alone = self.share == 1
         weighed_late = alone and self.reducer.exchange.late_weights
-        early = examples == self.config.accumulate - 1 and (self.config.clip == "step" or weighed_late)
+        early = examples == self.share - 1 and (self.config.clip == "step" or weighed_late)
         self.reducer.begin(early, add_to=None if alone else self.total)
 
     def collect(self) -> float:
@@ -156,7 +164,7 @@ class Optimizer:
         Errors: ReplicaError every `sync.check_every` steps, if the ranks' weights have come apart.
         """
         rate = learning_rate(self.config, step)
-        mean = self.reducer.mean(self.total, self.config.accumulate)
+        mean = self.reducer.mean(self.total, self.share)
         if self.config.clip == "example" or self._clipped(mean):
             self.rule.step(rate, mean)
             self.average.lerp_(self.owned, 1 - self.config.average_decay)
