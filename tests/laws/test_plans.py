@@ -1,0 +1,373 @@
+"""Every plan computes what one device computes: the proof, in fp64, over ranks that really exchange their slices.
+
+For a model with all its losses, dropout on, compared within each rank: the outputs (each rank's slices of them), the
+loss and its terms, the gradients of the inputs and of every parameter; then five steps of training.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.helpers import random_batch, tiny_model
+from tests.ranks import run_ranks
+from warpfold.batch import Batch
+from warpfold.data.features import add_labels
+from warpfold.model import losses
+from warpfold.model.alphafold import AlphaFold, Output
+from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.losses import LossConfig, total_loss
+from warpfold.model.pair import PairConfig
+from warpfold.model.template import TemplateConfig
+from warpfold.ops.noise import Noise
+from warpfold.parallel import collectives, sharded
+from warpfold.parallel.collectives import mine
+from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.mesh import Group, Mesh, make_mesh
+from warpfold.parallel.plan import Plan, apply
+from warpfold.run.optim import OptimConfig, Optimizer
+
+LIMIT = 1e-10  # relative; TARGETS "Exactness"
+# Some gradients are zeros in exact arithmetic (a bias that softmax does not see): what is left of them is rounding of
+# sums of large numbers, so errors are measured against at least this share of the largest gradient.
+FLOOR = 1e-6
+LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_aligned_error=0.1)
+INPUTS = ("msa_feat", "target_feat", "extra_deletion_value", "template_all_atom_positions")
+CUT = {"msa": -2, "pair": -3, "msa_first_row": -2, "distogram_logits": -3, "masked_msa_logits": -2, "pae_logits": -3}
+Named = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be computed: the order of the model's layers, the size of the example, the passes."""
+
+    outer: str = "middle"
+    residues: int = 9
+    sequences: int = 5
+    extra: int = 6
+    templates: int | None = 2  # None: a model without any
+    recycles: int = 0
+    ensemble: int = 1
+    padded: int = 0  # residues at the end; a row of each alignment and a template too
+
+
+@cache
+def example(work: Work, index: int) -> Batch:
+    """Random features and labels, fp64; every index another example."""
+    n, passes = work.residues, (work.recycles + 1) * work.ensemble
+    batch = random_batch(n, work.sequences, work.extra, work.templates or 0, passes, seed=index)
+    g = torch.Generator().manual_seed(100 + index)
+    batch["all_atom_positions"] = 4 * torch.randn(n, 37, 3, generator=g) + 1.5 * torch.arange(n)[:, None, None]
+    batch["all_atom_mask"] = batch["atom37_atom_exists"] * (torch.rand(n, 37, generator=g) > 0.1)
+    batch["resolution"], batch["use_clamped_fape"] = torch.tensor(2.0), torch.tensor(1.0)
+    if work.padded:
+        for name in ("seq_mask", "all_atom_mask", "atom37_atom_exists", "atom14_atom_exists"):
+            batch[name][-work.padded :] = 0
+        for name in ("msa_mask", "bert_mask", "extra_msa_mask"):
+            batch[name][..., -work.padded :] = 0
+            batch[name][:, -1] = 0
+        batch["template_mask"][-1:] = 0
+    arrays = add_labels({name: x.numpy() for name, x in batch.items()})
+    tensors = {name: torch.from_numpy(np.asarray(x)) for name, x in arrays.items()}
+    return {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+
+
+def model_for(work: Work) -> AlphaFold:
+    evoformer = EvoformerConfig(blocks=2, heads=4, c_outer=6, outer=work.outer, pair=PairConfig(c_triangle=7))
+    changes = {"templates": TemplateConfig(enabled=False)} if work.templates is None else {}
+    # With "first" the last extra block's m is used by nobody.
+    extra_blocks = 2 if work.outer == "first" else 1
+    return tiny_model(evoformer=evoformer, extra_blocks=extra_blocks, ensemble=work.ensemble, **changes)
+
+
+def outputs_of(output: Output) -> Named:
+    """Every tensor of an output, by name."""
+    named = {f.name: getattr(output, f.name) for f in fields(output) if f.name != "structure"}
+    s = output.structure
+    named |= {"atoms": s.final_atom37, "angles": s.angles, "traj": s.traj, "structure": s.single}
+    return {name: x.detach() for name, x in named.items()}
+
+
+def backward(model: AlphaFold, work: Work, index: int) -> tuple[Named, Named, Named]:
+    """The outputs, this rank's part of the losses, and its part of the inputs' gradients; parameters keep theirs."""
+    model.noise.seed(7, index)
+    batch = dict(example(work, index))
+    dtype = next(model.parameters()).dtype
+    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    inputs = {name: batch[name].detach().clone().requires_grad_() for name in INPUTS}
+    output = model(batch | inputs, work.recycles)
+    loss, terms = total_loss(output, batch, LOSSES, residues=model.residues)
+    loss.backward()
+    return outputs_of(output), {"loss": loss.detach(), **terms}, {k: grad_of(x) for k, x in inputs.items()}
+
+
+def grad_of(x: Tensor) -> Tensor:
+    """A tensor that a rank's graph does not reach has no gradient there: it counts as zeros."""
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank finds; losses and gradients are summed over the ranks that share an example."""
+
+    outputs: Named
+    losses: Named
+    inputs: Named  # gradients
+    parameters: Named  # gradients, the mean over the examples
+
+
+def answer(work: Work, plan: Plan, mesh: Mesh) -> Answer:
+    """One example of each data rank, forward and backward."""
+    model = apply(plan, model_for(work), mesh).train()
+    outputs, terms, inputs = backward(model, work, mesh.data.rank)
+    parameters = {name: grad_of(p) for name, p in model.named_parameters()}
+    for x in [*terms.values(), *inputs.values(), *parameters.values()]:
+        if mesh.model.size > 1:
+            dist.all_reduce(x, group=mesh.model.handle)
+    for x in parameters.values():
+        if mesh.data.size > 1:
+            dist.all_reduce(x.div_(mesh.data.size), group=mesh.data.handle)
+    return Answer(outputs, terms, inputs, parameters)
+
+
+@cache
+def on_one_device(work: Work, examples: int) -> list[Answer]:
+    """The same examples on one device; each answer has the mean gradient of the parameters."""
+    answers = []
+    for index in range(examples):
+        alone = Mesh(data=replace(Mesh().data, rank=index))
+        answers.append(answer(work, Plan(precision="fp64"), alone))
+    mean = {k: sum(a.parameters[k] for a in answers) / examples for k in answers[0].parameters}
+    return [replace(a, parameters=mean) for a in answers]
+
+
+def errors(found: Answer, expected: Answer, mesh: Mesh) -> dict[str, float]:
+    """The relative error of everything; of an output that is cut, this rank's slice against the same of the whole."""
+    worst = {}
+    for kind, there in vars(expected).items():
+        here = getattr(found, kind)
+        assert here.keys() == there.keys()
+        largest = max((float(x.norm()) for x in there.values()), default=0.0)
+        for name, whole in there.items():
+            x = mine(whole, CUT[name], mesh.axial) if kind == "outputs" and name in CUT else whole
+            assert here[name].shape == x.shape, name
+            scale = max(float(whole.norm()), FLOOR * largest)
+            worst[f"{kind} {name}"] = float((here[name] - x).norm()) / scale
+    return worst
+
+
+def above(found: list[dict[str, float]], limit: float = LIMIT) -> dict[str, float]:
+    """The errors of all ranks that are not below the limit (NaN is not)."""
+    worst = {name: max((rank[name] for rank in found), key=lambda e: (e != e, e)) for name in found[0]}
+    return {name: error for name, error in worst.items() if not error < limit}
+
+
+def on_ranks(plan: Plan, function: Callable[[Mesh], dict[str, float]]) -> list[dict[str, float]]:
+    """`function` on every rank of a plan."""
+    sizes = plan.data, plan.axial, plan.branch
+    return run_ranks(lambda: function(make_mesh(*sizes)), math.prod(sizes), timeout=200)
+
+
+def compare(work: Work, plan: Plan) -> list[dict[str, float]]:
+    """Errors of `plan` on each of its ranks."""
+    expected = on_one_device(work, plan.data)
+    return on_ranks(
+        plan, lambda mesh: errors(answer(work, replace(plan, precision="fp64"), mesh), expected[mesh.data.rank], mesh)
+    )
+
+
+def case(work: Work, slow: bool = False, **plan) -> object:
+    says = [f"{k}{'' if v is True else v}" for k, v in plan.items()]
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(work, Plan(**plan), id="-".join([NAMES[work], *says]), marks=marks)
+
+
+AF2 = Work(recycles=1)
+FIRST = Work("first", residues=10, templates=None, ensemble=2)
+LAST = Work("last", residues=7, templates=1, padded=2)
+FEW = Work(residues=3, sequences=2, extra=1, templates=0, recycles=1)  # fewer rows than ranks, of everything
+FEW_FIRST = Work("first", residues=3, sequences=1, extra=2, templates=2, padded=1)
+AVERAGED = Work(residues=8, sequences=4, extra=3, ensemble=2, recycles=1, padded=1)
+NAMES = {AF2: "af2", FIRST: "first", LAST: "last", FEW: "few", FEW_FIRST: "few first", AVERAGED: "averaged"}
+CASES = [
+    case(AF2, axial=2),
+    case(AF2, axial=3, triangle="channels", recompute=True),
+    case(AF2, axial=4, triangle="gather", chunk=2),
+    case(AF2, data=2, recompute=True, chunk=3),
+    case(FIRST, branch=2, chunk=4),
+    case(FIRST, axial=3, triangle="gather", recompute=True, chunk=3),
+    case(FIRST, axial=2, branch=2, triangle="channels"),
+    case(FIRST, data=2, axial=2, recompute=True),
+    case(LAST, branch=2, recompute=True),
+    case(LAST, axial=2, branch=2, triangle="gather", recompute=True, chunk=1),
+    case(LAST, axial=3),
+    case(LAST, axial=4, triangle="channels", chunk=2),
+    case(LAST, data=2, branch=2),
+    case(FEW, axial=2, triangle="channels", chunk=2),
+    case(FEW, axial=4, triangle="gather", recompute=True),
+    case(FEW, axial=4, triangle="channels"),
+    case(FEW_FIRST, axial=4, triangle="gather", chunk=1),
+    case(FEW_FIRST, axial=2, branch=2, triangle="channels", recompute=True),
+    case(AVERAGED, axial=2, triangle="channels", recompute=True),
+    case(AVERAGED, axial=3, chunk=4),
+    case(AVERAGED, data=2, axial=2, triangle="gather", chunk=2, recompute=True),
+    case(FIRST, True, data=2, axial=2, branch=2, triangle="channels", recompute=True, chunk=3),
+    case(FIRST, True, axial=4, branch=2),
+    case(LAST, True, data=2, axial=2, branch=2, triangle="gather", chunk=2),
+    case(LAST, True, axial=3, branch=2, triangle="channels", recompute=True),
+    case(LAST, True, axial=4, branch=2, recompute=True, chunk=1),
+    case(FEW, True, data=2, axial=4, recompute=True, chunk=1),
+    case(FEW_FIRST, True, axial=4, branch=2, triangle="channels", recompute=True),
+    case(AVERAGED, True, data=2, axial=4, triangle="channels"),
+]
+
+
+@pytest.mark.parametrize(("work", "plan"), CASES)
+def test_a_plan_computes_what_one_device_computes(work: Work, plan: Plan) -> None:
+    assert above(compare(work, plan)) == {}
+
+
+@pytest.mark.parametrize(
+    ("work", "plan"),
+    [
+        case(AF2, axial=2, triangle="gather", chunk=4, in_place=True),
+        case(AVERAGED, axial=3, triangle="channels", chunk=2, in_place=True),
+        case(FIRST, axial=2, branch=2, chunk=3, in_place=True),
+        case(LAST, branch=2, chunk=1, in_place=True),
+        case(FEW, axial=4, triangle="gather", chunk=2, in_place=True),
+    ],
+)
+def test_folding_in_place_does_too(work: Work, plan: Plan) -> None:
+    @torch.no_grad()
+    def folded(plan: Plan, mesh: Mesh) -> Answer:
+        model = apply(replace(plan, precision="fp64"), model_for(work), mesh)
+        return Answer(outputs_of(model(example(work, 0), work.recycles)), {}, {}, {})
+
+    expected = folded(Plan(), Mesh())
+    assert above(on_ranks(plan, lambda mesh: errors(folded(plan, mesh), expected, mesh))) == {}
+
+
+# Five steps
+
+TRAINED = {
+    "middle": (
+        Work(residues=5, sequences=3, extra=2, templates=1),
+        Work(residues=6, sequences=2, extra=3, templates=0),
+    ),
+    "first": (Work("first", 5, 3, 2, 0), Work("first", 4, 2, 1, 1, padded=1)),
+}
+STEPS, EXAMPLES = 5, 2  # in a step, on however many data ranks
+
+
+def trained(outer: str, plan: Plan, mesh: Mesh, sync: SyncConfig) -> tuple[list[float], Named]:
+    """Five steps of two examples each, one with templates and one without -> the norms of this rank's, the weights."""
+    works = TRAINED[outer]
+    model = apply(replace(plan, precision="fp64"), model_for(works[0]), mesh).train()
+    optimizer = Optimizer(model, OptimConfig(warmup_steps=1, accumulate=EXAMPLES), mesh, sync)
+    norms = []
+    for step in range(STEPS):
+        for index in range(mesh.data.rank, EXAMPLES, plan.data):
+            backward(model, works[index], EXAMPLES * step + index)
+            norms.append(optimizer.collect())
+        optimizer.step(step)
+    return norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@cache
+def trained_on_one_device(outer: str) -> tuple[list[float], Named]:
+    return trained(outer, Plan(), Mesh(), SyncConfig())
+
+
+@pytest.mark.parametrize(
+    ("outer", "plan", "sync"),
+    [
+        ("middle", Plan(axial=2), SyncConfig(bucket=0.01)),
+        ("middle", Plan(axial=3, triangle="gather", recompute=True, chunk=2), SyncConfig()),
+        ("middle", Plan(data=2, axial=2, triangle="channels"), SyncConfig(shard_state=True)),
+        ("first", Plan(branch=2, recompute=True), SyncConfig(bucket=0.01)),
+        ("first", Plan(axial=2, branch=2), SyncConfig()),
+        ("first", Plan(data=2, branch=2), SyncConfig(bucket=0.01)),
+        ("middle", Plan(data=2, recompute=True), SyncConfig()),
+        pytest.param("middle", Plan(axial=4), SyncConfig(), marks=pytest.mark.slow),
+        pytest.param("first", Plan(data=2, axial=2, branch=2), SyncConfig(shard_state=True), marks=pytest.mark.slow),
+    ],
+)
+def test_five_steps_give_the_weights_of_one_device(outer: str, plan: Plan, sync: SyncConfig) -> None:
+    norms, weights = trained_on_one_device(outer)
+
+    def on_a_rank(mesh: Mesh) -> dict[str, float]:
+        found, here = trained(outer, plan, mesh, sync)
+        assert found == pytest.approx(norms[mesh.data.rank :: plan.data], rel=1e-9)
+        return errors(Answer({}, {}, {}, here), Answer({}, {}, {}, weights), mesh)
+
+    assert above(on_ranks(plan, on_a_rank)) == {}
+
+
+@pytest.mark.parametrize("outer", TRAINED)
+def test_five_steps_move_the_weights(outer: str) -> None:
+    _, weights = trained_on_one_device(outer)
+    before = dict(model_for(TRAINED[outer][0]).named_parameters())
+    moved = [float((weights[name] - p.detach()).norm() / p.detach().norm()) for name, p in before.items()]
+    assert statistics.median(moved) > 1e-3
+
+
+# Rounding
+
+
+@pytest.mark.parametrize(("work", "plan"), [case(AF2, axial=3, recompute=True), case(LAST, axial=2, branch=2, chunk=2)])
+def test_in_bf16_a_plan_is_as_near_to_the_truth_as_one_device(work: Work, plan: Plan) -> None:
+    def rounded(plan: Plan, mesh: Mesh) -> dict[str, float]:
+        return errors(answer(work, replace(plan, precision="bf16"), mesh), on_one_device(work, 1)[0], mesh)
+
+    one, found = rounded(Plan(), Mesh()), on_ranks(plan, lambda mesh: rounded(plan, mesh))
+    for kind in ("outputs", "losses", "parameters"):
+        names = [name for name in one if name.startswith(kind)]
+        ours, theirs = (statistics.median(max(errors[n] for errors in of) for n in names) for of in (found, [one]))
+        assert ours < 2 * theirs, kind
+
+
+# The law can fail
+
+
+def no_sum(buffer: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
+    """The gradient of a gathered tensor taken from this rank alone, as in FastFold."""
+    buffer.copy_(sent.view(group.size(), -1)[group.rank()])
+
+
+def first_slice(x: Tensor, axis: int, group: Group) -> Tensor:
+    return x.narrow(axis, 0, mine(x, axis, group).shape[axis])
+
+
+def exchanged(buffer: Tensor, sent: Tensor, *sizes: object, group: dist.ProcessGroup, async_op: bool) -> None:
+    """An all-to-all after which every rank has what it sent."""
+    buffer.copy_(sent)
+
+
+MISTAKES = {
+    "a gradient is not summed": (collectives, "_reduce_scatter", no_sum),
+    "slices stay where they are": (dist, "all_to_all_single", exchanged),
+    "dropout of another slice": (sharded, "mine", first_slice),
+    "a loss counts on every rank": (losses, "_divided", lambda terms, number: terms),
+    "noise differs between ranks": (Noise, "at_pass", lambda self, index: self.seed(dist.get_rank(), index)),
+    "a mean instead of a sum": (dist, "all_reduce", lambda x, group: all_reduce(x, dist.ReduceOp.AVG, group)),
+}
+all_reduce = dist.all_reduce
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, plan = Work(residues=6, sequences=4, extra=2), Plan(axial=2, triangle="gather")
+    expected = on_one_device(work, 1)[0]
+
+    def on_a_rank(mesh: Mesh) -> dict[str, float]:
+        monkeypatch.setattr(*MISTAKES[mistake])  # of this process
+        return errors(answer(work, replace(plan, precision="fp64"), mesh), expected, mesh)
+
+    assert max(above(on_ranks(plan, on_a_rank)).values()) > 1e-3
