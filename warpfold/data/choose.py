@@ -13,9 +13,11 @@ import numpy as np
 from warpfold.data.template import choose_templates
 
 RUN = 64  # rows left out or kept together by `thin_runs`
-# What one core of 2024 takes, in milliseconds: for an example, for each cell of the model's input, and for each cell of
-# the alignment, compared with every centre and counted (benchmarks/features.py).
-COST_EXAMPLE, COST_CENTRE, COST_EXTRA, COST_COMPARE, COST_COUNT = 2.0, 3e-5, 3e-6, 4.5e-8, 3e-6
+# What one core of 2024 takes, in milliseconds (fitted to benchmarks/features.py): for an example, for each cell of the
+# alignment that is read, and in each pass for each cell of the clusters and of the extra MSA, and for each cell of the
+# alignment that is compared with one centre and counted.
+COST_EXAMPLE, COST_READ = 2.1, 3e-6
+COST_CENTRE, COST_EXTRA, COST_COMPARE, COST_COUNT = 7e-5, 4.5e-6, 2.6e-8, 2.3e-6
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,11 @@ class SampleConfig:
     max_msa: int = 512  # cluster centres, the query included (N_clust)
     max_extra: int = 5120  # rows of the extra MSA (N_extra_seq)
     max_templates: int = 4  # 0 for a model without template parts: then none are read (Supp. 1.2.3)
-    # In training, the `predicted_cost` of an example: of a deeper alignment fewer rows are used, each with the same
+    # In training, the `predicted_cost` of a pass: of a deeper alignment fewer rows are used, each with the same
     # probability, but never fewer than `max_msa` + `max_extra`.  0: no bound, every row counts, as in the paper.
-    max_cost: float = 4.0
-    # Which are left out: single "rows", or "runs" of neighbours, which stay or go together as related sequences do.
+    max_cost: float = 8.0
+    # Which are left out: single "rows", or "runs" of neighbours, which stay or go together as related sequences do (and
+    # then are not even read).
     thin: Literal["rows", "runs"] = "rows"
     resample_msa: bool = True  # each pass through the trunk sees its own sample (Supp. 1.10, 1.11.2)
     masked_fraction: float = 0.15  # Supp. 1.2.7, step 2
@@ -158,21 +161,30 @@ def row_budget(residues: int, config: SampleConfig) -> int | None:
     """How many rows of so many residues cost `max_cost`, but at least `max_msa` + `max_extra`; None: any number."""
     if not config.max_cost:
         return None
-    fixed, row = _costs(residues, config)
-    return max(int((config.max_cost - fixed) / row), config.max_msa + config.max_extra)
+    least = config.max_msa + config.max_extra
+    row = residues * (COST_READ + config.max_msa * COST_COMPARE + COST_COUNT)
+    return least + max(int((config.max_cost - _cost(residues, least, least, 1, config)) / row), 0)
 
 
 def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 1, train: bool = True) -> float:
     """The work of making one example, from its sizes: about the milliseconds that it takes one core of 2024.
 
-    The same on every machine: a formula, fitted to measurements (benchmarks/features.py), not a clock.
+    The same on every machine: a formula, fitted to measurements (docs/features.md), not a clock.
     """
-    residues, rows = length, float(depth)
-    if train:
-        residues = min(config.crop or length, length)
-        rows = min(expected_rows(depth, config), row_budget(residues, config) or depth)
-    fixed, row = _costs(residues, config)
-    return COST_EXAMPLE + passes * (fixed + row * rows)
+    if not train:
+        return _cost(length, depth, depth, passes, config)
+    residues = min(config.crop or length, length)
+    kept = expected_rows(depth, config)
+    used = min(kept, row_budget(residues, config) or kept)
+    return _cost(residues, used if config.thin == "runs" else kept, used, passes, config)
+
+
+def _cost(residues: int, read: float, rows: float, passes: int, config: SampleConfig) -> float:
+    """Of an example of which `read` rows are read and `rows` of them used."""
+    centres = min(rows, config.max_msa)
+    extra = min(rows - centres, config.max_extra)
+    one_pass = centres * COST_CENTRE + extra * COST_EXTRA + rows * (centres * COST_COMPARE + COST_COUNT)
+    return COST_EXAMPLE + residues * (read * COST_READ + passes * one_pass)
 
 
 def expected_rows(depth: int, config: SampleConfig) -> float:
@@ -184,9 +196,3 @@ def expected_rows(depth: int, config: SampleConfig) -> float:
     counts = range(config.blocks + 1) if config.randomize_num_blocks else (config.blocks,)
     kept = [(1 - share) ** (n + 1) + (1 - (1 - share) ** (n + 1)) / (n + 1) for n in counts]
     return max(depth * sum(kept) / len(kept), 1.0)
-
-
-def _costs(residues: int, config: SampleConfig) -> tuple[float, float]:
-    """The cost of a pass over so many residues, whatever the rows, and of each row."""
-    outputs = config.max_msa * COST_CENTRE + config.max_extra * COST_EXTRA
-    return residues * outputs, residues * (config.max_msa * COST_COMPARE + COST_COUNT)

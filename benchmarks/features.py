@@ -1,0 +1,123 @@
+"""From a packed store to model-ready features, one core: samples per second, and what the predicted cost is worth.
+
+    python benchmarks/features.py STORE --out benchmarks/results/NAME.json
+
+One entry per alignment depth, and one more whose alignment is `--rows` deep: rows of a real one, halves of neighbours
+exchanged.  A sample is everything from the store's bytes to tensors of the feature table: crop 256, 128 clusters, 1,024
+extra rows, block deletion.  Seconds are the thread's own (CPU time), means over draws; read them as ratios.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import resource
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from warpfold.batch import to_tensors
+from warpfold.data.example import StoredExample, read_example
+from warpfold.data.features import RawExample, profile_of
+from warpfold.data.sample import SampleConfig, make_features, predicted_cost
+from warpfold.data.store import Store, StoreWriter, pack_record
+
+INITIAL = {"crop": 256, "max_msa": 128, "max_extra": 1024}  # Supp. table 4
+CONFIGS = {
+    "exact": SampleConfig(**INITIAL, max_cost=0),
+    "default budget": SampleConfig(**INITIAL),
+    "default budget, runs": SampleConfig(**INITIAL, thin="runs"),
+}
+PASSES = (1, 4)  # of a step without recycling, and of one with three
+LEAST_ROWS = 20
+
+
+def deepened(raw: RawExample, depth: int) -> RawExample:
+    """An example whose alignment has `depth` rows: row i of it, after a column that varies, goes on as row i + k."""
+    wanted = -(-depth // raw.depth) * 2
+    msa, deletions = [raw.msa], [raw.deletions]
+    for k in range(1, wanted):
+        cut = raw.length * k // wanted
+        msa.append(np.concatenate([raw.msa[:-k, :cut], raw.msa[k:, cut:]], axis=1))
+        deletions.append(np.concatenate([raw.deletions[:-k, :cut], raw.deletions[k:, cut:]], axis=1))
+    order = np.argsort(np.concatenate([np.arange(len(part)) for part in msa]), kind="stable")  # neighbours stay so
+    rows, first = np.unique(np.concatenate(msa)[order], axis=0, return_index=True)
+    kept = np.sort(first)[:depth]
+    if len(rows) < depth:
+        raise SystemExit(f"{raw.name}: no {depth} different rows can be made of {raw.depth}")
+    deep = np.concatenate(msa)[order][kept]
+    return replace(raw, msa=deep, deletions=np.concatenate(deletions)[order][kept], profile=profile_of(deep))
+
+
+def examples(store: Store, rows: int, folder: Path) -> list[StoredExample]:
+    """One entry per alignment depth, ascending, and a deep one in a store of its own."""
+    depths = dict(zip(store.column("depth"), store.keys))
+    chosen = [StoredExample(store, depths[depth]) for depth in sorted(depths) if depth >= LEAST_ROWS]
+    longest = max(chosen, key=lambda example: (example.depth > rows // 16) * example.length)
+    raw = deepened(read_example(store, longest.key), rows)
+    with StoreWriter(folder / "deep") as writer:
+        writer.add("deep", pack_record(raw.to_arrays(), raw.notes()), {})
+        writer.finish()
+    return [*chosen, StoredExample(Store(folder / "deep"), "deep")]
+
+
+def seconds(example: StoredExample, config: SampleConfig, passes: int, draws: int) -> float:
+    """CPU seconds of a sample: mean over draws, the first, which warms up, left out."""
+    taken = []
+    for draw in range(draws + 1):
+        start = time.thread_time()
+        fresh = StoredExample(example.store, example.key)
+        to_tensors(make_features(fresh, config, 0, (example.key, draw), passes, train=True))
+        taken.append(time.thread_time() - start)
+    return float(np.mean(taken[1:]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--rows", type=int, default=39_000, help="of the deep alignment")
+    parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="where the results go, as JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        entries = examples(Store(arguments.store), arguments.rows, Path(folder))
+        base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for name, config in CONFIGS.items():
+            for passes in PASSES:
+                taken = np.array([seconds(entry, config, passes, arguments.draws) for entry in entries])
+                cost = [predicted_cost(entry.length, entry.depth, config, passes) for entry in entries]
+                results.append(
+                    {
+                        "rows": name,
+                        "passes": passes,
+                        "samples_per_second": round(1 / taken.mean(), 1),
+                        "slowest": round(1 / taken.max(), 1),
+                        "fastest": round(1 / taken.min(), 1),
+                        "correlation_with_predicted_cost": round(float(np.corrcoef(taken, cost)[0, 1]), 3),
+                        "milliseconds": [round(1e3 * each, 2) for each in taken],
+                        "predicted_cost": [round(each, 2) for each in cost],
+                    }
+                )
+                print({key: value for key, value in results[-1].items() if not isinstance(value, list)})
+        report = {
+            "what": "store to model-ready features, one core",
+            "entries": [{"length": entry.length, "depth": entry.depth} for entry in entries],
+            "peak_mib_above_the_start": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) // 1024,
+            "date": datetime.date.today().isoformat(),
+            "machine": platform.machine(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "results": results,
+        }
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
