@@ -190,6 +190,6 @@ def _codes(sequence: str) -> np.ndarray:
     return _LETTER_CODES[np.frombuffer(sequence.encode("ascii", "replace"), dtype=np.uint8)]
 
 
-_NAMES, _OTHER_NAMES = RESTYPE_3, (*RESTYPE_3[:UNKNOWN], "XXX")  # an X equals nothing, no other X either
+_NAMES, _OTHER_NAMES = RESTYPE_3, (*RESTYPE_3[:UNKNOWN], "unknown")  # an X equals nothing, no other X either
 _LETTER_CODES = np.full(256, UNKNOWN, dtype=np.uint8)
 _LETTER_CODES[[ord(letter) for letter in LETTERS]] = list(LETTERS.values())
