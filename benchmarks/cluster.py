@@ -1,0 +1,278 @@
+"""Four ranks on two emulated nodes: steps of each gradient strategy and of axial plans, over links of several shapes.
+
+    sudo python benchmarks/cluster.py --out benchmarks/results/cluster-NAME.json        (some ten minutes on two cores)
+
+The nodes are network namespaces (link.py); where these are not permitted, the reason is printed and the ranks speak
+over loopback alone.  Four ranks share whatever cores there are: read the figures as ratios within a link, and where
+communication alone is asked for, nothing is computed or computing is a sleep.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what forked ranks would else load each for itself
+import torch.distributed as dist
+from link import DEVICE, Shape, enter, linked, refusal
+from torch import Tensor, nn
+
+from warpfold.model.evoformer import Evoformer
+from warpfold.parallel.compress import CompressionConfig
+from warpfold.parallel.exchange import SyncConfig, all_gather
+from warpfold.parallel.mesh import Group, Mesh, make_mesh
+from warpfold.parallel.plan import Plan, apply
+from warpfold.run.optim import OptimConfig, Optimizer
+from warpfold.tune.communication import Block, Link, Move, Traffic, moves, seconds
+
+RANKS, RANKS_PER_NODE = 4, 2
+SHAPES = [Shape(10, 0.1), Shape(1, 0.1), Shape(10, 5), Shape(1, 5)]
+LAYERS, WIDTH = 48, 256  # of the model whose gradients travel: 12.6 MB
+BACKWARD = 0.3  # seconds of a backward pass that sleeps
+STRATEGIES = {
+    **{
+        name: (SyncConfig(strategy=name, bucket=1.0), CompressionConfig()) for name in ("plain", "bf16", "hierarchical")
+    },
+    "plain, sharded state": (SyncConfig(bucket=1.0, shard_state=True), CompressionConfig()),
+    **{
+        name: (SyncConfig(bucket=1.0), CompressionConfig(method=name, start=0, warmup=0))
+        for name in ("powersgd", "topk", "int8", "1bit")
+    },
+}
+BLOCK = Block(sequences=32, residues=64)  # that is computed, with true channels
+REPLAYED = (64, 128, 256)  # residues of blocks of 128 sequences, whose moves alone are made
+
+
+class Nap(torch.autograd.Function):
+    """Nothing, whose backward pass takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, duration: float) -> Tensor:
+        ctx.duration = duration
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.duration)
+        return grads[0], None
+
+
+def gradients(rounds: int) -> dict[str, Any]:
+    """Seconds per step of four data ranks, with nothing but the exchange, and behind a backward pass that sleeps."""
+    mesh = make_mesh(data=RANKS)
+    works: dict[str, Callable[[], None]] = {}
+    for name, (sync, compression) in STRATEGIES.items():
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        config = OptimConfig(accumulate=RANKS, warmup_steps=1, compression=compression)
+        optimizer = Optimizer(layers, config, mesh, replace(sync, check_every=0), RANKS_PER_NODE)
+        for what, nap in (("alone", 0.0), ("hidden", BACKWARD / LAYERS)):
+
+            def work(layers: nn.ModuleList = layers, optimizer: Optimizer = optimizer, nap: float = nap) -> None:
+                x = torch.randn(8, WIDTH)
+                for layer in layers:
+                    x = x + layer(Nap.apply(x, nap) if nap else x)
+                x.square().mean().backward()
+                optimizer.collect()
+                optimizer.step(0)
+
+            works[f"{what}: {name}"] = work
+    found = timed(works, rounds)
+    for what, figures in found.items():
+        of = what.split(":")[0]
+        figures["against_plain"] = round(figures["seconds"] / found[f"{of}: plain"]["seconds"], 2)
+    return found
+
+
+def axial(rounds: int) -> dict[str, Any]:
+    """Seconds of a computed block, forward and backward, and of the moves of larger ones alone; two ranks and four."""
+    found: dict[str, Any] = {}
+    for ranks in (2, 4):
+        group = crossing(ranks)
+        if group is None:
+            dist.barrier()
+            continue
+        works: dict[str, Callable[[], None]] = {}
+        for triangle in ("gather", "channels"):
+            works[f"axial {ranks}, {BLOCK.residues} residues computed: {triangle}"] = computed(group, triangle)
+            for residues in REPLAYED:
+                block = Block(residues=residues)
+                works[f"axial {ranks}, {residues} residues moved: {triangle}"] = replayed(
+                    moves(block, ranks, triangle == "channels"), group
+                )
+        measured = timed(works, rounds, group)
+        link = probed(group)
+        for name, figures in measured.items():
+            if name.endswith("channels"):
+                gathered = measured[name.replace("channels", "gather")]["seconds"]
+                figures["against_gather"] = round(figures["seconds"] / gathered, 2)
+        for residues in REPLAYED:
+            block = Block(residues=residues)
+            cut, whole = (seconds(moves(block, ranks, way), link) for way in (True, False))
+            figures = measured[f"axial {ranks}, {residues} residues moved: channels"]
+            figures["against_gather_modelled"] = round(cut / whole, 2)
+            figures["chosen_by_plan"] = Plan().by_channels(residues, ranks)
+        found |= {f"axial {ranks}, a call": vars(link), **measured}
+        dist.barrier()
+    return found
+
+
+def crossing(ranks: int) -> Group | None:
+    """So many ranks, as many on each node; None for one that is not of them."""
+    members = tuple(range(0, RANKS, RANKS // ranks))
+    handle = dist.new_group(list(members))
+    here = dist.get_rank()
+    return Group("axial", members.index(here), ranks, members, handle) if here in members else None
+
+
+def computed(group: Group, triangle: Any) -> Callable[[], None]:
+    """A block's forward and backward pass on this rank's slices."""
+    torch.manual_seed(0)
+    plan, block = Plan(axial=group.size, triangle=triangle), BLOCK
+    stack = Evoformer(block.c_m, block.c_z, replace(block.evoformer, blocks=1))
+    apply(plan, stack, Mesh(axial=group, model=group))
+    here = block.residues // group.size
+    m = torch.randn(block.sequences, here, block.c_m, requires_grad=True)
+    z = torch.randn(here, block.residues, block.c_z, requires_grad=True)
+    masks = torch.ones(block.sequences, block.residues), torch.ones(here, block.residues)
+
+    def work() -> None:
+        out = stack(m, z, *masks)
+        torch.autograd.backward(out, [torch.ones_like(x) for x in out])
+
+    return work
+
+
+def replayed(made: list[Move], group: Group) -> Callable[[], None]:
+    """The moves of a block's forward pass, of as many bytes, one after the other."""
+
+    def work() -> None:
+        for move in made:
+            for _ in range(move.forward.calls):
+                size = move.forward.bytes // move.forward.calls // (group.size - 1)
+                if move.kind == "gather":
+                    x = torch.empty(size, dtype=torch.uint8)
+                    all_gather(x.new_empty(size * group.size), x, group=group.handle)
+                else:
+                    x = torch.empty(size * group.size, dtype=torch.uint8)
+                    dist.all_to_all_single(torch.empty_like(x), x, group=group.handle)
+
+    return work
+
+
+def probed(group: Group) -> Link:
+    """Latency and bandwidth of this group's all-to-all."""
+    sent = [others * (group.size - 1) for others in (1, 2**22)]
+    works = {str(n): replayed([Move("probe", "turn", Traffic(1, n))], group) for n in sent}
+    small, large = (figures["seconds"] for figures in timed(works, 9, group).values())
+    return Link(round(small, 6), round((sent[1] - sent[0]) / (large - small)))
+
+
+def timed(works: Mapping[str, Callable[[], None]], rounds: int, group: Group | None = None) -> dict[str, Any]:
+    """Each work in turn, `rounds` times and once before: seconds (median, least, most), and MB over the link each time.
+
+    A round counts as long as the slowest rank's.
+    """
+    handle = None if group is None else group.handle
+    spent: dict[str, list[float]] = {name: [] for name in works}
+    crossed = dict.fromkeys(works, 0)
+    for turn in range(rounds + 1):
+        for name, work in works.items():
+            dist.barrier(handle)
+            before, begin = over_the_link(), time.perf_counter()
+            work()
+            took = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(took, dist.ReduceOp.MAX, handle)
+            if turn:
+                spent[name].append(float(took))
+                crossed[name] += over_the_link() - before
+    return {
+        name: {
+            "seconds": round(statistics.median(times), 5),
+            "from_to": [round(min(times), 5), round(max(times), 5)],
+            "crossed_mb": round(crossed[name] / rounds / 1e6, 2),
+        }
+        for name, times in spent.items()
+    }
+
+
+def over_the_link() -> int:
+    """Bytes that have left and reached this node; 0 where there are no nodes."""
+    device = f"{DEVICE.format(dist.get_rank() // RANKS_PER_NODE)}:"
+    lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()]
+    return sum(int(line[1]) + int(line[9]) for line in lines if line[0] == device)
+
+
+def a_rank(rank: int, on_nodes: bool, store: str, rounds: int, pipe: Connection) -> None:
+    """One rank's life; the first sends the results."""
+    torch.set_num_threads(1)
+    if on_nodes:
+        enter(rank // RANKS_PER_NODE)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    results = {"gradients": gradients(rounds), "axial": axial(rounds)}
+    if rank == 0:
+        pipe.send(results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(shape: Shape | None, rounds: int) -> dict[str, Any]:
+    """All measurements over a link of this shape; None: over loopback, without nodes."""
+    context = get_context("fork")
+    with tempfile.TemporaryDirectory() as folder, nullcontext() if shape is None else linked(shape):
+        ours, theirs = context.Pipe()
+        args = (shape is not None, f"{folder}/store", rounds, theirs)
+        ranks = [context.Process(target=a_rank, args=(rank, *args), daemon=True) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        theirs.close()
+        results: dict[str, Any] = ours.recv()
+        for process in ranks:
+            process.join()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where the results go, as JSON")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    why = refusal()
+    if why is not None:
+        print(f"no emulated nodes: {why}; loopback alone is measured")
+    results = {}
+    for shape in [None, *([] if why else SHAPES)]:
+        name = "loopback" if shape is None else str(shape)
+        results[name] = run(shape, arguments.rounds)
+        for what, figures in (results[name]["gradients"] | results[name]["axial"]).items():
+            print(f"{name:16} {what:48}", *(f"{key} {value}" for key, value in figures.items()), flush=True)
+    report = {
+        "what": f"{RANKS} ranks, {RANKS_PER_NODE} on each of 2 emulated nodes; gradients of {LAYERS} matrices of "
+        f"{WIDTH} x {WIDTH} in fp32; Evoformer blocks of {BLOCK.sequences} sequences in fp32, or moved in bf16 alone",
+        "date": datetime.date.today().isoformat(),
+        "machine": platform.machine(),
+        "kernel": platform.release(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "rounds": arguments.rounds,
+        "no_nodes_because": why,
+        "results": results,
+    }
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Two nodes that are none: network namespaces on one machine, joined by a link of a chosen rate and delay.
+
+The link is a process that carries packets between two TUN devices: it takes no more per second than the rate allows,
+and hands each over when its time has come.  (Kernels built without `netem` cannot delay; every one with TUN can do
+this.)  Packets are of 64 KB, so that one core carries some Gb/s.
+"""
+
+import ctypes
+import fcntl
+import os
+import select
+import shutil
+import struct
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+NODES = ("warpfold0", "warpfold1")
+DEVICE, MTU = "wftun{}", 65_000
+TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000  # linux/if_tun.h, sched.h
+BACKLOG = 1e-3  # seconds of packets that wait in the link; more wait at their sender's, as behind a real card
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Gb/s and one-way delay in milliseconds."""
+
+    gigabits: float
+    milliseconds: float
+
+    def __str__(self) -> str:
+        return f"{self.gigabits:g} Gb/s, {self.milliseconds:g} ms"
+
+
+def refusal() -> str | None:
+    """Why there can be no namespaces here; None if there can."""
+    if shutil.which("ip") is None:
+        return "there is no `ip` command (iproute2)"
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "/dev/net/tun is not there or not permitted"
+    done = subprocess.run(["ip", "netns", "add", NODES[0]], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"network namespaces are not permitted: {done.stderr.strip()}"
+    _ip("netns", "del", NODES[0])
+    return None
+
+
+def enter(node: int) -> None:
+    """Move this process into a node; gloo is told which device to use."""
+    with open(f"/run/netns/{NODES[node]}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE.format(node)
+
+
+@contextmanager
+def linked(shape: Shape) -> Iterator[None]:
+    """Within it, the two nodes exist, and packets go from one to the other as over a link of this shape."""
+    with ExitStack() as stack:
+        ends = []
+        for number, name in enumerate(NODES):
+            _ip("netns", "add", name)
+            stack.callback(_ip, "netns", "del", name)
+            device = DEVICE.format(number)
+            end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            stack.callback(os.close, end)
+            fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH14x", device.encode(), IFF_TUN | IFF_NO_PI))
+            ends.append(end)
+            _ip("link", "set", device, "netns", name)
+            for args in (
+                ("addr", "add", f"10.77.0.{number + 1}/24", "dev", device),
+                ("link", "set", device, "mtu", str(MTU), "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                _ip("-n", name, *args)
+            for buffer in ("tcp_rmem", "tcp_wmem"):  # room for all that a long link holds
+                command = ["sysctl", "-qw", f"net.ipv4.{buffer}=4096 16777216 67108864"]
+                subprocess.run(["ip", "netns", "exec", name, *command], check=True, capture_output=True)
+        relay = get_context("fork").Process(target=_carry, args=(ends, shape), daemon=True)
+        relay.start()
+        stack.callback(relay.join)
+        stack.callback(relay.kill)
+        yield
+
+
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True)
+
+
+@dataclass
+class _Way:
+    """One direction: packets on their way, with when they arrive, and when the next may enter."""
+
+    source: int
+    target: int
+    packets: deque[tuple[float, bytes]] = field(default_factory=deque)
+    free: float = 0.0
+
+
+def _carry(ends: Sequence[int], shape: Shape) -> None:
+    """The link's life.  It goes before everything else: a real link does not wait for a processor."""
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    per_byte, delay = 8e-9 / shape.gigabits, shape.milliseconds / 1e3
+    ways = [_Way(*ends), _Way(*reversed(ends))]
+    while True:
+        now = time.monotonic()
+        open_ways = [way for way in ways if way.free < now + BACKLOG]
+        times = [way.packets[0][0] for way in ways if way.packets]
+        times += [way.free - BACKLOG for way in ways if way not in open_ways]
+        pause = max(0.0, min(times) - now) if times else None
+        ready = select.select([way.source for way in open_ways], [], [], pause)[0]
+        now = time.monotonic()
+        for way in ways:
+            if way.source in ready:
+                packet = os.read(way.source, MTU)
+                way.free = max(now, way.free) + len(packet) * per_byte
+                way.packets.append((way.free + delay, packet))
+            while way.packets and way.packets[0][0] <= now:
+                with suppress(OSError):  # the other node is not up yet, or gone: a packet lost, as elsewhere
+                    os.write(way.target, way.packets.popleft()[1])

@@ -1,0 +1,106 @@
+"""One rank of many, run alone and without computing: what it would say, and what it would hold.
+
+Nothing travels (torch's fake process group: collectives end at once), and nothing is stored (tensors on the device
+"meta": shapes alone).  So plans for 512 ranks and thousands of residues can be counted on any machine.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from warpfold.batch import FEATURES, Batch
+from warpfold.parallel.mesh import Mesh, make_mesh
+
+
+@contextmanager
+def fake_ranks(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) -> Iterator[Mesh]:
+    """Within it, this process is rank `rank` of a grid whose others do not exist, and new tensors are on "meta".
+
+    Errors: RuntimeError where torch.distributed is in use already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend known
+
+    if dist.is_initialized():
+        raise RuntimeError("fake ranks need a process that is no rank of real ones")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=data * axial * branch)
+    try:
+        with torch.device("meta"):
+            yield make_mesh(data, axial, branch)
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_batch(**sizes: int) -> Batch:
+    """Every feature of the table (warpfold/batch.py) on "meta", labels too; sizes: of its named axes."""
+    shapes = {name: [sizes[a] if isinstance(a, str) else a for a in f.axes] for name, f in FEATURES.items()}
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, FEATURES[name].dtype), device="meta")
+        for name, shape in shapes.items()
+    }
+
+
+@dataclass(frozen=True)
+class Held:
+    """A piece of memory, as the operation that made it left it."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    made_by: str
+
+
+class Footprint(TorchDispatchMode):
+    """Within it, every piece of memory that an operation makes is counted while it lives.
+
+    What operations need for themselves while they run, and what existed before, is not seen.
+
+    peak: the most bytes at one time; at_peak: what they were; largest: the most elements of any one tensor, by who
+    made it, and with `noted`, of those shapes only for which it is true.
+    """
+
+    def __init__(self, noted: Callable[[Sequence[int]], bool] = lambda shape: True) -> None:
+        super().__init__()
+        self.noted = noted
+        self.now = self.peak = 0
+        self.largest: dict[str, tuple[int, ...]] = {}
+        self._live: dict[int, Held] = {}
+        self._at_peak: list[Held] | None = None  # None: what lives now
+
+    @property
+    def at_peak(self) -> list[Held]:
+        """What was held when most was held, largest first."""
+        held = list(self._live.values()) if self._at_peak is None else self._at_peak
+        return sorted(held, key=lambda h: -h.bytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._note(tensor, str(func))
+        return out
+
+    def _note(self, tensor: Tensor, made_by: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:  # a view, or in place
+            return
+        shape = tuple(tensor.shape)
+        self._live[key] = Held(storage.nbytes(), shape, made_by)
+        weakref.finalize(storage, self._forget, key)
+        if self.noted(shape) and tensor.numel() > torch.Size(self.largest.get(made_by, (0,))).numel():
+            self.largest[made_by] = shape
+        self.now += storage.nbytes()
+        if self.now > self.peak:
+            self.peak, self._at_peak = self.now, None
+
+    def _forget(self, key: int) -> None:
+        if self._at_peak is None:
+            self._at_peak = list(self._live.values())
+        self.now -= self._live.pop(key).bytes
