@@ -235,7 +235,7 @@ class _Gather(_Move):
         self.width = max(_numel(s) for s in self.shapes)
 
     def start(self, x: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, int]:
-        sent = _padded(x.reshape(-1), self.width)
+        sent = _padded(x.contiguous().view(-1), self.width)
         buffer = sent.new_empty(self.group.size * self.width)
         work = _all_gather(buffer, sent, group=self.group.handle, async_op=True)
         return buffer, sent, work, (self.group.size - 1) * sent.nbytes
@@ -321,7 +321,7 @@ class _Swap(_Move):
         self.shape, self.other = list(shape), list(other)
 
     def start(self, x: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, int]:
-        sent = x.reshape(-1)
+        sent = x.contiguous().view(-1)
         buffer = sent.new_empty(_numel(self.other))
         leave, come = ([0, n] if self.group.rank == 0 else [n, 0] for n in (len(sent), len(buffer)))
         work = dist.all_to_all_single(buffer, sent, come, leave, group=self.group.handle, async_op=True)

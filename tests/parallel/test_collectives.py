@@ -1,0 +1,226 @@
+"""Moves between ranks: what arrives, that backward is the exact transpose, and that calls do not meddle."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import run_ranks
+from warpfold.parallel.collectives import Event, Pending, gather, mine, sizes_of, start_of, swap, tied, turn, watched
+from warpfold.parallel.mesh import Group, make_mesh
+
+Case = tuple[str, tuple[int, ...], tuple[int, int]]
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A move, the shape of the whole, and two of its axes from the right; slices may be uneven, and empty."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), min_size=2, max_size=4)))
+    first, second = draw(st.permutations(range(-len(shape), 0)))[:2]
+    return draw(st.sampled_from(("gather", "turn"))), shape, (first, second)
+
+
+def moved(case: Case, whole: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """-> this rank's slice (a leaf), what the move makes of it, and what that should be."""
+    kind, shape, (first, second) = case
+    x = mine(whole, first, group).clone().requires_grad_()
+    if kind == "gather":
+        return x, gather(x, first, shape[first], group, "x").wait(), whole
+    return x, turn(x, first, second, shape[first], group, "x").wait(), mine(whole, second, group)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@given(drawn=st.lists(cases(), min_size=8, max_size=12))
+@settings(max_examples=4, deadline=None, derandomize=True)
+def test_moves_bring_what_they_should_and_gradients_go_the_transposed_way(ranks: int, drawn: list[Case]) -> None:
+    """<A x, y> = <x, A^T y>, both summed over the ranks."""
+
+    def on_a_rank() -> list[tuple[float, float]]:
+        group = make_mesh(axial=ranks).axial
+        products = []
+        for number, case in enumerate(drawn):
+            x, out, expected = moved(case, random(number, *case[1]), group)
+            assert torch.equal(out, expected), case
+            y = random(100 * group.rank + number, *out.shape)
+            out.backward(y)
+            assert x.grad is not None
+            products.append((float((out * y).sum()), float((x * x.grad).sum())))
+        return products
+
+    for case, *of_ranks in zip(drawn, *run_ranks(on_a_rank, ranks)):
+        there, back = (math.fsum(products) for products in zip(*of_ranks))
+        assert there == pytest.approx(back, rel=1e-12, abs=1e-12), case
+
+
+@pytest.mark.parametrize("shapes", [((3, 2), (4,)), ((0, 2), (3,)), ((2,), (0,))])
+def test_two_ranks_swap_what_they_have(shapes: tuple[tuple[int, ...], ...]) -> None:
+    def on_a_rank() -> tuple[float, float]:
+        group = make_mesh(branch=2).branch
+        rank, other = group.rank, 1 - group.rank
+        x = random(rank, *shapes[rank]).requires_grad_()
+        out = swap(x, shapes[other], group, "x").wait()
+        assert torch.equal(out, random(other, *shapes[other]))
+        out.backward(y := random(10 + rank, *out.shape))
+        assert x.grad is not None
+        assert torch.equal(x.grad, random(10 + other, *shapes[rank]))
+        return float((out * y).sum()), float((x * x.grad).sum())
+
+    there, back = (sum(products) for products in zip(*run_ranks(on_a_rank, 2)))
+    assert there == pytest.approx(back, rel=1e-12)
+
+
+def gradient_under(function: Callable[[Tensor, Group], Tensor]) -> list[Tensor]:
+    """The gradient of x, this rank's 2 or 3 of 5 rows, of a function of it, on two ranks."""
+
+    def on_a_rank() -> Tensor:
+        group = make_mesh(axial=2).axial
+        x = mine(random(0, 5, 4), -2, group).clone().requires_grad_()
+        function(x, group).backward()
+        assert x.grad is not None
+        return x.grad
+
+    return run_ranks(on_a_rank, 2)
+
+
+def weighted(whole: Tensor, group: Group) -> Tensor:
+    """A loss that is another function of the whole on each rank."""
+    return (whole * random(7 + group.rank, *whole.shape)).sin().sum()
+
+
+def alone(x: Tensor, group: Group) -> Tensor:
+    return weighted(gather(x, -2, 5, group, "x").wait(), group)
+
+
+def used_twice(x: Tensor, group: Group) -> Tensor:
+    pending = gather(x, -2, 5, group, "x")
+    assert pending.wait() is pending.wait()
+    return (weighted(pending.wait(), group) + weighted(pending.wait(), group)) / 2
+
+
+def two_in_flight(x: Tensor, group: Group) -> Tensor:
+    """Awaited in the other order than started; so are their gradients."""
+    first, second = gather(x, -2, 5, group, "first"), gather(2 * x, -2, 5, group, "second")
+    there = turn(x, -2, -1, 5, group, "turned")
+    assert not any(pending.arrived for pending in (first, second, there))
+    columns, doubled, whole = there.wait(), second.wait(), first.wait()
+    assert torch.equal(columns, mine(whole, -1, group))
+    return weighted(doubled - whole, group)
+
+
+def recomputed(x: Tensor, group: Group) -> Tensor:
+    return checkpoint(partial(alone, group=group), x, use_reentrant=False)
+
+
+def within_another(x: Tensor, group: Group) -> Tensor:
+    """Recomputed in the middle of another's backward pass."""
+    pending = gather(x, -2, 5, group, "outer")
+    inner = recomputed(x, group)
+    return (inner + weighted(pending.wait(), group)) / 2
+
+
+def there_and_back(x: Tensor, group: Group) -> Tensor:
+    columns = turn(x, -2, -1, 5, group, "there").wait()
+    return alone(turn(columns, -1, -2, 4, group, "back").wait(), group)
+
+
+@pytest.mark.parametrize("way", [used_twice, two_in_flight, recomputed, within_another, there_and_back])
+def test_calls_do_not_meddle(way: Callable[[Tensor, Group], Tensor]) -> None:
+    whole = random(0, 5, 4).requires_grad_()
+    for rank in range(2):
+        weighted(whole, Group("axial", rank)).backward()
+    assert whole.grad is not None
+    for rank, grad in enumerate(gradient_under(way)):
+        torch.testing.assert_close(grad, whole.grad.split(sizes_of(5, 2))[rank], rtol=1e-13, atol=1e-13)
+
+
+def test_without_gradients_no_graph_is_kept() -> None:
+    def on_a_rank() -> None:
+        group = make_mesh(axial=2).axial
+        x = mine(random(0, 5, 4), -2, group).clone().requires_grad_()
+        with torch.no_grad():
+            out = gather(x, -2, 5, group, "x").wait()
+        assert torch.equal(out, random(0, 5, 4))
+        assert not out.requires_grad
+        assert not gather(x.detach(), -2, 5, group, "x").wait().requires_grad
+
+    run_ranks(on_a_rank, 2)
+
+
+def test_in_a_group_of_one_nothing_moves_and_nothing_is_copied() -> None:
+    x, events = random(0, 3, 4), []
+    with watched(events.append):
+        for pending in (gather(x, -2, 3, Group("axial"), "x"), turn(x, -2, -1, 3, Group("axial"), "x")):
+            assert isinstance(pending, Pending)
+            assert pending.arrived
+            assert pending.wait() is x
+    assert events == []
+
+
+def test_a_gradient_that_one_rank_does_not_want_takes_part_all_the_same() -> None:
+    def on_a_rank() -> Tensor:
+        group = make_mesh(branch=2).branch
+        x = random(0, 3).requires_grad_()
+        theirs, own = tied(swap(x, (3,), group, "x").wait(), x)
+        (own if group.rank else theirs).sum().backward()  # rank 1 reads nothing of what came
+        assert x.grad is not None
+        return x.grad
+
+    first, second = run_ranks(on_a_rank, 2)
+    assert torch.equal(first, torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(second, torch.full((3,), 2.0, dtype=torch.float64))
+
+
+def test_starts_and_waits_are_told_with_the_bytes_that_leave() -> None:
+    def on_a_rank() -> list[Event]:
+        group, events = make_mesh(axial=3).axial, []
+        with watched(events.append):
+            x = mine(random(0, 5, 4), -2, group).clone().requires_grad_()
+            pending = turn(x, -2, -1, 5, group, "m")
+            alone_ = gather(x, -2, 5, group, "bias")
+            (pending.wait().sum() + alone_.wait().sum()).backward()
+        alone_.wait()  # known already
+        return events
+
+    ranks = run_ranks(on_a_rank, 3)
+    for events in ranks:
+        told = [(e.what, e.name, e.kind, e.backward) for e in events]
+        assert told[:4] == [
+            ("start", "m", "turn", False),
+            ("start", "bias", "gather", False),
+            ("wait", "m", "turn", False),
+            ("wait", "bias", "gather", False),
+        ]
+        assert sorted(told[4:]) == sorted(
+            [
+                ("start", "bias", "scatter", True),
+                ("start", "m", "turn", True),
+                ("wait", "bias", "scatter", True),
+                ("wait", "m", "turn", True),
+            ]
+        )
+        assert [e.number for e in events] == [e.number for e in ranks[0]]
+        sent = {(e.name, e.backward): e.bytes for e in events if e.what == "start"}
+        assert sent["bias", False] == sent["bias", True] == 8 * 2 * 8  # 2 others, the largest slice of 2 x 4 numbers
+    turned = [
+        sum(e.bytes for e in events if e.name == "m" and e.what == "start" and not e.backward) for events in ranks
+    ]
+    stay = sum(rows * columns for rows, columns in zip(sizes_of(5, 3), sizes_of(4, 3)))
+    assert sum(turned) == 8 * (5 * 4 - stay)  # what has the same owner before and after does not travel
+
+
+def test_slices_are_as_even_as_can_be() -> None:
+    assert sizes_of(10, 4) == [3, 3, 2, 2]
+    assert sizes_of(2, 4) == [1, 1, 0, 0]
+    assert [start_of(10, Group("axial", rank, 4)) for rank in range(4)] == [0, 3, 6, 8]
+    parts = [mine(torch.arange(10), -1, Group("axial", rank, 4)) for rank in range(4)]
+    assert torch.equal(torch.cat(parts), torch.arange(10))
