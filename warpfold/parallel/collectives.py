@@ -175,7 +175,8 @@ class _Start(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.ticket.back.arrive(), None, None
+        way, ctx.ticket.back = ctx.ticket.back, None  # the graph may live on, its buffers must not
+        return way.arrive(), None, None
 
 
 class _Wait(Function):
