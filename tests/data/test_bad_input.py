@@ -212,6 +212,26 @@ def test_empty_alignments(capsys: pytest.CaptureFixture[str], tmp_path: Path, ti
     assert "1one_A.a3m: " in refused(run(capsys, "predict", tmp_path / "q.fasta", *files))
 
 
+def test_alignment_databases_that_are_cut_short(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    structure(tmp_path / "s/1two.cif", chain("A", TWO))
+    text = f">q\n{ONE}\n>r\n{ONE[::-1]}\n"
+    index = {"1one_A": [["bfd.a3m", 0, len(text)]], "1two_A": [["bfd.a3m", len(text), 99]]}
+    (tmp_path / "db.db").write_text(text)
+    (tmp_path / "db.index").write_text(json.dumps(index))
+    files = ("--structures", tmp_path / "s", "--msas", tmp_path / "db.index", "--out", tmp_path / "store", "--json")
+    code, out, err = run(capsys, "pack", *files)
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert {entry["name"]: entry["depth"] for entry in report["kept"]} == {"1one_A": 2, "1two_A": 1}
+    ((name, why),) = report["unused_alignments"].items()
+    assert name.endswith("/db.index:1two_A/bfd.a3m")
+    assert f"db.db: has {len(text)} bytes, its index names {len(text) + 99}: cut short" in why
+    (tmp_path / "db.index").write_text(json.dumps(index)[:-9])
+    shutil.rmtree(tmp_path / "store")
+    assert "db.index: damaged, or no JSON" in refused(run(capsys, "pack", *files))
+
+
 def test_template_files_without_coordinates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     save_params(tmp_path / "params.safetensors", tiny_model())
     (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")

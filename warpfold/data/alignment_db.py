@@ -58,12 +58,6 @@ class AlignmentDB:
             for chain, entry in _read_index(index).items():
                 self._entries.setdefault(chain, (index, entry))  # an index of all shards repeats those of each
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, chain: object) -> bool:
-        return chain in self._entries
-
     def chains(self) -> list[str]:
         """The names of all chains, sorted."""
         return sorted(self._entries)
@@ -84,14 +78,6 @@ class AlignmentDB:
         if not all(type(at) is int and at >= 0 for part in found.values() for at in (part.start, part.size)):
             raise wrong
         return found
-
-    def read(self, chain: str, file: str) -> bytes:
-        """What is in a file of a chain.  Errors: KeyError; UserError as for `files` and `Slice.read`."""
-        part = self.files(chain)[file]
-        try:
-            return part.read()
-        except UserError as error:
-            raise UserError(f"{chain}/{file}: {error}") from None
 
 
 def _read_index(path: Path) -> dict[str, Any]:
