@@ -44,19 +44,13 @@ class Slice:
 class AlignmentDB:
     """The chains of an alignment database, and their files.  Holds nothing open; workers need only their `Slice`s.
 
-    path: an index, or a folder with one or several `.index` files.
-    Errors: UserError for an index that cannot be read or is none.  Entries and shards are looked at when asked for.
+    path: the index.
+    Errors: UserError for one that cannot be read or is none.  Entries and shards are looked at when asked for.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        indices = sorted(self.path.glob("*.index")) if self.path.is_dir() else [self.path]
-        if not indices:
-            raise UserError(f"{self.path}: has no .index file; give the folder or the index of an alignment database")
-        self._entries: dict[str, tuple[Path, Any]] = {}  # the index, and what it has of a chain
-        for index in indices:
-            for chain, entry in _read_index(index).items():
-                self._entries.setdefault(chain, (index, entry))  # an index of all shards repeats those of each
+        self._entries = _read_index(self.path)
 
     def chains(self) -> list[str]:
         """The names of all chains, sorted."""
@@ -67,11 +61,11 @@ class AlignmentDB:
 
         Errors: KeyError; UserError if the index has something else there.
         """
-        index, entry = self._entries[chain]
-        wrong = UserError(f"{index}: {chain} is no entry of an alignment database; {_EXPECTED}")
+        entry = self._entries[chain]
+        wrong = UserError(f"{self.path}: {chain} is no entry of an alignment database; {_EXPECTED}")
         try:
-            name, files = (entry["db"], entry["files"]) if isinstance(entry, dict) else (f"{index.stem}.db", entry)
-            shard = index.parent / name
+            name, files = (entry["db"], entry["files"]) if isinstance(entry, dict) else (f"{self.path.stem}.db", entry)
+            shard = self.path.parent / name
             found = {file: Slice(shard, start, size) for file, start, size in files}
         except (KeyError, TypeError, ValueError):
             raise wrong from None
