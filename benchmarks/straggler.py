@@ -22,7 +22,11 @@ def measure(store: Path | None) -> dict[str, Any]:
     from warpfold.tune.footprint import footprint
     from warpfold.tune.straggler import Case, epoch_gap, straggler
 
-    found: dict[str, Any] = {"straggler": []}
+    found: dict[str, Any] = {}
+    if store is not None:  # first of all: the libraries are not loaded yet where processes are forked
+        found["footprint"] = footprint(Store(store), SampleConfig(crop=256, max_msa=128, max_extra=1024))
+        print("processes:", found["footprint"])
+    found["straggler"] = []
     print(f"{'made ahead per worker':24}{'order':24}{'s per step':>12}{'relative':>10}{'slowest':>9}")
     for ahead in (2, 4):
         found["straggler"].append(straggler(replace(Case(), ahead=ahead)))
@@ -31,10 +35,6 @@ def measure(store: Path | None) -> dict[str, Any]:
             print(f"{ahead:<24}{name:24}{figures}", flush=True)
     found["epoch_gap"] = epoch_gap(Case())
     print("seconds that an epoch's first step waits:", found["epoch_gap"])
-    if store is not None:
-        config = SampleConfig(crop=256, max_msa=128, max_extra=1024)
-        found["footprint"] = footprint(Store(store), config)
-        print("processes:", found["footprint"])
     return found
 
 

@@ -46,6 +46,24 @@ def test_the_bar_shows_loss_and_lddt_on_a_terminal_only(terminal: bool) -> None:
     assert ("4/10" in shown, "1.250" in shown, "0.625" in shown) == (terminal,) * 3
 
 
+def test_the_share_of_waiting_is_of_the_step_and_of_all_steps_so_far() -> None:
+    clock = Clock()
+    for waited in (0.0, 1.0):
+        clock.begin()
+        clock.began -= 2.0  # two seconds ago
+        clock.waited = waited
+        row = step_row(1, [seen(1.0)], 0.1, 0, clock)
+    assert (round(row["waiting"], 2), round(row["waiting_so_far"], 2)) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_cannot_be_used_is_said_on_any_console(terminal: bool) -> None:
+    text = io.StringIO()
+    with progress_bar(10, Console(file=text, force_terminal=terminal, width=200)) as watch:
+        watch({"kind": "quarantine", "step": 3, "example": "1abc_A", "reason": "store: [damaged]"})
+    assert "set aside 1abc_A: store: [damaged]" in text.getvalue()
+
+
 def test_tensorboard_is_optional(tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorboard") is None:
         with pytest.raises(UserError, match=r"pip install 'warpfold\[tensorboard\]'"):

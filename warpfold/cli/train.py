@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 @app.command(cls=Lists, epilog="Example:  warpfold train tiny --data store --out run --set train.steps=500")
 def train(
     settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
-    data: Annotated[
-        list[str], reads("Stores that `warpfold pack` made: STORE or STORE=WEIGHT.")
-    ],
+    data: Annotated[list[str], reads("Stores that `warpfold pack` made: STORE or STORE=WEIGHT.")],
     out: Annotated[Path, writes("Folder of the run; the same command continues a stopped one, bit for bit.")],
     init: Annotated[Path | None, reads("Parameters to start from; default: random ones.")] = None,
     replay: Annotated[Path | None, reads("order.txt of a run of the same data and seed, to be followed.")] = None,

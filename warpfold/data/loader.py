@@ -136,7 +136,7 @@ class Loader:
         self._given = 0  # examples given out
         self._early: dict[int, int] = {}  # of these, place and number of those that were planned for later
         self._device, self._uploads = device, Uploads(device)
-        self.workers = Workers(make, workers, self._uploads.host) if workers > 0 else None
+        self.workers = Workers(make, workers, self._uploads.host) if workers > 0 and len(schedule) else None
         with ExitStack() as unless_begun:
             unless_begun.callback(self.close)
             self._plan()

@@ -139,7 +139,9 @@ def progress_bar(steps: int, console: Console | None = None) -> Iterator[Watcher
 
         def watch(row: Row) -> None:
             if row["kind"] == "quarantine":
-                console.print(f"set aside {row['example']}: {row['reason']}", markup=False, soft_wrap=True)
+                console.print(
+                    f"set aside {row['example']}: {row['reason']}", markup=False, highlight=False, soft_wrap=True
+                )
             elif row["kind"] == "validation":
                 progress.update(task, completed=row["step"], lddt=f"{row['lddt_ca']:.3f}")
             else:

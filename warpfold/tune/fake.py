@@ -56,7 +56,7 @@ class Held:
     made_by: str
 
 
-class Footprint(TorchDispatchMode):
+class Memory(TorchDispatchMode):
     """Within it, every piece of memory that an operation makes is counted while it lives.
 
     What operations need for themselves while they run, and what existed before, is not seen.
@@ -80,18 +80,18 @@ class Footprint(TorchDispatchMode):
         return sorted(held, key=lambda h: -h.bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
                 self._note(tensor, str(func))
         return out
 
     def _note(self, tensor: Tensor, made_by: str) -> None:
-        storage = tensor.untyped_storage()
+        storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
         key = storage._cdata
-        if key in self._live:  # a view, or in place
+        if key in self._live:  # two results in one piece
             return
-        shape = tuple(tensor.shape)
         self._live[key] = Held(storage.nbytes(), shape, made_by)
         weakref.finalize(storage, self._forget, key)
         if self.noted(shape) and tensor.numel() > torch.Size(self.largest.get(made_by, (0,))).numel():

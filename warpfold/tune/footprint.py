@@ -34,11 +34,11 @@ def memory(processes: Iterable[int]) -> dict[str, float]:
     """The medians over processes, in MiB."""
     found = [_mib(pid) for pid in processes]
     return {
-        "private_mib": statistics.median(m["Private_Clean"] + m["Private_Dirty"] for m in found),
-        "proportional_mib": statistics.median(m["Pss"] for m in found),
+        "private_mib": round(statistics.median(m["Private_Clean"] + m["Private_Dirty"] for m in found), 1),
+        "proportional_mib": round(statistics.median(m["Pss"] for m in found), 1),
     }
 
 
 def _mib(pid: int) -> dict[str, float]:
     lines = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]]
-    return {name.rstrip(":"): round(int(size) / 1024, 1) for name, size, _ in lines}
+    return {name.rstrip(":"): int(size) / 1024 for name, size, _ in lines}

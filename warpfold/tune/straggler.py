@@ -100,6 +100,7 @@ def simulate(case: Case, warm: int | None = None) -> list[float]:
     ends: list[float] = []
 
     def run(rank: int, loader: Loader) -> None:
+        """What a rank does; if one fails, the others do not wait for it."""
         with ExitStack() as unless_done:
             unless_done.callback(begin.abort)
             for _ in loader:

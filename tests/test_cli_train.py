@@ -1,0 +1,60 @@
+"""`warpfold train` on the command line: stores with weights, an order to follow, what it says of unusable entries."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.run.runs import make_store, rows, tiny_run
+from warpfold import settings
+from warpfold.cli import main
+from warpfold.cli.train import sources
+from warpfold.data.store import Store
+from warpfold.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Store]:
+    folder = tmp_path_factory.mktemp("cli")
+    return [make_store(folder / "pdb"), make_store(folder / "distilled", proteins=4)]
+
+
+def test_stores_have_weights(stores: list[Store], tmp_path: Path) -> None:
+    one, other = (str(store.path) for store in stores)
+    assert [(s.store.path.name, s.weight) for s in sources([f"{one}=0.25", other])] == [
+        ("pdb", 0.25),
+        ("distilled", 1.0),
+    ]
+    shutil.copytree(one, tmp_path / "a=2")
+    assert [s.weight for s in sources([str(tmp_path / "a=2")])] == [1.0]  # it is called so
+    with pytest.raises(UserError, match="'much' is not a number; expected STORE or STORE=WEIGHT"):
+        sources([f"{one}=much"])
+    with pytest.raises(UserError, match=r"weight -1.0; give a positive number"):
+        sources([f"{one}=-1"])
+
+
+def test_a_mixture_is_trained_on_and_its_order_followed(
+    stores: list[Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.toml").write_text(settings.to_toml(tiny_run(steps=2, validation=0.0)))
+    shard = shutil.copytree(stores[1].path, tmp_path / "damaged") / "shard-00000.wfs"
+    data = bytearray(shard.read_bytes())
+    for key in ("helix0", "helix1", "helix2"):
+        data[stores[1].record(key).arrays["msa"].starts[0]] ^= 1
+    shard.write_bytes(data)
+    command = ["train", str(tmp_path / "tiny.toml"), "--data", f"{stores[0].path}=0.1", f"{shard.parent}=0.9", "--json"]
+    command += ["--set", "train.quarantine=0.5"]
+    said = {}
+    for out, more in (("run", []), ("again", ["--replay", str(tmp_path / "run/order.txt")])):
+        with pytest.raises(SystemExit) as end:
+            main([*command, "--out", str(tmp_path / out), *more])
+        assert not end.value.code
+        said[out] = capsys.readouterr()
+    names = json.loads(said["run"].out)["quarantined"]
+    assert sorted(names) == [f"damaged:helix{i}" for i in range(3)]
+    assert "3 entries could not be used" in said["run"].err
+    assert "quarantine.jsonl has the reasons" in said["run"].err
+    assert json.loads(said["again"].out)["quarantined"] == []  # they are not in the order
+    both = [[row for row in rows(tmp_path / out) if row["kind"] == "step"] for out in ("run", "again")]
+    assert both[0] == both[1]
