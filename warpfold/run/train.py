@@ -62,13 +62,11 @@ def train(
 ) -> Summary:
     """Train on a store, or on a mixture of several, into the folder `out`, or continue the run that is there.
 
-    init: parameters to start from, WarpFold's or DeepMind's.  replay: the order.txt of a run of the same data and seed,
-    whose examples come in that order.  watch: called with each row of metrics.jsonl.  Examples are held out of the
-    first source.
+    Examples are held out of the first source.  init: parameters to start from, WarpFold's or DeepMind's.  replay: the
+    order.txt of a run of the same data and seed, to be followed.  watch: called with each row of metrics.jsonl.
     Errors: UserError for a folder of another run, a loss that is not finite (by setting), a full disk, too many entries
     that cannot be used.
     """
-    seed, per_step = config.train.seed, config.optim.accumulate
     sources = [Source(data)] if isinstance(data, Store) else list(data)
     source = origin(sources, init)
     sources, held_out = hold_out(sources, config)
@@ -79,22 +77,21 @@ def train(
         run, stop = stack.enter_context(RunFolder(out)), stack.enter_context(StopSignals())
         claim(run, config)
         state = restore(run, optimizer, source)
-        step = state.step
-        log = Log(run, step, state.notes.get("validation"), watchers(run, config, step, watch))
+        log = Log(run, state.step, state.notes.get("validation"), watchers(run, config, state.step, watch))
         ledger = stack.enter_context(open_ledger(run, config, state, source, replay))
         examples = stack.enter_context(load(config, sources, state, ledger, log, device))
+        step, clock = state.step, Clock()
         if step == 0 and held_out:
             log(validate(model, optimizer, held_out, config, 0))
 
-        clock = Clock()
         while step < config.train.steps and not stop:
             recycles, seen = draw_recycles(config, step), []  # the same on every rank
             clock.begin()
-            for _ in range(per_step):
+            for _ in range(config.optim.accumulate):
                 with clock.waiting():
                     example = next(examples)
                 batch = example.features
-                model.noise.seed(seed, example.index)  # of dropout
+                model.noise.seed(config.train.seed, example.index)  # of dropout
                 output = model(batch, recycles)  # Algorithms 2 and 30 to 32
                 loss, terms = total_loss(output, batch, config.loss)  # Supp. 1.9, equation 7
                 loss.backward()
@@ -112,14 +109,9 @@ def train(
             if last or stop or due(step, config.train.save_every):
                 notes = {"validation": log.validation, "loader": asdict(examples.state()), **source}
                 save(run, model, optimizer, step, notes, config)
-        quarantined = tuple(ledger.quarantined)
-    return Summary(
-        steps=step,
-        finished=step >= config.train.steps,
-        lddt_ca=log.lddt_ca,
-        params=run.path / "params.safetensors",
-        quarantined=quarantined,
-    )
+    done, params = step >= config.train.steps, run.path / "params.safetensors"
+    aside = tuple(ledger.quarantined)
+    return Summary(steps=step, finished=done, lddt_ca=log.lddt_ca, params=params, quarantined=aside)
 
 
 def due(step: int, every: int) -> bool:

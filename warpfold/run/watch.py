@@ -138,6 +138,7 @@ def progress_bar(steps: int, console: Console | None = None) -> Iterator[Watcher
         task = progress.add_task("training", total=steps, loss="-", lddt="-", speed="")
 
         def watch(row: Row) -> None:
+            """Show a row."""
             if row["kind"] == "quarantine":
                 console.print(
                     f"set aside {row['example']}: {row['reason']}", markup=False, highlight=False, soft_wrap=True
