@@ -34,9 +34,9 @@ def fingerprint(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def hold_out(sources: Sequence[Source], config: RunConfig) -> tuple[list[Source], list[tuple[Store, str]]]:
+def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[Source], list[tuple[Store, str]]]:
     """The sources to train on, and the examples held out of the first for validation."""
-    first, *others = sources
+    first, *others = [Source(data)] if isinstance(data, Store) else data
     training, held_out = split(first.store, config)
     return [replace(first, keys=training), *others], held_out
 

@@ -64,12 +64,10 @@ def train(
 
     Examples are held out of the first source.  init: parameters to start from, WarpFold's or DeepMind's.  replay: the
     order.txt of a run of the same data and seed, to be followed.  watch: called with each row of metrics.jsonl.
-    Errors: UserError for a folder of another run, a loss that is not finite (by setting), a full disk, too many entries
-    that cannot be used.
+    Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
-    sources = [Source(data)] if isinstance(data, Store) else list(data)
+    sources, held_out = hold_out(data, config)
     source = origin(sources, init)
-    sources, held_out = hold_out(sources, config)
     model = initial_model(config, init).to(device)
     apply(config.plan, model)
     optimizer = Optimizer(model, config.optim)
