@@ -137,6 +137,18 @@ def test_one_query_that_fails_leaves_the_others(three: Path, monkeypatch: pytest
     assert isinstance(results[0], str)
     assert isinstance(results[1], UserError)
     assert "no room" in str(results[1])
+    monkeypatch.setattr(search_hmmer, "_search", search)
+    build = search_hmmer._next
+
+    def fails_to_build(sequence, hits):
+        if sequence == family(0)[0]:
+            raise MemoryError
+        return build(sequence, hits)
+
+    monkeypatch.setattr(search_hmmer, "_next", fails_to_build)
+    results = Jackhmmer(2).search([Query(family(i)[0]) for i in range(2)], *arguments)
+    assert str(results[0]) == "HMMER: MemoryError"
+    assert isinstance(results[1], str)
 
 
 def test_template_hits_are_on_the_query(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ it wait for the end.
 """
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pyhmmer
@@ -33,6 +34,7 @@ from warpfold.errors import UserError
 AMINO = Alphabet.amino()
 LONGEST = 100_000  # residues of a query or target: HMMER's limit
 NO_TEMPLATES = "# STOCKHOLM 1.0\n//\n"
+Made = TypeVar("Made")
 FAILURES = (MemoryError, EaselError)  # what may go wrong with one query and leave the others be
 
 
@@ -87,23 +89,23 @@ class Jackhmmer:
         failed: dict[int, UserError] = {}
         found: dict[int, _Best] = {}
         included: dict[int, set[str]] = {i: set() for i in range(len(queries))}
-        profiles = {i: _single(query.sequence) for i, query in enumerate(queries)}
+        profiles = _profiles({i: partial(_single, query.sequence) for i, query in enumerate(queries)}, failed)
         for iteration in range(self.iterations):
             found |= {i: _Best(most - 1, survey.records, self.thresholds.incdomE) for i in profiles}
             kept: dict[int, list[TopHits]] = {i: [] for i in profiles}
             for i, part in _scan(profiles, path, survey, self.thresholds, threads, tell):
-                hits = _result(i, part, failed)
+                hits = _attempt(i, part.result, failed)
                 if hits is not None:
                     found[i].add(hits, profiles[i].M)
                     if iteration + 1 < self.iterations:
                         kept[i].append(hits)
-            following = {}
-            for i in profiles.keys() - failed.keys():
+            following: dict[int, Callable[[], HMM[AA]]] = {}
+            for i in [i for i in profiles if i not in failed]:
                 names = {hit.name for hits in kept[i] for hit in hits.included}
                 if names - included[i]:  # else nothing new: it has converged, or this was the last
                     included[i] |= names
-                    following[i] = _next(queries[i].sequence, kept[i])
-            profiles = following
+                    following[i] = partial(_next, queries[i].sequence, kept[i])
+            profiles = _profiles(following, failed)
         return [failed.get(i) or found[i].a3m() for i in range(len(queries))]
 
 
@@ -137,9 +139,9 @@ class Hmmsearch:
         """
         failed: dict[int, UserError] = {}
         kept: dict[int, list[TopHits]] = {i: [] for i in range(len(queries))}
-        profiles = {i: _of_alignment(query) for i, query in enumerate(queries)}
+        profiles = _profiles({i: partial(_of_alignment, query) for i, query in enumerate(queries)}, failed)
         for i, part in _scan(profiles, path, survey, self.thresholds, threads, tell):
-            hits = _result(i, part, failed)
+            hits = _attempt(i, part.result, failed)
             if hits is not None:
                 kept[i].append(hits)
         return [failed.get(i) or _stockholm(kept[i]) for i in kept]
@@ -224,13 +226,23 @@ def _blocks(path: Path) -> Iterator["DigitalSequenceBlock[AA]"]:
             yield block
 
 
-def _result(query: int, part: Future[TopHits], failed: dict[int, UserError]) -> TopHits | None:
-    """The hits, or None for a query that has failed, now or before."""
+def _attempt(query: int, make: Callable[[], Made], failed: dict[int, UserError]) -> Made | None:
+    """What `make` makes, or None for a query that has failed, now or before."""
     try:
-        hits = part.result()
+        made = make()
     except FAILURES as error:
-        failed.setdefault(query, UserError(f"HMMER: {error or type(error).__name__}"))
-    return None if query in failed else hits
+        failed.setdefault(query, UserError(f"HMMER: {str(error) or type(error).__name__}"))
+    return None if query in failed else made
+
+
+def _profiles(makers: "Mapping[int, Callable[[], HMM[AA]]]", failed: dict[int, UserError]) -> "dict[int, HMM[AA]]":
+    """The profiles of the queries for which one can be made."""
+    made = {}
+    for i, make in makers.items():
+        profile = _attempt(i, make, failed)
+        if profile is not None:
+            made[i] = profile
+    return made
 
 
 @dataclass
