@@ -233,6 +233,14 @@ def test_an_unfinished_run_with_other_options_is_refused(files: Path, monkeypatc
     assert list(Store(files / "store").verify()) == []
 
 
+def test_a_run_that_did_nothing_yet_binds_nobody(files: Path) -> None:
+    part = part_path(files / "store", Part(1, 1))
+    part.mkdir()
+    (part / "plan.json").write_text("killed here")
+    packed(files, options=Options(min_length=12))
+    assert list(Store(files / "store").verify()) == []
+
+
 def test_an_unfinished_part_is_not_merged(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"part 1/1 is unfinished; repeat its command"):
         merge([_stopped(files, monkeypatch)], files / "store")

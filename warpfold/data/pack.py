@@ -141,6 +141,8 @@ def pack(
             report = merge_parts([writer], out, executor, tell)
         writer.remove()
     finally:
+        if not writer.answers:
+            writer.remove()
         writer.close()
     return _with_content(report, out)
 

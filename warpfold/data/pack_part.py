@@ -109,7 +109,7 @@ class PartWriter(PartFolder):
         self._lock = lock_folder(path, path)
         plan = {"format": FORMAT, "version": VERSION, **plan}
         file = path / "plan.json"
-        if file.exists():
+        if file.exists() and _size(path / "journal"):
             _refuse_other(path, _read_plan(path), plan)
         else:
             fresh = path / "plan.json.new"
@@ -156,6 +156,10 @@ class PartWriter(PartFolder):
     def remove(self) -> None:
         """Takes the folder away; to be closed yet."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def _read_plan(path: Path) -> Plan:

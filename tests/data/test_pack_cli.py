@@ -1,0 +1,108 @@
+"""`warpfold pack` as a stranger uses it: parts, merging, verifying, telling; every misuse is one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pack_inputs import make_files
+
+from warpfold.cli import main
+
+Result = tuple[int, str, str]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    return make_files(tmp_path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> Result:
+    with pytest.raises(SystemExit) as caught:
+        main(["pack", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+def refused(result: Result) -> str:
+    """The one line of an error that is the input's fault."""
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_parts_are_packed_and_merged(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    inputs = ("--structures", files / "structures", "--msas", files / "msas")
+    assert run(capsys, *inputs, "--out", files / "whole")[0] == 0
+    for number in (1, 2):
+        code, out, _ = run(capsys, *inputs, "--out", files / "store", "--shard", f"{number}/2")
+        assert code == 0
+        assert f"store.part-{number}-of-2: part {number}/2, " in out
+        assert out.endswith(f"warpfold pack --merge {files}/store.part-*-of-2 --out {files}/store\n")
+    parts = sorted(files.glob("store.part-*-of-2"))
+    code, out, _ = run(capsys, "--merge", *parts, "--out", files / "store")
+    assert code == 0
+    assert "store: 6 chains kept" in out
+    for file in (files / "whole").iterdir():
+        assert (files / "store" / file.name).read_bytes() == file.read_bytes()
+    assert "store: was finished before" in run(capsys, "--merge", *parts, "--out", files / "store")[1]
+    assert "2 is missing" in refused(run(capsys, "--merge", parts[0], "--out", files / "other"))
+
+
+def test_verify_and_info(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    store = files / "store"
+    assert run(capsys, "--structures", files / "structures", "--out", store)[0] == 0
+    code, out, _ = run(capsys, "--verify", store)
+    assert (code, out) == (0, f"{store}: 6 entries, all whole\n")
+    code, out, _ = run(capsys, "--info", store)
+    assert code == 0
+    assert "6 in 3 clusters, 185 residues" in out
+    code, out, _ = run(capsys, "--info", store, "--json")
+    assert json.loads(out)["packed"]["options"]["max_resolution"] == 9.0
+
+    shard = store / "shard-00000.wfs"
+    good = bytearray(shard.read_bytes())
+    good[200] ^= 1  # in the first record
+    shard.write_bytes(good)
+    code, out, err = run(capsys, "--verify", store)
+    assert (code, err) == (1, "")
+    assert "shard-00000.wfs: 1mut_A: damaged" in out.splitlines()[0]
+    assert out.splitlines()[1:] == [f"{store}: 1 damaged"]
+    shard.write_bytes(good[:-5])
+    code, out, _ = run(capsys, "--verify", store, "--json")
+    assert code == 1
+    assert "truncated" in json.loads(out)["damaged"][0]
+    assert "truncated" in refused(run(capsys, "--info", store))
+    assert "not a store" in refused(run(capsys, "--verify", files))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--out", "o"], "give one of --structures, --merge, --verify, --info, not none"),
+        (["--structures", "structures", "--verify", "o"], "not --structures and --verify"),
+        (["--structures", "structures"], "--out is missing"),
+        (["--structures", "structures", "--out", "o", "--shard", "9/8"], "--shard 9/8"),
+        (
+            ["--structures", "structures", "--out", "o", "--released-after", "May"],
+            "--released-after May: expected a day",
+        ),
+        (["--structures", "structures", "--out", "o", "--hits", "nowhere"], "nowhere: no such file"),
+        (["--structures", "structures", "--out", "o", "--clusters", "nowhere"], "nowhere: no such file"),
+        (["--structures", "structures", "--out", "o", "--cluster-identity", "40"], "--cluster-identity"),
+    ],
+)
+def test_misuse_is_one_line(
+    capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    monkeypatch.chdir(files)
+    assert says in refused(run(capsys, *arguments))
+    assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
+
+
+def test_a_scheduler_that_does_not_answer(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    pytest.importorskip("distributed", reason="Dask is not installed: pip install 'warpfold[cluster]'")
+    result = run(capsys, "--structures", files / "structures", "--out", files / "s", "--cluster", "tcp//nonsense")
+    assert "--cluster tcp//nonsense" in refused(result)
+    assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
