@@ -134,12 +134,17 @@ def test_a_damaged_result_is_found_again(files: tuple[Path, Path], tmp_path: Pat
     assert tree(tmp_path / "out") == before
 
 
-def test_parts_and_processes_make_the_whole(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_parts_and_processes_make_the_whole(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bases = [Database("db", files[1]), Database("same", files[1], 5)]
-    search([files[0]], bases, tmp_path / "whole")
-    search([files[0]], bases, tmp_path / "processes", options=Options(workers=2, threads=1))
+    search([files[0]], bases, tmp_path / "whole", templates=files[1])
+    processes = Options(workers=2, threads=1)
+    search([files[0]], bases, tmp_path / "processes", templates=files[1], options=processes)
+    monkeypatch.setattr(searching, "HELD", 1)
     for number in (1, 2):
-        search([files[0]], bases, tmp_path / "parts", options=Options(part=Part(number, 2)))
+        part = Options(part=Part(number, 2))
+        search([files[0]], bases, tmp_path / "parts", templates=files[1], options=part)
     assert tree(tmp_path / "processes") == tree(tmp_path / "parts") == tree(tmp_path / "whole")
     reports = [json.loads((tmp_path / f"parts/search-{i}-of-2.json").read_text()) for i in (1, 2)]
     assert sorted(p["name"] for report in reports for p in report["proteins"]) == ["p0", "p1", "p2"]

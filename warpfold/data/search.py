@@ -10,6 +10,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ TEMPLATES = "templates"  # what template hits are called beside the databases of
 # mgnify_max_hits.
 MOST_ROWS = {"uniref90": 10_000, "mgnify": 501, "mgy": 501}
 MOST = 10_000  # of any other
+HELD = 256  # alignments held at a time to search for templates with
 CLUSTER_PASS = 4  # queries that share a reading on a cluster, where workers are many
 
 ENGINES = {"jackhmmer": Jackhmmer, "mmseqs2": MMseqs2, "hhblits": HHblits}
@@ -137,8 +139,7 @@ def search(
     run = _Run(out, cache, options, tell, proteins, goals)
     write_whole(report, _json(run.report("running", start)))
     with pool(options.workers, options.cluster) as executor:
-        run.find(goals[: len(databases)], executor)
-        run.find(goals[len(databases) :], executor)
+        run.find_all(executor)
     summary = run.report("failed" if run.failures else "complete", start)
     write_whole(report, _json(summary))
     return summary
@@ -247,9 +248,16 @@ class _Run:
             else:
                 self.found |= {name: {"length": len(sequence), "databases": {}} for name in names}
 
-    def find(self, goals: Sequence[Goal], executor: Any) -> None:
-        """Finds what these databases hold, for every sequence, and writes it."""
-        jobs = [job for goal in goals for job in self._jobs(goal)]
+    def find_all(self, executor: Executor | None) -> None:
+        """Finds what the databases hold, for every sequence, and writes it: alignments first, then templates."""
+        sequences = list(self.names)
+        self._find([goal for goal in self.goals if not goal.for_templates], sequences, executor)
+        for start in range(0, len(sequences), HELD):
+            templates = [goal for goal in self.goals if goal.for_templates]
+            self._find(templates, sequences[start : start + HELD], executor)
+
+    def _find(self, goals: Sequence[Goal], sequences: Sequence[str], executor: Executor | None) -> None:
+        jobs = [job for goal in goals for job in self._jobs(goal, sequences)]
         if executor is None:
             for job in jobs:
                 self._keep(job, *_work(job, partial(self._tell_part, job)))
@@ -264,10 +272,10 @@ class _Run:
     def _progress(self, what: str) -> None:
         self.tell(self.done, len(self.names) * len(self.goals), what)
 
-    def _jobs(self, goal: Goal) -> Iterator[_Job]:
+    def _jobs(self, goal: Goal, sequences: Sequence[str]) -> Iterator[_Job]:
         """What of one database is not yet known, in passes; what is known is written."""
         missing = []
-        for query in self._queries(goal):
+        for query in self._queries(goal, sequences):
             text = self.cache.get(goal.key(query))
             if text is None:
                 missing.append(query)
@@ -284,10 +292,10 @@ class _Run:
         for start in range(0, len(missing), size):
             yield _Job(goal, missing[start : start + size], threads)
 
-    def _queries(self, goal: Goal) -> Iterator[Query]:
+    def _queries(self, goal: Goal, sequences: Sequence[str]) -> Iterator[Query]:
         """What is searched for: sequences, or for templates the first database's alignments."""
         first = self.goals[0]
-        for sequence in self.names:
+        for sequence in sequences:
             if not goal.for_templates:
                 yield Query(sequence)
             elif (rows := self.cache.get(first.key(Query(sequence)))) is not None:
@@ -315,11 +323,7 @@ class _Run:
             file = Path(name, f"{goal.database.name}.{'sto' if goal.for_templates else 'a3m'}")
             own = text if goal.for_templates else write_fasta([(name, query.sequence)], width=0) + text
             write_whole(self.out / file, own.encode())
-            hits = (
-                len(re.findall(r"^[^#/\n]", text, re.MULTILINE))
-                if goal.for_templates
-                else text.count("\n>") + bool(text)
-            )
+            hits = len(re.findall(r"^[^#/\n]" if goal.for_templates else "^>", text, re.MULTILINE))
             self.found[name]["databases"][goal.database.name] = {
                 "file": str(file), "hits": hits, "seconds": round(seconds, 3), "cached": cached
             }  # fmt: skip
