@@ -89,12 +89,16 @@ def pack(
     part = Part.parse(shard) if shard else None
     how: dict[str, Any] = {"workers": workers, "cluster": cluster}
     what: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}
-    with progress_bar() as bar:
-        how["progress"] = lambda stage, done, total: bar(done, total, stage)
-        if merge:
-            report = packing.merge(merge, out, **how)
-        else:
-            report = packing.pack(structures or [], msas or [], out, options, part=part, **what, **how)
+    try:
+        with progress_bar() as bar:
+            how["progress"] = lambda stage, done, total: bar(done, total, stage)
+            if merge:
+                report = packing.merge(merge, out, **how)
+            else:
+                report = packing.pack(structures or [], msas or [], out, options, part=part, **what, **how)
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command continues", err=True)
+        raise typer.Exit(130) from None
     if as_json:
         return show(report.to_json())
     _tell(report, out, part)
