@@ -36,6 +36,7 @@ from warpfold.data.sources import ALIGNMENTS, HITS, STRUCTURES, Source, digest, 
 from warpfold.errors import UserError
 
 BATCH = 64  # alignments whose queries one job reads
+CLUSTER_AHEAD = 1024  # files handed to a cluster at a time: enough for some 500 cores, and 1 GB here at the most
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ def pack(
     try:
         with pool(workers, cluster) as executor:
             if not writer.finished:
-                _fill(writer, inputs, options, part or whole, executor, max(AHEAD, 4 * workers), tell)
+                ahead = max(AHEAD, 4 * workers) if cluster is None else CLUSTER_AHEAD
+                _fill(writer, inputs, options, part or whole, executor, ahead, tell)
                 writer.finish()
             if part is not None:
                 return report_part(writer)

@@ -204,10 +204,12 @@ def _build_one(
     if entry.name == raw.name:
         arrays, notes, shared = whole, raw.notes(), {}
     else:
-        own = from_chain(entry.name, structure, chain)
-        arrays = {**whole, "positions": own.to_arrays()["positions"], "mask": own.to_arrays()["mask"]}
+        own = from_chain(entry.name, structure, chain).to_arrays()
+        arrays = {**whole, "positions": own["positions"], "mask": own["mask"]}
         notes = {**raw.notes(), "name": entry.name}
-        shared = {key: raw.name for key, array in whole.items() if _same(array, arrays[key])}
+        shared = {
+            key: raw.name for key, array in whole.items() if arrays[key] is array and array.nbytes >= WORTH_SHARING
+        }
         arrays = {key: array for key, array in arrays.items() if key not in shared}
     record = pack_record(arrays, notes, shared)
     built.records.append(record)
@@ -222,10 +224,6 @@ def _build_one(
     place = {"number": len(built.records) - 1, "header": record.header, "crc": record.crc}
     more = {"sequence": raw.sequence, "entity": f"{structure.id}_{chain.entity}", "record": place, "meta": meta}
     built.entries.append(asdict(entry) | more | ({"shares": raw.name} if shared else {}))
-
-
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.nbytes >= WORTH_SHARING and one is other
 
 
 def _with_templates(
