@@ -43,10 +43,11 @@ def place(rank: int, data: int, axial: int, branch: int) -> tuple[int, int, int]
     return rank // (axial * branch) % data, rank // branch % axial, rank % branch
 
 
-def make_mesh(data: int = 1, axial: int = 1, branch: int = 1) -> Mesh:
+def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIME_LIMIT) -> Mesh:
     """The grid over the initialised process group, or of this process alone where there is none.
 
-    Every rank must call it, with the same sizes.  Errors: UserError if the ranks there are do not fill the grid.
+    limit: seconds that a collective may wait for the others.  Every rank must call it, with the same sizes.
+    Errors: UserError if the ranks there are do not fill the grid.
     """
     wanted = data * axial * branch
     there = dist.get_world_size() if dist.is_initialized() else 1
@@ -66,10 +67,10 @@ def make_mesh(data: int = 1, axial: int = 1, branch: int = 1) -> Mesh:
         "model": (False, True, True),
         "world": (True, True, True),
     }
-    return Mesh(**{name: _group(name, varies, at, (data, axial, branch)) for name, varies in lines.items()})
+    return Mesh(**{name: _group(name, varies, at, (data, axial, branch), limit) for name, varies in lines.items()})
 
 
-def _group(name: str, varies: tuple[bool, ...], at: tuple[int, ...], sizes: tuple[int, ...]) -> Group:
+def _group(name: str, varies: tuple[bool, ...], at: tuple[int, ...], sizes: tuple[int, ...], limit: float) -> Group:
     """This process's group; all groups of the kind are made, by every rank in the same order, as torch wants it."""
     members: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes)):
@@ -78,6 +79,6 @@ def _group(name: str, varies: tuple[bool, ...], at: tuple[int, ...], sizes: tupl
     own = members[tuple(-1 if free else c for free, c in zip(varies, at))]
     handle = None
     if len(own) > 1:
-        handles = {key: dist.new_group(ranks, timeout=timedelta(seconds=TIME_LIMIT)) for key, ranks in members.items()}
+        handles = {key: dist.new_group(ranks, timeout=timedelta(seconds=limit)) for key, ranks in members.items()}
         handle = handles[tuple(-1 if free else c for free, c in zip(varies, at))]
     return Group(name, own.index(dist.get_rank()), len(own), tuple(own), handle)

@@ -1,7 +1,7 @@
 """A plan: how a model runs, never what it computes.  Two plans of one model differ by rounding alone."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,8 @@ from warpfold.model.axial import (
     one_by_one,
 )
 from warpfold.model.residues import ALL, Resident
-from warpfold.parallel.mesh import Mesh
+from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.mesh import TIME_LIMIT, Mesh
 from warpfold.parallel.schedules import chunked, in_place, whole
 from warpfold.parallel.sharded import Sharding
 
@@ -41,6 +42,8 @@ class Plan:
     axial: ranks that share an example, each with its slice of m and z (parallel/sharded.py).
     branch: 2: the two halves of a block run at the same time, each on its own ranks; for models whose halves are
     independent (`evoformer.outer` "first" or "last").
+    sync: how gradients travel (parallel/exchange.py).
+    time_limit: seconds that a rank waits for the others before it says who is missing, and the run ends.
     triangle: whether triangle products gather a factor or are cut by channels; "auto": by what both would cost.
     chunk: rows per slice in the trunk's layers; None: everything at once.
     in_place: write every slice over its part of m or z (inference only; needs a chunk).
@@ -54,6 +57,8 @@ class Plan:
     axial: int = 1
     branch: int = 1
     triangle: Triangle = "auto"
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    time_limit: float = TIME_LIMIT
     chunk: int | None = None
     in_place: bool = False
     recompute: bool = False
@@ -63,6 +68,8 @@ class Plan:
     def __post_init__(self) -> None:
         if min(self.data, self.axial, self.branch) < 1:
             raise ValueError(f"plan: data {self.data}, axial {self.axial}, branch {self.branch}: each is at least 1")
+        if not self.time_limit > 0:
+            raise ValueError(f"plan.time_limit is {self.time_limit}: seconds, more than none")
         if self.branch > 2:
             raise ValueError(f"plan.branch is {self.branch}: a block has two halves, so 1 or 2")
         if self.chunk is not None and self.chunk < 1:
