@@ -1,6 +1,8 @@
 """`warpfold pack`."""
 
+from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,51 +67,53 @@ def pack(
     from warpfold.data import pack as packing
     from warpfold.data.pack_build import Options
 
-    modes = {"--structures": structures, "--merge": merge, "--verify": verify, "--info": info}
-    chosen = [name for name, value in modes.items() if value]
-    if len(chosen) != 1:
-        raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}; see --help")
+    _one_of({"--structures": structures, "--merge": merge, "--verify": verify, "--info": info})
     if verify is not None:
         return _verify(verify, as_json)
     if info is not None:
         return _info(info, as_json)
     if out is None:
         raise UserError("pack: --out is missing; name the store to make")
+    after, before, newest = map(_day, (released_after, released_before, max_template_date))
     options = Options(
-        max_resolution=max_resolution,
-        max_single=max_single,
-        min_length=min_length,
-        max_length=max_length,
-        released_after=_day("--released-after", released_after),
-        released_before=_day("--released-before", released_before),
-        require_msa=require_msa,
-        max_template_date=_day("--max-template-date", max_template_date),
-        cluster_identity=cluster_identity,
-    )
+        max_resolution, max_single, min_length, max_length, after, before, require_msa,
+        max_template_date=newest, cluster_identity=cluster_identity,
+    )  # fmt: skip
     part = Part.parse(shard) if shard else None
-    how: dict[str, Any] = {"workers": workers, "cluster": cluster}
-    what: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}
-    try:
-        with progress_bar() as bar:
-            how["progress"] = lambda stage, done, total: bar(done, total, stage)
-            if merge:
-                report = packing.merge(merge, out, **how)
-            else:
-                report = packing.pack(structures or [], msas or [], out, options, part=part, **what, **how)
-    except KeyboardInterrupt:
-        typer.echo("stopped; the same command continues", err=True)
-        raise typer.Exit(130) from None
+    more: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}
+    if merge:
+        make = partial(packing.merge, merge, out)
+    else:
+        make = partial(packing.pack, structures or [], msas or [], out, options, part=part, **more)
+    report = _make(partial(make, workers=workers, cluster=cluster))
     if as_json:
         return show(report.to_json())
     _tell(report, out, part)
 
 
-def _day(option: str, text: str | None) -> str | None:
+def _one_of(modes: dict[str, Any]) -> None:
+    """UserError unless one of the options is given."""
+    chosen = [name for name, value in modes.items() if value]
+    if len(chosen) != 1:
+        raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}; see --help")
+
+
+def _make(make: Callable[..., "Report"]) -> "Report":
+    """Packs or merges under a progress bar."""
+    try:
+        with progress_bar() as bar:
+            return make(progress=lambda stage, done, total: bar(done, total, stage))
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command continues", err=True)
+        raise typer.Exit(130) from None
+
+
+def _day(text: str | None) -> str | None:
     """A date as it was given, if it is one."""
     try:
         return None if text is None else date.fromisoformat(text).isoformat()
     except ValueError:
-        raise UserError(f"{option} {text}: expected a day, for example 2018-04-30") from None
+        raise UserError(f"pack: {text} is no day; write it as 2018-04-30") from None
 
 
 def _tell(report: "Report", out: Path, part: "Part | None") -> None:

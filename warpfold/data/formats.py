@@ -18,6 +18,7 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
 
 _INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
+# Headers of the HH-suite's rows that are no sequences: >ss_pred, >ss_conf, >aa_dssp ..., >Consensus, >NAME_consensus.
 _ANNOTATION = re.compile(r"((ss|sa|aa)_(pred|conf|dssp)|(\S*_)?consensus)(\s|$)", re.IGNORECASE)
 _BLANKS = b" \t\n\r\v\f"
 _GAPS = b"-._~"  # Stockholm's
@@ -157,7 +158,7 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
         line, _, data = data.partition(b"\n")
         if re.fullmatch(rb"#[\d,]+\t[\d,]+\s*", line):
             lengths = [int(n) for n in line[1:].split(b"\t")[0].split(b",") if n]
-    records = [(n, s) for n, s in zip(*_records(data, source)) if not _is_annotation(n)]
+    records = [(n, s) for n, s in zip(*_records(data, source)) if not _ANNOTATION.match(n)]
     if not records:
         raise UserError(f"{source}: holds no sequence; give an alignment with at least the query's row")
     names, sequences = [name for name, _ in records], [sequence for _, sequence in records]
@@ -178,11 +179,6 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
             raise UserError(f"{source}: its first row, the query, has gaps; put the query's own sequence first")
         alignment = _project(alignment, alignment.rows[0] != GAP)
     return _checked(alignment, source, query)
-
-
-def _is_annotation(name: str) -> bool:
-    """Rows of the HH-suite that are no sequences: >ss_pred, >ss_conf, >aa_dssp ..., >Consensus, >NAME_consensus."""
-    return _ANNOTATION.match(name) is not None
 
 
 def _has_lowered_query(sequences: Sequence[bytes], query: str) -> bool:
@@ -224,24 +220,27 @@ def _match_columns(names: list[str], sequences: list[bytes], source: str) -> tup
 
 
 def _widths(match: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """How many of each sequence's characters match, int64 [R]."""
     return np.array([np.count_nonzero(match[start:stop]) for start, stop in pairwise(starts.tolist())])
 
 
 def _insertions(codes: np.ndarray, starts: np.ndarray, width: int) -> np.ndarray:
     """How many characters are inserted before each of the `width` columns of each row, int32 [R, width]."""
     deletions = np.zeros((len(starts) - 1, width), np.int32)
-    step = max(_AT_A_TIME // max(width, 1), 1)
-    for first in range(0, len(deletions), step):
-        rows = deletions[first : first + step]
-        begins = starts[first : first + len(rows) + 1]
+    for block in _blocks(len(deletions), width):
+        rows, begins = deletions[block], starts[block.start : block.stop + 1]
         part = codes[begins[0] : begins[-1]]
         inserted = np.flatnonzero(part == _INSERTED)
-        column = np.cumsum(part <= GAP, dtype=np.int64)[inserted]  # the next one, counted through the rows
-        row_end = np.searchsorted(begins - begins[0], inserted, side="right") * width
-        cells, counts = np.unique(column[column < row_end], return_counts=True)  # what follows the last column is lost
+        column = np.cumsum(part <= GAP)[inserted]  # the next one, counted through the rows
+        ends = np.searchsorted(begins - begins[0], inserted, side="right") * width
+        cells, counts = np.unique(column[column < ends], return_counts=True)  # what follows the last column is lost
         rows.reshape(-1)[cells] = counts
     return deletions
+
+
+def _blocks(rows: int, width: int) -> list[slice]:
+    """The rows of an alignment, few enough at a time."""
+    step = max(_AT_A_TIME // max(width, 1), 1)
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def _own_entry(data: bytes, source: str, query: str | None) -> bytes:
@@ -364,12 +363,9 @@ def _project(alignment: Alignment, kept: np.ndarray) -> Alignment:
     """Only the columns `kept` [W]; residues in the others become insertions before the next kept one."""
     rows = np.ascontiguousarray(alignment.rows[:, kept])
     deletions = np.zeros(rows.shape, np.int32)
-    if not kept.all():
-        step = max(_AT_A_TIME // len(kept), 1)
-        for first in range(0, len(rows), step):
-            part = slice(first, first + step)
-            residues = np.cumsum((alignment.rows[part] != GAP) & ~kept, axis=1, dtype=np.int32)[:, kept]
-            deletions[part] = np.diff(residues, axis=1, prepend=0)
+    for part in _blocks(len(rows), len(kept)):
+        residues = np.cumsum((alignment.rows[part] != GAP) & ~kept, axis=1, dtype=np.int32)[:, kept]
+        deletions[part] = np.diff(residues, axis=1, prepend=0)
     return Alignment(rows, deletions, alignment.names)
 
 

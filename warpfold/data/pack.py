@@ -200,6 +200,7 @@ def _fill(
     hits_matcher = HitsMatcher(inputs.hits, alignments)
 
     def match(read: Read) -> BuildJob | None:
+        """The chains of a file with what belongs to them; None if it has none to keep."""
         if read.structure is None or not read.structure.chains:
             return None
         chains = []

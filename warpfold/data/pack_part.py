@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from warpfold.bulk import Part
-from warpfold.data.store import lock_folder
+from warpfold.data.folders import lock_folder
 from warpfold.errors import UserError
 
 FORMAT, VERSION = "warpfold-part", 1

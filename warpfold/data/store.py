@@ -8,7 +8,6 @@ same bytes.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -19,11 +18,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import zstandard
 
+from warpfold.data.folders import lock_folder, sync_folder
 from warpfold.errors import UserError
 
 FORMAT, VERSION = "warpfold-store", 2
@@ -135,9 +135,9 @@ class StoreWriter:
                     file.flush()
                     os.fsync(file.fileno())
             (self.partial / "lock").unlink()
-            _sync_folder(self.partial)
+            sync_folder(self.partial)
             self.partial.rename(self.path)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
         self._lock.close()
@@ -170,22 +170,6 @@ class StoreWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
-
-
-def lock_folder(folder: Path, what: Path) -> TextIO:
-    """Makes `folder` and locks it for this process, until the file that is returned is closed, or the process ends.
-
-    Errors: UserError, about `what`, if another process has it or the disk refuses.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock", "w")  # noqa: SIM115 (held until the end)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{what}: another process is writing this store; wait for it") from None
-    except OSError as error:
-        raise UserError(f"{what}: cannot be written: {error.strerror}") from error
-    return lock
 
 
 @dataclass(frozen=True)
@@ -408,9 +392,3 @@ def _json(value: Any) -> bytes:
 
 def _shard_name(number: int) -> str:
     return f"shard-{number:05d}.wfs"
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)

@@ -1,0 +1,31 @@
+"""Folders that one process at a time writes, and that are there when they are said to be."""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import TextIO
+
+from warpfold.errors import UserError
+
+
+def lock_folder(folder: Path, what: Path) -> TextIO:
+    """Makes `folder` and locks it for this process, until the file that is returned is closed, or the process ends.
+
+    Errors: UserError, about `what`, if another process has it or the disk refuses.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "w")  # noqa: SIM115 (held until the end)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{what}: another process is writing this store; wait for it") from None
+    except OSError as error:
+        raise UserError(f"{what}: cannot be written: {error.strerror}") from error
+    return lock
+
+
+def sync_folder(path: Path) -> None:
+    """What was renamed or removed in a folder outlives a power cut from here on."""
+    folder = os.open(path, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
