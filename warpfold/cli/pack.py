@@ -81,14 +81,10 @@ def pack(
     )  # fmt: skip
     part = Part.parse(shard) if shard else None
     more: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}
-    if merge:
-        make = partial(packing.merge, merge, out)
-    else:
-        make = partial(packing.pack, structures or [], msas or [], out, options, part=part, **more)
+    pack = partial(packing.pack, structures or [], msas or [], out, options, part=part, **more)
+    make = partial(packing.merge, merge, out) if merge else pack
     report = _make(partial(make, workers=workers, cluster=cluster))
-    if as_json:
-        return show(report.to_json())
-    _tell(report, out, part)
+    return show(report.to_json()) if as_json else _tell(report, out, part)
 
 
 def _one_of(modes: dict[str, Any]) -> None:

@@ -238,7 +238,6 @@ def _insertions(codes: np.ndarray, starts: np.ndarray, width: int) -> np.ndarray
 
 
 def _blocks(rows: int, width: int) -> list[slice]:
-    """The rows of an alignment, few enough at a time."""
     step = max(_AT_A_TIME // max(width, 1), 1)
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
