@@ -26,11 +26,11 @@ from warpfold.data.features import RawExample, profile_of
 from warpfold.data.sample import SampleConfig, make_features, predicted_cost
 from warpfold.data.store import Store, StoreWriter, pack_record
 
-INITIAL = {"crop": 256, "max_msa": 128, "max_extra": 1024}  # Supp. table 4
+DEFAULT = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # initial training, Supp. table 4
 CONFIGS = {
-    "exact": SampleConfig(**INITIAL, max_cost=0),
-    "default budget": SampleConfig(**INITIAL),
-    "default budget, runs": SampleConfig(**INITIAL, thin="runs"),
+    "exact": replace(DEFAULT, max_cost=0),
+    "default budget": DEFAULT,
+    "default budget, runs": replace(DEFAULT, thin="runs"),
 }
 PASSES = (1, 4)  # of a step without recycling, and of one with three
 LEAST_ROWS = 20
@@ -96,9 +96,9 @@ def main() -> None:
                     {
                         "rows": name,
                         "passes": passes,
-                        "samples_per_second": round(1 / taken.mean(), 1),
-                        "slowest": round(1 / taken.max(), 1),
-                        "fastest": round(1 / taken.min(), 1),
+                        "samples_per_second": round(1 / float(taken.mean()), 1),
+                        "slowest": round(1 / float(taken.max()), 1),
+                        "fastest": round(1 / float(taken.min()), 1),
                         "correlation_with_predicted_cost": round(float(np.corrcoef(taken, cost)[0, 1]), 3),
                         "milliseconds": [round(1e3 * each, 2) for each in taken],
                         "predicted_cost": [round(each, 2) for each in cost],

@@ -32,8 +32,7 @@ class SampleConfig:
     # In training, the `predicted_cost` of a pass: of a deeper alignment fewer rows are used, each with the same
     # probability, but never fewer than `max_msa` + `max_extra`.  0: no bound, every row counts, as in the paper.
     max_cost: float = 8.0
-    # Which are left out: single "rows", or "runs" of neighbours, which stay or go together as related sequences do (and
-    # then are not even read).
+    # Which are left out: single "rows", or "runs" of neighbours, which stay or go together as related sequences do.
     thin: Literal["rows", "runs"] = "rows"
     resample_msa: bool = True  # each pass through the trunk sees its own sample (Supp. 1.10, 1.11.2)
     masked_fraction: float = 0.15  # Supp. 1.2.7, step 2
@@ -176,7 +175,7 @@ def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 
     residues = min(config.crop or length, length)
     kept = expected_rows(depth, config)
     used = min(kept, row_budget(residues, config) or kept)
-    return _cost(residues, used if config.thin == "runs" else kept, used, passes, config)
+    return _cost(residues, kept, used, passes, config)  # rows left out lie in the same blobs as those used
 
 
 def _cost(residues: int, read: float, rows: float, passes: int, config: SampleConfig) -> float:

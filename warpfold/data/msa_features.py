@@ -119,8 +119,8 @@ def _fill(
     feat[own.row, own.column, 23] = 1
     feat[own.row, own.column, 24] = deletion_value(own.count)
     mean = deletion_means(deletions, cluster, members, length)
-    some = np.nonzero(mean)
-    feat[(*some, 48)] = deletion_value(mean[some])
+    row, column = np.nonzero(mean)
+    feat[row, column, 48] = deletion_value(mean[row, column])
 
     other = np.ones(depth, bool)
     other[centres] = False
