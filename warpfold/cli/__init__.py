@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpfold import __version__
-from warpfold.cli import demo, golden, pack, predict, sample, score, search, train  # noqa: F401 (they register)
+from warpfold.cli import bench, demo, golden, pack, predict, sample, score, search, train  # noqa: F401 (they register)
 from warpfold.cli.common import app
 from warpfold.errors import UserError
 

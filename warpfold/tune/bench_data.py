@@ -1,0 +1,203 @@
+"""How fast data is here: `warpfold bench data`.
+
+Everything is measured on the user's own store and machine, in one run: read the figures as ratios.
+"""
+
+import json
+import os
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from warpfold import __version__
+from warpfold.batch import to_tensors
+from warpfold.data.choose import SampleConfig
+from warpfold.data.example import StoredExample
+from warpfold.data.features import RawExample, from_chain
+from warpfold.data.formats import read_alignment
+from warpfold.data.mmcif import read_structure
+from warpfold.data.pack import pack
+from warpfold.data.sample import make_features
+from warpfold.data.store import Store
+from warpfold.errors import UserError
+from warpfold.tune.footprint import footprint
+from warpfold.tune.straggler import Case, epoch_gap, straggler
+
+INITIAL = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # Supp. table 4
+PASSES = (1, 4)  # of a step without recycling, and of one with three
+CASE = Case()
+DRAWS = 3  # of each entry
+Tell = Callable[[int, int, str], None]
+
+
+def bench_data(
+    store: Store, sources: Path | None = None, entries: int = 48, case: Case = CASE, tell: Tell | None = None
+) -> dict[str, Any]:
+    """All figures of a store, by name.
+
+    sources: the folder that holds the folders which the store was packed from; without it what needs the files is
+    left out.  entries: so many, spread over the alignment depths.  case: what the simulated ranks do.
+    Errors: UserError for sources that are not the store's.
+    """
+    chosen = spread_out(store, entries)
+    files = source_files(store, sources, chosen) if sources is not None else {}
+    parts: dict[str, Callable[[], Any]] = {
+        "features": lambda: features(store, chosen, files),
+        "reading": lambda: reading(store),
+        "size": lambda: sizes(store),
+        "processes": lambda: footprint(store, INITIAL, workers=2),
+        "straggler": lambda: straggler(case)["results"],
+        "epoch gap": lambda: epoch_gap(case),
+    }
+    if sources is not None:
+        parts["pack"] = lambda: packing(store, sources)
+    found: dict[str, Any] = {}
+    for done, (name, measure) in enumerate(parts.items()):
+        if tell:
+            tell(done, len(parts), name)
+        found[name] = measure()
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    versions = {"warpfold": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    return {"date": date.today().isoformat(), **machine, **versions, "store": store.path.name, **found}
+
+
+def spread_out(store: Store, entries: int) -> list[str]:
+    """So many keys at most, evenly spread over the depths that alignments have, the deepest included."""
+    ranked = sorted(dict(zip(store.column("depth"), store.keys)).items())  # one entry of each depth
+    places = np.unique(np.linspace(0, len(ranked) - 1, min(entries, len(ranked))).round().astype(int))
+    return [ranked[place][1] for place in places]
+
+
+def source_files(store: Store, folder: Path, keys: Sequence[str]) -> dict[str, tuple[Path, list[Path]]]:
+    """Structure file and alignment files of each entry, as the store's pack.json names them.
+
+    Errors: UserError if one of them is not there.
+    """
+    report = json.loads((store.path / "pack.json").read_text(encoding="utf-8"))
+    entries = {entry["name"]: entry for entry in report["kept"]}
+    found = {}
+    for key in keys:
+        paths = [folder / name for name in (entries[key]["file"], *entries[key]["alignments"])]
+        if missing := [path for path in paths if not path.is_file()]:
+            raise UserError(f"{missing[0]}: not there; --sources is the folder that holds what the store was packed of")
+        found[key] = paths[0], paths[1:]
+    return found
+
+
+def features(
+    store: Store, keys: Sequence[str], files: dict[str, tuple[Path, list[Path]]]
+) -> dict[str, dict[str, float | None]]:
+    """Samples per second of one core, to tensors of the feature table: from the store, and from the source files.
+
+    The thread's own seconds, each entry equally often.  "exact": all rows that block deletion leaves, as the paper.
+    """
+    torch.set_num_threads(1)
+    exact, budget = replace(INITIAL, max_cost=0), INITIAL
+
+    def stored(config: SampleConfig, passes: int) -> float:
+        return _rate(lambda key: StoredExample(store, key), keys, config, passes, DRAWS)
+
+    def parsed(key: str) -> RawExample:
+        structure, alignments = files[key]
+        whole = read_structure(structure)
+        chain = whole.chains[key.removeprefix(f"{whole.id}_")]
+        return from_chain(key, whole, chain, [read_alignment(path) for path in alignments])
+
+    return {
+        f"{passes} {'passes' if passes > 1 else 'pass'}": {
+            "store, row budget": stored(budget, passes),
+            "store, exact": stored(exact, passes),
+            "source files, exact": _rate(parsed, keys, exact, passes, 1) if files else None,
+        }
+        for passes in PASSES
+    }
+
+
+def _rate(
+    read: Callable[[str], StoredExample | RawExample],
+    keys: Sequence[str],
+    config: SampleConfig,
+    passes: int,
+    draws: int,
+) -> float:
+    def one(key: str, draw: int) -> None:
+        to_tensors(make_features(read(key), config, 0, (key, draw), passes, train=True))
+
+    one(keys[-1], draws)  # warms up
+    began = time.thread_time()
+    for key in keys:
+        for draw in range(draws):
+            one(key, draw)
+    return round(len(keys) * draws / (time.thread_time() - began), 2)
+
+
+def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
+    """Random access to whole records, their checksums included: MB/s of the store, cold and warm.
+
+    Cold: the kernel is asked to forget the shards first, which it may not do for all file systems.
+    """
+    order = random.Random(0).sample(store.keys, len(store.keys))
+    rates = {}
+    for state in ("cold", "warm"):
+        if state == "cold":
+            for shard in store.path.glob("*.wfs"):
+                with open(shard, "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        count = size = 0
+        began = time.perf_counter()
+        for key in order:
+            record = store.record(key)
+            size += sum(record.read(name).nbytes for name in record.arrays)
+            count += 1
+            if (taken := time.perf_counter() - began) > seconds:
+                break
+        rates[f"{state}, records per second"] = round(count / taken, 1)
+        rates[f"{state}, MB/s unpacked"] = round(size / taken / 1e6, 1)
+    return rates
+
+
+def sizes(store: Store) -> dict[str, float]:
+    """MB of the store, and of the files that it was packed of."""
+    plan = json.loads((store.path / "sources.json").read_text(encoding="utf-8"))
+    source = sum(kind["bytes"] for kind in plan["inputs"].values())
+    own = sum(file.stat().st_size for file in store.path.iterdir())
+    return {"store MB": round(own / 1e6, 1), "source files MB": round(source / 1e6, 1), "ratio": round(own / source, 2)}
+
+
+def packing(store: Store, folder: Path) -> dict[str, float]:
+    """Seconds to pack the store's sources again, with one process and with one for each core."""
+    report = json.loads((store.path / "pack.json").read_text(encoding="utf-8"))
+    structures = sorted({folder / entry["file"] for entry in report["kept"]})
+    alignments = sorted({folder / name for entry in report["kept"] for name in entry["alignments"]})
+    cores = os.cpu_count() or 1
+    seconds = {}
+    for workers in sorted({1, 2, cores}):
+        with tempfile.TemporaryDirectory() as scratch:
+            began = time.perf_counter()
+            pack(structures, alignments, Path(scratch) / "store", workers=workers)
+            seconds[f"workers {workers}, seconds"] = round(time.perf_counter() - began, 1)
+    return seconds
+
+
+def rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, of what, figure) for a table."""
+    lines = []
+    for part, figures in found.items():
+        if isinstance(figures, dict):
+            for name, figure in figures.items():
+                inner = figure.items() if isinstance(figure, dict) else [("", figure)]
+                lines += [(part, f"{name}{', ' * bool(sub)}{sub}", _figure(value)) for sub, value in inner]
+    return lines
+
+
+def _figure(value: Any) -> str:
+    return "not measured" if value is None else f"{value:g}" if isinstance(value, int | float) else str(value)
