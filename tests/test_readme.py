@@ -40,6 +40,7 @@ def test_commands_and_options_exist(page: Path) -> None:
             words = line.split("#")[0].split()
             if words[:1] == ["warpfold"] and len(words) > 1 and not words[1].startswith("-"):
                 command = cli.typer.main.get_command(cli.app).commands[words[1]]  # type: ignore[attr-defined]
+                command = getattr(command, "commands", {}).get(words[2] if len(words) > 2 else "", command)  # a group's
                 known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
                 assert {word for word in words if word.startswith("--")} <= known, line
 
