@@ -101,14 +101,14 @@ class Reducer:
 
     def _watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._nodes = [[get_gradient_edge(parameters[name]).node for name in names] for names in self.layout.members]
-        self._views = {name: p.grad.data_ptr() for name, p in parameters.items() if p.grad is not None}
         for bucket, names in enumerate(self.layout.members):
             for name in names:
-                parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, bucket, name))
+                hook = partial(self._arrived, bucket, name, parameters[name].grad)
+                parameters[name].register_post_accumulate_grad_hook(hook)
 
-    def _arrived(self, bucket: int, name: str, parameter: Tensor) -> None:
+    def _arrived(self, bucket: int, name: str, view: Tensor | None, parameter: Tensor) -> None:
         """A parameter has its gradient, the sum over all its uses: autograd calls this once in a backward pass."""
-        if parameter.grad is None or parameter.grad.data_ptr() != self._views[name]:
+        if parameter.grad is not view:
             raise RuntimeError(f"{name}: its grad is not the optimiser's buffer any more; do not set it to None")
         if bucket < self.sent_buckets:
             raise RuntimeError(f"{name}: a gradient after it was sent; collect() follows each example's one backward()")
