@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 
 NODES = ("warpfold0", "warpfold1")
 DEVICE, MTU = "wftun{}", 65_000
@@ -42,10 +43,11 @@ def refusal() -> str | None:
         return "there is no `ip` command (iproute2)"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "/dev/net/tun is not there or not permitted"
-    done = subprocess.run(["ip", "netns", "add", NODES[0]], capture_output=True, text=True, check=False)
+    attempt = f"{NODES[0]}-attempt"
+    done = subprocess.run(["ip", "netns", "add", attempt], capture_output=True, text=True, check=False)
     if done.returncode:
         return f"network namespaces are not permitted: {done.stderr.strip()}"
-    _ip("netns", "del", NODES[0])
+    _ip("netns", "del", attempt)
     return None
 
 
@@ -63,6 +65,8 @@ def linked(shape: Shape) -> Iterator[None]:
     with ExitStack() as stack:
         ends = []
         for number, name in enumerate(NODES):
+            if Path(f"/run/netns/{name}").exists():  # a run was killed
+                _ip("netns", "del", name)
             _ip("netns", "add", name)
             stack.callback(_ip, "netns", "del", name)
             device = DEVICE.format(number)

@@ -7,7 +7,7 @@ to when it chooses how triangle products are cut.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -17,6 +17,7 @@ from warpfold.parallel.plan import DTYPES, Plan, apply
 from warpfold.tune.fake import fake_ranks
 
 Phase = Literal["forward", "recomputed", "backward"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,9 @@ class Traffic:
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.calls + other.calls, self.bytes + other.bytes)
 
+    def __sub__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.calls - other.calls, self.bytes - other.bytes)
+
 
 @dataclass(frozen=True)
 class Move:
@@ -59,14 +63,22 @@ def total(moves: Iterable[Move], phase: Phase) -> Traffic:
 
 
 def count(plan: Plan, block: Block, branch_rank: int = 0) -> list[Move]:
-    """What one block of a stack sends under `plan`, counted while it runs forward and backward on fake ranks.
+    """What one block more in a stack sends under `plan`, counted while it runs forward and backward on fake ranks.
 
-    Of the first axial rank, which never holds less than another, of branch `branch_rank`.  A block enters and leaves
-    cut as every block of the stack does, so the stack's figures are these times its blocks.
+    Of the first axial rank, which never holds less than another, of branch `branch_rank`.
     """
+    less, more = (_count(plan, block, blocks, branch_rank) for blocks in (1, 2))
+    return [
+        Move(name, move.kind, **{phase: getattr(move, phase) - getattr(less[name], phase) for phase in PHASES})
+        for name, move in more.items()
+    ]
+
+
+def _count(plan: Plan, block: Block, blocks: int, branch_rank: int) -> dict[str, Move]:
+    """What a stack of so many blocks sends."""
     events: list[Event] = []
     with fake_ranks(axial=plan.axial, branch=plan.branch, rank=branch_rank) as mesh, watched(events.append):
-        config = replace(block.evoformer, blocks=1)
+        config = replace(block.evoformer, blocks=blocks)
         stack = apply(plan, Evoformer(block.c_m, block.c_z, config, block.global_column), mesh)
         here, dtype = sizes_of(block.residues, plan.axial)[0], DTYPES[plan.precision]
         m = torch.empty(block.sequences, here, block.c_m, dtype=dtype, requires_grad=True)
@@ -81,7 +93,7 @@ def count(plan: Plan, block: Block, branch_rank: int = 0) -> list[Move]:
             name = event.name.strip()
             move = found.setdefault(name, Move(name, event.kind))
             found[name] = replace(move, **{phase: getattr(move, phase) + Traffic(1, event.bytes)})
-    return list(found.values())
+    return found
 
 
 def moves(block: Block, ranks: int, by_channels: bool, itemsize: int = 2) -> list[Move]:

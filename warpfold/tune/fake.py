@@ -17,7 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from warpfold.batch import FEATURES, Batch
+from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.model.losses import LossConfig, total_loss
 from warpfold.parallel.mesh import Mesh, make_mesh
+from warpfold.parallel.plan import Plan, apply
 
 
 @contextmanager
@@ -61,15 +64,15 @@ class Memory(TorchDispatchMode):
 
     What operations need for themselves while they run, and what existed before, is not seen.
 
-    peak: the most bytes at one time; at_peak: what they were; largest: the most elements of any one tensor, by who
-    made it, and with `noted`, of those shapes only for which it is true.
+    peak: the most bytes at one time; at_peak: what they were; seen: shapes for which `noted` is true, with who made
+    them.
     """
 
-    def __init__(self, noted: Callable[[Sequence[int]], bool] = lambda shape: True) -> None:
+    def __init__(self, noted: Callable[[Sequence[int]], bool] = lambda shape: False) -> None:
         super().__init__()
         self.noted = noted
         self.now = self.peak = 0
-        self.largest: dict[str, tuple[int, ...]] = {}
+        self.seen: set[tuple[str, tuple[int, ...]]] = set()
         self._live: dict[int, Held] = {}
         self._at_peak: list[Held] | None = None  # None: what lives now
 
@@ -94,8 +97,8 @@ class Memory(TorchDispatchMode):
             return
         self._live[key] = Held(storage.nbytes(), shape, made_by)
         weakref.finalize(storage, self._forget, key)
-        if self.noted(shape) and tensor.numel() > torch.Size(self.largest.get(made_by, (0,))).numel():
-            self.largest[made_by] = shape
+        if self.noted(shape):
+            self.seen.add((made_by, shape))
         self.now += storage.nbytes()
         if self.now > self.peak:
             self.peak, self._at_peak = self.now, None
@@ -104,3 +107,31 @@ class Memory(TorchDispatchMode):
         if self._at_peak is None:
             self._at_peak = list(self._live.values())
         self.now -= self._live.pop(key).bytes
+
+
+def memory_of(
+    plan: Plan,
+    config: ModelConfig,
+    sizes: Mapping[str, int],
+    losses: LossConfig | None = None,
+    recycles: int = 1,
+    noted: Callable[[Sequence[int]], bool] = lambda shape: False,
+) -> Memory:
+    """What the first rank holds while it folds one example, or with `losses` trains on it; parameters, their gradients
+    and the example itself apart.
+
+    sizes: of the feature table's named axes (`pass`: 1).  noted: as in `Memory`.
+    """
+    training = losses is not None
+    with fake_ranks(plan.data, plan.axial, plan.branch) as mesh:
+        model = AlphaFold(config).train(training)
+        apply(plan, model, mesh)
+        model.noise.seed(0)
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+        batch = fake_batch(**{"pass": 1, **sizes})
+        with Memory(noted) as memory, torch.set_grad_enabled(training):
+            output = model(batch, recycles)
+            if losses is not None:
+                total_loss(output, batch, losses, residues=model.residues)[0].backward()
+    return memory

@@ -1,0 +1,98 @@
+"""Fake ranks and what they hold: the counter itself, and the laws that z is whole nowhere and falls as 1/p."""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import tiny_config
+from warpfold.batch import FEATURES
+from warpfold.model.losses import LossConfig
+from warpfold.parallel.plan import Plan
+from warpfold.tune.fake import Memory, fake_batch, fake_ranks, memory_of
+
+N = 29  # residues: a prime, so that no other size is taken for it
+SIZES = {"res": N, "seq": 4, "extra": 5, "tmpl": 1}
+LOSSES = LossConfig(predicted_aligned_error=0.1, experimentally_resolved=0.01, violation=1.0)
+
+
+def pairwise(shape: Sequence[int]) -> bool:
+    """Whether it is like a whole z: both axes of all residues, and at least 8 numbers of each pair."""
+    return torch.Size(shape).numel() >= 8 * N * N and (list(shape).count(N) >= 2 or N * N in shape)
+
+
+def test_fake_ranks_leave_nothing_behind() -> None:
+    with fake_ranks(data=2, axial=3, branch=2, rank=7) as mesh:
+        assert (mesh.data.rank, mesh.axial.rank, mesh.branch.rank) == (1, 0, 1)
+        assert dist.get_world_size() == 12
+        assert torch.empty(3).is_meta
+        with pytest.raises(RuntimeError, match="no rank of real ones"), fake_ranks(axial=2):
+            pass
+    assert not dist.is_initialized()
+    assert not torch.empty(3).is_meta
+
+
+def test_the_fake_batch_has_every_feature() -> None:
+    batch = fake_batch(**SIZES, **{"pass": 1})
+    assert set(batch) == set(FEATURES)
+    assert batch["extra_msa"].shape == (1, 5, N)
+
+
+def test_memory_counts_what_lives() -> None:
+    given = torch.zeros(100, dtype=torch.float32)
+    gc.collect()
+    with Memory() as memory:
+        a = given + 1
+        b = a * 2  # with a: 800 bytes
+        view = b[3:]
+        del a
+        c = given.view(10, 10).sum(0)
+        b.add_(1)
+        assert memory.now == 440
+        del view, b, c
+    assert (memory.now, memory.peak) == (0, 800)
+    assert sorted((h.bytes, h.shape) for h in memory.at_peak) == [(400, (100,)), (400, (100,))]
+
+
+def test_no_rank_holds_a_whole_z() -> None:
+    """From the embedder to the losses, in every pass; N = 29 does not divide by the ranks."""
+    plan = Plan(axial=4, triangle="channels", chunk=1)
+    assert not memory_of(replace(plan, recompute=True), tiny_config(), SIZES, LOSSES, noted=pairwise).seen
+    assert not memory_of(replace(plan, in_place=True), tiny_config(), SIZES, noted=pairwise).seen
+
+
+def test_a_gathered_factor_is_the_one_exception() -> None:
+    c = tiny_config().evoformer.pair.c_triangle
+    plan = Plan(axial=4, triangle="gather", chunk=1, in_place=True)
+    found = memory_of(plan, tiny_config(), SIZES, recycles=0, noted=pairwise).seen
+    assert {shape for _, shape in found} == {(c, N, N)}
+
+
+def test_one_device_holds_a_whole_z() -> None:
+    assert memory_of(Plan(chunk=8, in_place=True), tiny_config(), SIZES, recycles=0, noted=pairwise).seen
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_a_block_more_costs_slices_of_m_and_z(ranks) -> None:
+    """What recomputation keeps of a block, in fp32: the first rank's slices, the largest; of z both, by rows and by
+    columns, where there are two."""
+    peaks = []
+    for blocks in (2, 3):
+        config = tiny_config(evoformer=replace(tiny_config().evoformer, blocks=blocks))
+        plan = Plan(axial=ranks, recompute=True, triangle="channels")
+        peaks.append(memory_of(plan, config, SIZES, LOSSES, recycles=0).peak)
+    c, rows = tiny_config(), SIZES["seq"] + SIZES["tmpl"]
+    of_m, of_z = -(-rows // ranks) * N * c.c_m, -(-N // ranks) * N * c.c_z
+    assert 4 * (of_m + of_z) <= peaks[1] - peaks[0] <= 4 * (of_m + min(ranks, 2) * of_z)
+
+
+def test_memory_falls_with_the_ranks() -> None:
+    """Nearly as 1/p, where z is wide enough to outweigh what does not fall."""
+    config, sizes = tiny_config(c_z=96), {"res": 48, "seq": 2, "extra": 2, "tmpl": 0}
+    plans = [Plan(axial=p, triangle="channels", chunk=1, in_place=True) for p in (2, 4, 8)]
+    two, four, eight = (memory_of(plan, config, sizes, recycles=0).peak for plan in plans)
+    assert four < 0.6 * two
+    assert eight < 0.65 * four
