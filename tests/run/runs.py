@@ -56,7 +56,7 @@ def make_store(path: Path, proteins: int = 6) -> Store:
     with StoreWriter(path) as writer:
         for i in range(proteins):
             raw = helix(f"helix{i}", 10 + i, seed=i)
-            meta = {"length": len(raw.aatype), "cluster": str(i)}
+            meta = {"length": len(raw.aatype), "depth": len(raw.msa), "cluster": str(i)}
             writer.add(raw.name, pack_record(raw.to_arrays(), raw.notes()), meta)
         writer.finish()
     return Store(path)

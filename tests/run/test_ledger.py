@@ -20,13 +20,13 @@ def test_what_was_used_after_a_place_is_repeated(tmp_path: Path) -> None:
     write(tmp_path, (1, 0), (0, 0), (3, 2), (2, 0))
     assert (tmp_path / "order.txt").read_text().splitlines()[1:] == ["0 1 0", "1 0 0", "2 3 2", "3 2 0"]
     with Ledger(tmp_path, "data", 2, State(2)) as ledger:
-        assert ledger.replay == [Draw(3, 2), Draw(2)]
+        assert ledger.replay == [[Draw(3, 2), Draw(2)]]
         before = (tmp_path / "order.txt").read_bytes()
         ledger.use(Draw(3, 2))
         assert (tmp_path / "order.txt").read_bytes() == before  # it stands there already
         ledger.use(Draw(2, 1))  # otherwise than before: the last line counts
     with Ledger(tmp_path, "data", 2, State(2)) as ledger:
-        assert ledger.replay == [Draw(3, 2), Draw(2, 1)]
+        assert ledger.replay == [[Draw(3, 2), Draw(2, 1)]]
 
 
 def test_a_torn_line_is_as_good_as_none(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_torn_line_is_as_good_as_none(tmp_path: Path) -> None:
         file.write('{"name"')
     write(tmp_path, (5, 0), place=2, state=State(2))
     with Ledger(tmp_path, "data", 0, State()) as ledger:
-        assert ledger.replay == [Draw(1), Draw(0), Draw(5)]
+        assert ledger.replay == [[Draw(1), Draw(0), Draw(5)]]
         assert ledger.quarantined == []
 
 
@@ -60,7 +60,7 @@ def test_another_runs_order_is_followed_if_it_fits(tmp_path: Path) -> None:
     write(theirs, (1, 0), (0, 0), (2, 0))
     replay = theirs / "order.txt"
     with Ledger(ours, "data", 0, State(), replay) as ledger:
-        assert ledger.replay == [Draw(1), Draw(0), Draw(2)]
+        assert ledger.replay == [[Draw(1), Draw(0), Draw(2)]]
     with pytest.raises(UserError, match="other data, another seed"):
         Ledger(ours, "other", 0, State(), replay)
     with pytest.raises(UserError, match="some that this run has used already"):

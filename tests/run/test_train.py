@@ -118,9 +118,9 @@ def poison(patch: pytest.MonkeyPatch, call: int) -> None:
     original = module.total_loss
     calls: list[None] = []
 
-    def poisoned(*args: Any) -> Any:
+    def poisoned(*args: Any, **more: Any) -> Any:
         calls.append(None)
-        loss, terms = original(*args)
+        loss, terms = original(*args, **more)
         return (loss * float("nan") if len(calls) == call else loss), terms
 
     patch.setattr(module, "total_loss", poisoned)

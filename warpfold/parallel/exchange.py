@@ -8,7 +8,8 @@ many buckets travel at once; `finish` runs them in one order that is the same on
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, Protocol, TypeVar, get_args
@@ -54,6 +55,19 @@ class SyncConfig:
             raise ValueError("plan.sync.check_every must not be negative")
 
 
+_listeners: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def overheard(listener: Callable[[str], None]) -> Iterator[None]:
+    """Within it, `listener` is told in words of every collective of gradients or weights that this process begins."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
 @dataclass(frozen=True)
 class Wire:
     """The collectives of one group on flat buffers, asynchronous, with the bytes that this rank sends counted."""
@@ -63,22 +77,22 @@ class Wire:
 
     def exchange(self, out: Tensor, x: Tensor) -> dist.Work:
         """Piece r of x goes to rank r; `out` holds the pieces that came, in the order of the ranks."""
-        self.sent["exchange"] += x.nbytes * (self.group.size - 1) // self.group.size
+        self._note("exchange", x.nbytes * (self.group.size - 1) // self.group.size)
         return dist.all_to_all_single(out, x, group=self.group.handle, async_op=True)
 
     def gather(self, out: Tensor, x: Tensor) -> dist.Work:
         """`out` is every rank's x, in the order of the ranks."""
-        self.sent["gather"] += x.nbytes * (self.group.size - 1)
+        self._note("gather", x.nbytes * (self.group.size - 1))
         return all_gather(out, x, group=self.group.handle, async_op=True)
 
     def sum_pieces(self, out: Tensor, x: Tensor) -> dist.Work:
         """`out` is this rank's piece of the sum of all x."""
-        self.sent["sum"] += x.nbytes * (self.group.size - 1) // self.group.size
+        self._note("sum", x.nbytes * (self.group.size - 1) // self.group.size)
         return reduce_scatter(out, x, group=self.group.handle, async_op=True)
 
     def sum(self, x: Tensor) -> Tensor:
         """x becomes its sum over the ranks, which is waited for: for a few numbers."""
-        self.sent["sum"] += 2 * x.nbytes * (self.group.size - 1) // self.group.size
+        self._note("sum", 2 * x.nbytes * (self.group.size - 1) // self.group.size)
         dist.all_reduce(x, group=self.group.handle)
         return x
 
@@ -88,6 +102,11 @@ class Wire:
         (piece,) = finish([Plain(self).scatter(padded, no_weights)])
         finish([Plain(self).gather(piece.div_(self.group.size), padded)])
         return padded[: len(x)]
+
+    def _note(self, kind: str, size: int) -> None:
+        self.sent[kind] += size
+        for listener in _listeners:
+            listener(f"{kind} of gradients or weights over {self.group.name} ranks")
 
 
 def finish(travels: Sequence[Stages[T]]) -> list[T]:

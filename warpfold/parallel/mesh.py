@@ -43,20 +43,24 @@ def place(rank: int, data: int, axial: int, branch: int) -> tuple[int, int, int]
     return rank // (axial * branch) % data, rank // branch % axial, rank % branch
 
 
-def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIME_LIMIT) -> Mesh:
-    """The grid over the initialised process group, or of this process alone where there is none.
-
-    limit: seconds that a collective may wait for the others.  Every rank must call it, with the same sizes.
-    Errors: UserError if the ranks there are do not fill the grid.
-    """
+def check_grid(data: int, axial: int, branch: int, there: int) -> None:
+    """UserError unless so many ranks fill the grid."""
     wanted = data * axial * branch
-    there = dist.get_world_size() if dist.is_initialized() else 1
     if wanted != there:
         how = f"torchrun --nproc-per-node {wanted}" if wanted <= 8 else f"torchrun with {wanted} processes in all"
         raise UserError(
             f"plan: data {data} x axial {axial} x branch {branch} needs {wanted} processes, there are {there}; "
             f"start it with {how}, or change the plan"
         )
+
+
+def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIME_LIMIT) -> Mesh:
+    """The grid over the initialised process group, or of this process alone where there is none.
+
+    limit: seconds that a collective may wait for the others.  Every rank must call it, with the same sizes.
+    Errors: UserError if the ranks there are do not fill the grid.
+    """
+    check_grid(data, axial, branch, dist.get_world_size() if dist.is_initialized() else 1)
     if not dist.is_initialized():
         return Mesh()
     at = place(dist.get_rank(), data, axial, branch)

@@ -5,12 +5,15 @@ addresses of the processes before must not be found (torch keeps one store for a
 """
 
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,16 +21,19 @@ import torch.distributed as dist
 
 from warpfold.errors import UserError
 from warpfold.parallel.collectives import Event, watched
-from warpfold.parallel.mesh import Mesh, make_mesh
+from warpfold.parallel.exchange import overheard
+from warpfold.parallel.mesh import Group, Mesh, check_grid, make_mesh
 from warpfold.parallel.plan import Plan
 
 BEAT = 1.0  # seconds between signs of life
-SILENT = 5 * BEAT  # after so long without one, a process is dead or frozen
-BROKEN = ("timed out", "timeout", "connection closed", "connection reset", "connection refused", "broken pipe")
+SILENT = 3 * BEAT  # after so long without one, a process is dead or frozen
+GRACE = 20.0  # seconds that a process has to end by itself once another has failed
+LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed")
+BROKEN = ("timed out", "timeout", *LOST)
 
 
 class TeamError(UserError):
-    """A process of the run did not come where the others wait for it."""
+    """Another process of the run failed, or did not come where this one waits for it."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,26 @@ class Launch:
 
 
 @dataclass
+class Place:
+    """How far a process has come: meetings of all, and since the last one collectives of gradients and of slices."""
+
+    meetings: int = 0
+    gradients: int = 0
+    slices: int = 0  # the same on all that share an example, not on others
+    name: str = "the beginning"  # of what it last began or waited for
+
+    def far(self, same_example: bool) -> tuple[int, ...]:
+        """What can be compared with another process's."""
+        return (self.meetings, self.gradients, self.slices)[: 3 if same_example else 2]
+
+
+@dataclass
 class Team:
     """The processes of a run, seen from one of them; the default: it is alone."""
 
     launch: Launch = field(default_factory=Launch)
     mesh: Mesh = field(default_factory=Mesh)
-    at: tuple[int, str] = (0, "the beginning")  # the last thing that this process waited for or began with others
+    place: Place = field(default_factory=Place)
 
     @property
     def leads(self) -> bool:
@@ -86,98 +106,174 @@ class Team:
 
     def share(self, value: Any, what: str) -> list[Any]:
         """What every process has to say, JSON-able, in the order of ranks; all must call it.  NaN and inf are kept."""
-        if self.launch.ranks == 1:
-            return [value]
-        self.at = (self.at[0] + 1, what)
-        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.launch.ranks)]
-        dist.all_gather(sizes, torch.tensor([len(text)]))
-        longest = max(int(size) for size in sizes)
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(parts, torch.nn.functional.pad(text, (0, longest - len(text))))
-        return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes)]
+        self.place = Place(self.place.meetings + 1, name=what)
+        return _all_gather(value, self.mesh.world)
 
-    def note(self, event: Event) -> None:
-        """A collective of the plan began or was waited for."""
-        self.at = (self.at[0] + 1, f"{event.kind} of {event.name}{' (backward)' if event.backward else ''}")
+    def share_example(self, value: Any, what: str) -> list[Any]:
+        """The same among those that share an example."""
+        self._went_on(what, slices=1)
+        return _all_gather(value, self.mesh.model)
+
+    def spoken(self, values: list[Any]) -> list[Any]:
+        """Of what all shared, that of the first of each example: in the order of data ranks."""
+        return values[:: self.mesh.model.size]
+
+    def note_slices(self, event: Event) -> None:
+        """A collective of an example's slices began or was waited for."""
+        self._went_on(f"{event.kind} of {event.name}{' (backward)' if event.backward else ''}", slices=1)
+
+    def note_gradients(self, what: str) -> None:
+        """A collective of gradients or weights began."""
+        self._went_on(what, gradients=1)
+
+    def _went_on(self, name: str, gradients: int = 0, slices: int = 0) -> None:
+        at = self.place
+        self.place = Place(at.meetings, at.gradients + gradients, at.slices + slices, name)
+
+
+def _all_gather(value: Any, group: Group) -> list[Any]:
+    if group.size == 1:
+        return [value]
+    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
+    dist.all_gather(sizes, torch.tensor([len(text)]), group=group.handle)
+    longest = max(int(size) for size in sizes)
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group.handle)
+    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes)]
 
 
 @contextmanager
 def assembled(launch: Launch, plan: Plan, device: torch.device | str = "cpu") -> Iterator[Team]:
     """The processes of a run, met: the process groups exist within it, and a lost process is an error that names it.
 
+    When one fails, it tells the others why before it ends, and they end too: with a TeamError, or, should they be
+    stuck where no error reaches them, by `os._exit`.  They may wait `plan.time_limit` for each other, not longer.
     Errors: UserError if there are not as many as the plan needs, or they do not meet; TeamError as described.
     """
+    check_grid(plan.data, plan.axial, plan.branch, launch.ranks)
     if launch.ranks == 1:
-        make_mesh(plan.data, plan.axial, plan.branch)
         yield Team(launch)
         return
+    _meet(launch, plan, torch.device(device))
+    team = Team(launch)
+    with _Pulse(team, plan.time_limit), watched(team.note_slices), overheard(team.note_gradients):
+        team.mesh = make_mesh(plan.data, plan.axial, plan.branch, plan.time_limit)
+        yield team
+        team.share(None, "the end")  # so that nobody is gone who might hear that another failed
+    # Only where all went well: otherwise it would wait for collectives that others never join.
+    dist.destroy_process_group()
+
+
+def _meet(launch: Launch, plan: Plan, device: torch.device) -> None:
+    """Initialise torch.distributed: NCCL for tensors on GPUs, gloo for those on CPUs."""
     limit = timedelta(seconds=plan.time_limit)
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
     keeps = launch.rank == 0 and not launch.agent_keeps_store
-    backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     try:
         shared = dist.TCPStore(launch.address, launch.port, launch.ranks, keeps, limit)
         store = dist.PrefixStore(f"warpfold-{launch.attempt}", shared)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.ranks, timeout=limit)
-    except (dist.DistError, RuntimeError) as error:
-        where = f"{launch.address}:{launch.port}"
-        raise TeamError(f"rank {launch.rank}: the {launch.ranks} processes did not meet at {where}: {error}") from None
-    with ExitStack() as stack:
-        stack.callback(dist.destroy_process_group)
-        team = Team(launch, make_mesh(plan.data, plan.axial, plan.branch, plan.time_limit))
-        stack.enter_context(watched(team.note))
-        pulse = stack.enter_context(_Pulse(team, plan.time_limit))
-        try:
-            yield team
-        except RuntimeError as error:
-            if any(sign in str(error).lower() for sign in BROKEN):
-                raise TeamError(f"{pulse.missing()} ({str(error).splitlines()[0][:200]})") from error
-            raise
+    except RuntimeError as error:
+        where, why = f"{launch.address}:{launch.port}", str(error).splitlines()[0]
+        raise TeamError(f"rank {launch.rank}: the {launch.ranks} processes did not meet at {where}: {why}") from error
 
 
 class _Pulse:
-    """Signs of life in the store, from a thread of its own: where each process is, and that it still is."""
+    """A thread that leaves signs of life in the store, where each process is and that it still is, and watches for the
+    failure of another."""
 
     def __init__(self, team: Team, limit: float) -> None:
         launch = team.launch
-        self._team = team
+        self._team, self._limit = team, limit
+        self._began = time.monotonic()  # about the same moment for all, whatever their clocks say
         store = dist.TCPStore(launch.address, launch.port, None, False, timedelta(seconds=min(limit, 60)))
         self._store = dist.PrefixStore(f"warpfold-{launch.attempt}-pulse", store)
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "_Pulse":
+        self._sign()
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end.set()
         self._thread.join(2 * BEAT)
+        if error is None:
+            return
+        if isinstance(error, RuntimeError) and _says(error, BROKEN):
+            raise TeamError(self._why(lost=_says(error, LOST)) + f" ({str(error).splitlines()[0][:200]})") from error
+        self._tell(error)
 
-    def _beat(self) -> None:
-        while not self._end.is_set():
+    def _watch(self) -> None:
+        place, since = self._team.place, time.monotonic()
+        reason, known = "", 0.0
+        while not self._end.wait(BEAT):
+            if self._team.place is not place:
+                place, since = self._team.place, time.monotonic()
             try:
-                self._store.set(str(self._team.launch.rank), json.dumps([*self._team.at, time.time()]))
-            except (RuntimeError, dist.DistError):
-                return  # the store is gone: the run ends
-            self._end.wait(BEAT)
+                self._sign()
+                found = self._told()
+                if not found and time.monotonic() - since > self._limit + GRACE and (missing := self._missing()):
+                    found = f"{self._here()}; {missing}"
+            except RuntimeError:
+                found = "the store where the processes meet is gone: torchrun's agent, or rank 0, has ended"
+            if found and not reason:
+                reason, known = found, time.monotonic()
+            if reason and time.monotonic() - known > GRACE:
+                print(f"error: {reason}", file=sys.stderr, flush=True)
+                os._exit(1)  # the process waits where no exception reaches it, in a kernel of NCCL's for example
 
-    def missing(self) -> str:
+    def _sign(self) -> None:
+        said = [*asdict(self._team.place).values(), time.monotonic() - self._began]
+        self._store.set(str(self._team.launch.rank), json.dumps(said))
+
+    def _tell(self, error: BaseException) -> None:
+        """Let the others know why this process fails; of several the first counts."""
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        message = f"rank {self._team.launch.rank} failed: {text[:1000]}"
+        try:
+            self._store.compare_set("failed", "", message)
+        except RuntimeError:
+            return  # the store is gone, and the others know that
+        if self._team.leads and not self._team.launch.agent_keeps_store:
+            time.sleep(2 * BEAT)  # the store ends with this process
+
+    def _told(self) -> str:
+        """Why another process has failed; "" as long as none has."""
+        return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+
+    def _here(self) -> str:
+        return f"rank {self._team.launch.rank} waited for others at {self._team.place.name!r}"
+
+    def _why(self, lost: bool) -> str:
+        """Why this process cannot go on.  lost: a connection is, whose other end may have fallen silent just now."""
+        try:
+            if lost and not self._told():
+                time.sleep(SILENT + BEAT)
+            return self._told() or f"{self._here()}; {self._missing() or 'all are there: the network may be at fault'}"
+        except RuntimeError:
+            return f"{self._here()}; the store where they meet is gone: torchrun's agent, or rank 0, has ended"
+
+    def _missing(self) -> str:
         """Who did not arrive where this process waits, as far as the signs tell."""
-        number, name = self._team.at
-        here = f"rank {self._team.launch.rank} waited at {name!r} (number {number}) for others"
+        team, now = self._team, time.monotonic() - self._began
         found = []
-        for rank in range(self._team.launch.ranks):
-            if rank == self._team.launch.rank:
+        for rank, text in enumerate(self._store.multi_get([str(rank) for rank in range(team.launch.ranks)])):
+            *at, when = json.loads(text)
+            there, same_example = Place(*at), rank in team.mesh.model.ranks
+            if rank == team.launch.rank:
                 continue
-            try:
-                there = self._store.check([str(rank)])
-                at, where, when = json.loads(self._store.get(str(rank))) if there else (0, "nowhere", 0.0)
-            except (RuntimeError, dist.DistError):
-                return f"{here}; the store where they meet is gone too, so torchrun's agent or rank 0 has ended"
-            silent = time.time() - when
-            if not there or silent > SILENT:
-                found.append(f"rank {rank} is dead or frozen: last heard of at {where!r} (number {at})")
-            elif at < number:
-                found.append(f"rank {rank} did not arrive: it is at {where!r} (number {at})")
-        return f"{here}; " + ("; ".join(found) or "all of them are alive and as far: the network may be at fault")
+            if now - when > SILENT:
+                found.append(f"rank {rank} is dead or frozen: last heard of {now - when:.0f} s ago at {there.name!r}")
+            elif there.far(same_example) < team.place.far(same_example):
+                found.append(f"rank {rank} did not arrive: it is at {there.name!r}")
+        return "; ".join(found)
+
+
+def _says(error: BaseException, signs: tuple[str, ...]) -> bool:
+    return any(sign in str(error).lower() for sign in signs)

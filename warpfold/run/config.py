@@ -54,5 +54,18 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        if self.plan.in_place:
+        plan, examples = self.plan, self.optim.accumulate
+        if plan.in_place:
             raise ValueError("plan.in_place is for inference: training needs what it would write over; leave it out")
+        if reason := plan.refuses(self.model.evoformer.outer):
+            raise ValueError(reason)
+        if examples % plan.data:
+            raise ValueError(
+                f"plan.data = {plan.data} ranks cannot share the optim.accumulate = {examples} examples of a step "
+                "equally; choose one that divides it"
+            )
+        if self.train.window and plan.axial * plan.branch > 1:
+            raise ValueError(
+                "train.window lets examples come as they are ready, but plan.axial and plan.branch need them in one "
+                "order on all ranks that share them; leave one of them out"
+            )

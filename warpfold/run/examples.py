@@ -10,10 +10,11 @@ import torch
 
 from warpfold.data.choose import keyed_rng
 from warpfold.data.loader import Loader, Maker, Quarantine
-from warpfold.data.schedule import Order, Schedule, Source, State, split_keys
+from warpfold.data.schedule import Order, Schedule, Source, State, costs, split_keys
 from warpfold.data.store import Store
 from warpfold.device import helpers
 from warpfold.errors import UserError
+from warpfold.parallel.team import Team
 from warpfold.run.checkpoint import Checkpoint, RunFolder
 from warpfold.run.config import RunConfig
 from warpfold.run.ledger import Ledger
@@ -65,12 +66,12 @@ def draw_recycles(config: RunConfig, step: int) -> int:
 
 
 def open_ledger(
-    run: RunFolder, config: RunConfig, state: Checkpoint, origin: Mapping[str, str], replay: Path | None
+    run: RunFolder, config: RunConfig, state: Checkpoint, origin: Mapping[str, str], replay: Path | None, team: Team
 ) -> Ledger:
     """What the run has used so far, and what to use again: all that it used after its last checkpoint, or `replay`."""
     decides = [origin["store"], config.train.seed, config.train.order, config.train.validation]
-    place = state.step * config.optim.accumulate
-    return Ledger(run.path, fingerprint(repr(decides).encode()), place, used(config, state), replay)
+    place = state.step * config.optim.accumulate // team.mesh.data.size
+    return Ledger(run.path, fingerprint(repr(decides).encode()), place, used(config, state), replay, team)
 
 
 def used(config: RunConfig, state: Checkpoint) -> State:
@@ -86,11 +87,20 @@ def load(
     ledger: Ledger,
     log: Log,
     device: torch.device | str,
+    team: Team,
 ) -> Loader:
-    """The examples of the steps that remain, on the device."""
+    """This process's examples of the steps that remain, on the device; those that share them make the same."""
     order = Order(sources, config.train.seed, config.train.order)
-    steps = max(0, config.train.steps - state.step)
-    schedule = Schedule(used(config, state), steps, config.optim.accumulate, replay=[ledger.replay])
+    ranks, steps = team.mesh.data, max(0, config.train.steps - state.step)
+    schedule = Schedule(
+        used(config, state),
+        steps,
+        config.optim.accumulate // ranks.size,
+        ranks.rank,
+        ranks.size,
+        costs(order, config.data) if ranks.size > 1 else None,
+        ledger.replay,
+    )
 
     def set_aside(name: str, index: int, reason: str) -> None:
         ledger.set_aside(name, index, reason)

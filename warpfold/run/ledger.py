@@ -1,7 +1,8 @@
 """What a run remembers of its examples: the order in which they were used, and the entries that could not be.
 
     DIR/order.txt           "PLACE EXAMPLE AGAIN" for each example, written before it is used: the how manieth it was,
-                            its number, how often its entry was drawn anew; of equal places the last line counts
+                            its number, how often its entry was drawn anew; of equal places the last line counts.
+                            Of D data ranks each has its own file, order-0-of-D.txt ...
     DIR/quarantine.jsonl    the entries that were set aside, with the reason
 
 Both are only ever added to, so that a `kill -9` loses nothing that was used.
@@ -10,56 +11,88 @@ Both are only ever added to, so that a `kill -9` loses nothing that was used.
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import count, takewhile
 from pathlib import Path
 from types import TracebackType
 
 from warpfold.data.schedule import Draw, State
 from warpfold.errors import UserError
+from warpfold.parallel.mesh import Group
+from warpfold.parallel.team import Team
 
 HEADER = "# warpfold order 1 "
 
 
 class Ledger:
-    """The two files of the run in `folder`, which has used `place` examples, those in `state`.
+    """The files of the run in `folder`; each data rank has used `place` examples, all together those in `state`.
 
-    data: a fingerprint of all that decides which entry an example is.  replay: another run's order.txt to follow.
-    Errors: UserError for an order of other data, or one that does not continue this run.
+    data: a fingerprint of all that decides which entry an example is.  replay: another run's order.txt to follow; of
+    several data ranks each follows the file beside it that is its own.
+    All processes of `team` must make theirs at the same time.
+    Errors: UserError for an order of other data, or a `replay` that does not continue this run.
     """
 
-    def __init__(self, folder: Path, data: str, place: int, state: State, replay: Path | None = None) -> None:
-        self._path, self._place = folder / "order.txt", place
-        self._known = dict(_lines(self._path, data, place)) if self._path.exists() else {}
+    def __init__(
+        self, folder: Path, data: str, place: int, state: State, replay: Path | None = None, team: Team | None = None
+    ) -> None:
+        self._team = team = team or Team()
+        self._path, self._place = folder / order_name(team.mesh.data), place
+        self._order = _Appended(self._path, HEADER + data + "\n") if team.speaks else None
+        self._aside = _Appended(folder / "quarantine.jsonl") if team.leads else None
+        self._known = dict(_lines(self._path, data, place)) if team.speaks else {}
+        if replay is not None and team.mesh.data.size > 1:
+            replay = replay.with_name(self._path.name)
         ahead = self._known if replay is None else dict(_lines(replay, data, place))
-        self.replay: list[Draw] = []  # what was used from `place` on, without a gap
-        while (draw := ahead.get(place + len(self.replay))) is not None:
-            self.replay.append(draw)
-        numbers = {draw.number for draw in self.replay}
-        used = (draw.number for draw in self.replay if draw.number < state.first or draw.number in state.early)
-        if len(numbers) < len(self.replay) or next(used, None) is not None:
-            raise UserError(f"{replay or self._path}: has examples twice, or some that this run has used already")
-        self._order = _Appended(self._path, HEADER + data + "\n")
-        self._aside = _Appended(folder / "quarantine.jsonl")
-        self.quarantined = _quarantined(folder / "quarantine.jsonl")
+        own = list(takewhile(lambda draw: draw is not None, map(ahead.get, count(place))))  # without a gap
+        aside = _quarantined(folder / "quarantine.jsonl") if team.leads else []
+        said = team.share([own, aside], "reading what the run has used")
+        self.quarantined: list[str] = said[0][1]
+        self.replay = [[Draw(*draw) for draw in draws] for draws, _ in team.spoken(said)]  # of every data rank
+        if not _follows(self.replay, state):
+            if replay is not None:
+                raise UserError(f"{replay}: has examples twice, or some that this run has used already")
+            self.replay = []  # the files are of a time when the run had other ranks
+        self._fresh: list[tuple[str, int, str]] = []  # set aside here, and the other ranks have not heard of it
 
     def __enter__(self) -> "Ledger":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._order.close()
-        self._aside.close()
+        for file in (self._order, self._aside):
+            if file is not None:
+                file.close()
 
     def use(self, draw: Draw) -> None:
         """The next example is this one."""
-        if self._known.get(self._place) != draw:
+        if self._order is not None and self._known.get(self._place) != draw:
             self._order.write(f"{self._place} {draw.number} {draw.again}\n")
         self._place += 1
 
     def set_aside(self, name: str, index: int, reason: str) -> None:
         """An entry cannot be used; `index` is the example that it was."""
-        self._aside.write(json.dumps({"name": name, "example": index, "reason": reason}) + "\n")
+        if self._aside is not None:
+            self._aside.write(json.dumps({"name": name, "example": index, "reason": reason}) + "\n")
         self.quarantined.append(name)
+        self._fresh.append((name, index, reason))
+
+    def news(self) -> list[tuple[str, int, str]]:
+        """What was set aside here since this was last asked."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+
+def order_name(ranks: Group) -> str:
+    """The name of the file with the order of a data rank."""
+    return "order.txt" if ranks.size == 1 else f"order-{ranks.rank}-of-{ranks.size}.txt"
+
+
+def _follows(replay: Sequence[Sequence[Draw]], state: State) -> bool:
+    """Whether a run that has used what is in `state` can use these next."""
+    numbers = [draw.number for draws in replay for draw in draws]
+    used = (number for number in numbers if number < state.first or number in state.early)
+    return len(set(numbers)) == len(numbers) and next(used, None) is None
 
 
 class _Appended:

@@ -6,17 +6,14 @@ from types import FrameType, TracebackType
 
 
 class StopSignals:
-    """Within it, the first SIGINT or SIGTERM only makes this object true; a second SIGINT interrupts as usual.
+    """Within it, the first SIGINT or SIGTERM is only noted, as `came`; a second SIGINT interrupts as usual.
 
-    In a thread other than the main one, where signals cannot be caught, it stays false.
+    In a thread other than the main one, where signals cannot be caught, none is noted.
     """
 
     def __init__(self) -> None:
-        self.came = False
+        self.came = 0  # the signal's number; 0: none came
         self._before: dict[int, object] = {}
-
-    def __bool__(self) -> bool:
-        return self.came
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
@@ -31,5 +28,5 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+        self.came = self.came or number
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -17,7 +17,7 @@ from torch import Tensor
 from warpfold import settings
 from warpfold.batch import Batch, to_tensors
 from warpfold.data.example import StoredExample
-from warpfold.data.loader import Sample
+from warpfold.data.loader import Loader, Sample
 from warpfold.data.sample import make_features
 from warpfold.data.schedule import Source
 from warpfold.data.store import Store
@@ -26,12 +26,14 @@ from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.losses import total_loss
 from warpfold.model.weights import load_model, load_state, save_params
 from warpfold.parallel.plan import apply, inference_plan
+from warpfold.parallel.team import Team
 from warpfold.run import metrics
 from warpfold.run.checkpoint import Checkpoint, RunFolder
 from warpfold.run.config import RunConfig, TrainConfig
-from warpfold.run.examples import draw_recycles, hold_out, load, open_ledger, origin, split
+from warpfold.run.examples import draw_recycles, fingerprint, hold_out, load, open_ledger, origin, split
 from warpfold.run.optim import Optimizer
 from warpfold.run.signals import StopSignals
+from warpfold.run.together import heard, meet, summed, take
 from warpfold.run.watch import Clock, Log, Row, Seen, Watcher, step_row, tensorboard, validation_row
 
 __all__ = ["RunConfig", "Summary", "TrainConfig", "draw_recycles", "initial_model", "split", "train"]
@@ -48,6 +50,7 @@ class Summary:
     lddt_ca: float | None  # held out, averaged weights, at the last validation
     params: Path  # the averaged weights
     quarantined: tuple[str, ...] = ()  # entries that could not be used; quarantine.jsonl has the reasons
+    signal: int = 0  # on which it stopped
 
 
 def train(
@@ -59,57 +62,63 @@ def train(
     replay: Path | None = None,
     device: torch.device | str = "cpu",
     watch: Watcher | None = None,
+    team: Team | None = None,
 ) -> Summary:
     """Train on a store, or on a mixture of several, into the folder `out`, or continue the run that is there.
 
     Examples are held out of the first source.  init: parameters to start from, WarpFold's or DeepMind's.  replay: the
     order.txt of a run of the same data and seed, to be followed.  watch: called with each row of metrics.jsonl.
+    team: the processes that train together, as `config.plan` wants them; all call this, the first one writes.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
+    team = team or Team()
     sources, held_out = hold_out(data, config)
     source = origin(sources, init)
     model = initial_model(config, init).to(device)
-    apply(config.plan, model)
-    optimizer = Optimizer(model, config.optim)
+    apply(config.plan, model, team.mesh)
+    optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.launch.ranks_per_node)
     with ExitStack() as stack:
-        run, stop = stack.enter_context(RunFolder(out)), stack.enter_context(StopSignals())
-        claim(run, config)
-        state = restore(run, optimizer, source)
-        log = Log(run, state.step, state.notes.get("validation"), watchers(run, config, state.step, watch))
-        ledger = stack.enter_context(open_ledger(run, config, state, source, replay))
-        examples = stack.enter_context(load(config, sources, state, ledger, log, device))
+        run, signals = RunFolder(out), stack.enter_context(StopSignals())
+        if team.leads:
+            stack.enter_context(run)
+        state = restore(run, optimizer, claim(run, config, source, team), source)
+        log = open_log(run, config, state, watch, team)
+        ledger = stack.enter_context(open_ledger(run, config, state, source, replay, team))
+        examples = stack.enter_context(load(config, sources, state, ledger, log, device, team))
         step, clock = state.step, Clock()
         if step == 0 and held_out:
-            log(validate(model, optimizer, held_out, config, 0))
+            log(validate(model, optimizer, held_out, config, 0, team))
 
+        stop = heard(signals, team)
         while step < config.train.steps and not stop:
             recycles, seen = draw_recycles(config, step), []  # the same on every rank
             clock.begin()
-            for _ in range(config.optim.accumulate):
-                with clock.waiting():
-                    example = next(examples)
+            for _ in range(optimizer.share):
+                example = take(examples, clock, team)
                 batch = example.features
                 model.noise.seed(config.train.seed, example.index)  # of dropout
                 output = model(batch, recycles)  # Algorithms 2 and 30 to 32
-                loss, terms = total_loss(output, batch, config.loss)  # Supp. 1.9, equation 7
+                loss, terms = total_loss(output, batch, config.loss, residues=model.residues)  # Supp. 1.9, equation 7
                 loss.backward()
                 norm = optimizer.collect()  # clip the gradient of this example, add it to the step's (Supp. 1.11.3)
-                seen.append(look(example.name, batch, output, loss, terms, norm))
+                seen.append(look(example, output, loss, terms, norm, team))
                 if not seen[-1].finite:
-                    not_finite(run, config, optimizer, example, seen[-1], step, recycles)
+                    not_finite(run, config, optimizer, example, seen[-1], step, recycles, team)
             rate = optimizer.step(step)  # the mean over the examples; Adam; the moving average of the weights
             step += 1
-            log(step_row(step, seen, rate, recycles, clock))
+            every = meet(step, seen, clock, examples, ledger, team)  # the examples of all ranks
+            log(step_row(step, every, rate, recycles, clock))
 
             last = step == config.train.steps
             if held_out and (last or due(step, config.train.validate_every)):
-                log(validate(model, optimizer, held_out, config, step))
+                log(validate(model, optimizer, held_out, config, step, team))
+            stop = heard(signals, team)
             if last or stop or due(step, config.train.save_every):
-                notes = {"validation": log.validation, "loader": asdict(examples.state()), **source}
-                save(run, model, optimizer, step, notes, config)
+                notes = {"validation": log.validation, "loader": used_by_all(examples, team), **source}
+                save(run, model, optimizer, step, notes, config, team)
     done, params = step >= config.train.steps, run.path / "params.safetensors"
     aside = tuple(ledger.quarantined)
-    return Summary(steps=step, finished=done, lddt_ca=log.lddt_ca, params=params, quarantined=aside)
+    return Summary(steps=step, finished=done, lddt_ca=log.lddt_ca, params=params, quarantined=aside, signal=stop)
 
 
 def due(step: int, every: int) -> bool:
@@ -120,17 +129,29 @@ def due(step: int, every: int) -> bool:
 # The beginning of a run
 
 
-def claim(run: RunFolder, config: RunConfig) -> None:
-    """Write the resolved settings into the folder; UserError if it holds another run, with the keys that differ."""
-    text = run.settings_text()
-    if text is not None:
-        differing = settings.differences(identity(settings.to_dict(config)), identity(tomllib.loads(text)))
-        if differing:
+def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Team) -> int | None:
+    """Write the resolved settings into the folder, by the first process; the step of the last checkpoint there.
+
+    Errors: UserError if it holds another run, with the keys that differ, or if processes do not see the same.
+    """
+    own = identity(settings.to_dict(config))
+    if team.leads:
+        text = run.settings_text()
+        if text is not None and (differing := settings.differences(own, identity(tomllib.loads(text)))):
             what = "; ".join(differing)
             raise UserError(
                 f"{run.path}: holds a run with other settings ({what}); choose another --out, or its settings"
             )
-    run.write_settings(settings.to_toml(config))
+        run.write_settings(settings.to_toml(config))
+    seen = {**origin, "settings": fingerprint(repr(own).encode()), "last checkpoint": run.latest()}
+    said = team.share(seen, "the beginning of the run")
+    for rank, there in enumerate(said):
+        if differing := [name for name, value in there.items() if value != said[0][name]]:
+            raise UserError(
+                f"rank {rank} has another {' and '.join(differing)} than rank 0; give all the same, and {run.path} "
+                "on a file system that all machines share"
+            )
+    return run.latest()
 
 
 def identity(values: settings.Mapped) -> settings.Mapped:
@@ -148,21 +169,22 @@ def initial_model(config: RunConfig, init: Path | None) -> AlphaFold:
     return model.train()
 
 
-def watchers(run: RunFolder, config: RunConfig, step: int, watch: Watcher | None) -> list[Watcher]:
-    """Who is told of every step: TensorBoard, where the settings want it, and `watch`."""
-    own = [tensorboard(run.path / "tensorboard", step)] if config.train.tensorboard else []
-    return own + ([watch] if watch else [])
+def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:
+    """Where the rows go: written by the first process, and shown by `watch` and, if it is wanted, TensorBoard."""
+    watchers = [watch] if watch else []
+    if config.train.tensorboard and team.leads:
+        watchers.insert(0, tensorboard(run.path / "tensorboard", state.step))
+    return Log(run if team.leads else None, state.step, state.notes.get("validation"), watchers)
 
 
 # Checkpoints
 
 
-def restore(run: RunFolder, optimizer: Optimizer, origin: dict[str, str]) -> Checkpoint:
-    """Bring weights and optimiser to the last checkpoint; step 0 in a new folder.
+def restore(run: RunFolder, optimizer: Optimizer, step: int | None, origin: Mapping[str, str]) -> Checkpoint:
+    """Bring weights and optimiser to the checkpoint of a step; step 0 where there is none.
 
     Errors: UserError where the run began from other data or other weights.
     """
-    step = run.latest()
     if step is None:
         return Checkpoint(0, {}, {})
     state = run.load(step)
@@ -173,13 +195,27 @@ def restore(run: RunFolder, optimizer: Optimizer, origin: dict[str, str]) -> Che
     return state
 
 
+def used_by_all(examples: Loader, team: Team) -> dict[str, Any]:
+    """Which examples all processes together have used, as a checkpoint notes it; at the end of a step."""
+    return asdict(examples.state(team.spoken(team.share(examples.exchanged(), "a checkpoint"))))
+
+
 def save(
-    run: RunFolder, model: AlphaFold, optimizer: Optimizer, step: int, notes: dict[str, Any], config: RunConfig
+    run: RunFolder,
+    model: AlphaFold,
+    optimizer: Optimizer,
+    step: int,
+    notes: dict[str, Any],
+    config: RunConfig,
+    team: Team,
 ) -> None:
     """Write params.safetensors (averaged weights), then the checkpoint: the run ends only when both are there."""
     with optimizer.averaged():
-        run.replace_file("params.safetensors", lambda path: save_params(path, model, settings.to_dict(config.data)))
-    run.save(Checkpoint(step, optimizer.state(), notes), config.train.keep)
+        if team.leads:
+            run.replace_file("params.safetensors", lambda path: save_params(path, model, settings.to_dict(config.data)))
+    tensors = optimizer.state()
+    if team.leads:
+        run.save(Checkpoint(step, tensors, notes), config.train.keep)
 
 
 def not_finite(
@@ -190,8 +226,12 @@ def not_finite(
     seen: Seen,
     step: int,
     recycles: int,
+    team: Team,
 ) -> None:
-    """A loss or gradient that is not finite: save what reproduces it; UserError unless the settings say to skip it."""
+    """A loss or gradient that is not finite: save what reproduces it; UserError unless the settings say to skip it.
+
+    Of those that share the example, the first saves; the message of the UserError reaches all ranks.
+    """
     notes = {
         **asdict(seen),
         "step": step,
@@ -200,8 +240,11 @@ def not_finite(
         "recycles": recycles,
         "plan": settings.to_dict(config.plan),
     }
-    arrays = {name: tensor.numpy(force=True) for name, tensor in example.features.items()}
-    where = run.save_failure(example.index, arrays, optimizer.state(), notes)
+    where = ""
+    if team.speaks:
+        arrays = {name: tensor.numpy(force=True) for name, tensor in example.features.items()}
+        where = str(run.save_failure(example.index, arrays, optimizer.named_weights(), notes))
+    where = team.share_example(where, "saving what is not finite")[0]
     if config.train.on_nonfinite == "stop":
         raise UserError(
             f"step {step}: the loss or gradient of {seen.key} is not finite; see {where} for what "
@@ -212,10 +255,19 @@ def not_finite(
 # Looking at what came out
 
 
-def look(key: str, batch: Batch, output: Output, loss: Tensor, terms: Mapping[str, Tensor], norm: float) -> Seen:
-    """What an example came to, as plain numbers."""
-    plain = {name: float(term.detach()) for name, term in terms.items()}
-    return Seen(key, len(batch["aatype"]), float(loss.detach()), norm, ca_lddt(output, batch), plain)
+def look(example: Sample, output: Output, loss: Tensor, terms: Mapping[str, Tensor], norm: float, team: Team) -> Seen:
+    """What an example came to, as plain numbers; loss and terms are this process's parts of sums."""
+    plain = summed({"": loss, **terms}, team)
+    batch = example.features
+    return Seen(
+        key=example.name,
+        length=len(batch["aatype"]),
+        loss=plain.pop(""),
+        norm=norm,
+        lddt_ca=ca_lddt(output, batch),
+        terms=plain,
+        index=example.index,
+    )
 
 
 def ca_lddt(output: Output, batch: Batch) -> float:
@@ -227,20 +279,29 @@ def ca_lddt(output: Output, batch: Batch) -> float:
 
 @torch.no_grad()
 def validate(
-    model: AlphaFold, optimizer: Optimizer, held_out: Sequence[tuple[Store, str]], config: RunConfig, step: int
+    model: AlphaFold,
+    optimizer: Optimizer,
+    held_out: Sequence[tuple[Store, str]],
+    config: RunConfig,
+    step: int,
+    team: Team,
 ) -> Row:
-    """lDDT-Ca of every held-out example with the averaged weights (Supp. 1.11.7) and all recycles."""
+    """lDDT-Ca of every held-out example with the averaged weights (Supp. 1.11.7) and all recycles.
+
+    The examples are dealt to the processes; each folds its own alone.
+    """
     passes = (config.model.recycles + 1) * config.model.ensemble
     device = optimizer.weights.device
     found = {}
     model.eval()
     with optimizer.averaged():
-        for store, key in held_out:
+        for store, key in held_out[team.launch.rank :: team.launch.ranks]:
             example = StoredExample(store, key)
             raw = example.take(0, min(example.length, config.train.validation_residues))
             features = make_features(raw, config.data, config.train.seed, (key, "validation"), passes)
             batch = to_tensors(features, device)
             apply(inference_plan(batch, config.plan.precision), model)
             found[key] = ca_lddt(model(batch), batch)
-    apply(config.plan, model).train()
-    return validation_row(step, found)
+    apply(config.plan, model, team.mesh).train()
+    every = {key: lddt for part in team.share(found, "validation") for key, lddt in part.items()}
+    return validation_row(step, {key: every[key] for _, key in held_out})

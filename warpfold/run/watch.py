@@ -57,6 +57,7 @@ class Seen:
     norm: float  # of its gradient, before clipping
     lddt_ca: float
     terms: dict[str, float]
+    index: int = 0  # its number among the run's examples
 
     @property
     def finite(self) -> bool:
@@ -98,11 +99,15 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class Log:
-    """Where rows go: metrics.jsonl, continued after `step`, and the watchers."""
+    """Where rows go: metrics.jsonl, continued after `step`, and the watchers.
 
-    def __init__(self, run: RunFolder, step: int, validation: Row | None, watchers: Sequence[Watcher]) -> None:
+    run: None in a process that writes nothing; it remembers what a run has to know of its rows all the same.
+    """
+
+    def __init__(self, run: RunFolder | None, step: int, validation: Row | None, watchers: Sequence[Watcher]) -> None:
         # Without a checkpoint nothing that was logged counts, not even the validation of the untrained model.
-        run.open_log(step if step else -1)
+        if run is not None:
+            run.open_log(step if step else -1)
         self.run, self.watchers = run, watchers
         self.validation = validation  # the last one: its step and its mean
         self.step = step  # steps done
@@ -112,7 +117,8 @@ class Log:
         return self.validation["lddt_ca"] if self.validation else None
 
     def __call__(self, row: Row) -> None:
-        self.run.log(row)
+        if self.run is not None:
+            self.run.log(row)
         self.step = row["step"]
         if row["kind"] == "validation":
             self.validation = {name: row[name] for name in ("step", "lddt_ca")}
