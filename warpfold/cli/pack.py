@@ -81,8 +81,8 @@ def pack(
     )  # fmt: skip
     part = Part.parse(shard) if shard else None
     more: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}
-    pack = partial(packing.pack, structures or [], msas or [], out, options, part=part, **more)
-    make = partial(packing.merge, merge, out) if merge else pack
+    packs = partial(packing.pack, structures or [], msas or [], out, options, part=part, **more)
+    make = partial(packing.merge, merge, out) if merge else packs
     report = _make(partial(make, workers=workers, cluster=cluster))
     return show(report.to_json()) if as_json else _tell(report, out, part)
 
