@@ -94,6 +94,7 @@ class Lamb:
         self._weights, self._betas, self._eps, self._decay, self._norms = weights, betas, eps, weight_decay, norms
 
     def step(self, rate: float, gradient: Tensor) -> None:
+        """Moments, their ratio without bias, plus weight decay; scaled, and subtracted."""
         beta1, beta2 = self._betas
         m, v = self.moments["moment1"], self.moments["moment2"]
         self.steps += 1
