@@ -11,7 +11,7 @@ class GatedAttention(nn.Module):
     """Multi-head attention whose output is gated by the sigmoid of a projection of its input.
 
     Two steps, so that a schedule can do the first while the bias is on its way: `project` n [*, K, c] into q, k, v and
-    the gate g, each [*, K, h, d]; `attend` within the last-but-one axis of n.
+    how far the gate is open, g, each [*, K, h, d]; `attend` within the last-but-one axis of n.
     """
 
     def __init__(self, c: int, heads: int, width: int | None = None) -> None:
@@ -26,12 +26,12 @@ class GatedAttention(nn.Module):
 
     def project(self, n: Tensor) -> Tensors:
         q, k, v, g = (f(n).unflatten(-1, (self.heads, -1)) for f in (self.q, self.k, self.v, self.gate))
-        return q, k, v, g
+        return q, k, v, g.sigmoid()
 
     def attend(self, projected: Tensors, mask: Tensor, bias: Tensor | None = None) -> Tensor:
         """mask [*, K], bias [*, h, K, K] -> [*, K, c]."""
         q, k, v, g = projected
-        return self.out((attention(q, k, v, mask, bias) * g.sigmoid()).flatten(-2))
+        return self.out((attention(q, k, v, mask, bias) * g).flatten(-2))
 
 
 class Transition(AxialUpdate):

@@ -119,7 +119,7 @@ class ChannelProduct(AxialUpdate):
     in front, [*, c, ., .], and lie as n does otherwise.
     """
 
-    gate: nn.Module  # n -> what `finish` opens the product with
+    gate: nn.Module
 
     def left(self, n: Tensor, mask: Tensor) -> Tensor:
         """The factor of the slice."""
@@ -129,11 +129,16 @@ class ChannelProduct(AxialUpdate):
         """The factor that every slice needs whole."""
         raise NotImplementedError
 
+    def opening(self, n: Tensor) -> Tensor:
+        """How far the gate is open for the product, place by place: 0 to 1."""
+        opening: Tensor = self.gate(n).sigmoid()
+        return opening
+
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """[*, i, j, c] of factors [*, c, ., .], of any channels."""
         raise NotImplementedError
 
-    def finish(self, x: Tensor, gate: Tensor) -> Tensor:
+    def finish(self, x: Tensor, opening: Tensor) -> Tensor:
         """The update from the product of all channels, place by place."""
         raise NotImplementedError
 
@@ -141,11 +146,11 @@ class ChannelProduct(AxialUpdate):
         return (self.right(n, mask),)
 
     def local(self, n: Tensor, mask: Tensor) -> Tensors:
-        return self.left(n, mask), self.gate(n)
+        return self.left(n, mask), self.opening(n)
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        left, gate = local
-        return self.finish(self.product(left, *shared), gate)
+        left, opening = local
+        return self.finish(self.product(left, *shared), opening)
 
 
 class Chain(nn.Module):

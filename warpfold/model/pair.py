@@ -67,8 +67,8 @@ class TriangleMultiplication(ChannelProduct):
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         return triangle_product(left, right, self.outgoing)
 
-    def finish(self, x: Tensor, gate: Tensor) -> Tensor:
-        return self.out(self.norm_out(x)) * gate.sigmoid()
+    def finish(self, x: Tensor, opening: Tensor) -> Tensor:
+        return self.out(self.norm_out(x)) * opening
 
     def _factor(self, n: Tensor, mask: Tensor, half: int) -> Tensor:
         """a (half 0) or b (half 1) of the product, gated and masked, channels in front."""

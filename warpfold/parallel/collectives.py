@@ -3,9 +3,11 @@
 A tensor of which every rank holds a slice can be made whole (`gather`), or cut along another axis (`turn`); two
 ranks can `swap` what they have.  Each gives a `Pending`, whose `wait` is the tensor.  Backward runs the exact transpose
 of the move (a gather's is a reduce-scatter), begun when the gradient of the awaited tensor is known and awaited where
-the gradient of the started one is: what hides a move in the forward pass hides its transpose in the backward pass.
+the gradient of the started one is.  Autograd is told to begin such a move before anything else that it could do, and
+to wait for one only when there is nothing else that it can do.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,13 +69,15 @@ def mine(x: Tensor, axis: int, group: Group) -> Tensor:
 class Pending:
     """A tensor that is here, or on its way; `wait` is the tensor, however often it is asked for."""
 
-    def __init__(self, tensor: Tensor | None, arrive: Callable[[], Tensor] | None = None) -> None:
+    def __init__(self, tensor: Tensor | None, arrive: Callable[[bool], Tensor] | None = None) -> None:
         self._tensor, self._arrive = tensor, arrive
+        self.travels = tensor is None  # whether it ever had to be waited for
+        self.given = False  # whether a block, which may be recomputed, has it from outside
 
     def wait(self) -> Tensor:
         if self._tensor is None:
             assert self._arrive is not None
-            self._tensor, self._arrive = self._arrive(), None
+            self._tensor, self._arrive = self._arrive(self.given), None
         return self._tensor
 
     @property
@@ -128,9 +132,6 @@ class _Move(ABC):
     """A linear map between tensors that lie on several ranks, in two steps around a collective on flat buffers."""
 
     kind: str
-    # Whether the ranks do different work around it.  Then a block that is recomputed must have been so before the
-    # gradient moves, or one rank's recomputation would meet the other's gradient.
-    uneven = False
 
     def __init__(self, group: Group, name: str) -> None:
         self.group, self.name = group, name
@@ -153,7 +154,16 @@ def _begin(x: Tensor, move: _Move) -> Pending:
         return Pending(x)
     ticket = _Ticket()
     token = _Start.apply(x, move, ticket)
-    return Pending(None, lambda: _Wait.apply(token, move, ticket))
+    if token.requires_grad:
+        token.grad_fn._set_sequence_nr(_reserved.next())
+
+    def arrive(given: bool) -> Tensor:
+        tensor: Tensor = _Wait.apply(token, move, ticket, given)
+        if tensor.requires_grad:
+            tensor.grad_fn._set_sequence_nr(FIRST + tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
+        return tensor
+
+    return Pending(None, arrive)
 
 
 def _send(move: _Move, x: Tensor, backward: bool) -> _Way:
@@ -162,6 +172,31 @@ def _send(move: _Move, x: Tensor, backward: bool) -> _Way:
     for watcher in _watchers:
         watcher(Event("start", way.number, move.name, move.kind, backward, size))
     return way
+
+
+# Of the nodes of a graph whose gradient is known, autograd's engine takes the one with the highest number; the numbers
+# count what one thread made.  These two keep to the same order on all ranks, as the moves themselves do.
+FIRST = 2**62
+RESERVE = 4096
+
+
+class _Reserved(threading.local):
+    """Numbers of nodes that nobody needs, ascending: lower than those of all nodes that the thread has made since."""
+
+    def __init__(self) -> None:
+        self._numbers: Iterator[int] = iter(())
+
+    def next(self) -> int:
+        number = next(self._numbers, None)
+        if number is None:
+            leaf = torch.zeros((), requires_grad=True)
+            nodes = [leaf.view_as(leaf).grad_fn for _ in range(RESERVE)]
+            self._numbers = iter([node._sequence_nr() for node in nodes if node is not None])
+            number = next(self._numbers)
+        return number
+
+
+_reserved = _Reserved()
 
 
 class _Start(Function):
@@ -183,19 +218,21 @@ class _Wait(Function):
     """The token -> the tensor."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, move: _Move, ticket: _Ticket) -> Tensor:
+    def forward(ctx: Any, token: Tensor, move: _Move, ticket: _Ticket, given: bool) -> Tensor:
         ctx.move, ctx.ticket = move, ticket
         way, ticket.there = ticket.there, None
         assert way is not None
-        if move.uneven:
-            ctx.save_for_backward(token)  # asking for it brings the recomputation about
+        if not given:  # a recomputation saves it too
+            ctx.save_for_backward(token)
         return way.arrive()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        # Before the gradient moves, the block is recomputed: ranks that have more slices to work on, or another branch,
+        # would come to that sooner or later than others, and one's recomputation would meet another's gradient.
         _ = ctx.saved_tensors
         ctx.ticket.back = _send(ctx.move.transpose(), grads[0], True)
-        return grads[0].new_zeros(()), None, None
+        return grads[0].new_zeros(()), None, None, None
 
 
 def tied(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -315,7 +352,6 @@ class _Swap(_Move):
     """Between two ranks: each gets what the other has."""
 
     kind = "swap"
-    uneven = True
 
     def __init__(self, group: Group, name: str, shape: Sequence[int], other: Sequence[int]) -> None:
         super().__init__(group, name)

@@ -42,18 +42,23 @@ class Cut:
             name = f"{self.name} to {'rows' if axis == ROWS else 'columns'}"
             self._held[axis] = turn(x, had, axis, self.lengths[had], self.group, name)
 
-    def along(self, axis: int) -> Tensor:
-        """This rank's slice along `axis`."""
+    def pending(self, axis: int) -> Pending:
+        """This rank's slice along `axis`, which may be on its way."""
         if axis not in self._held:
             self._held[self.present].wait()
             self.start(axis)
-        return self._held[axis].wait()
+        return self._held[axis]
+
+    def along(self, axis: int) -> Tensor:
+        """This rank's slice along `axis`."""
+        return self.pending(axis).wait()
 
     def only(self, axis: int) -> "Cut":
         """The same, of this one slice: what a block keeps of its input."""
         self.start(axis)
         if axis not in self._held:  # it comes from a rank that has not sent it yet
             axis = self.present
+        self._held[axis].given = True
         return self.with_slice(axis, self._held[axis])
 
     def with_slice(self, axis: int, held: Tensor | Pending) -> "Cut":

@@ -5,7 +5,8 @@ anything runs (`itineraries`), so an all-to-all begins as soon as its input exis
 needs it.  A layer works in phases: between two of them it would wait, and something else may be done meanwhile.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from warpfold.parallel.cut import Cut, CutResidues, MSAMask, PairMask
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.schedules import joined_updates, shared_in_slices
 
-Phases = Generator[None, None, Cut]
+Phases = Generator[Sequence[Pending], None, Cut]  # what it is about to wait for
 ENTERS = {2: (COLS, ROWS), 1: (ROWS,)}  # how a stack's states come and go, (m, z) or (z,): cut by residues
 
 
@@ -82,7 +83,7 @@ class Sharding:
                     for cut in cuts:  # what the other branch sends is awaited outside of what is recomputed
                         cut.along(cut.present)
                 taken = (cut.only(cut.present if axis is None else axis) for cut, axis in zip(cuts, entries))
-                cuts = run((block,), tuple(taken), cut_masks)
+                cuts = run((_apart(block),), tuple(taken), cut_masks)
             left = tuple(cut.along(axis) for cut, axis in zip(cuts, ENTERS[len(cuts)]))
             return tied(*left) if self.mesh.branch.size > 1 else left  # the extra MSA's m is used by nobody
 
@@ -104,10 +105,11 @@ class Sharding:
 
     def schedule(self, layer: AxialUpdate, x: Any, mask: Any, source: Any = None) -> Any:
         """The axial schedule of a layer: x, source: `Cut`; mask: as `MSAMask`."""
-        return _exhaust(self.phases(layer, x, mask, source))
+        (out,) = _alternate(self.phases(layer, x, mask, source))
+        return out
 
     def phases(self, layer: AxialUpdate, x: Cut, mask: Any, source: Cut | None) -> Phases:
-        """The layer's work, interrupted wherever it would wait for others."""
+        """The layer's work, interrupted wherever it may have to wait for others."""
         step = self.steps[layer, x.by_channels]
         if isinstance(layer, ChannelProduct) and x.by_channels:
             return self._by_channels(layer, x, mask, step)
@@ -124,20 +126,17 @@ class Sharding:
         if layer.reads_source:
             assert source is not None
             operand = source
-        yield
+        yield [operand.pending(reads)]
         n = layer.norm(operand.along(reads)) if self.chunk is None else operand.along(reads)
         n_mask = mask.along(reads)
-        if source is not None and step.source_next is not None:
-            source.start(step.source_next)
         if layer.gathers is not None and not layer.shares_source:
             assert layer.joins is not None
             pending = self._share(layer, operand, mask, reads, layer.joins, step, n)
         local = layer.local(n, n_mask) if self.chunk is None else None
-        if pending:
-            yield
+        yield pending
         shared = tuple(p.wait() for p in pending)
         dx = None if local is None else layer.update(local, shared, n_mask)
-        yield
+        yield [x.pending(axis)]
         held = x.along(axis)
         factors = self._factors(layer, x, held, axis)
         if dx is not None:
@@ -150,17 +149,21 @@ class Sharding:
     def _share(
         self, layer: AxialUpdate, of: Cut, mask: Any, cut: int, joins: int, step: Step, n: Tensor | None = None
     ) -> list[Pending]:
-        """`shared` of this rank's slice, each tensor on its way to be joined with the others'."""
+        """`shared` of this rank's slice of x or source, each tensor on its way to be joined with the others'."""
         held = of.along(cut)
         if self.chunk is None:
             tensors = layer.shared(held if n is None else n, mask.along(cut) if n is not None else held, held)
         else:
             tensors = shared_in_slices(layer, held, mask.along(cut), held, self.chunk)
-        return [gather(t, joins, of.lengths[cut], self.group, f"{step.name} shared {i}") for i, t in enumerate(tensors)]
+        length, name = of.lengths[cut], f"{step.name} shared"
+        pending = [gather(t, joins, length, self.group, f"{name} {i}") for i, t in enumerate(tensors)]
+        if step.source_next is not None:  # later than what is needed sooner
+            of.start(step.source_next)
+        return pending
 
     def _by_channels(self, layer: ChannelProduct, x: Cut, mask: Any, step: Step) -> Phases:
         axis = x.present
-        yield  # always, whether it waits or not: recomputed, a block must take the same turns
+        yield [x.pending(axis)]
         held = x.along(axis)
         n, n_mask = layer.norm(held), mask.along(axis)
         had = axis + 1  # of the factors, which have no channels behind
@@ -169,13 +172,13 @@ class Sharding:
         factor = layer.left(n, n_mask)
         channels = factor.shape[-3]
         left = turn(factor, had, -3, length, self.group, f"{step.name} left")
-        gate = layer.gate(n)
-        yield
+        opening = layer.opening(n)
+        yield [left, right]
         product = layer.product(left.wait(), right.wait())
         back = turn(product, -1, axis, channels, self.group, f"{step.name} product")
         factors = self._factors(layer, x, held, axis)
-        yield
-        dx = layer.finish(back.wait(), gate)
+        yield [back]
+        dx = layer.finish(back.wait(), opening)
         return self._leave(x, axis, held + (dx if factors is None else dx * factors), step)
 
     def _factors(self, layer: AxialUpdate, x: Cut, held: Tensor, axis: int) -> Tensor | None:
@@ -198,7 +201,7 @@ class Sharding:
             return _alternate(self._chain(msa, *msa_args), self._chain(pair, *pair_args))
         first = self.mesh.branch.rank == 0
         # Both read the other's state before it changes.
-        own = _exhaust(self._chain(msa, *msa_args) if first else self._chain(pair, *pair_args))
+        (own,) = _alternate(self._chain(msa, *msa_args) if first else self._chain(pair, *pair_args))
         ends = [self.steps[list(chain.children())[-1], m.by_channels].axis for chain in (msa, pair)]  # type: ignore[index]
         axis, other_axis = ends if first else ends[::-1]
         other = z if first else m
@@ -214,26 +217,33 @@ class Sharding:
         return x
 
 
-def _exhaust(phases: Phases) -> Cut:
-    """Go through all phases, waiting where they wait."""
-    while True:
-        try:
-            next(phases)
-        except StopIteration as end:
-            cut: Cut = end.value
-            return cut
+def _apart(block: nn.Module) -> Callable[..., Any]:
+    """The block on `Cut`s of its own: a second slice that it makes of what it was given lives while it runs."""
+
+    def run(*args: Any) -> Any:
+        return block(*(arg.only(arg.present) if isinstance(arg, Cut) else arg for arg in args))
+
+    return run
 
 
 def _alternate(*works: Phases) -> tuple[Any, ...]:
-    """Several works: whenever one would wait, the next goes on."""
+    """Several works in turn: each goes on until it would wait; where all would, the one that came to it first does.
+
+    Recomputed, they must take the same turns, although what a block was given has long arrived then: a tensor that
+    ever travelled counts as awaited from when it was asked for here.
+    """
     results: dict[int, Cut] = {}
-    while len(results) < len(works):
-        for number, work in enumerate(works):
-            if number not in results:
-                try:
-                    next(work)
-                except StopIteration as end:
-                    results[number] = end.value
+    awaited: set[Pending] = set()
+    turns = deque(enumerate(works))
+    while turns:
+        number, work = turns.popleft()
+        try:
+            while not (wanted := {p for p in next(work) if p.travels} - awaited):
+                pass
+            awaited |= wanted
+            turns.append((number, work))
+        except StopIteration as end:
+            results[number] = end.value
     return tuple(results[number] for number in range(len(works)))
 
 
