@@ -333,6 +333,7 @@ class _Turn(_Move):
         return buffer, sent, work, (sum(leave) - leave[rank]) * sent.element_size()
 
     def finish(self, buffer: Tensor) -> Tensor:
+        """The parts as the ranks sent them, one after another along `had`."""
         shape = list(self.shape)
         shape[self.wanted] = self.wanted_sizes[self.group.rank]
         parts, start = [], 0

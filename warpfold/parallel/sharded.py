@@ -77,6 +77,7 @@ class Sharding:
                 module.branches = self.branches
 
         def through(blocks: Iterable[nn.Module], states: Tensors, masks: Tensors) -> Tensors:
+            """The stack's way of running its blocks (`BlockStack.run`)."""
             cuts, cut_masks = self._enter(states, masks, name)
             for block, entries in zip(blocks, plans[cuts[0].by_channels].entries):
                 if self.mesh.branch.size > 1:
