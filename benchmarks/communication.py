@@ -116,8 +116,8 @@ def choices() -> list[dict[str, Any]]:
     return rows
 
 
-def memory(residues: int, losses: LossConfig | None) -> list[dict[str, Any]]:
-    """The most that the first of p ranks holds; and what of it is the same as on half as many ranks.
+def memory(what: str, residues: int, losses: LossConfig | None) -> list[dict[str, Any]]:
+    """`what`: the most that the first of p ranks holds; and what of it is the same as on half as many ranks.
 
     With losses: a training step on a crop, 48 blocks, recomputation.  Without: folding, slices of 4 rows in place, for
     which the number of blocks does not matter.  One recycling pass; triangle products cut by channels.
@@ -126,7 +126,7 @@ def memory(residues: int, losses: LossConfig | None) -> list[dict[str, Any]]:
     before: set[tuple[tuple[int, ...], str]] = set()
     for p in (1, 2, 4, 8, 16):
         plan = Plan(axial=p, triangle="channels", precision="bf16")
-        sizes = {"res": residues, "seq": 128, "extra": 1024, "tmpl": 4}
+        sizes = {"res": residues, "seq": 128, "extra": 1024, "tmpl": 1}
         config = ModelConfig(heads=HeadsConfig(pae=True))
         if losses is None:
             plan = replace(plan, chunk=4, in_place=True)
@@ -141,7 +141,7 @@ def memory(residues: int, losses: LossConfig | None) -> list[dict[str, Any]]:
         row["as_on_half_the_ranks_mb"] = mb(sum(h.bytes for h in same))
         row["most"] = [[mb(size), *what] for what, size in largest(found.at_peak)]
         rows.append(row)
-        print("folding" if losses is None else "training", {k: v for k, v in row.items() if k != "most"}, flush=True)
+        print(what, {k: v for k, v in row.items() if k != "most"}, flush=True)
         for item in row["most"]:
             print("   ", *item, flush=True)
     return rows
@@ -183,9 +183,14 @@ def main() -> None:
     for table in ("placement_256_residues_8_ranks", "sums", "choices_modelled"):
         show(report[table])
     if not arguments.no_memory:
-        report["memory_folding"] = [row for n in (256, 512, 1024) for row in memory(n, None)]
-        report["memory_initial_training"] = memory(256, LossConfig())
-        report["memory_fine_tuning"] = memory(384, FINE_TUNING)
+        cases = [
+            ("initial training", 256, LossConfig()),
+            ("fine-tuning", 384, FINE_TUNING),
+            ("folding", 512, None),
+            ("folding", 1024, None),
+        ]
+        for what, residues, losses in cases:
+            report[f"memory, {what}, {residues} residues"] = memory(what, residues, losses)
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 

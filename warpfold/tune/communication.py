@@ -155,13 +155,13 @@ class Link:
 
 
 # Modelled, not measured: 80 % of what the makers state for a rank and direction, and the usual time of a small call.
-# "gloo" is this project's two-core machine, over loopback (benchmarks/results/cluster-*.json).
+# "gloo" was measured: four ranks on two cores, loopback (benchmarks/results/cluster-2core-epyc-2026-11-20.json).
 LINKS = {
     "NVLink 4": Link(20e-6, 360e9),
     "NVLink 3": Link(20e-6, 240e9),
     "InfiniBand 400 Gb/s": Link(30e-6, 40e9),
     "Ethernet 25 Gb/s": Link(60e-6, 2.5e9),
-    "gloo": Link(0.5e-3, 0.4e9),
+    "gloo": Link(1.7e-3, 0.53e9),
 }
 
 
