@@ -61,6 +61,13 @@ def test_safetensors_round_trip_computes_the_same(tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["p.safetensors"]
 
 
+def test_the_same_parameters_are_the_same_bytes(tmp_path):
+    files = [tmp_path / f"{number}.safetensors" for number in range(5)]
+    for file in files:
+        save_params(file, tiny_model(), {"max_msa": 16})
+    assert len({file.read_bytes() for file in files}) == 1
+
+
 def test_everything_that_does_not_fit_is_named():
     model = AlphaFold(CONFIG)
     params = to_deepmind(model)

@@ -89,7 +89,7 @@ def rows(folder: Path, whole: bool = True) -> list[dict]:
 
 
 def equal_tensors(a: Path, b: Path) -> bool:
-    """Whether two safetensors files hold the same tensors, to the bit (the order of their metadata varies)."""
+    """Whether two safetensors files hold the same tensors, to the bit."""
     one, other = load_file(a), load_file(b)
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 

@@ -17,17 +17,16 @@ from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.deepmind import PREFIX, config_from_deepmind, from_deepmind, refuse
 from warpfold.settings import build, to_dict
 
+FORMAT = "warpfold-1"
+
 
 def save_params(path: Path, model: AlphaFold, data: Mapping[str, Any] | None = None) -> None:
     """Write the parameters and the settings of `model` as safetensors, by atomic rename.
 
     data: the settings by which its examples were drawn; whoever folds with it should draw alike (`data_settings`).
     """
-    metadata = {
-        "format": "warpfold-1",
-        "model": json.dumps(to_dict(model.config)),
-        "data": json.dumps(dict(data or {})),
-    }
+    settings = {"model": to_dict(model.config), "data": dict(data or {})}
+    metadata = {FORMAT: json.dumps(settings)}  # of several keys the order would vary, and with it the bytes
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(save(tensors, metadata))
@@ -50,9 +49,9 @@ def load_model(path: Path | str) -> AlphaFold:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a safetensors file ({error}); give .safetensors or .npz parameters") from error
-    if metadata.get("format") != "warpfold-1" or "model" not in metadata:
+    if FORMAT not in metadata:
         raise UserError(f"{path}: safetensors, but not written by WarpFold (no settings of a model inside)")
-    model = AlphaFold(build(ModelConfig, json.loads(metadata["model"]), str(path)))
+    model = AlphaFold(build(ModelConfig, json.loads(metadata[FORMAT])["model"], str(path)))
     load_state(model, state, str(path))
     return model
 
@@ -62,7 +61,7 @@ def data_settings(path: Path | str) -> dict[str, Any]:
     if Path(path).suffix == ".npz":
         return {}
     with safe_open(path, framework="pt") as file:
-        return dict(json.loads((file.metadata() or {}).get("data", "{}")))
+        return dict(json.loads((file.metadata() or {}).get(FORMAT, "{}")).get("data", {}))
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
