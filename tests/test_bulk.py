@@ -1,11 +1,18 @@
 """Bulk work: order, parts, and workers that die."""
 
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from warpfold import __version__, bulk
 from warpfold.bulk import Part, in_order, pool
 from warpfold.errors import UserError
 
@@ -29,6 +36,59 @@ def test_a_dead_worker_is_the_users_to_know() -> None:
         list(in_order(die, range(3), executor))
 
 
+def linger(file: str) -> None:
+    """Says which process it is, and stays."""
+    Path(file).write_text(str(os.getpid()))
+    time.sleep(300)
+
+
+def test_no_worker_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
+    run = subprocess.Popen([sys.executable, __file__, str(tmp_path / "pid")])
+    try:
+        worker = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    finally:
+        run.kill()
+        run.wait()
+    assert until(lambda: not Path(f"/proc/{worker}").exists() or " Z " in Path(f"/proc/{worker}/stat").read_text())
+
+
+def until(true: Callable[[], Any], seconds: float = 60) -> Any:
+    """What `true` says in the end, if that is anything."""
+    end = time.monotonic() + seconds
+    while not (said := true()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return said
+
+
+class Cluster:
+    """What `_check_cluster` asks a Dask client."""
+
+    def __init__(self, scheduler: Any, worker: Any) -> None:
+        self.scheduler, self.worker = scheduler, worker
+
+    def run_on_scheduler(self, function: Callable[[], str]) -> Any:
+        if isinstance(self.scheduler, Exception):
+            raise self.scheduler
+        return self.scheduler
+
+    def run(self, function: Callable[[], str], on_error: str) -> dict[str, Any]:
+        return {"tcp://worker:1": self.worker}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "worker", "found"),
+    [
+        (ImportError("No module named 'warpfold'"), __version__, "its scheduler has no WarpFold .*No module named"),
+        (__version__, "0.0.1", r"tcp://worker:1 has no WarpFold .*\(0.0.1\); install it there"),
+        (__version__, Exception("No module named 'warpfold'"), "tcp://worker:1 has no WarpFold .*No module named"),
+    ],
+)
+def test_a_cluster_with_another_warpfold(scheduler: Any, worker: Any, found: str) -> None:
+    bulk._check_cluster(Cluster(__version__, __version__), "address")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=f"--cluster address: {found}"):
+        bulk._check_cluster(Cluster(scheduler, worker), "address")  # type: ignore[arg-type]
+
+
 def test_a_cluster_that_is_not_there() -> None:
     with pytest.raises(UserError, match="--cluster"), pool(cluster="nonsense"):
         pass
@@ -45,3 +105,8 @@ def test_parts_are_a_partition(jobs: int, count: int) -> None:
 def test_what_is_no_part(text: str) -> None:
     with pytest.raises(UserError, match="--shard"):
         Part.parse(text)
+
+
+if __name__ == "__main__":  # a run to be killed: FILE
+    with pool(2) as executor:
+        list(in_order(linger, sys.argv[1:], executor))

@@ -4,6 +4,7 @@ A job is a picklable argument of a module-level function that returns plain data
 jobs whoever did them, so what is written of them is the same bytes for any number of workers.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -11,10 +12,15 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import get_context
-from typing import TypeVar
+from multiprocessing import get_context, parent_process
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
 
+from warpfold import __version__
 from warpfold.errors import UserError
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 AHEAD = 64  # jobs handed out, finished ones included: what a slow job may hold back
 
@@ -36,13 +42,25 @@ def pool(workers: int = 1, cluster: str | None = None) -> Iterator[Executor | No
     elif workers <= 1:
         yield None
     else:
-        executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+        executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
         try:
             yield executor
         except BrokenProcessPool:
             raise UserError("a worker process died, most likely of too little memory; use fewer workers") from None
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
+
+
+def end_with_parent() -> None:
+    """In a process that this one's parent started: from now on it ends with the parent, even if that is killed."""
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @contextmanager
@@ -58,11 +76,27 @@ def _dask(address: str) -> Iterator[Executor]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"--cluster {address}: no Dask scheduler answers there ({reason})") from None
     with client:
+        _check_cluster(client, address)
         try:
             yield client.get_executor(pure=False)
         except KilledWorker as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"--cluster {address}: a job's workers died again and again ({reason})") from None
+
+
+def _check_cluster(client: "Client", address: str) -> None:
+    """UserError unless the scheduler and the workers that are there have this WarpFold."""
+    try:
+        found = {"its scheduler": client.run_on_scheduler(_version), **client.run(_version, on_error="return")}
+    except (ImportError, AttributeError) as error:
+        found = {"its scheduler": error}
+    for where, version in found.items():
+        if version != __version__:
+            raise UserError(f"--cluster {address}: {where} has no WarpFold {__version__} ({version}); install it there")
+
+
+def _version() -> str:
+    return __version__
 
 
 def in_order(

@@ -17,7 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_all_start_methods, get_context, parent_process
+from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from warpfold import device
+from warpfold.bulk import end_with_parent
 from warpfold.errors import UserError
 
 ALIGN = 64  # bytes: where an array begins in a buffer, so that it can be viewed in its dtype
@@ -225,7 +226,7 @@ def _work(pipe: Connection, make: Make) -> None:
     """A worker's life.  Ctrl-C and SIGTERM are for the training process alone, which ends its workers itself."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     with contextlib.suppress(EOFError, ConnectionError), contextlib.ExitStack() as stack:  # until the parent is gone
         stack.push(lambda kind, error, trace: _report(pipe, error))
         _tell(pipe, ready=True)
@@ -249,14 +250,6 @@ def _report(pipe: Connection, error: BaseException | None) -> bool:
 
 def _tell(pipe: Connection, **answer: Any) -> None:
     pipe.send_bytes(json.dumps(answer).encode())
-
-
-def _end_with_parent() -> None:
-    """No worker outlives the training process, even if that is killed."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _send(pipe: Connection, arrays: Mapping[str, np.ndarray]) -> None:
