@@ -6,3 +6,5 @@ class UserError(Exception):
 
     The message names the file or the setting, what is wrong with it, and the cure.
     """
+
+    exit_code = 2

@@ -1,28 +1,23 @@
 """Training over ranks: the run of one device, dealt, cut and branched; what is written by whom; who stops when."""
 
-import json
-import math
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from tests.ranks import RankError, run_ranks
+from tests.ranks import run_ranks
 from tests.run.runs import equal_tensors, make_store, rows, tiny_run
-from tests.run.test_train import damage
-from warpfold import settings
 from warpfold.data.store import Store
-from warpfold.errors import UserError
+from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Launch, Team
-from warpfold.run import train as module
 from warpfold.run.train import RunConfig, Summary, train
+from warpfold.run.watch import Watcher
 
 STEPS = 4
 
@@ -34,13 +29,18 @@ def config_for(plan: Plan, outer: str = "middle", accumulate: int = 2, **train: 
     return replace(config, model=model, plan=plan, optim=replace(config.optim, accumulate=accumulate))
 
 
-def train_on_ranks(config: RunConfig, store: Store, out: Path, **more: Any) -> list[Summary]:
+def train_on_ranks(
+    config: RunConfig, store: Store, out: Path, watch: Watcher | None = None, watching: int = 0, **more: Any
+) -> list[Summary]:
+    """`train` on as many ranks as the plan wants; `watch` is told the rows on one rank."""
     plan = config.plan
     ranks = plan.data * plan.axial * plan.branch
 
     def on_a_rank() -> Summary:
         mesh = make_mesh(plan.data, plan.axial, plan.branch)
-        return train(config, store, out, team=Team(Launch(mesh.world.rank, ranks), mesh), **more)
+        rank = mesh.world.rank
+        team = Team(Launch(rank, ranks), mesh)
+        return train(config, store, out, team=team, watch=watch if rank == watching else None, **more)
 
     return run_ranks(on_a_rank, ranks)
 
@@ -98,3 +98,30 @@ def test_ranks_train_what_one_device_trains(
     summaries = train_on_ranks(config_for(plan, outer), store, out)
     assert all((s.steps, s.finished, s.signal) == (STEPS, True, 0) for s in summaries)
     assert_alike(out, alone[outer])
+
+
+def test_stopped_and_continued_it_is_the_same_to_the_bit(store: Store, tmp_path: Path) -> None:
+    """A signal to any rank stops all at the same step; all that draws, exchanges and is sharded goes on as it was."""
+    plan = Plan(data=2, axial=2, sync=SyncConfig(shard_state=True))
+    config = config_for(plan, steps=6)
+    train_on_ranks(config, store, tmp_path / "unbroken")
+
+    def stop(row: dict[str, Any]) -> None:
+        if row["kind"] == "step" and row["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = train_on_ranks(config, store, tmp_path / "run", watch=stop, watching=3)
+    assert [(s.steps, s.finished, s.signal) for s in stopped] == [(3, False, signal.SIGTERM)] * 4
+    train_on_ranks(config, store, tmp_path / "run")
+    assert rows(tmp_path / "run") == rows(tmp_path / "unbroken")
+    assert equal_tensors(tmp_path / "run/params.safetensors", tmp_path / "unbroken/params.safetensors")
+
+
+def test_other_ranks_go_on(store: Store, alone: dict[str, Path], tmp_path: Path) -> None:
+    """With another number of data ranks, or of axial ranks: the same examples in every step, losses but for rounding."""
+    out = tmp_path / "run"
+    for steps, plan in ((2, Plan(data=2)), (3, Plan(axial=2)), (STEPS, Plan())):
+        train_on_ranks(config_for(plan, steps=steps, validate_every=0), store, out)
+    steps, steps_alone = ([row for row in rows(o) if row["kind"] == "step"] for o in (out, alone["middle"]))
+    assert [row["examples"] for row in steps] == [row["examples"] for row in steps_alone]
+    assert [row["loss"] for row in steps] == pytest.approx([row["loss"] for row in steps_alone], rel=2e-4)

@@ -1,6 +1,7 @@
 """The command line: reads arguments, calls one function of the package, prints what it returns.
 
 Exit codes: 0 everything asked for was done, 1 it was not, 2 the input is at fault (one line says how), 130 Ctrl-C.
+`train` on SIGTERM: 0, since what was done is saved and the same command continues.
 A command is a file; heavy imports stand inside its function, so that `--help` answers at once.
 """
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         command = typer.main.get_command(app)
         code = command.main(args=arguments, prog_name="warpfold", standalone_mode=False)
     except UserError as error:
-        code = _complain(str(error), 2)
+        code = _complain(str(error), error.exit_code)
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "warpfold"
         code = _complain(f"{error.format_message().rstrip('.')}; see {where} --help", 2)
@@ -43,7 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = _complain(f"{error.filename or 'writing'}: {error.strerror}", 1)
     except (KeyboardInterrupt, typer.Abort):
         code = _complain("stopped by Ctrl-C", 130)
-    sys.exit(code if isinstance(code, int) else 0)
+    _leave(code if isinstance(code, int) else 0)
+
+
+def _leave(code: int) -> NoReturn:
+    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # At once: threads of torch's would wait for others to join what this process has begun, and they for it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _complain(message: str, code: int) -> int:

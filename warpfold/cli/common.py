@@ -4,12 +4,15 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from warpfold.errors import UserError
+
+if TYPE_CHECKING:
+    from warpfold.parallel.team import Launch
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,6 +59,13 @@ class Precision(StrEnum):
 AsJson = Annotated[bool, writes("Print the result as JSON.", "--json")]
 Force = Annotated[bool, writes("Replace the output of another run of this command.", "--force")]
 Device = Annotated[str | None, runs("cpu, cuda, cuda:1 ...; default: the first GPU, or the CPU.")]
+Axial = Annotated[
+    int | None,
+    runs("Processes that share one protein, each with its slice of all that is large.", "--plan.axial", min=1),
+]
+Branch = Annotated[
+    int | None, runs("2: the halves of a block on processes of their own (not AlphaFold2's).", "--plan.branch", min=1)
+]
 Workers = Annotated[int, runs("Processes.", min=1)]
 Seed = Annotated[int, decides("The same seed gives the same result.")]
 
@@ -116,12 +126,23 @@ def progress_bar(narrate: bool = False) -> Iterator[Callable[[int, int, str], No
         yield move
 
 
-def device_of(name: str | None) -> str:
-    """The device to run on.  Errors: UserError for one that torch does not know or this machine lacks."""
+def device_of(name: str | None, launch: "Launch | None" = None) -> str:
+    """The device to run on; of several processes on a machine each takes a GPU of its own.
+
+    Errors: UserError for one that torch does not know or this machine lacks.
+    """
     import torch
 
+    number = launch.local_rank if launch is not None and launch.ranks > 1 else None
     if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and number is not None:
+        if number >= torch.cuda.device_count():
+            raise UserError(
+                f"process {number} of this machine needs a GPU of its own, but there are {torch.cuda.device_count()}; "
+                "start no more processes than GPUs, or run with --device cpu"
+            )
+        name = f"cuda:{number}"
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:

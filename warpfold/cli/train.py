@@ -1,12 +1,18 @@
 """`warpfold train`."""
 
+import os
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from signal import SIGTERM
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from warpfold.cli.common import (
     AsJson,
+    Axial,
+    Branch,
     Device,
     Lists,
     app,
@@ -14,6 +20,7 @@ from warpfold.cli.common import (
     decides,
     device_of,
     reads,
+    runs,
     show,
     writes,
 )
@@ -21,6 +28,7 @@ from warpfold.errors import UserError
 
 if TYPE_CHECKING:
     from warpfold.data.schedule import Source
+    from warpfold.run.train import Summary
 
 
 @app.command(cls=Lists, epilog="Example:  warpfold train tiny --data store --out run --set train.steps=500")
@@ -31,21 +39,40 @@ def train(
     init: Annotated[Path | None, reads("Parameters to start from; default: random ones.")] = None,
     replay: Annotated[Path | None, reads("order.txt of a run of the same data and seed, to be followed.")] = None,
     change: Annotated[list[str] | None, decides("Settings over those of the file, KEY=VALUE.", "--set")] = None,
+    examples: Annotated[
+        int | None, runs("Proteins at a time, each on processes of its own.", "--plan.data", min=1)
+    ] = None,
+    axial: Axial = None,
+    branch: Branch = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train or fine-tune; Ctrl-C or kill -9 loses nothing but the steps since the last checkpoint."""
-    from dataclasses import asdict
+    """Train or fine-tune; Ctrl-C or kill -9 loses nothing but the steps since the last checkpoint.
 
+    On several processes, under torchrun: docs/parallel.md.
+    """
     from warpfold import settings as toml
+    from warpfold.parallel.team import Launch, assembled
     from warpfold.run import train as training
     from warpfold.run import watch
 
-    config = toml.build(training.RunConfig, toml.load(settings, change or []), settings)
-    with watch.progress_bar(config.train.steps) as watcher:
+    plan = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
+    changes = [*(change or []), *(f"{key}={value}" for key, value in plan.items() if value is not None)]
+    config = toml.build(training.RunConfig, toml.load(settings, changes), settings)
+    launch = Launch.from_variables(os.environ)
+    where = device_of(device, launch)
+    bar = watch.progress_bar(config.train.steps) if launch.rank == 0 else nullcontext()
+    with assembled(launch, config.plan, where) as team, bar as watcher:
         result = training.train(
-            config, sources(data), out, init=init, replay=replay, device=device_of(device), watch=watcher
+            config, sources(data), out, init=init, replay=replay, device=where, watch=watcher, team=team
         )
+    if team.leads:
+        _say(result, out, as_json)
+    raise typer.Exit(0 if result.finished or result.signal == SIGTERM else 130)
+
+
+def _say(result: "Summary", out: Path, as_json: bool) -> None:
+    """How a run ended."""
     if result.quarantined:
         names = ", ".join(result.quarantined[:3]) + (" ..." if len(result.quarantined) > 3 else "")
         count = len(result.quarantined)
@@ -56,7 +83,6 @@ def train(
         typer.echo(f"{result.steps} steps; parameters: {result.params}")
     else:
         typer.echo(f"stopped after {result.steps} steps; the same command continues", err=True)
-    raise typer.Exit(0 if result.finished else 130)
 
 
 def sources(texts: list[str]) -> "list[Source]":

@@ -35,6 +35,8 @@ BROKEN = ("timed out", "timeout", *LOST)
 class TeamError(UserError):
     """Another process of the run failed, or did not come where this one waits for it."""
 
+    exit_code = 1
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -206,7 +208,9 @@ class _Pulse:
         if error is None:
             return
         if isinstance(error, RuntimeError) and _says(error, BROKEN):
-            raise TeamError(self._why(lost=_says(error, LOST)) + f" ({str(error).splitlines()[0][:200]})") from error
+            raised, error = error, TeamError(self._why(lost=_says(error, LOST)))
+            self._tell(error)
+            raise error from raised
         self._tell(error)
 
     def _watch(self) -> None:

@@ -1,0 +1,103 @@
+"""The law of elasticity: a run over several processes may lose any of them at any moment, and go on with others."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.laws.test_resume import descendants
+from tests.run.runs import equal_tensors, make_store, rows
+from tests.run.test_train_ranks import assert_alike, config_for, train_on_ranks
+from warpfold import settings
+from warpfold.data.store import Store
+from warpfold.parallel.plan import Plan
+from warpfold.run.train import RunConfig, train
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="the processes of a run are found in /proc, which is not here"
+)
+ROOT = Path(__file__).parents[2]
+STEPS = 16
+TWO = config_for(Plan(data=2), accumulate=4, steps=STEPS, validate_every=0)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def begin(config: RunConfig, store: Store, out: Path, log: Path, *options: str) -> subprocess.Popen:
+    """torchrun with two processes that train."""
+    file = log.with_suffix(".toml")
+    file.write_text(settings.to_toml(config))
+    command = ["-m", "warpfold.cli", "train", file, "--data", store.path, "--out", out, "--device", "cpu"]
+    with open(log, "w") as said:
+        return subprocess.Popen(
+            [*TORCHRUN, *options, *map(str, command)],
+            cwd=ROOT,
+            stdout=said,
+            stderr=said,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+
+
+def ranks_of(torchrun: subprocess.Popen, out: Path, rows_then: int) -> list[int]:
+    """The processes of a run, once its log has so many rows."""
+    log = out / "metrics.jsonl"
+    while torchrun.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < rows_then):
+        time.sleep(0.01)
+    assert torchrun.poll() is None, "it ended too early"
+    return [int(entry.name) for entry in descendants(torchrun.pid) if b"\0train\0" in (entry / "cmdline").read_bytes()]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make_store(tmp_path_factory.mktemp("elastic") / "store", proteins=7)
+
+
+@pytest.fixture(scope="module")
+def unbroken(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("elastic") / "unbroken"
+    train_on_ranks(TWO, store, out)
+    return out
+
+
+def test_a_process_is_killed_and_the_job_restarts_the_same_to_the_bit(
+    store: Store, unbroken: Path, tmp_path: Path
+) -> None:
+    out, log = tmp_path / "run", tmp_path / "log"
+    moment, seconds, which = random.randrange(4, 9), random.uniform(0, 0.2), random.randrange(2)
+    print(f"killed process {which}, {seconds} s after row {moment}")  # shown when the test fails
+    torchrun = begin(TWO, store, out, log, "--max-restarts", "2")
+    ranks = ranks_of(torchrun, out, moment)
+    time.sleep(seconds)
+    os.kill(ranks[which], signal.SIGKILL)
+    assert torchrun.wait() == 0, log.read_text()
+    assert "SIGTERM" in log.read_text(), "it ended before it could be killed"
+    assert rows(out) == rows(unbroken)
+    for name in ("params.safetensors", f"checkpoints/step-{STEPS:08d}/state.safetensors"):
+        assert equal_tensors(out / name, unbroken / name), name
+
+
+@pytest.mark.parametrize("receiver", ["one process", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_sigterm_saves_and_others_go_on(store: Store, unbroken: Path, tmp_path: Path, receiver: str) -> None:
+    """Saved, all exit with 0; one device goes on, then two that share each protein."""
+    out, log = tmp_path / "run", tmp_path / "log"
+    torchrun = begin(TWO, store, out, log)
+    ranks = ranks_of(torchrun, out, 4)
+    os.kill(ranks[1] if receiver == "one process" else torchrun.pid, signal.SIGTERM)
+    code = torchrun.wait(30)
+    [steps] = map(int, re.findall(r"stopped after (\d+) steps; the same command continues", log.read_text()))
+    assert 3 <= steps < STEPS
+    assert (out / f"checkpoints/step-{steps:08d}").is_dir()
+    if receiver == "one process":  # torchrun itself always exits with 1 on a signal
+        assert code == 0, log.read_text()
+    assert "exitcode" not in log.read_text(), "a process did not exit with 0"
+
+    config = config_for(Plan(), accumulate=4, steps=steps + 2, validate_every=0)
+    train(config, store, out)
+    train_on_ranks(replace(TWO, plan=Plan(axial=2)), store, out)
+    assert_alike(out, unbroken)

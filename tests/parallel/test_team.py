@@ -1,0 +1,223 @@
+"""The processes of a run: they meet, agree, and end together, each saying why."""
+
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # before the forks, which would each load it
+import torch.distributed as dist
+
+from warpfold.errors import UserError
+from warpfold.parallel import team as module
+from warpfold.parallel.collectives import gather
+from warpfold.parallel.exchange import Wire
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.team import Launch, Team, TeamError, assembled
+
+FINE, FAILED, LONG = 0, 7, 60.0
+
+
+class Crew:
+    """Processes that meet at a store of this one's, as torchrun's do at its agent's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.store = folder, None
+
+    def run(
+        self, function: Callable[[Team], object], plan: Plan, attempt: int = 0
+    ) -> tuple[list[int | None], list[str], float]:
+        """`function` in each of the plan's processes -> exit codes, what they said on stderr, seconds."""
+        ranks, context = plan.data * plan.axial * plan.branch, get_context("fork")
+        pipes, processes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            launch = Launch(rank, ranks, rank, ranks, attempt, "127.0.0.1", agent_keeps_store=True)
+            processes.append(context.Process(target=self._live, args=(function, launch, plan, theirs)))
+            processes[-1].start()
+            pipes.append(ours)
+        if self.store is None:  # after the forks: it has a thread
+            self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
+        began = time.monotonic()
+        for pipe in pipes:
+            pipe.send(self.store.port)
+        for process in processes:
+            process.join(40)
+        seconds = time.monotonic() - began
+        for process in processes:
+            process.kill()
+        said = [(self.folder / f"{rank}.txt").read_text() for rank in range(ranks)]
+        return [process.exitcode for process in processes], said, seconds
+
+    def _live(self, function: Callable[[Team], object], launch: Launch, plan: Plan, pipe) -> None:
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        sys.stderr = open(self.folder / f"{launch.rank}.txt", "w", buffering=1)  # noqa: SIM115 (ends with the process)
+        try:
+            with assembled(replace(launch, port=pipe.recv()), plan) as team:
+                function(team)
+        except UserError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            os._exit(FAILED)
+        os._exit(FINE)
+
+
+@pytest.fixture
+def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
+    for name, seconds in (("BEAT", 0.2), ("SILENT", 0.6), ("GRACE", 1.0)):
+        monkeypatch.setattr(module, name, seconds)
+    yield Crew(tmp_path)
+
+
+def test_all_hear_what_each_says(crew: Crew) -> None:
+    def talk(team: Team) -> None:
+        rank = team.launch.rank
+        said = team.share({"rank": rank, "ä": [math.nan, 0.1 * rank] * rank}, "a meeting")
+        assert [len(one["ä"]) for one in said] == [0, 2, 4, 6]
+        assert [one["ä"][1] for one in said[1:]] == [0.1, 0.2, 0.1 * 3]
+        assert math.isnan(said[3]["ä"][0])
+        assert team.spoken(team.share(rank, "another")) == [0, 2]
+        assert team.share_example(rank, "an example") == ([0, 1] if rank < 2 else [2, 3])
+        assert (team.leads, team.speaks) == (rank == 0, rank in (0, 2))
+
+    codes, said, _ = crew.run(talk, Plan(data=2, axial=2))
+    assert (codes, said) == ([FINE] * 4, [""] * 4)
+
+
+def test_alone_one_hears_oneself() -> None:
+    with assembled(Launch(), Plan()) as team:
+        assert team.share(1, "") == team.share_example(1, "") == team.spoken([1]) == [1]
+        assert team.leads
+        assert team.speaks
+
+
+def test_when_one_fails_the_others_end_and_say_why(crew: Crew) -> None:
+    def fail(team: Team) -> None:
+        if team.launch.rank == 1:
+            raise UserError("out/state: no space left; make room")
+        team.share(0, "a checkpoint")
+
+    codes, said, seconds = crew.run(fail, Plan(data=3))
+    assert codes == [FAILED] * 3
+    assert said[1] == "UserError: out/state: no space left; make room\n"
+    assert all("TeamError: rank 1 failed: out/state: no space left; make room" in said[rank] for rank in (0, 2))
+    assert seconds < 10
+
+
+def test_where_no_exception_reaches_a_process_it_is_ended(crew: Crew) -> None:
+    def fail(team: Team) -> None:
+        team.share(0, "a step")
+        if team.launch.rank == 1:
+            raise UserError("bad data")
+        time.sleep(LONG)  # as in a kernel that waits for others
+
+    codes, said, seconds = crew.run(fail, Plan(data=2))
+    assert (codes, said[0]) == ([1, FAILED], "error: rank 1 failed: bad data\n")
+    assert seconds < 10
+
+
+def test_a_killed_process_is_named(crew: Crew) -> None:
+    def die(team: Team) -> None:
+        team.share(0, "a step")
+        time.sleep(2 * module.BEAT)
+        if team.launch.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        team.share(0, "the next step")
+
+    codes, said, seconds = crew.run(die, Plan(data=2))
+    assert codes == [FAILED, -signal.SIGKILL]
+    assert "rank 0 waited for others at 'the next step'; rank 1 is dead or frozen: last heard of" in said[0]
+    assert "at 'a step'" in said[0]
+    assert seconds < 10
+
+
+def slices(team: Team) -> None:
+    gather(torch.ones(2), 0, 4, team.mesh.axial, "z of the trunk").wait()
+
+
+def gradients(team: Team) -> None:
+    Wire(team.mesh.data).sum(torch.ones(1))
+
+
+def meeting(team: Team) -> None:
+    team.share(0, "a meeting")
+
+
+@pytest.mark.parametrize(
+    ("plan", "wait", "name"),
+    [
+        (Plan(axial=2), slices, "gather of z of the trunk"),
+        (Plan(data=2), gradients, "sum of gradients or weights over data ranks"),
+        (Plan(data=2), meeting, "a meeting"),
+    ],
+    ids=["slices", "gradients", "meeting"],
+)
+def test_who_does_not_arrive_is_named_and_where_it_is(
+    crew: Crew, plan: Plan, wait: Callable[[Team], None], name: str
+) -> None:
+    def hang(team: Team) -> None:
+        team.share(0, "the step before")
+        if team.launch.rank == 1:
+            time.sleep(LONG)
+        wait(team)
+
+    codes, said, seconds = crew.run(hang, replace(plan, time_limit=2.0))
+    here = f"rank 0 waited for others at '{name}'; rank 1 did not arrive: it is at 'the step before'"
+    assert f"TeamError: {here}" in said[0]
+    assert codes == [FAILED, 1]
+    assert f"error: rank 0 failed: {here}" in said[1]
+    assert seconds < 15
+
+
+def test_a_process_without_exceptions_notices_that_another_is_missing(crew: Crew) -> None:
+    def hang(team: Team) -> None:
+        team.share(0, "a step")
+        if team.launch.rank == 0:
+            team.note_gradients("a kernel of NCCL's")
+        time.sleep(LONG)
+
+    codes, said, seconds = crew.run(hang, Plan(data=2, time_limit=1.0))
+    assert codes == [1, 1]
+    assert "rank 0 waited for others at \"a kernel of NCCL's\"; rank 1 did not arrive: it is at 'a step'" in said[0]
+    assert seconds < 15
+
+
+def test_the_next_attempt_meets_in_the_same_store(crew: Crew) -> None:
+    def die(team: Team) -> None:
+        if team.launch.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        team.share(0, "a step")
+
+    assert crew.run(die, Plan(data=2))[0] == [FAILED, -signal.SIGKILL]
+    assert crew.run(lambda team: team.share(0, "a step"), Plan(data=2), attempt=1)[:2] == ([FINE, FINE], ["", ""])
+
+
+def test_a_grid_that_is_not_filled_is_refused_before_anyone_is_met() -> None:
+    with pytest.raises(UserError, match=r"data 2 x axial 2 x branch 1 needs 4 processes, there are 3; start it with"):
+        assembled(Launch(ranks=3, address="nowhere"), Plan(data=2, axial=2)).__enter__()
+    with pytest.raises(UserError, match="there are 1"):
+        assembled(Launch(), Plan(axial=2)).__enter__()
+
+
+def test_those_who_do_not_come_are_missed_at_the_meeting() -> None:
+    with pytest.raises(TeamError, match=r"rank 0: the 2 processes did not meet at 127\.0\.0\.1:"):
+        assembled(Launch(ranks=2, address="127.0.0.1"), Plan(data=2, time_limit=0.5)).__enter__()
+
+
+def test_what_torchrun_says() -> None:
+    assert Launch.from_variables({"HOME": "/"}) == Launch()
+    said = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    more = {"MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert Launch.from_variables(said | more) == Launch(3, 4, 1, 2, 2, "a", 29500, True)
+    with pytest.raises(UserError, match="'MASTER_PORT' is missing or no number; start with torchrun"):
+        Launch.from_variables(said)
+    with pytest.raises(UserError, match="'three'"):
+        Launch.from_variables(said | more | {"RANK": "three"})
