@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
@@ -71,10 +71,10 @@ class Crew:
 
 
 @pytest.fixture
-def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
+def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Crew:
     for name, seconds in (("BEAT", 0.2), ("SILENT", 0.6), ("GRACE", 1.0)):
         monkeypatch.setattr(module, name, seconds)
-    yield Crew(tmp_path)
+    return Crew(tmp_path)
 
 
 def test_all_hear_what_each_says(crew: Crew) -> None:
