@@ -3,8 +3,7 @@
 A tensor of which every rank holds a slice can be made whole (`gather`), or cut along another axis (`turn`); two
 ranks can `swap` what they have.  Each gives a `Pending`, whose `wait` is the tensor.  Backward runs the exact transpose
 of the move (a gather's is a reduce-scatter), begun when the gradient of the awaited tensor is known and awaited where
-the gradient of the started one is.  Autograd is told to begin such a move before anything else that it could do, and
-to wait for one only when there is nothing else that it can do.
+the gradient of the started one is, when autograd has nothing else that it could do.
 """
 
 import threading
@@ -157,13 +156,7 @@ def _begin(x: Tensor, move: _Move) -> Pending:
     if token.requires_grad:
         token.grad_fn._set_sequence_nr(_reserved.next())
 
-    def arrive(given: bool) -> Tensor:
-        tensor: Tensor = _Wait.apply(token, move, ticket, given)
-        if tensor.requires_grad:
-            tensor.grad_fn._set_sequence_nr(FIRST + tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
-        return tensor
-
-    return Pending(None, arrive)
+    return Pending(None, lambda given: _Wait.apply(token, move, ticket, given))
 
 
 def _send(move: _Move, x: Tensor, backward: bool) -> _Way:
@@ -174,14 +167,15 @@ def _send(move: _Move, x: Tensor, backward: bool) -> _Way:
     return way
 
 
-# Of the nodes of a graph whose gradient is known, autograd's engine takes the one with the highest number; the numbers
-# count what one thread made.  These two keep to the same order on all ranks, as the moves themselves do.
-FIRST = 2**62
 RESERVE = 4096
 
 
 class _Reserved(threading.local):
-    """Numbers of nodes that nobody needs, ascending: lower than those of all nodes that the thread has made since."""
+    """Numbers of nodes that nobody needs, ascending: lower than those of all nodes that the thread has made since.
+
+    Of the nodes whose gradient is known, autograd's engine takes the one with the highest number; they count what a
+    thread made.  A wait that has a reserved number comes when there is nothing else to do, on all ranks alike.
+    """
 
     def __init__(self) -> None:
         self._numbers: Iterator[int] = iter(())

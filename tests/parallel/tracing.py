@@ -1,0 +1,294 @@
+"""A record of what a rank computes and what it waits for: which work could have been done while it waited.
+
+Every operation is noted in order, with what its operands were made by, through storages, so views count as what they
+look at.  From that follows for each operation the last collective whose arrival it needs, directly or not.
+"""
+
+import inspect
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from warpfold.model.axial import COLS, ROWS
+from warpfold.model.evoformer import Evoformer, EvoformerConfig
+from warpfold.model.pair import PairConfig
+from warpfold.parallel import collectives
+from warpfold.parallel.collectives import Event, Pending, mine, watched
+from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.plan import Plan, apply
+
+Order = Literal["middle", "first", "last"]
+
+BACKWARD, NODES = 10**6, 10**9  # where numbers of other units begin: backward passes of units, nodes of a graph
+KERNELS = ("attention", "global_attention", "triangle_product")  # of warpfold.ops
+HANDLES_MEMORY = ("empty", "new_empty", "zeros", "new_zeros", "detach", "ones_like", "zeros_like")
+
+
+@dataclass
+class Step:
+    """An operation, or the start of a collective, or the wait for one."""
+
+    number: int
+    what: str  # "work", "small" (views, allocations, what is not as large as m or z), "start", "wait"
+    name: str
+    layer: str  # whose; "" for what stands between layers
+    passage: tuple[str, int]  # the forward pass, the backward pass, or which recomputation of a block
+    made_of: set[int]  # numbers of earlier steps
+    unit: int  # operations of one unit are one operation: what one kernel computes
+    collective: int = -1
+    needs: int = -1  # the last wait that it depends on
+
+
+class InReverse:
+    """Instead of collectives._reserved: autograd's own order, the reverse of the forward pass."""
+
+    def next(self) -> int:
+        return torch.autograd._get_sequence_nr()
+
+
+def at_once(begin: Callable[..., Pending]) -> Callable[..., Pending]:
+    """Instead of collectives._begin: moves that are awaited where they begin, FastFold's all-to-alls but one and all of
+    HelixFold's collectives."""
+
+    def blocking(*args: Any) -> Pending:
+        pending = begin(*args)
+        pending.wait()
+        return pending
+
+    return blocking
+
+
+class Trace(TorchDispatchMode):
+    """Within it, everything that this process computes is noted in `steps`.
+
+    size: how many numbers an operation must read or write to be work.  Operations of one function of warpfold.ops (an
+    attention, a triangle product) are one operation, forward and backward: it is, or will be, one kernel.  So is what
+    one node of autograd's graph does.  Packing and unpacking belong to the collective.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.steps = size, list[Step]()
+        self._alive: list[Tensor] = []  # so that no storage is used twice
+        self._writer: dict[int, int] = {}  # of a storage: the step that wrote it last
+        self._buffers: dict[int, int] = {}  # of a collective: the storage that it fills
+        self._packing = False
+        self._unit, self._units = -1, 0
+        self._kind, self._recomputations = "forward", 0
+        self._known: list[tuple[int, str, int]] = []  # autograd's sequence number after an operation, its layer, unit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self._alive += read + written
+        name = func.name().removeprefix("aten::")
+        there = {_storage(t) for t in read}
+        fresh = {_storage(t) for t in written} - there
+        if name.startswith("c10d::"):  # told as a start in a moment
+            buffer, sent = read
+            step = self._note("start", name, {self._writer.get(_storage(sent), -1)})
+            self._writer[_storage(buffer)] = step.number
+            return out
+        if func._schema.is_mutable:
+            fresh |= {_storage(t) for t in read[:1]}
+        elif not fresh:
+            return out  # a view
+        handled = self._packing or name.split(".")[0] in HANDLES_MEMORY
+        large = max((t.numel() for t in read + written), default=0) >= self.size
+        step = self._note("work" if large and not handled else "small", name, {self._writer.get(s, -1) for s in there})
+        self._writer.update(dict.fromkeys(fresh, step.number))
+        return out
+
+    def _note(self, what: str, name: str, made_of: set[int]) -> Step:
+        node = torch._C._current_autograd_node()
+        layer, recomputed = _called_by()
+        if node is None or recomputed:
+            unit = self._unit
+            self._known.append((torch.autograd._get_sequence_nr(), layer, unit))
+        else:
+            layer, unit = self._backward_of(node._sequence_nr())
+        kind = "recomputed" if recomputed else "forward" if node is None else "backward"
+        if recomputed and self._kind == "backward":
+            self._recomputations += 1
+        self._kind = kind
+        step = Step(len(self.steps), what, name, layer, (kind, recomputed * self._recomputations), made_of - {-1}, unit)
+        self.steps.append(step)
+        return step
+
+    def _backward_of(self, number: int) -> tuple[str, int]:
+        """The layer and the unit of the backward operations of autograd's node `number`."""
+        place = bisect_right(self._known, number, key=lambda known: known[0])
+        _, layer, unit = self._known[place] if place < len(self._known) else (0, "", -1)
+        return layer, (NODES + number if unit < 0 else BACKWARD + unit)
+
+    def told(self, event: Event) -> None:
+        if event.what == "start":
+            step = self.steps[-1]
+            self._buffers[event.number] = next(s for s, n in self._writer.items() if n == step.number)
+        else:
+            step = self._note("wait", "", set())
+            buffer = self._buffers[event.number]
+            step.made_of = {self._writer[buffer]}
+            self._writer[buffer] = step.number
+        step.name, step.collective = f"{event.kind} {event.name.strip()}", event.number
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note what happens within it."""
+        with watched(self.told), _wrapped(self), self:
+            yield
+        self._settle()
+
+    def _settle(self) -> None:
+        """For every step the last wait that it needs; a unit's operations need what any of them does."""
+        of_unit: dict[int, int] = {}
+        for _ in range(2):
+            for step in self.steps:
+                step.needs = max([self._arrival(n) for n in step.made_of] + [of_unit.get(step.unit, -1)], default=-1)
+                if step.unit != -1:
+                    of_unit[step.unit] = max(step.needs, of_unit.get(step.unit, -1))
+
+    def _arrival(self, number: int) -> int:
+        step = self.steps[number]
+        return number if step.what == "wait" else step.needs
+
+    # What a trace says
+
+    def left_while_waiting(self) -> list[tuple[str, str, list[str]]]:
+        """Of every wait: the pass, the move, and the work that came after it in that pass although it needed neither
+        this wait nor a later one."""
+        found = []
+        since = -1  # tensors that a layer awaits together are one wait
+        for step in self.steps:
+            if step.what == "work":
+                since = -1
+            if step.what == "wait":
+                since = step.number if since < 0 else since
+                later = [s for s in self.steps[step.number :] if s.what == "work" and s.passage == step.passage]
+                found.append((step.passage[0], _says(step), [_says(s) for s in later if s.needs < since]))
+        return found
+
+    def done_before_starting(self) -> list[tuple[str, str, list[str]]]:
+        """Of every start of what was computed: the pass, the move, and between the existence of its input and it: work
+        that served no move started until then, and waits."""
+        found = []
+        serves: set[int] = set()
+        for step in self.steps:
+            if step.what == "start":
+                needed = self._ancestors(step.number)
+                serves |= needed
+                made = max((n for n in needed if self.steps[n].what in ("work", "wait")), default=-1)
+                unit = self.steps[made].unit
+                between = [s for s in self.steps[made + 1 : step.number] if s.passage == step.passage]
+                own = {s.number for s in between if s.unit == unit >= 0}
+                wasted = [s for s in between if (s.what == "work" and s.number not in serves | own) or s.what == "wait"]
+                found.append((step.passage[0], _says(step), [_says(s) for s in wasted if made >= 0]))
+        return found
+
+    def _ancestors(self, number: int) -> set[int]:
+        found: set[int] = set()
+        front = [number]
+        while front:
+            for n in self.steps[front.pop()].made_of - found:
+                found.add(n)
+                front.append(n)
+        return found
+
+
+def _says(step: Step) -> str:
+    return step.name if step.collective >= 0 else f"{step.layer}: {step.name}"
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _called_by() -> tuple[str, bool]:
+    """The name of the layer that a schedule is at work on, and whether in a recomputation, from the stack of calls."""
+    frame, layer = sys._getframe(3), ""
+    while frame is not None:
+        name = frame.f_code.co_name
+        if not layer and name in ("_by_slices", "_by_channels", "_share"):
+            layer = frame.f_locals["step"].name.strip()
+        if name == "recompute_fn":
+            return layer, True
+        frame = frame.f_back
+    return layer, False
+
+
+@contextmanager
+def _wrapped(trace: Trace) -> Iterator[None]:
+    """Collectives' packing and the functions of warpfold.ops say when they begin and end."""
+
+    def unit(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            before = trace._unit
+            if before < 0:
+                trace._unit, trace._units = trace._units, trace._units + 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                trace._unit = before
+
+        return inside
+
+    def packing(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            before, trace._packing = trace._packing, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                trace._packing = before
+
+        return inside
+
+    changed: list[tuple[Any, str, Any]] = []
+    for module in [m for name, m in sys.modules.items() if name.startswith("warpfold.model.")]:
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if name in KERNELS and function.__module__.startswith("warpfold.ops."):
+                changed.append((module, name, function))
+                setattr(module, name, unit(function))
+    for place, name in ((collectives, "_send"), (collectives._Way, "arrive")):
+        changed.append((place, name, getattr(place, name)))
+        setattr(place, name, packing(getattr(place, name)))
+    try:
+        yield
+    finally:
+        for place, name, function in changed:
+            setattr(place, name, function)
+
+
+# What is traced: a small stack, whose m and z are larger than its parameters and masks
+
+SEQUENCES, RESIDUES, C_M, C_Z = 12, 25, 8, 6
+
+
+def traced(plan: Plan, outer: Order, blocks: int = 2, global_column: bool = False) -> Trace:
+    """A stack of Evoformer blocks forward and backward on this rank of `plan`.  Call it on every rank."""
+    mesh = make_mesh(plan.data, plan.axial, plan.branch)
+    torch.manual_seed(0)
+    pair = PairConfig(heads=2, c_triangle=4, transition=2)
+    config = EvoformerConfig(blocks=blocks, heads=2, c_outer=3, transition=2, outer=outer, pair=pair)
+    stack = apply(plan, Evoformer(C_M, C_Z, config, global_column), mesh).train()
+    m, z = torch.randn(SEQUENCES, RESIDUES, C_M), torch.randn(RESIDUES, RESIDUES, C_Z)
+    m, z = (mine(x, axis, mesh.axial).requires_grad_() for x, axis in ((m, COLS), (z, ROWS)))
+    masks = torch.ones(SEQUENCES, RESIDUES), mine(torch.ones(RESIDUES, RESIDUES), -2, mesh.axial)
+    gradients = torch.randn_like(m), torch.randn_like(z)
+    # The fewest rows and residues that a rank has, or works on at a time.
+    rows, residues = (min(n // plan.axial, plan.chunk or n) for n in (SEQUENCES, RESIDUES))
+    trace = Trace(min(rows * RESIDUES * C_M, residues * SEQUENCES * C_M, residues * RESIDUES * C_Z))
+    with trace.recording():
+        torch.autograd.backward(stack(m, z, *masks), gradients)
+    return trace
