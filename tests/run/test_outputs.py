@@ -1,7 +1,6 @@
 """Predictions as files: what they hold, that other programs read them, and that none is half-written."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +9,9 @@ import numpy as np
 import pytest
 
 from warpfold.errors import UserError
+from warpfold.files import write_atomically
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
-from warpfold.run.outputs import Prediction, claim_folder, file_name, new_folder, write_atomically
+from warpfold.run.outputs import Prediction, claim_folder, new_folder
 from warpfold.run.sanity import check_geometry
 
 SEQUENCE = "ACDEFGHIKLMNPQRSTVWYX"
@@ -107,32 +107,10 @@ def test_saving_again_replaces_the_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_full_disk_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "summary.json"
-    write_atomically(path, "old")
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"summary\.json: cannot be written: No space left on device"):
-        write_atomically(path, "new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_new_folder_needs_a_place_that_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"), new_folder(tmp_path / "file" / "out"):
         pass
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("P12345", "P12345"), ("sp|P1|A_B", "sp_P1_A_B"), ("../../etc", "_.._etc"), ("", "target"), ("蛋白", "__")],
-)
-def test_file_names_are_safe(name: str, expected: str) -> None:
-    assert file_name(name) == expected
 
 
 def test_claim_tells_ours_from_others(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ from warpfold import __version__
 from warpfold.bulk import Part, in_order, pool
 from warpfold.data.alignment import LETTERS, is_nucleic
 from warpfold.data.formats import read_fasta, write_fasta
-from warpfold.data.search_cache import Cache, digest_of, write_whole
+from warpfold.data.search_cache import Cache, digest_of
 from warpfold.data.search_database import Query, Survey, Tell
 from warpfold.data.search_hmmer import LONGEST, Hmmsearch, Jackhmmer
 from warpfold.data.search_programs import HHblits, MMseqs2
 from warpfold.errors import UserError
+from warpfold.files import file_name, update_file
 from warpfold.geometry.residue import RESTYPES
 
 FORMAT = "warpfold-search-1"
@@ -137,11 +138,11 @@ def search(
     cache = Cache(options.cache or out / "cache")
     goals = [Goal(database, one, one.identity(), _survey(database, one, cache, tell)) for database, one in targets]
     run = _Run(out, cache, options, tell, proteins, goals)
-    write_whole(report, _json(run.report("running", start)))
+    update_file(report, _json(run.report("running", start)))
     with pool(options.workers, options.cluster) as executor:
         run.find_all(executor)
     summary = run.report("failed" if run.failures else "complete", start)
-    write_whole(report, _json(summary))
+    update_file(report, _json(summary))
     return summary
 
 
@@ -160,12 +161,6 @@ def read_queries(paths: Sequence[Path]) -> dict[str, str]:
                 raise UserError(f"{path}: a record is called {name} {where}; give each protein a name of its own")
             places[key], found[name] = path, sequence
     return found
-
-
-def file_name(name: str) -> str:
-    """A protein's name with nothing in it that a file system or a shell would mind, as `predict` writes it."""
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)
-    return kept.lstrip(".-")[:100] or "target"
 
 
 def refuses(sequence: str) -> str | None:
@@ -322,7 +317,7 @@ class _Run:
         for name in self.names[query.sequence]:
             file = Path(name, f"{goal.database.name}.{'sto' if goal.for_templates else 'a3m'}")
             own = text if goal.for_templates else write_fasta([(name, query.sequence)], width=0) + text
-            write_whole(self.out / file, own.encode())
+            update_file(self.out / file, own.encode())
             hits = len(re.findall(r"^[^#/\n]" if goal.for_templates else "^>", text, re.MULTILINE))
             self.found[name]["databases"][goal.database.name] = {
                 "file": str(file), "hits": hits, "seconds": round(seconds, 3), "cached": cached

@@ -3,7 +3,6 @@
 import glob
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import zstandard
 
 from warpfold.data.search_database import Survey
-from warpfold.errors import UserError
+from warpfold.files import update_file
 
 
 class Cache:
@@ -35,7 +34,7 @@ class Cache:
 
     def put(self, key: str, text: str) -> None:
         """Keep it.  Errors: UserError if the disk refuses."""
-        write_whole(self._place(key), zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text.encode()))
+        update_file(self._place(key), zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text.encode()))
 
     def survey(self, path: Path, kind: str, make: Callable[[], Survey]) -> Survey:
         """What is known of a database: made once, then remembered by path, size and time of its files.
@@ -55,22 +54,3 @@ class Cache:
 def digest_of(*parts: Any) -> str:
     """32 hexadecimal digits that stand for anything JSON can hold."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """A file that is there whole or not at all; one that has this content already stays as it is.
-
-    Not synced: what a power cut damages, the same command writes again.
-    Errors: UserError if the disk refuses.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        if path.is_file() and path.read_bytes() == content:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(content)
-        os.replace(draft, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        draft.unlink(missing_ok=True)

@@ -23,13 +23,14 @@ import numpy as np
 import torch
 
 from warpfold import __version__, settings
-from warpfold.data.generate import generate
 from warpfold.data.example import read_example
+from warpfold.data.generate import generate
 from warpfold.data.pack import pack
 from warpfold.data.store import Store
+from warpfold.files import write_atomically
 from warpfold.run import metrics
 from warpfold.run.demo_report import Measured, ca_pair, demo_report
-from warpfold.run.outputs import claim_folder, write_atomically
+from warpfold.run.outputs import claim_folder
 from warpfold.run.predict import keep
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import write_report

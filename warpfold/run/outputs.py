@@ -14,6 +14,7 @@ import numpy as np
 
 from warpfold.data.mmcif import Chain
 from warpfold.errors import UserError
+from warpfold.files import file_name
 from warpfold.geometry.residue import ATOM_ORDER
 
 # AlphaFold DB's letters for the classes of pLDDT: high, medium, low, disordered.
@@ -109,34 +110,6 @@ def pae_json(pae: np.ndarray, max_pae: float) -> list[dict[str, Any]]:
     """PAE [N, N] in the layout of AlphaFold DB's files: whole angstroms, in a list of one."""
     rounded = np.rint(pae).astype(int).tolist()
     return [{"predicted_aligned_error": rounded, "max_predicted_aligned_error": round(float(max_pae), 2)}]
-
-
-def file_name(name: str) -> str:
-    """A target's name with nothing in it that a file system or a shell would mind."""
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)
-    return kept.lstrip(".-")[:100] or "target"
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file that is there whole or not at all, whatever happens meanwhile.
-
-    Errors: UserError when it cannot be written (no folder, no permission, a full disk).
-    """
-    draft = None
-    try:
-        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            os.fchmod(file.fileno(), 0o644)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        if draft is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(draft)
 
 
 @contextlib.contextmanager

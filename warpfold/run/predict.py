@@ -18,8 +18,9 @@ from warpfold.data.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats import read_alignment, read_fasta
 from warpfold.data.template import TemplateOutcome, Templates
 from warpfold.errors import UserError
+from warpfold.files import file_name, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
-from warpfold.run.outputs import Prediction, claim_folder, file_name, write_atomically
+from warpfold.run.outputs import Prediction, claim_folder
 from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import Report, Section, Table, Target, write_report

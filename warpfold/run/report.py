@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from warpfold.files import write_atomically
 from warpfold.run import figures
-from warpfold.run.outputs import write_atomically
 
 HERE = Path(__file__).parent
 

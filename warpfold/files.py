@@ -1,0 +1,53 @@
+"""Files: names that every system bears, and contents that are there whole or not at all."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from warpfold.errors import UserError
+
+
+def file_name(name: str) -> str:
+    """A protein's name with nothing in it that a file system or a shell would mind."""
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)
+    return kept.lstrip(".-")[:100] or "target"
+
+
+def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> None:
+    """Write a file that is there whole or not at all, whatever happens meanwhile.
+
+    sync: also after a power cut; False for what can be made again.
+    Errors: UserError when it cannot be written (no folder, no permission, a full disk).
+    """
+    draft = None
+    try:
+        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            os.fchmod(file.fileno(), 0o644)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        if draft is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(draft)
+
+
+def update_file(path: Path, content: bytes) -> None:
+    """Write a file that can be made again, and its folders; one that has this content already keeps its time.
+
+    So what goes by the times of its inputs, as `warpfold pack` does, finds them unchanged.
+    Errors: UserError when it cannot be written.
+    """
+    try:
+        if path.is_file() and path.read_bytes() == content:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+    write_atomically(path, content, sync=False)
