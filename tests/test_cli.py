@@ -92,6 +92,8 @@ def test_help_does_not_import_torch() -> None:
         (["score", "a", "b", "--quick"], "--quick"),
         (["predict", "q.fasta", "--params", "p", "--out", "o", "--recycles", "-1"], "--recycles"),
         (["pack", "--out", "o", "--structures"], "--structures"),
+        (["pack", "--out", "o", "--structures", ""], "--structures: the value is empty"),
+        (["pack", "--out", "o", "--structures="], "--structures=: the value is empty"),
     ],
 )
 def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:

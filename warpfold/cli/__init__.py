@@ -7,6 +7,7 @@ A command is a file; heavy imports stand inside its function, so that `--help` a
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # Threads that wait sleep, not spin: beside another program on few cores, a small model runs some ten times faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
+        _refuse_empty(sys.argv[1:] if arguments is None else arguments)
         command = typer.main.get_command(app)
         code = command.main(args=arguments, prog_name="warpfold", standalone_mode=False)
     except UserError as error:
@@ -45,6 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         code = _complain("stopped by Ctrl-C", 130)
     _leave(code if isinstance(code, int) else 0)
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """UserError for an argument without a letter: as a path it would be the current folder."""
+    for before, argument in zip(["", *arguments], arguments):
+        if not argument.strip() or re.fullmatch(r"--[\w.-]+=\s*", argument):
+            where = argument.strip() or before or "the first argument"
+            raise UserError(f"{where}: the value is empty; give one, or leave the option out")
 
 
 def _leave(code: int) -> NoReturn:
