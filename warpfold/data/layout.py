@@ -14,7 +14,6 @@ from warpfold.batch import Arrays
 from warpfold.geometry.residue import GAP
 
 TILE = 128  # columns of a tile, at most: a crop of 256 touches three or four, and half of a longer chain stays unread
-ALIGNMENT_ARRAYS = ("msa", "deletion_starts", "deletion_rows", "deletion_counts", "profile")
 
 Reader = Callable[[str, np.ndarray | None], np.ndarray]  # (name, ascending indices of the first axis or None: all)
 
