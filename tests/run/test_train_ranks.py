@@ -1,5 +1,7 @@
 """Training over ranks: the run of one device, dealt, cut and branched; what is written by whom; who stops when."""
 
+import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -7,15 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.run.runs import equal_tensors, make_store, rows, tiny_run
+from tests.run.test_train import damage
+from warpfold import settings
+from warpfold.data.loader import Sample
 from warpfold.data.store import Store
+from warpfold.errors import UserError
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Launch, Team
+from warpfold.run import train as module
 from warpfold.run.train import RunConfig, Summary, train
 from warpfold.run.watch import Watcher
 
@@ -67,7 +75,7 @@ def parted(value: Any) -> tuple[Any, list[float]]:
     if not isinstance(value, dict | list):
         return value, []
     rest, numbers = zip(*(parted(item) for item in (value.values() if isinstance(value, dict) else value)))
-    return (list(value) if isinstance(value, dict) else [], rest), sum(numbers, [])
+    return (list(value) if isinstance(value, dict) else [], rest), [number for part in numbers for number in part]
 
 
 def assert_alike(out: Path, alone: Path, kinds: tuple[str, ...] = ("step", "validation")) -> None:
@@ -123,3 +131,112 @@ def test_other_ranks_go_on(store: Store, alone: dict[str, Path], tmp_path: Path)
     for steps, plan in ((2, Plan(data=2)), (3, Plan(axial=2)), (STEPS, Plan())):
         train_on_ranks(config_for(plan, steps=steps, validate_every=0), store, out)
     assert_alike(out, alone["middle"], kinds=("step",))
+
+
+def poison(patch: pytest.MonkeyPatch, index: int, plan: Plan) -> None:
+    """The loss of example `index` is not a number, in the part of the last rank of those that share it."""
+    take, total_loss = module.take, module.total_loss
+    at = [-1]
+
+    def noted(*args: Any) -> Sample:
+        example = take(*args)
+        at[0] = example.index
+        return example
+
+    def poisoned(*args: Any, **more: Any) -> Any:
+        loss, terms = total_loss(*args, **more)
+        last = (dist.get_rank() + 1) % (plan.axial * plan.branch) == 0
+        return (loss * math.nan if last and at == [index] else loss), terms
+
+    patch.setattr(module, "take", noted)
+    patch.setattr(module, "total_loss", poisoned)
+
+
+@pytest.mark.parametrize("plan", [Plan(data=2), Plan(axial=2)], ids=["data", "axial"])
+def test_what_is_not_finite_is_saved_once_and_its_rank_says_so(
+    store: Store, alone: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan
+) -> None:
+    name = [row for row in rows(alone["middle"]) if row["kind"] == "step"][1]["examples"][1]
+    poison(monkeypatch, 3, plan)
+    folder = tmp_path / "stop/failures/example-00000003"
+    with pytest.raises(RankError, match=f"step 1: the loss or gradient of {name} is not finite; see {folder}"):
+        train_on_ranks(config_for(plan), store, tmp_path / "stop")
+    notes = json.loads((folder / "failure.json").read_text())
+    assert (notes["key"], notes["plan"]["data"], notes["plan"]["axial"]) == (name, plan.data, plan.axial)
+    assert set(load_file(folder / "state.safetensors")) > {"weights.single.weight"}
+
+    train_on_ranks(config_for(plan, on_nonfinite="skip", steps=2, validation=0.4), store, tmp_path / "skip")
+    steps = [row for row in rows(tmp_path / "skip") if row["kind"] == "step"]
+    assert [row["skipped"] for row in steps] == [0, 1]
+    assert all(math.isfinite(row["loss"]) for row in steps)
+
+
+def test_an_entry_that_one_rank_cannot_use_is_set_aside_by_all(
+    store: Store, alone: dict[str, Path], tmp_path: Path
+) -> None:
+    used = [name for row in rows(alone["middle"]) if row["kind"] == "step" for name in row["examples"]]
+    damaged = damage(store, used[1], tmp_path / "damaged")
+    config = config_for(Plan(data=2), quarantine=0.3)
+    summaries = train_on_ranks(config, damaged, tmp_path / "run")
+    assert [s.quarantined for s in summaries] == [(used[1],)] * 2
+    train(config_for(Plan(), quarantine=0.3), damaged, tmp_path / "alone")
+    told, told_alone = (
+        [(row["kind"], row.get("example")) for row in rows(tmp_path / name) if row["kind"] == "quarantine"]
+        for name in ("run", "alone")
+    )
+    assert told == told_alone == [("quarantine", used[1])]
+    assert_alike(tmp_path / "run", tmp_path / "alone", kinds=("step",))
+    lines = (tmp_path / "run/quarantine.jsonl").read_text().splitlines()
+    assert [json.loads(line)["name"] for line in lines] == [used[1]]
+    assert train_on_ranks(config, damaged, tmp_path / "run") == summaries
+
+
+def test_examples_that_passed_each_other_do_so_again_on_every_rank(store: Store, tmp_path: Path) -> None:
+    """With a window, the order is the clock's; each data rank has a file of its own, to repeat it or to follow it."""
+    config = config_for(Plan(data=2), accumulate=4, workers=2, window=4, steps=5, save_every=3, validate_every=0)
+
+    def stop(row: dict[str, Any]) -> None:
+        if row["kind"] == "step" and row["step"] == 4:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RankError, match="enough"):
+        train_on_ranks(config, store, tmp_path / "run", watch=stop)
+    before = [row for row in rows(tmp_path / "run") if row["kind"] == "step"]
+    train_on_ranks(config, store, tmp_path / "run")
+    after = [row for row in rows(tmp_path / "run") if row["kind"] == "step"]
+    assert after[:4] == before
+    numbers = []
+    for rank in range(2):
+        lines = (tmp_path / f"run/order-{rank}-of-2.txt").read_text().splitlines()[1:]
+        assert [int(line.split()[0]) for line in lines] == list(range(10))
+        numbers += [int(line.split()[1]) for line in lines]
+    assert sorted(numbers) == list(range(20))  # nothing lost, nothing twice
+    follower = replace(config, train=replace(config.train, workers=0, window=0))
+    train_on_ranks(follower, store, tmp_path / "follower", replay=tmp_path / "run/order.txt")
+    assert [row for row in rows(tmp_path / "follower") if row["kind"] == "step"] == after
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["plan.data=4"], r"plan.data = 4 ranks cannot share the optim.accumulate = 6 examples of a step equally"),
+        (["plan.branch=2"], r'blocks with independent halves.*outer = "first"'),
+        (["plan.branch=3", 'model.evoformer.outer="first"'], "a block has two halves, so 1 or 2"),
+        (["plan.axial=2", "train.window=4"], "train.window lets examples come as they are ready"),
+        (["plan.axial=0"], "each is at least 1"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused_as_settings(changes: list[str], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        settings.build(RunConfig, settings.load("tiny", ["optim.accumulate=6", *changes]), "tiny")
+
+
+def test_ranks_that_do_not_see_the_same_are_refused(store: Store, tmp_path: Path) -> None:
+    def on_a_rank() -> None:
+        mesh = make_mesh(2)
+        config = config_for(Plan(data=2))
+        config = replace(config, data=replace(config.data, crop=8 + mesh.world.rank))
+        train(config, store, tmp_path / "run", team=Team(Launch(mesh.world.rank, 2), mesh))
+
+    with pytest.raises(RankError, match="rank 1 has another settings than rank 0; give all the same"):
+        run_ranks(on_a_rank, 2)

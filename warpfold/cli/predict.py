@@ -1,5 +1,7 @@
 """`warpfold predict`."""
 
+import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,6 +9,8 @@ import typer
 
 from warpfold.cli.common import (
     AsJson,
+    Axial,
+    Branch,
     Device,
     Force,
     Lists,
@@ -54,37 +58,50 @@ def predict(
     device: Device = None,
     chunk: Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits.", min=0)] = None,
     precision: Annotated[Precision, runs("Of the trunk's activations.")] = Precision.fp32,
+    axial: Axial = None,
+    branch: Branch = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fold sequences: mmCIF, PDB, pLDDT, PAE, a summary and a report."""
+    """Fold sequences: mmCIF, PDB, pLDDT, PAE, a summary and a report.
+
+    Long ones on several processes, under torchrun: docs/parallel.md.
+    """
+    from warpfold.parallel.plan import Plan
+    from warpfold.parallel.team import Launch, assembled
     from warpfold.run import predict as prediction
     from warpfold.run.predict_templates import TemplateSources
 
     sources = TemplateSources(
         files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date
     )
+    launch = Launch.from_variables(os.environ)
     options = prediction.Options(
         seed=seed,
         recycles=recycles,
         ensemble=ensemble,
         max_msa=max_msa,
         max_extra=max_extra,
-        device=device_of(device),
+        device=device_of(device, launch),
         chunk=chunk,
         precision=precision.value,
         representations=representations,
         force=force,
     )
-    with progress_bar() as progress:
-        summary = prediction.predict(query, msa or [], params, out, options, progress, sources)
+    bar = progress_bar() if launch.rank == 0 else nullcontext()
+    plan = Plan(axial=axial or 1, branch=branch or 1)
+    with assembled(launch, plan, options.device or "cpu") as team, bar as progress:
+        summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team)
+    code = 1 if summary["failures"] else 0
+    if not team.leads:
+        raise typer.Exit(code)
     if as_json:
         show(summary)
     else:
         _say(summary, out)
     for failure in summary["failures"]:
         typer.echo(f"failed {failure['name']}: {failure['error']}", err=True)
-    raise typer.Exit(1 if summary["failures"] else 0)
+    raise typer.Exit(code)
 
 
 def _say(summary: dict[str, Any], out: Path) -> None:

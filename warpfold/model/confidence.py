@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from warpfold.model.residues import ALL, Residues
 from warpfold.ops.precision import island
 
 
@@ -26,20 +27,22 @@ def max_pae(breaks: Tensor) -> float:
     return float(_centers(breaks)[-1])
 
 
-def ptm(logits: Tensor, breaks: Tensor, mask: Tensor | None = None) -> Tensor:
+def ptm(logits: Tensor, breaks: Tensor, mask: Tensor | None = None, residues: Residues = ALL) -> Tensor:
     """Predicted TM-score: aligned-error logits [N, N, bins], breaks [bins - 1] -> scalar in 0..1 (Supp. 1.9.7).
 
-    `mask` [N]: residues that count, all when None.
+    `mask` [N]: residues that count, all when None.  residues: those whose rows of the logits are given.
     """
-    return _tm(logits, breaks, None, mask)
+    return _tm(logits, breaks, None, mask, residues)
 
 
-def iptm(logits: Tensor, breaks: Tensor, asym_id: Tensor, mask: Tensor | None = None) -> Tensor:
+def iptm(
+    logits: Tensor, breaks: Tensor, asym_id: Tensor, mask: Tensor | None = None, residues: Residues = ALL
+) -> Tensor:
     """Interface pTM: as `ptm`, over pairs in different chains only; asym_id [N] (AlphaFold-Multimer, sec. 2.6).
 
     0 where there is one chain.
     """
-    return _tm(logits, breaks, asym_id, mask)
+    return _tm(logits, breaks, asym_id, mask, residues)
 
 
 def ranking_confidence(plddt: Tensor, ptm: Tensor | None = None, iptm: Tensor | None = None) -> Tensor:
@@ -60,7 +63,7 @@ def _centers(breaks: Tensor) -> Tensor:
     return torch.cat([breaks + step / 2, (breaks[-1] + 1.5 * step)[None]])
 
 
-def _tm(logits: Tensor, breaks: Tensor, asym_id: Tensor | None, mask: Tensor | None) -> Tensor:
+def _tm(logits: Tensor, breaks: Tensor, asym_id: Tensor | None, mask: Tensor | None, of: Residues) -> Tensor:
     """Expected TM-score of the best alignment: the frame whose row has the highest mean over the pairs that count."""
     ones = torch.ones(logits.shape[-2], device=logits.device)
     counts = ones if mask is None else ones * mask
@@ -71,5 +74,6 @@ def _tm(logits: Tensor, breaks: Tensor, asym_id: Tensor | None, mask: Tensor | N
     pairs = counts[:, None] * counts[None, :]
     if asym_id is not None:
         pairs = pairs * (asym_id[:, None] != asym_id[None, :])
+    pairs = of.mine(pairs, -2)
     per_frame = (expected * pairs).sum(-1) / (1e-8 + pairs.sum(-1))
-    return per_frame.max()
+    return of.whole(per_frame, -1, len(counts)).max()

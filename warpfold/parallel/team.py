@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.parallel.collectives import Event, watched
+from warpfold.parallel.collectives import Event, sizes_of, watched
 from warpfold.parallel.exchange import overheard
 from warpfold.parallel.mesh import Group, Mesh, check_grid, make_mesh
 from warpfold.parallel.plan import Plan
@@ -119,6 +120,29 @@ class Team:
     def spoken(self, values: list[Any]) -> list[Any]:
         """Of what all shared, that of the first of each example: in the order of data ranks."""
         return values[:: self.mesh.model.size]
+
+    def collect(self, x: Tensor, axis: int, length: int) -> Tensor | None:
+        """Slices of a tensor on the axial ranks -> the whole, in the main memory of the first rank; None elsewhere."""
+        self._went_on("a result for the first rank", slices=1)
+        group, sizes = self.mesh.axial, sizes_of(length, self.mesh.axial.size)
+        if self.mesh.branch.rank > 0:
+            return None
+        here = x.detach().cpu().contiguous()
+        if group.size == 1:
+            return here
+        if group.rank > 0:
+            if sizes[group.rank]:
+                dist.send(here, group.ranks[0], group=group.handle)
+            return None
+        shape = list(here.shape)
+        shape[axis] = length
+        whole = here.new_empty(shape)
+        for rank, part in enumerate(whole.split(sizes, axis)):
+            there = here if rank == 0 else torch.empty_like(part, memory_format=torch.contiguous_format)
+            if rank > 0 and sizes[rank]:
+                dist.recv(there, group.ranks[rank], group=group.handle)
+            part.copy_(there)
+        return whole
 
     def note_slices(self, event: Event) -> None:
         """A collective of an example's slices began or was waited for."""

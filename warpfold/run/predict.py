@@ -20,6 +20,7 @@ from warpfold.data.template import TemplateOutcome, Templates
 from warpfold.errors import UserError
 from warpfold.files import file_name, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.parallel.team import Team
 from warpfold.run.outputs import Prediction, claim_folder
 from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, load
@@ -74,11 +75,13 @@ def predict(
     options: Options | None = None,
     progress: Progress | None = None,
     templates: TemplateSources | None = None,
+    team: Team | None = None,
 ) -> dict[str, Any]:
     """Fold every record of `query` into `out`; returns what is in `out/summary.json`.
 
     A protein that fails is named under "failures" and leaves the others be.  A run that was stopped continues: what
-    is done is kept.
+    is done is kept.  team: processes that share each protein; all call this, and the first writes.  What goes wrong on
+    one of them, other than bad input, ends the run.
     Errors: UserError for bad input (then nothing is written), or an `out` that holds something else.
     """
     options = options or Options()
@@ -87,7 +90,8 @@ def predict(
     queries = read_queries(query, msas)
     tell(0, len(queries), "loading the parameters")
     params_digest = _file_digest(params)
-    predictor = load(params, options.device, options.chunk, options.precision)
+    team = team or Team()
+    predictor = load(params, options.device, options.chunk, options.precision, team=team)
     if options.max_msa is not None:
         predictor.sample = replace(predictor.sample, max_msa=options.max_msa)
     if options.max_extra is not None:
@@ -96,29 +100,32 @@ def predict(
         tell(0, len(queries), "looking at the templates")
         queries = with_templates(queries, templates, predictor)
     run = _run_digest(queries, params_digest, options)
-    earlier = claim_folder(out, FORMAT, run, options.force)
-
-    summary = _new_summary(run, params, params_digest, options, predictor)
-    if earlier is not None:
-        _keep_or_clear(out, earlier, summary)
-    _make_folder(out)
+    summary = None
+    if team.leads:
+        summary = _new_summary(run, params, params_digest, options, predictor)
+        _begin(out, summary, options.force)
+    summary = team.share(summary, "the beginning of the run")[0]
     done = {entry["name"] for entry in summary["predictions"]}
-    _write_summary(out, summary)
+    # Where one fails in the middle of a protein, those that share it wait for it: the run is over.
+    failures = FAILURES if team.launch.ranks == 1 else UserError
     for index, one in enumerate(queries):
         tell(index, len(queries), one.name)
         if one.name in done:
             continue
         try:
-            summary["predictions"].append(fold_one(predictor, one, out, options))
-        except FAILURES as error:
+            entry = fold_one(predictor, one, out, options)
+            summary["predictions"] += [entry] if entry else []
+        except failures as error:
             summary["failures"].append({"name": one.name, "error": _one_line(error)})
-        _write_summary(out, summary)
+        if team.leads:
+            _write_summary(out, summary)
     tell(len(queries), len(queries), "writing the report")
     summary["status"] = "failed" if summary["failures"] else "complete"
     summary["seconds"] = round(time.perf_counter() - start, 3)
-    write_report(out / "report.html", _report(out, summary))
-    _write_summary(out, summary)
-    return summary
+    if team.leads:
+        write_report(out / "report.html", _report(out, summary))
+        _write_summary(out, summary)
+    return team.share(summary, "the end of the run")[0]
 
 
 def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
@@ -162,8 +169,8 @@ def with_templates(queries: Sequence[Query], sources: TemplateSources, predictor
     return [replace(query, templates=found[query.name][0], outcomes=found[query.name][1]) for query in queries]
 
 
-def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) -> dict[str, Any]:
-    """Fold one protein and write its folder; returns its entry in the summary."""
+def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) -> dict[str, Any] | None:
+    """Fold one protein and write its folder; returns its entry in the summary, or None where another process writes."""
     prediction = predictor.fold(
         query.sequence,
         query.alignment,
@@ -174,6 +181,8 @@ def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) ->
         ensemble=options.ensemble,
         representations=options.representations,
     )
+    if not predictor.team.leads:
+        return None
     return keep(replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes]), out)
 
 
@@ -286,21 +295,20 @@ def _file_digest(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {error.strerror}; give a file of parameters") from error
 
 
-def _keep_or_clear(out: Path, earlier: dict[str, Any], summary: dict[str, Any]) -> None:
-    """Of an earlier run in `out`: keep what is done if it is the same run, remove its folders if it is another."""
+def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:
+    """Make `out` this run's: of an earlier one keep what is done if it is the same, remove its folders if not."""
+    earlier = claim_folder(out, FORMAT, summary["run"], force) or {}
     for entry in earlier.get("predictions", []):
         folder = out / entry["folder"]
         if earlier.get("run") == summary["run"] and all((folder / f).is_file() for f in entry["files"].values()):
             summary["predictions"].append(entry)
         elif folder.is_dir() and folder.parent.resolve() == out.resolve():
             shutil.rmtree(folder)
-
-
-def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{out}: cannot be made: {error.strerror}; name another folder") from error
+    _write_summary(out, summary)
 
 
 def _write_summary(out: Path, summary: dict[str, Any]) -> None:

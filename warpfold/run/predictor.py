@@ -21,7 +21,8 @@ from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.heads import pae_breaks
 from warpfold.model.weights import data_settings, load_model
-from warpfold.parallel.plan import Precision, apply, inference_plan
+from warpfold.parallel.plan import Plan, Precision, apply, inference_plan
+from warpfold.parallel.team import Team
 from warpfold.run.outputs import Prediction
 from warpfold.run.predict_templates import user_templates
 from warpfold.settings import build
@@ -31,7 +32,9 @@ class Predictor:
     """A model ready to fold; make one with `load`, or from a model in memory.
 
     chunk: rows computed at a time; None chooses for each protein, so that long ones fit; 0 is all.  precision: of the
-    trunk's activations.  sample: how the alignment is sampled, AlphaFold2's way by default.
+    trunk's activations.  sample: how the alignment is sampled, AlphaFold2's way by default.  team: processes that share
+    each protein; all call everything here, and of a prediction the first alone has what is large, the others None.
+    Errors: UserError for a model that such a team cannot share.
     """
 
     def __init__(
@@ -41,7 +44,12 @@ class Predictor:
         chunk: int | None = None,
         precision: Precision = "fp32",
         sample: SampleConfig | None = None,
+        team: Team | None = None,
     ) -> None:
+        self.team = team or Team()
+        self.axial, self.branch = self.team.mesh.axial.size, self.team.mesh.branch.size
+        if reason := Plan(axial=self.axial, branch=self.branch).refuses(model.config.evoformer.outer):
+            raise UserError(reason)
         self.model = model.to(device).eval()
         self.device = torch.device(device)
         self.chunk, self.precision = chunk, precision
@@ -107,7 +115,8 @@ class Predictor:
         raw = replace(raw, positions=None, mask=None)
         features = make_features(raw, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, self.device)
-        apply(inference_plan(batch, self.precision, self.chunk), self.model)
+        plan = inference_plan(batch, self.precision, self.chunk)
+        apply(replace(plan, axial=self.axial, branch=self.branch), self.model, self.team.mesh)
         ready = time.perf_counter()
 
         self.model.config = replace(settings, ensemble=ensemble)
@@ -116,7 +125,7 @@ class Predictor:
                 output = self.model(batch, recycles)
         finally:
             self.model.config = settings
-        prediction = _prediction(raw, output, batch["atom37_atom_exists"], representations)
+        prediction = self._prediction(raw, output, batch["atom37_atom_exists"], representations)
         details = {
             "seed": seed,
             "recycles": recycles,
@@ -126,6 +135,31 @@ class Predictor:
             "seconds": {"features": round(ready - start, 3), "model": round(time.perf_counter() - ready, 3)},
         }
         return replace(prediction, details=details)
+
+    def _prediction(self, raw: RawExample, output: Output, atoms: Tensor, representations: bool) -> Prediction:
+        def whole(x: Tensor, axis: int) -> np.ndarray | None:
+            """Of a tensor that is cut along residues."""
+            found = self.team.collect(x.float(), axis, len(raw.aatype))
+            return None if found is None else found.numpy()
+
+        pae = ptm = max_pae = None
+        if output.pae_logits is not None:
+            breaks = pae_breaks(output.pae_logits.shape[-1])
+            pae, max_pae = whole(confidence.pae(output.pae_logits, breaks), -2), confidence.max_pae(breaks)
+            ptm = float(confidence.ptm(output.pae_logits, breaks, residues=self.model.residues))
+        return Prediction(
+            name=raw.name,
+            sequence=raw.sequence,
+            positions=_numpy(output.structure.final_atom37),
+            mask=_numpy(atoms),
+            plddt=_numpy(confidence.plddt(output.plddt_logits)),
+            pae=pae,
+            max_pae=max_pae,
+            ptm=ptm,
+            single=_numpy(output.single) if representations else None,
+            pair=whole(output.pair, -3) if representations else None,
+            msa=whole(output.msa, -2) if representations else None,
+        )
 
     def _templates_used(self, raw: RawExample) -> list[str]:
         if raw.templates is None or self.model.templates is None:
@@ -140,6 +174,7 @@ def load(
     chunk: int | None = None,
     precision: Precision = "fp32",
     sample: SampleConfig | None = None,
+    team: Team | None = None,
 ) -> Predictor:
     """Parameters from a file: WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm).
 
@@ -152,28 +187,7 @@ def load(
     model = load_model(path)
     if sample is None:
         sample = build(SampleConfig, data_settings(path), str(path))
-    return Predictor(model, device, chunk, precision, sample)
-
-
-def _prediction(raw: RawExample, output: Output, atoms: Tensor, representations: bool) -> Prediction:
-    pae = ptm = max_pae = None
-    if output.pae_logits is not None:
-        breaks = pae_breaks(output.pae_logits.shape[-1])
-        pae, max_pae = _numpy(confidence.pae(output.pae_logits, breaks)), confidence.max_pae(breaks)
-        ptm = float(confidence.ptm(output.pae_logits, breaks))
-    return Prediction(
-        name=raw.name,
-        sequence=raw.sequence,
-        positions=_numpy(output.structure.final_atom37),
-        mask=_numpy(atoms),
-        plddt=_numpy(confidence.plddt(output.plddt_logits)),
-        pae=pae,
-        max_pae=max_pae,
-        ptm=ptm,
-        single=_numpy(output.single) if representations else None,
-        pair=_numpy(output.pair) if representations else None,
-        msa=_numpy(output.msa) if representations else None,
-    )
+    return Predictor(model, device, chunk, precision, sample, team)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

@@ -1,0 +1,146 @@
+"""Folding over ranks: the files of one device, written by one process, and z whole on none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.helpers import tiny_model
+from tests.ranks import RankError, run_ranks
+from warpfold.errors import UserError
+from warpfold.model.alphafold import HeadsConfig
+from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.weights import save_params
+from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.team import Launch, Team
+from warpfold.run.predict import Options, predict
+from warpfold.run.predictor import Predictor
+
+LONG, SHORT = "MKTAYIAKQRQISFVKSHFSR", "GS"  # fewer residues than ranks
+A3M = f">long\n{LONG}\n>a\nMKTAYIAKQRQaaISFVK----L\n>b\n-KTAYLAKQRQISFVRSHFS-\n"
+
+
+def folded_on_ranks(
+    folder: Path, params: Path, out: Path, axial: int, branch: int = 1, **options: Any
+) -> list[dict[str, Any]]:
+    def on_a_rank() -> dict[str, Any]:
+        mesh = make_mesh(1, axial, branch)
+        team = Team(Launch(mesh.world.rank, axial * branch), mesh)
+        found = Options(representations=True, device="cpu", **options)
+        return predict(folder / "q.fasta", [folder / "long.a3m"], params, out, found, team=team)
+
+    return run_ranks(on_a_rank, axial * branch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two proteins, an alignment, parameters of both orders of layers, and what one device makes of them."""
+    folder = tmp_path_factory.mktemp("predict")
+    (folder / "q.fasta").write_text(f">long\n{LONG}\n>short\n{SHORT}\n")
+    (folder / "long.a3m").write_text(A3M)
+    for outer in ("middle", "first"):
+        model = tiny_model(
+            heads=HeadsConfig(plddt_c=8, pae=True), evoformer=EvoformerConfig(blocks=1, heads=4, outer=outer)
+        )
+        save_params(folder / f"{outer}.safetensors", model)
+        predict(folder / "q.fasta", [folder / "long.a3m"], folder / f"{outer}.safetensors", folder / outer,
+                Options(representations=True, device="cpu"))  # fmt: skip
+    return folder
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize(
+    ("outer", "axial", "branch", "chunk"), [("middle", 2, 1, None), ("middle", 3, 1, 4), ("first", 2, 2, 0)]
+)
+def test_ranks_write_the_files_of_one_device(
+    folder: Path, tmp_path: Path, outer: str, axial: int, branch: int, chunk: int | None
+) -> None:
+    summaries = folded_on_ranks(folder, folder / f"{outer}.safetensors", tmp_path / "out", axial, branch, chunk=chunk)
+    alone = json.loads((folder / outer / "summary.json").read_text())
+    assert all(summary == json.loads((tmp_path / "out/summary.json").read_text()) for summary in summaries)
+    assert summaries[0]["run"] == alone["run"]
+    assert (summaries[0]["status"], len(summaries[0]["predictions"])) == ("complete", 2)
+    files = {path.relative_to(folder / outer) for path in (folder / outer).rglob("*") if path.is_file()}
+    assert {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*") if path.is_file()} == files
+    for entry, entry_alone in zip(summaries[0]["predictions"], alone["predictions"]):
+        assert entry["ptm"] == pytest.approx(entry_alone["ptm"], abs=2e-4)
+        name = Path(entry["folder"]) / entry["files"]["arrays"]
+        found, expected = arrays(tmp_path / "out" / name), arrays(folder / outer / name)
+        assert found.keys() == expected.keys() >= {"pae", "pair", "msa"}
+        for key, there in expected.items():
+            np.testing.assert_allclose(found[key], there, rtol=1e-3, atol=1e-3, err_msg=key)
+
+
+class Shapes(TorchDispatchMode):
+    """Notes the shapes of all tensors that are made within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.shapes |= {tuple(x.shape) for x in tree_leaves(out) if isinstance(x, Tensor)}
+        return out
+
+
+def test_no_rank_holds_a_whole_pair_tensor() -> None:
+    """z, and the logits of distogram and aligned error: no rank has all rows, not even for a moment."""
+    n = len(LONG)
+
+    def whole(axial: int) -> list[tuple[int, ...]]:
+        mesh = make_mesh(1, axial)
+        model = tiny_model(c_z=9, heads=HeadsConfig(plddt_c=8, pae=True))
+        predictor = Predictor(model, team=Team(Launch(mesh.world.rank, axial), mesh))
+        with Shapes() as seen:
+            predictor.fold(LONG, representations=False)
+        wide = {9, 64}  # z, and the heads' bins
+        return sorted(
+            shape for shape in seen.shapes if len(shape) >= 3 and shape[-3:-1] == (n, n) and shape[-1] in wide
+        )
+
+    assert whole(1)
+    assert run_ranks(lambda: whole(3), 3) == [[]] * 3
+
+
+def test_bad_input_is_one_proteins_failure_on_all_ranks_and_trouble_is_the_end(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fold = Predictor.fold
+
+    def refused(self: Predictor, sequence: str, *args: Any, **more: Any) -> Any:
+        if sequence == LONG:
+            raise UserError("long: cannot be folded")
+        return fold(self, sequence, *args, **more)
+
+    monkeypatch.setattr(Predictor, "fold", refused)
+    summaries = folded_on_ranks(folder, folder / "middle.safetensors", tmp_path / "out", 2)
+    assert [s["failures"] for s in summaries] == [[{"name": "long", "error": "long: cannot be folded"}]] * 2
+    assert [entry["name"] for entry in summaries[1]["predictions"]] == ["short"]
+
+    def short_of_memory(self: Predictor, *args: Any, **more: Any) -> Any:
+        if self.team.launch.rank == 1:
+            raise MemoryError("no memory")
+        return fold(self, *args, **more)
+
+    monkeypatch.setattr(Predictor, "fold", short_of_memory)
+    with pytest.raises(RankError, match="no memory"):
+        folded_on_ranks(folder, folder / "middle.safetensors", tmp_path / "other", 2)
+    monkeypatch.setattr(Predictor, "fold", fold)
+    summaries = folded_on_ranks(folder, folder / "middle.safetensors", tmp_path / "other", 2)  # it goes on
+    assert [summary["status"] for summary in summaries] == ["complete"] * 2
+
+
+def test_branches_need_halves_that_are_independent(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"plan.branch = 2 needs blocks with independent halves"):
+        folded_on_ranks(folder, folder / "middle.safetensors", tmp_path / "out", 1, 2)
+    assert not (tmp_path / "out").exists()
