@@ -238,9 +238,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "is a folder" in refusal(read_fasta, tmp_path)
 
 
-def test_select_deduplicate_and_merge() -> None:
+def test_select_and_merge() -> None:
     alignment = parse_a3m(A3M + ">again\nM-VLW\n")
-    assert alignment.deduplicate().names == ["query", "one", "two"]  # insertions do not count
     assert alignment.select([0, 2]).names == ["query", "two"]
     assert alignment.select(alignment.rows[:, 1] == GAP).names == ["one", "again"]
     both = merge([alignment, parse_a3m(">q2\nMKVLW\n>three\nMKVLL\n")])

@@ -51,13 +51,6 @@ class Alignment:
         picked = np.arange(len(self))[rows]
         return Alignment(self.rows[picked], self.deletions[picked], [self.names[i] for i in picked])
 
-    def deduplicate(self) -> "Alignment":
-        """Rows whose residues and gaps did not occur above (Supp. 1.2.7; insertions do not count)."""
-        first: dict[bytes, int] = {}
-        for i, row in enumerate(np.ascontiguousarray(self.rows)):
-            first.setdefault(row.tobytes(), i)
-        return self if len(first) == len(self) else self.select(list(first.values()))
-
     def check_query(self, sequence: str | None = None, source: str = "alignment") -> None:
         """Raise UserError unless row 0 is a protein, and is `sequence` where one is given.
 

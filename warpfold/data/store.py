@@ -374,10 +374,6 @@ class Record:
                 )
         return np.concatenate(parts)
 
-    def read_all(self) -> dict[str, np.ndarray]:
-        """Every array."""
-        return {name: self.read(name) for name in self.arrays}
-
 
 def _decompress(data: bytes, what: str) -> bytes:
     try:
