@@ -121,8 +121,8 @@ def test_every_start_is_awaited() -> None:
 
 @pytest.mark.parametrize("link", LINKS)
 def test_the_plans_choice_is_never_much_dearer_than_the_other(link) -> None:
-    for residues in (256, 384, 768, 1536, 3072):
+    for residues in (64, 96, 128, 256, 384, 768, 1536, 3072):
         for ranks in (2, 3, 4, 8, 16, 64):
             gathered, cut = (seconds(moves(Block(residues=residues), ranks, way), LINKS[link]) for way in (False, True))
             chosen = cut if Plan().by_channels(residues, ranks) else gathered
-            assert chosen <= 1.1 * min(gathered, cut), (residues, ranks)
+            assert chosen <= (1.05 if residues >= 256 else 1.15) * min(gathered, cut), (residues, ranks)
