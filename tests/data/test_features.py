@@ -11,7 +11,6 @@ from warpfold.data.features import (
     add_labels,
     atom_masks,
     check_map,
-    column_map,
     from_chain,
     from_sequence,
     merge,
@@ -20,6 +19,7 @@ from warpfold.data.features import (
 )
 from warpfold.data.formats import parse_a3m
 from warpfold.data.mmcif import Chain, Structure
+from warpfold.data.pairwise import column_map
 from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
 

@@ -20,7 +20,7 @@ def test_nearest_cluster_counts_agreement_and_takes_the_first_of_equals(e: int, 
     np.testing.assert_array_equal(nearest_cluster(rows, centres), agreement.argmax(1))
 
 
-def test_long_sequences_do_not_overflow_the_byte_counters() -> None:
+def test_long_sequences_are_not_counted_in_bytes() -> None:
     centres = np.stack([np.full(600, 3), np.full(600, 4)]).astype(np.uint8)
     rows = np.full((1, 600), 4, np.uint8)
     rows[0, :256] = 3  # modulo 256 the first centre would have 0 or the second more

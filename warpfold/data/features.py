@@ -15,13 +15,13 @@ from warpfold.batch import Arrays
 from warpfold.data.alignment import Alignment, decode, encode
 from warpfold.data.layout import to_columns, to_tiles
 from warpfold.data.mmcif import Chain, Structure
+from warpfold.data.pairwise import MIN_IDENTITY, column_map
 from warpfold.data.template import Templates
 from warpfold.errors import UserError
 from warpfold.geometry import atoms
 from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK, GAP
 
 MSA_CODES = 22  # 20 residue types, X, gap
-MIN_IDENTITY = 0.9  # below it an alignment is of another protein
 MIN_COVERAGE = 0.5  # the share of the chain's residues that the alignment must cover
 TEMPLATE_ARRAYS = ("aatype", "positions", "mask", "sum_probs")  # of `Templates`; the names are a note
 PROFILE_ROWS = 1024  # counted at a time
@@ -171,24 +171,6 @@ def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTIT
     return rows, deletions
 
 
-def column_map(query: str, sequence: str) -> tuple[np.ndarray, float]:
-    """Where each residue of `sequence` stands in `query`: int64 [N], -1 where nowhere; and the identity, 0 to 1.
-
-    A part or a whole of the other is placed without gaps; so is a variant of the same length; otherwise a global
-    alignment (gemmi) decides.  Identity is over the residues that are placed, X left out.
-    """
-    column = np.full(len(sequence), -1)
-    if (start := query.find(sequence)) >= 0:
-        column[:] = np.arange(start, start + len(sequence))
-    elif (start := sequence.find(query)) >= 0:
-        column[start : start + len(query)] = np.arange(len(query))
-    elif len(query) == len(sequence) and _identity(np.arange(len(query)), query, sequence) >= MIN_IDENTITY:
-        column[:] = np.arange(len(query))
-    else:
-        column = _aligned_columns(query, sequence)
-    return column, _identity(column, query, sequence)
-
-
 def check_map(column: np.ndarray, identity: float, min_identity: float = MIN_IDENTITY) -> str | None:
     """Why an alignment with this `column_map` is not used, or None."""
     covered = int((column >= 0).sum())
@@ -196,23 +178,6 @@ def check_map(column: np.ndarray, identity: float, min_identity: float = MIN_IDE
         return None
     found = f"covers {covered} of {len(column)} residues, {identity:.0%} identical"
     return f"its query is another protein, or too small a part: {found} ({min_identity:.0%} and half are needed)"
-
-
-def _identity(column: np.ndarray, query: str, sequence: str) -> float:
-    pairs = [(query[c], s) for c, s in zip(column, sequence) if c >= 0]
-    known = [a == b for a, b in pairs if "X" not in (a, b)]
-    return sum(known) / len(known) if known else 0.0
-
-
-def _aligned_columns(query: str, sequence: str) -> np.ndarray:
-    import gemmi
-
-    scoring = gemmi.AlignmentScoring()
-    scoring.match, scoring.mismatch, scoring.gapo, scoring.gape = 2, -3, -6, -1  # few gaps, long ones
-    result = gemmi.align_string_sequences(list(query), list(sequence), [], scoring)
-    columns = np.cumsum([letter != "-" for letter in result.add_gaps(query, 1)]) - 1
-    gapped = zip(result.add_gaps(query, 1), result.add_gaps(sequence, 2), columns)
-    return np.array([column if q != "-" else -1 for q, s, column in gapped if s != "-"])
 
 
 def merge(aatype: np.ndarray, placed: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:

@@ -201,7 +201,7 @@ def write_codes(
 
 
 def deletion_means(deletions: Deletions, cluster: np.ndarray, members: np.ndarray, length: int) -> np.ndarray:
-    """Mean deletions before each column of each cluster: float64 [S, N]; arguments as in `cluster_profile`."""
+    """Mean deletions before each column of each cluster: float64 [S, N]; arguments as in `write_codes`."""
     count = len(members)
     cell = cluster[deletions.row] * length + deletions.column
     total = np.bincount(cell, deletions.count, minlength=count * length)[: count * length]

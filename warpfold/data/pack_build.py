@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.features import MIN_IDENTITY, RawExample, from_chain
+from warpfold.data.features import RawExample, from_chain
 from warpfold.data.formats import parse_alignment
 from warpfold.data.hits import Hit, parse_hits
 from warpfold.data.mmcif import Chain, Structure, parse_structure
 from warpfold.data.pack_report import Entry
+from warpfold.data.pairwise import MIN_IDENTITY
 from warpfold.data.sources import Source, read_query
 from warpfold.data.store import Packed, pack_record
 from warpfold.data.template import templates_from_hits
