@@ -151,7 +151,7 @@ def test_too_many_damaged_entries_stop_a_run(capsys: pytest.CaptureFixture[str],
         flip(store, key)
     code, out, err = train(capsys, store, steps=20)
     assert (code, out) == (2, "")
-    assert "2 entries cannot be used, the last one " in err
+    assert "entries that cannot be used: 2, the last one " in err
     assert "abc_A, aatype: damaged (checksum" in err.splitlines()[-1]
 
 

@@ -219,7 +219,7 @@ def test_workers_that_cannot_start_end_the_run(store: Store, tmp_path: Path) -> 
 
 def test_too_many_end_the_run(store: Store, tmp_path: Path) -> None:
     for workers in (0, 1):
-        with pytest.raises(UserError, match=r"2 entries cannot be used, the last one e\d: e\d: damaged; more than 1"):
+        with pytest.raises(UserError, match=r"cannot be used: 2, the last one e\d: e\d: damaged; more than 1"):
             take(store, Puppet(tmp_path, refuses=("e1", "e2")), workers=workers, quarantine=asides(limit=1)[0])
         with pytest.raises(UserError, match="none of its entries can be used"):
             take(store, Puppet(tmp_path, refuses=tuple(store.keys)), workers=workers, quarantine=asides(limit=7)[0])

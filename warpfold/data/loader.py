@@ -66,7 +66,7 @@ class Quarantine:
             self._tell(name, index, reason)
         if len(self.names) > self.limit:
             raise UserError(
-                f"{len(self.names)} entries cannot be used, the last one {name}: {reason}; more than "
+                f"entries that cannot be used: {len(self.names)}, the last one {name}: {reason}; more than "
                 f"{self.limit} stop a run (train.quarantine); see quarantine.jsonl, and mend or pack the data again"
             )
 
