@@ -31,6 +31,9 @@ Triangle = Literal["auto", "gather", "channels"]
 # 345 residues on two cores: 8 rows 6.5 s, 64 rows or all 8.5 s, 4 rows 9.5 s; what stays in cache is fast.
 CACHED = 2**23  # 32 MiB in fp32
 RESIDENT = 2**27  # 512 MiB in fp32; not measured
+# Bytes that could have moved while one more call begins.  Of 2^12 to 2^22 this loses least against the better way,
+# at most 1.15 times from 64 residues on, over NVLink, InfiniBand and Ethernet (docs/communication.md; modelled).
+CALL = 2**18
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -84,12 +87,14 @@ class Plan:
     def by_channels(self, residues: int, ranks: int) -> bool:
         """Whether triangle products of so many residues on so many ranks are cut by channels.
 
-        What moves in a pair of them, in sizes of z: 2 (p - 1) / p to gather a factor each, and 2 (p - 1) / p^2 to turn
-        z between them; or 6 (p - 1) / p^2 to turn two factors and a product each.
+        What moves in a pair of products, in sizes of z, per rank: 2 (p - 1) / p to gather a factor each and
+        2 (p - 1) / p^2 to turn z between them, in 4 calls; or 6 (p - 1) / p^2 to turn two factors and a product each,
+        in 6.  So channels save 2 (p - 1) (p - 2) / p^2 of z, and must save more than two calls cost (`CALL`).
         """
         if self.triangle != "auto":
             return self.triangle == "channels"
-        return ranks > 2
+        z = residues**2 * 128 * 2  # bytes, of AlphaFold2's channels in bf16
+        return (ranks - 1) * (ranks - 2) / ranks**2 * z > CALL
 
     def refuses(self, outer: str) -> str | None:
         """Why this plan cannot run a model whose blocks have the outer product there; None if it can."""
