@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.laws.test_resume import descendants
 from tests.run.runs import equal_tensors, make_store, rows
@@ -26,17 +27,20 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 STEPS = 16
 TWO = config_for(Plan(data=2), accumulate=4, steps=STEPS, validate_every=0)
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+SINGLE = ["--standalone", "--nproc-per-node", "2"]
 
 
-def begin(config: RunConfig, store: Store, out: Path, log: Path, *options: str) -> subprocess.Popen:
-    """torchrun with two processes that train."""
+def begin(
+    config: RunConfig, store: Store, out: Path, log: Path, *options: str, single: bool = True
+) -> subprocess.Popen:
+    """torchrun with two processes that train; not `single`: with as many as the options say."""
     file = log.with_suffix(".toml")
     file.write_text(settings.to_toml(config))
     command = ["-m", "warpfold.cli", "train", file, "--data", store.path, "--out", out, "--device", "cpu"]
     with open(log, "w") as said:
         return subprocess.Popen(
-            [*TORCHRUN, *options, *map(str, command)],
+            [*TORCHRUN, *(SINGLE if single else []), *options, *map(str, command)],
             cwd=ROOT,
             stdout=said,
             stderr=said,
@@ -80,6 +84,19 @@ def test_a_process_is_killed_and_the_job_restarts_the_same_to_the_bit(
     assert rows(out) == rows(unbroken)
     for name in ("params.safetensors", f"checkpoints/step-{STEPS:08d}/state.safetensors"):
         assert equal_tensors(out / name, unbroken / name), name
+
+
+@pytest.mark.slow
+def test_a_process_of_another_machine_is_killed(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    """Two torchruns, as on two machines: they count restarts each for itself, and their processes meet all the same."""
+    out, logs = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
+    port = dist.TCPStore("127.0.0.1", 0, None, True).port  # free again in a moment
+    options = f"--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-id 1 --rdzv-endpoint 127.0.0.1:{port}".split()
+    machines = [begin(TWO, store, out, log, *options, "--rdzv-backend", "c10d", single=False) for log in logs]
+    [killed] = ranks_of(machines[1], out, 5)
+    os.kill(killed, signal.SIGKILL)
+    assert [machine.wait(90) for machine in machines] == [0, 0], [log.read_text() for log in logs]
+    assert rows(out) == rows(unbroken)
 
 
 @pytest.mark.parametrize("receiver", ["one process", pytest.param("torchrun", marks=pytest.mark.slow)])

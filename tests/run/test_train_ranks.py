@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,10 +139,10 @@ def poison(patch: pytest.MonkeyPatch, index: int, plan: Plan) -> None:
     take, total_loss = module.take, module.total_loss
     at = [-1]
 
-    def noted(*args: Any) -> Sample:
-        example = take(*args)
-        at[0] = example.index
-        return example
+    def noted(*args: Any) -> Iterator[Sample]:
+        for example in take(*args):
+            at[0] = example.index
+            yield example
 
     def poisoned(*args: Any, **more: Any) -> Any:
         loss, terms = total_loss(*args, **more)

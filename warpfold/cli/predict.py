@@ -77,37 +77,28 @@ def predict(
     )
     launch = Launch.from_variables(os.environ)
     options = prediction.Options(
-        seed=seed,
-        recycles=recycles,
-        ensemble=ensemble,
-        max_msa=max_msa,
-        max_extra=max_extra,
-        device=device_of(device, launch),
-        chunk=chunk,
-        precision=precision.value,
-        representations=representations,
-        force=force,
-    )
+        seed=seed, recycles=recycles, ensemble=ensemble, max_msa=max_msa, max_extra=max_extra,
+        device=device_of(device, launch), chunk=chunk, precision=precision.value,
+        representations=representations, force=force,
+    )  # fmt: skip
     bar = progress_bar() if launch.rank == 0 else nullcontext()
     plan = Plan(axial=axial or 1, branch=branch or 1)
     with assembled(launch, plan, options.device or "cpu") as team, bar as progress:
         summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team)
-    code = 1 if summary["failures"] else 0
-    if not team.leads:
-        raise typer.Exit(code)
+    if team.leads:
+        _say(summary, out, as_json)
+    raise typer.Exit(1 if summary["failures"] else 0)
+
+
+def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
+    """The summary, or a line for each protein; what failed in any case."""
     if as_json:
         show(summary)
-    else:
-        _say(summary, out)
-    for failure in summary["failures"]:
-        typer.echo(f"failed {failure['name']}: {failure['error']}", err=True)
-    raise typer.Exit(code)
-
-
-def _say(summary: dict[str, Any], out: Path) -> None:
-    """A line for each protein that was folded."""
-    for entry in summary["predictions"]:
+    for entry in [] if as_json else summary["predictions"]:
         ptm = "" if entry["ptm"] is None else f", pTM {entry['ptm']:.2f}"
         used = f", templates {', '.join(entry['templates'])}" if entry.get("templates") else ""
         typer.echo(f"{entry['name']}: mean pLDDT {entry['mean_plddt']:.1f}{ptm}{used}, {out / entry['folder']}")
-    typer.echo(f"report: {out / 'report.html'}")
+    if not as_json:
+        typer.echo(f"report: {out / 'report.html'}")
+    for failure in summary["failures"]:
+        typer.echo(f"failed {failure['name']}: {failure['error']}", err=True)

@@ -47,10 +47,10 @@ def check_grid(data: int, axial: int, branch: int, there: int) -> None:
     """UserError unless so many ranks fill the grid."""
     wanted = data * axial * branch
     if wanted != there:
-        how = f"torchrun --nproc-per-node {wanted}" if wanted <= 8 else f"torchrun with {wanted} processes in all"
+        how = f"with torchrun --nproc-per-node {wanted}" if wanted <= 8 else f"with torchrun, {wanted} processes in all"
         raise UserError(
             f"plan: data {data} x axial {axial} x branch {branch} needs {wanted} processes, there are {there}; "
-            f"start it with {how}, or change the plan"
+            f"start it {'without torchrun' if wanted == 1 else how}, or change the plan"
         )
 
 

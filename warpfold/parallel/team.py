@@ -1,7 +1,8 @@
 """The processes of a run: how they find each other, what they tell each other, and who is missing when one waits.
 
 `torchrun` starts them and says to each which one it is.  A job that is restarted meets under a new name: left over
-addresses of the processes before must not be found (torch keeps one store for all attempts).
+addresses of the processes before must not be found (torch keeps one store for all attempts, and its count of restarts
+is not the same on all machines).
 """
 
 import json
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from warpfold.parallel.plan import Plan
 BEAT = 1.0  # seconds between signs of life
 SILENT = 3 * BEAT  # after so long without one, a process is dead or frozen
 GRACE = 20.0  # seconds that a process has to end by itself once another has failed
+POLL = 0.1  # seconds between two looks, while processes meet
 LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed")
 BROKEN = ("timed out", "timeout", *LOST)
 
@@ -47,7 +50,6 @@ class Launch:
     ranks: int = 1
     local_rank: int = 0  # on its machine; also the number of its GPU
     ranks_per_node: int = 1
-    attempt: int = 0  # how often the job was restarted
     address: str = ""  # of the store where they meet
     port: int = 0
     agent_keeps_store: bool = False  # torchrun's agent does; otherwise rank 0
@@ -66,7 +68,6 @@ class Launch:
                 ranks=int(variables["WORLD_SIZE"]),
                 local_rank=int(variables.get("LOCAL_RANK", 0)),
                 ranks_per_node=int(variables.get("LOCAL_WORLD_SIZE", 1)),
-                attempt=int(variables.get("TORCHELASTIC_RESTART_COUNT", 0)),
                 address=variables["MASTER_ADDR"],
                 port=int(variables["MASTER_PORT"]),
                 agent_keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
@@ -181,9 +182,9 @@ def assembled(launch: Launch, plan: Plan, device: torch.device | str = "cpu") ->
     if launch.ranks == 1:
         yield Team(launch)
         return
-    _meet(launch, plan, torch.device(device))
+    store = _meet(launch, plan, torch.device(device))
     team = Team(launch)
-    with _Pulse(team, plan.time_limit), watched(team.note_slices), overheard(team.note_gradients):
+    with _Pulse(team, store, plan.time_limit), watched(team.note_slices), overheard(team.note_gradients):
         team.mesh = make_mesh(plan.data, plan.axial, plan.branch, plan.time_limit)
         yield team
         team.share(None, "the end")  # so that nobody is gone who might hear that another failed
@@ -191,8 +192,8 @@ def assembled(launch: Launch, plan: Plan, device: torch.device | str = "cpu") ->
     dist.destroy_process_group()
 
 
-def _meet(launch: Launch, plan: Plan, device: torch.device) -> None:
-    """Initialise torch.distributed: NCCL for tensors on GPUs, gloo for those on CPUs."""
+def _meet(launch: Launch, plan: Plan, device: torch.device) -> dist.Store:
+    """Initialise torch.distributed: NCCL for tensors on GPUs, gloo for others.  Returns a store for the team's use."""
     limit = timedelta(seconds=plan.time_limit)
     backend = "gloo"
     if device.type == "cuda":
@@ -200,24 +201,57 @@ def _meet(launch: Launch, plan: Plan, device: torch.device) -> None:
         backend = "cpu:gloo,cuda:nccl"
     keeps = launch.rank == 0 and not launch.agent_keeps_store
     try:
-        shared = dist.TCPStore(launch.address, launch.port, launch.ranks, keeps, limit)
-        store = dist.PrefixStore(f"warpfold-{launch.attempt}", shared)
+        shared = dist.TCPStore(launch.address, launch.port, None, keeps, limit, wait_for_workers=False)
+        name = _name_of_meeting(shared, launch, plan.time_limit)
+        store = dist.PrefixStore(f"warpfold-{name}", shared)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.ranks, timeout=limit)
+        own = dist.TCPStore(launch.address, launch.port, None, False, limit)  # it may be asked while the other waits
     except RuntimeError as error:
         where, why = f"{launch.address}:{launch.port}", str(error).splitlines()[0]
         raise TeamError(f"rank {launch.rank}: the {launch.ranks} processes did not meet at {where}: {why}") from error
+    return dist.PrefixStore(f"warpfold-{name}-pulse", own)
+
+
+def _name_of_meeting(store: dist.Store, launch: Launch, limit: float) -> str:
+    """A name that no meeting before had: rank 0's, once it has heard of all that they go by it.
+
+    What the processes before left in the store cannot be mistaken for it: every process signs with a word of its own.
+    Errors: RuntimeError if some do not come.
+    """
+    word, end = uuid4().hex, time.monotonic() + limit
+    if launch.rank == 0:
+        store.set("warpfold-meeting", word)
+        missing = {f"warpfold-{word}-{rank}": rank for rank in range(1, launch.ranks)}
+        signed = []
+        while missing:
+            for key in [key for key in missing if store.check([key])]:
+                signed.append(store.get(key).decode())
+                del missing[key]
+            _wait_until(end, f"no sign of rank {', '.join(map(str, sorted(missing.values())))}")
+        store.set(f"warpfold-{word}-all", " ".join(signed))
+        return word
+    while True:
+        if store.check(["warpfold-meeting"]):
+            name = store.get("warpfold-meeting").decode()  # perhaps of the meeting before
+            store.set(f"warpfold-{name}-{launch.rank}", word)
+            if store.check([f"warpfold-{name}-all"]) and word in store.get(f"warpfold-{name}-all").decode():
+                return name
+        _wait_until(end, "no word from rank 0")
+
+
+def _wait_until(end: float, reason: str) -> None:
+    if time.monotonic() > end:
+        raise RuntimeError(reason)
+    time.sleep(POLL)
 
 
 class _Pulse:
     """A thread that leaves signs of life in the store, where each process is and that it still is, and watches for the
     failure of another."""
 
-    def __init__(self, team: Team, limit: float) -> None:
-        launch = team.launch
-        self._team, self._limit = team, limit
+    def __init__(self, team: Team, store: dist.Store, limit: float) -> None:
+        self._team, self._store, self._limit = team, store, limit
         self._began = time.monotonic()  # about the same moment for all, whatever their clocks say
-        store = dist.TCPStore(launch.address, launch.port, None, False, timedelta(seconds=min(limit, 60)))
-        self._store = dist.PrefixStore(f"warpfold-{launch.attempt}-pulse", store)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 

@@ -6,6 +6,8 @@
     DIR/params.safetensors            the averaged weights at the last checkpoint: what `predict --params` takes
     DIR/failures/example-00000042/    what reproduces a loss or gradient that was not finite
 
+Of several processes that run together the first locks the folder and writes; only failures are saved by whose they are.
+
 Whatever is written is written beside its place, synced, and renamed into it.
 """
 
@@ -44,15 +46,20 @@ class Checkpoint:
 
 
 class RunFolder:
-    """One run's output folder, locked while it is open (`with`), so that no second run writes into it."""
+    """One run's output folder, locked while it is open (`with`), so that no second run writes into it.
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    writes: False for a process beside the one that writes, which only reads.
+    """
+
+    def __init__(self, path: Path | str, writes: bool = True) -> None:
+        self.path, self._writes = Path(path), writes
         self.checkpoints = self.path / "checkpoints"
         self._lock: TextIO | None = None
         self._log: FileIO | None = None
 
     def __enter__(self) -> "RunFolder":
+        if not self._writes:
+            return self
         if self.path.is_dir() and any(self.path.iterdir()) and not self.checkpoints.is_dir():
             raise UserError(f"{self.path}: holds something else, which is left alone; choose another --out")
         try:
@@ -79,6 +86,11 @@ class RunFolder:
         for file in (self._log, self._lock):
             if file is not None:
                 file.close()
+
+    @property
+    def params(self) -> Path:
+        """The averaged weights at the last checkpoint."""
+        return self.path / "params.safetensors"
 
     # Settings
 

@@ -1,6 +1,6 @@
 """What the processes of a run tell each other on the way.  One that is alone hears itself, and nothing changes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from torch import Tensor
@@ -13,21 +13,22 @@ from warpfold.run.signals import StopSignals
 from warpfold.run.watch import Clock, Seen
 
 
-def take(examples: Loader, clock: Clock, team: Team) -> Sample:
-    """The next example of this process.
+def take(examples: Loader, number: int, clock: Clock, team: Team) -> Iterator[Sample]:
+    """The next examples of this process.
 
-    Errors: UserError on all that share it, if they have not the same: one of them could not make it.
+    Errors: UserError on all that share one, if they have not the same: one of them could not make it.
     """
-    with clock.waiting():
-        example = next(examples)
-    names = team.share_example([example.index, example.name], "the next example")
-    if any(name != names[0] for name in names):
-        ranks = ", ".join(f"rank {rank} has {name}" for rank, (_, name) in zip(team.mesh.model.ranks, names))
-        raise UserError(
-            f"example {example.index}: {ranks}, but they share it; one of them could not make it, for lack of memory "
-            "perhaps; the same command continues from the last checkpoint"
-        )
-    return example
+    for _ in range(number):
+        with clock.waiting():
+            example = next(examples)
+        names = team.share_example([example.index, example.name], "the next example")
+        if any(name != names[0] for name in names):
+            said = ", ".join(f"rank {rank} has {name}" for rank, (_, name) in zip(team.mesh.model.ranks, names))
+            raise UserError(
+                f"example {example.index}: {said}, but they share it; one of them could not make it, for lack of "
+                "memory perhaps; the same command continues from the last checkpoint"
+            )
+        yield example
 
 
 def summed(parts: Mapping[str, Tensor], team: Team) -> dict[str, float]:

@@ -78,9 +78,7 @@ def train(
     apply(config.plan, model, team.mesh)
     optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.launch.ranks_per_node)
     with ExitStack() as stack:
-        run, signals = RunFolder(out), stack.enter_context(StopSignals())
-        if team.leads:
-            stack.enter_context(run)
+        run, signals = stack.enter_context(RunFolder(out, team.leads)), stack.enter_context(StopSignals())
         state = restore(run, optimizer, claim(run, config, source, team), source)
         log = open_log(run, config, state, watch, team)
         ledger = stack.enter_context(open_ledger(run, config, state, source, replay, team))
@@ -93,8 +91,7 @@ def train(
         while step < config.train.steps and not stop:
             recycles, seen = draw_recycles(config, step), []  # the same on every rank
             clock.begin()
-            for _ in range(optimizer.share):
-                example = take(examples, clock, team)
+            for example in take(examples, optimizer.share, clock, team):
                 batch = example.features
                 model.noise.seed(config.train.seed, example.index)  # of dropout
                 output = model(batch, recycles)  # Algorithms 2 and 30 to 32
@@ -102,12 +99,11 @@ def train(
                 loss.backward()
                 norm = optimizer.collect()  # clip the gradient of this example, add it to the step's (Supp. 1.11.3)
                 seen.append(look(example, output, loss, terms, norm, team))
-                if not seen[-1].finite:
-                    not_finite(run, config, optimizer, example, seen[-1], step, recycles, team)
+                keep_if_not_finite(run, config, optimizer, example, seen[-1], step, recycles, team)
             rate = optimizer.step(step)  # the mean over the examples; Adam; the moving average of the weights
             step += 1
-            every = meet(step, seen, clock, examples, ledger, team)  # the examples of all ranks
-            log(step_row(step, every, rate, recycles, clock))
+            seen = meet(step, seen, clock, examples, ledger, team)  # those of all ranks
+            log(step_row(step, seen, rate, recycles, clock))
 
             last = step == config.train.steps
             if held_out and (last or due(step, config.train.validate_every)):
@@ -116,9 +112,8 @@ def train(
             if last or stop or due(step, config.train.save_every):
                 notes = {"validation": log.validation, "loader": used_by_all(examples, team), **source}
                 save(run, model, optimizer, step, notes, config, team)
-    done, params = step >= config.train.steps, run.path / "params.safetensors"
-    aside = tuple(ledger.quarantined)
-    return Summary(steps=step, finished=done, lddt_ca=log.lddt_ca, params=params, quarantined=aside, signal=stop)
+    done, aside = step >= config.train.steps, tuple(ledger.quarantined)
+    return Summary(steps=step, finished=done, lddt_ca=log.lddt_ca, params=run.params, quarantined=aside, signal=stop)
 
 
 def due(step: int, every: int) -> bool:
@@ -218,7 +213,7 @@ def save(
         run.save(Checkpoint(step, tensors, notes), config.train.keep)
 
 
-def not_finite(
+def keep_if_not_finite(
     run: RunFolder,
     config: RunConfig,
     optimizer: Optimizer,
@@ -228,10 +223,12 @@ def not_finite(
     recycles: int,
     team: Team,
 ) -> None:
-    """A loss or gradient that is not finite: save what reproduces it; UserError unless the settings say to skip it.
+    """Of a loss or gradient that is not finite, save what reproduces it; UserError unless the settings say to skip it.
 
     Of those that share the example, the first saves; the message of the UserError reaches all ranks.
     """
+    if seen.finite:
+        return
     notes = {
         **asdict(seen),
         "step": step,
