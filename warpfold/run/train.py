@@ -86,7 +86,6 @@ def train(
         step, clock = state.step, Clock()
         if step == 0 and held_out:
             log(validate(model, optimizer, held_out, config, 0, team))
-
         stop = heard(signals, team)
         while step < config.train.steps and not stop:
             recycles, seen = draw_recycles(config, step), []  # the same on every rank
