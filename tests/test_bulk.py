@@ -16,6 +16,8 @@ from warpfold import __version__, bulk
 from warpfold.bulk import Part, in_order, pool
 from warpfold.errors import UserError
 
+ROOT = Path(__file__).parents[1]
+
 
 def square(number: int) -> int:
     return number * number
@@ -42,20 +44,31 @@ def linger(file: str) -> None:
     time.sleep(300)
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in Linux's /proc")
 def test_no_worker_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
-    run = subprocess.Popen([sys.executable, __file__, str(tmp_path / "pid")])
+    run = subprocess.Popen([sys.executable, "-m", "tests.test_bulk", str(tmp_path / "pid")], cwd=ROOT)
     try:
-        worker = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+        worker = wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        assert (Path("/proc") / worker).exists()
     finally:
         run.kill()
         run.wait()
-    assert until(lambda: not Path(f"/proc/{worker}").exists() or " Z " in Path(f"/proc/{worker}/stat").read_text())
+    wait_for(lambda: not running(worker))
 
 
-def until(true: Callable[[], Any], seconds: float = 60) -> Any:
-    """What `true` says in the end, if that is anything."""
+def running(process: str) -> bool:
+    """Whether a process is there, and not only its entry, which may wait for whoever started it."""
+    try:
+        return " Z " not in (Path("/proc") / process / "stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    """What `condition` says, once that is anything."""
     end = time.monotonic() + seconds
-    while not (said := true()) and time.monotonic() < end:
+    while not (said := condition()):
+        assert time.monotonic() < end, "it never came"
         time.sleep(0.05)
     return said
 
