@@ -155,7 +155,6 @@ def _begin(x: Tensor, move: _Move) -> Pending:
     token = _Start.apply(x, move, ticket)
     if token.requires_grad:
         token.grad_fn._set_sequence_nr(_reserved.next())
-
     return Pending(None, lambda given: _Wait.apply(token, move, ticket, given))
 
 
