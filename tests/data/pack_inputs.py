@@ -28,9 +28,7 @@ def chain(name: str, sequence: str, resolved: int | None = None, shift: float = 
     return Chain(name, sequence, positions, mask.astype(np.float32), np.arange(n), tuple(str(i + 1) for i in range(n)))
 
 
-def structure(
-    path: Path, *chains: Chain, resolution: float | None = 2.0, released: str | None = None
-) -> Path:
+def structure(path: Path, *chains: Chain, resolution: float | None = 2.0, released: str | None = None) -> Path:
     """An mmCIF file, called like its entry."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = write_mmcif(path.name.split(".")[0], chains, resolution=resolution)
