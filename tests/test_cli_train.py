@@ -53,7 +53,7 @@ def test_a_mixture_is_trained_on_and_its_order_followed(
         said[out] = capsys.readouterr()
     names = json.loads(said["run"].out)["quarantined"]
     assert sorted(names) == [f"damaged:helix{i}" for i in range(3)]
-    assert "3 entries could not be used" in said["run"].err
+    assert "entries that could not be used: 3 (" in said["run"].err
     assert "quarantine.jsonl has the reasons" in said["run"].err
     assert json.loads(said["again"].out)["quarantined"] == []  # they are not in the order
     both = [[row for row in rows(tmp_path / out) if row["kind"] == "step"] for out in ("run", "again")]

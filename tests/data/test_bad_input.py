@@ -141,7 +141,7 @@ def test_training_goes_on_without_a_damaged_entry(capsys: pytest.CaptureFixture[
     code, out, err = train(capsys, store, steps=6)
     assert code == 0
     assert "6 steps" in out
-    assert "1 entries could not be used (1abc_A)" in err
+    assert "entries that could not be used: 1 (1abc_A)" in err
     (line,) = (store.parent / "run/quarantine.jsonl").read_text().splitlines()
     assert "1abc_A, aatype: damaged (checksum" in line
 

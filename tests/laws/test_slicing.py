@@ -49,7 +49,9 @@ def all_subclasses(cls):
 
 
 def test_every_layer_has_a_case():
-    ours = {c for c in all_subclasses(AxialUpdate) - {AxialUpdate, ChannelProduct} if c.__module__.startswith("warpfold.")}
+    ours = {
+        c for c in all_subclasses(AxialUpdate) - {AxialUpdate, ChannelProduct} if c.__module__.startswith("warpfold.")
+    }
     assert ours == {type(make()) for make in CASES.values()}
 
 

@@ -348,7 +348,7 @@ def test_templates_from_python(structures: Path, template_params: Path) -> None:
     np.testing.assert_array_equal(by_name.positions, predictor.fold(ONE, templates=ready).positions)
     assert by_name.details["templates"] == ["1abc_A"]
     assert not np.array_equal(by_name.positions, predictor.fold(ONE).positions)
-    with pytest.raises(UserError, match="5 templates are given, the model takes 4"):
+    with pytest.raises(UserError, match="templates given: 5, the model takes 4"):
         predictor.fold(ONE, templates=[file] * 5)
 
 

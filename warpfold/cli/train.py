@@ -76,7 +76,9 @@ def _say(result: "Summary", out: Path, as_json: bool) -> None:
     if result.quarantined:
         names = ", ".join(result.quarantined[:3]) + (" ..." if len(result.quarantined) > 3 else "")
         count = len(result.quarantined)
-        typer.echo(f"{count} entries could not be used ({names}): {out / 'quarantine.jsonl'} has the reasons", err=True)
+        typer.echo(
+            f"entries that could not be used: {count} ({names}); {out / 'quarantine.jsonl'} has the reasons", err=True
+        )
     if as_json:
         show({**asdict(result), "params": str(result.params)})
     elif result.finished:

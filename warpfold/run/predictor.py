@@ -94,7 +94,8 @@ class Predictor:
                 "give others, or no templates"
             )
         if count > self.sample.max_templates:
-            raise UserError(f"{count} templates are given, the model takes {self.sample.max_templates}; leave some out")
+            most = self.sample.max_templates
+            raise UserError(f"templates given: {count}, the model takes {most}; leave some out")
 
     def fold_example(
         self,
