@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,6 +93,8 @@ def _rank(
 ) -> None:
     """One rank's life.  It stays until all results were received: tensors travel as shared memory."""
     torch.set_num_threads(1)
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None  # the parent's, not ours
     if os.path.exists("/sys/class/net/lo"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever this machine's name resolves to
     limit = timedelta(seconds=timeout)
