@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Launch, Team
 from warpfold.run import train as module
 from warpfold.run.train import RunConfig, Summary, train
-from warpfold.run.watch import Watcher
+from warpfold.run.watch import Clock, Watcher
 
 STEPS = 4
 
@@ -46,6 +47,7 @@ def train_on_ranks(
     ranks = plan.data * plan.axial * plan.branch
 
     def on_a_rank() -> Summary:
+        forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]  # an earlier test's: not our child
         mesh = make_mesh(plan.data, plan.axial, plan.branch)
         rank = mesh.world.rank
         team = Team(Launch(rank, ranks), mesh)
@@ -241,3 +243,16 @@ def test_ranks_that_do_not_see_the_same_are_refused(store: Store, tmp_path: Path
 
     with pytest.raises(RankError, match="rank 1 has another settings than rank 0; give all the same"):
         run_ranks(on_a_rank, 2)
+
+
+def test_those_who_share_an_example_have_the_same_or_nobody_goes_on() -> None:
+    def on_a_rank(differ: bool) -> list[str]:
+        mesh = make_mesh(axial=2)
+        names = ["a", f"b{mesh.world.rank}" if differ else "b"]
+        examples = iter(Sample(index, name, {}) for index, name in enumerate(names))
+        team = Team(Launch(mesh.world.rank, 2), mesh)
+        return [example.name for example in module.take(examples, 2, Clock(), team)]  # type: ignore[arg-type]
+
+    assert run_ranks(on_a_rank, 2, False) == [["a", "b"]] * 2
+    with pytest.raises(RankError, match=r"example 1: rank 0 has b0, rank 1 has b1, but they share it"):
+        run_ranks(on_a_rank, 2, True)

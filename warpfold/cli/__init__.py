@@ -58,7 +58,7 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if code and os.environ.get("WORLD_SIZE", "1") != "1":
         # At once: threads of torch's would wait for others to join what this process has begun, and they for it.
         sys.stdout.flush()
         sys.stderr.flush()
