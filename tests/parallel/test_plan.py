@@ -1,11 +1,16 @@
 """Plans: what is refused, what a later plan leaves of an earlier one, and the way of m and z through a block."""
 
 import re
+import shutil
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch._inductor.cpp_builder
+from torch._inductor.exc import InvalidCxxCompiler
 
 from tests.helpers import tiny_config, tiny_model
 from tests.ranks import run_ranks
@@ -145,3 +150,55 @@ def test_a_stack_of_one_state_enters_and_leaves_by_rows() -> None:
     ]
     assert [step.axis for step in steps] == [ROWS, COLS, ROWS, COLS, COLS]
     assert steps[-1].x_next == ROWS
+
+
+def _gradients(plan: Plan) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    stack = Evoformer(8, 6, EvoformerConfig(blocks=1, heads=2, c_outer=3, pair=PairConfig(heads=2, c_triangle=5)))
+    for p in stack.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    apply(plan, stack.double())
+    m, z = torch.randn(4, 7, 8).double(), torch.randn(7, 7, 6).double()
+    m, z = stack(m, z, torch.ones(4, 7).double(), torch.ones(7, 7).double())
+    loss = m.sin().sum() + z.sin().sum()
+    return [loss.detach(), *torch.autograd.grad(loss, list(stack.parameters()))]
+
+
+def _close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    scale = max(float(g.norm()) for g in expected)
+    assert all(float((a - b).norm()) <= 1e-10 * scale for a, b in zip(found, expected))
+
+
+@pytest.mark.parametrize("plan", [{}, {"chunk": 3}, {"recompute": True}])
+def test_compiled_layers_are_those_layers(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _gradients(Plan(**plan))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # graphs, without a C++ compiler
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", lambda: "c++")
+    _close(_gradients(Plan(**plan, compile=True)), expected)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor_too() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    _close(_gradients(Plan(compile=True)), _gradients(Plan()))
+
+
+def test_a_later_plan_leaves_nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", lambda: "c++")
+    model = tiny_model()
+    apply(Plan(compile=True), model)
+    layers = [m for m in model.modules() if isinstance(m, AxialUpdate)]
+    assert any("update" in layer.__dict__ for layer in layers)
+    apply(Plan(), model)
+    assert not any("update" in layer.__dict__ for layer in layers)
+
+
+def test_compiling_without_a_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", none)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="C\\+\\+ compiler"):
+        apply(Plan(compile=True), tiny_model())

@@ -34,6 +34,8 @@ RESIDENT = 2**27  # 512 MiB in fp32; not measured
 # Bytes that could have moved while one more call begins.  Of 2^12 to 2^22 this loses least against the better way,
 # at most 1.15 times from 64 residues on, over NVLink, InfiniBand and Ethernet (docs/communication.md; modelled).
 CALL = 2**18
+PURE = ("shared", "local", "update", "left", "right", "opening", "product", "finish")  # of a layer: what compile takes
+SHAPES = 64  # of each that may be compiled before torch gives up, which it would only warn of
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -52,6 +54,8 @@ class Plan:
     in_place: write every slice over its part of m or z (inference only; needs a chunk).
     recompute: keep only the blocks' inputs in the forward pass, and compute the rest again in the backward pass.
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32.
+    compile: the layers' own functions by torch.compile, whatever the schedule around them; the first step then takes
+    minutes, and a CPU needs a C++ compiler.
     threads: of one operation on a CPU, for the whole process; None: torch's choice, all cores.  Operations on a few
     thousand numbers run faster on one (docs/decisions/0007).
     """
@@ -66,6 +70,7 @@ class Plan:
     in_place: bool = False
     recompute: bool = False
     precision: Precision = "fp32"
+    compile: bool = False
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -128,12 +133,33 @@ def apply(plan: Plan, model: nn.Module, mesh: Mesh | None = None) -> nn.Module:
             module.branches = in_turn
         if isinstance(module, Resident):
             module.residues = ALL
+    _compile(model, plan.compile)
     if plan.axial * plan.branch > 1:
         _spread(plan, model, mesh)
     model.dtype = DTYPES[plan.precision]  # type: ignore[assignment]  # read where a model makes its first m and z
     if plan.precision == "fp64":
         model.double()  # a reference run: parameters too
     return model
+
+
+def _compile(model: nn.Module, wanted: bool) -> None:
+    """The functions of the layers that share something, compiled, or as they are; a transition alone gets slower."""
+    if wanted:
+        from torch._inductor import exc
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            if not torch.cuda.is_available():
+                get_cpp_compiler()
+        except exc.InvalidCxxCompiler:
+            raise UserError("plan.compile on a CPU needs a C++ compiler; install g++, or leave it out") from None
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
+    for module in model.modules():
+        if isinstance(module, AxialUpdate):
+            for name in PURE:
+                module.__dict__.pop(name, None)
+                if wanted and module.gathers is not None and hasattr(module, name):
+                    module.__dict__[name] = torch.compile(getattr(module, name), dynamic=False)
 
 
 def _spread(plan: Plan, model: nn.Module, mesh: Mesh | None) -> None:
