@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from warpfold.data.alignment import Alignment, decode, encode, is_nucleic, merge
@@ -283,6 +283,7 @@ def test_a3m_round_trip(data: st.DataObject) -> None:
     assert back.names == alignment.names
 
 
+@example(b"\v", b"")  # blank, though neither a space nor a line end
 @given(st.binary(max_size=60), st.sampled_from([b"", b">", b"# STOCKHOLM 1.0\n", b"#3\t1\n>", b"MKV\n", b"\x1f\x8b"]))
 def test_no_input_is_a_bug(tail: bytes, head: bytes) -> None:
     for parse in (parse_alignment, parse_fasta):

@@ -111,7 +111,7 @@ def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
 def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str | None = None) -> Alignment:
     """`read_alignment` for text in memory; `source` is its name in errors."""
     data = _plain_text(data, source).lstrip(b"\n")
-    if not data.strip(b"\0 \t\n"):
+    if not data.strip(b"\0" + _BLANKS):
         raise UserError(f"{source}: is empty; give an alignment with at least the query's row")
     if data.startswith(b"# STOCKHOLM"):
         return parse_stockholm(data, source, query)
