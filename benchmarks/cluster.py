@@ -30,8 +30,9 @@ from link import DEVICE, Shape, enter, linked, refusal
 from torch import Tensor, nn
 
 from warpfold.model.evoformer import Evoformer
+from warpfold.parallel.collectives import all_gather
 from warpfold.parallel.compress import CompressionConfig
-from warpfold.parallel.exchange import SyncConfig, all_gather
+from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan, apply
 from warpfold.run.optim import OptimConfig, Optimizer

@@ -61,8 +61,8 @@ def start_of(length: int, group: Group) -> int:
 
 def mine(x: Tensor, axis: int, group: Group) -> Tensor:
     """This rank's slice (a view) of a tensor that every rank has whole."""
-    sizes = sizes_of(x.shape[axis], group.size)
-    return x.narrow(axis, sum(sizes[: group.rank]), sizes[group.rank])
+    length = x.shape[axis]
+    return x.narrow(axis, start_of(length, group), sizes_of(length, group.size)[group.rank])
 
 
 class Pending:
@@ -247,8 +247,8 @@ class _Tie(Function):
 
 
 # Their names from torch 2.13 on, and before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Gather(_Move):
@@ -268,7 +268,7 @@ class _Gather(_Move):
     def start(self, x: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, int]:
         sent = _padded(x.contiguous().view(-1), self.width)
         buffer = sent.new_empty(self.group.size * self.width)
-        work = _all_gather(buffer, sent, group=self.group.handle, async_op=True)
+        work = all_gather(buffer, sent, group=self.group.handle, async_op=True)
         return buffer, sent, work, (self.group.size - 1) * sent.nbytes
 
     def finish(self, buffer: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class _Scatter(_Move):
         parts = x.split([s[g.axis] for s in g.shapes], g.axis)
         sent = torch.cat([_padded(part.reshape(-1), g.width) for part in parts])
         buffer = sent.new_empty(g.width)
-        work = _reduce_scatter(buffer, sent, group=self.group.handle, async_op=True)
+        work = reduce_scatter(buffer, sent, group=self.group.handle, async_op=True)
         return buffer, sent, work, (self.group.size - 1) * buffer.nbytes
 
     def finish(self, buffer: Tensor) -> Tensor:

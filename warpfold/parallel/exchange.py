@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpfold.errors import UserError
+from warpfold.parallel.collectives import all_gather, reduce_scatter
 from warpfold.parallel.mesh import TIME_LIMIT, Group, Mesh
 
 T = TypeVar("T")
@@ -27,9 +28,6 @@ Weights = Callable[[], Tensor | None]
 Strategy = Literal["plain", "bf16", "hierarchical", "auto"]
 STRATEGIES = get_args(Strategy)
 ROUNDS = 5  # of `auto`'s measurement
-# Torch 2.13 calls them so, and warns of the names that 2.11 has.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 CLEARLY = 0.9  # of plain's time: what another strategy has to stay below
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpfold.parallel.buckets import Layout
-from warpfold.parallel.exchange import all_gather
+from warpfold.parallel.collectives import all_gather
 from warpfold.parallel.mesh import Group
 
 

@@ -82,8 +82,7 @@ def source_files(store: Store, folder: Path, keys: Sequence[str]) -> dict[str, t
 
     Errors: UserError if one of them is not there.
     """
-    report = json.loads((store.path / "pack.json").read_text(encoding="utf-8"))
-    entries = {entry["name"]: entry for entry in report["kept"]}
+    entries = {entry["name"]: entry for entry in _kept(store)}
     found = {}
     for key in keys:
         paths = [folder / name for name in (entries[key]["file"], *entries[key]["alignments"])]
@@ -91,6 +90,13 @@ def source_files(store: Store, folder: Path, keys: Sequence[str]) -> dict[str, t
             raise UserError(f"{missing[0]}: not there; --sources is the folder that holds what the store was packed of")
         found[key] = paths[0], paths[1:]
     return found
+
+
+def _kept(store: Store) -> list[dict[str, Any]]:
+    """The entries of the store's account, with the files that each is of."""
+    report: dict[str, Any] = json.loads((store.path / "pack.json").read_text(encoding="utf-8"))
+    kept: list[dict[str, Any]] = report["kept"]
+    return kept
 
 
 def features(
@@ -175,9 +181,9 @@ def sizes(store: Store) -> dict[str, float]:
 
 def packing(store: Store, folder: Path) -> dict[str, float]:
     """Seconds to pack the store's sources again, with one process and with one for each core."""
-    report = json.loads((store.path / "pack.json").read_text(encoding="utf-8"))
-    structures = sorted({folder / entry["file"] for entry in report["kept"]})
-    alignments = sorted({folder / name for entry in report["kept"] for name in entry["alignments"]})
+    kept = _kept(store)
+    structures = sorted({folder / entry["file"] for entry in kept})
+    alignments = sorted({folder / name for entry in kept for name in entry["alignments"]})
     cores = os.cpu_count() or 1
     seconds = {}
     for workers in sorted({1, 2, cores}):
