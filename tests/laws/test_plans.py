@@ -356,7 +356,7 @@ def exchanged(buffer: Tensor, sent: Tensor, *sizes: object, group: dist.ProcessG
 
 
 MISTAKES = {
-    "a gradient is not summed": (collectives, "_reduce_scatter", no_sum),
+    "a gradient is not summed": (collectives, "reduce_scatter", no_sum),
     "slices stay where they are": (dist, "all_to_all_single", exchanged),
     "dropout of another slice": (sharded, "mine", first_slice),
     "a loss counts on every rank": (losses, "_divided", lambda terms, number: terms),
