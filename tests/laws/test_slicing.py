@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import warpfold.model.alphafold  # noqa: F401  (defines every subclass)
-from warpfold.model.attention import Transition
+from warpfold.model.attention import AttentionUpdate, Transition
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, ChannelProduct, whole
 from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
@@ -50,7 +50,9 @@ def all_subclasses(cls):
 
 def test_every_layer_has_a_case():
     ours = {
-        c for c in all_subclasses(AxialUpdate) - {AxialUpdate, ChannelProduct} if c.__module__.startswith("warpfold.")
+        c
+        for c in all_subclasses(AxialUpdate) - {AxialUpdate, AttentionUpdate, ChannelProduct}
+        if c.__module__.startswith("warpfold.")
     }
     assert ours == {type(make()) for make in CASES.values()}
 
@@ -59,7 +61,7 @@ def test_every_layer_has_a_case():
 @pytest.mark.parametrize("size", [1, 3, 64])
 def test_shared_is_the_join_of_shared_of_slices(name, size):
     layer, x, mask, source = make(name)
-    n = layer.norm(layer.operand(x, source))
+    n = layer.normed(layer.operand(x, source))
     expected = layer.shared(n, mask, source)
     got = shared_in_slices(layer, x, mask, source, size)
     assert len(got) == len(expected)
@@ -71,15 +73,37 @@ def test_shared_is_the_join_of_shared_of_slices(name, size):
 @pytest.mark.parametrize("size", [1, 3])
 def test_update_is_the_join_of_update_of_slices(name, size):
     layer, x, mask, source = make(name)
-    n = layer.norm(layer.operand(x, source))
+    n = layer.normed(layer.operand(x, source))
     shared = layer.shared(n, mask, source)
     expected = layer.update(layer.local(n, mask), shared, mask)
     axes = [layer.axis] if layer.axis is not None else [ROWS, COLS]  # None: anywhere
     for axis in axes:
         reads = axis if layer.reads is None else layer.reads
-        cuts = zip(n.split(size, reads), mask.split(size, reads + 1))
-        parts = [layer.update(layer.local(piece, piece_mask), shared, piece_mask) for piece, piece_mask in cuts]
+        cuts = zip(n.x.split(size, reads), mask.split(size, reads + 1))
+        local = ((layer.local(layer.normed(piece), piece_mask), piece_mask) for piece, piece_mask in cuts)
+        parts = [layer.update(piece, shared, piece_mask) for piece, piece_mask in local]
         torch.testing.assert_close(torch.cat(parts, axis), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_are_local_and_shared(name):
+    layer, x, mask, source = make(name)
+    n = layer.normed(layer.operand(x, source))
+    local, shared = layer.parts(n, mask, source)
+    torch.testing.assert_close(local, tuple(layer.local(n, mask)), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(shared, tuple(layer.shared(n, mask, source)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dropped", [False, True])
+def test_add_is_the_residual_and_the_update(name, dropped):
+    layer, x, mask, source = make(name)
+    layer.train(dropped)
+    local, shared = layer.parts(layer.normed(layer.operand(x, source)), mask, source)
+    factors = layer.dropout_factors(x.shape, x)
+    dx = layer.update(local, shared, mask)
+    expected = x + (dx if factors is None else dx * factors)
+    torch.testing.assert_close(layer.add(x, local, shared, mask, factors), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,17 +1,21 @@
 """Gated self-attention, the core of Algorithms 7, 8, 13 and 14, and the transition of Algorithms 9 and 15."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from warpfold.model.axial import AxialUpdate, Tensors
-from warpfold.model.layers import LayerNorm, Linear
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
+from warpfold.model.layers import LayerNorm, Linear, Normed
 from warpfold.ops.attention import attention
+from warpfold.ops.gate import gate, tail
 
 
 class GatedAttention(nn.Module):
     """Multi-head attention whose output is gated by the sigmoid of a projection of its input.
 
-    Two steps, so that a schedule can do the first while the bias is on its way: `project` n [*, K, c] into q, k, v and
-    how far the gate is open, g, each [*, K, h, d]; `attend` within the last-but-one axis of n.
+    Three steps, so that a schedule can do the first while the bias is on its way, and the last is one with the
+    residual: `projections` of n [*, K, c] are q, k, v and the gate g, each [*, K, h d]; `attend` within the
+    last-but-one axis of n gives o [*, K, h d]; then `update` or `add`.
     """
 
     def __init__(self, c: int, heads: int, width: int | None = None) -> None:
@@ -24,14 +28,57 @@ class GatedAttention(nn.Module):
         self.gate = Linear(c, heads * width, init="gating")
         self.out = Linear(heads * width, c, init="final")
 
-    def project(self, n: Tensor) -> Tensors:
-        q, k, v, g = (f(n).unflatten(-1, (self.heads, -1)) for f in (self.q, self.k, self.v, self.gate))
-        return q, k, v, g.sigmoid()
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """Of q, k, v and the gate."""
+        return self.q, self.k, self.v, self.gate
 
     def attend(self, projected: Tensors, mask: Tensor, bias: Tensor | None = None) -> Tensor:
-        """mask [*, K], bias [*, h, K, K] -> [*, K, c]."""
-        q, k, v, g = projected
-        return self.out((attention(q, k, v, mask, bias) * g).flatten(-2))
+        """projected: as `projections` give; mask [*, K], bias [*, h, K, K] -> o [*, K, h d]."""
+        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in projected[:3])
+        return attention(q, k, v, mask, bias).flatten(-2)
+
+    def update(self, o: Tensor, g: Tensor) -> Tensor:
+        """o, g [*, K, h d] -> [*, K, c]."""
+        return self.out(gate(o, g))
+
+    def add(self, x: Tensor, o: Tensor, g: Tensor, factors: Tensor | None) -> Tensor:
+        """x [*, K, c] with the update, of which dropout leaves `factors`."""
+        assert self.out.bias is not None
+        return tail(x, o, g, self.out.weight, self.out.bias, factors)
+
+
+class AttentionUpdate(AxialUpdate):
+    """A trunk layer whose update is a gated attention, within each row or, turned, within each column."""
+
+    attention: GatedAttention
+    turned = False
+
+    def turn(self, t: Any) -> Any:
+        """Rows for columns, where the layer attends within columns; again, and they are back.  A tensor or `Normed`."""
+        return t.transpose(ROWS, COLS) if self.turned else t
+
+    def bias_of(self, shared: Tensors) -> Tensor | None:
+        """[*, 1, h, K, K], or None."""
+        return None
+
+    def local(self, n: Normed, mask: Tensor) -> Tensors:
+        return self.turn(n).project(*self.attention.projections)
+
+    def attend(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
+        """o of the slice, turned as `local` is."""
+        mask = self.turn(mask[..., None])[..., 0]
+        return self.attention.attend(local, mask, self.bias_of(shared))
+
+    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
+        dx: Tensor = self.turn(self.attention.update(self.attend(local, shared, mask), local[3]))
+        return dx
+
+    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Tensor | None) -> Tensor:
+        factors = None if factors is None else self.turn(factors)
+        o = self.attend(local, shared, mask)
+        new: Tensor = self.turn(self.attention.add(self.turn(x), o, local[3], factors))
+        return new
 
 
 class Transition(AxialUpdate):

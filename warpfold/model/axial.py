@@ -1,16 +1,22 @@
 """What the trunk's layers have in common: an update that is independent along one axis.
 
-    x  <-  x + dropout(update(local(n), shared(n)))          n = norm(operand)
+    x  <-  x + dropout(update(local(n), shared(n)))          n = normed(operand)
 
 Almost all of AlphaFold2's trunk has this form.  A layer states which axis it is, what every slice must see whole
 (`shared`: the pair bias, or one factor of a product), and what a slice can prepare from itself alone (`local`).  How
 the work is executed, all at once, in chunks, in place, on several ranks, is a *schedule* put on the layer from outside
 (warpfold/parallel/schedules.py); the layer never knows.
 
+The operand comes with its norm not yet applied (`Normed`), so that a projection can normalise on the way; and a layer
+may add its update itself (`add`), where projection, gate, dropout and residual are one operation.
+
 Two laws make every schedule right; tests/laws/test_slicing.py checks them for every subclass there is:
 
     shared(n)                     is the join of  shared(slice)                    along `joins`
     update(local(n), shared)      is the join of  update(local(slice), shared)     along `axis`
+
+and two more that what is done at once is what is done in parts: `parts` is (local, shared), and `add` is
+x + factors * update.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from warpfold.model.layers import LayerNorm, Linear, Normed
 from warpfold.ops.noise import Noise
 
 # Axes are counted from the right; masks lack the channel axis, so a mask is cut along axis + 1.
@@ -29,9 +36,8 @@ Schedule = Callable[["AxialUpdate", Tensor, Tensor, Tensor | None], Tensor]
 
 def whole(layer: "AxialUpdate", x: Tensor, mask: Tensor, source: Tensor | None = None) -> Tensor:
     """The schedule of one device with memory to spare: everything at once."""
-    dx = layer.delta(x, mask, source)
-    factors = layer.dropout_factors(x.shape, x)
-    return x + (dx if factors is None else dx * factors)
+    local, shared = layer.parts(layer.normed(layer.operand(x, source)), mask, source)
+    return layer.add(x, local, shared, mask, layer.dropout_factors(x.shape, x))
 
 
 class AxialUpdate(nn.Module):
@@ -48,7 +54,7 @@ class AxialUpdate(nn.Module):
     rate = 0.0  # dropout, and the axis along which one draw serves all
     spread = ROWS
 
-    norm: nn.Module
+    norm: LayerNorm
     schedule: Schedule = staticmethod(whole)  # set from outside; the model never looks at it
     noise: Noise  # where dropout draws from, and this layer's stream of it
     stream: int = 0
@@ -79,22 +85,34 @@ class AxialUpdate(nn.Module):
         assert source is not None
         return source
 
-    def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
+    def normed(self, operand: Tensor) -> Normed:
+        """The operand, or a slice of it, with this layer's norm."""
+        return Normed(operand, self.norm)
+
+    def shared(self, n: Normed, mask: Tensor, source: Tensor | None) -> Tensors:
         """What every slice must see whole."""
         return ()
 
-    def local(self, n: Tensor, mask: Tensor) -> Tensors:
+    def local(self, n: Normed, mask: Tensor) -> Tensors:
         """What a slice prepares from itself alone, while `shared` may still be on its way."""
-        return (n,)
+        return (n.value,)
+
+    def parts(self, n: Normed, mask: Tensor, source: Tensor | None) -> tuple[Tensors, Tensors]:
+        """`local` and `shared` of all of n: for layers that make both in one pass over it."""
+        return self.local(n, mask), self.shared(n, mask, source)
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
         """The residual update of one slice."""
         raise NotImplementedError
 
+    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Tensor | None) -> Tensor:
+        """One slice of x with its update, of which dropout leaves `factors` (None: all)."""
+        dx = self.update(local, shared, mask)
+        return x + (dx if factors is None else dx * factors)
+
     def delta(self, x: Tensor, mask: Tensor, source: Tensor | None = None) -> Tensor:
         """The residual update of all of x, before dropout: what the supplement's algorithm returns."""
-        n = self.norm(self.operand(x, source))
-        return self.update(self.local(n, mask), self.shared(n, mask, source), mask)
+        return self.update(*self.parts(self.normed(self.operand(x, source)), mask, source), mask)
 
     def dropout_factors(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
         """The dropout factors for all of x, of this shape, of size 1 along `spread` (Supp. 1.11.6).
@@ -119,20 +137,19 @@ class ChannelProduct(AxialUpdate):
     in front, [*, c, ., .], and lie as n does otherwise.
     """
 
-    gate: nn.Module
+    gate: Linear
 
-    def left(self, n: Tensor, mask: Tensor) -> Tensor:
+    def left(self, n: Normed, mask: Tensor) -> Tensor:
         """The factor of the slice."""
         raise NotImplementedError
 
-    def right(self, n: Tensor, mask: Tensor) -> Tensor:
+    def right(self, n: Normed, mask: Tensor) -> Tensor:
         """The factor that every slice needs whole."""
         raise NotImplementedError
 
-    def opening(self, n: Tensor) -> Tensor:
-        """How far the gate is open for the product, place by place: 0 to 1."""
-        opening: Tensor = self.gate(n).sigmoid()
-        return opening
+    def opening(self, n: Normed) -> Tensor:
+        """How far the gate is open for the product, place by place, before the sigmoid."""
+        return n.project(self.gate)[0]
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """[*, i, j, c] of factors [*, c, ., .], of any channels."""
@@ -142,10 +159,10 @@ class ChannelProduct(AxialUpdate):
         """The update from the product of all channels, place by place."""
         raise NotImplementedError
 
-    def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
+    def shared(self, n: Normed, mask: Tensor, source: Tensor | None) -> Tensors:
         return (self.right(n, mask),)
 
-    def local(self, n: Tensor, mask: Tensor) -> Tensors:
+    def local(self, n: Normed, mask: Tensor) -> Tensors:
         return self.left(n, mask), self.opening(n)
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ alone decide between fp32, bf16 and fp64, with no autocast context.
 """
 
 import math
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from warpfold.ops.precision import island
+from warpfold.ops.norm import layer_norm, norm_linear
 
 Init = Literal["default", "relu", "glorot", "gating", "final"]
 
@@ -51,6 +53,49 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(c, eps=1e-5)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = island(x)
-        weight, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
-        return F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Part(NamedTuple):
+    """Some of the outputs of a linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+Projection = Linear | Part
+
+
+class Normed:
+    """A tensor and its norm, which is put off until it is known what for: a projection normalises on the way.
+
+    So no normalised tensor is written to memory, read again and kept for the gradient.  Who wants one takes `value`.
+    """
+
+    def __init__(self, x: Tensor, norm: LayerNorm) -> None:
+        self.x, self.norm = x, norm
+
+    @cached_property
+    def value(self) -> Tensor:
+        """The normalised tensor."""
+        y: Tensor = self.norm(self.x)
+        return y
+
+    def project(self, *linears: Projection) -> tuple[Tensor, ...]:
+        """Every projection of the normalised tensor, in one pass over it; as views of one tensor."""
+        norm = self.norm
+        weight, bias = linears[0].weight, linears[0].bias
+        if len(linears) > 1:
+            weight = torch.cat([linear.weight for linear in linears])
+            if any(linear.bias is not None for linear in linears):
+                biases = (
+                    linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+                    for linear in linears
+                )
+                bias = torch.cat(list(biases))
+        y = norm_linear(self.x, norm.weight, norm.bias, weight, bias, norm.eps)
+        return y.split([len(linear.weight) for linear in linears], -1)
+
+    def transpose(self, a: int, b: int) -> "Normed":
+        """With two axes exchanged."""
+        return Normed(self.x.transpose(a, b), self.norm)

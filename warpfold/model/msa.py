@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from warpfold.model.attention import GatedAttention, Transition
+from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, Chain, Tensors
-from warpfold.model.layers import LayerNorm, Linear
+from warpfold.model.layers import LayerNorm, Linear, Normed
 from warpfold.ops.attention import global_attention, masked_mean
 
 
-class MSARowAttention(AxialUpdate):
+class MSARowAttention(AttentionUpdate):
     """Algorithm 7: attention within each sequence, biased by the pair representation."""
 
     axis = ROWS
@@ -24,32 +24,24 @@ class MSARowAttention(AxialUpdate):
         self.bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_m, heads)
 
-    def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
-        return (self.bias(self.norm_z(source)),)  # [*, i, j, h]
+    def shared(self, n: Normed, mask: Tensor, source: Tensor | None) -> Tensors:
+        assert source is not None
+        return Normed(source, self.norm_z).project(self.bias)  # [*, i, j, h]
 
-    def local(self, n: Tensor, mask: Tensor) -> Tensors:
-        return self.attention.project(n)
-
-    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        (bias,) = shared
-        return self.attention.attend(local, mask, bias.movedim(-1, -3)[..., None, :, :, :])
+    def bias_of(self, shared: Tensors) -> Tensor:
+        return shared[0].movedim(-1, -3)[..., None, :, :, :]
 
 
-class MSAColumnAttention(AxialUpdate):
+class MSAColumnAttention(AttentionUpdate):
     """Algorithm 8: attention within each residue's column, between sequences."""
 
     axis = COLS
+    turned = True
 
     def __init__(self, c_m: int, heads: int = 8) -> None:
         super().__init__()
         self.norm = LayerNorm(c_m)
         self.attention = GatedAttention(c_m, heads)
-
-    def local(self, n: Tensor, mask: Tensor) -> Tensors:
-        return self.attention.project(n.transpose(ROWS, COLS))
-
-    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        return self.attention.attend(local, mask.transpose(-2, -1)).transpose(ROWS, COLS)
 
 
 class MSAColumnGlobalAttention(AxialUpdate):
@@ -91,12 +83,17 @@ class OuterProductMean(AxialUpdate):
         self.b = Linear(c_m, c)
         self.out = Linear(c * c, c_z, init="final")  # from the products, left channel outermost
 
-    def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
-        mask = mask[..., None].to(n.dtype)
-        return self.b(n) * mask, mask
+    def shared(self, n: Normed, mask: Tensor, source: Tensor | None) -> Tensors:
+        mask = mask[..., None].to(n.x.dtype)
+        return n.project(self.b)[0] * mask, mask
 
-    def local(self, n: Tensor, mask: Tensor) -> Tensors:
-        return (self.a(n) * mask[..., None].to(n.dtype),)
+    def local(self, n: Normed, mask: Tensor) -> Tensors:
+        return (n.project(self.a)[0] * mask[..., None].to(n.x.dtype),)
+
+    def parts(self, n: Normed, mask: Tensor, source: Tensor | None) -> tuple[Tensors, Tensors]:
+        a, b = n.project(self.a, self.b)
+        mask = mask[..., None].to(n.x.dtype)
+        return (a * mask,), (b * mask, mask)
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
         (a,), (b, b_mask) = local, shared

@@ -6,12 +6,12 @@ The Evoformer, the extra MSA stack and the template stack all use these, the las
 from dataclasses import dataclass
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.model.attention import GatedAttention, Transition
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, Chain, ChannelProduct, Tensors
-from warpfold.model.layers import LayerNorm, Linear
+from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
+from warpfold.model.axial import COLS, ROWS, Chain, ChannelProduct, Tensors
+from warpfold.model.layers import LayerNorm, Linear, Normed, Part, Projection
+from warpfold.ops.gate import gate
 from warpfold.ops.triangle import triangle_product
 
 
@@ -58,60 +58,65 @@ class TriangleMultiplication(ChannelProduct):
     def joins(self) -> int:
         return -2 if self.outgoing else -1  # rows or columns, with no channel axis behind them
 
-    def left(self, n: Tensor, mask: Tensor) -> Tensor:
-        return self._factor(n, mask, 0)
+    def left(self, n: Normed, mask: Tensor) -> Tensor:
+        y, g = n.project(*self._projections(0))
+        return _factor(y, g, mask)
 
-    def right(self, n: Tensor, mask: Tensor) -> Tensor:
-        return self._factor(n, mask, 1)
+    def right(self, n: Normed, mask: Tensor) -> Tensor:
+        y, g = n.project(*self._projections(1))
+        return _factor(y, g, mask)
+
+    def parts(self, n: Normed, mask: Tensor, source: Tensor | None) -> tuple[Tensors, Tensors]:
+        a, a_gate, b, b_gate, g = n.project(*self._projections(0), *self._projections(1), self.gate)
+        return (_factor(a, a_gate, mask), g), (_factor(b, b_gate, mask),)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         return triangle_product(left, right, self.outgoing)
 
     def finish(self, x: Tensor, opening: Tensor) -> Tensor:
-        return self.out(self.norm_out(x)) * opening
+        return gate(Normed(x, self.norm_out).project(self.out)[0], opening)
 
-    def _factor(self, n: Tensor, mask: Tensor, half: int) -> Tensor:
-        """a (half 0) or b (half 1) of the product, gated and masked, channels in front."""
+    def _projections(self, half: int) -> tuple[Projection, Projection]:
+        """Of a (half 0) or b (half 1) of the product, and of its gate."""
         if self.fused:
-            y, g = _half(self.ab, n, half), _half(self.ab_gate, n, half)
-        else:
-            linear, gate = (self.b, self.b_gate) if half else (self.a, self.a_gate)
-            y, g = linear(n), gate(n)
-        factor = y * g.sigmoid() * mask[..., None].to(y.dtype)
-        return factor.movedim(-1, -3).contiguous()
+            return _half(self.ab, half), _half(self.ab_gate, half)
+        return (self.b, self.b_gate) if half else (self.a, self.a_gate)
 
 
-def _half(linear: Linear, n: Tensor, half: int) -> Tensor:
+def _factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
+    """One factor of the product, gated and masked, channels in front."""
+    factor = gate(y, g) * mask[..., None].to(y.dtype)
+    return factor.movedim(-1, -3).contiguous()
+
+
+def _half(linear: Linear, half: int) -> Projection:
     """One half of the outputs of a fused projection."""
-    weight, bias = linear.weight.chunk(2)[half], linear.bias.chunk(2)[half]
-    return F.linear(n, weight.to(n.dtype), bias.to(n.dtype))
+    return Part(linear.weight.chunk(2)[half], linear.bias.chunk(2)[half])
 
 
-class TriangleAttention(AxialUpdate):
+class TriangleAttention(AttentionUpdate):
     """Algorithms 13 and 14.  Starting node: within each row i.  Ending node: within each column j, on z transposed."""
 
     def __init__(
         self, c_z: int, starting: bool, heads: int = 4, head_width: int | None = None, rate: float = 0.25
     ) -> None:
         super().__init__()
-        self.starting, self.rate = starting, rate
+        self.turned, self.rate = not starting, rate
         self.axis = self.spread = ROWS if starting else COLS
         self.norm = LayerNorm(c_z)
         self.bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_z, heads, head_width)
 
-    def shared(self, n: Tensor, mask: Tensor, source: Tensor | None) -> Tensors:
-        return (self.bias(n),)  # [*, i, j, h]
+    def shared(self, n: Normed, mask: Tensor, source: Tensor | None) -> Tensors:
+        return n.project(self.bias)  # [*, i, j, h]
 
-    def local(self, n: Tensor, mask: Tensor) -> Tensors:
-        return self.attention.project(self._turn(n))
+    def parts(self, n: Normed, mask: Tensor, source: Tensor | None) -> tuple[Tensors, Tensors]:
+        *local, bias = self.turn(n).project(*self.attention.projections, self.bias)
+        return tuple(local), (self.turn(bias),)
 
-    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        bias = self._turn(shared[0]).movedim(-1, -3)[..., None, :, :, :]
-        return self._turn(self.attention.attend(local, self._turn(mask[..., None])[..., 0], bias))
-
-    def _turn(self, t: Tensor) -> Tensor:
-        return t if self.starting else t.transpose(ROWS, COLS)
+    def bias_of(self, shared: Tensors) -> Tensor:
+        bias: Tensor = self.turn(shared[0])
+        return bias.movedim(-1, -3)[..., None, :, :, :]
 
 
 class PairStack(Chain):

@@ -48,10 +48,10 @@ def shared_in_slices(layer: AxialUpdate, x: Tensor, mask: Tensor, source: Tensor
     if layer.shares_source:
         assert source is not None
         # The operand and its mask are not read; the source alone is cut.
-        parts = [layer.shared(operand, mask, piece) for piece in source.split(size, axis)]
+        parts = [layer.shared(layer.normed(operand), mask, piece) for piece in source.split(size, axis)]
     else:
         cuts = zip(operand.split(size, axis), mask.split(size, axis + 1))
-        parts = [layer.shared(layer.norm(piece), piece_mask, source) for piece, piece_mask in cuts]
+        parts = [layer.shared(layer.normed(piece), piece_mask, source) for piece, piece_mask in cuts]
     assert layer.joins is not None
     return tuple(torch.cat(tensors, layer.joins) for tensors in zip(*parts))
 
@@ -78,14 +78,15 @@ def joined_updates(
     parts = []
     for start in range(0, max(x.shape[axis], 1), size):  # once where a rank has no row: it takes part in the gradient
         length = min(size, x.shape[axis] - start)
-        n = layer.norm(operand.narrow(reads, start, length))
+        n = layer.normed(operand.narrow(reads, start, length))
         n_mask = mask.narrow(reads + 1, start, length)
-        dx = layer.update(layer.local(n, n_mask), shared, n_mask)
-        if factors is not None:
-            dx = dx * (factors if factors.shape[axis] == 1 else factors.narrow(axis, start, length))
         part = x.narrow(axis, start, length)
+        part_factors = factors
+        if factors is not None and factors.shape[axis] != 1:
+            part_factors = factors.narrow(axis, start, length)
+        new = layer.add(part, layer.local(n, n_mask), shared, n_mask, part_factors)
         if in_place:
-            part += dx
+            part.copy_(new)
         else:
-            parts.append(part + dx)
+            parts.append(new)
     return x if in_place else torch.cat(parts, axis)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, BlockStack, Branching, Chain, ChannelProduct, Tensors, whole
+from warpfold.model.layers import Normed
 from warpfold.parallel.collectives import Pending, gather, mine, swap, tied, turn
 from warpfold.parallel.cut import Cut, CutResidues, MSAMask, PairMask
 from warpfold.parallel.mesh import Mesh
@@ -128,7 +129,8 @@ class Sharding:
             assert source is not None
             operand = source
         yield [operand.pending(reads)]
-        n = layer.norm(operand.along(reads)) if self.chunk is None else operand.along(reads)
+        here = operand.along(reads)
+        n = layer.normed(here)
         n_mask = mask.along(reads)
         if layer.gathers is not None and not layer.shares_source:
             assert layer.joins is not None
@@ -136,24 +138,30 @@ class Sharding:
         local = layer.local(n, n_mask) if self.chunk is None else None
         yield pending
         shared = tuple(p.wait() for p in pending)
-        dx = None if local is None else layer.update(local, shared, n_mask)
+        dx = None
+        if local is not None and layer.reads_source:  # x may still be on its way
+            dx = layer.update(local, shared, n_mask)
         yield [x.pending(axis)]
         held = x.along(axis)
         factors = self._factors(layer, x, held, axis)
         if dx is not None:
             new = held + (dx if factors is None else dx * factors)
+        elif local is not None:
+            new = layer.add(held, local, shared, n_mask, factors)
         else:
             assert self.chunk is not None
-            new = joined_updates(layer, held, n, n_mask, shared, factors, (axis, reads), self.chunk, self.in_place)
+            new = joined_updates(layer, held, here, n_mask, shared, factors, (axis, reads), self.chunk, self.in_place)
         return self._leave(x, axis, new, step)
 
     def _share(
-        self, layer: AxialUpdate, of: Cut, mask: Any, cut: int, joins: int, step: Step, n: Tensor | None = None
+        self, layer: AxialUpdate, of: Cut, mask: Any, cut: int, joins: int, step: Step, n: Normed | None = None
     ) -> list[Pending]:
         """`shared` of this rank's slice of x or source, each tensor on its way to be joined with the others'."""
         held = of.along(cut)
         if self.chunk is None:
-            tensors = layer.shared(held if n is None else n, mask.along(cut) if n is not None else held, held)
+            tensors = layer.shared(
+                layer.normed(held) if n is None else n, mask.along(cut) if n is not None else held, held
+            )
         else:
             tensors = shared_in_slices(layer, held, mask.along(cut), held, self.chunk)
         length, name = of.lengths[cut], f"{step.name} shared"
@@ -166,7 +174,7 @@ class Sharding:
         axis = x.present
         yield [x.pending(axis)]
         held = x.along(axis)
-        n, n_mask = layer.norm(held), mask.along(axis)
+        n, n_mask = layer.normed(held), mask.along(axis)
         had = axis + 1  # of the factors, which have no channels behind
         length = x.lengths[axis]
         right = turn(layer.right(n, n_mask), had, -3, length, self.group, f"{step.name} right")

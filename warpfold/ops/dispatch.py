@@ -1,0 +1,130 @@
+"""Which way an operation is computed: by its definition, or by what is faster on the device of its tensors.
+
+An operation has a *definition* in plain torch, which is its documentation and the truth, and a *fast* way of its own
+(ops/library: registered with torch, with kernels in ops/triton for GPUs and row by row in ops/cpu).  The fast way may
+refuse what it was not made for, with a reason; the definition then computes it, and the reason is remembered.
+"""
+
+import functools
+import importlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Generic, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from warpfold.errors import UserError
+
+# fast: the fast way where it does not refuse; strict: likewise, but a refusal is an error; definition: never.
+Kernels = Literal["fast", "strict", "definition"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+log = logging.getLogger("warpfold")
+_kernels: Kernels = "fast"
+_interpreting = False
+_refused: Counter[str] = Counter()
+
+
+class Op(Generic[P, R]):
+    """An operation that chooses its way each time it is called; `definition` and `fast` are the two."""
+
+    def __init__(self, definition: Callable[P, R], fast: Callable[P, R], refuses: Callable[P, str | None]) -> None:
+        self.definition, self.fast, self.refuses = definition, fast, refuses
+        self.name = definition.__name__
+        functools.update_wrapper(self, definition)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if _kernels == "definition":
+            return self.definition(*args, **kwargs)
+        reason = self.refuses(*args, **kwargs)
+        if reason is None:
+            return self.fast(*args, **kwargs)
+        _note(f"{self.name}: {reason}")
+        return self.definition(*args, **kwargs)
+
+
+def op(fast: Callable[P, R], refuses: Callable[P, str | None]) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Decorates the definition of an operation with its fast way, and with what that refuses: the reason, or None."""
+    return lambda definition: Op(definition, fast, refuses)
+
+
+def choose(kernels: Kernels) -> None:
+    """From now on, and for the whole process, compute operations that way."""
+    global _kernels
+    _kernels = kernels
+
+
+@contextmanager
+def using(kernels: Kernels) -> Iterator[None]:
+    """Compute operations that way within the context."""
+    before = _kernels
+    choose(kernels)
+    try:
+        yield
+    finally:
+        choose(before)
+
+
+def refusals() -> dict[str, int]:
+    """Every refusal since the process began, "operation: reason", and how often: for a run's summary."""
+    return dict(_refused)
+
+
+def _note(refusal: str) -> None:
+    if _kernels == "strict":
+        raise UserError(f"{refusal}; without --strict its definition would compute it, slower")
+    if torch.compiler.is_compiling():
+        return  # seen by whoever runs uncompiled; a graph has no memory
+    _refused[refusal] += 1
+    if _refused[refusal] == 1:
+        log.info("%s: computed by its definition", refusal)
+
+
+def interpret() -> None:
+    """From now on give CPU tensors to the Triton kernels: for tests, in a process begun with TRITON_INTERPRET=1.
+
+    Triton reads that variable when a kernel is defined; interpreted, a kernel takes thousands of times longer.
+    """
+    global _interpreting
+    _interpreting = True
+
+
+def place(x: Tensor) -> Literal["cpu", "triton"]:
+    """Where the fast ways for a tensor's device are: the package below ops."""
+    return "triton" if x.device.type == "cuda" or _interpreting else "cpu"
+
+
+def implementation(name: str, x: Tensor) -> ModuleType:
+    """The module of that name with the fast ways for a tensor's device; Triton is loaded here and nowhere before."""
+    return importlib.import_module(f"warpfold.ops.{place(x)}.{name}")
+
+
+def refuses_device(*tensors: Tensor | None) -> str | None:
+    """Why no fast way serves the devices and dtypes of the tensors; None if one does."""
+    given = [t for t in tensors if t is not None]
+    device = given[0].device
+    if any(t.device != device for t in given):
+        return "its tensors are on several devices"
+    if device.type == "cuda" or _interpreting:
+        return _refuses_triton(device) or next((_refuses_dtype(t) for t in given if _refuses_dtype(t)), None)
+    return None if device.type == "cpu" else f"nothing faster was written for {device.type}"
+
+
+def _refuses_dtype(x: Tensor) -> str | None:
+    return "in fp64 no kernel is exact" if x.dtype == torch.float64 else None
+
+
+@functools.cache
+def _refuses_triton(device: torch.device) -> str | None:
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return "triton is not installed (pip install triton)"
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "GPUs before Ampere (compute capability 8.0) have no kernels"
+    return None

@@ -1,0 +1,157 @@
+"""warpfold::attention, registered; ops/attention.py defines it, ops/cpu and ops/triton compute it.
+
+Inside, everything has five axes, q [B, R, Q, h, d]: batches B, of which each has its own bias, rows R, which share it,
+then queries (or keys), heads and width.  All by views: whatever the layer's axis, nothing is copied for it.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpfold.ops.dispatch import implementation, place, refuses_device
+
+WIDTHS = (8, 16, 32, 64)  # of a head, that the Triton kernels serve
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `ops.attention.attention`."""
+    lead = _lead(q, k, v, mask)
+    q5, k5, v5 = (_flat(t, lead, 3) for t in (q, k, v))
+    out, _ = torch.ops.warpfold.attention(q5, k5, v5, _flat(mask, lead, 1), _shared(bias, lead, q, k))
+    return out.reshape(*lead, *out.shape[2:])
+
+
+def global_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As `ops.attention.global_attention`: its heads are the queries of one head."""
+    return attention(q[..., None, :], k[..., None, :], v[..., None, :], mask)[..., 0, :]
+
+
+def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> str | None:
+    """Why the fast way does not take these, or None."""
+    if reason := refuses_device(q, k, v, mask, bias):
+        return reason
+    if bias is not None and bias.dim() > 3 and bias.shape[-4] != 1:
+        return "the bias differs from row to row"
+    if not (q.dtype == k.dtype == v.dtype):
+        return "q, k and v differ in dtype"
+    if place(q) == "triton" and not (q.shape[-1] in WIDTHS and v.shape[-1] == q.shape[-1]):
+        return f"heads {q.shape[-1]} wide (kernels are for {', '.join(map(str, WIDTHS))})"
+    return "nothing to attend to" if 0 in (*q.shape, *k.shape) else None
+
+
+def refuses_global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> str | None:
+    """Why the fast way does not take these, or None."""
+    return refuses(q[..., None, :], k[..., None, :], v[..., None, :], mask)
+
+
+def _lead(*tensors: Tensor) -> tuple[int, ...]:
+    *qkv, mask = tensors
+    return tuple(torch.broadcast_shapes(*(t.shape[:-3] for t in qkv), mask.shape[:-1]))
+
+
+def _flat(t: Tensor, lead: tuple[int, ...], own: int) -> Tensor:
+    """[*, own axes] -> [B, R, own axes]: a view, but where more than one axis of B has to be merged and cannot."""
+    wide = t.expand(*lead, *t.shape[t.dim() - own :])
+    return wide.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, *wide.shape[len(lead) :])
+
+
+def _shared(bias: Tensor | None, lead: tuple[int, ...], q: Tensor, k: Tensor) -> Tensor | None:
+    """[*, 1, h, Q, K] -> [B, h, Q, K], of the dtype of q."""
+    if bias is None:
+        return None
+    own = (q.shape[-2], q.shape[-3], k.shape[-3])
+    outer = bias.shape[:-4]
+    wide = (bias[..., 0, :, :, :] if bias.dim() > 3 else bias).expand(*outer, *own)
+    return wide.expand(*lead[:-1], *own).reshape(math.prod(lead[:-1]), *own)
+
+
+@torch.library.custom_op("warpfold::attention", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q [B, R, Q, h, d], k [B, R, K, h, d], v [B, R, K, h, e], mask [B, R, K], bias [B, h, Q, K]
+    -> out [B, R, Q, h, e], and the logarithm of the softmax's sum, [B, R, h, Q] in fp32 (fp64 of fp64): natural,
+    over the keys that are not masked; -inf where all are."""
+    out, lse = implementation("attention", q).forward(q, k, v, mask, bias)
+    return out, lse
+
+
+@torch.library.custom_op("warpfold::attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    bias_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> the gradients of q, k, v and the bias; the last without elements where it is not wanted."""
+    dq, dk, dv, dbias = implementation("attention", q).backward(grad, q, k, v, mask, bias, out, lse, bias_wanted)
+    return dq, dk, dv, dbias
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return empty_out(q, v), empty_lse(q)
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    bias_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return empty_like(q), empty_like(k), empty_like(v), empty_bias(bias, bias_wanted, q)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """A gradient of x to be filled: dense, its axes in memory in the order of x's."""
+    order = sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True)
+    back = [order.index(axis) for axis in range(x.dim())]
+    return x.new_empty([x.shape[axis] for axis in order]).permute(back)
+
+
+def empty_out(q: Tensor, v: Tensor) -> Tensor:
+    """The output to be filled, [B, R, Q, h, e]: rows and queries in memory in the order of q's; h, e innermost."""
+    batches, rows, queries, heads, _ = q.shape
+    if q.stride(1) >= q.stride(2):
+        return q.new_empty(batches, rows, queries, heads, v.shape[-1])
+    return q.new_empty(batches, queries, rows, heads, v.shape[-1]).transpose(1, 2)
+
+
+def empty_lse(q: Tensor) -> Tensor:
+    """The logarithms to be filled, [B, R, h, Q]."""
+    batches, rows, queries, heads, _ = q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(batches, rows, heads, queries, dtype=dtype)
+
+
+def empty_bias(bias: Tensor | None, wanted: bool, q: Tensor) -> Tensor:
+    """The gradient of the bias to be filled: in order, [B, h, Q, K]; without elements where it is not wanted."""
+    return q.new_empty(0) if bias is None or not wanted else bias.new_empty(bias.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
+    *inputs, out, lse = ctx.saved_tensors
+    bias_wanted = inputs[4] is not None and ctx.needs_input_grad[4]
+    dq, dk, dv, dbias = torch.ops.warpfold.attention_backward(grad, *inputs, out, lse, bias_wanted)
+    return dq, dk, dv, None, dbias if bias_wanted else None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
