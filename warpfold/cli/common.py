@@ -1,7 +1,7 @@
 """What every command shares: the app, the kinds of options, the progress bar, the device."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,6 +66,7 @@ Axial = Annotated[
 Branch = Annotated[
     int | None, runs("2: the halves of a block on processes of their own (not AlphaFold2's).", "--plan.branch", min=1)
 ]
+Strict = Annotated[bool, runs("An operation that has no fast way here is an error, not merely slower.", "--strict")]
 Workers = Annotated[int, runs("Processes.", min=1)]
 Seed = Annotated[int, decides("The same seed gives the same result.")]
 
@@ -124,6 +125,12 @@ def progress_bar(narrate: bool = False) -> Iterator[Callable[[int, int, str], No
             last = what
 
         yield move
+
+
+def say_refused(refused: Mapping[str, int]) -> None:
+    """What was computed slower than it might have been, and why, on stderr; nothing where nothing was."""
+    for refusal, count in refused.items():
+        typer.echo(f"slower than need be: {refusal}: its definition computed it, {count} times", err=True)
 
 
 def device_of(name: str | None, launch: "Launch | None" = None) -> str:

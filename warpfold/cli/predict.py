@@ -16,6 +16,7 @@ from warpfold.cli.common import (
     Lists,
     Precision,
     Seed,
+    Strict,
     app,
     argument,
     decides,
@@ -23,6 +24,7 @@ from warpfold.cli.common import (
     progress_bar,
     reads,
     runs,
+    say_refused,
     show,
     writes,
 )
@@ -60,6 +62,7 @@ def predict(
     precision: Annotated[Precision, runs("Of the trunk's activations.")] = Precision.fp32,
     axial: Axial = None,
     branch: Branch = None,
+    strict: Strict = False,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -79,7 +82,7 @@ def predict(
     options = prediction.Options(
         seed=seed, recycles=recycles, ensemble=ensemble, max_msa=max_msa, max_extra=max_extra,
         device=device_of(device, launch), chunk=chunk, precision=precision.value,
-        representations=representations, force=force,
+        representations=representations, force=force, kernels="strict" if strict else "fast",
     )  # fmt: skip
     bar = progress_bar() if launch.rank == 0 else nullcontext()
     plan = Plan(axial=axial or 1, branch=branch or 1)
@@ -92,6 +95,7 @@ def predict(
 
 def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
     """The summary, or a line for each protein; what failed in any case."""
+    say_refused(summary["refused"])
     if as_json:
         show(summary)
     for entry in [] if as_json else summary["predictions"]:

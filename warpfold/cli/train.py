@@ -15,12 +15,14 @@ from warpfold.cli.common import (
     Branch,
     Device,
     Lists,
+    Strict,
     app,
     argument,
     decides,
     device_of,
     reads,
     runs,
+    say_refused,
     show,
     writes,
 )
@@ -45,6 +47,7 @@ def train(
     axial: Axial = None,
     branch: Branch = None,
     device: Device = None,
+    strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
     """Train or fine-tune; Ctrl-C or kill -9 loses nothing but the steps since the last checkpoint.
@@ -56,7 +59,12 @@ def train(
     from warpfold.run import train as training
     from warpfold.run import watch
 
-    plan = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
+    plan = {
+        "plan.data": examples,
+        "plan.axial": axial,
+        "plan.branch": branch,
+        "plan.kernels": "strict" if strict else None,
+    }
     changes = [*(change or []), *(f"{key}={value}" for key, value in plan.items() if value is not None)]
     config = toml.build(training.RunConfig, toml.load(settings, changes), settings)
     launch = Launch.from_variables(os.environ)
@@ -79,6 +87,7 @@ def _say(result: "Summary", out: Path, as_json: bool) -> None:
         typer.echo(
             f"entries that could not be used: {count} ({names}); {out / 'quarantine.jsonl'} has the reasons", err=True
         )
+    say_refused(result.refused)
     if as_json:
         show({**asdict(result), "params": str(result.params)})
     elif result.finished:

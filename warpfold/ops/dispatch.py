@@ -22,6 +22,7 @@ from warpfold.errors import UserError
 # fast: the fast way where it does not refuse; strict: likewise, but a refusal is an error; definition: never.
 Kernels = Literal["fast", "strict", "definition"]
 
+EMPTY = ""  # the reason where there is nothing to compute: not worth a word
 P = ParamSpec("P")
 R = TypeVar("R")
 log = logging.getLogger("warpfold")
@@ -44,7 +45,8 @@ class Op(Generic[P, R]):
         reason = self.refuses(*args, **kwargs)
         if reason is None:
             return self.fast(*args, **kwargs)
-        _note(f"{self.name}: {reason}")
+        if reason != EMPTY:
+            _note(f"{self.name}: {reason}")
         return self.definition(*args, **kwargs)
 
 

@@ -20,6 +20,7 @@ from warpfold.model.axial import (
     one_by_one,
 )
 from warpfold.model.residues import ALL, Resident
+from warpfold.ops.dispatch import Kernels, choose
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import TIME_LIMIT, Mesh
 from warpfold.parallel.schedules import chunked, in_place, whole
@@ -34,7 +35,8 @@ RESIDENT = 2**27  # 512 MiB in fp32; not measured
 # Bytes that could have moved while one more call begins.  Of 2^12 to 2^22 this loses least against the better way,
 # at most 1.15 times from 64 residues on, over NVLink, InfiniBand and Ethernet (docs/communication.md; modelled).
 CALL = 2**18
-PURE = ("shared", "local", "update", "left", "right", "opening", "product", "finish")  # of a layer: what compile takes
+# Of a layer: what compile takes.
+PURE = ("shared", "local", "parts", "update", "add", "left", "right", "opening", "product", "finish")
 SHAPES = 64  # of each that may be compiled before torch gives up, which it would only warn of
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -56,6 +58,8 @@ class Plan:
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32.
     compile: the layers' own functions by torch.compile, whatever the schedule around them; the first step then takes
     minutes, and a CPU needs a C++ compiler.
+    kernels: "fast": operations in the fast way there is for the device, or by their definition where that refuses;
+    "strict": likewise, but a refusal is an error; "definition": plain torch throughout.  For the whole process.
     threads: of one operation on a CPU, for the whole process; None: torch's choice, all cores.  Operations on a few
     thousand numbers run faster on one (docs/decisions/0007).
     """
@@ -71,6 +75,7 @@ class Plan:
     recompute: bool = False
     precision: Precision = "fp32"
     compile: bool = False
+    kernels: Kernels = "fast"
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -120,6 +125,7 @@ def apply(plan: Plan, model: nn.Module, mesh: Mesh | None = None) -> nn.Module:
     """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
+    choose(plan.kernels)
     schedule: Schedule = whole
     if plan.chunk is not None:
         schedule = in_place(plan.chunk) if plan.in_place else chunked(plan.chunk)

@@ -20,6 +20,7 @@ from warpfold.data.template import TemplateOutcome, Templates
 from warpfold.errors import UserError
 from warpfold.files import file_name, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
 from warpfold.run.outputs import Prediction, claim_folder
 from warpfold.run.predict_templates import TemplateSources, find_templates
@@ -53,7 +54,7 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to fold.  What changes the result is part of the run's identity; device and chunk are not."""
+    """How to fold.  What changes the result is part of the run's identity; device, chunk and kernels are not."""
 
     seed: int = 0
     recycles: int | None = None  # None: the model's own
@@ -63,6 +64,7 @@ class Options:
     device: str | None = None  # None: the first GPU, or the CPU
     chunk: int | None = None  # rows computed at a time; None: what fits, 0: all
     precision: Literal["fp32", "bf16"] = "fp32"
+    kernels: Kernels = "fast"  # as Plan.kernels
     representations: bool = False  # keep them in the .npz
     force: bool = False
 
@@ -92,6 +94,7 @@ def predict(
     params_digest = _file_digest(params)
     team = team or Team()
     predictor = load(params, options.device, options.chunk, options.precision, team=team)
+    predictor.kernels = options.kernels
     if options.max_msa is not None:
         predictor.sample = replace(predictor.sample, max_msa=options.max_msa)
     if options.max_extra is not None:
@@ -122,6 +125,7 @@ def predict(
     tell(len(queries), len(queries), "writing the report")
     summary["status"] = "failed" if summary["failures"] else "complete"
     summary["seconds"] = round(time.perf_counter() - start, 3)
+    summary["refused"] = refusals()
     if team.leads:
         write_report(out / "report.html", _report(out, summary))
         _write_summary(out, summary)
@@ -246,6 +250,7 @@ def _new_summary(run: str, params: Path, digest: str, options: Options, predicto
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "predictions": [],
         "failures": [],
+        "refused": {},  # what fast operations refused, and how often
         "seconds": 0.0,
     }
 

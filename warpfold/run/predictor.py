@@ -21,6 +21,7 @@ from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.heads import pae_breaks
 from warpfold.model.weights import data_settings, load_model
+from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.plan import Plan, Precision, apply, inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run.outputs import Prediction
@@ -34,6 +35,7 @@ class Predictor:
     chunk: rows computed at a time; None chooses for each protein, so that long ones fit; 0 is all.  precision: of the
     trunk's activations.  sample: how the alignment is sampled, AlphaFold2's way by default.  team: processes that share
     each protein; all call everything here, and of a prediction the first alone has what is large, the others None.
+    kernels: as `Plan.kernels`.
     Errors: UserError for a model that such a team cannot share.
     """
 
@@ -45,6 +47,7 @@ class Predictor:
         precision: Precision = "fp32",
         sample: SampleConfig | None = None,
         team: Team | None = None,
+        kernels: Kernels = "fast",
     ) -> None:
         self.team = team or Team()
         self.axial, self.branch = self.team.mesh.axial.size, self.team.mesh.branch.size
@@ -52,7 +55,7 @@ class Predictor:
             raise UserError(reason)
         self.model = model.to(device).eval()
         self.device = torch.device(device)
-        self.chunk, self.precision = chunk, precision
+        self.chunk, self.precision, self.kernels = chunk, precision, kernels
         self.sample = sample or SampleConfig()
 
     def fold(
@@ -117,7 +120,8 @@ class Predictor:
         features = make_features(raw, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, self.device)
         plan = inference_plan(batch, self.precision, self.chunk)
-        apply(replace(plan, axial=self.axial, branch=self.branch), self.model, self.team.mesh)
+        plan = replace(plan, axial=self.axial, branch=self.branch, kernels=self.kernels)
+        apply(plan, self.model, self.team.mesh)
         ready = time.perf_counter()
 
         self.model.config = replace(settings, ensemble=ensemble)

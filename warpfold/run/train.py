@@ -7,7 +7,7 @@ from its last checkpoint and is, to the bit, the run that was not.
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.losses import total_loss
 from warpfold.model.weights import load_model, load_state, save_params
+from warpfold.ops.dispatch import refusals
 from warpfold.parallel.plan import apply, inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run import metrics
@@ -51,6 +52,7 @@ class Summary:
     params: Path  # the averaged weights
     quarantined: tuple[str, ...] = ()  # entries that could not be used; quarantine.jsonl has the reasons
     signal: int = 0  # on which it stopped
+    refused: Mapping[str, int] = field(default_factory=dict)  # what fast operations refused, and how often
 
 
 def train(
@@ -112,7 +114,15 @@ def train(
                 notes = {"validation": log.validation, "loader": used_by_all(examples, team), **source}
                 save(run, model, optimizer, step, notes, config, team)
     done, aside = step >= config.train.steps, tuple(ledger.quarantined)
-    return Summary(steps=step, finished=done, lddt_ca=log.lddt_ca, params=run.params, quarantined=aside, signal=stop)
+    return Summary(
+        steps=step,
+        finished=done,
+        lddt_ca=log.lddt_ca,
+        params=run.params,
+        quarantined=aside,
+        signal=stop,
+        refused=refusals(),
+    )
 
 
 def due(step: int, every: int) -> bool:
@@ -296,7 +306,7 @@ def validate(
             raw = example.take(0, min(example.length, config.train.validation_residues))
             features = make_features(raw, config.data, config.train.seed, (key, "validation"), passes)
             batch = to_tensors(features, device)
-            apply(inference_plan(batch, config.plan.precision), model)
+            apply(replace(inference_plan(batch, config.plan.precision), kernels=config.plan.kernels), model)
             found[key] = ca_lddt(model(batch), batch)
     apply(config.plan, model, team.mesh).train()
     every = {key: lddt for part in team.share(found, "validation") for key, lddt in part.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import implementation, place, refuses_device
+from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device
 
 WIDTHS = (8, 16, 32, 64)  # of a head, that the Triton kernels serve
 
@@ -38,7 +38,7 @@ def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None =
         return "q, k and v differ in dtype"
     if place(q) == "triton" and not (q.shape[-1] in WIDTHS and v.shape[-1] == q.shape[-1]):
         return f"heads {q.shape[-1]} wide (kernels are for {', '.join(map(str, WIDTHS))})"
-    return "nothing to attend to" if 0 in (*q.shape, *k.shape) else None
+    return EMPTY if 0 in (*q.shape, *k.shape) else None
 
 
 def refuses_global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import implementation, refuses_device
+from warpfold.ops.dispatch import EMPTY, implementation, refuses_device
 from warpfold.ops.library.attention import empty_like
 
 
@@ -27,7 +27,7 @@ def refuses_gate(x: Tensor, g: Tensor) -> str | None:
         return reason
     if x.shape != g.shape or x.dtype != g.dtype:
         return "x and g differ in shape or dtype"
-    return "no elements" if x.numel() == 0 else None
+    return EMPTY if x.numel() == 0 else None
 
 
 def refuses_tail(
@@ -38,7 +38,7 @@ def refuses_tail(
         return reason
     if o.shape != g.shape or not (x.dtype == o.dtype == g.dtype):
         return "o and g differ in shape, or x from them in dtype"
-    return "no elements" if 0 in (*x.shape, *o.shape) else None
+    return EMPTY if 0 in (*x.shape, *o.shape) else None
 
 
 @torch.library.custom_op("warpfold::gate", mutates_args=())

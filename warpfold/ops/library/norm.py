@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import implementation, place, refuses_device
+from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device
 from warpfold.ops.library.attention import empty_like
 
 CHANNELS = (16, 1024)  # the fewest and the most that the Triton kernels serve
@@ -32,7 +32,7 @@ def refuses_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-
     fewest, most = CHANNELS
     if place(x) == "triton" and not fewest <= x.shape[-1] <= most:
         return f"{x.shape[-1]} channels (kernels are for {fewest} to {most})"
-    return "no elements" if x.numel() == 0 else None
+    return EMPTY if x.numel() == 0 else None
 
 
 def refuses_norm_linear(

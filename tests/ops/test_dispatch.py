@@ -1,0 +1,96 @@
+"""Which way an operation is computed, and what is said of it."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from warpfold.errors import UserError
+from warpfold.ops import dispatch
+from warpfold.ops.attention import attention
+from warpfold.ops.gate import gate
+from warpfold.parallel.plan import Plan, apply
+
+
+def odd(x: Tensor) -> str | None:
+    return "an odd length" if x.shape[0] % 2 else dispatch.EMPTY if x.shape[0] == 0 else None
+
+
+def minus(x: Tensor) -> Tensor:
+    return -x
+
+
+@dispatch.op(minus, refuses=odd)
+def plus(x: Tensor) -> Tensor:
+    """A definition, and a fast way that can be told from it."""
+    return +x
+
+
+@pytest.fixture(autouse=True)
+def no_refusals_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_refused", type(dispatch._refused)())
+
+
+EVEN, ODD = torch.ones(2), torch.ones(3)
+
+
+def test_the_fast_way_is_taken_where_it_does_not_refuse() -> None:
+    assert plus(EVEN).tolist() == [-1, -1]
+    assert plus(ODD).tolist() == [1, 1, 1]
+
+
+def test_definitions_alone_where_they_are_asked_for() -> None:
+    with dispatch.using("definition"):
+        assert plus(EVEN).tolist() == [1, 1]
+    assert plus(EVEN).tolist() == [-1, -1]
+
+
+def test_a_refusal_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "warpfold"):
+        for _ in range(3):
+            plus(ODD)
+    assert dispatch.refusals() == {"plus: an odd length": 3}
+    assert [record.getMessage() for record in caplog.records] == ["plus: an odd length: computed by its definition"]
+
+
+def test_strict_makes_a_refusal_an_error_and_nothing_else() -> None:
+    with dispatch.using("strict"):
+        assert plus(EVEN).tolist() == [-1, -1]
+        with pytest.raises(UserError, match="plus: an odd length; without --strict"):
+            plus(ODD)
+
+
+def test_nothing_to_compute_is_no_refusal() -> None:
+    with dispatch.using("strict"):
+        assert plus(torch.ones(0)).shape == (0,)
+    assert dispatch.refusals() == {}
+
+
+def test_a_plan_says_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_kernels", "fast")  # put back afterwards
+    apply(Plan(kernels="definition"), torch.nn.Module())
+    assert plus(EVEN).tolist() == [1, 1]
+    apply(Plan(), torch.nn.Module())
+    assert plus(EVEN).tolist() == [-1, -1]
+
+
+def test_an_operation_reads_as_its_definition() -> None:
+    assert attention.__doc__ == attention.definition.__doc__
+    assert attention.__name__ == "attention"
+
+
+def test_tensors_of_several_devices_are_refused() -> None:
+    assert gate.refuses(torch.ones(2), torch.ones(2, device="meta")) == "its tensors are on several devices"
+
+
+def test_devices_without_a_fast_way_are_refused() -> None:
+    meta = torch.ones(2, device="meta")
+    assert gate.refuses(meta, meta) == "nothing faster was written for meta"
+
+
+@pytest.mark.parametrize("rows", [(), (1,), (3,), (2, 1), (2, 3)])
+def test_a_bias_that_differs_between_rows_is_refused(rows: tuple[int, ...]) -> None:
+    q, mask = torch.ones(2, 3, 5, 4, 8), torch.ones(2, 3, 5)
+    reason = attention.refuses(q, q, q, mask, torch.ones(*rows, 4, 5, 5))
+    assert reason == ("the bias differs from row to row" if rows and rows[-1] == 3 else None)
