@@ -1,0 +1,235 @@
+"""How each kernel is launched: tables of tile sizes, made ahead for each GPU and never while running.
+
+So every rank, and every run, computes in the same order.  A kernel module registers its kernels, asks for a launch, and
+runs the kernel with it:
+
+    FORWARD = register(Kernel("attention_forward", _forward, candidates=(Launch({"BLOCK_Q": 64}, 4, 2), ...)))
+    ...
+    choice = launch(FORWARD.name, (width, queries, keys), q.device)
+    FORWARD.run((triton.cdiv(queries, choice.sizes["BLOCK_Q"]), rows), choice, q, k, *q.stride(), WIDTH=32)
+"""
+
+import functools
+import importlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpfold.errors import UserError
+
+Key = tuple[int, ...]  # what a launch depends on, as the kernel says: widths, lengths, channels, bytes of an element
+SHIPPED = Path(__file__).parent / "tuned"
+MODULES = ("attention", "norm", "gate")  # of this package, that register kernels
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Tile sizes (values of the kernel's constexpr arguments of those names), warps of a program, pipeline stages."""
+
+    sizes: Mapping[str, int]
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A launch that was asked for: the grid, and arguments as the kernel would have got them."""
+
+    kernel: "Kernel"
+    grid: tuple[int, ...]
+    launch: Launch
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A Triton kernel and the launches that `warpfold tune --op` tries for it."""
+
+    name: str
+    function: Any  # what @triton.jit made
+    candidates: tuple[Launch, ...]
+
+    def run(self, grid: Sequence[int], choice: Launch, *args: Any, **constants: Any) -> None:
+        """Launch it on the device of its first tensor: args in the kernel's order, then its other constexprs."""
+        if _listeners:
+            named = dict(zip(self.function.arg_names, args)) | constants | dict(choice.sizes)
+            _listeners[-1](Call(self, tuple(grid), choice, named))
+            return
+        device = next(a for a in args if isinstance(a, torch.Tensor)).device
+        with torch.cuda.device(device if device.type == "cuda" else None):
+            self.function[tuple(grid)](
+                *args, **constants, **choice.sizes, num_warps=choice.warps, num_stages=choice.stages
+            )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a table."""
+
+    kernel: str
+    key: Key
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class Table:
+    """Launches for one GPU.  head: GPU, driver, torch, triton and date of the measurement, or how they were chosen."""
+
+    path: Path
+    head: Mapping[str, str]
+    entries: tuple[Entry, ...]
+
+    def nearest(self, kernel: str, key: Key) -> Launch | None:
+        """The launch whose key is nearest: least sum of |log2|; of equally near ones the smallest key's."""
+        of_kernel = [e for e in self.entries if e.kernel == kernel]
+        return min(of_kernel, key=lambda e: (_distance(e.key, key, self.path), e.key)).launch if of_kernel else None
+
+
+KERNELS: dict[str, Kernel] = {}
+_listeners: list[Callable[[Call], None]] = []
+_forced: dict[str, Launch] = {}
+_table: list[Table] = []
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Make a kernel known, under its name, to offline compilation and to tuning; returns it."""
+    KERNELS[kernel.name] = kernel
+    return kernel
+
+
+def kernels() -> dict[str, Kernel]:
+    """Every kernel that there is, by name; loads their modules, and so Triton."""
+    for module in MODULES:
+        importlib.import_module(f"warpfold.ops.triton.{module}")
+    return KERNELS
+
+
+def launch(kernel: str, key: Key, device: torch.device) -> Launch:
+    """How to launch a kernel there; the nearest entry of the device's table, or else of default.json.
+
+    Errors: UserError for a table that cannot be read or is not of this version.
+    """
+    if kernel in _forced:
+        return _forced[kernel]
+    if _table:
+        return _find((*_table[-1:], read(SHIPPED / "default.json")), kernel, key)
+    return _launch(kernel, key, device)
+
+
+@contextmanager
+def forced(launches: Mapping[str, Launch]) -> Iterator[None]:
+    """Within it, and in every thread, these kernels are launched thus, whatever their key."""
+    before = dict(_forced)
+    _forced.update(launches)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+@contextmanager
+def table_used(table: Table) -> Iterator[None]:
+    """Within it launches come from this table, whatever the device; from default.json for kernels that it lacks."""
+    _table.append(table)
+    try:
+        yield
+    finally:
+        _table.remove(table)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Within it kernels are not run but noted, in the list that it gives: on tensors of device "meta", of any size."""
+    calls: list[Call] = []
+    _listeners.append(calls.append)
+    try:
+        yield calls
+    finally:
+        _listeners.pop()
+
+
+def home() -> Path:
+    """Where `warpfold tune --op` writes and launches are looked for first; tables of the package come second."""
+    return Path("~/.cache/warpfold/tuned").expanduser()
+
+
+def file_of(gpu: str) -> str:
+    """The name of a GPU's table: "NVIDIA H100 80GB HBM3" -> "NVIDIA-H100-80GB-HBM3.json"."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-.") + ".json"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The table in use for a device, and in words why that one."""
+
+    table: Table
+    why: str = field(compare=False)
+
+
+def choice_of(device: torch.device) -> Choice:
+    """Which table a device's launches come from, and why: for `doctor` and `bench`.
+
+    Errors: UserError for a table that cannot be read.
+    """
+    if device.type == "cpu":
+        return Choice(read(SHIPPED / "interpreter.json"), "kernels on a CPU are interpreted")
+    if device.type != "cuda":
+        return Choice(read(SHIPPED / "default.json"), f"{device.type} is no GPU")
+    gpu = torch.cuda.get_device_name(device)
+    for folder, whose in ((home(), "made on this machine"), (SHIPPED, "shipped")):
+        path = folder / file_of(gpu)
+        if path.is_file():
+            return Choice(read(path), f"{whose} for {gpu}")
+    why = f"no table for {gpu}; make one: warpfold tune --op all"
+    return Choice(read(SHIPPED / "default.json"), why)
+
+
+@functools.cache
+def read(path: Path) -> Table:
+    """A table as its file says, read once in a process.  Errors: UserError."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        entries = tuple(
+            Entry(e["kernel"], tuple(e["key"]), Launch(dict(e["sizes"]), e["warps"], e["stages"]))
+            for e in held.pop("launches")
+        )
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not a launch table ({error!r}); make it anew: warpfold tune --op all") from error
+    return Table(path, held, entries)
+
+
+@functools.cache
+def _launch(kernel: str, key: Key, device: torch.device) -> Launch:
+    return _find((choice_of(device).table, read(SHIPPED / "default.json")), kernel, key)
+
+
+def _find(tables: Sequence[Table], kernel: str, key: Key) -> Launch:
+    for table in tables:
+        found = table.nearest(kernel, key)
+        if found is None:
+            continue
+        known = KERNELS.get(kernel)
+        if known is not None and set(known.candidates[0].sizes) != set(found.sizes):
+            raise UserError(
+                f"{table.path}: {kernel} has sizes {', '.join(sorted(found.sizes))}, of another version; "
+                "remove the file, or make it anew: warpfold tune --op all"
+            )
+        return found
+    raise LookupError(f"no table has a launch for {kernel}")
+
+
+def _distance(a: Key, b: Key, where: Path) -> float:
+    """Sum of |log2(a / b)|, zeros taken as halves; rounded, so that machines agree on what is equally near."""
+    if len(a) != len(b):
+        raise UserError(f"{where}: key {a} is of another version ({b}); make it anew: warpfold tune --op all")
+    return round(sum(abs(math.log2((x or 0.5) / (y or 0.5))) for x, y in zip(a, b)), 6)
