@@ -1,9 +1,13 @@
 """Files: names that every system bears, and contents that are there whole or not at all."""
 
 import contextlib
+import gzip
 import os
 import tempfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from warpfold.errors import UserError
 
@@ -12,6 +16,26 @@ def file_name(name: str) -> str:
     """A protein's name with nothing in it that a file system or a shell would mind."""
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)
     return kept.lstrip(".-")[:100] or "target"
+
+
+@contextlib.contextmanager
+def opened(path: Path, unpack: bool = True) -> Iterator[BinaryIO]:
+    """A file to read, unpacked if it is gzipped; what goes wrong meanwhile becomes a UserError."""
+    try:
+        with path.open("rb") as file:
+            if unpack and file.peek(2)[:2] == b"\x1f\x8b":
+                with gzip.open(file) as unpacked:
+                    yield cast(BinaryIO, unpacked)
+            else:
+                yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise UserError(f"{path}: the gzip stream is cut short or damaged; fetch the file again") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; check the path") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; give a file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
 def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> None:

@@ -185,7 +185,7 @@ def test_templates_need_the_alignment(
         (b">a\nMKV\n>b \xff\nMKV\n", "record 2, 'b', is not UTF-8"),
         (b">a\n>b\n", "has no sequences"),
         (gzip.compress(b">a\nMKVWL\n" * 99)[:-20], "cut short"),
-        (None, "no such database"),
+        (None, "no such file"),
     ],
 )
 def test_bad_databases_are_refused(

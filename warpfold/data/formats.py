@@ -4,9 +4,7 @@ All of them become one `Alignment`: rows of residue codes on the query's residue
 of residues that the row inserts before it (AlphaFold2's `deletion_matrix`).  No loop runs over characters.
 """
 
-import gzip
 import re
-import zlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 
 from warpfold.data.alignment import LETTERS, Alignment, decode, encode
 from warpfold.errors import UserError
+from warpfold.files import opened
 from warpfold.geometry.residue import GAP
 
 _INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
@@ -43,19 +42,8 @@ _A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
 
 def read_bytes(path: str | Path) -> bytes:
     """What is in a file, unpacked if it is gzipped.  UserError if it cannot be read, or is empty or cut short."""
-    try:
-        data = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; check the path") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; give a file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
-    if data[:2] == b"\x1f\x8b":
-        try:
-            data = gzip.decompress(data)
-        except (EOFError, zlib.error, gzip.BadGzipFile):
-            raise UserError(f"{path}: the gzip stream is cut short or damaged; fetch the file again") from None
+    with opened(Path(path)) as file:
+        data = file.read()
     if not data.strip():
         raise UserError(f"{path}: is empty; fetch or write the file again")
     return data

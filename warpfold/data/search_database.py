@@ -1,17 +1,14 @@
 """What is searched for, and in what: FASTA databases of any size, read some megabytes at a time, surveyed once."""
 
-import gzip
 import hashlib
 import re
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from warpfold.data.alignment import LETTERS, is_nucleic
 from warpfold.errors import UserError
+from warpfold.files import opened
 
 CHUNK = 32 << 20  # bytes of FASTA held at a time; pyhmmer's sequences take some six times as much
 SAMPLE = 1 << 20  # bytes at either end of a file that stand for it where the whole is too much to read
@@ -48,7 +45,7 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
     Records that pdb_seqres calls nucleic acids (mol:na) are left out.
     Errors: UserError if it cannot be read, is empty, no FASTA, or a gzip stream cut short.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         held = file.read(size).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not held:
             raise UserError(f"{path}: is empty; give a FASTA database")
@@ -95,33 +92,13 @@ def survey_files(files: list[Path]) -> Survey:
     """
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        with _opened(file, unpack=False) as data:
+        with opened(file, unpack=False) as data:
             size = file.stat().st_size
             digest.update(f"{file.name}\0{size}\0".encode())
             digest.update(data.read(SAMPLE))
             data.seek(max(size - SAMPLE, 0))
             digest.update(data.read(SAMPLE))
     return Survey(digest.hexdigest())
-
-
-@contextmanager
-def _opened(path: Path, unpack: bool = True) -> Iterator[BinaryIO]:
-    """A file to read, unpacked if it is gzipped; what goes wrong meanwhile becomes a UserError."""
-    try:
-        with path.open("rb") as file:
-            if unpack and file.peek(2)[:2] == b"\x1f\x8b":
-                with gzip.open(file) as unpacked:
-                    yield cast(BinaryIO, unpacked)
-            else:
-                yield file
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise UserError(f"{path}: the gzip stream is cut short or damaged; fetch the file again") from None
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such database; check the path") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; give a FASTA file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
 def _proteins(chunk: bytes) -> bytes:
