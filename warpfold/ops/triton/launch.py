@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,21 @@ class Launch:
 
 @dataclass(frozen=True)
 class Call:
-    """A launch that was asked for: the grid, and arguments as the kernel would have got them."""
+    """A kernel's launch: the grid, the key that the table was asked for, and the arguments by name."""
 
     kernel: "Kernel"
     grid: tuple[int, ...]
     launch: Launch
-    arguments: Mapping[str, Any]
+    key: Key
+    arguments: Mapping[str, Any]  # with constexprs and sizes
+
+    def run(self) -> None:
+        """Launch it, on the device of its first tensor."""
+        device = next(a for a in self.arguments.values() if isinstance(a, torch.Tensor)).device
+        with torch.cuda.device(device if device.type == "cuda" else None):
+            self.kernel.function[self.grid](
+                **self.arguments, num_warps=self.launch.warps, num_stages=self.launch.stages
+            )
 
 
 @dataclass(frozen=True)
@@ -58,15 +67,12 @@ class Kernel:
 
     def run(self, grid: Sequence[int], choice: Launch, *args: Any, **constants: Any) -> None:
         """Launch it on the device of its first tensor: args in the kernel's order, then its other constexprs."""
+        arguments = {**dict(zip(self.function.arg_names, args)), **constants, **choice.sizes}
+        call = Call(self, tuple(grid), choice, _asked.get(self.name, ()), arguments)
         if _listeners:
-            named = dict(zip(self.function.arg_names, args)) | constants | dict(choice.sizes)
-            _listeners[-1](Call(self, tuple(grid), choice, named))
-            return
-        device = next(a for a in args if isinstance(a, torch.Tensor)).device
-        with torch.cuda.device(device if device.type == "cuda" else None):
-            self.function[tuple(grid)](
-                *args, **constants, **choice.sizes, num_warps=choice.warps, num_stages=choice.stages
-            )
+            _listeners[-1](call)
+        else:
+            call.run()
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,8 @@ class Table:
 
 
 KERNELS: dict[str, Kernel] = {}
-_listeners: list[Callable[[Call], None]] = []
+_listeners: list[Callable[[Call], None]] = []  # of which the last is told of every call, instead of running it
+_asked: dict[str, Key] = {}  # while there are listeners: the key that was last asked for, by kernel
 _forced: dict[str, Launch] = {}
 _table: list[Table] = []
 
@@ -116,6 +123,8 @@ def launch(kernel: str, key: Key, device: torch.device) -> Launch:
 
     Errors: UserError for a table that cannot be read or is not of this version.
     """
+    if _listeners:
+        _asked[kernel] = key
     if kernel in _forced:
         return _forced[kernel]
     if _table:
@@ -146,14 +155,23 @@ def table_used(table: Table) -> Iterator[None]:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """Within it kernels are not run but noted, in the list that it gives: on tensors of device "meta", of any size."""
+def recorded(run: bool = False) -> Iterator[list[Call]]:
+    """Within it kernels' calls are noted, in the list that it gives, and run only if `run`.
+
+    Not run, launchers take tensors of any size on device "meta": to compile what would be run, and to look at it.
+    """
     calls: list[Call] = []
-    _listeners.append(calls.append)
+
+    def note(call: Call) -> None:
+        calls.append(call)
+        if run:
+            call.run()
+
+    _listeners.append(note)
     try:
         yield calls
     finally:
-        _listeners.pop()
+        _listeners.remove(note)
 
 
 def home() -> Path:
@@ -171,7 +189,7 @@ class Choice:
     """The table in use for a device, and in words why that one."""
 
     table: Table
-    why: str = field(compare=False)
+    why: str
 
 
 def choice_of(device: torch.device) -> Choice:
@@ -188,7 +206,7 @@ def choice_of(device: torch.device) -> Choice:
         path = folder / file_of(gpu)
         if path.is_file():
             return Choice(read(path), f"{whose} for {gpu}")
-    why = f"no table for {gpu}; make one: warpfold tune --op all"
+    why = f"no table for {gpu}; make one: warpfold tune"
     return Choice(read(SHIPPED / "default.json"), why)
 
 
@@ -204,7 +222,7 @@ def read(path: Path) -> Table:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not a launch table ({error!r}); make it anew: warpfold tune --op all") from error
+        raise UserError(f"{path}: not a launch table ({error!r}); make it anew: warpfold tune") from error
     return Table(path, held, entries)
 
 
@@ -222,7 +240,7 @@ def _find(tables: Sequence[Table], kernel: str, key: Key) -> Launch:
         if known is not None and set(known.candidates[0].sizes) != set(found.sizes):
             raise UserError(
                 f"{table.path}: {kernel} has sizes {', '.join(sorted(found.sizes))}, of another version; "
-                "remove the file, or make it anew: warpfold tune --op all"
+                "remove the file, or make it anew: warpfold tune"
             )
         return found
     raise LookupError(f"no table has a launch for {kernel}")
@@ -231,5 +249,5 @@ def _find(tables: Sequence[Table], kernel: str, key: Key) -> Launch:
 def _distance(a: Key, b: Key, where: Path) -> float:
     """Sum of |log2(a / b)|, zeros taken as halves; rounded, so that machines agree on what is equally near."""
     if len(a) != len(b):
-        raise UserError(f"{where}: key {a} is of another version ({b}); make it anew: warpfold tune --op all")
+        raise UserError(f"{where}: key {a} is of another version ({b}); make it anew: warpfold tune")
     return round(sum(abs(math.log2((x or 0.5) / (y or 0.5))) for x, y in zip(a, b)), 6)
