@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Call:
     def run(self) -> None:
         """Launch it, on the device of its first tensor."""
         device = next(a for a in self.arguments.values() if isinstance(a, torch.Tensor)).device
-        with torch.cuda.device(device if device.type == "cuda" else None):
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel.function[self.grid](
                 **self.arguments, num_warps=self.launch.warps, num_stages=self.launch.stages
             )
