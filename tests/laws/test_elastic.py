@@ -37,7 +37,7 @@ def begin(
     """torchrun with two processes that train; not `single`: with as many as the options say."""
     file = log.with_suffix(".toml")
     file.write_text(settings.to_toml(config))
-    command = ["-m", "warpfold.cli", "train", file, "--data", store.path, "--out", out, "--device", "cpu"]
+    command = ["-m", "warpfold", "train", file, "--data", store.path, "--out", out, "--device", "cpu"]
     with open(log, "w") as said:
         return subprocess.Popen(
             [*TORCHRUN, *(SINGLE if single else []), *options, *map(str, command)],

@@ -7,6 +7,7 @@ from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, Chain, Tensors
 from warpfold.model.layers import LayerNorm, Linear, Normed
 from warpfold.ops.attention import global_attention, masked_mean
+from warpfold.ops.gate import gate, tail
 
 
 class MSARowAttention(AttentionUpdate):
@@ -60,12 +61,25 @@ class MSAColumnGlobalAttention(AxialUpdate):
         self.gate = Linear(c_m, heads * width, init="gating")
         self.out = Linear(heads * width, c_m, init="final")
 
+    def local(self, n: Normed, mask: Tensor) -> Tensors:
+        n, mask = n.transpose(ROWS, COLS), mask.transpose(-2, -1)  # [*, r, s, c], [*, r, s]
+        q = self.q(masked_mean(n.value, mask[..., None], axis=-2)).unflatten(-1, (self.heads, -1))
+        return q, *n.project(self.k, self.v, self.gate)
+
+    def attend(self, local: Tensors, mask: Tensor) -> Tensor:
+        """o [*, r, s, h d], the same for all sequences."""
+        q, k, v, g = local
+        o = global_attention(q, k, v, mask.transpose(-2, -1))  # [*, r, h, d]
+        return o.flatten(-2)[..., None, :].expand(g.shape)
+
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        n, mask = local[0].transpose(ROWS, COLS), mask.transpose(-2, -1)  # [*, r, s, c], [*, r, s]
-        q = self.q(masked_mean(n, mask[..., None], axis=-2)).unflatten(-1, (self.heads, -1))
-        o = global_attention(q, self.k(n), self.v(n), mask)  # [*, r, h, d]
-        gated = self.gate(n).sigmoid() * o.flatten(-2)[..., None, :]
-        return self.out(gated).transpose(ROWS, COLS)
+        return self.out(gate(self.attend(local, mask), local[3])).transpose(ROWS, COLS)
+
+    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Tensor | None) -> Tensor:
+        assert self.out.bias is not None
+        factors = None if factors is None else factors.transpose(ROWS, COLS)
+        o, x = self.attend(local, mask), x.transpose(ROWS, COLS)
+        return tail(x, o, local[3], self.out.weight, self.out.bias, factors).transpose(ROWS, COLS)
 
 
 class OuterProductMean(AxialUpdate):

@@ -1,0 +1,5 @@
+"""`python -m warpfold` is `warpfold`."""
+
+from warpfold.cli import main
+
+main()
