@@ -124,8 +124,7 @@ def predict(
             _write_summary(out, summary)
     tell(len(queries), len(queries), "writing the report")
     summary["status"] = "failed" if summary["failures"] else "complete"
-    summary["seconds"] = round(time.perf_counter() - start, 3)
-    summary["refused"] = refusals()
+    summary |= {"seconds": round(time.perf_counter() - start, 3), "refused": refusals()}
     if team.leads:
         write_report(out / "report.html", _report(out, summary))
         _write_summary(out, summary)

@@ -113,16 +113,8 @@ def train(
             if last or stop or due(step, config.train.save_every):
                 notes = {"validation": log.validation, "loader": used_by_all(examples, team), **source}
                 save(run, model, optimizer, step, notes, config, team)
-    done, aside = step >= config.train.steps, tuple(ledger.quarantined)
-    return Summary(
-        steps=step,
-        finished=done,
-        lddt_ca=log.lddt_ca,
-        params=run.params,
-        quarantined=aside,
-        signal=stop,
-        refused=refusals(),
-    )
+    ended: dict[str, Any] = {"finished": step >= config.train.steps, "signal": stop, "refused": refusals()}
+    return Summary(steps=step, lddt_ca=log.lddt_ca, params=run.params, quarantined=tuple(ledger.quarantined), **ended)
 
 
 def due(step: int, every: int) -> bool:
