@@ -1,0 +1,124 @@
+"""What an operation must cost, by arithmetic, and what this device can do, by measurement in the same run.
+
+The ideal: every argument is read once, every result written once, nothing between goes through memory; products and
+exponentials one after another on units of their own, memory beside them:
+
+    limit = max(bytes / bandwidth,  products / rate + exponentials / rate)
+
+The model of research on published kernels, whose best reach 80 to 98 % of it (Flash-style attention forward).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from warpfold.tune.cases import Case
+
+Pass = Literal["forward", "backward"]
+
+EXPS_PER_CLOCK = 16  # of a multiprocessor's special function units, every NVIDIA GPU from Volta to Blackwell
+# Boost clock in GHz where torch does not tell it, by part of the GPU's name (the vendor's data sheets).
+CLOCKS = {"A100": 1.41, "H100": 1.98, "H200": 1.98, "GH200": 1.98, "B200": 1.965}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one pass: floating point operations of products, exponentials, and bytes that have to move."""
+
+    flops: float
+    exps: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device can do, per second, and how that is known."""
+
+    flops: float  # of matrix products in the dtype
+    bytes: float  # of a copy, read and written
+    exps: float | None  # None: not known, then they count as free
+    how: str
+
+    def limit(self, work: Work) -> float:
+        """Seconds that the pass cannot go below."""
+        exps = work.exps / self.exps if self.exps else 0.0
+        return max(work.bytes / self.bytes, work.flops / self.flops + exps)
+
+
+def work(case: Case, direction: Pass, itemsize: int) -> Work:
+    """What one pass of an operation must do; parameters' bytes, a few thousandths, are left out."""
+    forward = direction == "forward"
+    if case.op in ("attention", "global_attention"):
+        return _attention(case, forward, itemsize)
+    places = case.rows * case.length
+    if case.op == "layer_norm":  # backward: the gradient and x come, that of x goes
+        return Work(0, 0, places * case.channels * itemsize * (2 if forward else 3))
+    if case.op == "norm_linear":
+        through = 2 * places * case.channels * case.outputs
+        moved = case.channels + case.outputs if forward else 2 * case.channels + case.outputs
+        return Work(through * (1 if forward else 2), 0, places * moved * itemsize)
+    if case.op == "gate":
+        return Work(0, places * case.channels, places * case.channels * itemsize * (3 if forward else 5))
+    through = 2 * places * case.channels * case.outputs
+    # x + out(o * gate): backward, the gradient, o and g come, those of o and g go; that of x is the gradient itself.
+    moved = 2 * case.channels + 2 * case.outputs if forward else case.channels + 4 * case.outputs
+    return Work(through * (1 if forward else 2), places * case.outputs, places * moved * itemsize)
+
+
+def _attention(case: Case, forward: bool, itemsize: int) -> Work:
+    """Two products forward (q k, p v), five backward (q k anew, dO v, and those to dq, dk, dv)."""
+    queries = case.rows * case.heads * (1 if case.op == "global_attention" else case.length) * case.width
+    keys = case.rows * case.attended * case.width * (case.heads if case.op == "attention" else 1)
+    bias = case.batches * case.heads * case.length * case.attended if case.bias else 0
+    # q, o and k, v; backward also dO and dq, and dk, dv; the bias comes, and its gradient goes.
+    numbers = 2 * queries + 2 * keys + bias if forward else 4 * queries + 4 * keys + 2 * bias
+    masks = 4 * case.rows * case.attended
+    products = 2 if forward else 5
+    return Work(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)
+
+
+def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measure what the device can do now; takes about a second."""
+    cuda = device.type == "cuda"
+    n = 8192 if cuda and dtype != torch.float32 else 4096 if cuda else 1024
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    flops = 2 * n**3 / _seconds(lambda: a @ b, device)
+    source = torch.ones(2**28 if cuda else 2**26, device=device)  # far larger than any cache
+    target = torch.empty_like(source)
+    moved = 2 * source.numel() * 4 / _seconds(lambda: target.copy_(source), device)
+    measured = "matrix products and copies measured in this run"
+    if cuda:
+        exps, how = _gpu_exps(device)
+        return Ceilings(flops, moved, exps, f"{measured}; {how}")
+    x = torch.rand(2**15 * torch.get_num_threads())  # stays in cache
+    y = torch.empty_like(x)
+    return Ceilings(flops, moved, x.numel() / _seconds(lambda: torch.exp(x, out=y), device), f"{measured}, exp too")
+
+
+def _gpu_exps(device: torch.device) -> tuple[float | None, str]:
+    found = torch.cuda.get_device_properties(device)
+    told = getattr(found, "clock_rate", None)  # kHz; only newer torch has it
+    clock = told / 1e6 if told else next((c for name, c in CLOCKS.items() if name in found.name), None)
+    if clock is None or torch.version.hip is not None:
+        return None, "the rate of exponentials is not known, they count as free"
+    units = found.multi_processor_count
+    source = "as torch says" if told else "by the data sheet"
+    rate = units * EXPS_PER_CLOCK * clock * 1e9
+    return rate, f"exp modelled: {units} x {EXPS_PER_CLOCK} per clock at {clock:.2f} GHz, {source}"
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 12) -> float:
+    """The shortest after two runs that do not count: a ceiling is what the device can do when nothing disturbs it."""
+    taken = []
+    for _ in range(repeats + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return min(taken[2:])

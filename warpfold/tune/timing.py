@@ -1,0 +1,211 @@
+"""Timing of several ways to compute the same, taken in turn so that a slow minute of the machine hits all alike.
+
+On CUDA: events, the device's clock, with the L2 cache flushed before each and the device kept busy until the whole
+pass is queued, so that only the device's own time counts.  On a CPU: the process's clock.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+SETTLE = 2  # runs that do not count
+FLUSH = 2**28  # bytes; several times the largest L2
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One way to compute something."""
+
+    name: str
+    forward: Callable[[], Tensor]
+    wanted: Sequence[Tensor]  # whose gradients the backward pass makes
+    grad: Tensor
+    trains: bool = True  # False: it has no backward pass
+
+
+@dataclass
+class Times:
+    """Seconds of one way: each time, the first ones not counted; peak bytes above what was held before."""
+
+    forward: list[float] = field(default_factory=list)  # without gradient
+    training: list[float] = field(default_factory=list)  # a forward pass that keeps what its gradient needs
+    backward: list[float] = field(default_factory=list)
+    forward_peak: int | None = None  # None: not measured
+    backward_peak: int | None = None  # of forward and backward together
+    failed: str = ""
+
+    def median(self, which: str) -> float | None:
+        """Of "forward", "training" or "backward"; None where it never ran."""
+        seconds: list[float] = getattr(self, which)
+        return statistics.median(seconds) if seconds else None
+
+
+def measure(subjects: Sequence[Subject], device: torch.device, repeats: int, budget: float = 20.0) -> dict[str, Times]:
+    """Time each `repeats` times, in turn; fewer where a way's times would add up to more than `budget` seconds.
+
+    A way that runs out of memory, or that fails in another's code, is out, with the reason in `failed`.
+    """
+    clock: Clock = CudaClock(device) if device.type == "cuda" else Clock()
+    found = {s.name: Times() for s in subjects}
+    left = {}
+    for subject in subjects:
+        times = found[subject.name]
+        try:
+            for _ in range(SETTLE):
+                start = time.perf_counter()
+                clock.once(subject, Times())
+                took = time.perf_counter() - start
+                if took > budget / 2:
+                    break
+            clock.peaks(subject, times)
+            left[subject.name] = max(1, min(repeats, int(budget / max(took, 1e-9))))
+        except (RuntimeError, ValueError, TypeError) as error:  # torch's own out-of-memory is a RuntimeError
+            times.failed = _reason(error)
+    for turn in range(repeats):
+        for subject in subjects:
+            if turn < left.get(subject.name, 0):
+                clock.once(subject, found[subject.name])
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "out of memory"
+    return f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+class Clock:
+    """The process's clock."""
+
+    def once(self, subject: Subject, times: Times) -> None:
+        """One forward pass without gradient, then one with and its backward pass."""
+        start = time.perf_counter()
+        with torch.no_grad():
+            subject.forward()
+        times.forward.append(time.perf_counter() - start)
+        if not subject.trains:
+            return
+        start = time.perf_counter()
+        out = subject.forward()
+        middle = time.perf_counter()
+        torch.autograd.grad(out, subject.wanted, subject.grad)
+        times.training.append(middle - start)
+        times.backward.append(time.perf_counter() - middle)
+
+    def peaks(self, subject: Subject, times: Times) -> None:
+        """What memory the passes take above what was held: of torch's own allocations, as its profiler saw them."""
+        times.forward_peak = allocated(lambda: _forward(subject))
+        if subject.trains:
+            times.backward_peak = allocated(lambda: _both(subject))
+
+
+class CudaClock(Clock):
+    """The device's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cache = torch.empty(FLUSH, dtype=torch.int8, device=device)
+        cycles = 10_000_000
+        start = self._mark()
+        torch.cuda._sleep(cycles)
+        end = self._mark()
+        torch.cuda.synchronize(device)
+        self.cycles_per_second = cycles / (start.elapsed_time(end) / 1e3)
+        self.queueing: dict[str, float] = {}  # seconds that this process took to queue a way's passes, the last time
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _ready(self, subject: Subject) -> None:
+        """Flush the cache, and keep the device busy until what follows is queued: twice what it took the last time."""
+        self.cache.zero_()
+        wait = min(2 * self.queueing.get(subject.name, 2e-3), 0.05)
+        torch.cuda._sleep(int(self.cycles_per_second * wait))
+
+    def once(self, subject: Subject, times: Times) -> None:
+        """As `Clock.once`, by events."""
+        self._ready(subject)
+        with torch.no_grad():
+            marks = [self._mark()]
+            subject.forward()
+            marks.append(self._mark())
+        torch.cuda.synchronize(self.device)
+        times.forward.append(marks[0].elapsed_time(marks[1]) / 1e3)
+        if not subject.trains:
+            return
+        self._ready(subject)
+        began = time.perf_counter()
+        marks = [self._mark()]
+        out = subject.forward()
+        marks.append(self._mark())
+        torch.autograd.grad(out, subject.wanted, subject.grad)
+        marks.append(self._mark())
+        self.queueing[subject.name] = time.perf_counter() - began
+        torch.cuda.synchronize(self.device)
+        times.training.append(marks[0].elapsed_time(marks[1]) / 1e3)
+        times.backward.append(marks[1].elapsed_time(marks[2]) / 1e3)
+
+    def peaks(self, subject: Subject, times: Times) -> None:
+        """As torch's allocator counts."""
+        times.forward_peak = self._peak(lambda: _forward(subject))
+        if subject.trains:
+            times.backward_peak = self._peak(lambda: _both(subject))
+
+    def _peak(self, run: Callable[[], None]) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def _forward(subject: Subject) -> None:
+    with torch.no_grad():
+        subject.forward()
+
+
+def _both(subject: Subject) -> None:
+    torch.autograd.grad(subject.forward(), subject.wanted, subject.grad)
+
+
+def allocated(run: Callable[[], None]) -> int:
+    """The most that torch's CPU allocator held at once while `run` ran, above the beginning."""
+    profile = torch.autograd.profiler.profile(profile_memory=True)
+    with _hushed():
+        profile.__enter__()
+    try:
+        run()
+    finally:
+        with _hushed():
+            profile.__exit__(None, None, None)
+    results = profile.kineto_results
+    held = peak = 0
+    for event in sorted(results.events() if results else (), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()  # type: ignore[attr-defined]  # torch's stub lacks it
+            peak = max(peak, held)
+    return peak
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Without the lines that torch 2.13's profiler writes to file 2 when it starts and stops."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
