@@ -96,6 +96,17 @@ def interpret() -> None:
     _interpreting = True
 
 
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """As `interpret`, within the context: also for tensors without memory, whose kernels are noted and not run."""
+    global _interpreting
+    before, _interpreting = _interpreting, True
+    try:
+        yield
+    finally:
+        _interpreting = before
+
+
 def place(x: Tensor) -> Literal["cpu", "triton"]:
     """Where the fast ways for a tensor's device are: the package below ops."""
     return "triton" if x.device.type == "cuda" or _interpreting else "cpu"

@@ -1,0 +1,300 @@
+"""Whether a kernel's index arithmetic can overflow: intervals of every integer that leads to a pointer or a mask.
+
+A tensor past 2^31 elements is too large for most machines, its shape is not: launchers are given tensors without
+memory (`launch.recorded`), and what a call would compute is followed through Triton's representation (TTIR), from the
+arguments' values and the grid on.  A product of two 32-bit integers that passes 2^31 is found where it stands, whether
+or not it is widened afterwards.  Sound, not exact: what cannot be bounded counts as overflowing.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from warpfold.ops.triton.compile import BUDGETS, source, ttir
+from warpfold.ops.triton.launch import Call
+
+GRID = (2**31 - 1, 65535, 65535)  # the programs that CUDA allows along each axis
+
+Interval = tuple[int, int]  # both ends belong to it
+NAME = r"%[\w$.-]+(?:#\d+)?"
+WIDTHS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "index": 64}
+SAME = (  # operations that keep the numbers, or move them
+    *("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans", "tt.unsplat"),
+    *("arith.extsi", "arith.trunci", "arith.index_cast"),
+)
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """An integer that may not fit: where in the source, what it is, and how large it gets."""
+
+    where: str
+    operation: str
+    interval: Interval | None  # None: without bound
+
+    def __str__(self) -> str:
+        size = f"reaches {max(self.interval, key=abs):,}" if self.interval else "cannot be bounded"
+        return f"{self.where}: {self.operation} {size}"
+
+
+@dataclass
+class _Op:
+    """One operation of the representation.
+
+    results: names of what it makes; of a loop its counter, what it carries from turn to turn as seen within, and after;
+    operands: names, of a loop its bounds, its step, and what the carried begin as; type: of its first result's numbers.
+    """
+
+    name: str
+    results: list[str]
+    operands: list[str]
+    text: str
+    type: str
+    place: str = ""  # its name in the text
+    yields: list[list[str]] = field(default_factory=list)  # what each of its regions ends with
+
+
+def overflows(call: Call) -> list[Overflow]:
+    """Every overflow that this call may have, in the order of the source; also a grid that no GPU takes."""
+    text = ttir(call)
+    values = _Values(text, call)
+    for op in values.ops:
+        if op.name == "tt.addptr":
+            values.of(op.operands[1])
+        elif op.name in ("arith.cmpi", "scf.for", "tt.make_tensor_ptr", "tt.advance") or "descriptor" in op.name:
+            for operand in op.operands:
+                values.of(operand)
+    found = {str(o): o for o in values.overflows}
+    for axis, (programs, most) in enumerate(zip(call.grid, GRID)):
+        if programs > most:
+            where = f"{call.kernel.name}: grid axis {axis}"
+            found[where] = Overflow(where, "count of programs", (0, programs))
+    return sorted(found.values(), key=lambda o: (o.where, o.operation))
+
+
+def _parse(text: str) -> list[_Op]:
+    """Every operation, in order."""
+    ops: list[_Op] = []
+    within: list[_Op] = []
+    for line in text.splitlines():
+        line, place = re.fullmatch(r"\s*(.*?)\s*(?:loc\(#(loc\d*)\))?", line).groups()  # type: ignore[union-attr]
+        if line.startswith("}"):
+            closed = within.pop()
+            if line.endswith("{"):
+                within.append(closed)  # the other branch
+            continue
+        match = re.match(rf"(?:({NAME})(?::(\d+))? = )?\"?([a-z_]+\.[\w.]+)\"?", line)
+        if match is None:
+            if line.endswith("{"):
+                within.append(_Op("", [], [], line, ""))
+            continue
+        op = _read(match, line, place or "")
+        if op.name == "scf.yield":
+            within[-1].yields.append(op.operands)
+        ops.append(op)
+        if line.endswith("{"):
+            within.append(op)
+    return ops
+
+
+def _read(match: re.Match[str], line: str, place: str) -> _Op:
+    name, results = match[3], [match[1]] if match[1] else []
+    if match[2]:
+        results = [f"{match[1]}#{i}" for i in range(int(match[2]))]
+    operands = re.findall(NAME, line[match.end() :].split(" : ")[0])
+    if name == "scf.for":
+        carried = re.search(r"iter_args\((.*?)\)", line)
+        inside = re.findall(rf"({NAME}) =", carried[1]) if carried else []
+        first = re.findall(rf"= ({NAME})", carried[1]) if carried else []
+        counter, *bounds = re.findall(NAME, line[match.end() :])[:4]
+        results, operands = [counter, *inside, *results], [*bounds, *first]
+    typed = re.search(r"(?:[ x<])(index|i\d+)>?$", line)
+    return _Op(name, results, operands, line, typed[1] if typed else "", place)
+
+
+def _constant(text: str) -> Interval | None:
+    if match := re.search(r"arith\.constant (true|false)", text):
+        return (int(match[1] == "true"),) * 2
+    match = re.search(r"arith\.constant (?:\{.*\} )?(?:dense<)?(-?\d+)>? : \S*(?:i\d+|index)>?$", text)
+    return (int(match[1]),) * 2 if match else None
+
+
+def _arguments(text: str, call: Call) -> dict[str, Interval | None]:
+    """The intervals of the kernel's arguments, by their names in the text: they stand there in the same order."""
+    header = next(line for line in text.splitlines() if "tt.func public" in line)
+    names = re.findall(rf"({NAME}): ", header)
+    specialised, _ = source(call, BUDGETS["sm_80"].target)
+    values = [v for name, kind in specialised.signature.items() for v in _leaves(kind, call.arguments.get(name))]
+    return {n: (v, v) if isinstance(v, int) else None for n, v in zip(names, values, strict=True)}
+
+
+def _leaves(kind: Any, value: Any) -> list[Any]:
+    """What of an argument a kernel is given when it runs: all that is not constant, of tuples each member."""
+    if isinstance(kind, tuple):
+        return [leaf for k, v in zip(kind, value, strict=True) for leaf in _leaves(k, v)]
+    return [] if kind == "constexpr" else [int(value) if isinstance(value, bool) else value]
+
+
+class _Places:
+    """Where in the source an operation stands."""
+
+    def __init__(self, text: str) -> None:
+        self.known = dict(re.findall(r"^#(loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
+
+    def of(self, op: _Op) -> str:
+        """ "norm.py:61"; of what was inlined, the place in the function that was."""
+        place = op.place
+        for _ in range(20):
+            if found := re.search(r'"([^"]*\.py)":(\d+)', self.known.get(place, "")):
+                return f"{Path(found[1]).name}:{found[2]}"
+            inner = re.search(r"#(loc\d*)", self.known.get(place, ""))
+            if inner is None:
+                break
+            place = inner[1]
+        return "unknown place"
+
+
+class _Values:
+    """The intervals of a kernel's integers; `overflows`: those that may not fit, of the ones asked for."""
+
+    def __init__(self, text: str, call: Call) -> None:
+        if "tt.call" in text or "scf.while" in text:
+            raise ValueError(f"{call.kernel.name}: calls and while loops are not followed")
+        self.call = call
+        self.places = _Places(text)
+        self.ops = _parse(text)
+        self.made = {result: op for op in self.ops for result in op.results}
+        self.arguments = _arguments(text, call)
+        self.known: dict[str, Interval | None] = {}
+        self.overflows: list[Overflow] = []
+
+    def of(self, name: str) -> Interval | None:
+        """The interval of an integer; None for what is no integer, or has no bound."""
+        if name not in self.known:
+            self.known[name] = None  # while it is worked out: of a value that depends on itself
+            self.known[name] = self._work_out(name)
+        return self.known[name]
+
+    def _work_out(self, name: str) -> Interval | None:
+        if name in self.arguments:
+            return self.arguments[name]
+        op = self.made.get(name)
+        if op is None:
+            return None
+        if op.name == "scf.for":
+            return self._of_loop(op, name)
+        if op.name == "scf.if":
+            at = op.results.index(name)
+            return _join(*(self.of(end[at]) for end in op.yields)) if len(op.yields) == 2 else None
+        return self._fit(op, self._exact(op))
+
+    def _fit(self, op: _Op, exact: Interval | None) -> Interval | None:
+        """What is left of a result in as many bits as it has; notes where that is not all."""
+        if op.name not in CHECKED:
+            return exact
+        width = WIDTHS[op.type]
+        limit = 2 ** (width - 1)
+        if exact is None or exact[0] < -limit or exact[1] >= limit:
+            what = f"{width}-bit {CHECKED[op.name]}"
+            self.overflows.append(Overflow(self.places.of(op), what, exact))
+            return -limit, limit - 1
+        return exact
+
+    def _exact(self, op: _Op) -> Interval | None:
+        """Of an operation on integers of any size."""
+        if op.name == "tt.get_program_id":
+            axis = "xyz".index(op.text.split("tt.get_program_id ")[1][0])
+            return 0, (*self.call.grid, 1, 1)[axis] - 1
+        if op.name == "tt.get_num_programs":
+            axis = "xyz".index(op.text.split("tt.get_num_programs ")[1][0])
+            return ((*self.call.grid, 1, 1)[axis],) * 2
+        if op.name == "tt.make_range":
+            start, end = (int(re.findall(rf"\b{word} = (-?\d+)", op.text)[0]) for word in ("start", "end"))
+            return start, end - 1
+        if op.name == "arith.constant":
+            return _constant(op.text)
+        if op.name in SAME:
+            return self.of(op.operands[0])
+        given = [self.of(operand) for operand in op.operands]
+        if op.name == "arith.extui":
+            return (0, 1) if " : i1 " in op.text or "xi1>" in op.text else _nonnegative(given[0])
+        if op.name == "arith.select":
+            return _join(*given[1:])
+        rule = RULES.get(op.name)
+        return rule(given[0], given[1]) if rule and len(given) == 2 and None not in given else None  # type: ignore[arg-type]
+
+    def _of_loop(self, loop: _Op, name: str) -> Interval | None:
+        """The counter, or what is carried from turn to turn, if each adds a bounded number."""
+        lower, upper, step, *first = loop.operands
+        low, high, by = self.of(lower), self.of(upper), self.of(step)
+        if low is None or high is None or by is None or by[0] <= 0:
+            return None
+        at = loop.results.index(name)
+        if at == 0:
+            return low[0], max(low[0], high[1] - 1)
+        carried = (at - 1) % len(first)
+        turns = max(0, -(-(high[1] - low[0]) // by[0]))
+        start, inside, end = self.of(first[carried]), loop.results[1 + carried], loop.yields[-1][carried]
+        if end == inside:
+            return start
+        made = self.made.get(end)
+        if start is None or made is None or made.name != "arith.addi" or made.operands.count(inside) != 1:
+            return None
+        added = self.of(next(o for o in made.operands if o != inside))
+        if added is None:
+            return None
+        return self._fit(made, (start[0] + min(0, turns * added[0]), start[1] + max(0, turns * added[1])))
+
+
+def _join(*intervals: Interval | None) -> Interval | None:
+    known = [i for i in intervals if i is not None]
+    return (min(i[0] for i in known), max(i[1] for i in known)) if len(known) == len(intervals) and known else None
+
+
+def _nonnegative(a: Interval | None) -> Interval | None:
+    return a if a is not None and a[0] >= 0 else None
+
+
+def _corners(a: Interval, b: Interval) -> Interval:
+    products = [x * y for x in a for y in b]
+    return min(products), max(products)
+
+
+def _divide(a: Interval, b: Interval) -> Interval | None:
+    if b[0] <= 0:
+        return None
+    quotients = [abs(x) // y * (1 if x >= 0 else -1) for x in a for y in b]
+    return min(quotients), max(quotients)
+
+
+def _remainder(a: Interval, b: Interval) -> Interval | None:
+    if b[0] <= 0:
+        return None
+    most = b[1] - 1
+    return max(-most, min(0, a[0])), min(most, max(0, a[1]))
+
+
+RULES: Mapping[str, Callable[[Interval, Interval], Interval | None]] = {
+    "arith.addi": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "arith.subi": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "arith.muli": _corners,
+    "arith.divsi": _divide,
+    "arith.remsi": _remainder,
+    "arith.divui": lambda a, b: _divide(a, b) if a[0] >= 0 else None,
+    "arith.remui": lambda a, b: _remainder(a, b) if a[0] >= 0 else None,
+    "arith.minsi": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    "arith.maxsi": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "arith.shli": lambda a, b: _corners(a, (2 ** b[0], 2 ** b[1])) if b[0] >= 0 and b[1] < 64 else None,
+    "arith.shrsi": lambda a, b: (
+        (min(a[0] >> b[0], a[0] >> b[1]), max(a[1] >> b[0], a[1] >> b[1])) if b[0] >= 0 else None
+    ),
+}
+CHECKED = {
+    "arith.addi": "sum",
+    "arith.subi": "difference",
+    "arith.muli": "product",
+    "arith.shli": "shift",
+    "arith.trunci": "narrowing",
+}

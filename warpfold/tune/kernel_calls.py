@@ -1,0 +1,65 @@
+"""Every kernel that the model launches at any size, with its arguments, on a machine that has no GPU and no room.
+
+The model runs on the device "meta" (shapes and strides alone); where it would launch a kernel, the call is noted
+instead.  So what is compiled offline, and what index arithmetic is followed, is what the model does: no list of shapes
+beside it that could fall behind.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from warpfold.model.alphafold import ModelConfig
+from warpfold.model.losses import LossConfig
+from warpfold.ops import dispatch
+from warpfold.ops.triton.launch import Call, recorded
+from warpfold.parallel.plan import Plan
+from warpfold.tune.fake import memory_of
+
+# Registered operations, and the launchers in ops/triton that compute them.
+LAUNCHERS = {
+    "attention": ("attention", "forward"),
+    "attention_backward": ("attention", "backward"),
+    "layer_norm": ("norm", "layer_norm"),
+    "layer_norm_backward": ("norm", "layer_norm_backward"),
+    "norm_linear": ("norm", "norm_linear"),
+    "norm_linear_backward": ("norm", "norm_linear_backward"),
+    "gate": ("gate", "gate"),
+    "gate_backward": ("gate", "gate_backward"),
+    "tail": ("gate", "tail"),
+    "tail_backward": ("gate", "tail_backward"),
+}
+
+
+class _Launching(TorchDispatchMode):
+    """Within it, registered operations on "meta" call their launchers instead of saying their shapes alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func.namespace != "warpfold":
+            return func(*args, **(kwargs or {}))
+        module, name = LAUNCHERS[func._opname]
+        return getattr(dispatch.implementation(module, args[0]), name)(*args, **(kwargs or {}))
+
+
+def one_block(config: ModelConfig) -> ModelConfig:
+    """The same model with one block of each stack: it launches the same kernels."""
+    return replace(
+        config,
+        evoformer=replace(config.evoformer, blocks=1),
+        extra_blocks=min(1, config.extra_blocks),
+        templates=replace(config.templates, blocks=1),
+        structure=replace(config.structure, layers=1),
+    )
+
+
+def calls_of(plan: Plan, config: ModelConfig, sizes: Mapping[str, int], training: bool = True) -> list[Call]:
+    """The calls of one training step, or with `training` False of folding, in order; tensors are on "meta".
+
+    sizes: residues "res", sequences "seq", "extra" sequences and templates "tmpl".
+    """
+    losses = LossConfig() if training else None
+    with dispatch.using(plan.kernels), dispatch.interpreting(), recorded() as calls, _Launching():
+        memory_of(plan, one_block(config), sizes, losses, recycles=0)
+    return calls
