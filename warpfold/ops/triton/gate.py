@@ -1,0 +1,151 @@
+"""gate and tail on a GPU: from tensors to launches.
+
+Forward, gate reads x and g and writes y; tail reads x, o, g and writes y.  Backward, gate reads grad, x, g and writes
+dx, dg; tail reads grad, o, g twice, for the gradients of o and g and for that of the weight, as `norm` says.
+"""
+
+import triton
+from torch import Tensor
+
+from warpfold.ops.library.attention import empty_like
+from warpfold.ops.triton import gate_kernels, tail_kernels
+from warpfold.ops.triton.launch import launch
+from warpfold.ops.triton.positions import Tensors, channels_last, cuts, deliver, operand, walk
+from warpfold.ops.triton.sums import partials_of, sum_partials
+
+TILES = 256  # of the gradient of a weight: as in `norm`
+
+
+def gate(x: Tensor, g: Tensor) -> Tensor:
+    """warpfold::gate."""
+    out = empty_like(x)
+    x, g, y = last = _innermost_last(x, g, out)
+    p, (x, g), (y,) = walk((x, g), (y,))
+    unit, c = p.unit(0, 1, 2), x.shape[-1]
+    choice = launch("gate", (c, x.element_size()), x.device)
+    gate_kernels.FORWARD.run(
+        (triton.cdiv(p.count, choice.sizes["BLOCK_M"]), triton.cdiv(c, choice.sizes["BLOCK_C"])),
+        choice,
+        *(x, g, y, p.count, p.sizes),
+        *(p.of(0, x, unit), p.of(1, g, unit), p.of(2, y, unit)),
+        C=c,
+        AXES=p.axes,
+        UNIT=unit,
+    )
+    deliver(last[2:], (y,))
+    return out
+
+
+def gate_backward(grad: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """warpfold::gate_backward."""
+    out = empty_like(x), empty_like(g)
+    x, g, grad, *last = _innermost_last(x, g, grad, *out)
+    p, (x, g, grad), (dx, dg) = walk((x, g, grad), tuple(last))
+    unit, c = p.unit(0, 1, 2, 3, 4), x.shape[-1]
+    choice = launch("gate_backward", (c, x.element_size()), x.device)
+    gate_kernels.BACKWARD.run(
+        (triton.cdiv(p.count, choice.sizes["BLOCK_M"]), triton.cdiv(c, choice.sizes["BLOCK_C"])),
+        choice,
+        *(grad, x, g, dx, dg, p.count, p.sizes),
+        *(p.of(2, grad, unit), p.of(0, x, unit), p.of(1, g, unit)),
+        *(p.of(3, dx, unit), p.of(4, dg, unit)),
+        C=c,
+        AXES=p.axes,
+        UNIT=unit,
+    )
+    deliver(tuple(last), (dx, dg))
+    return out
+
+
+def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Tensor | None) -> Tensor:
+    """warpfold::tail."""
+    c, inputs, out = x.shape[-1], o.shape[-1], empty_like(x)
+    given = (x, channels_last(o), channels_last(g), x if factors is None else factors.expand(x.shape))
+    p, (x, o, g, kept), (y,) = walk(given, (out,))
+    unit, kept_unit = p.unit(0, 1, 2, 4), p.unit(3)
+    choice = launch("tail", (c, inputs, x.element_size()), x.device)
+    tail_kernels.FORWARD.run(
+        (triton.cdiv(p.count, choice.sizes["BLOCK_M"]), triton.cdiv(c, choice.sizes["BLOCK_C"])),
+        choice,
+        *(x, o, g, operand(weight, x, p.count), bias.contiguous(), kept, y, p.count, p.sizes),
+        *(p.of(0, x, unit), p.of(1, o, unit), p.of(2, g, unit)),
+        *(p.of(3, kept, kept_unit), p.of(4, y, unit)),
+        C=c,
+        INPUTS=inputs,
+        FACTORS=factors is not None,
+        AXES=p.axes,
+        UNIT=unit,
+        F_UNIT=kept_unit,
+    )
+    deliver((out,), (y,))
+    return out
+
+
+def tail_backward(
+    grad: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """warpfold::tail_backward."""
+    kept = grad if factors is None else factors.expand(grad.shape)
+    grad, o, g = channels_last(grad), channels_last(o), channels_last(g)
+    do, dg = _through_gate(grad, o, g, weight, kept, factors is not None)
+    partials = _of_weight(grad, o, g, kept, factors is not None)
+    dweight, dbias = weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+    sum_partials(partials, dweight, dbias)
+    return do, dg, dweight, dbias
+
+
+def _through_gate(
+    grad: Tensor, o: Tensor, g: Tensor, weight: Tensor, kept: Tensor, dropped: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of o and g."""
+    c, inputs, out = grad.shape[-1], o.shape[-1], (empty_like(o), empty_like(g))
+    p, (grad, o, g, kept), (do, dg) = walk((grad, o, g, kept), out)
+    unit, kept_unit = p.unit(0, 1, 2, 4, 5), p.unit(3)
+    choice = launch("tail_backward", (inputs, c, o.element_size()), o.device)
+    tail_kernels.BACKWARD.run(
+        (triton.cdiv(p.count, choice.sizes["BLOCK_M"]), triton.cdiv(inputs, choice.sizes["BLOCK_I"])),
+        choice,
+        *(grad, o, g, operand(weight, o, p.count), kept, do, dg, p.count, p.sizes),
+        *(p.of(0, grad, unit), p.of(1, o, unit), p.of(2, g, unit), p.of(3, kept, kept_unit)),
+        *(p.of(4, do, unit), p.of(5, dg, unit)),
+        C=c,
+        INPUTS=inputs,
+        FACTORS=dropped,
+        AXES=p.axes,
+        UNIT=unit,
+        F_UNIT=kept_unit,
+    )
+    deliver(out, (do, dg))
+    return out
+
+
+def _of_weight(grad: Tensor, o: Tensor, g: Tensor, kept: Tensor, dropped: bool) -> Tensor:
+    """Of the gradients of weight and bias what each span of positions adds."""
+    c, inputs = grad.shape[-1], o.shape[-1]
+    p, (grad, o, g, kept), _ = walk((grad, o, g, kept), ())
+    unit, kept_unit = p.unit(0, 1, 2), p.unit(3)
+    choice = launch("tail_weight", (c, inputs, o.element_size()), o.device)
+    tiles = triton.cdiv(c, choice.sizes["BLOCK_C"]), triton.cdiv(inputs, choice.sizes["BLOCK_I"])
+    programs = cuts(p.count, choice.sizes["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
+    partials = partials_of(o, programs, c * (inputs + 1))
+    tail_kernels.WEIGHT.run(
+        (*tiles, programs),
+        choice,
+        *(grad, o, g, kept, partials, p.count, p.sizes),
+        *(p.of(0, grad, unit), p.of(1, o, unit), p.of(2, g, unit), p.of(3, kept, kept_unit)),
+        C=c,
+        INPUTS=inputs,
+        FACTORS=dropped,
+        AXES=p.axes,
+        UNIT=unit,
+        F_UNIT=kept_unit,
+    )
+    return partials
+
+
+def _innermost_last(*tensors: Tensor) -> Tensors:
+    """Views whose last axis is the one that lies innermost in memory in the first of them."""
+    x = tensors[0]
+    axes = [axis for axis in range(x.dim()) if x.shape[axis] != 1] or [x.dim() - 1]
+    inner = min(reversed(axes), key=x.stride)
+    return tuple(t.transpose(inner, -1) for t in tensors)

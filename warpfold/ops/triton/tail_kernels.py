@@ -1,0 +1,189 @@
+"""The kernels of tail: output projection, bias, gate, shared-axis dropout and residual without a tensor in between."""
+
+import triton
+import triton.language as tl
+
+from warpfold.ops.triton.launch import Kernel, Launch, register
+from warpfold.ops.triton.positions import offsets, tile
+
+
+@triton.jit
+def _tail(
+    x: tl.tensor,
+    o: tl.tensor,
+    g: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    factors: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    sizes: tl.tuple,
+    x_at: tl.tuple,
+    o_at: tl.tuple,
+    g_at: tl.tuple,
+    f_at: tl.tuple,
+    y_at: tl.tuple,
+    C: tl.constexpr,
+    INPUTS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    AXES: tl.constexpr,
+    UNIT: tl.constexpr,
+    F_UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """y = x + factors * ((o * sigmoid(g)) weight^T + bias): BLOCK_C channels of BLOCK_M positions."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    real = (m < rows)[:, None]
+    from_o = o + offsets(m, sizes, o_at, AXES, UNIT)[:, None]
+    from_g = g + offsets(m, sizes, g_at, AXES, UNIT)[:, None]
+    out = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for start in range(0, INPUTS, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        keep = real & (k < INPUTS)[None, :]
+        opening = tl.sigmoid(tl.load(from_g + k[None, :], mask=keep, other=0).to(tl.float32))
+        h = tl.load(from_o + k[None, :], mask=keep, other=0).to(tl.float32) * opening
+        wt = tl.load(weight + c[None, :] * INPUTS + k[:, None], mask=(c < C)[None, :] & (k < INPUTS)[:, None], other=0)
+        out = tl.dot(h.to(y.dtype.element_ty), wt.to(y.dtype.element_ty), out, input_precision="ieee")
+    out += tl.load(bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
+    keep = real & (c < C)[None, :]
+    if FACTORS:
+        out *= tl.load(factors + tile(m, c, sizes, f_at, AXES, F_UNIT), mask=keep, other=0).to(tl.float32)
+    out += tl.load(x + tile(m, c, sizes, x_at, AXES, UNIT), mask=keep, other=0).to(tl.float32)
+    tl.store(y + tile(m, c, sizes, y_at, AXES, UNIT), out.to(y.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _tail_backward(
+    grad: tl.tensor,
+    o: tl.tensor,
+    g: tl.tensor,
+    weight: tl.tensor,
+    factors: tl.tensor,
+    do: tl.tensor,
+    dg: tl.tensor,
+    rows: tl.tensor,
+    sizes: tl.tuple,
+    y_at: tl.tuple,
+    o_at: tl.tuple,
+    g_at: tl.tuple,
+    f_at: tl.tuple,
+    a_at: tl.tuple,
+    b_at: tl.tuple,
+    C: tl.constexpr,
+    INPUTS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    AXES: tl.constexpr,
+    UNIT: tl.constexpr,
+    F_UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """do and dg (strides a, b), from dh = (grad * factors) weight: BLOCK_I inputs of BLOCK_M positions."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    real = (m < rows)[:, None]
+    from_grad = grad + offsets(m, sizes, y_at, AXES, UNIT)[:, None]
+    from_factors = factors + offsets(m, sizes, f_at, AXES, F_UNIT)[:, None]
+    dh = tl.zeros([BLOCK_M, BLOCK_I], tl.float32)
+    for start in range(0, C, BLOCK_K):
+        c = start + tl.arange(0, BLOCK_K)
+        keep = real & (c < C)[None, :]
+        dz = tl.load(from_grad + c[None, :], mask=keep, other=0)
+        if FACTORS:
+            kept = tl.load(from_factors + (c.to(tl.int64) * f_at[3])[None, :], mask=keep, other=0).to(tl.float32)
+            dz = (dz.to(tl.float32) * kept).to(dz.dtype)
+        wt = tl.load(weight + c[:, None] * INPUTS + i[None, :], mask=(c < C)[:, None] & (i < INPUTS)[None, :], other=0)
+        dh = tl.dot(dz, wt.to(dz.dtype), dh, input_precision="ieee")
+    keep = real & (i < INPUTS)[None, :]
+    at = offsets(m, sizes, o_at, AXES, UNIT)[:, None]
+    v = tl.load(o + at + i[None, :], mask=keep, other=0).to(tl.float32)
+    at = offsets(m, sizes, g_at, AXES, UNIT)[:, None]
+    opening = tl.sigmoid(tl.load(g + at + i[None, :], mask=keep, other=0).to(tl.float32))
+    dv = dh * opening
+    tl.store(do + tile(m, i, sizes, a_at, AXES, UNIT), dv.to(do.dtype.element_ty), mask=keep)
+    tl.store(dg + tile(m, i, sizes, b_at, AXES, UNIT), (dv * v * (1 - opening)).to(dg.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _tail_weight(
+    grad: tl.tensor,
+    o: tl.tensor,
+    g: tl.tensor,
+    factors: tl.tensor,
+    partials: tl.tensor,
+    rows: tl.tensor,
+    sizes: tl.tuple,
+    y_at: tl.tuple,
+    o_at: tl.tuple,
+    g_at: tl.tuple,
+    f_at: tl.tuple,
+    C: tl.constexpr,
+    INPUTS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    AXES: tl.constexpr,
+    UNIT: tl.constexpr,
+    F_UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+) -> None:
+    """Into partials [programs, C INPUTS + C]: a tile of dz^T h, and of the sum of dz, of a span of positions."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    each = tl.cdiv(tl.cdiv(rows, BLOCK_M), tl.num_programs(2))
+    first = tl.program_id(2) * each * BLOCK_M
+    last = min(rows, first + each * BLOCK_M)
+    dw = tl.zeros([BLOCK_C, BLOCK_I], tl.float32)
+    db = tl.zeros([BLOCK_C], tl.float32)
+    for start in range(first, last, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        keep = (m < rows)[:, None] & (c < C)[None, :]
+        at = offsets(m, sizes, y_at, AXES, UNIT)[:, None]
+        dz = tl.load(grad + at + c[None, :], mask=keep, other=0)
+        if FACTORS:
+            kept = tl.load(factors + tile(m, c, sizes, f_at, AXES, F_UNIT), mask=keep, other=0).to(tl.float32)
+            dz = (dz.to(tl.float32) * kept).to(dz.dtype)
+        keep = (m < rows)[:, None] & (i < INPUTS)[None, :]
+        at = offsets(m, sizes, o_at, AXES, UNIT)[:, None]
+        v = tl.load(o + at + i[None, :], mask=keep, other=0).to(tl.float32)
+        at = offsets(m, sizes, g_at, AXES, UNIT)[:, None]
+        h = v * tl.sigmoid(tl.load(g + at + i[None, :], mask=keep, other=0).to(tl.float32))
+        dw = tl.dot(tl.trans(dz), h.to(dz.dtype), dw, input_precision="ieee")
+        db += tl.sum(dz.to(tl.float32), 0)
+    place = partials + tl.program_id(2).to(tl.int64) * (C * INPUTS + C)
+    tl.store(place + c[:, None] * INPUTS + i[None, :], dw, mask=(c < C)[:, None] & (i < INPUTS)[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(place + C * INPUTS + c, db, mask=c < C)
+
+
+def _launches(names: tuple[str, ...], *tiles: tuple[int, ...]) -> tuple[Launch, ...]:
+    """One launch of each tile: its sizes in the order of their names, then warps and stages."""
+    return tuple(Launch(dict(zip(names, sizes)), warps, stages) for *sizes, warps, stages in tiles)
+
+
+def _products(last: str) -> tuple[Launch, ...]:
+    return _launches(
+        ("BLOCK_M", last, "BLOCK_K"),
+        *((m, n, k, w, s) for m, n, w in ((64, 64, 4), (64, 128, 4), (64, 256, 8), (128, 64, 4), (128, 128, 8)) for k in (32, 64) for s in (2, 3)),
+        (32, 32, 32, 4, 1),
+    )
+
+
+FORWARD = register(Kernel("tail", _tail, _products("BLOCK_C")))
+BACKWARD = register(Kernel("tail_backward", _tail_backward, _products("BLOCK_I")))
+WEIGHT = register(
+    Kernel(
+        "tail_weight",
+        _tail_weight,
+        _launches(
+            ("BLOCK_M", "BLOCK_C", "BLOCK_I"),
+            *((m, 128, 128, 8, s) for m in (32, 64, 128) for s in (2, 3)),
+            *((m, 64, 64, 4, s) for m in (32, 64) for s in (2, 3)),
+            (16, 64, 64, 4, 1),
+        ),
+    )
+)
