@@ -1,0 +1,109 @@
+"""Index arithmetic past 2^31 elements: what overflows is found, what does not is not, and no kernel of ours does."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_kernels import COPY, LATE, SMALL_TILES, WALKING, WIDE, copy_call, product_call
+
+from warpfold.model.alphafold import ModelConfig
+from warpfold.ops.triton.offsets import RULES, overflows
+from warpfold.parallel.plan import Plan
+from warpfold.tune.kernel_calls import calls_of
+
+ROWS, STRIDE = 2**16, 2**15 + 16  # each of 32 bits; the product is not
+LAST = (ROWS - 1) * STRIDE
+
+
+@pytest.mark.parametrize("kernel", [COPY, LATE], ids=lambda kernel: kernel.name)
+def test_a_product_of_32_bits_is_caught(kernel) -> None:
+    (found,) = {(o.operation, o.interval) for o in overflows(copy_call(kernel, ROWS, STRIDE))}
+    assert found == ("32-bit product", (0, LAST))
+
+
+def test_a_sum_over_a_loop_is_caught() -> None:
+    (found,) = overflows(copy_call(WALKING, ROWS, STRIDE, programs=1))
+    assert (found.operation, found.interval) == ("32-bit sum", (0, ROWS * STRIDE))
+    assert not overflows(copy_call(WALKING, ROWS // 2, STRIDE, programs=1))
+
+
+def test_the_place_is_named() -> None:
+    assert str(overflows(copy_call(COPY, ROWS, STRIDE))[0]).startswith("toy_kernels.py:")
+    assert f"reaches {LAST:,}" in str(overflows(copy_call(COPY, ROWS, STRIDE))[0])
+
+
+@pytest.mark.parametrize(("rows", "stride"), [(ROWS, 2**15), (2**20, 64), (4, 2**31)])
+def test_what_fits_is_let_pass(rows, stride) -> None:
+    """Also a stride of more than 32 bits, which Triton passes as 64."""
+    assert not overflows(copy_call(COPY, rows, stride))
+
+
+@pytest.mark.parametrize("rows", [ROWS, 2**30])
+def test_64_bits_are_enough(rows) -> None:
+    assert not overflows(copy_call(WIDE, rows, STRIDE))
+
+
+def test_64_bits_may_be_too_few() -> None:
+    (found,) = overflows(copy_call(WIDE, 2**30, 2**34))[:1]
+    assert found.operation == "64-bit product"
+
+
+def test_a_grid_that_no_gpu_takes_is_caught() -> None:
+    call = copy_call(WIDE, 70_000, 64)
+    tall = type(call)(call.kernel, (1, 70_000), call.launch, call.key, call.arguments)
+    assert not overflows(call)
+    assert [o.where for o in overflows(tall)] == ["_copy_wide: grid axis 1"]
+
+
+def test_products_of_tiles_are_followed() -> None:
+    assert not overflows(product_call(SMALL_TILES, torch.bfloat16, n=2**17))
+
+
+def _python(name: str) -> Callable[[int, int], int]:
+    return {
+        "addi": lambda a, b: a + b,
+        "subi": lambda a, b: a - b,
+        "muli": lambda a, b: a * b,
+        "divsi": lambda a, b: math.trunc(a / b),
+        "remsi": lambda a, b: int(math.fmod(a, b)),
+        "divui": lambda a, b: a // b,
+        "remui": lambda a, b: a % b,
+        "minsi": min,
+        "maxsi": max,
+        "shli": lambda a, b: a << b,
+        "shrsi": lambda a, b: a >> b,
+    }[name]
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+@given(a=st.tuples(st.integers(-40, 40), st.integers(0, 9)), b=st.tuples(st.integers(-3, 9), st.integers(0, 5)))
+def test_intervals_hold_every_result(name, a, b) -> None:
+    """Each rule, against all pairs of numbers in two intervals; a rule may also say that it does not know."""
+    (a0, a1), (b0, b1) = (a[0], sum(a)), (b[0], sum(b))
+    exact = _python(name.removeprefix("arith."))
+    found = RULES[name]((a0, a1), (b0, b1))
+    assert found is not None or a0 < 0 or b0 <= 0
+    if found is not None:
+        results = [exact(x, y) for x in range(a0, a1 + 1) for y in range(b0, b1 + 1)]
+        assert found[0] <= min(results)
+        assert max(results) <= found[1]
+
+
+# Pairs past 2^31 elements with strides of 32 bits, and with strides of 64; an alignment past it by its depth.
+SIZES = {
+    "pair": {"res": 4300, "seq": 8, "extra": 16, "tmpl": 1},
+    "strides": {"res": 20_000, "seq": 4, "extra": 4, "tmpl": 2},
+    "alignment": {"res": 2100, "seq": 4096, "extra": 16_000, "tmpl": 1},
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_no_kernel_overflows(sizes) -> None:
+    """Every kernel call of a training step, at sizes that no test could compute."""
+    found: dict[str, None] = {}
+    for call in calls_of(Plan(precision="bf16"), ModelConfig(), SIZES[sizes]):
+        found |= dict.fromkeys(f"{call.kernel.name} {call.grid}: {o}" for o in overflows(call))
+    assert not list(found)

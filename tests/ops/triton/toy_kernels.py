@@ -1,0 +1,86 @@
+"""Small kernels, right ones and wrong ones, that show what the looks at kernels see."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from warpfold.ops.triton.launch import Call, Kernel, Launch, recorded
+
+
+@triton.jit
+def _copy(x, y, rows, channels, stride, BLOCK: tl.constexpr):
+    """y = x, one row a program; offsets in as many bits as the stride has."""
+    row, c = tl.program_id(0), tl.arange(0, BLOCK)
+    kept = c < channels
+    tl.store(y + row * stride + c, tl.load(x + row * stride + c, mask=kept), mask=kept)
+
+
+@triton.jit
+def _copy_wide(x, y, rows, channels, stride, BLOCK: tl.constexpr):
+    """The same, in 64 bits."""
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    kept = c < channels
+    tl.store(y + row * stride + c, tl.load(x + row * stride + c, mask=kept), mask=kept)
+
+
+@triton.jit
+def _copy_late(x, y, rows, channels, stride, BLOCK: tl.constexpr):
+    """Widened after the product, when it is too late."""
+    row, c = tl.program_id(0), tl.arange(0, BLOCK)
+    kept = c < channels
+    start = (row * stride).to(tl.int64)
+    tl.store(y + start + c, tl.load(x + start + c, mask=kept), mask=kept)
+
+
+@triton.jit
+def _copy_walking(x, y, rows, channels, stride, BLOCK: tl.constexpr):
+    """One program, whose offset grows from turn to turn."""
+    c = tl.arange(0, BLOCK)
+    kept, start = c < channels, 0
+    for _ in range(rows):
+        tl.store(y + start + c, tl.load(x + start + c, mask=kept), mask=kept)
+        start += stride
+
+
+@triton.jit
+def _product(x, y, z, n, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """z = x y, of matrices whose sizes the blocks divide."""
+    m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * stride
+    columns, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, n, BLOCK_K):
+        a = tl.load(x + m + start + k)
+        b = tl.load(y + (start + k).to(tl.int64)[:, None] * stride + columns)
+        sums = tl.dot(a, b, sums)
+    tl.store(z + m + columns, sums.to(z.dtype.element_ty))
+
+
+COPY, WIDE, LATE, WALKING = (
+    Kernel(f.__name__, f, (Launch({"BLOCK": 64}, 1, 1), Launch({"BLOCK": 128}, 2, 1)))
+    for f in (_copy, _copy_wide, _copy_late, _copy_walking)
+)
+SMALL_TILES = Launch({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}, 4, 2)
+GIANT_TILES = Launch({"BLOCK_M": 256, "BLOCK_N": 256, "BLOCK_K": 256}, 4, 4)
+PRODUCT = Kernel("_product", _product, (SMALL_TILES, GIANT_TILES))
+
+
+def call(kernel: Kernel, grid: tuple[int, ...], choice: Launch, *args: Any) -> Call:
+    """What launching it would be."""
+    with recorded() as calls:
+        kernel.run(grid, choice, *args)
+    return calls[0]
+
+
+def copy_call(kernel: Kernel, rows: int, stride: int, programs: int | None = None) -> Call:
+    """A copy of [rows, 64], rows `stride` apart, in fp32."""
+    x = torch.empty_strided((rows, 64), (stride, 1), device="meta")
+    return call(kernel, (rows if programs is None else programs,), kernel.candidates[0], x, x, rows, 64, stride)
+
+
+def product_call(choice: Launch, dtype: torch.dtype, n: int = 1024) -> Call:
+    """A product of two [n, n]."""
+    x: Tensor = torch.empty(n, n, dtype=dtype, device="meta")
+    return call(PRODUCT, (n // choice.sizes["BLOCK_M"],), choice, x, x, x, n, n)
