@@ -1,0 +1,199 @@
+"""Launch tables: the nearest entry, the same everywhere; which table for which GPU; launches noted or forced."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_kernels import COPY, WIDE, copy_call
+
+from warpfold.errors import UserError
+from warpfold.ops.triton import launch as launches
+from warpfold.ops.triton.launch import (
+    SHIPPED,
+    Entry,
+    Launch,
+    Table,
+    choice_of,
+    file_of,
+    forced,
+    kernels,
+    launch,
+    read,
+    recorded,
+    table_used,
+)
+
+CPU = torch.device("cpu")
+KEYS = st.tuples(st.integers(0, 4096), st.integers(1, 4096))
+
+
+def table(*keys: tuple[int, ...], kernel: str = "_copy") -> Table:
+    """A table whose launches have as many warps as their place in it."""
+    entries = [Entry(kernel, key, Launch({"BLOCK": 64}, i + 1, 1)) for i, key in enumerate(keys)]
+    return Table(Path("toy.json"), {}, tuple(entries))
+
+
+def warps(of: Table, *key: int) -> int:
+    """Of the launch that is taken for a key."""
+    found = of.nearest("_copy", key)
+    assert found is not None
+    return found.warps
+
+
+def test_the_nearest_entry_is_taken() -> None:
+    t = table((32, 256), (32, 2048), (8, 256))
+    assert [warps(t, 32, n) for n in (1, 256, 700, 800, 10**6)] == [1, 1, 1, 2, 2]
+    assert warps(t, 15, 256) == 3
+    assert warps(t, 17, 256) == 1
+    assert t.nearest("other", (32, 256)) is None
+
+
+def test_of_equally_near_ones_the_smaller_key_is_taken_whatever_the_order() -> None:
+    assert warps(table((128,), (32,)), 64) == 2
+    assert warps(table((32,), (128,)), 64) == 1
+
+
+@given(entries=st.lists(KEYS, min_size=1, max_size=6, unique=True), key=KEYS, data=st.data())
+def test_the_order_of_entries_decides_nothing(entries, key, data) -> None:
+    shuffled = data.draw(st.permutations(entries))
+    found = [t[warps(table(*t), *key) - 1] for t in (entries, shuffled)]
+    assert found[0] == found[1]
+
+
+@given(entries=st.lists(KEYS, min_size=1, max_size=6, unique=True), at=st.integers(0, 5))
+def test_an_entry_is_nearest_to_itself(entries, at) -> None:
+    key = entries[at % len(entries)]
+    assert entries[warps(table(*entries), *key) - 1] == key
+
+
+def test_keys_of_another_version_are_refused() -> None:
+    with pytest.raises(UserError, match=r"toy\.json: key \(32,\) is of another version"):
+        table((32,)).nearest("_copy", (32, 64))
+
+
+def test_sizes_of_another_version_are_refused(monkeypatch) -> None:
+    monkeypatch.setitem(launches.KERNELS, "_copy", COPY)
+    old = Table(Path("toy.json"), {}, (Entry("_copy", (1,), Launch({"TILE": 64}, 1, 1)),))
+    with table_used(old), pytest.raises(UserError, match="sizes TILE, of another version"):
+        launch("_copy", (1,), CPU)
+
+
+def test_a_table_in_use_and_forced_launches() -> None:
+    by_hand = Launch({"BLOCK": 8}, 7, 7)
+    with table_used(table((32,), (64,))):
+        assert launch("_copy", (60,), CPU).warps == 2
+        with forced({"_copy": by_hand}):
+            assert launch("_copy", (60,), CPU) is by_hand
+        assert launch("_copy", (60,), CPU).warps == 2
+    with pytest.raises(LookupError, match="_copy"):
+        launch("_copy", (60,), CPU)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"launches": [{"kernel": "k"}]}', '{"launches": [{"kernel": "k", "key": 3}]}', '{"launches": 3}'],
+)
+def test_a_broken_table_is_one_line(tmp_path, text) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"gpu\.json: not a launch table .* warpfold tune"):
+        read(path)
+
+
+def test_a_table_that_is_not_there_is_one_line(tmp_path) -> None:
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        read(tmp_path / "gpu.json")
+
+
+def test_names_of_gpus_are_names_of_files() -> None:
+    assert file_of("NVIDIA H100 80GB HBM3") == "NVIDIA-H100-80GB-HBM3.json"
+    assert file_of("AMD Instinct MI300X / VF") == "AMD-Instinct-MI300X-VF.json"
+    assert file_of("../evil") == "evil.json"
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path) -> torch.device:
+    """A GPU that is only said to be there, and a home without tables."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Toy 9000")
+    monkeypatch.setattr(launches, "home", lambda: tmp_path)
+    return torch.device("cuda:0")
+
+
+def test_an_unknown_gpu_gets_the_default_and_is_told(gpu) -> None:
+    found = choice_of(gpu)
+    assert found.table.path == SHIPPED / "default.json"
+    assert found.why == "no table for NVIDIA Toy 9000; make one: warpfold tune"
+
+
+def test_a_known_gpu_gets_its_own_table(gpu, monkeypatch, tmp_path) -> None:
+    shipped, home = tmp_path / "shipped", tmp_path / "home"
+    for folder in (shipped, home):
+        folder.mkdir()
+    monkeypatch.setattr(launches, "SHIPPED", shipped)
+    monkeypatch.setattr(launches, "home", lambda: home)
+    for folder, why in ((shipped, "shipped"), (home, "made on this machine")):
+        (folder / "NVIDIA-Toy-9000.json").write_text('{"gpu": "NVIDIA Toy 9000", "launches": []}')
+        assert choice_of(gpu).table.path == folder / "NVIDIA-Toy-9000.json"
+        assert choice_of(gpu).why == f"{why} for NVIDIA Toy 9000"
+
+
+def test_kernels_on_a_cpu_have_a_table_of_their_own() -> None:
+    assert choice_of(CPU).table.path.name == "interpreter.json"
+    assert choice_of(torch.device("meta")).table.path.name == "default.json"
+
+
+def test_a_call_is_noted_with_its_key_and_its_arguments() -> None:
+    call = copy_call(COPY, 5, 64)
+    assert (call.kernel, call.grid, call.launch) == (COPY, (5,), COPY.candidates[0])
+    assert {n: v for n, v in call.arguments.items() if isinstance(v, int)} == {
+        "rows": 5,
+        "channels": 64,
+        "stride": 64,
+        "BLOCK": 64,
+    }
+    with recorded() as outer, table_used(table((32,))):
+        choice = launch("_copy", (40,), CPU)
+        with recorded() as inner:
+            WIDE.run((1,), choice, torch.empty(1, device="meta"))
+        COPY.run((2,), choice, torch.empty(1, device="meta"))
+    assert [(c.kernel.name, c.key) for c in outer] == [("_copy", (40,))]
+    assert [c.kernel.name for c in inner] == ["_copy_wide"]
+
+
+def test_the_package_says_which_table_without_triton() -> None:
+    """Where Triton is not installed, `doctor` can still tell."""
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch; from warpfold.ops.triton.launch import choice_of; "
+        "print(choice_of(torch.device('cpu')).why)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "kernels on a CPU are interpreted\n"), done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_tables_are_of_this_version(path) -> None:
+    """Every entry names a kernel and its sizes; keys of a kernel are of one length, none twice."""
+    found, known = read(path), kernels()
+    for entry in found.entries:
+        assert entry.kernel in known, entry
+        assert set(entry.launch.sizes) == set(known[entry.kernel].candidates[0].sizes), entry
+        assert entry.launch.warps in (1, 2, 4, 8, 16), entry
+        assert 1 <= entry.launch.stages <= 8, entry
+    pairs = [(e.kernel, e.key) for e in found.entries]
+    assert len(set(pairs)) == len(pairs)
+    assert len({(name, len(key)) for name, key in pairs}) == len({name for name, _ in pairs})
+    if path.stem in ("default", "interpreter"):
+        assert {name for name, _ in pairs} == set(known)
+
+
+def test_tables_are_read_by_people_too() -> None:
+    """One launch a line, so that a change of a table is read as one."""
+    for path in SHIPPED.glob("*.json"):
+        text = path.read_text(encoding="utf-8")
+        entries = json.loads(text)["launches"]
+        assert sum('"kernel"' in line for line in text.splitlines()) == len(entries), path
