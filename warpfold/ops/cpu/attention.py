@@ -81,9 +81,7 @@ def backward(
 class _Rows:
     """Blocks of rows, and the memory that all of them use in turn."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wide: torch.dtype, logits: int
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wide: torch.dtype, logits: int) -> None:
         self.q, self.k, self.dtype = q, k, wide
         _, rows, queries, heads, _ = q.shape
         self.size = min(rows, max(1, logits // (queries * heads * k.shape[2])))
@@ -137,14 +135,16 @@ class _Rows:
         bias = None if self.bias is None else self.bias[batch]
         less = None
         if lse is not None:
-            less = (lse[batch, rows] if dead is None else lse[batch, rows].masked_fill(dead[:, None, None], 0))[..., None]
+            less = (lse[batch, rows] if dead is None else lse[batch, rows].masked_fill(dead[:, None, None], 0))[
+                ..., None
+            ]
         start = self.wide[: len(q)].unflatten(0, n)
         if self.thin is self.wide and (bias is not None or less is not None):
             # The product is added to what the block begins with.
             if less is None or bias is None:
-                start.copy_(bias if less is None else less * -LOG2E)
+                start.copy_(bias if less is None else -less)
             else:
-                torch.sub(bias, less * LOG2E, out=start)
+                torch.sub(bias, less, out=start)
             self.wide[: len(q)].baddbmm_(q, k.mT, alpha=alpha)
             wide = start
         else:
@@ -152,7 +152,7 @@ class _Rows:
             if bias is not None:
                 wide.add_(bias)
             if less is not None:
-                wide.sub_(less * LOG2E)
+                wide.sub_(less)
         if self.masked:
             wide.masked_fill_(hidden[:, None, None], float("-inf"))
         if dead is not None:

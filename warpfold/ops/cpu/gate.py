@@ -1,31 +1,62 @@
-"""Gates, and the tail of a gated attention, on a CPU."""
+"""Gates, and the tail of a gated attention, on a CPU: block by block, so that what lies between stays in cache."""
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
+
+from warpfold.ops.cpu.blocks import blocks, put, room, rows
+from warpfold.ops.cpu.norm import accumulate
+from warpfold.ops.library.attention import empty_like
 
 
 def gate(x: Tensor, g: Tensor) -> Tensor:
     """warpfold::gate."""
-    return x * g.sigmoid()
+    y = empty_like(x)
+    for xb, gb, yb in blocks(x, x, g, y):
+        torch.mul(torch.sigmoid(gb), xb, out=yb)
+    return y
 
 
 def gate_backward(grad: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """warpfold::gate_backward."""
-    opening = g.sigmoid()
-    return grad * opening, grad * x * opening * (1 - opening)
+    dx, dg = empty_like(x), empty_like(g)
+    for xb, gb, db, dxb, dgb in blocks(x, x, g, grad, dx, dg):
+        opening = torch.sigmoid(gb)
+        torch.mul(db, opening, out=dxb)
+        # dg = grad x s (1 - s) = dx x (1 - s)
+        torch.mul(dxb * xb, opening.neg_().add_(1), out=dgb)
+    return dx, dg
 
 
 def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Tensor | None) -> Tensor:
     """warpfold::tail."""
-    dx = F.linear(gate(o, g), weight.to(o.dtype), bias.to(o.dtype))
-    return x + (dx if factors is None else dx * factors)
+    y, w, b = empty_like(x), weight.to(x.dtype).t(), bias.to(x.dtype)
+    f = x if factors is None else factors.to(x.dtype).expand(x.shape)
+    for xb, ob, gb, yb, fb in blocks(x, x, o, g, y, f):
+        gated = torch.sigmoid(gb).mul_(ob)
+        results = room(yb)
+        if factors is None:
+            torch.add(rows(xb), b, out=results).addmm_(rows(gated), w)
+        else:
+            torch.addmm(b, rows(gated), w, out=results)
+            results.mul_(rows(fb)).add_(rows(xb))
+        put(yb, results)
+    return y
 
 
 def tail_backward(
     grad: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """warpfold::tail_backward."""
-    dx = grad if factors is None else grad * factors
-    dweight = dx.flatten(0, -2).mT @ gate(o, g).flatten(0, -2)
-    do, dg = gate_backward(dx @ weight.to(dx.dtype), o, g)
-    return do, dg, dweight.to(weight.dtype), dx.flatten(0, -2).sum(0).to(bias.dtype)
+    do, dg, narrow = empty_like(o), empty_like(g), weight.to(grad.dtype)
+    wide = torch.float64 if weight.dtype == torch.float64 or grad.dtype == torch.float64 else torch.float32
+    dweight, dbias = weight.new_zeros(weight.shape, dtype=wide), bias.new_zeros(bias.shape, dtype=wide)
+    f = grad if factors is None else factors.to(grad.dtype).expand(grad.shape)
+    for db, ob, gb, dob, dgb, fb in blocks(o, grad, o, g, do, dg, f):
+        dx = rows(db) if factors is None else rows(db * fb)
+        opening, os = torch.sigmoid(rows(gb)), rows(ob)
+        accumulate(dweight, dx, opening * os)
+        dbias += dx.sum(0, dtype=wide)
+        dgated = torch.mm(dx, narrow)
+        put(dob, dgated * opening)
+        put(dgb, dgated.mul_(os).mul_(opening).mul_(opening.neg_().add_(1)))
+    return do, dg, dweight.to(weight.dtype), dbias.to(bias.dtype)

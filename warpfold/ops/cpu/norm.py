@@ -1,36 +1,57 @@
-"""Norms and the projections that follow them, on a CPU."""
+"""Norms and the projections that follow them, on a CPU: a block of positions is normalised, projected and forgotten."""
 
 import torch
 from torch import Tensor
 
-from warpfold.ops.library.norm import empty_statistics
+from warpfold.ops.cpu.blocks import blocks, put, room, rows
+from warpfold.ops.library.attention import empty_like
+from warpfold.ops.library.norm import empty_projected, empty_statistics
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """warpfold::layer_norm."""
-    mean, scale = empty_statistics(x)
-    wide = x.to(mean.dtype)
-    y, m, s = torch.native_layer_norm(wide, x.shape[-1:], weight.to(wide.dtype), bias.to(wide.dtype), eps)
-    return torch.empty_like(x).copy_(y), mean.copy_(m[..., 0]), scale.copy_(s[..., 0])
+    y, (mean, scale) = empty_like(x), empty_statistics(x)
+    w, b = weight.to(mean.dtype), bias.to(mean.dtype)
+    for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
+        n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], w, b, eps)
+        for block, results in ((yb, n), (mb, m), (sb, s)):
+            put(block, results)
+    return y, mean, scale
 
 
 def layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """warpfold::layer_norm_backward."""
-    wide, w = x.to(mean.dtype), weight.to(mean.dtype)
-    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        grad.to(mean.dtype), wide, x.shape[-1:], mean[..., None], scale[..., None], w, w, [True, True, True]
-    )
-    return torch.empty_like(x).copy_(dx), dweight.to(weight.dtype), dbias.to(weight.dtype)
+    dx, w = empty_like(x), weight.to(mean.dtype)
+    dweight, dbias = torch.zeros_like(w), torch.zeros_like(w)
+    for xb, dxb, gb, mb, sb in blocks(x, x, dx, grad, mean[..., None], scale[..., None]):
+        g, xs, m, s = rows(gb), rows(xb), rows(mb), rows(sb)
+        dxs, _, _ = torch.ops.aten.native_layer_norm_backward(g, xs, x.shape[-1:], m, s, w, w, [True, False, False])
+        put(dxb, dxs)
+        # Not those of native_layer_norm_backward: of bf16 it sums them in bf16.
+        dweight += (xs.to(m.dtype) - m).mul_(s).mul_(g).sum(0)
+        dbias += g.sum(0, dtype=w.dtype)
+    return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
 def norm_linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """warpfold::norm_linear."""
-    n, mean, scale = layer_norm(x, norm_weight, norm_bias, eps)
-    return torch.nn.functional.linear(n, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)), mean, scale
+    y, (mean, scale) = empty_projected(x, weight.shape[0]), empty_statistics(x)
+    nw, nb = norm_weight.to(mean.dtype), norm_bias.to(mean.dtype)
+    w, b = weight.to(x.dtype).t(), None if bias is None else bias.to(x.dtype)
+    for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
+        n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], nw, nb, eps)
+        results = room(yb)
+        if b is None:
+            torch.mm(n, w, out=results)
+        else:
+            torch.addmm(b, n, w, out=results)
+        for block, values in ((yb, results), (mb, m), (sb, s)):
+            put(block, values)
+    return y, mean, scale
 
 
 def norm_linear_backward(
@@ -43,10 +64,31 @@ def norm_linear_backward(
     mean: Tensor,
     scale: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """warpfold::norm_linear_backward."""
-    n = (((x.to(mean.dtype) - mean[..., None]) * scale[..., None]) * norm_weight + norm_bias).to(x.dtype)
-    dweight = grad.flatten(0, -2).mT @ n.flatten(0, -2)
-    dn = grad @ weight.to(grad.dtype)
-    dx, dnorm_weight, dnorm_bias = layer_norm_backward(dn, x, norm_weight, mean, scale)
-    dbias = weight.new_empty(0) if bias is None else grad.flatten(0, -2).sum(0).to(bias.dtype)
-    return dx, dnorm_weight, dnorm_bias, dweight.to(weight.dtype), dbias
+    """warpfold::norm_linear_backward.
+
+    With h = (x - mean) * scale, the gradients of all parameters follow from grad^T h and from the sum of grad.
+    """
+    dx, (outputs, c) = empty_like(x), weight.shape
+    nw, nb, w = (p.to(mean.dtype) for p in (norm_weight, norm_bias, weight))
+    narrow, one = weight.to(x.dtype), torch.ones_like(nw)
+    product, total = w.new_zeros(outputs, c), w.new_zeros(outputs)
+    for xb, dxb, gb, mb, sb in blocks(x, x, dx, grad, mean[..., None], scale[..., None]):
+        g, xs, m, s = rows(gb), rows(xb), rows(mb), rows(sb)
+        h = (xs.to(m.dtype) - m).mul_(s).to(x.dtype)
+        accumulate(product, g, h)
+        total += g.sum(0, dtype=total.dtype)
+        dn = torch.mm(g, narrow)
+        dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], m, s, nw, one, [True, False, False])
+        put(dxb, dxs)
+    dbias = weight.new_empty(0) if bias is None else total.to(bias.dtype)
+    dweight = product * nw + total[:, None] * nb
+    parameters = ((product * w).sum(0).to(norm_weight.dtype), (total @ w).to(norm_bias.dtype), dweight.to(weight.dtype))
+    return dx, *parameters, dbias
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total + a^T b, written over total, which may be wider than a and b."""
+    if total.dtype == a.dtype:
+        total.addmm_(a.t(), b)
+    else:
+        total += a.t() @ b

@@ -1,0 +1,57 @@
+"""Blocks of positions: tensors [*, c] piece by piece, each small enough to stay in cache, in the order of memory."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+POSITIONS = 2048  # of a block
+
+
+def blocks(like: Tensor, *tensors: Tensor, size: int = POSITIONS) -> Iterator[list[Tensor]]:
+    """For each block of `size` positions or fewer, the views of `tensors`, which share all axes but the last.
+
+    The positions are taken in the order in which those of `like` lie in memory.
+    """
+    ones = [axis for axis in range(like.dim() - 1) if like.shape[axis] == 1]
+    axes = [axis for axis in range(like.dim() - 1) if like.shape[axis] != 1]
+    order = sorted(axes, key=like.stride, reverse=True)
+    turned = [t.permute(*ones, *order, t.dim() - 1)[(0,) * len(ones)] for t in tensors]
+    for index in _indices([like.shape[axis] for axis in order], size):
+        yield [t[index] for t in turned]
+
+
+def rows(block: Tensor) -> Tensor:
+    """A block [*, c] as [positions, c], to be read: a view, or in order."""
+    flat = block.flatten(0, -2) if block.dim() > 1 else block[None]
+    if flat.stride(-1) == 1:
+        return flat
+    return flat.t().contiguous().t().contiguous()  # twice: whole rows first, then within the cache
+
+
+def room(block: Tensor) -> Tensor:
+    """Where the results of a block go, [positions, c]: the block itself if it lies so, else memory for `put`."""
+    flat = block.flatten(0, -2) if block.dim() > 1 else block[None]
+    here = flat.data_ptr() == block.data_ptr() and flat.stride(-1) == 1
+    return flat if here else torch.empty(flat.shape, dtype=flat.dtype)
+
+
+def put(block: Tensor, results: Tensor) -> None:
+    """Write [positions, c] to the block, if `room` did not give the block itself."""
+    if results.data_ptr() != block.data_ptr():
+        block.copy_(results.view(block.shape))
+
+
+def _indices(shape: list[int], size: int) -> Iterator[tuple[int | slice, ...]]:
+    inner = math.prod(shape[1:])
+    if not shape or (inner <= size and shape[0] * inner <= size):
+        yield ()
+    elif inner > size:
+        for i in range(shape[0]):
+            for rest in _indices(shape[1:], size):
+                yield (i, *rest)
+    else:
+        step = max(1, size // inner)
+        for start in range(0, shape[0], step):
+            yield (slice(start, start + step),)
