@@ -1,19 +1,121 @@
 """`warpfold bench`."""
 
 import json
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from warpfold.cli.common import AsJson, app, progress_bar, reads, runs, show, writes
+from warpfold.cli.common import AsJson, Device, app, decides, device_of, progress_bar, reads, runs, show, writes
+from warpfold.errors import UserError
+
+WIDE = 200  # columns of a table where the output is no terminal
 
 bench = typer.Typer(
-    no_args_is_help=True,
-    help="Measure speed on this machine.",
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+
+
+@bench.callback(epilog="Example:  warpfold bench --op attention --shapes starting:256 --plot attention.png")
+def operations(
+    context: typer.Context,
+    op: Annotated[
+        list[str] | None, decides("attention, layer_norm, norm_linear, gate, tail: repeated, or with commas.")
+    ] = None,
+    shapes: Annotated[
+        list[str] | None,
+        decides("row, column, global, msa (:128x256), starting, ending, pair (:256); default: all, as the device can."),
+    ] = None,
+    dtype: Annotated[list[str] | None, decides("bf16, fp32; default: bf16 on a GPU, fp32 on a CPU.")] = None,
+    ways: Annotated[list[str] | None, decides("Of these alone: definition, compile, sdpa, ours ...")] = None,
+    quick: Annotated[bool, runs("One size of each kind of shape.", "--quick")] = False,
+    repeats: Annotated[int | None, runs("Of each measurement; default: 30 on a GPU, 5 on a CPU.", min=1)] = None,
+    device: Device = None,
+    csv: Annotated[Path | None, writes("File for the figures, as CSV.", "--csv")] = None,
+    plot: Annotated[Path | None, writes("File for a picture: .png, .pdf, .svg.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure speed on this machine: of operations (--op), or of data (`warpfold bench data --help`).
+
+    --op first checks the operations, forward and backward, against their definitions in fp64, and times nothing
+    that is wrong: exit code 1.
+    """
+    given = op or shapes or dtype or ways or quick or repeats or device or csv or plot or as_json
+    if context.invoked_subcommand is not None:
+        if given:
+            raise UserError(f"options before `{context.invoked_subcommand}` are those of --op; put its own behind it")
+        return
+    if not op:
+        raise UserError("--op: which operation? for example warpfold bench --op attention")
+    import torch
+
+    from warpfold.tune.bench_ops import BENCHED, checked
+    from warpfold.tune.bench_ops import bench as measured
+    from warpfold.tune.checks import DTYPES
+    from warpfold.tune.peers import WAYS
+    from warpfold.tune.sizes import shapes as named
+
+    ops = _chosen("--op", op, BENCHED)
+    where = torch.device(device_of(device))
+    dtypes = _chosen("--dtype", dtype or ["bf16" if where.type == "cuda" else "fp32"], DTYPES)
+    names = _chosen("--ways", ways or [], [way.name for one in ops for way in WAYS[one]])
+    wanted = _split(shapes or [])
+    for one in ops:
+        named(one, wanted)
+    wrong = checked(ops, where)
+    for line in wrong:
+        typer.echo(f"red: {line}", err=True)
+    if wrong:
+        raise typer.Exit(1)
+    with progress_bar(narrate=True) as progress:
+        found = measured(ops, where, dtypes, wanted, quick=quick, repeats=repeats or 0, ways=names, progress=progress)
+    _say(found, csv, plot, as_json)
+
+
+def _split(values: Sequence[str]) -> list[str]:
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+
+
+def _chosen(option: str, values: Sequence[str], known: Iterable[str]) -> list[str]:
+    """The values, of which each may hold several with commas.  Errors: UserError for one that is not known."""
+    known = list(dict.fromkeys(known))
+    for value in _split(values):
+        if value not in known:
+            raise UserError(f"{option} {value}: not one of {', '.join(known)}")
+    return list(dict.fromkeys(_split(values)))
+
+
+def _say(found: dict[str, Any], csv: Path | None, plot: Path | None, as_json: bool) -> None:
+    """Everything that was asked for of the figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from warpfold.tune.bench_ops import HEADS, table, write_csv
+    from warpfold.tune.plot_ops import picture
+
+    if csv is not None:
+        write_csv(found, csv)
+    if plot is not None:
+        picture(found, plot)
+    if as_json:
+        show(found)
+        return
+    for key, value in found["machine"].items():
+        typer.echo(f"{key}: {value}")
+    for dtype, top in found["ceilings"].items():
+        exps = "" if top["gexp_per_s"] is None else f", {top['gexp_per_s']:.3g} Gexp/s"
+        typer.echo(f"{dtype}: {top['tflops']:.3g} TFLOP/s, {top['gb_per_s']:.4g} GB/s{exps} ({top['how']})")
+    shown = Table(*HEADS, box=None, header_style="bold")
+    for line in table(found["rows"]):
+        shown.add_row(*line, style="bold" if line[3] == "ours" else None)
+    typer.echo()
+    Console(width=None if sys.stdout.isatty() else WIDE).print(shown)
+    if found["left_out"]:
+        typer.echo(f"left out, too large for this device unless named (--shapes): {', '.join(found['left_out'])}")
 
 
 @bench.command(epilog="Example:  warpfold bench data --store store --sources files/ --out data.json")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from warpfold.errors import UserError
 from warpfold.tune.cases import Case, Inputs, inputs
 from warpfold.tune.checks import DTYPES, failures, odd
 from warpfold.tune.machine import describe
@@ -54,15 +55,15 @@ def bench(
 
     wanted: shapes (`sizes.shapes`); ways: names, of all by default; repeats 0: by device.  Returns the device, its
     ceilings for each dtype, the rows, and the shapes left out because the device is too small for them.
+    Errors: UserError for shapes that the operations do not have.
     """
     cases: list[tuple[str, str, Case]] = []
     left_out: list[tuple[str, str, Case]] = []
     for op in ops:
-        for name, case in shapes(op, [w for w in wanted if w.partition(":")[0] in KINDS[op]], quick):
-            if wanted and not any(w in (name, name.partition(":")[0]) for w in wanted):
-                continue
-            named = name in wanted
-            (cases if named or _fits(case, device) else left_out).append((op, name, case))
+        for name, case in shapes(op, wanted, quick):
+            (cases if name in wanted or _fits(case, device) else left_out).append((op, name, case))
+    if not cases:
+        raise UserError(f"--shapes {', '.join(wanted)}: none is a shape of {', '.join(ops)}")
     tops = {dtype: ceilings(device, DTYPES[dtype]) for dtype in dtypes}
     rows: list[Row] = []
     todo = [(op, name, case, dtype) for op, name, case in cases for dtype in dtypes]

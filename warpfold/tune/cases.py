@@ -73,13 +73,13 @@ class Case:
         return f"{rows} of {self.length}, {wide}{inner}"
 
     def fewer(self, rows: int) -> "Case":
-        """The same with no more rows than that; lengths stay, and batches."""
-        rows = max(1, rows)
-        return (
-            self
-            if self.rows <= rows or self.batches > 1
-            else replace(self, rows=rows, cut_from=self.cut_from or self.rows)
-        )
+        """The same with about that many rows, whole batches of them; lengths stay."""
+        if self.rows <= rows:
+            return self
+        each = self.rows // self.batches
+        batches = max(1, rows // each) if self.batches > 1 else 1
+        few = batches * each if self.batches > 1 else max(1, rows)
+        return replace(self, rows=few, batches=batches, cut_from=self.cut_from or self.rows)
 
 
 @dataclass(frozen=True)

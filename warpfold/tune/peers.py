@@ -94,7 +94,7 @@ def _materialised(given: Inputs) -> Subject:
         wide = (hidden if bias is None else hidden + bias).to(q.dtype).expand(*q.shape[:-1], k.shape[-2]).contiguous()
         return _back(given, F.scaled_dot_product_attention(q, k, v, attn_mask=wide))
 
-    return Subject("sdpa, bias and mask in memory", forward, given.wanted, given.grad)
+    return Subject("sdpa-materialised", forward, given.wanted, given.grad)
 
 
 def _refuses_materialised(given: Inputs) -> str | None:
@@ -180,7 +180,7 @@ _EVERY = (
 _OURS = Way("ours", _refuses_ours, _ours)
 _ATTENTION = (
     Way("sdpa", _never, _expanded, True),
-    Way("sdpa, bias and mask in memory", _refuses_materialised, _materialised, True),
+    Way("sdpa-materialised", _refuses_materialised, _materialised, True),
     Way("trifast", _refuses_trifast, _trifast),
     Way("cuequivariance", _refuses_cuequivariance, _cuequivariance),
     Way("flash-attn", _refuses_flash, _flash),

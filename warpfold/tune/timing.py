@@ -47,7 +47,9 @@ class Times:
         return statistics.median(seconds) if seconds else None
 
 
-def measure(subjects: Sequence[Subject], device: torch.device, repeats: int, budget: float = 20.0) -> dict[str, Times]:
+def measure(
+    subjects: Sequence[Subject], device: torch.device, repeats: int, budget: float = 20.0, peaks: bool = True
+) -> dict[str, Times]:
     """Time each `repeats` times, in turn; fewer where a way's times would add up to more than `budget` seconds.
 
     A way that runs out of memory, or that fails in another's code, is out, with the reason in `failed`.
@@ -64,7 +66,8 @@ def measure(subjects: Sequence[Subject], device: torch.device, repeats: int, bud
                 took = time.perf_counter() - start
                 if took > budget / 2:
                     break
-            clock.peaks(subject, times)
+            if peaks:
+                clock.peaks(subject, times)
             left[subject.name] = max(1, min(repeats, int(budget / max(took, 1e-9))))
         except (RuntimeError, ValueError, TypeError) as error:  # torch's own out-of-memory is a RuntimeError
             times.failed = _reason(error)
