@@ -119,11 +119,12 @@ class _Draw:
 
     dtype: torch.dtype
     device: torch.device
-    generator: torch.Generator = field(init=False)
+    generator: torch.Generator | None = field(init=False, default=None)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.generator = torch.Generator(self.device).manual_seed(self.seed)
+        if self.device.type != "meta":  # where there are no numbers
+            self.generator = torch.Generator(self.device).manual_seed(self.seed)
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         x = torch.randn(*shape, generator=self.generator, device=self.device)

@@ -91,13 +91,17 @@ def check(case: Case, dtype: str, device: torch.device | str) -> Verdict:
     exact = run(op.definition, given.double())
     plain, ours, again = run(op.definition, given), run(op.fast, given), run(op.fast, given)
     repeats = all(torch.equal(a, b) for a, b in zip(ours, again))
-    roundoff = torch.finfo(DTYPES[dtype]).eps / 2
+    return Verdict(case, dtype, place(given.grad), "", errors(given, ours, plain, exact), repeats)
+
+
+def errors(given: Inputs, ours: list[Tensor], plain: list[Tensor], exact: list[Tensor]) -> tuple[Error, ...]:
+    """Of what `run` returned for the fast way, for the definition, and for the definition in fp64."""
+    roundoff = torch.finfo(given.grad.dtype).eps / 2
     scale = float(given.grad.double().norm())
-    errors = [
+    return tuple(
         compare(name, *tensors, roundoff=roundoff, floor=scale if i else 0.0)
         for i, (name, *tensors) in enumerate(zip(("output", *given.names), ours, plain, exact))
-    ]
-    return Verdict(case, dtype, place(given.grad), "", tuple(errors), repeats)
+    )
 
 
 def compare(name: str, ours: Tensor, plain: Tensor, exact: Tensor, *, roundoff: float, floor: float = 0.0) -> Error:
