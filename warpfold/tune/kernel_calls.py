@@ -5,7 +5,8 @@ instead.  So what is compiled offline, and what index arithmetic is followed, is
 beside it that could fall behind.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,13 @@ class _Launching(TorchDispatchMode):
         return getattr(dispatch.implementation(module, args[0]), name)(*args, **(kwargs or {}))
 
 
+@contextmanager
+def launching() -> Iterator[list[Call]]:
+    """Within it, operations on "meta" call their launchers, and what they would launch is noted."""
+    with dispatch.interpreting(), recorded() as calls, _Launching():
+        yield calls
+
+
 def one_block(config: ModelConfig) -> ModelConfig:
     """The same model with one block of each stack: it launches the same kernels."""
     return replace(
@@ -60,6 +68,6 @@ def calls_of(plan: Plan, config: ModelConfig, sizes: Mapping[str, int], training
     sizes: residues "res", sequences "seq", "extra" sequences and templates "tmpl".
     """
     losses = LossConfig() if training else None
-    with dispatch.using(plan.kernels), dispatch.interpreting(), recorded() as calls, _Launching():
+    with dispatch.using(plan.kernels), launching() as calls:
         memory_of(plan, one_block(config), sizes, losses, recycles=0)
     return calls
