@@ -16,7 +16,7 @@ from warpfold.ops.triton.launch import launch
 from warpfold.ops.triton.positions import channels_last, cuts, deliver, operand, power, walk
 from warpfold.ops.triton.sums import partials_of, sum_partials
 
-PROGRAMS = 1024  # at most, that sum up gradients of a norm: eight on each core of a large GPU
+PROGRAMS = 1024  # at most, of the backward kernel of a norm alone: eight on each core of a large GPU
 TILES = 256  # of gradients of a weight, where there are positions enough: two on each core of a large GPU
 WIDEST = 256  # channels of 16 bits that a program of the projection holds
 
@@ -129,7 +129,7 @@ def _through_norm(
     unit, grad_unit = p.unit(0, 3), p.unit(1)
     kernel = norm_linear_kernels.BACKWARD
     choice = launch(kernel.name, (c, outputs, x.element_size()), x.device)
-    programs = cuts(p.count, choice.sizes["BLOCK_M"], PROGRAMS)
+    programs = triton.cdiv(p.count, choice.sizes["BLOCK_M"])
     partials = partials_of(x, programs, 2 * c)
     kernel.run(
         (programs,),

@@ -123,8 +123,8 @@ def _norm_linear_wide(
         out = tl.dot(n, wt.to(n.dtype), out, input_precision="ieee")
     if BIAS:
         out += tl.load(bias + o, mask=o < OUTPUTS, other=0).to(tl.float32)[None, :]
-    at = offsets(m, sizes, y_at, AXES, Y_UNIT)[:, None]
-    tl.store(y + at + o[None, :], out.to(y.dtype.element_ty), mask=(m < rows)[:, None] & (o < PADDED)[None, :])
+    place = y + offsets(m, sizes, y_at, AXES, Y_UNIT)[:, None]
+    tl.store(place + o[None, :], out.to(y.dtype.element_ty), mask=(m < rows)[:, None] & (o < PADDED)[None, :])
     if tl.program_id(1) == 0:
         at = offsets(m, sizes, s_at, AXES, 1)
         tl.store(mean + at, centre, mask=m < rows)
@@ -156,33 +156,33 @@ def _norm_linear_backward(
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """dx, through the projection and then the norm; partials [programs, 2 C] as of `layer_norm`'s backward kernel."""
+    """dx, through the projection and then the norm; partials [programs, 2 C] as of `layer_norm`'s backward kernel.
+
+    One block of positions a program: a loop over blocks costs 60 registers, and with them half of the warps.
+    """
     c = tl.arange(0, BLOCK_C)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = grad + offsets(m, sizes, g_at, AXES, G_UNIT)[:, None]
+    dn = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for start in range(0, OUTPUTS, BLOCK_O):
+        o = start + tl.arange(0, BLOCK_O)
+        dy = tl.load(place + o[None, :], mask=(m < rows)[:, None] & (o < OUTPUTS)[None, :], other=0)
+        wt = tl.load(weight + o[:, None] * C + c[None, :], mask=(o < OUTPUTS)[:, None] & (c < C)[None, :], other=0)
+        dn = tl.dot(dy, wt.to(dy.dtype), dn, input_precision="ieee")
+    keep = (m < rows)[:, None] & (c < C)[None, :]
+    v = tl.load(x + tile(m, c, sizes, x_at, AXES, X_UNIT), mask=keep, other=0).to(tl.float32)
+    at = offsets(m, sizes, s_at, AXES, 1)
+    centre = tl.load(mean + at, mask=m < rows, other=0)
+    s = tl.load(scale + at, mask=m < rows, other=0)
+    n = tl.where(keep, (v - centre[:, None]) * s[:, None], 0.0)
+    dw = tl.sum(dn * n, 0)
+    db = tl.sum(dn, 0)
     w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
-    dw = tl.zeros([BLOCK_C], tl.float32)
-    db = tl.zeros([BLOCK_C], tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
-        m = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        place = grad + offsets(m, sizes, g_at, AXES, G_UNIT)[:, None]
-        dn = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-        for start in range(0, OUTPUTS, BLOCK_O):
-            o = start + tl.arange(0, BLOCK_O)
-            dy = tl.load(place + o[None, :], mask=(m < rows)[:, None] & (o < OUTPUTS)[None, :], other=0)
-            wt = tl.load(weight + o[:, None] * C + c[None, :], mask=(o < OUTPUTS)[:, None] & (c < C)[None, :], other=0)
-            dn = tl.dot(dy, wt.to(dy.dtype), dn, input_precision="ieee")
-        keep = (m < rows)[:, None] & (c < C)[None, :]
-        v = tl.load(x + tile(m, c, sizes, x_at, AXES, X_UNIT), mask=keep, other=0).to(tl.float32)
-        at = offsets(m, sizes, s_at, AXES, 1)
-        centre = tl.load(mean + at, mask=m < rows, other=0)
-        s = tl.load(scale + at, mask=m < rows, other=0)
-        n = tl.where(keep, (v - centre[:, None]) * s[:, None], 0.0)
-        dw += tl.sum(dn * n, 0)
-        db += tl.sum(dn, 0)
-        dn = dn * w[None, :]
-        along = tl.sum(dn * n, 1) / C
-        level = tl.sum(dn, 1) / C
-        out = (dn - level[:, None] - n * along[:, None]) * s[:, None]
-        tl.store(dx + tile(m, c, sizes, d_at, AXES, X_UNIT), out.to(dx.dtype.element_ty), mask=keep)
+    dn = dn * w[None, :]
+    along = tl.sum(dn * n, 1) / C
+    level = tl.sum(dn, 1) / C
+    out = (dn - level[:, None] - n * along[:, None]) * s[:, None]
+    tl.store(dx + tile(m, c, sizes, d_at, AXES, X_UNIT), out.to(dx.dtype.element_ty), mask=keep)
     place = partials + tl.program_id(0).to(tl.int64) * (2 * C) + c
     tl.store(place, dw, mask=c < C)
     tl.store(place + C, db, mask=c < C)

@@ -6,6 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from warpfold.ops.triton.launch import Kernel, Launch, launch, register
+from warpfold.ops.triton.positions import cuts
+
+ONCE, SPANS = 1024, 128  # programs that are summed up at once; sums of spans of programs, where there are more
 
 
 @triton.jit
@@ -19,16 +22,19 @@ def _sum_partials(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """partials [programs, FIRST + SECOND] fp32 -> first [FIRST], second [SECOND]."""
+    """partials [programs, FIRST + SECOND] fp32 -> first [spans, FIRST], second [SECOND]: sums of spans of programs."""
     WIDTH: tl.constexpr = FIRST + SECOND
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    p = tl.arange(0, BLOCK_P)
+    each = tl.cdiv(programs, tl.num_programs(1))
+    begin = tl.program_id(1) * each
+    end = min(programs, begin + each)
     total = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
-    for start in range(0, programs, BLOCK_P):
-        row = (start + p)[:, None]
-        total += tl.load(partials + row.to(tl.int64) * WIDTH + n[None, :], mask=(row < programs) & (n < WIDTH), other=0)
+    for start in range(begin, end, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)
+        keep = (p < end)[:, None] & (n < WIDTH)[None, :]
+        total += tl.load(partials + p[:, None].to(tl.int64) * WIDTH + n[None, :], mask=keep, other=0)
     sums = tl.sum(total, 0)
-    tl.store(first + n, sums.to(first.dtype.element_ty), mask=n < FIRST)
+    tl.store(first + tl.program_id(1) * FIRST + n, sums.to(first.dtype.element_ty), mask=n < FIRST)
     if SECOND > 0:
         tl.store(second + (n - FIRST), sums.to(second.dtype.element_ty), mask=(n >= FIRST) & (n < WIDTH))
 
@@ -48,9 +54,19 @@ SUM = register(
 def sum_partials(partials: Tensor, first: Tensor, second: Tensor) -> None:
     """The sums over programs, partials [programs, n] in fp32, into the n elements of `first` and then `second`."""
     programs, width = partials.shape
+    if programs > ONCE:  # too many for one after another: first the sums of so many spans of them
+        spans = partials_of(partials, cuts(programs, 1, SPANS), width)
+        _sum(partials, spans, spans[:, :0])
+        partials = spans
+    _sum(partials, first, second)
+
+
+def _sum(partials: Tensor, first: Tensor, second: Tensor) -> None:
+    programs, width = partials.shape
+    spans = (first.numel() + second.numel()) // width
     choice = launch(SUM.name, (programs, width), partials.device)
-    grid = (triton.cdiv(width, choice.sizes["BLOCK_N"]),)
-    SUM.run(grid, choice, partials, first, second, programs, FIRST=first.numel(), SECOND=second.numel())
+    grid = (triton.cdiv(width, choice.sizes["BLOCK_N"]), spans)
+    SUM.run(grid, choice, partials, first, second, programs, FIRST=first.numel() // spans, SECOND=second.numel())
 
 
 def partials_of(x: Tensor, programs: int, width: int) -> Tensor:
