@@ -1,6 +1,7 @@
 """An operation's fast way against its definition: the output and every gradient, by their errors to fp64.
 
 The bar (DESIGN section 3): an error to the definition in fp64 at most twice that of the definition in the same dtype.
+Errors are drawn by chance, and of few numbers their size is known roughly; the bar allows for that (`Error.bar`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,15 @@ class Error:
     ours_worst: float
     definition_worst: float
     roundoff: float  # of the dtype; what no computation is blamed for
+    numbers: int  # of the tensor
+
+    @property
+    def bar(self) -> float:
+        """How many times the definition's error ours may be.
+
+        From n numbers the ratio of two such errors is known to 1 in sqrt(n); four times that are allowed for.
+        """
+        return float(BAR * (1 + 4 * self.numbers**-0.5))
 
     @property
     def ratio(self) -> float:
@@ -37,7 +47,7 @@ class Error:
     @property
     def red(self) -> bool:
         """Whether it is over the bar; so is what is not finite where the truth is."""
-        mean = self.ours <= max(BAR * self.definition, self.roundoff)
+        mean = self.ours <= max(self.bar * self.definition, self.roundoff)
         worst = self.ours_worst <= max(PEAK_BAR * self.definition_worst, PEAK_BAR * self.roundoff)
         return not (mean and worst)
 
@@ -110,7 +120,7 @@ def compare(name: str, ours: Tensor, plain: Tensor, exact: Tensor, *, roundoff: 
     if size <= 1e-9 * floor:  # a gradient that cancels: through a softmax over one key, say
         size = peak = floor or 1.0
     mine, theirs = _distance(ours, exact), _distance(plain, exact)
-    return Error(name, mine[0] / size, theirs[0] / size, mine[1] / peak, theirs[1] / peak, roundoff)
+    return Error(name, mine[0] / size, theirs[0] / size, mine[1] / peak, theirs[1] / peak, roundoff, exact.numel())
 
 
 def _distance(x: Tensor, exact: Tensor) -> tuple[float, float]:

@@ -86,7 +86,7 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     n = 8192 if cuda and dtype != torch.float32 else 4096 if cuda else 1024
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     flops = 2 * n**3 / _seconds(lambda: a @ b, device)
-    source = torch.ones(2**28 if cuda else 2**26, device=device)  # far larger than any cache
+    source = torch.ones(2**28 if cuda else 2**25, device=device)  # far larger than any cache
     target = torch.empty_like(source)
     moved = 2 * source.numel() * 4 / _seconds(lambda: target.copy_(source), device)
     measured = "matrix products and copies measured in this run"
@@ -110,7 +110,7 @@ def _gpu_exps(device: torch.device) -> tuple[float | None, str]:
     return rate, f"exp modelled: {units} x {EXPS_PER_CLOCK} per clock at {clock:.2f} GHz, {source}"
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 12) -> float:
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 8) -> float:
     """The shortest after two runs that do not count: a ceiling is what the device can do when nothing disturbs it."""
     taken = []
     for _ in range(repeats + 2):

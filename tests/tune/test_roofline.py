@@ -1,0 +1,80 @@
+"""The model of what the device allows, against figures that others worked out, and its parts by hand."""
+
+import pytest
+import torch
+
+from warpfold.tune.cases import Case
+from warpfold.tune.roofline import Ceilings, ceilings, work
+from warpfold.tune.sizes import shapes
+
+# Products, bytes and exponentials per second, as the table of limits takes them: 16 per clock and multiprocessor.
+A100 = Ceilings(312e12, 2.0e12, 108 * 16 * 1.41e9, "")
+H100 = Ceilings(790e12, 3.0e12, 132 * 16 * 1.755e9, "")
+
+
+@pytest.mark.parametrize(
+    ("top", "n", "forward", "backward"),
+    [
+        (A100, 256, 0.055, 0.096),
+        (A100, 384, 0.186, 0.325),
+        (A100, 1024, 3.53, 6.17),
+        (A100, 2048, 28.2, 49.3),
+        (H100, 256, 0.029, 0.045),
+        (H100, 1024, 1.86, 2.90),
+        (H100, 2048, 14.8, 23.2),
+    ],
+)
+def test_triangle_attention_as_in_the_research(top: Ceilings, n: int, forward: float, backward: float) -> None:
+    """Milliseconds, bf16, 4 heads of 32: TARGETS' column "limit (model)"."""
+    ((name, case),) = shapes("attention", [f"starting:{n}"])
+    assert name == f"starting:{n}"
+    assert top.limit(work(case, "forward", 2)) * 1e3 == pytest.approx(forward, rel=0.02)
+    assert top.limit(work(case, "backward", 2)) * 1e3 == pytest.approx(backward, rel=0.02)
+
+
+def test_norms_are_bytes_alone() -> None:
+    """33.6 and 50.3 MB for [256, 256, 128] in bf16; 7.8 and 11.7 us at the 4.3 TB/s of an H200."""
+    ((_, case),) = shapes("layer_norm", ["pair:256"])
+    h200 = Ceilings(790e12, 4.3e12, None, "")
+    for direction, megabytes, micro in (("forward", 33.6, 7.8), ("backward", 50.3, 11.7)):
+        needed = work(case, direction, 2)
+        assert needed.bytes / 1e6 == pytest.approx(megabytes, rel=0.01)
+        assert needed.flops == 0
+        assert h200.limit(needed) * 1e6 == pytest.approx(micro, rel=0.01)
+
+
+def test_exponentials_of_a_block() -> None:
+    """67 and 34 million in row and column attention of a block of 128 x 256."""
+    for kind, millions in (("row", 67), ("column", 34)):
+        ((_, case),) = shapes("attention", [f"{kind}:128x256"])
+        assert work(case, "forward", 2).exps / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+def test_products_by_hand() -> None:
+    tail = Case(op="tail", where="", rows=2, length=3, channels=5, outputs=7)
+    assert work(tail, "forward", 4).flops == 2 * 6 * 5 * 7
+    assert work(tail, "backward", 4).flops == 4 * 6 * 5 * 7
+    assert work(tail, "forward", 4).bytes == 6 * (2 * 5 + 2 * 7) * 4
+    linear = Case(op="norm_linear", where="", rows=2, length=3, channels=5, outputs=7)
+    assert work(linear, "backward", 2).bytes == 6 * (2 * 5 + 7) * 2
+    column = Case(op="global_attention", where="", rows=2, length=1, keys=11, heads=3, width=4)
+    assert work(column, "forward", 2).flops == 2 * 2 * 2 * 3 * 11 * 4
+    assert work(column, "forward", 2).bytes == (2 * 2 * 3 * 4 + 2 * 2 * 11 * 4) * 2 + 4 * 2 * 11
+    assert work(column, "forward", 2).exps == 2 * 3 * 11
+
+
+def test_what_is_slowest_sets_the_limit() -> None:
+    gate = Case(op="gate", where="", rows=1, length=1000, channels=10)
+    needed = work(gate, "forward", 4)
+    assert Ceilings(1e12, 1e9, 1e12, "").limit(needed) == pytest.approx(1.2e-4)
+    assert Ceilings(1e12, 1e18, 1e6, "").limit(needed) == pytest.approx(1e-2)
+    assert Ceilings(1e12, 1e18, None, "").limit(needed) < 1e-9
+
+
+def test_ceilings_are_measured_here() -> None:
+    top = ceilings(torch.device("cpu"), torch.float32)
+    assert 1e8 < top.flops < 1e14
+    assert 1e8 < top.bytes < 1e12
+    assert top.exps is not None
+    assert 1e6 < top.exps < 1e12
+    assert "measured" in top.how
