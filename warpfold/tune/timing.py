@@ -24,9 +24,9 @@ class Subject:
     """One way to compute something."""
 
     name: str
-    forward: Callable[[], Tensor]
+    forward: Callable[[], Tensor | tuple[Tensor, ...]]
     wanted: Sequence[Tensor]  # whose gradients the backward pass makes
-    grad: Tensor
+    grad: Tensor | tuple[Tensor, ...]  # of what `forward` returns
     trains: bool = True  # False: it has no backward pass
 
 

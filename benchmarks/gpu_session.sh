@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can say, in one call of less than ten minutes, on a machine with torch and triton alone:
+# the GPU test suite, launch tables, the operations beside other ways, an Evoformer block, its launches, a profile.
+#
+#   benchmarks/gpu_session.sh             results in $OUT, or in benchmarks/results
+#   benchmarks/gpu_session.sh --rehearse  its own logic, on a CPU at toy sizes: no GPU result, nothing is kept
+#
+# Each part has a box of time; one that fails or runs out is said, and the next one runs.  Exit code 1 if any did.
+set -uo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+readonly root
+readonly python="${PYTHON:-python3}"
+readonly limit=560  # seconds of the whole
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+
+fail() { printf 'gpu_session: %s\n' "$*" >&2; exit 2; }
+
+rehearse=
+case "${1:-}" in
+  '') ;;
+  --rehearse) rehearse=1 ;;
+  -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  *) fail "$1: not known; there is --rehearse" ;;
+esac
+[[ $# -le 1 ]] || fail "$2: one argument at most"
+
+if [[ -n "$rehearse" ]]; then
+  out="$(mktemp -d)" || fail "no temporary folder"
+  trap 'rm -rf "$out"' EXIT
+  readonly name=rehearsal device=cpu
+  echo "REHEARSAL on a CPU, at toy sizes: not a GPU result."
+else
+  gpu="$("$python" -c 'import sys, torch
+if not torch.cuda.is_available(): sys.exit(3)
+print(torch.cuda.get_device_name())' 2>/dev/null)"
+  case $? in
+    0) ;;
+    3) fail "no GPU that torch can use; nothing was run" ;;
+    *) fail "$python cannot import torch; PYTHON=/path/to/python names another" ;;
+  esac
+  out="${OUT:-$root/benchmarks/results}"
+  mkdir -p "$out" || fail "$out: cannot be made"
+  out="$(cd "$out" && pwd)"
+  name="$(tr -cs 'A-Za-z0-9.\n' '-' <<<"$gpu")-$(date +%F)"
+  readonly name device=cuda
+fi
+cd "$root" || fail "$root: not a folder"
+readonly log="$out/$name.log"
+parts="$(mktemp -d)" || fail "no temporary folder"
+trap 'rm -rf "$parts" ${rehearse:+"$out"}' EXIT
+: >"$log" || fail "$log: cannot be written"
+failed=0
+
+part() {  # NAME SECONDS FILE COMMAND ...: what the command prints goes to FILE (or, where that is -, to the log)
+  local what="$1" box="$2" file="$3" began="$SECONDS" code left
+  shift 3
+  left=$((limit - SECONDS))
+  if ((left < 10)); then
+    printf '%-34s not run: no time is left\n' "$what" | tee -a "$log"
+    printf '%s\tnot run\t0\n' "$what" >>"$parts/parts.tsv"
+    failed=1
+    return
+  fi
+  ((box > left)) && box="$left"
+  printf '\n$ %s\n' "$*" >>"$log"
+  if [[ "$file" == - ]]; then
+    timeout --kill-after=5 "$box" "$@" >>"$log" 2>&1
+  else
+    timeout --kill-after=5 "$box" "$@" >"$file" 2>>"$log"
+  fi
+  code=$?
+  local took=$((SECONDS - began)) says
+  case "$code" in
+    0) says=ok ;;
+    124 | 137) says="out of its ${box} s" ;;
+    *) says="FAILED, exit code $code: $(tail -n 1 "$log" | cut -c 1-160)" ;;
+  esac
+  ((code == 0)) || failed=1
+  printf '%-34s %s (%d s)\n' "$what" "$says" "$took" | tee -a "$log"
+  printf '%s\t%s\t%d\n' "$what" "$says" "$took" >>"$parts/parts.tsv"
+}
+
+warpfold=("$python" -m warpfold)
+if [[ -n "$rehearse" ]]; then
+  triangles=starting:12,starting:16 all=starting:12 pair=pair:8 msa=msa:3x8 settings=tiny toy=(--toy)
+else
+  triangles=starting:256,starting:384,starting:1024,starting:2048,ending:256,ending:1024
+  all=starting:256,row:128x256,column:128x256,global:1024x256 pair=pair:256 msa=msa:128x256 settings=monomer toy=()
+fi
+readonly most="definition,sdpa,trifast,cuequivariance,ours"
+
+part "machine" 60 - "${warpfold[@]}" doctor --device "$device"
+if [[ -n "$rehearse" ]]; then
+  part "tests that need a GPU" 60 - "$python" -c 'print("left out: there is none")'
+elif "$python" -c 'import pytest' 2>/dev/null; then
+  part "tests that need a GPU" 150 - "$python" -m pytest -m gpu -q -x --no-header tests/ops
+else
+  echo "pytest is not installed: the doctor's checks stand for the tests" | tee -a "$log"
+fi
+if [[ -z "$rehearse" ]]; then
+  part "launch tables" 120 - "${warpfold[@]}" tune --op all --out "$out/$name-launches.json"
+fi
+part "triangle attention" 90 "$parts/triangles.json" "${warpfold[@]}" bench --op attention --shapes "$triangles" \
+  --ways "$most" --device "$device" --csv "$out/$name-triangles.csv" --plot "$out/$name-triangles.png" --json
+part "norms, gates, tails" 60 "$parts/norms.json" "${warpfold[@]}" bench --op layer_norm,norm_linear,gate,tail \
+  --shapes "$pair,$msa" --ways definition,ours --device "$device" --csv "$out/$name-norms.csv" --json
+part "Evoformer block" 75 "$parts/block.json" "$python" benchmarks/gpu_block.py --device "$device" \
+  --profile "$out/$name-profile.txt" ${toy[@]+"${toy[@]}"}
+part "every operation of $settings" 90 "$parts/doctor.json" "${warpfold[@]}" doctor --kernels --settings "$settings" \
+  --device "$device" --json
+part "attention, all ways" 90 "$parts/attention.json" "${warpfold[@]}" bench --op attention --shapes "$all" \
+  --device "$device" --csv "$out/$name-attention.csv" --json
+
+echo
+"$python" benchmarks/gpu_table.py "$parts" --out "$out/$name.json" ${rehearse:+--rehearsal} | tee -a "$log"
+((PIPESTATUS[0] == 0)) || failed=1
+if [[ -z "$rehearse" ]]; then
+  echo "results: $out/$name*"
+fi
+exit "$failed"

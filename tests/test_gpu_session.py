@@ -1,0 +1,182 @@
+"""benchmarks/gpu_session.sh and what it prints last, as far as a machine without a GPU can say."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_table import Line, lines, read
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "gpu_session.sh"
+
+
+def session(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "OUT"}
+    environment |= {"PYTHON": sys.executable, **variables}
+    return subprocess.run([SCRIPT, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
+def test_without_a_gpu_it_is_one_line(tmp_path: Path) -> None:
+    before = sorted((ROOT / "benchmarks" / "results").iterdir())
+    for variables in ({}, {"OUT": str(tmp_path / "out")}):
+        ended = session(**variables)
+        assert ended.returncode == 2
+        assert ended.stdout == ""
+        assert ended.stderr == "gpu_session: no GPU that torch can use; nothing was run\n"
+    assert not (tmp_path / "out").exists()
+    assert sorted((ROOT / "benchmarks" / "results").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "python", "says"),
+    [
+        (("--fast",), sys.executable, "--fast: not known"),
+        (("--rehearse", "now"), sys.executable, "one argument at most"),
+        ((), "/bin/false", "cannot import torch"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments: tuple[str, ...], python: str, says: str) -> None:
+    ended = session(*arguments, PYTHON=python)
+    assert ended.returncode == 2
+    assert says in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_help() -> None:
+    ended = session("--help")
+    assert ended.returncode == 0
+    assert "--rehearse" in ended.stdout
+    assert "#" not in ended.stdout
+
+
+@pytest.mark.slow
+def test_rehearsal_is_labelled_and_keeps_nothing() -> None:
+    before = sorted((ROOT / "benchmarks" / "results").iterdir())
+    ended = session("--rehearse")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("not a GPU result") == 2
+    assert "FAILED" not in ended.stdout
+    assert " met" not in ended.stdout  # a toy has no figure of TARGETS
+    assert sorted((ROOT / "benchmarks" / "results").iterdir()) == before
+
+
+# ---- the table
+
+
+def row(op: str, shape: str, direction: str, **figures: float) -> dict[str, object]:
+    return {"op": op, "shape": shape, "way": "ours", "pass": direction, "share_of_limit": 0.5, **figures}
+
+
+def test_figures_beside_their_bars() -> None:
+    found = {
+        "triangles": {
+            "rows": [
+                row("attention", "starting:256", "forward", ms=0.07),
+                row("attention", "starting:256", "backward", ms=0.22),
+                row("attention", "starting:384", "backward", ms=0.5),
+            ]
+        },
+        "norms": {
+            "rows": [row("layer_norm", "pair:256", "forward", ms=0.01, gb_per_s=3800.0)],
+            "ceilings": {"bf16": {"gb_per_s": 4300.0}},
+        },
+        "block": {
+            "full_size": True,
+            "ways": {"fast": {"training_ms": 1.0, "backward_ms": 4.0}},
+            "launches": {"forward": {"kernels": 24, "copies and fills": 2, "launch calls": 24}},
+        },
+    }
+    table = {line.what: line for line in lines(found, "NVIDIA H200")}
+    verdicts = {what: line.verdict for what, line in table.items()}
+    assert verdicts == {
+        "triangle attention forward, N 256": "met",
+        "triangle attention forward, N 384": "not measured",
+        "triangle attention forward, N 1024": "not measured",
+        "triangle attention forward, N 2048": "not measured",
+        "triangle attention backward, N 256": "MISSED",
+        "triangle attention backward, N 384": "no bar for this GPU",
+        "triangle attention backward, N 1024": "not measured",
+        "triangle attention backward, N 2048": "not measured",
+        "LayerNorm [256, 256, 128] forward, of copy bandwidth": "met",
+        "LayerNorm [256, 256, 128] backward, of copy bandwidth": "not measured",
+        "Evoformer block 128 x 256 forward": "met",
+        "Evoformer block 128 x 256 backward": "MISSED",
+        "launches per block, forward": "MISSED",
+        "launches per block, backward": "not measured",
+    }
+    assert table["LayerNorm [256, 256, 128] forward, of copy bandwidth"].measured == pytest.approx(3800 / 4300)
+    assert {line.verdict for line in lines({}, "NVIDIA A100-SXM4-80GB")} == {"not measured"}
+
+
+def test_a_toy_has_no_figure_of_targets() -> None:
+    toy = {"block": {"full_size": False, "ways": {"fast": {"training_ms": 1.0, "backward_ms": 1.0}}}}
+    assert {line.verdict for line in lines(toy, "NVIDIA H200")} == {"not measured"}
+
+
+def test_bars_that_are_least() -> None:
+    assert Line("", 0.9, 0.85, "", least=True).verdict == "met"
+    assert Line("", 0.8, 0.85, "", least=True).verdict == "MISSED"
+
+
+def test_a_part_that_was_stopped_is_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "block.json").write_text('{"ways": {"fast"')
+    (tmp_path / "norms.json").write_text("")
+    (tmp_path / "doctor.json").write_text(json.dumps({"red": 0}))
+    assert read(tmp_path) == {"doctor": {"red": 0}}
+    table = tmp_path / "table.json"
+    command = [sys.executable, "benchmarks/gpu_table.py", tmp_path, "--out", table]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0  # the doctor's list is missing: said, not guessed
+    (tmp_path / "doctor.json").unlink()
+    (tmp_path / "parts.tsv").write_text("Evoformer block\tout of its 75 s\t75\n")
+    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(table.read_text())["parts"] == [
+        {"part": "Evoformer block", "ended": "out of its 75 s", "seconds": "75"}
+    ]
+
+
+# ---- the parts, by a stand-in for Python that runs none of them
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    """As if there were a GPU: triangles fail, norms take longer than their box, the rest prints nothing."""
+    path = tmp_path / "python"
+    path.write_text(
+        "#!/bin/bash\n"
+        'case "$*" in\n'
+        '  *cuda.is_available*) echo "NVIDIA Stand-in 9000" ;;\n'
+        f'  *gpu_table.py*) exec "{sys.executable}" "$@" ;;\n'
+        '  *"--op attention --shapes starting:256,"*) echo "no such kernel" >&2; exit 7 ;;\n'
+        '  *"bench --op layer_norm"*) exit 124 ;;\n'
+        '  *) echo "{}" ;;\n'
+        "esac\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_a_part_that_fails_is_said_and_the_next_one_runs(tmp_path: Path, stand_in: Path) -> None:
+    ended = session(PYTHON=str(stand_in), OUT=str(tmp_path / "out"))
+    assert ended.returncode == 1
+    says = ended.stdout.splitlines()
+    assert any(
+        line.startswith("triangle attention ") and "FAILED, exit code 7: no such kernel" in line for line in says
+    )
+    assert any(line.startswith("norms") and "out of its 60 s" in line for line in says)
+    assert any(line.startswith("Evoformer block ") and " ok " in line for line in says)
+    assert any(line.endswith("not measured") for line in says)
+    assert "REHEARSAL" not in ended.stdout
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert all(name.startswith("NVIDIA-Stand-in-9000-2") for name in files)
+    assert {name.rpartition(".")[2] for name in files} == {"json", "log"}
+    (result,) = (tmp_path / "out").glob("*.json")
+    ends = {part["part"]: part["ended"] for part in json.loads(result.read_text())["parts"]}
+    assert ends["launch tables"] == "ok"
+    assert ends["triangle attention"].startswith("FAILED")
