@@ -53,19 +53,17 @@ class Line:
 
 def lines(found: dict[str, Any], gpu: str) -> Iterator[Line]:
     """Every row of TARGETS that the session measures."""
-    triangles = found.get("triangles")
+    triangles, norms, block = (found.get(part) or None for part in ("triangles", "norms", "block"))
     for direction, bars in (("forward", FORWARD), ("backward", BACKWARD)):
         for n in (256, 384, 1024, 2048):
             ours = _row(triangles, "attention", f"starting:{n}", direction)
             what = f"triangle attention {direction}, N {n}"
             yield Line(what, ours and ours["ms"], _for(bars, gpu).get(n), "ms", limit=ours and ours["share_of_limit"])
-    norms = found.get("norms")
     for direction in ("forward", "backward"):
         ours = _row(norms, "layer_norm", "pair:256", direction)
         copy = norms and next(iter(norms["ceilings"].values()))["gb_per_s"]
         share = ours["gb_per_s"] / copy if ours and copy else None
         yield Line(f"LayerNorm [256, 256, 128] {direction}, of copy bandwidth", share, NORM, "", least=True)
-    block = found.get("block")
     if block and not block["full_size"]:
         block = None  # a toy: no figure of TARGETS
     for direction, which in (("forward", "training"), ("backward", "backward")):
