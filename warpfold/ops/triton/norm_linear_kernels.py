@@ -268,7 +268,10 @@ BACKWARD = register(
         "norm_linear_backward",
         _norm_linear_backward,
         _launches(
-            ("BLOCK_M", "BLOCK_O"), *((m, o, w, s) for m in (16, 32, 64, 128) for o in (16, 32, 64) for w, s in ((4, 2), (8, 2), (8, 3)))
+            ("BLOCK_M", "BLOCK_O"),
+            *((m, o, 8, s) for m in (16, 32, 64) for o in (16, 32, 64) for s in (2, 3)),
+            *((m, o, 4, s) for m in (16, 32, 64) for o in (16, 32) for s in (1, 2)),
+            *((128, o, 16, 2) for o in (32, 64)),,
         ),
     )
 )

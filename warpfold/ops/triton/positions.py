@@ -8,6 +8,7 @@ transposed and padded views are read where they lie.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -71,4 +71,4 @@ def _sum(partials: Tensor, first: Tensor, second: Tensor) -> None:
 
 def partials_of(x: Tensor, programs: int, width: int) -> Tensor:
     """Where programs leave what they sum up, [programs, width] in fp32."""
-    return torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    return x.new_empty(programs, width, dtype=torch.float32)

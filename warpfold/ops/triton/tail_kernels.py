@@ -165,16 +165,17 @@ def _launches(names: tuple[str, ...], *tiles: tuple[int, ...]) -> tuple[Launch, 
     return tuple(Launch(dict(zip(names, sizes)), warps, stages) for *sizes, warps, stages in tiles)
 
 
-def _products(last: str) -> tuple[Launch, ...]:
-    return _launches(
-        ("BLOCK_M", last, "BLOCK_K"),
-        *((m, n, k, w, s) for m, n, w in ((64, 64, 4), (64, 128, 4), (64, 256, 8), (128, 64, 4), (128, 128, 8)) for k in (32, 64) for s in (2, 3)),
-        (32, 32, 32, 4, 1),
-    )
+_TILES = (
+    *((64, 64, k, 4, s) for k in (32, 64) for s in (2, 3)),
+    *((64, 128, k, w, s) for k in (32, 64) for w in (4, 8) for s in (2, 3)),
+    *((64, 256, k, 8, s) for k in (32, 64) for s in (2, 3)),
+    *((128, 128, k, 8, s) for k in (32, 64) for s in (2, 3)),
+    *((32, 64, 16, 4, 1), (64, 64, 16, 8, 1)),
+)
 
 
-FORWARD = register(Kernel("tail", _tail, _products("BLOCK_C")))
-BACKWARD = register(Kernel("tail_backward", _tail_backward, _products("BLOCK_I")))
+FORWARD = register(Kernel("tail", _tail, _launches(("BLOCK_M", "BLOCK_C", "BLOCK_K"), *_TILES)))
+BACKWARD = register(Kernel("tail_backward", _tail_backward, _launches(("BLOCK_M", "BLOCK_I", "BLOCK_K"), *_TILES)))
 WEIGHT = register(
     Kernel(
         "tail_weight",
@@ -182,8 +183,9 @@ WEIGHT = register(
         _launches(
             ("BLOCK_M", "BLOCK_C", "BLOCK_I"),
             *((m, 128, 128, 8, s) for m in (32, 64, 128) for s in (2, 3)),
+            *((m, 64, 128, 4, s) for m in (32, 64) for s in (2, 3)),
             *((m, 64, 64, 4, s) for m in (32, 64) for s in (2, 3)),
-            (16, 64, 64, 4, 1),
+            *((16, 64, 64, w, 1) for w in (4, 8)),
         ),
     )
 )

@@ -1,0 +1,70 @@
+"""gate and tail: the Triton kernels, interpreted, against the definitions."""
+
+import pytest
+import torch
+
+from tests.ops.triton.gate_cases import GATES, TAILS, gate_case, tail_case
+from tests.ops.triton.layouts import answer, errors, exact_bf16, poisoned, within
+from warpfold.ops import dispatch
+from warpfold.ops.gate import gate, tail
+from warpfold.ops.library.attention import empty_like
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> None:
+    dispatch.interpret()
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
+    values, grad = gate_case(name)
+    x, g = (within(v, DTYPES[dtype]) for v in values)
+    grad = within(grad, DTYPES[dtype]).detach()
+    assert gate.refuses(x, g) is None
+    with poisoned(monkeypatch), exact_bf16(monkeypatch):
+        fast = answer(gate.fast, [x, g], grad)
+    assert not errors(gate, [x, g], grad, fast)
+    wanted = [empty_like(t.detach()).stride() for t in (x, x, g)]
+    assert [t.stride() for t in fast] == wanted
+
+
+def _tail(name: str, dtype: torch.dtype, factors: torch.dtype) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    values, grad = tail_case(name)
+    dtypes = (dtype, dtype, dtype, torch.float32, torch.float32, factors)
+    given = [None if v is None else within(v, d) for v, d in zip(values, dtypes)]
+    if given[5] is not None:
+        given[5] = given[5].detach()
+    return given, within(grad, dtype).detach()
+
+
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_tail(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
+    given, grad = _tail(name, DTYPES[dtype], DTYPES[dtype])
+    assert tail.refuses(*given) is None
+    with poisoned(monkeypatch):
+        fast = answer(tail.fast, given, grad)
+    assert not errors(tail, given, grad, fast)
+    wanted = [empty_like(given[i].detach()).stride() for i in (0, 1, 2)]
+    assert [fast[0].stride(), fast[2].stride(), fast[3].stride()] == wanted
+
+
+@pytest.mark.parametrize("name", ["ending node", "odd"])
+def test_tail_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    given, grad = _tail(name, torch.bfloat16, torch.bfloat16)
+    with poisoned(monkeypatch), exact_bf16(monkeypatch):
+        fast = answer(tail.fast, given, grad)
+    assert not errors(tail, given, grad, fast)
+
+
+def test_factors_may_be_wider_than_the_rest() -> None:
+    given, grad = _tail("starting node", torch.float16, torch.float32)
+    out = tail.fast(*given)
+    with torch.no_grad():
+        narrow = tail.fast(*given[:5], given[5].half())
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out, narrow)  # 0 and 1.25 are the same in both
+    assert all(t.isfinite().all() for t in torch.autograd.grad(out, given[:5], grad))

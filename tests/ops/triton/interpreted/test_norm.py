@@ -1,0 +1,75 @@
+"""layer_norm and norm_linear: the Triton kernels, interpreted, against the definitions."""
+
+import pytest
+import torch
+
+from tests.ops.triton.layouts import answer, errors, exact_bf16, poisoned, within
+from tests.ops.triton.norm_cases import LINEARS, NORMS, linear_case, norm_case, of_dtype
+from warpfold.ops import dispatch
+from warpfold.ops.library.attention import empty_like
+from warpfold.ops.library.norm import empty_projected
+from warpfold.ops.norm import layer_norm, norm_linear
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> None:
+    dispatch.interpret()
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
+    values, grad = norm_case(name)
+    arguments = [within(v, d) for v, d in zip(values, of_dtype(values, DTYPES[dtype]))]
+    grad = within(grad, DTYPES[dtype]).detach()
+    assert layer_norm.refuses(*arguments) is None
+    with poisoned(monkeypatch), exact_bf16(monkeypatch):
+        fast = answer(layer_norm.fast, arguments, grad)
+    assert not errors(layer_norm, arguments, grad, fast)
+    x = arguments[0].detach()
+    assert [t.stride() for t in fast[:2]] == [empty_like(x).stride()] * 2
+
+
+@pytest.mark.parametrize("name", LINEARS)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_norm_linear(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
+    values, grad = linear_case(name)
+    given = [None if v is None else within(v, d) for v, d in zip(values, of_dtype(values, DTYPES[dtype]))]
+    grad = within(grad, DTYPES[dtype]).detach()
+    assert norm_linear.refuses(*given) is None
+    with poisoned(monkeypatch):
+        fast = answer(norm_linear.fast, given, grad)
+    assert not errors(norm_linear, given, grad, fast)
+    x = given[0].detach()
+    assert fast[0].stride() == empty_projected(x, fast[0].shape[-1]).stride()
+    assert fast[1].stride() == empty_like(x).stride()
+
+
+@pytest.mark.parametrize("name", ["128 to 132", "200 to 130", "384 to 100"])
+def test_norm_linear_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    values, grad = linear_case(name)
+    given = [None if v is None else within(v, d) for v, d in zip(values, of_dtype(values, torch.bfloat16))]
+    grad = within(grad, torch.bfloat16).detach()
+    with poisoned(monkeypatch), exact_bf16(monkeypatch):
+        fast = answer(norm_linear.fast, given, grad)
+    assert not errors(norm_linear, given, grad, fast)
+
+
+@pytest.mark.parametrize("name", ["128", "200", "1024"])
+def test_channels_around_ten_thousand(name: str) -> None:
+    values, grad = norm_case(name, mean=1e4)
+    arguments = [within(v, torch.float32) for v in values]
+    grad = within(grad, torch.float32).detach()
+    fast = answer(layer_norm.fast, arguments, grad)
+    assert not errors(layer_norm, arguments, grad, fast)
+
+
+@pytest.mark.parametrize("name", ["128 to 132", "384 to 100"])
+def test_projected_channels_around_ten_thousand(name: str) -> None:
+    values, grad = linear_case(name, mean=1e4)
+    given = [None if v is None else within(v, torch.float32) for v in values]
+    grad = within(grad, torch.float32).detach()
+    fast = answer(norm_linear.fast, given, grad)
+    assert not errors(norm_linear, given, grad, fast)
