@@ -8,6 +8,7 @@ from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
 from warpfold.model.layers import LayerNorm, Linear, Normed
 from warpfold.ops.attention import attention
 from warpfold.ops.gate import gate, tail
+from warpfold.ops.transition import transition
 
 
 class GatedAttention(nn.Module):
@@ -90,6 +91,16 @@ class Transition(AxialUpdate):
         self.up = Linear(c, factor * c, init="relu")
         self.down = Linear(factor * c, c, init="final")
 
+    def local(self, n: Normed, mask: Tensor) -> Tensors:
+        return (n.x,)  # normalised on the way
+
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        (n,) = local
-        return self.down(self.up(n).relu())
+        return self._transition(local[0], residual=False)
+
+    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Tensor | None) -> Tensor:
+        return self._transition(x, residual=True) if factors is None else super().add(x, local, shared, mask, factors)
+
+    def _transition(self, x: Tensor, residual: bool) -> Tensor:
+        norm, up, down = self.norm, self.up, self.down
+        parameters = norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias
+        return transition(x, *parameters, residual, norm.eps)

@@ -12,7 +12,7 @@ from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, Chain, ChannelProduct, Tensors
 from warpfold.model.layers import LayerNorm, Linear, Normed, Part, Projection
 from warpfold.ops.gate import gate
-from warpfold.ops.triangle import triangle_product
+from warpfold.ops.triangle import triangle_factor, triangle_product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +59,14 @@ class TriangleMultiplication(ChannelProduct):
         return -2 if self.outgoing else -1  # rows or columns, with no channel axis behind them
 
     def left(self, n: Normed, mask: Tensor) -> Tensor:
-        y, g = n.project(*self._projections(0))
-        return _factor(y, g, mask)
+        return triangle_factor(*n.project(*self._projections(0)), mask)
 
     def right(self, n: Normed, mask: Tensor) -> Tensor:
-        y, g = n.project(*self._projections(1))
-        return _factor(y, g, mask)
+        return triangle_factor(*n.project(*self._projections(1)), mask)
 
     def parts(self, n: Normed, mask: Tensor, source: Tensor | None) -> tuple[Tensors, Tensors]:
         a, a_gate, b, b_gate, g = n.project(*self._projections(0), *self._projections(1), self.gate)
-        return (_factor(a, a_gate, mask), g), (_factor(b, b_gate, mask),)
+        return (triangle_factor(a, a_gate, mask), g), (triangle_factor(b, b_gate, mask),)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         return triangle_product(left, right, self.outgoing)
@@ -81,12 +79,6 @@ class TriangleMultiplication(ChannelProduct):
         if self.fused:
             return _half(self.ab, half), _half(self.ab_gate, half)
         return (self.b, self.b_gate) if half else (self.a, self.a_gate)
-
-
-def _factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
-    """One factor of the product, gated and masked, channels in front."""
-    factor = gate(y, g) * mask[..., None].to(y.dtype)
-    return factor.movedim(-1, -3).contiguous()
 
 
 def _half(linear: Linear, half: int) -> Projection:

@@ -1,9 +1,23 @@
-"""triangle_product: the contraction of the triangle multiplications (Algorithms 11 and 12, line 4)."""
+"""triangle_factor and triangle_product: what the triangle multiplications contract, and how (Algorithms 11 and 12)."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from warpfold.ops.dispatch import op
+from warpfold.ops.gate import gate
+from warpfold.ops.library import triangle as library
+
+
+@op(library.triangle_factor, refuses=library.refuses)
+def triangle_factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
+    """One factor of the product, gated and masked (lines 2 and 3), its channels in front.
+
+    y, g [*, i, k, c], mask [*, i, k] -> [*, c, i, k], in order.
+    """
+    factor = gate.definition(y, g) * mask[..., None].to(y.dtype)
+    return factor.movedim(-1, -3).contiguous()
 
 
 def triangle_product(a: Tensor, b: Tensor, outgoing: bool) -> Tensor:

@@ -1,0 +1,28 @@
+"""The factors of the triangle products on a CPU: gated, masked and turned block by block, within the cache."""
+
+import torch
+from torch import Tensor
+
+from warpfold.ops.cpu.blocks import blocks, put, rows
+from warpfold.ops.library.attention import empty_like
+from warpfold.ops.library.triangle import empty_factor
+
+
+def factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
+    """warpfold::triangle_factor."""
+    result = empty_factor(y)
+    for yb, gb, mb, fb in blocks(result.movedim(-3, -1), y, g, mask.to(y.dtype)[..., None], result.movedim(-3, -1)):
+        fb.copy_(torch.sigmoid(gb).mul_(yb).mul_(mb))
+    return result
+
+
+def factor_backward(grad: Tensor, y: Tensor, g: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """warpfold::triangle_factor_backward."""
+    dy, dg = empty_like(y), empty_like(g)
+    wanted = grad.movedim(-3, -1), y, g, mask.to(y.dtype)[..., None], dy, dg
+    for db, yb, gb, mb, dyb, dgb in blocks(y, *wanted):
+        opening = torch.sigmoid(rows(gb))
+        d = rows(db).mul(rows(mb)).mul_(opening)
+        put(dyb, d)
+        put(dgb, d.mul_(rows(yb)).mul_(opening.neg_().add_(1)))
+    return dy, dg

@@ -1,0 +1,67 @@
+"""warpfold::triangle_factor, registered; ops/triangle.py defines it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpfold.ops.dispatch import implementation, place, refuses_device
+from warpfold.ops.gate import gate
+from warpfold.ops.library.attention import empty_like
+
+
+def triangle_factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
+    """As `ops.triangle.triangle_factor`.  On a GPU it is its parts, one after another."""
+    if place(y) == "triton":
+        return (gate(y, g) * mask[..., None].to(y.dtype)).movedim(-1, -3).contiguous()
+    factor: Tensor = torch.ops.warpfold.triangle_factor(y, g, mask)
+    return factor
+
+
+def refuses(y: Tensor, g: Tensor, mask: Tensor) -> str | None:
+    """Why the fast way does not take these, or None."""
+    if reason := refuses_device(y, g, mask):
+        return reason
+    if y.shape != g.shape or y.dtype != g.dtype or mask.shape != y.shape[:-1]:
+        return "y and g differ in shape or dtype, or the mask from them in shape"
+    return "no elements" if y.numel() == 0 else None
+
+
+@torch.library.custom_op("warpfold::triangle_factor", mutates_args=())
+def _forward(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
+    factor: Tensor = implementation("triangle", y).factor(y, g, mask)
+    return factor
+
+
+@torch.library.custom_op("warpfold::triangle_factor_backward", mutates_args=())
+def _backward(grad: Tensor, y: Tensor, g: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """-> the gradients of y and g."""
+    dy, dg = implementation("triangle", y).factor_backward(grad, y, g, mask)
+    return dy, dg
+
+
+@_forward.register_fake
+def _(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
+    return empty_factor(y)
+
+
+@_backward.register_fake
+def _(grad: Tensor, y: Tensor, g: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_like(y), empty_like(g)
+
+
+def empty_factor(y: Tensor) -> Tensor:
+    """The factor to be filled, [*, c, i, k] in order."""
+    *lead, i, k, c = y.shape
+    return y.new_empty(*lead, c, i, k)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *torch.ops.warpfold.triangle_factor_backward(grad, *ctx.saved_tensors), None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
