@@ -17,13 +17,13 @@ import triton.language as tl
 
 from warpfold.ops.triton.attention_tiles import (
     BIAS_UNIT,
-    LOG2E,
     at,
     first_masked,
     load_bias,
     load_keep,
     load_tile,
     place,
+    power,
     row_of,
     store_tile,
 )
@@ -53,12 +53,13 @@ def _sweep_keys(
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """sums (ds k of each row) after the keys from begin to end; own: q, do, log2(e) lse and delta of each row.
+    """sums (ds k of each row) after the keys from begin to end; own: q, do, lse and delta of each row.
 
     at_head: batch, first row, head; sizes: rows, queries, keys, keys of the bias as it lies in memory.
     """
     batch, first_row, head = at_head
     rows, queries, keys, bias_keys = sizes
+    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
     q_tiles, do_tiles, logs, deltas = own
     for start in range(begin, end, BLOCK_K):
         j = start + tl.arange(0, BLOCK_K)
@@ -72,7 +73,7 @@ def _sweep_keys(
             s = tl.dot(q_tiles[n], tl.trans(k_tile), input_precision="ieee") * WIDTH**-0.5
             if BIASED:
                 s += b
-            p = tl.math.exp2(s * LOG2E - logs[n][:, None])
+            p = power(s, logs[n][:, None], 1.0, EXACT)
             ds = p * (tl.dot(do_tiles[n], tl.trans(v_tile), input_precision="ieee") - deltas[n][:, None])
             if MASKED:
                 ds = tl.where(load_keep(mask, mask_at, batch, row, j, keys)[None, :], ds, 0.0)
@@ -135,7 +136,7 @@ def attention_dq(
         tl.store(delta + line * queries + i, d, mask=i < limit)
         do_tiles = do_tiles + (do_tile,)
         deltas = deltas + (d,)
-        logs = logs + (tl.load(lse + line * queries + i, mask=i < queries, other=0.0) * LOG2E,)
+        logs = logs + (tl.load(lse + line * queries + i, mask=i < queries, other=0.0),)
         sums = sums + (tl.zeros([BLOCK_Q, WIDTH if WIDTH > 16 else 16], tl.float32),)
         first = first_masked(mask, mask_at, batch, row, rows, keys, 1)
         tl.store(firsts + batch.to(tl.int64) * rows + row, first, mask=(tile == 0) & (head == 0))
@@ -150,7 +151,7 @@ def attention_dq(
             (batch, first_row, head),
             (rows, queries, keys, bias_keys),
             *(clear if masked == 1 else 0, keys if masked == 1 else clear, masked == 1),
-            *(WIDTH, BIASED, UNIT, BLOCK_K, ROWS),
+            *(WIDTH, BIASED, UNIT, BLOCK_K // 2 if masked == 1 else BLOCK_K, ROWS),
         )
     for n in tl.static_range(ROWS):
         limit = tl.where(first_row + n < rows, queries, 0)
@@ -195,6 +196,7 @@ def attention_dkdv(
     first_row = group * ROWS
     j = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     bias += at(batch, bias_at[0], BIAS_UNIT) + at(head, bias_at[1], BIAS_UNIT)
+    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
     k_tiles, v_tiles, dead, dk_sums, dv_sums = (), (), (), (), ()
     for n in tl.static_range(ROWS):
         row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
@@ -214,14 +216,14 @@ def attention_dkdv(
             line = ((batch.to(tl.int64) * rows + row) * heads + head) * queries
             q_tile = load_tile(row_of(q, q_at, batch, row, head, UNIT), i, q_at[2], queries, WIDTH, UNIT)
             do_tile = load_tile(row_of(grad, grad_at, batch, row, head, UNIT), i, grad_at[2], queries, WIDTH, UNIT)
-            logs = tl.load(lse + line + i, mask=i < queries, other=float("inf")) * LOG2E
+            logs = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
             d = tl.load(delta + line + i, mask=i < queries, other=0.0)
-            # Where all keys are masked: 2^(0 s - log2 keys).
-            logs = tl.where(logs == float("-inf"), tl.log2(keys.to(tl.float32)), logs)
+            # Where all keys are masked: e^(0 s - log keys).
+            logs = tl.where(logs == float("-inf"), tl.log(keys.to(tl.float32)), logs)
             s = tl.dot(k_tiles[n], tl.trans(q_tile), input_precision="ieee") * WIDTH**-0.5
             if BIASED:
                 s += b
-            p = tl.math.exp2(s * tl.where(dead[n], 0.0, LOG2E) - logs[None, :])
+            p = power(s, logs[None, :], tl.where(dead[n], 0.0, 1.0), EXACT)
             dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, acc=dv_sums[n], input_precision="ieee")
             ds = p * (tl.dot(v_tiles[n], tl.trans(do_tile), input_precision="ieee") - d[None, :])
             new_dk = new_dk + (tl.dot(ds.to(q_tile.dtype), q_tile, acc=dk_sums[n], input_precision="ieee"),)
@@ -281,6 +283,7 @@ def attention_dbias(
 
     bias += at(batch, bias_at[0], BIAS_UNIT) + at(head, bias_at[1], BIAS_UNIT)
     b = load_bias(bias, bias_at[2], i[:, None], j[None, :], queries, bias_keys).to(tl.float32)
+    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for n in range(tl.minimum(slab, rows - first_row)):
         row = first_row + n
@@ -289,10 +292,10 @@ def attention_dbias(
         k_tile = load_tile(row_of(k, k_at, batch, row, head, UNIT), j, k_at[2], keys, WIDTH, UNIT)
         v_tile = load_tile(row_of(v, v_at, batch, row, head, UNIT), j, v_at[2], keys, WIDTH, UNIT)
         do_tile = load_tile(row_of(grad, grad_at, batch, row, head, UNIT), i, grad_at[2], queries, WIDTH, UNIT)
-        logs = tl.load(lse + line + i, mask=i < queries, other=float("inf")) * LOG2E
+        logs = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
         d = tl.load(delta + line + i, mask=i < queries, other=0.0)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * WIDTH**-0.5 + b
-        p = tl.math.exp2(s * LOG2E - logs[:, None])
+        p = power(s, logs[:, None], 1.0, EXACT)
         ds = p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - d[:, None])
         if tl.load(firsts + batch.to(tl.int64) * rows + row) < last_key:
             ds = tl.where(load_keep(mask, mask_at, batch, row, j, keys)[None, :], ds, 0.0)

@@ -12,13 +12,13 @@ import triton.language as tl
 
 from warpfold.ops.triton.attention_tiles import (
     BIAS_UNIT,
-    LOG2E,
     at,
     first_masked,
     load_bias,
     load_keep,
     load_tile,
     place,
+    power,
     row_of,
     store_tile,
 )
@@ -58,6 +58,7 @@ def _sweep(
     """
     batch, first_row, head = at_head
     rows, queries, keys, bias_keys = sizes
+    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
     best, total, sums = state
     for start in range(begin, end, BLOCK_K):
         j = start + tl.arange(0, BLOCK_K)
@@ -73,8 +74,8 @@ def _sweep(
             if MASKED:
                 s = tl.where(load_keep(mask, mask_at, batch, row, j, keys)[None, :], s, NEVER)
             top = tl.maximum(best[n], tl.max(s, 1))
-            p = tl.math.exp2(s * LOG2E - (top * LOG2E)[:, None])
-            fade = tl.math.exp2((best[n] - top) * LOG2E)
+            p = power(s, top[:, None], 1.0, EXACT)
+            fade = power(best[n] - top, 0.0, 1.0, EXACT)
             v_tile = load_tile(row_of(v, v_at, batch, row, head, UNIT), j, v_at[2], keys, WIDTH, UNIT, not MASKED)
             new_best = new_best + (top,)
             new_total = new_total + (total[n] * fade + tl.sum(p, 1),)
@@ -124,7 +125,8 @@ def attention_forward(
         total = total + (tl.zeros([BLOCK_Q], tl.float32),)
         sums = sums + (tl.zeros([BLOCK_Q, WIDTH if WIDTH > 16 else 16], tl.float32),)
 
-    # Up to the first key that is masked, whole tiles need no look at the mask: most often that is all of them.
+    # Up to the first key that is masked, whole tiles need no look at the mask: most often that is all of them.  The
+    # rest goes by half tiles, or it would want more registers than the others have left.
     clear = first_masked(mask, mask_at, batch, first_row, rows, keys, ROWS) // BLOCK_K * BLOCK_K
     for masked in tl.static_range(2):
         best, total, sums = _sweep(
@@ -134,7 +136,7 @@ def attention_forward(
             (batch, first_row, head),
             (rows, queries, keys, bias_keys),
             *(clear if masked == 1 else 0, keys if masked == 1 else clear, masked == 1),
-            *(WIDTH, BIASED, UNIT, BLOCK_Q, BLOCK_K, ROWS),
+            *(WIDTH, BIASED, UNIT, BLOCK_Q, BLOCK_K // 2 if masked == 1 else BLOCK_K, ROWS),
         )
 
     for n in tl.static_range(ROWS):

@@ -1,0 +1,44 @@
+"""These tests run kernels in Triton's interpreter, in a process that `test_interpreted.py` starts for them all."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if INTERPRETING else ["test_*.py"]
+
+if INTERPRETING:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from warpfold.ops import dispatch
+
+    dispatch.interpret()
+    _dot = interpreter.InterpreterBuilder.create_dot
+
+    def _exact_dot(self, a, b, d, *rest):
+        """The interpreter multiplies the raw bits of bf16 numbers; widened first, the product is right."""
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (self.create_fp_ext(x, tl.float32) for x in (a, b))
+        return _dot(self, a, b, d, *rest)
+
+    interpreter.InterpreterBuilder.create_dot = _exact_dot
+    _call = interpreter.InterpretedFunction.__call__
+
+    def _quick_call(self, *args, **kwargs):
+        """Each call of a function within a kernel patches triton.language anew: for ours, the kernel's launch has."""
+        ours = self.fn.__module__.startswith("warpfold.")
+        return self.rewrite()(*args, **kwargs) if ours else _call(self, *args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = _quick_call
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Memory that nobody has written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,140 @@
+"""The attention kernels against the definition: values, gradients, masks, layouts, poison."""
+
+import pytest
+import torch
+
+from tests.ops.triton.attention_cases import Case, answers, guarded, inputs, worse
+from warpfold.ops import dispatch
+from warpfold.ops.attention import attention, global_attention
+from warpfold.ops.triton.launch import Launch, forced
+
+ROWS, TILES = ("attention_forward", "attention_dq", "attention_dkdv"), ("attention_dbias",)
+
+
+def tiles(queries: int = 32, keys: int = 32, rows: int = 2):
+    """Every kernel launched with such tiles."""
+    sizes = {"BLOCK_Q": queries, "BLOCK_K": keys}
+    launches = {n + f: Launch(sizes | {"ROWS": rows}, 4, 1) for n in ROWS for f in ("", "_fp32")}
+    return forced(launches | {n + f: Launch(sizes, 4, 1) for n in TILES for f in ("", "_fp32")})
+
+
+FP32 = [
+    Case(),  # an odd length over several tiles; one row masked throughout, and another program's rows are not whole
+    Case(mask="clear"),
+    Case(lead=(2, 5), keys=67, queries=67, heads=1, layout="column", bias="none", mask="tail"),
+    Case(lead=(20,), keys=20, queries=20, layout="column"),  # the ending node; rows of the bias's gradient in slabs
+    Case(lead=(2, 3), queries=19, keys=33, heads=1, width=64, layout="own", bias="batched", mask="tail"),
+    Case(lead=(3,), queries=5, keys=1, width=8, layout="own", mask="clear"),
+    Case(lead=(2,), queries=33, keys=40, heads=1, width=8, layout="own"),
+    Case(lead=(1, 2), queries=21, keys=48, heads=1, width=32, layout="own", bias="shared", mask="tail"),
+    Case(lead=(1,), queries=17, keys=18, heads=1, width=32, layout="own", mask="clear"),
+]
+
+
+def found(given, size: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+    """What the kernels make of it."""
+    with dispatch.using("strict"), tiles(*size):
+        return answers(attention, given)
+
+
+@pytest.mark.parametrize("case", FP32, ids=str)
+def test_is_as_exact_as_the_definition(case: Case) -> None:
+    given = inputs(case, torch.float32)
+    assert worse(given, found(given)) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(), Case(lead=(3,), layout="column", width=32, bias="none", mask="tail")], ids=str
+)
+def test_in_half_precision_too(case: Case, dtype: torch.dtype) -> None:
+    given = inputs(case, dtype)
+    assert worse(given, found(given)) == {}
+
+
+def test_with_the_launches_of_the_interpreters_table() -> None:
+    given = inputs(Case(lead=(2, 2), layout="own"), torch.float32)
+    with dispatch.using("strict"):
+        assert worse(given, answers(attention, given)) == {}
+
+
+def test_repeats_bit_by_bit() -> None:
+    given = inputs(Case(lead=(5,), heads=1), torch.float32)
+    first, second = found(given), found(given)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_fully_masked_row_attends_to_all_alike() -> None:
+    given = inputs(Case(lead=(2,), queries=20, keys=37, heads=1, layout="own"), torch.float32)
+    given.mask[:] = 1
+    given.mask[1] = 0
+    ours = found(given)
+    torch.testing.assert_close(ours["out"][1], given.v[1].mean(0).expand(20, 1, 16), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours["dv"][1], (given.grad[1].sum(0) / 37).expand(37, 1, 16), rtol=1e-5, atol=1e-6)
+    assert not ours["dq"][1].any()
+    assert not ours["dk"][1].any()
+
+
+def test_masked_keys_do_not_exist() -> None:
+    given = inputs(Case(lead=(2,), queries=20, keys=37, heads=1, layout="own", mask="clear"), torch.float32)
+    given.mask[:, 5:9] = 0
+    given.mask[:, 30:] = 0
+    first = found(given)
+    given.k[:, 5:9], given.v[:, 30:] = 1e4, -1e4
+    second = found(given)
+    assert all(torch.equal(first[name], second[name]) for name in ("out", "dq", "dbias"))
+    assert not second["dk"][:, 30:].any()
+    assert not second["dv"][:, 5:9].any()
+    assert not second["dbias"][..., 30:].any()
+
+
+def test_logarithms_are_those_of_the_definition() -> None:
+    given = inputs(Case(lead=(2,), queries=20, keys=37, layout="own"), torch.float32)
+    with tiles():
+        _, lse = torch.ops.warpfold.attention(*(t[None] for t in (given.q, given.k, given.v, given.mask)), given.bias)
+    logits = torch.einsum("rqhd,rkhd->rhqk", given.q, given.k) / 4 + given.bias
+    true = logits.masked_fill(given.mask[:, None, None] == 0, float("-inf")).logsumexp(-1)
+    assert true[1].isinf().all()
+    torch.testing.assert_close(lse[0], true, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16], ids=str)
+def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
+    given = inputs(Case(lead=(2,), queries=20, keys=37, heads=1, layout="own"), torch.float32)
+    first = found(given)
+    given.mask = given.mask.to(dtype)
+    assert all(torch.equal(first[name], x) for name, x in found(given).items())
+
+
+def test_any_strides() -> None:
+    given = inputs(Case(lead=(3,), queries=20, keys=24, heads=1, layout="own"), torch.float32)
+    plain = found(given)
+    given.q = guarded((16, 1, 20, 3), torch.float32).permute(3, 2, 1, 0).copy_(given.q)  # the last axis far apart
+    given.mask = given.mask.t().contiguous().t()
+    given.grad = given.grad.sum((0, -1), keepdim=True).expand_as(given.grad)  # of stride 0, as a sum's is
+    again = found(given)
+    assert torch.equal(again["out"], plain["out"])
+    assert worse(given, again) == {}
+
+
+def test_rows_that_share_their_keys() -> None:
+    given = inputs(Case(lead=(3,), queries=20, keys=24, heads=1, layout="own"), torch.float32)
+    given.k, given.v = given.k[:1].expand(3, -1, -1, -1), given.v[:1].expand(3, -1, -1, -1)
+    assert worse(given, found(given)) == {}
+
+
+def test_global_attention() -> None:
+    """Eight queries to a column, of one head; keys and values read through the strides of the alignment."""
+    torch.manual_seed(0)
+    q = torch.randn(3, 8, 8)
+    k, v = (guarded((70, 3, 8), torch.float32).copy_(torch.randn(70, 3, 8)).transpose(0, 1) for _ in range(2))
+    mask = (torch.rand(3, 70) > 0.3).float()
+    mask[1] = 0
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    with dispatch.using("strict"), tiles(16, 32, 2):
+        ours = global_attention(*leaves, mask)
+        gradients = torch.autograd.grad(ours.square().sum(), leaves)
+    true = global_attention.definition(*wide, mask)
+    for mine, theirs in zip((ours, *gradients), (true, *torch.autograd.grad(true.square().sum(), wide))):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=2e-6)
