@@ -63,8 +63,9 @@ def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors:
     given = (x, channels_last(o), channels_last(g), x if factors is None else factors.expand(x.shape))
     p, (x, o, g, kept), (y,) = walk(given, (out,))
     unit, kept_unit = p.unit(0, 1, 2, 4), p.unit(3)
-    choice = launch("tail", (c, inputs, x.element_size()), x.device)
-    tail_kernels.FORWARD.run(
+    kernel = tail_kernels.FORWARD.of(x)
+    choice = launch(kernel.name, (c, inputs), x.device)
+    kernel.run(
         (triton.cdiv(p.count, choice.sizes["BLOCK_M"]), triton.cdiv(c, choice.sizes["BLOCK_C"])),
         choice,
         *(x, o, g, operand(weight, x, p.count), bias.contiguous(), kept, y, p.count, p.sizes),
@@ -101,8 +102,9 @@ def _through_gate(
     c, inputs, out = grad.shape[-1], o.shape[-1], (empty_like(o), empty_like(g))
     p, (grad, o, g, kept), (do, dg) = walk((grad, o, g, kept), out)
     unit, kept_unit = p.unit(0, 1, 2, 4, 5), p.unit(3)
-    choice = launch("tail_backward", (inputs, c, o.element_size()), o.device)
-    tail_kernels.BACKWARD.run(
+    kernel = tail_kernels.BACKWARD.of(o)
+    choice = launch(kernel.name, (inputs, c), o.device)
+    kernel.run(
         (triton.cdiv(p.count, choice.sizes["BLOCK_M"]), triton.cdiv(inputs, choice.sizes["BLOCK_I"])),
         choice,
         *(grad, o, g, operand(weight, o, p.count), kept, do, dg, p.count, p.sizes),
@@ -124,11 +126,12 @@ def _of_weight(grad: Tensor, o: Tensor, g: Tensor, kept: Tensor, dropped: bool) 
     c, inputs = grad.shape[-1], o.shape[-1]
     p, (grad, o, g, kept), _ = walk((grad, o, g, kept), ())
     unit, kept_unit = p.unit(0, 1, 2), p.unit(3)
-    choice = launch("tail_weight", (c, inputs, o.element_size()), o.device)
+    kernel = tail_kernels.WEIGHT.of(o)
+    choice = launch(kernel.name, (c, inputs), o.device)
     tiles = triton.cdiv(c, choice.sizes["BLOCK_C"]), triton.cdiv(inputs, choice.sizes["BLOCK_I"])
     programs = cuts(p.count, choice.sizes["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
     partials = partials_of(o, programs, c * (inputs + 1))
-    tail_kernels.WEIGHT.run(
+    kernel.run(
         (*tiles, programs),
         choice,
         *(grad, o, g, kept, partials, p.count, p.sizes),

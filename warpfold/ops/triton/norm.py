@@ -76,8 +76,8 @@ def norm_linear(
     p, (x,), (y, _) = walk((x,), (out, mean[..., None]))
     units = p.unit(0), p.unit(1)
     wide = c > WIDEST or x.element_size() > 2
-    kernel = norm_linear_kernels.WIDE if wide else norm_linear_kernels.FORWARD
-    choice = launch(kernel.name, (c, outputs, x.element_size()), x.device)
+    kernel = norm_linear_kernels.WIDE.of(x) if wide else norm_linear_kernels.FORWARD
+    choice = launch(kernel.name, (c, outputs), x.device)
     rows = triton.cdiv(p.count, choice.sizes["BLOCK_M"])
     weights = (norm_weight.contiguous(), norm_bias.contiguous(), operand(weight, x, p.count))
     kernel.run(
@@ -127,8 +127,8 @@ def _through_norm(
     c, outputs, out = x.shape[-1], weight.shape[0], empty_like(x)
     p, (x, grad, *_), (dx,) = walk((x, grad, mean[..., None]), (out,))
     unit, grad_unit = p.unit(0, 3), p.unit(1)
-    kernel = norm_linear_kernels.BACKWARD
-    choice = launch(kernel.name, (c, outputs, x.element_size()), x.device)
+    kernel = norm_linear_kernels.BACKWARD.of(x)
+    choice = launch(kernel.name, (c, outputs), x.device)
     programs = triton.cdiv(p.count, choice.sizes["BLOCK_M"])
     partials = partials_of(x, programs, 2 * c)
     kernel.run(
@@ -165,8 +165,8 @@ def _of_weight(
     c, outputs = x.shape[-1], weight.shape[0]
     p, (x, grad, *_), _ = walk((x, grad, mean[..., None]), ())
     unit, grad_unit = p.unit(0), p.unit(1)
-    kernel = norm_linear_kernels.WEIGHT
-    choice = launch(kernel.name, (c, outputs, x.element_size()), x.device)
+    kernel = norm_linear_kernels.WEIGHT.of(x)
+    choice = launch(kernel.name, (c, outputs), x.device)
     tiles = triton.cdiv(outputs, choice.sizes["BLOCK_O"]), triton.cdiv(c, choice.sizes["BLOCK_C"])
     programs = cuts(p.count, choice.sizes["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
     width = outputs * (c + biased)

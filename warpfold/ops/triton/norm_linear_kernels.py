@@ -5,8 +5,12 @@ another: x is read once, whatever the number of outputs.  `_norm_linear_wide` is
 fp32, whose products are not made by tensor cores and must be cut into short ones.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from warpfold.ops.triton.launch import Kernel, Launch, register
 from warpfold.ops.triton.norm_kernels import statistics
@@ -241,49 +245,62 @@ def _norm_linear_weight(
         tl.store(place + OUTPUTS * C + o, db, mask=o < OUTPUTS)
 
 
-def _launches(names: tuple[str, ...], *tiles: tuple[int, ...]) -> tuple[Launch, ...]:
-    """One launch of each tile: its sizes in the order of their names, then warps and stages."""
-    return tuple(Launch(dict(zip(names, sizes)), warps, stages) for *sizes, warps, stages in tiles)
+def launches(names: str, *tiles: tuple[int, ...]) -> tuple[Launch, ...]:
+    """One launch of each tile: its sizes in the order of their names (BLOCK_ and a letter), then warps and stages."""
+    return tuple(Launch(dict(zip((f"BLOCK_{n}" for n in names), t)), t[-2], t[-1]) for t in tiles)
+
+
+@dataclass(frozen=True)
+class ByPrecision:
+    """A kernel with launches for 16 bits, and, by another name, for fp32: products without tensor cores are made of
+    operands in registers, and tiles that suit the one do not run with the other."""
+
+    narrow: Kernel
+    fp32: Kernel
+
+    def of(self, x: Tensor) -> Kernel:
+        """The one for tensors of the dtype of x."""
+        return self.narrow if x.element_size() == 2 else self.fp32
+
+
+def by_precision(name: str, function: Any, narrow: tuple[Launch, ...], fp32: tuple[Launch, ...]) -> ByPrecision:
+    """Both, registered."""
+    return ByPrecision(register(Kernel(name, function, narrow)), register(Kernel(f"{name}_fp32", function, fp32)))
 
 
 FORWARD = register(
     Kernel(
         "norm_linear",
         _norm_linear,
-        _launches(
-            ("BLOCK_M", "BLOCK_O"),
-            *((m, o, w, s) for m, w in ((64, 4), (128, 4), (128, 8)) for o in (16, 64, 128) for s in (2, 3)),
-        ),
+        launches("MO", *((m, o, w, s) for m, w in ((64, 4), (64, 8), (128, 8)) for o in (16, 64, 128) for s in (2, 3))),
     )
 )
-WIDE = register(
-    Kernel(
-        "norm_linear_wide",
-        _norm_linear_wide,
-        _launches(("BLOCK_M", "BLOCK_O", "BLOCK_K"), (32, 32, 32, 4, 1), (64, 64, 32, 8, 2), (64, 64, 64, 4, 3)),
-    )
+WIDE = by_precision(
+    "norm_linear_wide",
+    _norm_linear_wide,
+    launches("MOK", *((m, 64, k, w, s) for m, w in ((64, 4), (128, 8)) for k in (32, 64) for s in (2, 3))),
+    launches("MOK", (32, 32, 32, 4, 1), (64, 64, 16, 8, 1), (64, 32, 16, 4, 1)),
 )
-BACKWARD = register(
-    Kernel(
-        "norm_linear_backward",
-        _norm_linear_backward,
-        _launches(
-            ("BLOCK_M", "BLOCK_O"),
-            *((m, o, 8, s) for m in (16, 32, 64) for o in (16, 32, 64) for s in (2, 3)),
-            *((m, o, 4, s) for m in (16, 32, 64) for o in (16, 32) for s in (1, 2)),
-            *((128, o, 16, 2) for o in (32, 64)),,
-        ),
-    )
+BACKWARD = by_precision(
+    "norm_linear_backward",
+    _norm_linear_backward,
+    launches(
+        "MO",
+        *((m, o, 8, s) for m in (16, 32, 64) for o in (16, 32, 64) for s in (2, 3)),
+        *((m, o, 4, 2) for m in (16, 32, 64) for o in (16, 32)),
+        *((128, o, 16, 2) for o in (32, 64)),
+    ),
+    launches("MO", (16, 16, 4, 1), (16, 16, 8, 1), (32, 16, 8, 1)),
 )
-WEIGHT = register(
-    Kernel(
-        "norm_linear_weight",
-        _norm_linear_weight,
-        _launches(
-            ("BLOCK_M", "BLOCK_O", "BLOCK_C"),
-            *((m, 128, 128, 8, s) for m in (32, 64, 128) for s in (2, 3)),
-            *((m, 64, 128, 4, s) for m in (32, 64) for s in (2, 3)),
-            (16, 64, 64, 4, 2),
-        ),
-    )
+WEIGHT = by_precision(
+    "norm_linear_weight",
+    _norm_linear_weight,
+    launches(
+        "MOC",
+        *((m, 128, 128, 8, s) for m in (32, 64) for s in (2, 3)),
+        *((m, 64, 128, w, s) for m in (32, 64) for w in (4, 8) for s in (2, 3)),
+        *((64, o, 64, w, s) for o, w in ((64, 4), (128, 8)) for s in (2, 3)),
+        *((64, 16, c, 4, 2) for c in (64, 128)),
+    ),
+    launches("MOC", (16, 64, 64, 4, 1), (32, 64, 64, 8, 1), (16, 16, 64, 4, 1)),
 )

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from warpfold.ops.triton.launch import Kernel, Launch, register
+from warpfold.ops.triton.norm_linear_kernels import by_precision, launches
 from warpfold.ops.triton.positions import offsets, tile
 
 
@@ -160,32 +160,24 @@ def _tail_weight(
         tl.store(place + C * INPUTS + c, db, mask=c < C)
 
 
-def _launches(names: tuple[str, ...], *tiles: tuple[int, ...]) -> tuple[Launch, ...]:
-    """One launch of each tile: its sizes in the order of their names, then warps and stages."""
-    return tuple(Launch(dict(zip(names, sizes)), warps, stages) for *sizes, warps, stages in tiles)
-
-
 _TILES = (
     *((64, 64, k, 4, s) for k in (32, 64) for s in (2, 3)),
     *((64, 128, k, w, s) for k in (32, 64) for w in (4, 8) for s in (2, 3)),
     *((64, 256, k, 8, s) for k in (32, 64) for s in (2, 3)),
     *((128, 128, k, 8, s) for k in (32, 64) for s in (2, 3)),
-    *((32, 64, 16, 4, 1), (64, 64, 16, 8, 1)),
 )
+_FP32 = ((32, 64, 16, 4, 1), (64, 64, 16, 8, 1))
 
-
-FORWARD = register(Kernel("tail", _tail, _launches(("BLOCK_M", "BLOCK_C", "BLOCK_K"), *_TILES)))
-BACKWARD = register(Kernel("tail_backward", _tail_backward, _launches(("BLOCK_M", "BLOCK_I", "BLOCK_K"), *_TILES)))
-WEIGHT = register(
-    Kernel(
-        "tail_weight",
-        _tail_weight,
-        _launches(
-            ("BLOCK_M", "BLOCK_C", "BLOCK_I"),
-            *((m, 128, 128, 8, s) for m in (32, 64, 128) for s in (2, 3)),
-            *((m, 64, 128, 4, s) for m in (32, 64) for s in (2, 3)),
-            *((m, 64, 64, 4, s) for m in (32, 64) for s in (2, 3)),
-            *((16, 64, 64, w, 1) for w in (4, 8)),
-        ),
-    )
+FORWARD = by_precision("tail", _tail, launches("MCK", *_TILES), launches("MCK", *_FP32))
+BACKWARD = by_precision("tail_backward", _tail_backward, launches("MIK", *_TILES), launches("MIK", *_FP32))
+WEIGHT = by_precision(
+    "tail_weight",
+    _tail_weight,
+    launches(
+        "MCI",
+        *((m, 64, 128, 4, s) for m in (32, 64) for s in (2, 3)),
+        *((m, 64, 64, 4, s) for m in (32, 64) for s in (2, 3)),
+        *((m, 128, 128, 8, s) for m in (32, 64) for s in (2, 3)),
+    ),
+    launches("MCI", (16, 64, 64, 8, 1), (16, 64, 64, 4, 1)),
 )
