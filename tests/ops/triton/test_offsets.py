@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_kernels import COPY, LATE, SMALL_TILES, WALKING, WIDE, copy_call, product_call
+from toy_kernels import COPY, LATE, LOOKING_UP, SMALL_TILES, UNTIL, WALKING, WIDE, copy_call, product_call
 
 from warpfold.model.alphafold import ModelConfig
+from warpfold.ops.triton.compile import distinct
+from warpfold.ops.triton.launch import kernels
 from warpfold.ops.triton.offsets import RULES, overflows
 from warpfold.parallel.plan import Plan
 from warpfold.tune.kernel_calls import calls_of
@@ -28,6 +30,16 @@ def test_a_sum_over_a_loop_is_caught() -> None:
     (found,) = overflows(copy_call(WALKING, ROWS, STRIDE, programs=1))
     assert (found.operation, found.interval) == ("32-bit sum", (0, ROWS * STRIDE))
     assert not overflows(copy_call(WALKING, ROWS // 2, STRIDE, programs=1))
+
+
+def test_an_offset_that_memory_decides_is_caught() -> None:
+    assert {(o.operation, o.interval) for o in overflows(copy_call(LOOKING_UP, 4, 64))} == {("64-bit product", None)}
+
+
+def test_a_count_that_memory_decides_is_bounded_by_what_it_is_the_least_of() -> None:
+    (found,) = overflows(copy_call(UNTIL, ROWS, STRIDE, programs=1))
+    assert (found.operation, found.interval) == ("32-bit product", (0, LAST))
+    assert not overflows(copy_call(UNTIL, ROWS, 2**15, programs=1))
 
 
 def test_the_place_is_named() -> None:
@@ -92,18 +104,23 @@ def test_intervals_hold_every_result(name, a, b) -> None:
         assert max(results) <= found[1]
 
 
-# Pairs past 2^31 elements with strides of 32 bits, and with strides of 64; an alignment past it by its depth.
+# Everything past 2^31 elements: with strides of 32 bits, whose products are in danger, and with strides of 64.
 SIZES = {
-    "pair": {"res": 4300, "seq": 8, "extra": 16, "tmpl": 1},
-    "strides": {"res": 20_000, "seq": 4, "extra": 4, "tmpl": 2},
-    "alignment": {"res": 2100, "seq": 4096, "extra": 16_000, "tmpl": 1},
+    "long": {"res": 4300, "seq": 3000, "extra": 16_000, "tmpl": 1},
+    "longer": {"res": 20_000, "seq": 600, "extra": 4000, "tmpl": 2},
 }
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", ["long", pytest.param("longer", marks=pytest.mark.slow)])
 def test_no_kernel_overflows(sizes) -> None:
-    """Every kernel call of a training step, at sizes that no test could compute."""
+    """Every kernel call of a training step, at sizes that no machine could compute; fp32 where it has other kernels."""
     found: dict[str, None] = {}
-    for call in calls_of(Plan(precision="bf16"), ModelConfig(), SIZES[sizes]):
-        found |= dict.fromkeys(f"{call.kernel.name} {call.grid}: {o}" for o in overflows(call))
+    names: set[str] = set()
+    for precision in ("bf16", "fp32"):
+        calls = distinct(calls_of(Plan(precision=precision), ModelConfig(), SIZES[sizes]))
+        calls = [call for call in calls if call.kernel.name not in names]
+        for call in calls:
+            found |= dict.fromkeys(f"{call.kernel.name} {call.grid}: {o}" for o in overflows(call))
+        names |= {call.kernel.name for call in calls}
     assert not list(found)
+    assert names == set(kernels())

@@ -46,6 +46,29 @@ def _copy_walking(x, y, rows, channels, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _copy_looking_up(x, y, rows, channels, stride, BLOCK: tl.constexpr):
+    """Of the row that x names; nothing says how many rows there are."""
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    kept = c < channels
+    other = tl.load(x + row).to(tl.int64) * stride
+    tl.store(y + row * stride + c, tl.load(x + other + c, mask=kept), mask=kept)
+
+
+@triton.jit
+def _copy_until(x, y, rows, channels, stride, BLOCK: tl.constexpr):
+    """As many rows as the least of what the last one holds, and no more than there are."""
+    c = tl.arange(0, BLOCK)
+    kept = c < channels
+    fewest = tl.zeros([BLOCK], tl.int32) + rows
+    for row in range(rows):
+        held = tl.load(x + row.to(tl.int64) * stride + c, mask=kept, other=0)
+        fewest = tl.minimum(fewest, tl.where(held > 0, c, rows))
+    for row in range(tl.min(fewest, 0)):
+        start = row * stride
+        tl.store(y + start + c, tl.load(x + start + c, mask=kept), mask=kept)
+
+
+@triton.jit
 def _product(x, y, z, n, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """z = x y, of matrices whose sizes the blocks divide."""
     m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * stride
@@ -58,12 +81,12 @@ def _product(x, y, z, n, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, B
     tl.store(z + m + columns, sums.to(z.dtype.element_ty))
 
 
-COPY, WIDE, LATE, WALKING = (
+COPY, WIDE, LATE, WALKING, LOOKING_UP, UNTIL = (
     Kernel(f.__name__, f, (Launch({"BLOCK": 64}, 1, 1), Launch({"BLOCK": 128}, 2, 1)))
-    for f in (_copy, _copy_wide, _copy_late, _copy_walking)
+    for f in (_copy, _copy_wide, _copy_late, _copy_walking, _copy_looking_up, _copy_until)
 )
 SMALL_TILES = Launch({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}, 4, 2)
-GIANT_TILES = Launch({"BLOCK_M": 256, "BLOCK_N": 256, "BLOCK_K": 256}, 4, 4)
+GIANT_TILES = Launch({"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}, 4, 6)
 PRODUCT = Kernel("_product", _product, (SMALL_TILES, GIANT_TILES))
 
 

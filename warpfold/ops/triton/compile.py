@@ -71,7 +71,7 @@ def source(call: Call, target: GPUTarget) -> tuple[ASTSource, Any]:
     return ASTSource(fn, signature, constants, attributes), parsed
 
 
-def distinct(calls: Iterable[Call], target: GPUTarget) -> list[Call]:
+def distinct(calls: Iterable[Call], target: GPUTarget = BUDGETS["sm_80"].target) -> list[Call]:
     """The calls that lead to different code, the first of each."""
     found: dict[tuple[str, str], Call] = {}
     for call in calls:
@@ -117,6 +117,8 @@ def breaches(call: Call, found: Figures, budget: Budget) -> list[str]:
         wrong.append(f"{found.columns} columns of tensor memory, of {COLUMNS}")
     if found.dots and not found.tensor and _dtype(call) in ("bf16", "fp16"):
         wrong.append("matrix products without tensor cores")
+    if found.dots and not found.wide:
+        wrong.append("matrix products of which nothing is loaded in 128 bits at once")
     return wrong
 
 

@@ -8,17 +8,17 @@ or not it is widened afterwards.  Sound, not exact: what cannot be bounded count
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from warpfold.ops.triton.compile import BUDGETS, source, ttir
 from warpfold.ops.triton.launch import Call
+from warpfold.ops.triton.ttir import Op, Places, arguments, parse
 
 GRID = (2**31 - 1, 65535, 65535)  # the programs that CUDA allows along each axis
 
 Interval = tuple[int, int]  # both ends belong to it
-NAME = r"%[\w$.-]+(?:#\d+)?"
 WIDTHS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "index": 64}
 SAME = (  # operations that keep the numbers, or move them
     *("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans", "tt.unsplat"),
@@ -39,30 +39,14 @@ class Overflow:
         return f"{self.where}: {self.operation} {size}"
 
 
-@dataclass
-class _Op:
-    """One operation of the representation.
-
-    results: names of what it makes; of a loop its counter, what it carries from turn to turn as seen within, and after;
-    operands: names, of a loop its bounds, its step, and what the carried begin as; type: of its first result's numbers.
-    """
-
-    name: str
-    results: list[str]
-    operands: list[str]
-    text: str
-    type: str
-    place: str = ""  # its name in the text
-    yields: list[list[str]] = field(default_factory=list)  # what each of its regions ends with
-
-
 def overflows(call: Call) -> list[Overflow]:
     """Every overflow that this call may have, in the order of the source; also a grid that no GPU takes."""
     text = ttir(call)
     values = _Values(text, call)
     for op in values.ops:
         if op.name == "tt.addptr":
-            values.of(op.operands[1])
+            if values.of(op.operands[1]) is None:
+                values.overflows.append(Overflow(values.places.of(op), "offset", None))
         elif op.name in ("arith.cmpi", "scf.for", "tt.make_tensor_ptr", "tt.advance") or "descriptor" in op.name:
             for operand in op.operands:
                 values.of(operand)
@@ -74,46 +58,6 @@ def overflows(call: Call) -> list[Overflow]:
     return sorted(found.values(), key=lambda o: (o.where, o.operation))
 
 
-def _parse(text: str) -> list[_Op]:
-    """Every operation, in order."""
-    ops: list[_Op] = []
-    within: list[_Op] = []
-    for line in text.splitlines():
-        line, place = re.fullmatch(r"\s*(.*?)\s*(?:loc\(#(loc\d*)\))?", line).groups()  # type: ignore[union-attr]
-        if line.startswith("}"):
-            closed = within.pop()
-            if line.endswith("{"):
-                within.append(closed)  # the other branch
-            continue
-        match = re.match(rf"(?:({NAME})(?::(\d+))? = )?\"?([a-z_]+\.[\w.]+)\"?", line)
-        if match is None:
-            if line.endswith("{"):
-                within.append(_Op("", [], [], line, ""))
-            continue
-        op = _read(match, line, place or "")
-        if op.name == "scf.yield":
-            within[-1].yields.append(op.operands)
-        ops.append(op)
-        if line.endswith("{"):
-            within.append(op)
-    return ops
-
-
-def _read(match: re.Match[str], line: str, place: str) -> _Op:
-    name, results = match[3], [match[1]] if match[1] else []
-    if match[2]:
-        results = [f"{match[1]}#{i}" for i in range(int(match[2]))]
-    operands = re.findall(NAME, line[match.end() :].split(" : ")[0])
-    if name == "scf.for":
-        carried = re.search(r"iter_args\((.*?)\)", line)
-        inside = re.findall(rf"({NAME}) =", carried[1]) if carried else []
-        first = re.findall(rf"= ({NAME})", carried[1]) if carried else []
-        counter, *bounds = re.findall(NAME, line[match.end() :])[:4]
-        results, operands = [counter, *inside, *results], [*bounds, *first]
-    typed = re.search(r"(?:[ x<])(index|i\d+)>?$", line)
-    return _Op(name, results, operands, line, typed[1] if typed else "", place)
-
-
 def _constant(text: str) -> Interval | None:
     if match := re.search(r"arith\.constant (true|false)", text):
         return (int(match[1] == "true"),) * 2
@@ -123,11 +67,9 @@ def _constant(text: str) -> Interval | None:
 
 def _arguments(text: str, call: Call) -> dict[str, Interval | None]:
     """The intervals of the kernel's arguments, by their names in the text: they stand there in the same order."""
-    header = next(line for line in text.splitlines() if "tt.func public" in line)
-    names = re.findall(rf"({NAME}): ", header)
     specialised, _ = source(call, BUDGETS["sm_80"].target)
     values = [v for name, kind in specialised.signature.items() for v in _leaves(kind, call.arguments.get(name))]
-    return {n: (v, v) if isinstance(v, int) else None for n, v in zip(names, values, strict=True)}
+    return {n: (v, v) if isinstance(v, int) else None for n, v in zip(arguments(text), values, strict=True)}
 
 
 def _leaves(kind: Any, value: Any) -> list[Any]:
@@ -137,34 +79,13 @@ def _leaves(kind: Any, value: Any) -> list[Any]:
     return [] if kind == "constexpr" else [int(value) if isinstance(value, bool) else value]
 
 
-class _Places:
-    """Where in the source an operation stands."""
-
-    def __init__(self, text: str) -> None:
-        self.known = dict(re.findall(r"^#(loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
-
-    def of(self, op: _Op) -> str:
-        """ "norm.py:61"; of what was inlined, the place in the function that was."""
-        place = op.place
-        for _ in range(20):
-            if found := re.search(r'"([^"]*\.py)":(\d+)', self.known.get(place, "")):
-                return f"{Path(found[1]).name}:{found[2]}"
-            inner = re.search(r"#(loc\d*)", self.known.get(place, ""))
-            if inner is None:
-                break
-            place = inner[1]
-        return "unknown place"
-
-
 class _Values:
     """The intervals of a kernel's integers; `overflows`: those that may not fit, of the ones asked for."""
 
     def __init__(self, text: str, call: Call) -> None:
-        if "tt.call" in text or "scf.while" in text:
-            raise ValueError(f"{call.kernel.name}: calls and while loops are not followed")
         self.call = call
-        self.places = _Places(text)
-        self.ops = _parse(text)
+        self.places = Places(text)
+        self.ops = parse(text)
         self.made = {result: op for op in self.ops for result in op.results}
         self.arguments = _arguments(text, call)
         self.known: dict[str, Interval | None] = {}
@@ -190,7 +111,7 @@ class _Values:
             return _join(*(self.of(end[at]) for end in op.yields)) if len(op.yields) == 2 else None
         return self._fit(op, self._exact(op))
 
-    def _fit(self, op: _Op, exact: Interval | None) -> Interval | None:
+    def _fit(self, op: Op, exact: Interval | None) -> Interval | None:
         """What is left of a result in as many bits as it has; notes where that is not all."""
         if op.name not in CHECKED:
             return exact
@@ -202,7 +123,7 @@ class _Values:
             return -limit, limit - 1
         return exact
 
-    def _exact(self, op: _Op) -> Interval | None:
+    def _exact(self, op: Op) -> Interval | None:
         """Of an operation on integers of any size."""
         if op.name == "tt.get_program_id":
             axis = "xyz".index(op.text.split("tt.get_program_id ")[1][0])
@@ -217,6 +138,9 @@ class _Values:
             return _constant(op.text)
         if op.name in SAME:
             return self.of(op.operands[0])
+        if op.name == "tt.reduce":
+            combined = {inner.name for inner in op.inner}
+            return self.of(op.operands[0]) if combined <= {"arith.minsi", "arith.maxsi", "tt.reduce.return"} else None
         given = [self.of(operand) for operand in op.operands]
         if op.name == "arith.extui":
             return (0, 1) if " : i1 " in op.text or "xi1>" in op.text else _nonnegative(given[0])
@@ -225,7 +149,7 @@ class _Values:
         rule = RULES.get(op.name)
         return rule(given[0], given[1]) if rule and len(given) == 2 and None not in given else None  # type: ignore[arg-type]
 
-    def _of_loop(self, loop: _Op, name: str) -> Interval | None:
+    def _of_loop(self, loop: Op, name: str) -> Interval | None:
         """The counter, or what is carried from turn to turn, if each adds a bounded number."""
         lower, upper, step, *first = loop.operands
         low, high, by = self.of(lower), self.of(upper), self.of(step)
@@ -237,10 +161,31 @@ class _Values:
         carried = (at - 1) % len(first)
         turns = max(0, -(-(high[1] - low[0]) // by[0]))
         start, inside, end = self.of(first[carried]), loop.results[1 + carried], loop.yields[-1][carried]
-        if end == inside:
+        if start is None or end == inside:
             return start
+        return self._kept(inside, end, start) or self._summed(inside, end, start, turns)
+
+    def _kept(self, inside: str, end: str, start: Interval) -> Interval | None:
+        """An interval that a turn does not leave, of what is carried; None if two turns find none."""
+        interval = start
+        for _ in range(2):
+            trial = copy(self)
+            # Without what is still being worked out: it may depend on `inside`, of which this is the assumption.
+            trial.known = {n: i for n, i in self.known.items() if i is not None}
+            trial.known[inside] = interval
+            trial.overflows = []
+            new = _join(interval, trial.of(end))
+            if new == interval:
+                return interval if not trial.overflows else None
+            if new is None:
+                return None
+            interval = new
+        return None
+
+    def _summed(self, inside: str, end: str, start: Interval, turns: int) -> Interval | None:
+        """What is carried, if a turn adds a bounded number to it."""
         made = self.made.get(end)
-        if start is None or made is None or made.name != "arith.addi" or made.operands.count(inside) != 1:
+        if made is None or made.name != "arith.addi" or made.operands.count(inside) != 1:
             return None
         added = self.of(next(o for o in made.operands if o != inside))
         if added is None:

@@ -1,0 +1,125 @@
+"""Triton's representation of a kernel (TTIR), read from its text: operations, who makes which value, and where."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NAME = r"%[\w$.-]+(?:#\d+)?"
+
+
+@dataclass
+class Op:
+    """One operation.
+
+    results: names of what it makes; of a loop its counter, what it carries from turn to turn as seen within, and after;
+    operands: names, of a loop its bounds, its step, and what the carried begin as; type: of its first result's numbers.
+    Names are those of the text, made unique: the text uses them again once the braces are closed.
+    """
+
+    name: str
+    results: list[str]
+    operands: list[str]
+    text: str
+    type: str = ""
+    place: str = ""  # its name in the text
+    yields: list[list[str]] = field(default_factory=list)  # what each of its regions ends with
+    inner: list["Op"] = field(default_factory=list)  # operations of its regions, theirs apart
+
+
+class _Reader:
+    """Reads a text once, from the top."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.within: list[Op] = []  # whose braces are open
+        self.scopes: list[dict[str, str]] = [{}]  # names in the text -> unique names; the innermost last
+        self.taken: set[str] = set()
+
+    def read(self, text: str) -> list[Op]:
+        for line in text.splitlines():
+            match = re.fullmatch(r"\s*(.*?)\s*(?:loc\(#(loc\d*)\))?", line)
+            assert match is not None
+            self._line(match[1], match[2] or "")
+        return self.ops
+
+    def _line(self, line: str, place: str) -> None:
+        if line.startswith("}"):
+            self.scopes.pop()
+            closed = self.within.pop()
+            if line.endswith("{"):  # the other branch
+                self._open(closed)
+        elif line.startswith("^"):
+            for name in re.findall(rf"({NAME}): ", line):
+                self._define(name)
+        elif match := re.match(rf"(?:({NAME})(?::(\d+))? = )?\"?([a-z_]+\.[\w.]+)\"?", line):
+            self._operation(match, line, place)
+        elif line.endswith("{"):
+            self._open(Op("", [], [], line))
+
+    def _operation(self, match: re.Match[str], line: str, place: str) -> None:
+        name, rest = match[3], line[match.end() :]
+        typed = re.search(r"(?:[ x<])(index|i\d+)>?$", line)
+        printed = [f"{match[1]}#{i}" for i in range(int(match[2]))] if match[2] else [match[1]] if match[1] else []
+        inside: list[str] = []
+        if name == "scf.for":
+            carried = re.search(r"iter_args\((.*?)\)", rest)
+            counter, *bounds = re.findall(NAME, rest)[:4]
+            inside = [counter, *(re.findall(rf"({NAME}) =", carried[1]) if carried else [])]
+            used = [*bounds, *(re.findall(rf"= ({NAME})", carried[1]) if carried else [])]
+        else:
+            used = re.findall(NAME, rest.split(" : ")[0])
+        operands = [self._known(n) for n in used]
+        results = [self._define(n) for n in printed]
+        op = Op(name, results, operands, line, typed[1] if typed else "", place)
+        if name == "scf.yield":
+            self.within[-1].yields.append(operands)
+        if self.within:
+            self.within[-1].inner.append(op)
+        self.ops.append(op)
+        if line.endswith("{"):
+            self._open(op)
+            op.results = [*(self._define(n) for n in inside), *results]
+
+    def _open(self, op: Op) -> None:
+        self.within.append(op)
+        self.scopes.append({})
+
+    def _define(self, name: str) -> str:
+        unique = name if name not in self.taken else f"{name}'{len(self.taken)}"
+        self.taken.add(unique)
+        self.scopes[-1][name] = unique
+        return unique
+
+    def _known(self, name: str) -> str:
+        return next((scope[name] for scope in reversed(self.scopes) if name in scope), name)
+
+
+def parse(text: str) -> list[Op]:
+    """Every operation, in order.  Errors: ValueError for what is not followed: calls and while loops."""
+    if found := re.search(r"\b(tt\.call|scf\.while|cf\.\w+)\b", text):
+        raise ValueError(f"{found[1]} is not followed")
+    return _Reader().read(text)
+
+
+def arguments(text: str) -> list[str]:
+    """The names of the kernel's arguments, in order."""
+    return re.findall(rf"({NAME}): ", next(line for line in text.splitlines() if "tt.func public" in line))
+
+
+class Places:
+    """Where in the source operations stand."""
+
+    def __init__(self, text: str) -> None:
+        self.known = dict(re.findall(r"^#(loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
+
+    def of(self, op: Op) -> str:
+        """ "norm.py:61"; of what was inlined, the place in the function that was."""
+        place = op.place
+        for _ in range(20):
+            if found := re.search(r'"([^"]*\.py)":(\d+)', self.known.get(place, "")):
+                return f"{Path(found[1]).name}:{found[2]}"
+            inner = re.search(r"#(loc\d*)", self.known.get(place, ""))
+            if inner is None:
+                break
+            place = inner[1]
+        return "unknown place"
