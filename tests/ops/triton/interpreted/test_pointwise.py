@@ -25,7 +25,7 @@ def test_is_as_exact_as_the_definition(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("keys", [1, 3, 32, 33])
 def test_any_count_of_keys(keys: int) -> None:
-    given = inputs(Case((3, 4), 1, keys, 4, 16, "own", "none"), torch.float32)
+    given = inputs(Case((3, 4), 1, keys, 4, 16, "own", "none"), torch.float16)
     assert worse(given, found(given)) == {}
 
 
