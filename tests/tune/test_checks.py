@@ -153,6 +153,10 @@ def key_of_call(op: Op[..., Tensor], args: tuple[Tensor | None, ...]) -> tuple[o
         weight = args[3]
         assert weight is not None
         return op.name, places, c, weight.shape[0]
+    if op.name == "transition":
+        up = args[3]
+        assert up is not None
+        return op.name, places, c, up.shape[0]
     if op.name == "tail":
         o = args[1]
         assert o is not None
@@ -165,7 +169,7 @@ def key_of_case(case: Case) -> tuple[object, ...]:
         return case.op, case.rows, case.length, case.attended, case.heads, case.width, case.bias
     if case.op == "global_attention":
         return case.op, case.rows, case.attended, case.heads, case.width
-    more = (case.outputs,) if case.op in ("norm_linear", "tail") else ()
+    more = (case.outputs,) if case.op in ("norm_linear", "tail", "transition") else ()
     return (case.op, case.rows * case.length, case.channels, *more)
 
 

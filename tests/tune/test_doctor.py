@@ -11,7 +11,7 @@ from warpfold.errors import UserError
 from warpfold.ops.gate import gate
 from warpfold.ops.norm import layer_norm
 from warpfold.run.config import RunConfig
-from warpfold.tune.cases import Case
+from warpfold.tune.cases import OPS, Case
 from warpfold.tune.doctor import HEADS, LOGITS, SECTIONS, cases_of, cut, examine, report, table
 from warpfold.tune.machine import describe, version
 from warpfold.tune.sizes import DataSizes
@@ -36,7 +36,7 @@ def test_every_preset_has_its_cases(preset: str) -> None:
     assert row.width == values["model"]["c_m"] // row.heads
     templates = values["model"]["templates"]["enabled"]
     assert any(case.where.startswith("template") for case in cases) is templates
-    assert {case.op for case in cases} == {"attention", "global_attention", "layer_norm", "norm_linear", "gate", "tail"}
+    assert {case.op for case in cases} == set(OPS)
 
 
 def test_monomer_by_the_supplement() -> None:

@@ -24,7 +24,8 @@ app.add_typer(bench, name="bench")
 def operations(
     context: typer.Context,
     op: Annotated[
-        list[str] | None, decides("attention, layer_norm, norm_linear, gate, tail: repeated, or with commas.")
+        list[str] | None,
+        decides("attention, layer_norm, norm_linear, gate, tail, transition, triangle_factor; commas or repeated."),
     ] = None,
     shapes: Annotated[
         list[str] | None,
@@ -114,6 +115,8 @@ def _say(found: dict[str, Any], csv: Path | None, plot: Path | None, as_json: bo
         shown.add_row(*line, style="bold" if line[3] == "ours" else None)
     typer.echo()
     Console(width=None if sys.stdout.isatty() else WIDE).print(shown)
+    if any(row.get("share_of_limit", 0) > 1 for row in found["rows"]):
+        typer.echo("over 100 % of the limit: the machine was busier while its ceilings were measured")
     if found["left_out"]:
         typer.echo(f"left out, too large for this device unless named (--shapes): {', '.join(found['left_out'])}")
 

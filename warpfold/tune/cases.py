@@ -14,8 +14,12 @@ from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
 from warpfold.ops.gate import gate, tail
 from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.transition import transition
+from warpfold.ops.triangle import triangle_factor
 
-Name = Literal["attention", "global_attention", "layer_norm", "norm_linear", "gate", "tail"]
+Name = Literal[
+    "attention", "global_attention", "layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor"
+]  # fmt: skip
 OPS: Mapping[Name, Op[..., Tensor]] = {
     "attention": attention,
     "global_attention": global_attention,
@@ -23,6 +27,8 @@ OPS: Mapping[Name, Op[..., Tensor]] = {
     "norm_linear": norm_linear,
     "gate": gate,
     "tail": tail,
+    "transition": transition,
+    "triangle_factor": triangle_factor,
 }
 NAMES: tuple[Name, ...] = get_args(Name)
 MASKED = 0.15  # of the keys, in checks; and the last row throughout
@@ -41,7 +47,7 @@ class Case:
     heads: int = 0
     width: int = 0  # of a head
     channels: int = 0  # of x; of a gate: of its arguments
-    outputs: int = 0  # of norm_linear; of a tail: channels of o and g
+    outputs: int = 0  # of norm_linear; of a tail: channels of o and g; of a transition: those between
     bias: bool = False  # of attention
     turned: bool = False  # rows and positions lie in memory the other way round
     dropped: bool = False  # a tail with dropout
@@ -69,7 +75,7 @@ class Case:
         if self.op == "global_attention":
             return f"{rows}, {self.heads} heads, {self.attended} keys, width {self.width}"
         wide = f"{self.channels} -> {self.outputs}" if self.op == "norm_linear" else f"{self.channels} channels"
-        inner = f", inner {self.outputs}" if self.op == "tail" else ""
+        inner = f", inner {self.outputs}" if self.op in ("tail", "transition") else ""
         return f"{rows} of {self.length}, {wide}{inner}"
 
     def fewer(self, rows: int) -> "Case":
@@ -109,6 +115,8 @@ ARGUMENTS: Mapping[Name, tuple[str, ...]] = {
     "norm_linear": ("x", "norm_weight", "norm_bias", "weight", "bias"),
     "gate": ("x", "g"),
     "tail": ("x", "o", "g", "weight", "bias", "factors"),
+    "transition": ("x", "norm_weight", "norm_bias", "up", "up_bias", "down", "down_bias"),
+    "triangle_factor": ("y", "g", "mask"),
 }
 CONSTANT = ("mask", "factors")
 
@@ -226,6 +234,17 @@ def _tail(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
     return x, o, g, weight, draw.parameter(case.channels), factors
 
 
+def _transition(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
+    x, norm_weight, norm_bias = _layer_norm(case, draw, False)
+    c, n = case.channels, case.outputs
+    up = draw.parameter(n, c, scale=c**-0.5), draw.parameter(n)
+    return x, norm_weight, norm_bias, *up, draw.parameter(c, n, scale=n**-0.5), draw.parameter(c)
+
+
+def _factor(case: Case, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:
+    return *_gate(case, draw, False), _mask(case, draw, masked)
+
+
 _MAKE: Mapping[Name, Callable[[Case, _Draw, bool], tuple[Tensor | None, ...]]] = {
     "attention": _attention,
     "global_attention": _global,
@@ -233,4 +252,6 @@ _MAKE: Mapping[Name, Callable[[Case, _Draw, bool], tuple[Tensor | None, ...]]] =
     "norm_linear": _norm_linear,
     "gate": _gate,
     "tail": _tail,
+    "transition": _transition,
+    "triangle_factor": _factor,
 }

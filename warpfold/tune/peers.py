@@ -72,12 +72,12 @@ def _back(given: Inputs, out: Tensor) -> Tensor:
 
 
 def _expanded(given: Inputs) -> Subject:
-    """With the bias as it is, shared by the rows; no mask (the bench masks nothing)."""
+    """With the bias shared by the rows, laid out for it; no mask (the bench masks nothing)."""
     bias = given.args[4] if len(given.args) > 4 else None
 
     def forward() -> Tensor:
         q, k, v = _heads_first(given)
-        wide = None if bias is None else bias.expand(*q.shape[:-1], k.shape[-2])
+        wide = None if bias is None else bias.contiguous().expand(*q.shape[:-1], k.shape[-2])
         return _back(given, F.scaled_dot_product_attention(q, k, v, attn_mask=wide))
 
     return Subject("sdpa", forward, given.wanted, given.grad)
@@ -187,7 +187,7 @@ _ATTENTION = (
 )
 WAYS: Mapping[str, tuple[Way, ...]] = {
     "attention": (*_EVERY, *_ATTENTION, _OURS),
-    **dict.fromkeys(("layer_norm", "norm_linear", "gate", "tail"), (*_EVERY, _OURS)),
+    **dict.fromkeys(("layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor"), (*_EVERY, _OURS)),
 }
 
 

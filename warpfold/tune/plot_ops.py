@@ -55,6 +55,8 @@ def _of(row: Row) -> tuple[str, str, str, str]:
 
 
 def _panel(axis: Any, rows: list[Row], op: str, kind: str, dtype: str, direction: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     sizes = {_number(r["shape"]): r["shape"].partition(":")[2] for r in rows}
     for way, (colour, marker) in STYLES.items():
         points = sorted((_number(r["shape"]), r["ms"]) for r in rows if r["way"] == way)
@@ -67,8 +69,11 @@ def _panel(axis: Any, rows: list[Row], op: str, kind: str, dtype: str, direction
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(list(sizes), list(sizes.values()), fontsize=8)
-    axis.yaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1,) if high > 300 * low else (1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.tick_params(labelsize=8)
     axis.grid(alpha=0.3)
     across = "sequences x residues" if any("x" in s for s in sizes.values()) else "N"
     axis.set_xlabel(across, fontsize=8)

@@ -60,8 +60,11 @@ def work(case: Case, direction: Pass, itemsize: int) -> Work:
         through = 2 * places * case.channels * case.outputs
         moved = case.channels + case.outputs if forward else 2 * case.channels + case.outputs
         return Work(through * (1 if forward else 2), 0, places * moved * itemsize)
-    if case.op == "gate":
+    if case.op in ("gate", "triangle_factor"):
         return Work(0, places * case.channels, places * case.channels * itemsize * (3 if forward else 5))
+    if case.op == "transition":  # two products; backward four, and the first anew rather than its result from memory
+        moved = places * case.channels * itemsize * (2 if forward else 3)
+        return Work(2 * places * case.channels * case.outputs * (2 if forward else 5), 0, moved)
     through = 2 * places * case.channels * case.outputs
     # x + out(o * gate): backward, the gradient, o and g come, those of o and g go; that of x is the gradient itself.
     moved = 2 * case.channels + 2 * case.outputs if forward else case.channels + 4 * case.outputs

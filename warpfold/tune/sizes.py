@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
+from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.pair import PairConfig
 from warpfold.tune.cases import Case, Name
 
@@ -32,9 +33,9 @@ def of_settings(model: ModelConfig, data: DataSizes, whole: int = 256) -> list[C
     templates = data.max_templates if model.templates.enabled else 0
     rows = data.max_msa + (templates if model.templates.torsion_rows else 0)
     evoformer = model.evoformer
-    cases = [*_msa(rows, r, model.c_m, model.c_z, evoformer.heads, evoformer.rate, evoformer.c_outer)]
+    cases = [*_msa(rows, r, model.c_m, model.c_z, evoformer)]
     if model.extra_blocks and data.max_extra:
-        extra = _msa(data.max_extra, r, model.c_e, model.c_z, evoformer.heads, evoformer.rate, evoformer.c_outer)
+        extra = _msa(data.max_extra, r, model.c_e, model.c_z, evoformer)
         cases += [replace(case, where=EXTRA + case.where) for case in extra if case.where != "msa column"]
         cases += _global(data.max_extra, r, model.c_e, evoformer.heads)
     cases += _pair(r, model.c_z, evoformer.pair)
@@ -56,16 +57,17 @@ def of_settings(model: ModelConfig, data: DataSizes, whole: int = 256) -> list[C
     return cases
 
 
-def _msa(s: int, r: int, c: int, c_z: int, heads: int, rate: float, outer: int) -> Iterator[Case]:
+def _msa(s: int, r: int, c: int, c_z: int, config: EvoformerConfig) -> Iterator[Case]:
+    heads = config.heads
     wide = c // heads * heads
     for where, rows, length, turned in (("msa row", s, r, False), ("msa column", r, s, True)):
         at = Case(op="attention", where=where, rows=rows, length=length, turned=turned)
         yield replace(at, heads=heads, width=c // heads, bias=not turned)
         yield replace(at, op="norm_linear", channels=c, outputs=4 * wide)
-        yield replace(at, op="tail", channels=c, outputs=wide, dropped=rate > 0 and not turned)
+        yield replace(at, op="tail", channels=c, outputs=wide, dropped=config.rate > 0 and not turned)
     yield Case(op="norm_linear", where="msa row bias", rows=r, length=r, channels=c_z, outputs=heads)
-    yield Case(op="layer_norm", where="msa transition", rows=s, length=r, channels=c)
-    yield Case(op="norm_linear", where="outer product", rows=s, length=r, channels=c, outputs=2 * outer)
+    yield Case(op="transition", where="msa transition", rows=s, length=r, channels=c, outputs=config.transition * c)
+    yield Case(op="norm_linear", where="outer product", rows=s, length=r, channels=c, outputs=2 * config.c_outer)
 
 
 def _global(s: int, r: int, c: int, heads: int) -> Iterator[Case]:
@@ -87,10 +89,10 @@ def _pair(r: int, c: int, config: PairConfig) -> Iterator[Case]:
         yield replace(one, op="norm_linear", channels=c, outputs=4 * wide + config.heads)
         yield replace(one, op="tail", channels=c, outputs=wide, dropped=config.rate > 0)
     yield replace(at, op="norm_linear", where="triangle product", channels=c, outputs=4 * hidden + c)
-    yield replace(at, op="gate", where="triangle factor", channels=hidden)
+    yield replace(at, op="triangle_factor", where="triangle product", channels=hidden)
     yield replace(at, op="norm_linear", where="triangle product, out", channels=hidden, outputs=c)
     yield replace(at, op="gate", where="triangle product, out", channels=c)
-    yield replace(at, op="layer_norm", where="pair transition", channels=c)
+    yield replace(at, op="transition", where="pair transition", channels=c, outputs=config.transition * c)
 
 
 def _attention(
@@ -133,6 +135,10 @@ ODD: tuple[Case, ...] = (
     Case(op="tail", where="turned, dropout", rows=5, length=33, channels=32, outputs=64, turned=True, dropped=True),
     Case(op="tail", where="global column", rows=9, length=21, channels=32, outputs=32, turned=True, spread=True),
     Case(op="tail", where="odd channels", rows=3, length=5, channels=24, outputs=40),
+    Case(op="transition", where="rows", rows=7, length=19, channels=32, outputs=128),
+    Case(op="transition", where="odd channels", rows=3, length=5, channels=24, outputs=56),
+    Case(op="triangle_factor", where="rows", rows=7, length=19, channels=24),
+    Case(op="triangle_factor", where="odd channels", rows=33, length=5, channels=41),
 )
 
 # Of `warpfold bench --op`: which kinds of shape each takes, and at which sizes where none are named.
@@ -149,6 +155,8 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     "norm_linear": {"pair": _PAIR, "msa": ALIGNMENTS},
     "gate": {"pair": _PAIR},
     "tail": {"pair": _PAIR, "msa": ALIGNMENTS},
+    "transition": {"pair": _PAIR, "msa": ALIGNMENTS},
+    "triangle_factor": {"pair": _PAIR},
 }
 QUICK = {"row": "128x256", "column": "128x256", "global": "1024x256", "msa": "128x256"}  # else 256
 
@@ -194,5 +202,5 @@ def _shape(op: str, kind: str, size: str) -> Case:
     if kind in ("starting", "ending"):
         return _attention(f"triangle {kind}", s, s, 4, 32, bias=True, turned=kind == "ending")
     name: Name = op  # type: ignore[assignment]  # KINDS has no other
-    outputs = {"norm_linear": 1024 if aligned else 516, "tail": c}.get(op, 0)
+    outputs = {"norm_linear": 1024 if aligned else 516, "tail": c, "transition": 4 * c}.get(op, 0)
     return Case(op=name, where=kind, rows=s, length=r, channels=c, outputs=outputs)
