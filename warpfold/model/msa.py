@@ -8,6 +8,7 @@ from warpfold.model.axial import COLS, ROWS, AxialUpdate, Chain, Tensors
 from warpfold.model.layers import LayerNorm, Linear, Normed
 from warpfold.ops.attention import global_attention, masked_mean
 from warpfold.ops.gate import gate, tail
+from warpfold.ops.outer import outer_product
 
 
 class MSARowAttention(AttentionUpdate):
@@ -111,10 +112,8 @@ class OuterProductMean(AxialUpdate):
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
         (a,), (b, b_mask) = local, shared
-        outer = torch.einsum("...sic,...sjd->...ijcd", a, b).flatten(-2)
         pairs = torch.einsum("...si,...sjx->...ijx", mask.to(b_mask.dtype), b_mask)  # sequences that have both
-        # The official code divides the bias too.
-        return self.out(outer) / (pairs + 1e-3)
+        return outer_product(a, b, self.out.weight, self.out.bias, pairs + 1e-3)
 
 
 class MSAStack(Chain):

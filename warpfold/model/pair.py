@@ -59,10 +59,12 @@ class TriangleMultiplication(ChannelProduct):
         return -2 if self.outgoing else -1  # rows or columns, with no channel axis behind them
 
     def left(self, n: Normed, mask: Tensor) -> Tensor:
-        return triangle_factor(*n.project(*self._projections(0)), mask)
+        y, g = n.project(*self._projections(0))
+        return triangle_factor(y, g, mask)
 
     def right(self, n: Normed, mask: Tensor) -> Tensor:
-        return triangle_factor(*n.project(*self._projections(1)), mask)
+        y, g = n.project(*self._projections(1))
+        return triangle_factor(y, g, mask)
 
     def parts(self, n: Normed, mask: Tensor, source: Tensor | None) -> tuple[Tensors, Tensors]:
         a, a_gate, b, b_gate, g = n.project(*self._projections(0), *self._projections(1), self.gate)

@@ -22,8 +22,8 @@ def transition(
 ) -> Tensor:
     """x + linear(relu(linear(layer_norm(x)))), or without the first x where `residual` is False.
 
-    x [*, c], norm_weight, norm_bias [c], up [n, c], up_bias [n], down [c, n], down_bias [c] -> [*, c] in the dtype of x,
-    laid out in memory as x is.  Parameters of any float dtype.
+    x [*, c], norm_weight, norm_bias [c], up [n, c], up_bias [n], down [c, n], down_bias [c] -> [*, c] in the dtype of
+    x, laid out in memory as x is.  Parameters of any float dtype.
     """
     hidden = norm_linear.definition(x, norm_weight, norm_bias, up, up_bias, eps).relu()
     dx = F.linear(hidden, down.to(x.dtype), down_bias.to(x.dtype))

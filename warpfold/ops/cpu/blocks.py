@@ -37,6 +37,11 @@ def room(block: Tensor) -> Tensor:
     return flat if here else torch.empty(flat.shape, dtype=flat.dtype)
 
 
+def opening(g: Tensor) -> Tensor:
+    """sigmoid(g), in order.  Without `out`, torch takes five times as long where g is a slice."""
+    return torch.sigmoid(g, out=torch.empty(g.shape, dtype=g.dtype))
+
+
 def put(block: Tensor, results: Tensor) -> None:
     """Write [positions, c] to the block, if `room` did not give the block itself."""
     if results.data_ptr() != block.data_ptr():

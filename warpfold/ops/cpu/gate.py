@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from warpfold.ops.cpu.blocks import blocks, put, room, rows
+from warpfold.ops.cpu.blocks import blocks, opening, put, room, rows
 from warpfold.ops.cpu.norm import accumulate
 from warpfold.ops.library.attention import empty_like
 
@@ -12,7 +12,7 @@ def gate(x: Tensor, g: Tensor) -> Tensor:
     """warpfold::gate."""
     y = empty_like(x)
     for xb, gb, yb in blocks(x, x, g, y):
-        torch.mul(torch.sigmoid(gb), xb, out=yb)
+        torch.mul(opening(gb), xb, out=yb)
     return y
 
 
@@ -20,10 +20,10 @@ def gate_backward(grad: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """warpfold::gate_backward."""
     dx, dg = empty_like(x), empty_like(g)
     for xb, gb, db, dxb, dgb in blocks(x, x, g, grad, dx, dg):
-        opening = torch.sigmoid(gb)
-        torch.mul(db, opening, out=dxb)
+        s = opening(gb)
+        torch.mul(db, s, out=dxb)
         # dg = grad x s (1 - s) = dx x (1 - s)
-        torch.mul(dxb * xb, opening.neg_().add_(1), out=dgb)
+        torch.mul(dxb * xb, s.neg_().add_(1), out=dgb)
     return dx, dg
 
 
@@ -32,7 +32,7 @@ def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors:
     y, w, b = empty_like(x), weight.to(x.dtype).t(), bias.to(x.dtype)
     f = x if factors is None else factors.to(x.dtype).expand(x.shape)
     for xb, ob, gb, yb, fb in blocks(x, x, o, g, y, f):
-        gated = torch.sigmoid(gb).mul_(ob)
+        gated = opening(gb).mul_(ob)
         results = room(yb)
         if factors is None:
             torch.add(rows(xb), b, out=results).addmm_(rows(gated), w)
@@ -53,10 +53,10 @@ def tail_backward(
     f = grad if factors is None else factors.to(grad.dtype).expand(grad.shape)
     for db, ob, gb, dob, dgb, fb in blocks(o, grad, o, g, do, dg, f):
         dx = rows(db) if factors is None else rows(db * fb)
-        opening, os = torch.sigmoid(rows(gb)), rows(ob)
-        accumulate(dweight, dx, opening * os)
+        s, os = opening(rows(gb)), rows(ob)
+        accumulate(dweight, dx, s * os)
         dbias += dx.sum(0, dtype=wide)
         dgated = torch.mm(dx, narrow)
-        put(dob, dgated * opening)
-        put(dgb, dgated.mul_(os).mul_(opening).mul_(opening.neg_().add_(1)))
+        put(dob, dgated * s)
+        put(dgb, dgated.mul_(os).mul_(s).mul_(s.neg_().add_(1)))
     return do, dg, dweight.to(weight.dtype), dbias.to(bias.dtype)

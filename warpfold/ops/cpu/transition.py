@@ -63,7 +63,7 @@ def backward(
         hidden = torch.addmm(b1, n, narrow1.t()).relu_()
         accumulate(ddown, g, hidden)
         ddown_bias += g.sum(0, dtype=wide)
-        dhidden = torch.ops.aten.threshold_backward(torch.mm(g, narrow2), hidden, 0)
+        dhidden = torch.mm(g, narrow2).mul_(hidden.sign_())
         dup_bias += dhidden.sum(0, dtype=wide)
         accumulate(product, dhidden, (xs.to(wide) - mean).mul_(scale).to(x.dtype))
         dn = torch.mm(dhidden, narrow1)

@@ -1,9 +1,8 @@
 """The factors of the triangle products on a CPU: gated, masked and turned block by block, within the cache."""
 
-import torch
 from torch import Tensor
 
-from warpfold.ops.cpu.blocks import blocks, put, rows
+from warpfold.ops.cpu.blocks import blocks, opening, put, rows
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.library.triangle import empty_factor
 
@@ -12,7 +11,7 @@ def factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
     """warpfold::triangle_factor."""
     result = empty_factor(y)
     for yb, gb, mb, fb in blocks(result.movedim(-3, -1), y, g, mask.to(y.dtype)[..., None], result.movedim(-3, -1)):
-        fb.copy_(torch.sigmoid(gb).mul_(yb).mul_(mb))
+        fb.copy_(opening(gb).mul_(yb).mul_(mb))
     return result
 
 
@@ -21,8 +20,8 @@ def factor_backward(grad: Tensor, y: Tensor, g: Tensor, mask: Tensor) -> tuple[T
     dy, dg = empty_like(y), empty_like(g)
     wanted = grad.movedim(-3, -1), y, g, mask.to(y.dtype)[..., None], dy, dg
     for db, yb, gb, mb, dyb, dgb in blocks(y, *wanted):
-        opening = torch.sigmoid(rows(gb))
-        d = rows(db).mul(rows(mb)).mul_(opening)
+        s = opening(rows(gb))
+        d = rows(db).mul(rows(mb)).mul_(s)
         put(dyb, d)
-        put(dgb, d.mul_(rows(yb)).mul_(opening.neg_().add_(1)))
+        put(dgb, d.mul_(rows(yb)).mul_(s.neg_().add_(1)))
     return dy, dg

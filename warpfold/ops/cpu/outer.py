@@ -1,0 +1,59 @@
+"""The outer product on a CPU: some rows of z after another, so that the products of all channels never leave the cache.
+
+The backward pass multiplies them again: of all [i, j, c d] none is kept, which is most of what this layer would keep.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from warpfold.ops.cpu.norm import accumulate
+
+PRODUCTS = 2**20  # numbers of a block
+
+
+def forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
+    """warpfold::outer_product."""
+    out = a.new_empty(a.shape[0], a.shape[2], b.shape[2], weight.shape[0])
+    w, narrow = weight.to(a.dtype).t(), bias.to(a.dtype)
+    for batch, rows in _blocks(a, b):
+        results = out[batch, rows].flatten(0, 1)
+        torch.addmm(narrow, _products(a[batch, :, rows], b[batch]), w, out=results)
+        results.div_(count[batch, rows].flatten(0, 1).to(a.dtype))
+    return out
+
+
+def backward(
+    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """warpfold::outer_product_backward."""
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    da, db = a.new_empty(a.shape), b.new_zeros(b.shape, dtype=wide)
+    dweight, dbias = weight.new_zeros(weight.shape, dtype=wide), bias.new_zeros(bias.shape, dtype=wide)
+    (_, _, _, c), (_, s, j, d) = a.shape, b.shape
+    narrow = weight.to(a.dtype)
+    for batch, rows in _blocks(a, b):
+        some = a[batch, :, rows]
+        g = grad[batch, rows].flatten(0, 1) / count[batch, rows].flatten(0, 1).to(a.dtype)
+        accumulate(dweight, g, _products(some, b[batch]))
+        dbias += g.sum(0, dtype=wide)
+        # [i j, c d] -> [i c, j d]
+        turned = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
+        da[batch, :, rows] = (b[batch].flatten(1) @ turned.t()).view(s, -1, c)
+        accumulate(db[batch].flatten(1), some.flatten(1).t(), turned)
+    return da, db.to(b.dtype), dweight.to(weight.dtype), dbias.to(bias.dtype)
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """a [s, i, c], b [s, j, d] -> [i j, c d]."""
+    (_, i, c), (_, j, d) = a.shape, b.shape
+    return (a.flatten(1).t() @ b.flatten(1)).view(i, c, j, d).transpose(1, 2).reshape(i * j, c * d)
+
+
+def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[int, slice]]:
+    batches, _, rows, c = a.shape
+    size = max(1, PRODUCTS // (c * b.shape[2] * b.shape[3]))
+    for batch in range(batches):
+        for start in range(0, rows, size):
+            yield batch, slice(start, start + size)

@@ -1,0 +1,69 @@
+"""warpfold::outer_product, registered; ops/outer.py defines it.  It keeps a and b for the gradient, no product."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from warpfold.ops.dispatch import implementation, place, refuses_device
+
+
+def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
+    """As `ops.outer.outer_product`.  On a GPU it is its parts, one after another."""
+    if place(a) == "triton":
+        products = torch.einsum("...sic,...sjd->...ijcd", a, b).flatten(-2)
+        return F.linear(products, weight.to(a.dtype), bias.to(a.dtype)) / count.to(a.dtype)
+    lead = a.shape[:-3]
+    flat = [t.reshape(math.prod(lead), *t.shape[-3:]) for t in (a, b, count)]
+    out: Tensor = torch.ops.warpfold.outer_product(flat[0], flat[1], weight, bias, flat[2])
+    return out.reshape(*lead, *out.shape[1:])
+
+
+def refuses(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> str | None:
+    """Why the fast way does not take these, or None."""
+    if reason := refuses_device(a, b, weight, bias, count):
+        return reason
+    if a.shape[:-2] != b.shape[:-2] or a.dtype != b.dtype or count.shape[:-3] != a.shape[:-3]:
+        return "a and b differ in sequences or dtype, or the count from them in shape"
+    return "no elements" if 0 in (*a.shape, *b.shape) else None
+
+
+@torch.library.custom_op("warpfold::outer_product", mutates_args=())
+def _forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
+    """a [B, s, i, c], b [B, s, j, d], count [B, i, j, 1] -> [B, i, j, z]."""
+    out: Tensor = implementation("outer", a).forward(a, b, weight, bias, count)
+    return out
+
+
+@torch.library.custom_op("warpfold::outer_product_backward", mutates_args=())
+def _backward(
+    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> the gradients of a, b, weight and bias."""
+    da, db, dweight, dbias = implementation("outer", a).backward(grad, a, b, weight, bias, count)
+    return da, db, dweight, dbias
+
+
+@_forward.register_fake
+def _(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[2], b.shape[2], weight.shape[0])
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return a.new_empty(a.shape), b.new_empty(b.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *torch.ops.warpfold.outer_product_backward(grad, *ctx.saved_tensors), None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
