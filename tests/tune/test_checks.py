@@ -148,6 +148,11 @@ def key_of_call(op: Op[..., Tensor], args: tuple[Tensor | None, ...]) -> tuple[o
         k = args[1]
         assert k is not None
         return op.name, k.shape[:-2].numel(), k.shape[-2], *x.shape[-2:]
+    if op.name == "outer_product":
+        b, weight = args[1], args[2]
+        assert b is not None
+        assert weight is not None
+        return op.name, *x.shape[-3:], b.shape[-2], weight.shape[0]
     places, c = x.shape[:-1].numel(), x.shape[-1]
     if op.name == "norm_linear":
         weight = args[3]
@@ -169,6 +174,8 @@ def key_of_case(case: Case) -> tuple[object, ...]:
         return case.op, case.rows, case.length, case.attended, case.heads, case.width, case.bias
     if case.op == "global_attention":
         return case.op, case.rows, case.attended, case.heads, case.width
+    if case.op == "outer_product":
+        return case.op, case.length, case.rows, case.channels, case.attended, case.outputs
     more = (case.outputs,) if case.op in ("norm_linear", "tail", "transition") else ()
     return (case.op, case.rows * case.length, case.channels, *more)
 

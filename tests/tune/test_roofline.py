@@ -63,6 +63,19 @@ def test_products_by_hand() -> None:
     assert work(column, "forward", 2).exps == 2 * 3 * 11
 
 
+def test_products_of_transitions_and_outer_products() -> None:
+    """A block of 128 x 256 with 256 channels: 34.4 GF of MSA transition, as much of outer product."""
+    transition = dict(shapes("transition", ["msa:128x256"]))["msa:128x256"]
+    assert work(transition, "forward", 2).flops / 1e9 == pytest.approx(34.4, rel=0.01)
+    assert work(transition, "forward", 2).bytes == 2 * 128 * 256 * 256 * 2
+    outer = dict(shapes("outer_product", ["msa:128x256"]))["msa:128x256"]
+    assert work(outer, "forward", 2).flops / 1e9 == pytest.approx(34.4, rel=0.03)
+    small = Case(op="outer_product", where="", rows=2, keys=3, length=5, channels=7, outputs=11)
+    assert work(small, "forward", 4).flops == 2 * 2 * 3 * 49 * (5 + 11)
+    assert work(small, "backward", 4).flops == 2 * 2 * 3 * 49 * (15 + 22)
+    assert work(small, "forward", 4).bytes == (5 * 5 * 7 + 6 * 11) * 4
+
+
 def test_what_is_slowest_sets_the_limit() -> None:
     gate = Case(op="gate", where="", rows=1, length=1000, channels=10)
     needed = work(gate, "forward", 4)

@@ -25,7 +25,10 @@ def operations(
     context: typer.Context,
     op: Annotated[
         list[str] | None,
-        decides("attention, layer_norm, norm_linear, gate, tail, transition, triangle_factor; commas or repeated."),
+        decides(
+            "attention, layer_norm, norm_linear, gate, tail, transition, triangle_factor, outer_product; with commas, "
+            "or repeated."
+        ),
     ] = None,
     shapes: Annotated[
         list[str] | None,

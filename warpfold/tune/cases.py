@@ -14,11 +14,13 @@ from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
 from warpfold.ops.gate import gate, tail
 from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor
 
 Name = Literal[
-    "attention", "global_attention", "layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor"
+    "attention", "global_attention", "layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor",
+    "outer_product",
 ]  # fmt: skip
 OPS: Mapping[Name, Op[..., Tensor]] = {
     "attention": attention,
@@ -29,6 +31,7 @@ OPS: Mapping[Name, Op[..., Tensor]] = {
     "tail": tail,
     "transition": transition,
     "triangle_factor": triangle_factor,
+    "outer_product": outer_product,
 }
 NAMES: tuple[Name, ...] = get_args(Name)
 MASKED = 0.15  # of the keys, in checks; and the last row throughout
@@ -37,7 +40,10 @@ DROPPED = 0.25  # of a tail's update
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One operation at one size: positions [rows, length], as the layer sees them that calls it."""
+    """One operation at one size: positions [rows, length], as the layer sees them that calls it.
+
+    Of an outer product: its result's rows, its columns (`keys`), and the sequences (`length`) that it sums over.
+    """
 
     op: Name
     where: str  # which layer that is
@@ -74,6 +80,8 @@ class Case:
             return f"{rows}, {self.heads} heads, {self.length} x {self.attended}, width {self.width}"
         if self.op == "global_attention":
             return f"{rows}, {self.heads} heads, {self.attended} keys, width {self.width}"
+        if self.op == "outer_product":
+            return f"{rows}, {self.attended} columns, {self.length} sequences, {self.channels} -> {self.outputs}"
         wide = f"{self.channels} -> {self.outputs}" if self.op == "norm_linear" else f"{self.channels} channels"
         inner = f", inner {self.outputs}" if self.op in ("tail", "transition") else ""
         return f"{rows} of {self.length}, {wide}{inner}"
@@ -117,8 +125,9 @@ ARGUMENTS: Mapping[Name, tuple[str, ...]] = {
     "tail": ("x", "o", "g", "weight", "bias", "factors"),
     "transition": ("x", "norm_weight", "norm_bias", "up", "up_bias", "down", "down_bias"),
     "triangle_factor": ("y", "g", "mask"),
+    "outer_product": ("a", "b", "weight", "bias", "count"),
 }
-CONSTANT = ("mask", "factors")
+CONSTANT = ("mask", "factors", "count")
 
 
 @dataclass
@@ -245,6 +254,14 @@ def _factor(case: Case, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:
     return *_gate(case, draw, False), _mask(case, draw, masked)
 
 
+def _outer(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
+    s, c, z = case.length, case.channels, case.outputs
+    a, b = draw.normal(s, case.rows, c), draw.normal(s, case.attended, c)
+    weight = draw.parameter(z, c * c, scale=1 / c)
+    count = torch.full((case.rows, case.attended, 1), s + 1e-3, device=draw.device, dtype=draw.dtype)
+    return a, b, weight, draw.parameter(z), count
+
+
 _MAKE: Mapping[Name, Callable[[Case, _Draw, bool], tuple[Tensor | None, ...]]] = {
     "attention": _attention,
     "global_attention": _global,
@@ -254,4 +271,5 @@ _MAKE: Mapping[Name, Callable[[Case, _Draw, bool], tuple[Tensor | None, ...]]] =
     "tail": _tail,
     "transition": _transition,
     "triangle_factor": _factor,
+    "outer_product": _outer,
 }

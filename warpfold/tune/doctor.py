@@ -62,7 +62,10 @@ def cut(case: Case, device: torch.device) -> Case:
     if case.logits:
         numbers = case.rows * case.attended * case.width * (case.heads if case.op == "attention" else 1)
         return case.fewer(max(2, case.rows * LOGITS[kind] // max(case.logits, numbers)))
-    return case.fewer(max(2, NUMBERS[kind] // (case.length * max(case.channels, case.outputs))))
+    each = case.length * max(case.channels, case.outputs)
+    if case.op == "outer_product":  # the definition has the products of all channels in memory
+        each = max(each, case.attended * case.channels**2)
+    return case.fewer(max(2, NUMBERS[kind] // each))
 
 
 def examine(

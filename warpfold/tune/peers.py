@@ -187,7 +187,10 @@ _ATTENTION = (
 )
 WAYS: Mapping[str, tuple[Way, ...]] = {
     "attention": (*_EVERY, *_ATTENTION, _OURS),
-    **dict.fromkeys(("layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor"), (*_EVERY, _OURS)),
+    **dict.fromkeys(
+        ("layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor", "outer_product"),
+        (*_EVERY, _OURS),
+    ),
 }
 
 

@@ -53,6 +53,8 @@ def work(case: Case, direction: Pass, itemsize: int) -> Work:
     forward = direction == "forward"
     if case.op in ("attention", "global_attention"):
         return _attention(case, forward, itemsize)
+    if case.op == "outer_product":
+        return _outer(case, forward, itemsize)
     places = case.rows * case.length
     if case.op == "layer_norm":  # backward: the gradient and x come, that of x goes
         return Work(0, 0, places * case.channels * itemsize * (2 if forward else 3))
@@ -81,6 +83,14 @@ def _attention(case: Case, forward: bool, itemsize: int) -> Work:
     masks = 4 * case.rows * case.attended
     products = 2 if forward else 5
     return Work(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)
+
+
+def _outer(case: Case, forward: bool, itemsize: int) -> Work:
+    """Forward the outer product and its projection; backward the former three times, once anew, the latter twice."""
+    through = 2 * case.rows * case.attended * case.channels**2
+    read, written = case.length * (case.rows + case.attended) * case.channels, case.rows * case.attended * case.outputs
+    flops = through * (case.length + case.outputs if forward else 3 * case.length + 2 * case.outputs)
+    return Work(flops, 0, (read + written if forward else 2 * read + written) * itemsize)
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

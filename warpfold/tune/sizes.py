@@ -67,7 +67,9 @@ def _msa(s: int, r: int, c: int, c_z: int, config: EvoformerConfig) -> Iterator[
         yield replace(at, op="tail", channels=c, outputs=wide, dropped=config.rate > 0 and not turned)
     yield Case(op="norm_linear", where="msa row bias", rows=r, length=r, channels=c_z, outputs=heads)
     yield Case(op="transition", where="msa transition", rows=s, length=r, channels=c, outputs=config.transition * c)
-    yield Case(op="norm_linear", where="outer product", rows=s, length=r, channels=c, outputs=2 * config.c_outer)
+    outer = Case(op="outer_product", where="outer product", rows=r, keys=r, length=s, channels=config.c_outer)
+    yield replace(outer, op="norm_linear", rows=s, keys=0, length=r, channels=c, outputs=2 * config.c_outer)
+    yield replace(outer, outputs=c_z)
 
 
 def _global(s: int, r: int, c: int, heads: int) -> Iterator[Case]:
@@ -139,6 +141,8 @@ ODD: tuple[Case, ...] = (
     Case(op="transition", where="odd channels", rows=3, length=5, channels=24, outputs=56),
     Case(op="triangle_factor", where="rows", rows=7, length=19, channels=24),
     Case(op="triangle_factor", where="odd channels", rows=33, length=5, channels=41),
+    Case(op="outer_product", where="rows and columns", rows=9, keys=19, length=33, channels=8, outputs=24),
+    Case(op="outer_product", where="odd channels", rows=17, keys=5, length=3, channels=7, outputs=11),
 )
 
 # Of `warpfold bench --op`: which kinds of shape each takes, and at which sizes where none are named.
@@ -157,6 +161,7 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     "tail": {"pair": _PAIR, "msa": ALIGNMENTS},
     "transition": {"pair": _PAIR, "msa": ALIGNMENTS},
     "triangle_factor": {"pair": _PAIR},
+    "outer_product": {"msa": ALIGNMENTS},
 }
 QUICK = {"row": "128x256", "column": "128x256", "global": "1024x256", "msa": "128x256"}  # else 256
 
@@ -201,6 +206,8 @@ def _shape(op: str, kind: str, size: str) -> Case:
         )
     if kind in ("starting", "ending"):
         return _attention(f"triangle {kind}", s, s, 4, 32, bias=True, turned=kind == "ending")
+    if op == "outer_product":
+        return Case(op="outer_product", where=kind, rows=r, keys=r, length=s, channels=32, outputs=128)
     name: Name = op  # type: ignore[assignment]  # KINDS has no other
     outputs = {"norm_linear": 1024 if aligned else 516, "tail": c, "transition": 4 * c}.get(op, 0)
     return Case(op=name, where=kind, rows=s, length=r, channels=c, outputs=outputs)
