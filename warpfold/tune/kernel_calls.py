@@ -51,6 +51,12 @@ def launching() -> Iterator[list[Call]]:
         yield calls
 
 
+def wider() -> ModelConfig:
+    """A model wider than AlphaFold2: heads of 64 numbers, alignments of 512 channels, templates of 128."""
+    c = ModelConfig(c_m=512, c_z=256, c_e=128)
+    return replace(c, templates=replace(c.templates, c=128, pair=replace(c.templates.pair, c_triangle=128)))
+
+
 def one_block(config: ModelConfig) -> ModelConfig:
     """The same model with one block of each stack: it launches the same kernels."""
     return replace(

@@ -19,7 +19,7 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.compile import BUDGETS, Figures, breaches, compiled, distinct, source
 from warpfold.ops.triton.launch import SHIPPED, Call, choice_of, kernels, read, table_used
 from warpfold.parallel.plan import Plan, Precision
-from warpfold.tune.kernel_calls import calls_of
+from warpfold.tune.kernel_calls import calls_of, wider
 
 INITIAL = {"res": 256, "seq": 128, "extra": 1024, "tmpl": 4}
 TABLES = sorted(path.stem for path in SHIPPED.glob("*.json") if path.stem != "interpreter")
@@ -27,9 +27,10 @@ TABLES = sorted(path.stem for path in SHIPPED.glob("*.json") if path.stem != "in
 
 @cache
 def calls(table: str, precision: Precision) -> tuple[Call, ...]:
-    """Every call of a step of initial training, by a table's launches."""
+    """Every call of a step of initial training, of AlphaFold2 and of a wider model, by a table's launches."""
+    plan = Plan(precision=precision)
     with table_used(read(SHIPPED / f"{table}.json")):
-        return tuple(calls_of(Plan(precision=precision), ModelConfig(), INITIAL))
+        return tuple(call for model in (ModelConfig(), wider()) for call in calls_of(plan, model, INITIAL))
 
 
 def demanding(found: Iterable[Call]) -> list[Call]:
@@ -86,7 +87,7 @@ def test_giant_tiles_are_over_the_budget(arch) -> None:
     assert not over_budget([good], arch)
     found = "\n".join(over_budget([bad], arch))
     assert "bytes of shared memory, of" in found
-    assert ("bytes of a thread are spilled" in found) is (arch == "sm_80")  # others have sums elsewhere, or more room
+    assert ("bytes of a thread are spilled" in found) is (arch in ("sm_80", "sm_90"))  # others keep sums elsewhere
 
 
 @pytest.mark.parametrize("arch", BUDGETS)

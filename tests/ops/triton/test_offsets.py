@@ -14,7 +14,7 @@ from warpfold.ops.triton.compile import distinct
 from warpfold.ops.triton.launch import kernels
 from warpfold.ops.triton.offsets import RULES, overflows
 from warpfold.parallel.plan import Plan
-from warpfold.tune.kernel_calls import calls_of
+from warpfold.tune.kernel_calls import calls_of, wider
 
 ROWS, STRIDE = 2**16, 2**15 + 16  # each of 32 bits; the product is not
 LAST = (ROWS - 1) * STRIDE
@@ -113,11 +113,11 @@ SIZES = {
 
 @pytest.mark.parametrize("sizes", ["long", pytest.param("longer", marks=pytest.mark.slow)])
 def test_no_kernel_overflows(sizes) -> None:
-    """Every kernel call of a training step, at sizes that no machine could compute; fp32 where it has other kernels."""
+    """Every kernel call of a training step, at sizes that no machine computes; fp32 and a wider model add theirs."""
     found: dict[str, None] = {}
     names: set[str] = set()
-    for precision in ("bf16", "fp32"):
-        calls = distinct(calls_of(Plan(precision=precision), ModelConfig(), SIZES[sizes]))
+    for precision, model in (("bf16", ModelConfig()), ("fp32", ModelConfig()), ("bf16", wider())):
+        calls = distinct(calls_of(Plan(precision=precision), model, SIZES[sizes]))
         calls = [call for call in calls if call.kernel.name not in names]
         for call in calls:
             found |= dict.fromkeys(f"{call.kernel.name} {call.grid}: {o}" for o in overflows(call))
