@@ -94,7 +94,7 @@ part "machine" 60 - "${warpfold[@]}" doctor --device "$device"
 if [[ -n "$rehearse" ]]; then
   part "tests that need a GPU" 60 - "$python" -c 'print("left out: there is none")'
 elif "$python" -c 'import pytest' 2>/dev/null; then
-  part "tests that need a GPU" 150 - "$python" -m pytest -m gpu -q -x --no-header tests/ops
+  part "tests that need a GPU" 150 - "$python" -m pytest -m gpu -q --maxfail=10 --no-header tests/ops
 else
   echo "pytest is not installed: the doctor's checks stand for the tests" | tee -a "$log"
 fi
