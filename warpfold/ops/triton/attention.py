@@ -107,7 +107,7 @@ def backward(
 
 def _backward(p: "_Problem", lse: Tensor, dbias: Tensor | None) -> None:
     grad, q, k, v, out, dq, dk, dv = p.vectors
-    delta = torch.empty_like(lse)
+    delta = lse.new_empty(lse.shape)
     firsts = lse.new_empty(lse.shape[:2], dtype=torch.int32)
     kernel, choice = p.kernel("attention_dq")
     kernel.run(

@@ -1,10 +1,6 @@
 """These tests run kernels in Triton's interpreter, in a process that `test_interpreted.py` starts for them all."""
 
 import os
-from collections.abc import Iterator
-
-import pytest
-import torch
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETING else ["test_*.py"]
@@ -33,12 +29,3 @@ if INTERPRETING:
         return self.rewrite()(*args, **kwargs) if ours else _call(self, *args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = _quick_call
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Memory that nobody has written holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.ops.triton.attention_cases import Case, answers, guarded, inputs, worse
+from tests.ops.triton.layouts import poisoned
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.triton.launch import Launch, forced
@@ -33,7 +34,7 @@ FP32 = [
 
 def found(given, size: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
     """What the kernels make of it."""
-    with dispatch.using("strict"), tiles(*size):
+    with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"), tiles(*size):
         return answers(attention, given)
 
 
