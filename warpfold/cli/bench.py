@@ -2,13 +2,25 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from warpfold.cli.common import AsJson, Device, app, decides, device_of, progress_bar, reads, runs, show, writes
+from warpfold.cli.common import (
+    AsJson,
+    Device,
+    app,
+    chosen,
+    decides,
+    device_of,
+    parts,
+    progress_bar,
+    reads,
+    runs,
+    show,
+    writes,
+)
 from warpfold.errors import UserError
 
 WIDE = 200  # columns of a table where the output is no terminal
@@ -63,11 +75,11 @@ def operations(
     from warpfold.tune.peers import WAYS
     from warpfold.tune.sizes import shapes as named
 
-    ops = _chosen("--op", op, BENCHED)
+    ops = chosen("--op", op, BENCHED)
     where = torch.device(device_of(device))
-    dtypes = _chosen("--dtype", dtype or ["bf16" if where.type == "cuda" else "fp32"], DTYPES)
-    names = _chosen("--ways", ways or [], [way.name for one in ops for way in WAYS[one]])
-    wanted = _split(shapes or [])
+    dtypes = chosen("--dtype", dtype or ["bf16" if where.type == "cuda" else "fp32"], DTYPES)
+    names = chosen("--ways", ways or [], [way.name for one in ops for way in WAYS[one]])
+    wanted = parts(shapes or [])
     for one in ops:
         named(one, wanted)
     wrong = checked(ops, where)
@@ -78,19 +90,6 @@ def operations(
     with progress_bar(narrate=True) as progress:
         found = measured(ops, where, dtypes, wanted, quick=quick, repeats=repeats or 0, ways=names, progress=progress)
     _say(found, csv, plot, as_json)
-
-
-def _split(values: Sequence[str]) -> list[str]:
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
-
-
-def _chosen(option: str, values: Sequence[str], known: Iterable[str]) -> list[str]:
-    """The values, of which each may hold several with commas.  Errors: UserError for one that is not known."""
-    known = list(dict.fromkeys(known))
-    for value in _split(values):
-        if value not in known:
-            raise UserError(f"{option} {value}: not one of {', '.join(known)}")
-    return list(dict.fromkeys(_split(values)))
 
 
 def _say(found: dict[str, Any], csv: Path | None, plot: Path | None, as_json: bool) -> None:

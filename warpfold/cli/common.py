@@ -1,7 +1,7 @@
 """What every command shares: the app, the kinds of options, the progress bar, the device."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,6 +82,20 @@ def spread(arguments: Sequence[str], lists: set[str]) -> list[str]:
             found.append(current)
         found.append(argument)
     return found
+
+
+def parts(values: Sequence[str]) -> list[str]:
+    """["a,b", "c"] -> ["a", "b", "c"]."""
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+
+
+def chosen(option: str, values: Sequence[str], known: Iterable[str]) -> list[str]:
+    """The values, each once, of which each may hold several with commas.  Errors: UserError for one not known."""
+    known = list(dict.fromkeys(known))
+    for value in parts(values):
+        if value not in known:
+            raise UserError(f"{option} {value}: not one of {', '.join(known)}")
+    return list(dict.fromkeys(parts(values)))
 
 
 class Lists(TyperCommand):

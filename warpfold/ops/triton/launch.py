@@ -37,6 +37,13 @@ class Launch:
     warps: int
     stages: int
 
+    def __hash__(self) -> int:
+        return hash((frozenset(self.sizes.items()), self.warps, self.stages))
+
+    def __str__(self) -> str:
+        """ "BLOCK_Q 64, BLOCK_K 32, 4 warps, 2 stages"."""
+        return ", ".join([*(f"{n} {v}" for n, v in self.sizes.items()), f"{self.warps} warps, {self.stages} stages"])
+
 
 @dataclass(frozen=True)
 class Call:

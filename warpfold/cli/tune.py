@@ -1,0 +1,77 @@
+"""`warpfold tune`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from warpfold.cli.common import AsJson, Device, app, chosen, decides, device_of, progress_bar, runs, show, writes
+
+if TYPE_CHECKING:
+    from warpfold.tune.kernel_bench import Task
+
+WIDE = 200  # columns of a table where the output is no terminal
+
+
+@app.command(epilog="Example:  warpfold tune --op attention --quick")
+def tune(
+    op: Annotated[
+        list[str] | None,
+        decides("attention, layer_norm, norm_linear, gate, tail, or all (default): repeated, or with commas."),
+    ] = None,
+    quick: Annotated[bool, decides("For initial training in bf16 alone.", "--quick")] = False,
+    out: Annotated[
+        Path | None, writes("Folder for the table; default: ~/.cache/warpfold/tuned, where runs look for it.")
+    ] = None,
+    device: Device = None,
+    dry_run: Annotated[bool, runs("Say what would be timed, and time nothing; needs no GPU.", "--dry-run")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make the launch table of this GPU: for every kernel, the fastest of the launches that are exact.
+
+    Minutes with --quick, else up to an hour.  What a table lacks, and a GPU without one, is launched by the package's.
+    Runs are the same bit for bit with the same table only.
+    """
+    import torch
+
+    from warpfold.ops.triton.launch import home
+    from warpfold.tune.kernel_bench import tasks
+    from warpfold.tune.kernels import TUNED, choose, head, places, report, tune_on, write
+
+    ops = chosen("--op", op or ["all"], ("all", *TUNED))
+    ops = list(TUNED) if "all" in ops else ops
+    if dry_run:
+        _say(tasks(places(ops, quick), quick), as_json)
+        return
+    where = torch.device(device_of(device))
+    with progress_bar(narrate=True) as progress:
+        found = tune_on(where, ops, quick, progress)
+    entries = choose(found)
+    rows = report(found, entries)
+    path = write(out or home(), head(where), entries)
+    if as_json:
+        show({"table": str(path), **head(where), "launches": rows})
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("kernel", "key", "us", "slowest us", "timed", "out", "launch", box=None, header_style="bold")
+    for row in rows:
+        key = " ".join(map(str, row["key"]))
+        numbers = (f"{row['microseconds']:.1f}", f"{row['slowest']:.1f}", str(row["timed"]), str(len(row["out"])))
+        table.add_row(row["kernel"], key, *numbers, row["launch"])
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+    typer.echo(f"wrote {path}")
+
+
+def _say(todo: "list[Task]", as_json: bool) -> None:
+    rows = [
+        {"kernel": t.kernel, "key": list(t.key), "place": str(t.place), "candidates": len(t.candidates)} for t in todo
+    ]
+    if as_json:
+        show({"launches": rows})
+        return
+    for row in rows:
+        typer.echo(f"{row['kernel']} {tuple(row['key'])}: {row['candidates']} candidates ({row['place']})")  # type: ignore[arg-type]
+    typer.echo(f"{sum(len(t.candidates) for t in todo)} trials; nothing was run")
