@@ -17,7 +17,7 @@ import torch
 from warpfold.errors import UserError
 from warpfold.files import update_file
 from warpfold.model.alphafold import ModelConfig
-from warpfold.ops.triton.launch import SHIPPED, Entry, Key, Launch, file_of, read, table_used
+from warpfold.ops.triton.launch import SHIPPED, Entry, Key, Launch, file_of, read, reset, table_used
 from warpfold.tune.kernel_bench import Bench, GpuBench, Place, Progress, Seconds, Task, compile_ahead, tasks
 from warpfold.tune.machine import describe
 from warpfold.tune.sizes import DataSizes, of_settings
@@ -145,7 +145,7 @@ def write(folder: Path, head: Mapping[str, str], entries: Iterable[Entry]) -> Pa
     lines = [f"  {json.dumps(_line(entry))}" for entry in sorted(entries, key=lambda e: (e.kernel, e.key))]
     facts = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
     update_file(path, ("{\n" + facts + ' "launches": [\n' + ",\n".join(lines) + "\n ]\n}\n").encode())
-    read.cache_clear()
+    reset()
     return path
 
 

@@ -233,6 +233,12 @@ def read(path: Path) -> Table:
     return Table(path, held, entries)
 
 
+def reset() -> None:
+    """Forget the tables that were read: one was written."""
+    read.cache_clear()
+    _launch.cache_clear()
+
+
 @functools.cache
 def _launch(kernel: str, key: Key, device: torch.device) -> Launch:
     return _find((choice_of(device).table, read(SHIPPED / "default.json")), kernel, key)

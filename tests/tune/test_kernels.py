@@ -1,0 +1,222 @@
+"""The launch table of a GPU: what is chosen from times, what is written and read back, and the command.
+
+Times are made up, since there is no GPU; what runs kernels on one is tested in tests/ops/triton/test_gpu_tune.py.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.test_cli import refused, run
+from warpfold.errors import UserError
+from warpfold.ops.triton import launch as launches
+from warpfold.ops.triton.launch import SHIPPED, Entry, Launch, choice_of, kernels, launch, read
+from warpfold.tune import kernels as tuning
+from warpfold.tune.cases import Case
+from warpfold.tune.kernel_bench import CHECKED, Seconds, Task, noted, smaller, tasks
+from warpfold.tune.kernels import TUNED, Timed, choose, places, report, timed, write
+
+A, B, C = (Launch({"BLOCK": 2**i}, 4, 2) for i in (4, 5, 6))
+HEAD = {"gpu": "NVIDIA Toy 9000", "driver": "1.2", "torch": "2", "triton": "3", "date": "2026-11-20"}
+
+
+def times(kernel: str, key: tuple[int, ...], out: dict[Launch, str] | None = None, **seconds: list[float]) -> Timed:
+    """What candidates a, b, c took."""
+    found = {{"a": A, "b": B, "c": C}[name]: taken for name, taken in seconds.items()}
+    return Timed(kernel, key, "somewhere", found, out or {})
+
+
+def test_the_fastest_median_is_chosen() -> None:
+    """Not the fastest mean: one slow repeat says nothing."""
+    found = [times("k", (1,), a=[3.0, 3.0, 3.0], b=[2.0, 2.0, 90.0], c=[1.0, 4.0, 4.0])]
+    assert choose(found) == [Entry("k", (1,), B)]
+
+
+def test_of_nearly_equal_ones_the_first_named_is_chosen() -> None:
+    assert choose([times("k", (1,), a=[1.009], b=[1.0])]) == [Entry("k", (1,), A)]
+    assert choose([times("k", (1,), a=[1.011], b=[1.0])]) == [Entry("k", (1,), B)]
+    assert choose([times("k", (1,), b=[1.009], a=[1.0])]) == [Entry("k", (1,), B)]
+
+
+def test_places_with_one_key_decide_together() -> None:
+    found = [times("k", (1,), a=[1.0], b=[3.0]), times("k", (2,), a=[1.0], b=[3.0]), times("k", (1,), a=[9.0], b=[4.0])]
+    assert choose(found) == [Entry("k", (1,), B), Entry("k", (2,), A)]
+
+
+def test_a_candidate_that_is_out_at_one_place_is_out() -> None:
+    found = [times("k", (1,), a=[1.0], b=[2.0]), times("k", (1,), {A: "not exact: output"}, b=[2.0])]
+    assert choose(found) == [Entry("k", (1,), B)]
+    assert report(found, choose(found)) == [
+        {
+            "kernel": "k",
+            "key": [1],
+            "launch": "BLOCK 32, 4 warps, 2 stages",
+            "microseconds": 4e6,
+            "slowest": 4e6,
+            "timed": 1,
+            "out": {"BLOCK 16, 4 warps, 2 stages": "not exact: output"},
+            "places": ["somewhere", "somewhere"],
+        }
+    ]
+
+
+def test_none_left_is_one_line() -> None:
+    with pytest.raises(
+        UserError, match=r"k \(1,\): no candidate is fit: not exact: dq; too large; nothing was written"
+    ):
+        choose([times("k", (1,), {A: "not exact: dq", B: "too large", C: "too large"})])
+
+
+@given(order=st.permutations(range(4)), seed=st.integers(0, 99))
+def test_the_order_of_places_decides_nothing(order, seed) -> None:
+    draw = random.Random(seed)
+    found = [times("k", (i % 2,), a=[draw.random()], b=[draw.random()], c=[draw.random()]) for i in range(4)]
+    assert choose([found[i] for i in order]) == choose(found)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
+    """A GPU that is only said to be there, in a home of its own."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: HEAD["gpu"])
+    monkeypatch.setattr(launches, "home", lambda: tmp_path)
+    launches.reset()
+    return torch.device("cuda:0")
+
+
+def test_what_is_written_is_what_is_launched(gpu: torch.device, tmp_path: Path) -> None:
+    entries = [Entry("toy", (32, 256), A), Entry("toy", (32, 1024), B)]
+    path = write(tmp_path, HEAD, entries)
+    assert path.name == "NVIDIA-Toy-9000.json"
+    assert choice_of(gpu).why == "made on this machine for NVIDIA Toy 9000"
+    assert dict(read(path).head) == HEAD
+    assert launch("toy", (32, 300), gpu) == A
+    assert launch("toy", (32, 800), gpu) == B
+    assert sum('"kernel"' in line for line in path.read_text().splitlines()) == 2
+
+
+def test_kernels_that_a_table_lacks_are_launched_by_the_default(gpu: torch.device, tmp_path: Path) -> None:
+    write(tmp_path, HEAD, [Entry("toy", (1,), A)])
+    known = read(SHIPPED / "default.json").entries[0]
+    assert launch(known.kernel, known.key, gpu) == known.launch
+
+
+def test_tuning_one_operation_keeps_the_others(gpu: torch.device, tmp_path: Path) -> None:
+    write(tmp_path, HEAD, [Entry("one", (1,), A), Entry("two", (1,), A)])
+    path = write(tmp_path, {**HEAD, "date": "2026-11-21"}, [Entry("two", (2,), B)])
+    assert read(path).entries == (Entry("one", (1,), A), Entry("two", (2,), B))
+    assert read(path).head["date"] == "2026-11-21"
+
+
+# ---- what is tried
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("op", TUNED)
+def test_every_operation_has_tasks(op: str, quick: bool) -> None:
+    found = tasks(places([op], quick), quick)
+    assert found
+    assert all(task.candidates for task in found)
+    assert not quick or len({(task.kernel, task.key) for task in found}) == len(found)
+
+
+def test_every_kernel_is_tuned() -> None:
+    assert {task.kernel for task in tasks(places(TUNED))} >= set(kernels()) - {"norm_linear_wide"}
+
+
+def test_attention_is_tuned_at_every_width_of_the_model() -> None:
+    found = {task.key[0] for task in tasks(places(["attention"], True)) if task.kernel == "attention_forward"}
+    assert found == {8, 16, 32}
+
+
+def test_a_forced_launch_is_what_runs() -> None:
+    """What a task's candidates are tried by."""
+    task = tasks(places(["gate"], True), True)[0]
+    for candidate in task.candidates[:3]:
+        with launches.forced({task.kernel: candidate}):
+            mine = [call for call in noted(task.place) if call.kernel.name == task.kernel]
+        assert mine
+        assert {call.launch for call in mine} == {candidate}
+
+
+def test_cases_are_checked_at_a_size_that_fits() -> None:
+    large = Case(op="attention", where="x", rows=4096, length=512, heads=8, width=32, bias=True)
+    assert smaller(large).logits <= CHECKED
+    assert smaller(large).rows == CHECKED // (512 * 512 * 8)
+    small = Case(op="gate", where="x", rows=8, length=8, channels=16)
+    assert smaller(small) is small
+
+
+class Toy:
+    """A bench whose times are a function of kernel and candidate."""
+
+    def __init__(self, seconds: Callable[[str, Launch], float]) -> None:
+        self.seconds = seconds
+
+    def time(self, task: Task) -> tuple[Seconds, dict[Launch, str]]:
+        last = task.candidates[-1]
+        kept = [c for c in task.candidates if c != last]
+        return {c: [self.seconds(task.kernel, c)] * 3 for c in kept}, {last: "not exact: output"}
+
+
+def largest(kernel: str, candidate: Launch) -> float:
+    """The largest tiles win."""
+    return 1.0 / sum(candidate.sizes.values()) + 1e-3 * candidate.warps
+
+
+def test_tuning_by_made_up_times_gives_a_table_that_is_used(gpu: torch.device, tmp_path: Path) -> None:
+    todo = [task for task in tasks(places(["gate"], True), True)]
+    entries = choose(timed(todo, Toy(largest)))
+    write(tmp_path, HEAD, entries)
+    for entry in entries:
+        candidates = next(task.candidates for task in todo if task.kernel == entry.kernel)
+        assert entry.launch == min(candidates[:-1], key=lambda c: largest(entry.kernel, c))
+        assert launch(entry.kernel, entry.key, gpu) == entry.launch
+
+
+# ---- the command
+
+
+def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "tune", "--help")
+    assert (code, err) == (0, "")
+    assert "Example: warpfold tune --op attention" in " ".join(out.split())
+
+
+def test_without_a_gpu_there_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    error = refused(run(capsys, "tune", "--op", "gate", "--device", "cpu", "--out", tmp_path))
+    assert "launch tables are made there; --dry-run lists what would be timed" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_operation_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--op gates: not one of all, attention" in refused(run(capsys, "tune", "--op", "gates", "--dry-run"))
+
+
+def test_a_dry_run_lists_the_trials(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "tune", "--op", "gate,layer_norm", "--quick", "--dry-run")
+    assert (code, err) == (0, "")
+    held = json.loads(run(capsys, "tune", "--op", "gate,layer_norm", "--quick", "--dry-run", "--json")[1])
+    assert {row["kernel"] for row in held["launches"]} >= {"gate", "gate_backward", "layer_norm"}
+    assert out.endswith(f"{sum(row['candidates'] for row in held['launches'])} trials; nothing was run\n")
+
+
+def test_the_command_writes_the_table_and_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tune_on(device: torch.device, ops: list[str], quick: bool, progress: object) -> list[Timed]:
+        return timed(tasks(places(ops, quick), quick), Toy(largest))
+
+    monkeypatch.setattr(tuning, "tune_on", tune_on)
+    monkeypatch.setattr(tuning, "head", lambda device: HEAD)
+    code, out, _ = run(capsys, "tune", "--op", "gate", "--quick", "--device", "cpu", "--out", tmp_path / "new")
+    path = tmp_path / "new" / "NVIDIA-Toy-9000.json"
+    assert code == 0
+    assert out.rstrip().endswith(f"wrote {path}")
+    assert {entry.kernel for entry in read(path).entries} == {"gate", "gate_backward"}
+    assert "BLOCK_C" in out
