@@ -1,8 +1,9 @@
-"""One Evoformer block at AlphaFold2's sizes: time and peak memory of each plan, in one run on one machine.
+"""One Evoformer block at AlphaFold2's sizes: time and peak memory of each way to compute it, in one run on one machine.
 
-    python benchmarks/block.py --out benchmarks/results/NAME.json        (some minutes on two cores)
+    python benchmarks/block.py --out benchmarks/results/NAME.json        (some ten minutes on two cores)
 
-Read the figures as ratios within the run: the first plan is the plain definition, everything at once.
+Read the figures as ratios within the run, and as shares of the rate at which the machine multiplied matrices in it.
+The definitions with memory not kept are what plain torch does; "kept" is `warpfold.device.keep_memory`.
 """
 
 import argparse
@@ -15,50 +16,91 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from warpfold.device import keep_memory
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
+from warpfold.ops import dispatch
 from warpfold.parallel.plan import DTYPES, Plan, apply
 
 SEQUENCES, RESIDUES, C_M, C_Z = 128, 256, 256, 128  # TARGETS, "Speed on a CPU"
-CASES = [  # plan, and whether a backward pass follows
-    (Plan(), False),
-    (Plan(chunk=16, in_place=True), False),
-    (Plan(chunk=4, in_place=True), False),
-    (Plan(precision="bf16"), False),
-    (Plan(chunk=16, in_place=True, precision="bf16"), False),
-    (Plan(), True),
-    (Plan(chunk=16), True),
-    (Plan(precision="bf16"), True),
-]
+# What the products of the block alone cost, counted: the backward pass twice the forward, and the weights of attention
+# once more.  (Ours multiplies more than that, what it does not keep; it is not counted in its favour.)
+GFLOP = {"forward": 216, "forward and backward": 216 + 447}
+GEMM = 2048  # side of the matrices that give the rate
 
 
-def measure(index: int, repeats: int) -> dict[str, object]:
-    """Seconds (median) and peak memory above the imports of one case, in this process."""
-    plan, backward = CASES[index]
+@dataclass(frozen=True)
+class Case:
+    """One way to compute the block."""
+
+    plan: Plan
+    backward: bool
+    kernels: Literal["fast", "definition"] = "fast"
+    kept: bool = True
+
+
+def cases() -> list[Case]:
+    """Each dtype, forward and both passes: the definitions with and without memory kept, then ours."""
+    ways = []
+    for precision in ("fp32", "bf16"):
+        plain = Plan(precision=precision)  # type: ignore[arg-type]
+        for backward in (False, True):
+            ways += [Case(plain, backward, "definition", kept) for kept in (False, True)] + [Case(plain, backward)]
+            if not backward:
+                sliced = Plan(chunk=16, in_place=True, precision=precision)  # type: ignore[arg-type]
+                ways += [Case(sliced, False, "definition", kept=False), Case(sliced, False)]
+    return ways
+
+
+def rate(dtype: torch.dtype) -> float:
+    """GFLOP/s of a product of square matrices, the best of some."""
+    a, seconds = torch.randn(GEMM, GEMM).to(dtype), []
+    for _ in range(6):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        seconds.append(time.perf_counter() - start)
+    return 2 * GEMM**3 / min(seconds) / 1e9
+
+
+def measure(case: Case, repeats: int) -> dict[str, object]:
+    """Seconds (median and least) and peak memory above the imports of one case, in this process."""
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if case.kept:
+        keep_memory()
+    dispatch.choose(case.kernels)
     torch.manual_seed(0)
-    stack = apply(plan, Evoformer(C_M, C_Z, EvoformerConfig(blocks=1)))
-    dtype = DTYPES[plan.precision]
-    seconds = []
+    stack = apply(case.plan, Evoformer(C_M, C_Z, EvoformerConfig(blocks=1)))
+    dtype, seconds, rates = DTYPES[case.plan.precision], [], []
     for _ in range(repeats + 1):
-        m = torch.randn(SEQUENCES, RESIDUES, C_M, dtype=dtype, requires_grad=backward)
-        z = torch.randn(RESIDUES, RESIDUES, C_Z, dtype=dtype, requires_grad=backward)
+        m = torch.randn(SEQUENCES, RESIDUES, C_M, dtype=dtype, requires_grad=case.backward)
+        z = torch.randn(RESIDUES, RESIDUES, C_Z, dtype=dtype, requires_grad=case.backward)
         masks = torch.ones(SEQUENCES, RESIDUES), torch.ones(RESIDUES, RESIDUES)
         start = time.perf_counter()
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(case.backward):
             out = stack(m, z, *masks)
-            if backward:
+            if case.backward:
                 sum(x.float().square().mean() for x in out).backward()
         seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base
+        del m, z, out
+        rates.append(rate(dtype))
+    passes = "forward and backward" if case.backward else "forward"
+    best, gemm = min(seconds[1:]), max(rates)
     return {
-        "plan": {name: value for name, value in vars(plan).items() if value not in (None, False)},
-        "pass": "forward and backward" if backward else "forward",
+        "plan": {name: value for name, value in vars(case.plan).items() if value not in (None, False)},
+        "pass": passes,
+        "kernels": case.kernels,
+        "memory kept": case.kept,
         "seconds": round(statistics.median(seconds[1:]), 3),
+        "least": round(best, 3),
         "peak_mib": peak // 1024,
+        "gemm_gflops": round(gemm),
+        "share_of_gemm": round(GFLOP[passes] / best / gemm, 2),
     }
 
 
@@ -66,16 +108,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the results go, as JSON")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", help="cases of these words alone, as 'fp32,fast'")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    ways = cases()
     if arguments.case is not None:
-        print(json.dumps(measure(arguments.case, arguments.repeats)))
+        print(json.dumps(measure(ways[arguments.case], arguments.repeats)))
         return
     results = []
-    for index in range(len(CASES)):  # a process each, so that peaks do not mix
+    for index, case in enumerate(ways):  # a process each, so that peaks do not mix
+        if arguments.only and not all(word in str(case) for word in arguments.only.split(",")):
+            continue
         command = [sys.executable, __file__, "--case", str(index), "--repeats", str(arguments.repeats)]
         results.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-        print(results[-1])
+        print(results[-1], flush=True)
     report = {
         "what": f"Evoformer block, {SEQUENCES} x {RESIDUES}, c_m {C_M}, c_z {C_Z}",
         "date": datetime.date.today().isoformat(),
