@@ -8,13 +8,19 @@ from tests.ops.triton.layouts import answer, errors, exact_bf16, poisoned, withi
 from warpfold.ops import dispatch
 from warpfold.ops.gate import gate, tail
 from warpfold.ops.library.attention import empty_like
+from warpfold.ops.triton import gate as launches
+from warpfold.ops.triton import sums
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True)
-def interpreted() -> None:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few programs that each has several blocks of positions, and so few sums at once that there are two rounds."""
     dispatch.interpret()
+    monkeypatch.setattr(launches, "TILES", 2)
+    monkeypatch.setattr(sums, "ONCE", 1)
+    monkeypatch.setattr(sums, "SPANS", 2)
 
 
 @pytest.mark.parametrize("name", GATES)

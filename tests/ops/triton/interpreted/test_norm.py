@@ -3,19 +3,25 @@
 import pytest
 import torch
 
-from tests.ops.triton.layouts import answer, errors, exact_bf16, poisoned, within
+from tests.ops.triton.layouts import answer, errors, exact_bf16, laid, poisoned, within
 from tests.ops.triton.norm_cases import LINEARS, NORMS, linear_case, norm_case, of_dtype
 from warpfold.ops import dispatch
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.library.norm import empty_projected
 from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.triton import norm, sums
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True)
-def interpreted() -> None:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few programs that each has several blocks of positions, and so few sums at once that there are two rounds."""
     dispatch.interpret()
+    monkeypatch.setattr(norm, "TILES", 2)
+    monkeypatch.setattr(norm, "PROGRAMS", 2)
+    monkeypatch.setattr(sums, "ONCE", 1)
+    monkeypatch.setattr(sums, "SPANS", 2)
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -64,6 +70,14 @@ def test_channels_around_ten_thousand(name: str) -> None:
     grad = within(grad, torch.float32).detach()
     fast = answer(layer_norm.fast, arguments, grad)
     assert not errors(layer_norm, arguments, grad, fast)
+
+
+@pytest.mark.parametrize("c", [128, 200])
+def test_the_mean_is_not_rounded_before_it_is_subtracted(c: int) -> None:
+    x = laid((3, 3, c), mean=1e6).float()  # a mean has steps of 1/16 there
+    weight, bias = torch.ones(c), torch.zeros(c)
+    apart = layer_norm.fast(x, weight, bias) - layer_norm.definition(x.double(), weight.double(), bias.double())
+    assert apart.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["128 to 132", "384 to 100"])
