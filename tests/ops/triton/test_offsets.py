@@ -11,9 +11,9 @@ from toy_kernels import COPY, LATE, LOOKING_UP, SMALL_TILES, UNTIL, WALKING, WID
 
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.compile import distinct
-from warpfold.ops.triton.launch import kernels
+from warpfold.ops.triton.launch import Call, kernels
 from warpfold.ops.triton.offsets import RULES, overflows
-from warpfold.parallel.plan import Plan
+from warpfold.parallel.plan import Plan, Precision
 from warpfold.tune.kernel_calls import calls_of, wider
 
 ROWS, STRIDE = 2**16, 2**15 + 16  # each of 32 bits; the product is not
@@ -104,23 +104,50 @@ def test_intervals_hold_every_result(name, a, b) -> None:
         assert max(results) <= found[1]
 
 
-# Everything past 2^31 elements: with strides of 32 bits, whose products are in danger, and with strides of 64.
-SIZES = {
-    "long": {"res": 4300, "seq": 3000, "extra": 16_000, "tmpl": 1},
-    "longer": {"res": 20_000, "seq": 600, "extra": 4000, "tmpl": 2},
+# Everything past 2^31 elements: pairs and alignments with strides of 32 bits, whose products are in danger; an
+# alignment by its depth alone; and strides of 64 bits.
+LONG = {"res": 4300, "seq": 3000, "extra": 16_000, "tmpl": 1}
+DEEP = {"res": 300, "seq": 30_000, "extra": 120_000, "tmpl": 1}
+LONGER = {"res": 20_000, "seq": 600, "extra": 4000, "tmpl": 2}
+RUNS: dict[str, tuple[Precision, ModelConfig, dict[str, int]]] = {
+    "long": ("bf16", ModelConfig(), LONG),
+    "deep": ("bf16", ModelConfig(), DEEP),
+    "wider": ("bf16", wider(), LONG),
+    "fp32": ("fp32", ModelConfig(), LONG),
+    "longer": ("bf16", ModelConfig(), LONGER),
 }
 
 
-@pytest.mark.parametrize("sizes", ["long", pytest.param("longer", marks=pytest.mark.slow)])
-def test_no_kernel_overflows(sizes) -> None:
-    """Every kernel call of a training step, at sizes that no machine computes; fp32 and a wider model add theirs."""
-    found: dict[str, None] = {}
-    names: set[str] = set()
-    for precision, model in (("bf16", ModelConfig()), ("fp32", ModelConfig()), ("bf16", wider())):
-        calls = distinct(calls_of(Plan(precision=precision), model, SIZES[sizes]))
-        calls = [call for call in calls if call.kernel.name not in names]
-        for call in calls:
-            found |= dict.fromkeys(f"{call.kernel.name} {call.grid}: {o}" for o in overflows(call))
-        names |= {call.kernel.name for call in calls}
-    assert not list(found)
-    assert names == set(kernels())
+def kernel_calls(run: str) -> list[Call]:
+    """Those of a training step that lead to code of their own; no machine could compute it."""
+    precision, model, sizes = RUNS[run]
+    return distinct(calls_of(Plan(precision=precision), model, sizes))
+
+
+def all_overflows(calls: list[Call]) -> list[str]:
+    """Each once."""
+    return list(dict.fromkeys(f"{call.kernel.name} {call.grid}: {o}" for call in calls for o in overflows(call)))
+
+
+def test_no_kernel_overflows() -> None:
+    """Every call of one step, and of kernels that it does not launch every call of another."""
+    seen: set[str] = set()
+    for run in RUNS:
+        calls = [call for call in kernel_calls(run) if call.kernel.name not in seen]
+        assert all_overflows(calls) == []
+        seen |= {call.kernel.name for call in calls}
+    assert seen == set(kernels())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_no_call_overflows(run) -> None:
+    assert all_overflows(kernel_calls(run)) == []
+
+
+def test_the_sizes_are_past_32_bits() -> None:
+    numbers = [
+        a.numel() for call in kernel_calls("long") for a in call.arguments.values() if isinstance(a, torch.Tensor)
+    ]
+    assert max(numbers) > 2**33
+    assert sum(n > 2**31 for n in numbers) > 100
