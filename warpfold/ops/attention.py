@@ -8,7 +8,7 @@ from warpfold.ops.library import attention as library
 from warpfold.ops.precision import island
 
 
-@op(library.attention, refuses=library.refuses)
+@op(library.attention, refuses=library.refuses, small=library.small)
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multi-head attention with a key mask and an additive bias; softmax in fp32 at least.
 
@@ -24,7 +24,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None
     return (logits.softmax(-1).to(v.dtype) @ v).transpose(-2, -3)
 
 
-@op(library.global_attention, refuses=library.refuses_global)
+@op(library.global_attention, refuses=library.refuses_global, small=library.small_global)
 def global_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """One query per column, the same keys and values for every head (Algorithm 19, lines 5 and 6).
 

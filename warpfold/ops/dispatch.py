@@ -32,15 +32,26 @@ _refused: Counter[str] = Counter()
 
 
 class Op(Generic[P, R]):
-    """An operation that chooses its way each time it is called; `definition` and `fast` are the two."""
+    """An operation that chooses its way each time it is called; `definition` and `fast` are the two.
 
-    def __init__(self, definition: Callable[P, R], fast: Callable[P, R], refuses: Callable[P, str | None]) -> None:
-        self.definition, self.fast, self.refuses = definition, fast, refuses
+    Where `small` says so, the definition is the faster of them, and no refusal.
+    """
+
+    def __init__(
+        self,
+        definition: Callable[P, R],
+        fast: Callable[P, R],
+        refuses: Callable[P, str | None],
+        small: Callable[P, bool] | None = None,
+    ) -> None:
+        self.definition, self.fast, self.refuses, self.small = definition, fast, refuses, small
         self.name = definition.__name__
         functools.update_wrapper(self, definition)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if _kernels == "definition":
+            return self.definition(*args, **kwargs)
+        if self.small is not None and self.small(*args, **kwargs):
             return self.definition(*args, **kwargs)
         reason = self.refuses(*args, **kwargs)
         if reason is None:
@@ -50,9 +61,17 @@ class Op(Generic[P, R]):
         return self.definition(*args, **kwargs)
 
 
-def op(fast: Callable[P, R], refuses: Callable[P, str | None]) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Decorates the definition of an operation with its fast way, and with what that refuses: the reason, or None."""
-    return lambda definition: Op(definition, fast, refuses)
+def op(
+    fast: Callable[P, R], refuses: Callable[P, str | None], small: Callable[P, bool] | None = None
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Decorates the definition of an operation with its fast way, with what that refuses: the reason, or None; and with
+    where the definition is faster."""
+    return lambda definition: Op(definition, fast, refuses, small)
+
+
+def small_on_cpu(x: Tensor, numbers: int, enough: int) -> bool:
+    """Whether a CPU is done with so many numbers sooner than with calling what is faster where there are `enough`."""
+    return numbers < enough and place(x) == "cpu"
 
 
 def choose(kernels: Kernels) -> None:

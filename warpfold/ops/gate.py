@@ -7,13 +7,13 @@ from warpfold.ops.dispatch import op
 from warpfold.ops.library import gate as library
 
 
-@op(library.gate, refuses=library.refuses_gate)
+@op(library.gate, refuses=library.refuses_gate, small=library.small_gate)
 def gate(x: Tensor, g: Tensor) -> Tensor:
     """x as far as the gate is open, x * sigmoid(g): x, g [*] -> [*] in the dtype of x."""
     return x * g.sigmoid()
 
 
-@op(library.tail, refuses=library.refuses_tail)
+@op(library.tail, refuses=library.refuses_tail, small=library.small_tail)
 def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Tensor | None = None) -> Tensor:
     """x + factors * linear(gate(o, g)): output projection, bias, gate, shared-axis dropout and residual in one pass.
 

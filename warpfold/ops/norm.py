@@ -10,7 +10,7 @@ from warpfold.ops.precision import island
 EPS = 1e-5  # of every layer normalisation in AlphaFold2
 
 
-@op(library.layer_norm, refuses=library.refuses_layer_norm)
+@op(library.layer_norm, refuses=library.refuses_layer_norm, small=library.small_layer_norm)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Tensor:
     """Layer normalisation over the last axis; statistics in fp32 at least, the result in the dtype of x.
 
@@ -20,7 +20,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Ten
     return F.layer_norm(wide, x.shape[-1:], weight.to(wide.dtype), bias.to(wide.dtype), eps).to(x.dtype)
 
 
-@op(library.norm_linear, refuses=library.refuses_norm_linear)
+@op(library.norm_linear, refuses=library.refuses_norm_linear, small=library.small_norm_linear)
 def norm_linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = EPS
 ) -> Tensor:

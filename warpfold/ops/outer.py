@@ -8,7 +8,7 @@ from warpfold.ops.dispatch import op
 from warpfold.ops.library import outer as library
 
 
-@op(library.outer_product, refuses=library.refuses)
+@op(library.outer_product, refuses=library.refuses, small=library.small)
 def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
     """linear(sum over s of a_si x b_sj) / count: a [*, s, i, c], b [*, s, j, d], weight [z, c d], bias [z],
     count [*, i, j, 1], which has no gradient -> [*, i, j, z] in the dtype of a.

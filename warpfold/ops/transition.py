@@ -8,7 +8,7 @@ from warpfold.ops.library import transition as library
 from warpfold.ops.norm import EPS, norm_linear
 
 
-@op(library.transition, refuses=library.refuses)
+@op(library.transition, refuses=library.refuses, small=library.small)
 def transition(
     x: Tensor,
     norm_weight: Tensor,

@@ -10,7 +10,7 @@ from warpfold.ops.gate import gate
 from warpfold.ops.library import triangle as library
 
 
-@op(library.triangle_factor, refuses=library.refuses)
+@op(library.triangle_factor, refuses=library.refuses, small=library.small)
 def triangle_factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
     """One factor of the product, gated and masked (lines 2 and 3), its channels in front.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device
+from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
 
 WIDTHS = (8, 16, 32, 64)  # of a head, that the Triton kernels serve
 
@@ -26,6 +26,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None
 def global_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """As `ops.attention.global_attention`: its heads are the queries of one head."""
     return attention(q[..., None, :], k[..., None, :], v[..., None, :], mask)[..., 0, :]
+
+
+def small(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether a CPU computes the definition sooner: decided by the logits."""
+    return small_on_cpu(q, q.numel() // max(1, q.shape[-1]) * k.shape[-3], 2**19)
+
+
+def small_global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> bool:
+    """Whether a CPU computes the definition sooner."""
+    return small_on_cpu(q, q.numel() // max(1, q.shape[-1]) * k.shape[-2], 2**19)
 
 
 def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import EMPTY, implementation, refuses_device
+from warpfold.ops.dispatch import EMPTY, implementation, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
 
 
@@ -19,6 +19,16 @@ def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors:
     """As `ops.gate.tail`."""
     y: Tensor = torch.ops.warpfold.tail(x, o, g, weight, bias, factors)
     return y
+
+
+def small_gate(x: Tensor, g: Tensor) -> bool:
+    """Whether a CPU computes the definition sooner."""
+    return small_on_cpu(x, x.numel(), 2**21)
+
+
+def small_tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Tensor | None = None) -> bool:
+    """Whether a CPU computes the definition sooner."""
+    return small_on_cpu(x, x.numel(), 2**21)
 
 
 def refuses_gate(x: Tensor, g: Tensor) -> str | None:

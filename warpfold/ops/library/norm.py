@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device
+from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
 
 CHANNELS = (16, 1024)  # the fewest and the most that the Triton kernels serve
@@ -23,6 +23,18 @@ def norm_linear(
     """As `ops.norm.norm_linear`."""
     y: Tensor = torch.ops.warpfold.norm_linear(x, norm_weight, norm_bias, weight, bias, eps)[0]
     return y
+
+
+def small_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> bool:
+    """Whether a CPU computes the definition sooner: always, where the norm is in the dtype of x."""
+    return small_on_cpu(x, x.numel(), 2**21 if x.dtype.itemsize < 4 else 2**63)
+
+
+def small_norm_linear(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
+) -> bool:
+    """Whether a CPU computes the definition sooner: decided by the outputs."""
+    return small_on_cpu(x, x.numel() // max(1, x.shape[-1]) * weight.shape[0], 2**21)
 
 
 def refuses_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> str | None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import implementation, place, refuses_device
+from warpfold.ops.dispatch import implementation, place, refuses_device, small_on_cpu
 
 
 def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
@@ -19,6 +19,11 @@ def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Ten
     flat = [t.reshape(math.prod(lead), *t.shape[-3:]) for t in (a, b, count)]
     out: Tensor = torch.ops.warpfold.outer_product(flat[0], flat[1], weight, bias, flat[2])
     return out.reshape(*lead, *out.shape[1:])
+
+
+def small(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> bool:
+    """Whether a CPU computes the definition sooner: decided by the products."""
+    return small_on_cpu(a, count.numel() * weight.shape[1], 2**22)
 
 
 def refuses(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> str | None:

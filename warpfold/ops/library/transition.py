@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import implementation, place, refuses_device
+from warpfold.ops.dispatch import implementation, place, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.norm import norm_linear
 
@@ -29,6 +29,21 @@ def transition(
         return x + dx if residual else dx
     y: Tensor = torch.ops.warpfold.transition(x, norm_weight, norm_bias, up, up_bias, down, down_bias, residual, eps)
     return y
+
+
+def small(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    up: Tensor,
+    up_bias: Tensor,
+    down: Tensor,
+    down_bias: Tensor,
+    residual: bool = True,
+    eps: float = 1e-5,
+) -> bool:
+    """Whether a CPU computes the definition sooner: decided by the hidden layer."""
+    return small_on_cpu(x, x.numel() // max(1, x.shape[-1]) * up.shape[0], 2**22)
 
 
 def refuses(

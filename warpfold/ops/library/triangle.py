@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import implementation, place, refuses_device
+from warpfold.ops.dispatch import implementation, place, refuses_device, small_on_cpu
 from warpfold.ops.gate import gate
 from warpfold.ops.library.attention import empty_like
 
@@ -16,6 +16,11 @@ def triangle_factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
         return (gate(y, g) * mask[..., None].to(y.dtype)).movedim(-1, -3).contiguous()
     factor: Tensor = torch.ops.warpfold.triangle_factor(y, g, mask)
     return factor
+
+
+def small(y: Tensor, g: Tensor, mask: Tensor) -> bool:
+    """Whether a CPU computes the definition sooner."""
+    return small_on_cpu(y, y.numel(), 2**17)
 
 
 def refuses(y: Tensor, g: Tensor, mask: Tensor) -> str | None:
