@@ -81,6 +81,6 @@ def _print(findings: "list[Finding]", kind: str, source: str) -> None:
     typer.echo()
     Console(width=None if sys.stdout.isatty() else WIDE).print(shown)
     red = sum(f.verdict.red for f in findings)
-    slow = sum(bool(f.verdict.reason) for f in findings)
+    slow = sum(bool(f.verdict.reason) or f.small for f in findings)
     cut = "; where rows were cut, speeds are those of the cut" if any(f.verdict.case.cut_from for f in findings) else ""
     typer.echo(f"{len(findings)} checked, {red} red, {slow} computed by the definition{cut}")

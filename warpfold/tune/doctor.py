@@ -34,13 +34,16 @@ class Finding:
 
     verdict: Verdict
     speed: float | None  # the definition's time by ours, forward and backward; None where it is the definition
+    small: bool = False  # at the model's own size the definition is sooner done, and chosen
 
     @property
     def says(self) -> str:
         """The verdict in a few words."""
         if self.verdict.red:
             return "RED"
-        return f"not fast: {self.verdict.reason}" if self.verdict.reason else "ok"
+        if self.verdict.reason:
+            return f"not fast: {self.verdict.reason}"
+        return "ok; small, so its definition is chosen" if self.small else "ok"
 
 
 def cases_of(values: Mapping[str, Any], source: str) -> list[Case]:
@@ -76,13 +79,20 @@ def examine(
 ) -> list[Finding]:
     """Check every case in every dtype, and time those that have a fast way."""
     found = []
-    todo = [(cut(case, device), dtype) for case in cases for dtype in dtypes]
-    for done, (case, dtype) in enumerate(todo):
+    todo = [(whole, cut(whole, device), dtype) for whole in cases for dtype in dtypes]
+    for done, (whole, case, dtype) in enumerate(todo):
         if progress:
             progress(done, len(todo), f"{case.op} {case.where} {dtype}")
         verdict = check(case, dtype, device)
-        found.append(Finding(verdict, _speed(case, dtype, device) if verdict.errors and not verdict.red else None))
+        speed = _speed(case, dtype, device) if verdict.errors and not verdict.red else None
+        found.append(Finding(verdict, speed, _is_small(whole, dtype, device)))
     return found
+
+
+def _is_small(case: Case, dtype: str, device: torch.device) -> bool:
+    small = OPS[case.op].small
+    # Without numbers: sizes decide.  What a GPU is given is never small.
+    return device.type == "cpu" and small is not None and small(*inputs(case, DTYPES[dtype], "meta").args)
 
 
 def _speed(case: Case, dtype: str, device: torch.device) -> float | None:
@@ -124,6 +134,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
         "errors": errors,
         "repeats": v.repeats,
         "speed": finding.speed,
+        "small": finding.small,
         "verdict": finding.says,
     }
 
