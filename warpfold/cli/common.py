@@ -148,11 +148,13 @@ def say_refused(refused: Mapping[str, int]) -> None:
 
 
 def device_of(name: str | None, launch: "Launch | None" = None) -> str:
-    """The device to run on; of several processes on a machine each takes a GPU of its own.
+    """The device to run on; of several processes on a machine each takes a GPU of its own.  A CPU's memory is kept.
 
     Errors: UserError for one that torch does not know or this machine lacks.
     """
     import torch
+
+    from warpfold.device import keep_memory
 
     number = launch.local_rank if launch is not None and launch.ranks > 1 else None
     if name is None:
@@ -168,6 +170,8 @@ def device_of(name: str | None, launch: "Launch | None" = None) -> str:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name}: {str(error).splitlines()[0]}; this machine has the cpu at least") from error
+    if name == "cpu":
+        keep_memory()
     return name
 
 

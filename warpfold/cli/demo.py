@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, Force, Seed, app, progress_bar, show, writes
+from warpfold.cli.common import AsJson, Force, Seed, app, device_of, progress_bar, show, writes
 
 
 @app.command(epilog="Example:  warpfold demo --out demo")
@@ -18,6 +18,7 @@ def demo(
     """Make proteins, train a small AlphaFold2 on them, fold ones it never saw, and show it all in report.html."""
     from warpfold.run.demo import run_demo
 
+    device_of("cpu")
     try:
         with progress_bar(narrate=True) as progress:
             summary = run_demo(out, seed=seed, force=force, progress=progress)
