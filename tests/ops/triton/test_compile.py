@@ -11,10 +11,10 @@ from functools import cache
 
 import pytest
 import torch
-from toy_kernels import COPY, GIANT_TILES, SMALL_TILES, copy_call, product_call
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
+from tests.ops.triton.toy_kernels import COPY, GIANT_TILES, SMALL_TILES, copy_call, product_call
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.compile import BUDGETS, Figures, breaches, compiled, distinct, source
 from warpfold.ops.triton.launch import SHIPPED, Call, choice_of, kernels, read, table_used

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_kernels import COPY, WIDE, copy_call
 
+from tests.ops.triton.toy_kernels import COPY, WIDE, copy_call
 from warpfold.errors import UserError
 from warpfold.ops.triton import launch as launches
 from warpfold.ops.triton.launch import (

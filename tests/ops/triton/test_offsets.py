@@ -7,8 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_kernels import COPY, LATE, LOOKING_UP, SMALL_TILES, UNTIL, WALKING, WIDE, copy_call, product_call
 
+from tests.ops.triton.toy_kernels import (
+    COPY,
+    LATE,
+    LOOKING_UP,
+    SMALL_TILES,
+    UNTIL,
+    WALKING,
+    WIDE,
+    copy_call,
+    product_call,
+)
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.compile import distinct
 from warpfold.ops.triton.launch import Call, kernels
