@@ -41,6 +41,21 @@ TAILS: dict[str, tuple[tuple[int, ...], int, int, Order, Order, Order, int, tupl
     "one": ((1,), 384, 300, None, None, None, 0, (1, 1), None),
 }
 
+# shape of the positions, channels, order of y and g in memory, and their padding
+FACTORS: dict[str, tuple[tuple[int, ...], int, Order, int]] = {
+    "outgoing": ((16, 24), 64, None, 264),
+    "in a batch, turned": ((2, 9, 10), 20, (0, 2, 1, 3), 4),
+    "many axes": ((2, 3, 2, 3, 2), 8, (4, 0, 2, 1, 3, 5), 0),
+}
+
+
+def factor_case(name: str) -> tuple[list[Tensor], Tensor]:
+    """y, g and the mask of triangle_factor; and a gradient of the output."""
+    shape, c, order, pad = FACTORS[name]
+    mask = (laid(shape) > -0.5).double()
+    *lead, i, k = shape
+    return [laid((*shape, c), order, pad), laid((*shape, c), order, pad + 8), mask], laid((*lead, c, i, k))
+
 
 def gate_case(name: str) -> tuple[list[Tensor], Tensor]:
     """x and g; and a gradient of the output."""

@@ -1,13 +1,14 @@
-"""gate and tail on a GPU: the Triton kernels against the definitions, at true sizes too."""
+"""gate, tail and triangle_factor on a GPU: the Triton kernels against the definitions, at true sizes too."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.triton.gate_cases import GATES, TAILS, gate_case, tail_case
+from tests.ops.triton.gate_cases import FACTORS, GATES, TAILS, factor_case, gate_case, tail_case
 from tests.ops.triton.layouts import answer, errors, laid, poisoned, within
 from warpfold.ops.gate import gate, tail
 from warpfold.ops.library.attention import empty_like
+from warpfold.ops.triangle import triangle_factor
 
 pytestmark = pytest.mark.gpu
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -29,6 +30,18 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
         fast = answer(gate.fast, given, grad)
     assert not errors(gate, given, grad, fast)
     assert fast[0].stride() == empty_like(given[0].detach()).stride()
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triangle_factor(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
+    values, grad = factor_case(name)
+    y, g, mask = (within(v, d, "cuda") for v, d in zip(values, (DTYPES[dtype], DTYPES[dtype], torch.float32)))
+    mask, grad = mask.detach(), within(grad, DTYPES[dtype], "cuda").detach()
+    with poisoned(monkeypatch):
+        fast = answer(triangle_factor.fast, [y, g, mask], grad)
+    assert not errors(triangle_factor, [y, g, mask], grad, fast)
+    assert fast[0].is_contiguous()
 
 
 @pytest.mark.parametrize("name", TAILS)

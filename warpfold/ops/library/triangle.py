@@ -5,15 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import implementation, place, refuses_device, small_on_cpu
-from warpfold.ops.gate import gate
+from warpfold.ops.dispatch import implementation, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
 
 
 def triangle_factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
-    """As `ops.triangle.triangle_factor`.  On a GPU it is its parts, one after another."""
-    if place(y) == "triton":
-        return (gate(y, g) * mask[..., None].to(y.dtype)).movedim(-1, -3).contiguous()
+    """As `ops.triangle.triangle_factor`."""
     factor: Tensor = torch.ops.warpfold.triangle_factor(y, g, mask)
     return factor
 

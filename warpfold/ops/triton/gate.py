@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.triton import gate_kernels, tail_kernels
-from warpfold.ops.triton.launch import launch
+from warpfold.ops.triton.launch import Kernel, launch
 from warpfold.ops.triton.positions import Tensors, channels_last, cuts, deliver, operand, walk
 from warpfold.ops.triton.sums import partials_of, sum_partials
 
@@ -20,20 +20,8 @@ TILES = 256  # of the gradient of a weight: as in `norm`
 def gate(x: Tensor, g: Tensor) -> Tensor:
     """warpfold::gate."""
     out = empty_like(x)
-    x, g, y = last = _innermost_last(x, g, out)
-    p, (x, g), (y,) = walk((x, g), (y,))
-    unit, c = p.unit(0, 1, 2), x.shape[-1]
-    choice = launch("gate", (c, x.element_size()), x.device)
-    gate_kernels.FORWARD.run(
-        (triton.cdiv(p.count, choice.sizes["BLOCK_M"]), triton.cdiv(c, choice.sizes["BLOCK_C"])),
-        choice,
-        *(x, g, y, p.count, p.sizes),
-        *(p.of(0, x, unit), p.of(1, g, unit), p.of(2, y, unit)),
-        C=c,
-        AXES=p.axes,
-        UNIT=unit,
-    )
-    deliver(last[2:], (y,))
+    x, g, y = _innermost_last(x, g, out)
+    gated(gate_kernels.FORWARD, x, g, y, None)
     return out
 
 
@@ -41,21 +29,52 @@ def gate_backward(grad: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """warpfold::gate_backward."""
     out = empty_like(x), empty_like(g)
     x, g, grad, *last = _innermost_last(x, g, grad, *out)
-    p, (x, g, grad), (dx, dg) = walk((x, g, grad), tuple(last))
-    unit, c = p.unit(0, 1, 2, 3, 4), x.shape[-1]
-    choice = launch("gate_backward", (c, x.element_size()), x.device)
-    gate_kernels.BACKWARD.run(
+    gated_backward(gate_kernels.BACKWARD, grad, x, g, (last[0], last[1]), None)
+    return out
+
+
+def gated(kernel: Kernel, x: Tensor, g: Tensor, out: Tensor, mask: Tensor | None) -> None:
+    """x * sigmoid(g) into `out`, all [*, c] of any strides, times the mask [*]."""
+    given = (x, g) if mask is None else (x, g, mask[..., None])
+    p, (x, g, *kept), (y,) = walk(given, (out,))
+    unit, y_unit, c = p.unit(0, 1), p.unit(len(given)), x.shape[-1]
+    choice = launch(kernel.name, (c, x.element_size()), x.device)
+    kernel.run(
         (triton.cdiv(p.count, choice.sizes["BLOCK_M"]), triton.cdiv(c, choice.sizes["BLOCK_C"])),
         choice,
-        *(grad, x, g, dx, dg, p.count, p.sizes),
-        *(p.of(2, grad, unit), p.of(0, x, unit), p.of(1, g, unit)),
-        *(p.of(3, dx, unit), p.of(4, dg, unit)),
+        *(x, g, *(kept or [x]), y, p.count, p.sizes),
+        *(p.of(0, x, unit), p.of(1, g, unit), p.of(len(given) - 1, g), p.of(len(given), y, y_unit)),
         C=c,
+        MASKED=mask is not None,
         AXES=p.axes,
         UNIT=unit,
+        Y_UNIT=y_unit,
     )
-    deliver(tuple(last), (dx, dg))
-    return out
+    deliver((out,), (y,))
+
+
+def gated_backward(
+    kernel: Kernel, grad: Tensor, x: Tensor, g: Tensor, out: tuple[Tensor, Tensor], mask: Tensor | None
+) -> None:
+    """The gradients of x and g into `out`, given that of `gated`."""
+    given = (x, g, grad) if mask is None else (x, g, grad, mask[..., None])
+    p, (x, g, grad, *kept), (dx, dg) = walk(given, out)
+    n = len(given)
+    unit, y_unit, c = p.unit(0, 1, n, n + 1), p.unit(2), x.shape[-1]
+    choice = launch(kernel.name, (c, x.element_size()), x.device)
+    kernel.run(
+        (triton.cdiv(p.count, choice.sizes["BLOCK_M"]), triton.cdiv(c, choice.sizes["BLOCK_C"])),
+        choice,
+        *(grad, x, g, *(kept or [x]), dx, dg, p.count, p.sizes),
+        *(p.of(2, grad, y_unit), p.of(0, x, unit), p.of(1, g, unit), p.of(n - 1, g)),
+        *(p.of(n, dx, unit), p.of(n + 1, dg, unit)),
+        C=c,
+        MASKED=mask is not None,
+        AXES=p.axes,
+        UNIT=unit,
+        Y_UNIT=y_unit,
+    )
+    deliver(out, (dx, dg))
 
 
 def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Tensor | None) -> Tensor:

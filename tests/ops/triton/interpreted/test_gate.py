@@ -1,13 +1,14 @@
-"""gate and tail: the Triton kernels, interpreted, against the definitions."""
+"""gate, tail and triangle_factor: the Triton kernels, interpreted, against the definitions."""
 
 import pytest
 import torch
 
-from tests.ops.triton.gate_cases import GATES, TAILS, gate_case, tail_case
+from tests.ops.triton.gate_cases import FACTORS, GATES, TAILS, factor_case, gate_case, tail_case
 from tests.ops.triton.layouts import answer, errors, exact_bf16, poisoned, within
 from warpfold.ops import dispatch
 from warpfold.ops.gate import gate, tail
 from warpfold.ops.library.attention import empty_like
+from warpfold.ops.triangle import triangle_factor
 from warpfold.ops.triton import gate as launches
 from warpfold.ops.triton import sums
 
@@ -35,6 +36,19 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     assert not errors(gate, [x, g], grad, fast)
     wanted = [empty_like(t.detach()).stride() for t in (x, x, g)]
     assert [t.stride() for t in fast] == wanted
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triangle_factor(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
+    values, grad = factor_case(name)
+    y, g, mask = (within(v, d) for v, d in zip(values, (DTYPES[dtype], DTYPES[dtype], torch.float32)))
+    mask, grad = mask.detach(), within(grad, DTYPES[dtype]).detach()
+    assert triangle_factor.refuses(y, g, mask) is None
+    with poisoned(monkeypatch), exact_bf16(monkeypatch):
+        fast = answer(triangle_factor.fast, [y, g, mask], grad)
+    assert not errors(triangle_factor, [y, g, mask], grad, fast)
+    assert fast[0].is_contiguous()
 
 
 def _tail(name: str, dtype: torch.dtype, factors: torch.dtype) -> tuple[list[torch.Tensor | None], torch.Tensor]:
