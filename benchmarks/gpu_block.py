@@ -89,7 +89,7 @@ def counted(one: Subject, profile_to: Path | None) -> dict[str, Any]:
     with profiled(profiles):
         torch.autograd.grad(out, one.wanted, one.grad)
     if profile_to is not None:
-        tables = [p.key_averages().table(sort_by="self_cuda_time_total", row_limit=40) for p in profiles]
+        tables = [p.key_averages().table(sort_by="self_device_time_total", row_limit=40) for p in profiles]
         profile_to.write_text("forward\n" + tables[0] + "\nbackward\n" + tables[1], encoding="utf-8")
     return {name: launches(profile) for name, profile in zip(("forward", "backward"), profiles)}
 

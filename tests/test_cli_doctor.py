@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tests.test_cli import refused, run
 from warpfold.ops.attention import attention
 from warpfold.ops.gate import gate
 
+PARSERS = ("gemmi", "pyhmmer", "zstandard")  # machines that only compute may lack them
 QUICK = ("--device", "cpu", "--repeats", "1", "--ways", "definition,ours")
 
 
@@ -28,6 +31,16 @@ def test_doctor_alone_says_what_is_here_and_what_it_could_do(capsys: pytest.Capt
     assert "warpfold doctor --kernels" in out
     held = json.loads(run(capsys, "doctor", "--device", "cpu", "--json")[1])
     assert held["machine"]["torch"] == torch.__version__
+
+
+def test_it_needs_no_parser() -> None:
+    code = f"import sys; sys.modules.update(dict.fromkeys({PARSERS}))\n"
+    code += "from warpfold import cli, settings\nfrom warpfold.tune import bench_ops, doctor\n"
+    code += "assert doctor.cases_of(settings.load('monomer'), 'monomer')\n"
+    code += "cli.main(['doctor', '--kernels', '--settings', 'nowhere'])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stderr.startswith("error: nowhere: no such settings file")
+    assert ended.returncode == 2
 
 
 @pytest.fixture
