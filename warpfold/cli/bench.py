@@ -118,7 +118,10 @@ def _say(found: dict[str, Any], csv: Path | None, plot: Path | None, as_json: bo
     typer.echo()
     Console(width=None if sys.stdout.isatty() else WIDE).print(shown)
     if any(row.get("share_of_limit", 0) > 1 for row in found["rows"]):
-        typer.echo("over 100 % of the limit: the machine was busier while its ceilings were measured")
+        typer.echo(
+            "over 100 % of the limit: the machine was busier while its ceilings were measured, or the way keeps in "
+            "memory what the ideal computes anew"
+        )
     if found["left_out"]:
         typer.echo(f"left out, too large for this device unless named (--shapes): {', '.join(found['left_out'])}")
 

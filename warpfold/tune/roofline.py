@@ -1,7 +1,7 @@
 """What an operation must cost, by arithmetic, and what this device can do, by measurement in the same run.
 
-The ideal: every argument is read once, every result written once, nothing between goes through memory; products and
-exponentials one after another on units of their own, memory beside them:
+The ideal: every argument is read once, every result written once, nothing between goes through memory (the backward
+pass computes it anew); products and exponentials one after another on units of their own, memory beside them:
 
     limit = max(bytes / bandwidth,  products / rate + exponentials / rate)
 
@@ -43,7 +43,7 @@ class Ceilings:
     how: str
 
     def limit(self, work: Work) -> float:
-        """Seconds that the pass cannot go below."""
+        """Seconds of the ideal pass.  Only what keeps in memory what the ideal computes anew can go below."""
         exps = work.exps / self.exps if self.exps else 0.0
         return max(work.bytes / self.bytes, work.flops / self.flops + exps)
 
