@@ -219,7 +219,7 @@ def attention_dkdv(
             logs = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
             d = tl.load(delta + line + i, mask=i < queries, other=0.0)
             # Where all keys are masked: e^(0 s - log keys).
-            logs = tl.where(logs == float("-inf"), tl.log(keys.to(tl.float32)), logs)
+            logs = tl.where(logs == float("-inf"), tl.log(tl.zeros([BLOCK_Q], tl.float32) + keys), logs)
             s = tl.dot(k_tiles[n], tl.trans(q_tile), input_precision="ieee") * WIDTH**-0.5
             if BIASED:
                 s += b
