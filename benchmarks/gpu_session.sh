@@ -89,13 +89,17 @@ else
   triangles=starting:256,starting:384,starting:1024,starting:2048,ending:256,ending:1024
   all=starting:256,row:128x256,column:128x256,global:1024x256 pair=pair:256 msa=msa:128x256 settings=monomer toy=()
 fi
+readonly tests=("$python" -m pytest -m gpu -q --maxfail=10 --no-header tests/ops)
 readonly most="definition,sdpa,trifast,cuequivariance,ours"
 
 part "machine" 60 - "${warpfold[@]}" doctor --device "$device"
 if [[ -n "$rehearse" ]]; then
   part "tests that need a GPU" 60 - "$python" -c 'print("left out: there is none")'
+elif "$python" -c 'import pytest, xdist' 2>/dev/null; then  # most of their time is Triton's compiler's, on the CPU
+  part "tests that need a GPU" 130 - "${tests[@]}" -n 8 -k 'not clock'
+  part "test of the clock" 30 - "${tests[@]}" -k clock
 elif "$python" -c 'import pytest' 2>/dev/null; then
-  part "tests that need a GPU" 130 - "$python" -m pytest -m gpu -q --maxfail=10 --no-header tests/ops
+  part "tests that need a GPU" 130 - "${tests[@]}"
 else
   echo "pytest is not installed: the doctor's checks stand for the tests" | tee -a "$log"
 fi
