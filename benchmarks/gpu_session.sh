@@ -96,8 +96,8 @@ part "machine" 60 - "${warpfold[@]}" doctor --device "$device"
 if [[ -n "$rehearse" ]]; then
   part "tests that need a GPU" 60 - "$python" -c 'print("left out: there is none")'
 elif "$python" -c 'import pytest, xdist' 2>/dev/null; then  # most of their time is Triton's compiler's, on the CPU
-  part "tests that need a GPU" 130 - "${tests[@]}" -n 8 -k 'not clock'
-  part "test of the clock" 30 - "${tests[@]}" -k clock
+  part "tests that need a GPU" 110 - "${tests[@]}" -n 8 -k 'not (clock or past or memory)'
+  part "tests that need all of it" 60 - "${tests[@]}" -k 'clock or past or memory'
 elif "$python" -c 'import pytest' 2>/dev/null; then
   part "tests that need a GPU" 130 - "${tests[@]}"
 else
