@@ -1,13 +1,14 @@
 """Streams and pinned memory: right where they exist, nothing where they do not."""
 
 import os
+import platform
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from warpfold.device import THREADS, Uploads, helpers, one_thread
+from warpfold.device import THREADS, Uploads, helpers, keep_memory, one_thread
 
 
 def test_processes_begin_with_one_thread_and_this_one_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +48,31 @@ def test_copies_overlap_and_are_whole_when_used() -> None:
         copy = upload.wait()
         assert copy.device.type == "cuda"
         assert bool((copy == number).all())
+
+
+FAULTS = """
+import resource, torch
+from warpfold.device import keep_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        torch.empty(2**24).fill_(1)  # 64 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+first = faults()
+reason = keep_memory()
+faults()
+print(first, faults(), reason)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_memory_that_is_kept_is_not_faulted_in_anew() -> None:
+    seen = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout
+    before, after, reason = seen.split()
+    assert reason == "None"
+    assert int(after) < int(before) / 50
+
+
+def test_without_glibc_memory_is_not_kept_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert "glibc" in (keep_memory() or "")

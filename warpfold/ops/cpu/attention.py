@@ -135,9 +135,8 @@ class _Rows:
         bias = None if self.bias is None else self.bias[batch]
         less = None
         if lse is not None:
-            less = (lse[batch, rows] if dead is None else lse[batch, rows].masked_fill(dead[:, None, None], 0))[
-                ..., None
-            ]
+            less = lse[batch, rows] if dead is None else lse[batch, rows].masked_fill(dead[:, None, None], 0)
+            less = (less * LOG2E)[..., None]
         start = self.wide[: len(q)].unflatten(0, n)
         if self.thin is self.wide and (bias is not None or less is not None):
             # The product is added to what the block begins with.

@@ -9,16 +9,16 @@ from torch import Tensor
 POSITIONS = 2048  # of a block
 
 
-def blocks(like: Tensor, *tensors: Tensor, size: int = POSITIONS) -> Iterator[list[Tensor]]:
-    """For each block of `size` positions or fewer, the views of `tensors`, which share all axes but the last.
+def blocks(like: Tensor, *tensors: Tensor, size: int | None = None) -> Iterator[list[Tensor]]:
+    """For each block, the views of `tensors`, which share all axes but the last.
 
-    The positions are taken in the order in which those of `like` lie in memory.
+    A block has `size` positions (None: POSITIONS) or fewer, in the order in which those of `like` lie in memory.
     """
     ones = [axis for axis in range(like.dim() - 1) if like.shape[axis] == 1]
     axes = [axis for axis in range(like.dim() - 1) if like.shape[axis] != 1]
     order = sorted(axes, key=like.stride, reverse=True)
     turned = [t.permute(*ones, *order, t.dim() - 1)[(0,) * len(ones)] for t in tensors]
-    for index in _indices([like.shape[axis] for axis in order], size):
+    for index in _indices([like.shape[axis] for axis in order], size or POSITIONS):
         yield [t[index] for t in turned]
 
 

@@ -26,7 +26,7 @@ def layer_norm_backward(
     dx, w = empty_like(x), weight.to(mean.dtype)
     dweight, dbias = torch.zeros_like(w), torch.zeros_like(w)
     for xb, dxb, gb, mb, sb in blocks(x, x, dx, grad, mean[..., None], scale[..., None]):
-        g, xs, m, s = rows(gb), rows(xb), rows(mb), rows(sb)
+        g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))  # torch's kernel reads past strides
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(g, xs, x.shape[-1:], m, s, w, w, [True, False, False])
         put(dxb, dxs)
         # Not those of native_layer_norm_backward: of bf16 it sums them in bf16.
@@ -73,7 +73,7 @@ def norm_linear_backward(
     narrow, one = weight.to(x.dtype), torch.ones_like(nw)
     product, total = w.new_zeros(outputs, c), w.new_zeros(outputs)
     for xb, dxb, gb, mb, sb in blocks(x, x, dx, grad, mean[..., None], scale[..., None]):
-        g, xs, m, s = rows(gb), rows(xb), rows(mb), rows(sb)
+        g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))  # torch's kernel reads past strides
         h = (xs.to(m.dtype) - m).mul_(s).to(x.dtype)
         accumulate(product, g, h)
         total += g.sum(0, dtype=total.dtype)

@@ -1,0 +1,50 @@
+"""Gates, tails and factors of triangle products by blocks of positions, against their definitions."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.cpu_cases import DTYPES, LAYOUTS, excess, given
+from warpfold.ops.cpu import blocks
+from warpfold.ops.dispatch import Op
+from warpfold.ops.gate import gate, tail
+from warpfold.ops.triangle import triangle_factor
+
+TAIL = Op(
+    lambda *a, factors=None: tail.definition(*a, None if factors is None else factors.to(a[0].dtype)),
+    lambda *a, factors=None: tail.fast(*a, None if factors is None else factors.to(a[0].dtype)),
+    lambda *_, **__: None,
+)
+
+
+@pytest.fixture(params=[64, 2048], autouse=True)
+def positions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "POSITIONS", request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gate_is_its_definition(dtype: torch.dtype, layout: str) -> None:
+    x, g = given((2, 13, 17, 24), (2, 13, 17, 24))
+    assert max(excess(gate, [LAYOUTS[layout](x), g], 0, dtype)) < 2
+    assert max(excess(gate, [x, LAYOUTS[layout](g)], 0, dtype)) < 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kept", [None, (2, 1, 17, 24), (2, 13, 1, 24), (1,)])
+def test_tail_is_its_definition(dtype: torch.dtype, layout: str, kept: tuple[int, ...] | None) -> None:
+    x, o, g, weight, bias = given((2, 13, 17, 24), (2, 13, 17, 12), (2, 13, 17, 12), (24, 12), (24,))
+    factors: Tensor | None = None if kept is None else (given(kept, seed=9)[0] > 0).double() / 0.75
+    arranged = [LAYOUTS[layout](x), LAYOUTS[layout](o), LAYOUTS["a slice of channels"](g), weight, bias]
+    assert max(excess(TAIL, arranged, 2, dtype, factors=factors)) < 2
+    assert max(excess(TAIL, [x, *arranged[1:]], 2, dtype, factors=factors)) < 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_factor_is_its_definition_in_order(dtype: torch.dtype, layout: str) -> None:
+    y, g = (LAYOUTS[layout](t) for t in given((2, 13, 17, 24), (2, 13, 17, 24)))
+    mask = (given((2, 13, 17), seed=4)[0] > -0.5).double()
+    assert max(excess(triangle_factor, [y, g], 0, dtype, mask=mask)) < 2
+    assert triangle_factor.fast(y, g, mask).is_contiguous()

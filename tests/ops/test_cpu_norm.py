@@ -1,0 +1,53 @@
+"""Norms and projections by blocks of positions, against their definitions."""
+
+import pytest
+import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from tests.ops.cpu_cases import DTYPES, LAYOUTS, Largest, excess, given
+from warpfold.ops.cpu import blocks
+from warpfold.ops.cpu import norm as cpu
+from warpfold.ops.norm import layer_norm, norm_linear
+
+SIZES = st.integers(1, 12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("positions", [64, 2048])
+def test_norms_are_their_definitions(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, layout: str, positions: int
+) -> None:
+    monkeypatch.setattr(blocks, "POSITIONS", positions)
+    x, weight, bias, wide, shift = given((2, 13, 17, 24), (24,), (24,), (20, 24), (20,))
+    x = LAYOUTS[layout](3 * x + 1)
+    assert max(excess(layer_norm, [x, weight, bias], 2, dtype)) < 2
+    assert max(excess(norm_linear, [x, weight, bias, wide, shift], 4, dtype)) < 2
+    assert max(excess(norm_linear, [x, weight, bias, wide], 3, dtype)) < 2
+
+
+@settings(max_examples=40, deadline=None)
+@drawn(st.lists(SIZES, max_size=4), SIZES, SIZES, st.integers(1, 200), st.randoms(use_true_random=False))
+def test_whatever_the_sizes_and_strides(lead: list[int], c: int, outputs: int, positions: int, dice: object) -> None:
+    x, weight, bias, wide = given((*lead, c + 1), (c + 1,), (c + 1,), (outputs, c + 1))
+    order = list(range(len(lead)))
+    dice.shuffle(order)  # type: ignore[attr-defined]
+    back = [order.index(axis) for axis in range(len(lead))]
+    x = x.permute(*order, len(lead)).contiguous().permute(*back, len(lead))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "POSITIONS", positions)
+        assert max(excess(layer_norm, [x, weight, bias], 2, torch.float64)) < 1
+        assert max(excess(norm_linear, [x, weight, bias, wide], 3, torch.float64)) < 1
+
+
+def test_the_normalised_tensor_never_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "POSITIONS", 64)
+    x, weight, bias, wide = given((32, 32, 24), (24,), (24,), (4, 24))
+    with Largest(x) as seen:
+        y, mean, scale = cpu.norm_linear(x, weight, bias, wide, None, 1e-5)
+    assert y.numel() <= seen.elements < x.numel() / 2
+    with Largest(x) as seen:
+        cpu.norm_linear_backward(torch.ones_like(y), x, weight, bias, wide, None, mean, scale)
+    assert seen.elements == x.numel(), "its gradient"

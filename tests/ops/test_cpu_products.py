@@ -1,0 +1,87 @@
+"""Transition and outer product by blocks, against their definitions; and torch's checks of their registration."""
+
+import pytest
+import torch
+
+from tests.ops.cpu_cases import DTYPES, LAYOUTS, Largest, excess, given
+from warpfold.ops.cpu import outer as cpu_outer
+from warpfold.ops.cpu import transition as cpu_transition
+from warpfold.ops.outer import outer_product
+from warpfold.ops.transition import transition
+from warpfold.ops.triangle import triangle_factor
+
+
+def _transition() -> list[torch.Tensor]:
+    x, nw, nb, up, up_bias, down, down_bias = given((2, 13, 17, 24), (24,), (24,), (48, 24), (48,), (24, 48), (24,))
+    return [2 * x - 1, nw, nb, up / 5, up_bias, down / 7, down_bias]
+
+
+def _outer() -> list[torch.Tensor]:
+    return given((2, 9, 13, 5), (2, 9, 7, 6), (11, 30), (11,))
+
+
+def _count() -> torch.Tensor:
+    return given((2, 13, 7, 1), seed=8)[0].abs().round() + 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("hidden", [2**9, 2**20])  # of a block: some positions, all
+def test_transition_is_its_definition(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, layout: str, residual: bool, hidden: int
+) -> None:
+    monkeypatch.setattr(cpu_transition, "HIDDEN", hidden)
+    x, *parameters = _transition()
+    assert max(excess(transition, [LAYOUTS[layout](x), *parameters], 6, dtype, residual=residual)) < 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("products", [1, 2000, 2**20])  # of a block: one row, some, all
+def test_outer_product_is_its_definition(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: int) -> None:
+    monkeypatch.setattr(cpu_outer, "PRODUCTS", products)
+    count = _count().clamp_min(1)
+    assert max(excess(outer_product, _outer(), 2, dtype, count=count)) < 2
+
+
+def test_hidden_layers_and_products_never_exist_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_transition, "HIDDEN", 2**11)
+    monkeypatch.setattr(cpu_outer, "PRODUCTS", 2000)
+    x, *parameters = _transition()
+    with Largest() as seen:
+        cpu_transition.forward(x, *parameters, True, 1e-5)
+        cpu_transition.backward(x, x, *parameters[:5], True, 1e-5)
+    assert seen.elements == x.numel()
+    a, b, weight, bias = _outer()
+    with Largest() as seen:
+        out = cpu_outer.forward(a, b, weight, bias, _count())
+        cpu_outer.backward(out, a, b, weight, bias, _count())
+    assert max(out.numel(), 2000) >= seen.elements
+    assert seen.elements < 2 * 13 * 7 * 30
+
+
+def _run(name: str) -> torch.Tensor:
+    if name == "transition":
+        return transition.fast(*(t.requires_grad_() for t in _transition()))
+    if name == "outer_product":
+        return outer_product.fast(*(t.requires_grad_() for t in _outer()), _count())
+    y, g = (t.requires_grad_() for t in given((4, 5, 6), (4, 5, 6)))
+    return triangle_factor.fast(y, g, torch.ones(4, 5))
+
+
+@pytest.mark.parametrize("name", ["transition", "outer_product", "triangle_factor"])
+def test_torch_finds_schema_shapes_and_gradients_in_order(name: str) -> None:
+    seen: list[tuple[object, tuple[object, ...]]] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function.namespace == "warpfold":
+                seen.append((function, args))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        _run(name).sin().sum().backward()
+    assert len(seen) == 2, "one operation forward and one backward"
+    for function, args in seen:
+        plain = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
+        assert set(torch.library.opcheck(function, plain).values()) == {"SUCCESS"}  # type: ignore[arg-type]
