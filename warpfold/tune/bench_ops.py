@@ -110,6 +110,8 @@ def _shape(
     names: Sequence[str],
 ) -> list[Row]:
     kind = "cuda" if device.type == "cuda" else "cpu"
+    if kind == "cuda":
+        torch.cuda.empty_cache()  # what the last shape left is free for this one
     given = inputs(case, DTYPES[dtype], device)
     subjects: list[Subject] = []
     notes: dict[str, str] = {}
