@@ -50,7 +50,7 @@ def test_true_sizes(c: int, outputs: int, turned: bool) -> None:
         laid((outputs, c)) * c**-0.5,
         laid((outputs,)),
     ]
-    given, grad = _on_gpu([*values, laid((outputs,))], laid((250, 259, outputs)), torch.bfloat16)
+    given, grad = _on_gpu(values, laid((250, 259, outputs)), torch.bfloat16)
     fast = answer(norm_linear.fast, given, grad)
     assert not errors(norm_linear, given, grad, fast)
     again = answer(norm_linear.fast, given, grad)
