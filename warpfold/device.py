@@ -52,7 +52,8 @@ def keep_memory() -> str | None:
 
     glibc gives blocks above 32 MiB back to the system at once, and those that come next are faulted in anew, page by
     page: 0.22 s for each GiB on 2 cores of an EPYC, 1.17 million faults in one Evoformer block forward and backward
-    (128 x 256, fp32).  Kept, there are 16 thousand; the peak grows, by what the heap's gaps cost: 2.0 -> 2.5 GiB.
+    (128 x 256, fp32).  Kept, there are 16 thousand; the peak grows from 2.0 to 2.5 GiB, since a hole that an aligned
+    tensor leaves is a little too small for the next of its size, until holes join.
     Errors: none; returns why nothing was done, or None.
     """
     if platform.libc_ver()[0] != "glibc":
