@@ -197,12 +197,15 @@ def attention_dkdv(
     j = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     bias += at(batch, bias_at[0], BIAS_UNIT) + at(head, bias_at[1], BIAS_UNIT)
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
-    k_tiles, v_tiles, dead, dk_sums, dv_sums = (), (), (), (), ()
+    k_tiles, v_tiles, dead, floors, dk_sums, dv_sums = (), (), (), (), (), ()
+    even = tl.max(tl.log(tl.zeros([1], tl.float32) + keys), 0)
     for n in tl.static_range(ROWS):
         row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
         k_tiles = k_tiles + (load_tile(row_of(k, k_at, batch, row, head, UNIT), j, k_at[2], keys, WIDTH, UNIT),)
         v_tiles = v_tiles + (load_tile(row_of(v, v_at, batch, row, head, UNIT), j, v_at[2], keys, WIDTH, UNIT),)
         dead = dead + (tl.load(lse + ((batch.to(tl.int64) * rows + row) * heads + head) * queries) == float("-inf"),)
+        # Where all keys are masked: e^(0 s - log keys).
+        floors = floors + (tl.where(dead[n], even, float("-inf")),)
         dk_sums = dk_sums + (tl.zeros([BLOCK_K, WIDTH if WIDTH > 16 else 16], tl.float32),)
         dv_sums = dv_sums + (tl.zeros([BLOCK_K, WIDTH if WIDTH > 16 else 16], tl.float32),)
 
@@ -218,8 +221,7 @@ def attention_dkdv(
             do_tile = load_tile(row_of(grad, grad_at, batch, row, head, UNIT), i, grad_at[2], queries, WIDTH, UNIT)
             logs = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
             d = tl.load(delta + line + i, mask=i < queries, other=0.0)
-            # Where all keys are masked: e^(0 s - log keys).
-            logs = tl.where(logs == float("-inf"), tl.log(tl.zeros([BLOCK_Q], tl.float32) + keys), logs)
+            logs = tl.maximum(logs, floors[n])
             s = tl.dot(k_tiles[n], tl.trans(q_tile), input_precision="ieee") * WIDTH**-0.5
             if BIASED:
                 s += b
