@@ -99,6 +99,7 @@ def compile_ahead(todo: Sequence[Task], device: torch.device, workers: int, prog
 def _compile(task: Task, arch: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import PTXASError
+    from triton.compiler.errors import CompilationError
 
     from warpfold.ops.triton.compile import compiled
 
@@ -108,7 +109,7 @@ def _compile(task: Task, arch: int) -> None:
             calls = [call for call in noted(task.place) if (call.kernel.name, call.key) == (task.kernel, task.key)]
         try:
             compiled(calls[0], GPUTarget("cuda", arch, 32))
-        except PTXASError:
+        except (PTXASError, CompilationError):
             continue
 
 
@@ -153,13 +154,14 @@ class GpuBench:
     def _wrong(self) -> str:
         """Why the launch that is forced now is out; nothing if it is right."""
         from triton.backends.nvidia.compiler import PTXASError
+        from triton.compiler.errors import CompilationError
         from triton.runtime.errors import OutOfResources
 
         try:
             ours = run(self.way, self.small)
             torch.cuda.synchronize(self.device)
-        except (OutOfResources, PTXASError) as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        except (OutOfResources, PTXASError, CompilationError) as error:
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
         red = [e.name for e in errors(self.small, ours, self.plain, self.exact) if e.red]
         return f"not exact: {', '.join(red)}" if red else ""
 

@@ -5,7 +5,8 @@ instead.  So what is compiled offline, and what index arithmetic is followed, is
 beside it that could fall behind.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,8 @@ LAUNCHERS = {
     "gate_backward": ("gate", "gate_backward"),
     "tail": ("gate", "tail"),
     "tail_backward": ("gate", "tail_backward"),
+    "triangle_factor": ("triangle", "factor"),
+    "triangle_factor_backward": ("triangle", "factor_backward"),
 }
 
 
@@ -77,3 +80,13 @@ def calls_of(plan: Plan, config: ModelConfig, sizes: Mapping[str, int], training
     with dispatch.using(plan.kernels), launching() as calls:
         memory_of(plan, one_block(config), sizes, losses, recycles=0)
     return calls
+
+
+def demanding(calls: Iterable[Call]) -> list[Call]:
+    """Of each kernel the call with the largest key."""
+    found: dict[str, Call] = {}
+    for call in calls:
+        other = found.setdefault(call.kernel.name, call)
+        if math.prod(call.key) > math.prod(other.key):
+            found[call.kernel.name] = call
+    return list(found.values())

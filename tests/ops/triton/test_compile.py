@@ -5,7 +5,6 @@ that leads to code of its own.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from functools import cache
 
@@ -19,7 +18,7 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.compile import BUDGETS, Figures, breaches, compiled, distinct, source
 from warpfold.ops.triton.launch import SHIPPED, Call, choice_of, kernels, read, table_used
 from warpfold.parallel.plan import Plan, Precision
-from warpfold.tune.kernel_calls import calls_of, wider
+from warpfold.tune.kernel_calls import calls_of, demanding, wider
 
 INITIAL = {"res": 256, "seq": 128, "extra": 1024, "tmpl": 4}
 TABLES = sorted(path.stem for path in SHIPPED.glob("*.json") if path.stem != "interpreter")
@@ -31,16 +30,6 @@ def calls(table: str, precision: Precision) -> tuple[Call, ...]:
     plan = Plan(precision=precision)
     with table_used(read(SHIPPED / f"{table}.json")):
         return tuple(call for model in (ModelConfig(), wider()) for call in calls_of(plan, model, INITIAL))
-
-
-def demanding(found: Iterable[Call]) -> list[Call]:
-    """Of each kernel the call with the largest key."""
-    by_name: dict[str, Call] = {}
-    for call in found:
-        other = by_name.setdefault(call.kernel.name, call)
-        if math.prod(call.key) > math.prod(other.key):
-            by_name[call.kernel.name] = call
-    return list(by_name.values())
 
 
 def over_budget(found: Iterable[Call], arch: str) -> list[str]:

@@ -115,10 +115,11 @@ def breaches(call: Call, found: Figures, budget: Budget) -> list[str]:
         wrong.append(f"{found.registers} registers in {warps} warps, of {budget.registers} and {budget.together}")
     if found.columns > COLUMNS:
         wrong.append(f"{found.columns} columns of tensor memory, of {COLUMNS}")
-    if found.dots and not found.tensor and _dtype(call) in ("bf16", "fp16"):
-        wrong.append("matrix products without tensor cores")
-    if found.dots and not found.wide:
-        wrong.append("matrix products of which nothing is loaded in 128 bits at once")
+    if found.dots and _dtype(call) in ("bf16", "fp16"):
+        if not found.tensor:
+            wrong.append("matrix products without tensor cores")
+        if not found.wide:
+            wrong.append("matrix products of which nothing is loaded in 128 bits at once")
     return wrong
 
 

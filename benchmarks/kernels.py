@@ -1,0 +1,56 @@
+"""What the most demanding launch of each kernel takes of each architecture, compiled offline: a table in Markdown.
+
+    python benchmarks/kernels.py [--all]
+
+By the package's tables, for AlphaFold2 and a wider model in bf16 and fp32; no GPU is needed.  --all: every call that
+leads to code of its own; some ten minutes.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import triton
+
+from warpfold.model.alphafold import ModelConfig
+from warpfold.ops.triton.compile import BUDGETS, Figures, breaches, compiled, distinct
+from warpfold.ops.triton.launch import Call
+from warpfold.parallel.plan import Plan
+from warpfold.tune.kernel_calls import calls_of, demanding, wider
+
+SIZES = {"res": 256, "seq": 128, "extra": 1024, "tmpl": 4}
+
+
+def calls(every: bool) -> Iterator[tuple[str, Call]]:
+    """With the precision of the model that makes them."""
+    for precision in ("bf16", "fp32"):
+        plan = Plan(precision=precision)
+        found = [call for model in (ModelConfig(), wider()) for call in calls_of(plan, model, SIZES)]
+        yield from ((precision, call) for call in (distinct(found) if every else demanding(found)))
+
+
+def cell(found: Figures) -> str:
+    """Registers / kB of shared memory / tensor-core instructions / loads of 128 bits of all loads, or what is wrong."""
+    spilled = f" / **spills {found.spilled} B**" if found.spilled else ""
+    return f"{found.registers} / {found.shared / 1024:.0f} / {found.tensor} / {found.wide} of {found.loads}{spilled}"
+
+
+def main() -> int:
+    print(
+        f"Triton {triton.__version__}; registers / shared kB / tensor-core instructions / 128-bit loads of all loads\n"
+    )
+    print(f"| kernel, key | launch | {' | '.join(BUDGETS)} |")
+    print("|---|---|" + "---|" * len(BUDGETS))
+    wrong = []
+    for precision, call in calls("--all" in sys.argv[1:]):
+        cells = []
+        for arch, budget in BUDGETS.items():
+            found = compiled(call, budget.target)
+            cells.append(cell(found))
+            wrong += [f"{call.kernel.name} {call.key} on {arch}: {w}" for w in breaches(call, found, budget)]
+        print(f"| {call.kernel.name} {call.key} {precision} | {call.launch} | {' | '.join(cells)} |", flush=True)
+    print("\n" + ("over the budget:\n" + "\n".join(wrong) if wrong else "all within the budget"))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
