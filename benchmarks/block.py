@@ -18,13 +18,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from warpfold.device import keep_memory
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.ops import dispatch
 from warpfold.parallel.plan import DTYPES, Plan, apply
 
 SEQUENCES, RESIDUES, C_M, C_Z = 128, 256, 256, 128  # TARGETS, "Speed on a CPU"
@@ -38,22 +36,20 @@ GEMM = 2048  # side of the matrices that give the rate
 class Case:
     """One way to compute the block."""
 
-    plan: Plan
+    plan: Plan  # with the kernels: "fast" is ours
     backward: bool
-    kernels: Literal["fast", "definition"] = "fast"
     kept: bool = True
 
 
 def cases() -> list[Case]:
     """Each dtype, forward and both passes: the definitions with and without memory kept, then ours."""
-    ways = []
+    ways: list[Case] = []
     for precision in ("fp32", "bf16"):
-        plain = Plan(precision=precision)  # type: ignore[arg-type]
         for backward in (False, True):
-            ways += [Case(plain, backward, "definition", kept) for kept in (False, True)] + [Case(plain, backward)]
-            if not backward:
-                sliced = Plan(chunk=16, in_place=True, precision=precision)  # type: ignore[arg-type]
-                ways += [Case(sliced, False, "definition", kept=False), Case(sliced, False)]
+            for slices in ({}, {"chunk": 16, "in_place": True}) if not backward else ({},):
+                for kernels, kept in (("definition", False), ("definition", True), ("fast", False), ("fast", True)):
+                    plan = Plan(precision=precision, kernels=kernels, **slices)  # type: ignore[arg-type]
+                    ways.append(Case(plan, backward, kept))
     return ways
 
 
@@ -72,7 +68,6 @@ def measure(case: Case, repeats: int) -> dict[str, object]:
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if case.kept:
         keep_memory()
-    dispatch.choose(case.kernels)
     torch.manual_seed(0)
     stack = apply(case.plan, Evoformer(C_M, C_Z, EvoformerConfig(blocks=1)))
     dtype, seconds, rates = DTYPES[case.plan.precision], [], []
@@ -94,7 +89,6 @@ def measure(case: Case, repeats: int) -> dict[str, object]:
     return {
         "plan": {name: value for name, value in vars(case.plan).items() if value not in (None, False)},
         "pass": passes,
-        "kernels": case.kernels,
         "memory kept": case.kept,
         "seconds": round(statistics.median(seconds[1:]), 3),
         "least": round(best, 3),
