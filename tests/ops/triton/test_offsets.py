@@ -115,10 +115,10 @@ def test_intervals_hold_every_result(name, a, b) -> None:
 
 
 # Everything past 2^31 elements: pairs and alignments with strides of 32 bits, whose products are in danger; an
-# alignment by its depth alone; and strides of 64 bits.
+# alignment by its depth alone; and pairs of which four numbers each, as of lse and bias, are past it.
 LONG = {"res": 4300, "seq": 3000, "extra": 16_000, "tmpl": 1}
 DEEP = {"res": 300, "seq": 30_000, "extra": 120_000, "tmpl": 1}
-LONGER = {"res": 20_000, "seq": 600, "extra": 4000, "tmpl": 2}
+LONGER = {"res": 25_000, "seq": 600, "extra": 4000, "tmpl": 2}
 RUNS: dict[str, tuple[Precision, ModelConfig, dict[str, int]]] = {
     "long": ("bf16", ModelConfig(), LONG),
     "deep": ("bf16", ModelConfig(), DEEP),
@@ -140,10 +140,12 @@ def all_overflows(calls: list[Call]) -> list[str]:
 
 
 def test_no_kernel_overflows() -> None:
-    """Every call of one step, and of kernels that it does not launch every call of another."""
+    """Every call of one step, of kernels that it does not launch every call of another, and attention once more."""
     seen: set[str] = set()
     for run in RUNS:
-        calls = [call for call in kernel_calls(run) if call.kernel.name not in seen]
+        calls = kernel_calls(run)
+        attention = [call for call in calls if call.kernel.name.startswith(("attention", "pointwise"))]
+        calls = attention if run == "longer" else [call for call in calls if call.kernel.name not in seen]
         assert all_overflows(calls) == []
         seen |= {call.kernel.name for call in calls}
     assert seen == set(kernels())
