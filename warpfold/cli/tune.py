@@ -18,7 +18,9 @@ WIDE = 200  # columns of a table where the output is no terminal
 def tune(
     op: Annotated[
         list[str] | None,
-        decides("attention, layer_norm, norm_linear, gate, tail, or all (default): repeated, or with commas."),
+        decides(
+            "attention, layer_norm, norm_linear, gate, tail, triangle_factor; default: all; repeated, or with commas."
+        ),
     ] = None,
     quick: Annotated[bool, decides("For initial training in bf16 alone.", "--quick")] = False,
     out: Annotated[

@@ -22,7 +22,7 @@ from warpfold.tune.kernel_bench import Bench, GpuBench, Place, Progress, Seconds
 from warpfold.tune.machine import describe
 from warpfold.tune.sizes import DataSizes, of_settings
 
-TUNED = ("attention", "layer_norm", "norm_linear", "gate", "tail")  # operations, as --op names them
+TUNED = ("attention", "layer_norm", "norm_linear", "gate", "tail", "triangle_factor")  # operations, as --op names them
 SIZES = {"initial training": DataSizes(crop=256, max_msa=128, max_extra=1024), "fine-tuning": DataSizes(crop=384)}
 SAME = 1.01  # faster by less is no difference: of such candidates the first is taken
 
