@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warpfold.ops.cpu.norm import accumulate
 
-PRODUCTS = 2**20  # numbers of a block
+PRODUCTS = 2**21  # numbers of a block
 
 
 def forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
