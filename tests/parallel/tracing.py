@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from warpfold.model import pair
 from warpfold.model.axial import COLS, ROWS
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.pair import PairConfig
+from warpfold.ops.dispatch import Op
 from warpfold.parallel import collectives
 from warpfold.parallel.collectives import Event, Pending, mine, watched
 from warpfold.parallel.mesh import make_mesh
@@ -29,7 +31,6 @@ from warpfold.parallel.plan import Plan, apply
 Order = Literal["middle", "first", "last"]
 
 BACKWARD, NODES = 10**6, 10**9  # where numbers of other units begin: backward passes of units, nodes of a graph
-KERNELS = ("attention", "global_attention", "triangle_product")  # of warpfold.ops
 HANDLES_MEMORY = ("empty", "new_empty", "zeros", "new_zeros", "detach", "ones_like", "zeros_like")
 
 
@@ -70,8 +71,8 @@ def at_once(begin: Callable[..., Pending]) -> Callable[..., Pending]:
 class Trace(TorchDispatchMode):
     """Within it, everything that this process computes is noted in `steps`.
 
-    size: how many numbers an operation must read or write to be work.  Operations of one function of warpfold.ops (an
-    attention, a triangle product) are one operation, forward and backward: it is, or will be, one kernel.  So is what
+    size: how many numbers an operation must read or write to be work.  What one operation of warpfold.ops does (an
+    attention, a triangle product) is one operation, forward and backward: it is, or will be, one kernel.  So is what
     one node of autograd's graph does.  Packing and unpacking belong to the collective.
     """
 
@@ -228,7 +229,7 @@ def _called_by() -> tuple[str, bool]:
 
 @contextmanager
 def _wrapped(trace: Trace) -> Iterator[None]:
-    """Collectives' packing and the functions of warpfold.ops say when they begin and end."""
+    """Collectives' packing and the operations of warpfold.ops say when they begin and end."""
 
     def unit(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -256,10 +257,11 @@ def _wrapped(trace: Trace) -> Iterator[None]:
 
     changed: list[tuple[Any, str, Any]] = []
     for module in [m for name, m in sys.modules.items() if name.startswith("warpfold.model.")]:
-        for name, function in inspect.getmembers(module, inspect.isfunction):
-            if name in KERNELS and function.__module__.startswith("warpfold.ops."):
-                changed.append((module, name, function))
-                setattr(module, name, unit(function))
+        for name, operation in inspect.getmembers(module, lambda member: isinstance(member, Op)):
+            changed.append((module, name, operation))
+            setattr(module, name, unit(operation))
+    changed.append((pair, "triangle_product", pair.triangle_product))
+    pair.triangle_product = unit(pair.triangle_product)
     for place, name in ((collectives, "_send"), (collectives._Way, "arrive")):
         changed.append((place, name, getattr(place, name)))
         setattr(place, name, packing(getattr(place, name)))
@@ -279,8 +281,8 @@ def traced(plan: Plan, outer: Order, blocks: int = 2, global_column: bool = Fals
     """A stack of Evoformer blocks forward and backward on this rank of `plan`.  Call it on every rank."""
     mesh = make_mesh(plan.data, plan.axial, plan.branch)
     torch.manual_seed(0)
-    pair = PairConfig(heads=2, c_triangle=4, transition=2)
-    config = EvoformerConfig(blocks=blocks, heads=2, c_outer=3, transition=2, outer=outer, pair=pair)
+    pairs = PairConfig(heads=2, c_triangle=4, transition=2)
+    config = EvoformerConfig(blocks=blocks, heads=2, c_outer=3, transition=2, outer=outer, pair=pairs)
     stack = apply(plan, Evoformer(C_M, C_Z, config, global_column), mesh).train()
     m, z = torch.randn(SEQUENCES, RESIDUES, C_M), torch.randn(RESIDUES, RESIDUES, C_Z)
     m, z = (mine(x, axis, mesh.axial).requires_grad_() for x, axis in ((m, COLS), (z, ROWS)))
