@@ -80,6 +80,12 @@ def test_a_grid_that_no_gpu_takes_is_caught() -> None:
     assert [o.where for o in overflows(tall)] == ["_copy_wide: grid axis 1"]
 
 
+def test_the_same_code_is_looked_at_with_each_call_s_numbers() -> None:
+    few, many = copy_call(COPY, ROWS // 2, STRIDE), copy_call(COPY, ROWS, STRIDE)
+    assert distinct([few, many]) == [few]
+    assert [bool(overflows(call)) for call in (few, many, few)] == [False, True, False]
+
+
 def test_products_of_tiles_are_followed() -> None:
     assert not overflows(product_call(SMALL_TILES, torch.bfloat16, n=2**17))
 
@@ -129,9 +135,14 @@ RUNS: dict[str, tuple[Precision, ModelConfig, dict[str, int]]] = {
 
 
 def kernel_calls(run: str) -> list[Call]:
-    """Those of a training step that lead to code of their own; no machine could compute it."""
+    """Those of a training step that differ in code, in grid or in a number; no machine could compute it."""
     precision, model, sizes = RUNS[run]
-    return distinct(calls_of(Plan(precision=precision), model, sizes))
+    found: dict[object, Call] = {}
+    for call in calls_of(Plan(precision=precision), model, sizes):
+        numbers = tuple((n, v) for n, v in call.arguments.items() if not isinstance(v, torch.Tensor))
+        tensors = tuple((v.dtype, v.storage_offset() % 16) for v in call.arguments.values() if hasattr(v, "dtype"))
+        found.setdefault((call.kernel.name, call.grid, call.launch, numbers, tensors), call)
+    return list(found.values())
 
 
 def all_overflows(calls: list[Call]) -> list[str]:

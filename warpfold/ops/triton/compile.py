@@ -44,6 +44,7 @@ BUDGETS = {
     "gfx942": Budget(GPUTarget("hip", "gfx942", 64), 64 * 1024, 512),
 }
 COLUMNS = 512
+_ttir: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,13 @@ def distinct(calls: Iterable[Call], target: GPUTarget = BUDGETS["sm_80"].target)
 def ttir(call: Call, target: GPUTarget = BUDGETS["sm_80"].target) -> str:
     """Triton's own representation of the kernel, optimised, with places in the source."""
     specialised, options = source(call, target)
+    code = specialised.hash() + options.hash()  # calls of the same code differ in numbers alone
+    if code not in _ttir:
+        _ttir[code] = _lowered(specialised, options, target)
+    return _ttir[code]
+
+
+def _lowered(specialised: ASTSource, options: Any, target: GPUTarget) -> str:
     backend = make_backend(target)
     context = ir.context()
     ir.load_dialects(context)
