@@ -27,8 +27,8 @@ click = sys.modules[typer.BadParameter.__module__]  # click's exceptions, or the
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line (`sys.argv` by default) and exit.  Bad input is one line on stderr, never a stack trace."""
-    # Threads that wait spin for some microseconds, then sleep.  Spinning on, beside another program on few cores, a small
-    # model takes some ten times as long; sleeping at once, an Evoformer block of many short operations 1.6 times.
+    # Threads that wait spin for some microseconds, then sleep.  Spinning on, beside another program on few cores, a
+    # small model takes some ten times as long; sleeping at once, an Evoformer block of short operations 1.6 times.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
