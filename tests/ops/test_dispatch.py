@@ -9,7 +9,11 @@ from torch import Tensor
 from warpfold.errors import UserError
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention
-from warpfold.ops.gate import gate
+from warpfold.ops.gate import gate, tail
+from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.outer import outer_product
+from warpfold.ops.transition import transition
+from warpfold.ops.triangle import triangle_factor
 from warpfold.parallel.plan import Plan, apply
 
 
@@ -94,3 +98,26 @@ def test_a_bias_that_differs_between_rows_is_refused(rows: tuple[int, ...]) -> N
     q, mask = torch.ones(2, 3, 5, 4, 8), torch.ones(2, 3, 5)
     reason = attention.refuses(q, q, q, mask, torch.ones(*rows, 4, 5, 5))
     assert reason == ("the bias differs from row to row" if rows and rows[-1] == 3 else None)
+
+
+NONE = torch.ones(0, 5, 8)  # positions of 8 channels, of which there are none
+EIGHT = (torch.ones(8), torch.ones(8))
+EMPTY_CASES = {
+    "attention": (attention, (NONE[:, :, None], NONE[:, :, None], NONE[:, :, None], torch.ones(0, 5))),
+    "layer_norm": (layer_norm, (NONE, *EIGHT)),
+    "norm_linear": (norm_linear, (NONE, *EIGHT, torch.ones(4, 8))),
+    "gate": (gate, (NONE, NONE)),
+    "tail": (tail, (NONE, NONE, NONE, torch.ones(8, 8), torch.ones(8))),
+    "transition": (transition, (NONE, *EIGHT, torch.ones(16, 8), torch.ones(16), torch.ones(8, 16), torch.ones(8))),
+    "triangle_factor": (triangle_factor, (NONE, NONE, torch.ones(0, 5))),
+    "outer_product": (
+        outer_product,
+        (NONE, NONE, torch.ones(4, 64), torch.ones(4), torch.ones(5, 5, 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY_CASES)
+def test_no_operation_makes_a_word_of_nothing(name: str) -> None:
+    operation, arguments = EMPTY_CASES[name]
+    assert operation.refuses(*arguments) == dispatch.EMPTY

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.cpu.norm import accumulate
+from warpfold.ops.precision import wide
 
 PRODUCTS = 2**21  # numbers of a block
 
@@ -28,16 +29,16 @@ def backward(
     grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """warpfold::outer_product_backward."""
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    da, db = a.new_empty(a.shape), b.new_zeros(b.shape, dtype=wide)
-    dweight, dbias = weight.new_zeros(weight.shape, dtype=wide), bias.new_zeros(bias.shape, dtype=wide)
+    dtype = wide(a)
+    da, db = a.new_empty(a.shape), b.new_zeros(b.shape, dtype=dtype)
+    dweight, dbias = weight.new_zeros(weight.shape, dtype=dtype), bias.new_zeros(bias.shape, dtype=dtype)
     (_, _, _, c), (_, s, j, d) = a.shape, b.shape
     narrow = weight.to(a.dtype)
     for batch, rows in _blocks(a, b):
         some = a[batch, :, rows]
         g = grad[batch, rows].flatten(0, 1) / count[batch, rows].flatten(0, 1).to(a.dtype)
         accumulate(dweight, g, _products(some, b[batch]))
-        dbias += g.sum(0, dtype=wide)
+        dbias += g.sum(0, dtype=dtype)
         # [i j, c d] -> [i c, j d]
         turned = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
         da[batch, :, rows] = (b[batch].flatten(1) @ turned.t()).view(s, -1, c)

@@ -9,6 +9,7 @@ from torch import Tensor
 from warpfold.ops.cpu.blocks import blocks, put, room, rows
 from warpfold.ops.cpu.norm import accumulate
 from warpfold.ops.library.attention import empty_like
+from warpfold.ops.precision import wide
 
 HIDDEN = 2**20  # numbers of the hidden layer in a block
 
@@ -25,8 +26,8 @@ def forward(
     eps: float,
 ) -> Tensor:
     """warpfold::transition."""
-    y, wide = empty_like(x), _wide(x)
-    nw, nb = norm_weight.to(wide), norm_bias.to(wide)
+    y, dtype = empty_like(x), wide(x)
+    nw, nb = norm_weight.to(dtype), norm_bias.to(dtype)
     w1, b1, w2, b2 = up.to(x.dtype).t(), up_bias.to(x.dtype), down.to(x.dtype).t(), down_bias.to(x.dtype)
     for xb, yb in blocks(x, x, y, size=_size(up)):
         xs, results = rows(xb), room(yb)
@@ -52,20 +53,20 @@ def backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """warpfold::transition_backward.  The gradients of up and of the norm follow from one product: see norm.py."""
-    dx, wide, c = empty_like(x), _wide(x), x.shape[-1]
-    nw, nb, w = norm_weight.to(wide), norm_bias.to(wide), up.to(wide)
+    dx, dtype, c = empty_like(x), wide(x), x.shape[-1]
+    nw, nb, w = norm_weight.to(dtype), norm_bias.to(dtype), up.to(dtype)
     one, narrow1, narrow2, b1 = torch.ones_like(nw), up.to(x.dtype), down.to(x.dtype), up_bias.to(x.dtype)
-    product, ddown = torch.zeros_like(w), torch.zeros_like(down, dtype=wide)
+    product, ddown = torch.zeros_like(w), torch.zeros_like(down, dtype=dtype)
     dup_bias, ddown_bias = w.new_zeros(len(w)), w.new_zeros(c)
     for xb, gb, dxb in blocks(x, x, grad, dx, size=_size(up)):
         xs, g = rows(xb), rows(gb)
         n, mean, scale = torch.native_layer_norm(xs, [c], nw, nb, eps)
         hidden = torch.addmm(b1, n, narrow1.t()).relu_()
         accumulate(ddown, g, hidden)
-        ddown_bias += g.sum(0, dtype=wide)
+        ddown_bias += g.sum(0, dtype=dtype)
         dhidden = torch.mm(g, narrow2).mul_(hidden.sign_())
-        dup_bias += dhidden.sum(0, dtype=wide)
-        accumulate(product, dhidden, (xs.to(wide) - mean).mul_(scale).to(x.dtype))
+        dup_bias += dhidden.sum(0, dtype=dtype)
+        accumulate(product, dhidden, (xs.to(dtype) - mean).mul_(scale).to(x.dtype))
         dn = torch.mm(dhidden, narrow1)
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], mean, scale, nw, one, [True, False, False])
         put(dxb, dxs.add_(g) if residual else dxs)
@@ -73,10 +74,6 @@ def backward(
     dup = product * nw + dup_bias[:, None] * nb
     wholes = (dnorm_weight, norm_weight), (dnorm_bias, norm_bias), (dup, up), (dup_bias, up_bias), (ddown, down)
     return dx, *(d.to(p.dtype) for d, p in wholes), ddown_bias.to(norm_bias.dtype)  # type: ignore[return-value]
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _size(up: Tensor) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
+from warpfold.ops.precision import wide
 
 WIDTHS = (8, 16, 32, 64)  # of a head, that the Triton kernels serve
 
@@ -141,8 +142,7 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
 def empty_lse(q: Tensor) -> Tensor:
     """The logarithms to be filled, [B, R, h, Q]."""
     batches, rows, queries, heads, _ = q.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(batches, rows, heads, queries, dtype=dtype)
+    return q.new_empty(batches, rows, heads, queries, dtype=wide(q))
 
 
 def empty_bias(bias: Tensor | None, wanted: bool, q: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
+from warpfold.ops.precision import wide
 
 CHANNELS = (16, 1024)  # the fewest and the most that the Triton kernels serve
 
@@ -51,7 +52,7 @@ def refuses_norm_linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
 ) -> str | None:
     """Why the fast way does not take these, or None."""
-    return refuses_layer_norm(x, norm_weight, norm_bias, eps) or refuses_device(x, weight, bias)
+    return refuses_device(x, weight, bias) or refuses_layer_norm(x, norm_weight, norm_bias, eps)
 
 
 @torch.library.custom_op("warpfold::layer_norm", mutates_args=())
@@ -110,8 +111,7 @@ def empty_projected(x: Tensor, outputs: int) -> Tensor:
 
 def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and 1 / deviation to be filled, each [*] in order."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty(x.shape[:-1], dtype=dtype), x.new_empty(x.shape[:-1], dtype=dtype)
+    return x.new_empty(x.shape[:-1], dtype=wide(x)), x.new_empty(x.shape[:-1], dtype=wide(x))
 
 
 @_norm.register_fake

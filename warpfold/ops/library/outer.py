@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import implementation, place, refuses_device, small_on_cpu
+from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
 
 
 def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def refuses(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -
         return reason
     if a.shape[:-2] != b.shape[:-2] or a.dtype != b.dtype or count.shape[:-3] != a.shape[:-3]:
         return "a and b differ in sequences or dtype, or the count from them in shape"
-    return "no elements" if 0 in (*a.shape, *b.shape) else None
+    return EMPTY if 0 in (*a.shape, *b.shape) else None
 
 
 @torch.library.custom_op("warpfold::outer_product", mutates_args=())

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import implementation, place, refuses_device, small_on_cpu
+from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.norm import norm_linear
 
@@ -60,7 +60,7 @@ def refuses(
     """Why the fast way does not take these, or None."""
     if reason := refuses_device(x, norm_weight, norm_bias, up, up_bias, down, down_bias):
         return reason
-    return "no elements" if x.numel() == 0 else None
+    return EMPTY if x.numel() == 0 else None
 
 
 @torch.library.custom_op("warpfold::transition", mutates_args=())

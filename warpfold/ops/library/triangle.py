@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import implementation, refuses_device, small_on_cpu
+from warpfold.ops.dispatch import EMPTY, implementation, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
 
 
@@ -26,7 +26,7 @@ def refuses(y: Tensor, g: Tensor, mask: Tensor) -> str | None:
         return reason
     if y.shape != g.shape or y.dtype != g.dtype or mask.shape != y.shape[:-1]:
         return "y and g differ in shape or dtype, or the mask from them in shape"
-    return "no elements" if y.numel() == 0 else None
+    return EMPTY if y.numel() == 0 else None
 
 
 @torch.library.custom_op("warpfold::triangle_factor", mutates_args=())
