@@ -105,10 +105,12 @@ def wait_for(condition: Any, seconds: float = 30) -> None:
 
 
 def test_ready_examples_pass_a_slow_one_but_not_for_ever(store: Store, tmp_path: Path) -> None:
-    puppet = Puppet(tmp_path, waits=(2,))
+    puppet = Puppet(tmp_path, waits=(1, 2))
     log: list[Draw] = []
     with loader(store, puppet, workers=2, ahead=5, window=3, used=log.append) as examples:
-        first = [next(examples).index for _ in range(5)]
+        first = [next(examples).index]
+        puppet.go(1)  # held back until now: two workers may finish 0 and 1 in either order
+        first += [next(examples).index for _ in range(4)]
         assert first == [0, 1, 3, 4, 5]  # 6 is ready too, but four places behind
         assert examples.exchanged() == ([2], [5])
         assert examples.state() == State(2, (3, 4, 5))
