@@ -9,6 +9,7 @@ same bytes.
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import struct
@@ -25,6 +26,7 @@ import zstandard
 
 from warpfold.data.folders import lock_folder, sync_folder
 from warpfold.errors import UserError
+from warpfold.files import LARGEST, open_regular, pread
 
 FORMAT, VERSION = "warpfold-store", 2
 MAGIC = b"WARPFOLD"
@@ -271,7 +273,8 @@ class Store:
     def _read_top(self) -> list[dict[str, int]]:
         file = self.path / "store.json"
         try:
-            top = json.loads(file.read_text(encoding="utf-8"))
+            with os.fdopen(open_regular(file), encoding="utf-8") as opened:
+                top = json.load(opened)
             known, version, shards = top["format"] == FORMAT, int(top["version"]), top["shards"]
             self._checksums = dict(top.get("files", {}))
         except OSError as error:
@@ -291,7 +294,7 @@ class Store:
     def _open_shard(self, number: int, shard: Mapping[str, int]) -> None:
         path = self._shard_path(number)
         try:
-            self._files.append(os.open(path, os.O_RDONLY))
+            self._files.append(open_regular(path))
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}; copy the store again") from error
         size = os.fstat(self._files[-1]).st_size
@@ -317,12 +320,14 @@ class Store:
         return self.path / _shard_name(number)
 
     def _pread(self, shard: int, offset: int, size: int) -> bytes:
-        return os.pread(self._files[shard], size, offset)
+        return pread(self._files[shard], size, offset)
 
     def _blob(self, array: "StoredArray", number: int) -> np.ndarray:
         start, stop = array.starts[number], array.starts[number + 1]
         data = self._read(array.shard, start, stop - start, array.crcs[number], array.what)
-        return np.frombuffer(_decompress(data, array.what), array.dtype)
+        rows = min(array.rows, array.shape[0] - number * array.rows) if array.shape else 1
+        size = rows * math.prod(array.shape[1:]) * array.dtype.itemsize
+        return np.frombuffer(_decompress(data, array.what, size), array.dtype)
 
     def _read(self, shard: int, offset: int, size: int, crc: int, what: str) -> bytes:
         data = self._pread(shard, offset, size)
@@ -375,8 +380,11 @@ class Record:
         return np.concatenate(parts)
 
 
-def _decompress(data: bytes, what: str) -> bytes:
+def _decompress(data: bytes, what: str, most: int = LARGEST) -> bytes:
+    """Unpack a frame that says of itself that it holds at most so many bytes, as all that `pack_record` makes do."""
     try:
+        if not 0 <= zstandard.frame_content_size(data) <= most:
+            raise UserError(f"{what}: damaged (its size is not what it should be); pack the store again")
         return zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
         raise UserError(f"{what}: damaged ({error}); pack the store again") from error
