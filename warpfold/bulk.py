@@ -113,10 +113,10 @@ class Apart:
             self._process.shutdown(wait=True, cancel_futures=True)
 
 
-def killed_on_cluster(error: Exception) -> bool:
-    """Return whether a Dask cluster gave a job up since the workers that had it died, again and again."""
+def deaths_on_cluster() -> tuple[type[Exception], ...]:
+    """Return what a job's future raises when the workers of a Dask cluster that had it died, again and again."""
     scheduler = sys.modules.get("distributed.scheduler")
-    return scheduler is not None and isinstance(error, scheduler.KilledWorker)
+    return () if scheduler is None else (scheduler.KilledWorker,)
 
 
 def end_with_parent() -> None:

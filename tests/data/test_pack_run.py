@@ -195,7 +195,7 @@ def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
 
 def _plan(files: Path) -> str:
     inputs = packing.find_inputs([files / "structures"], [files / "msas"])
-    return json.dumps({"format": "warpfold-part", "version": 1, **inputs.plan(Options(), Part(1, 1))})
+    return json.dumps({"format": "warpfold-part", "version": 2, **inputs.plan(Options(), Part(1, 1))})
 
 
 def test_a_kill_while_the_store_is_written(
