@@ -174,9 +174,9 @@ def read_query(source: Source, limit: int = LARGEST) -> str:
 
     Errors: UserError for what holds no alignment.  Rows that are not read are not checked.
     """
-    head = source.read_head(lambda head: _is_stockholm(head) or _end(head) is not None, limit)
-    if _is_stockholm(head):
-        head = _first_row(source.read_bytes(limit))
+    head = source.read_head(lambda head: not _is_stockholm(head) and _end(head) is not None, limit)
+    if _is_stockholm(head):  # all of it: its first row may go on to the end
+        head = _first_row(head)
     return parse_alignment(head[: _end(head)], source.name).query
 
 
