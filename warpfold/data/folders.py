@@ -34,7 +34,9 @@ def refuse_foreign(folder: Path, is_own: Callable[[str], bool]) -> None:
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
     if foreign:
-        raise UserError(f"{folder}: holds {foreign[0]}, which WarpFold did not write; move it away, or choose another name")
+        raise UserError(
+            f"{folder}: holds {foreign[0]}, which WarpFold did not write; move it away, or choose another name"
+        )
 
 
 def sync_folder(path: Path) -> None:

@@ -32,7 +32,7 @@ def own_structures(structures: Sequence[Source], part: Part) -> list[Source]:
 
 
 def own_alignments(alignments: Sequence[Source], structures: Sequence[Source], part: Part) -> list[Source]:
-    """Return the alignments whose queries a part reads: those that bear names of its structures, and some of the rest."""
+    """Return the alignments whose queries a part reads: those that bear its structures' names, and some others."""
     if part.count == 1:
         return list(alignments)
     entries = {source.path.name.partition(".")[0].lower(): source.name for source in reversed(structures)}
@@ -144,7 +144,7 @@ class Matching:
         self._matcher: Matcher | None = None  # of all alignments, once a chain needs it
 
     def find(self, key: str, chain: str, sequence: str) -> ChainJob:
-        """Return the job of a chain: `key` is "1crn_A", `chain` "A".  The rules are those of `Matcher`, `HitsMatcher`."""
+        """Return the job of a chain: `key` is "1crn_A", `chain` "A".  The rules are `Matcher`'s and `HitsMatcher`'s."""
         named = self._names.get(key.lower(), [])
         self.queries.need(named)
         found, note = of_same_protein(self.queries.known(named), sequence, self.min_identity)
@@ -162,4 +162,3 @@ class Matching:
             self.queries.need_all(self.alignments, self.tell)
             self._matcher = Matcher(self.queries.known(self.alignments), self.min_identity)
         return self._matcher
-
