@@ -1,5 +1,6 @@
 """Raw examples: alignments placed on a chain exactly or refused, round trips, labels equal to the official ones."""
 
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ def structure_of(sequence: str) -> tuple[Structure, Chain]:
     n = len(sequence)
     positions, mask = rng.normal(size=(n, 37, 3)).astype(np.float32), np.ones((n, 37), np.float32)
     chain = Chain("A", sequence, positions, mask, np.arange(n), ("",) * n)
-    return Structure("1abc", "X-RAY DIFFRACTION", 1.8, "2001-02-03", {"A": chain}), chain
+    return Structure("1abc", "X-RAY DIFFRACTION", 1.8, date(2001, 2, 3), {"A": chain}), chain
 
 
 def test_an_alignment_of_the_sequence_itself() -> None:

@@ -41,7 +41,7 @@ class RawExample:
     positions: np.ndarray | None = None  # float32 [N, 37, 3], angstrom
     mask: np.ndarray | None = None  # uint8 [N, 37]
     resolution: float | None = None  # angstrom
-    release_date: str | None = None  # YYYY-MM-DD
+    release_date: str | None = None  # YYYY-MM-DD: a note, which a store keeps as JSON
     sources: tuple[str, ...] = ()  # where the alignment's rows come from
     templates: Templates | None = None
 
@@ -141,7 +141,7 @@ def from_chain(
         positions=chain.positions.astype(np.float32),
         mask=(chain.mask > 0).astype(np.uint8),
         resolution=structure.resolution,
-        release_date=structure.release_date,
+        release_date=None if structure.release_date is None else structure.release_date.isoformat(),
         sources=tuple(sources),
     )
 

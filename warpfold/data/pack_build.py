@@ -5,12 +5,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from warpfold.data.dates import given_date
 from warpfold.data.features import RawExample, from_chain
 from warpfold.data.formats import parse_alignment
 from warpfold.data.hits import Hit, parse_hits
@@ -30,7 +32,11 @@ WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
 @dataclass(frozen=True)
 class Options:
     """What decides the content of a store.  The paper's filters are the resolution and the share of one amino acid
-    (Supp. 1.2.5), and clusters at 40 % identity."""
+    (Supp. 1.2.5), and clusters at 40 % identity.
+
+    Dates are kept as text, YYYY-MM-DD however they were given, since a store records them; `day` parses one.
+    Errors: UserError for what is no date.
+    """
 
     max_resolution: float = 9.0  # angstrom; structures without one (NMR) pass
     max_single: float = 0.8  # share of the sequence that one amino acid may have
@@ -43,19 +49,30 @@ class Options:
     max_template_date: str | None = None  # itself included; a chain's templates are never newer than the chain
     cluster_identity: float = 0.4  # 1: equal sequences; of no account with a file of clusters
 
+    def __post_init__(self) -> None:
+        for name in ("released_after", "released_before", "max_template_date"):
+            if (day := self.day(name)) is not None:
+                object.__setattr__(self, name, day.isoformat())  # one day is one text: stores compare their options
+
+    def day(self, name: str) -> date | None:
+        """Return the option `name`, a date, parsed."""
+        return given_date(getattr(self, name), f"--{name.replace('_', '-')}")
+
     def refuses(self, structure: Structure, chain: Chain) -> str | None:
         """Why this chain is dropped, or None."""
         length, resolved = len(chain.sequence), int((chain.mask[:, ATOM_ORDER["CA"]] > 0).sum())
         residue, count = Counter(chain.sequence).most_common(1)[0] if length else ("", 0)
         if structure.resolution is not None and structure.resolution > self.max_resolution:
             return f"resolution {structure.resolution:g} Å, over {self.max_resolution:g}"
-        if self.released_after is not None or self.released_before is not None:
-            if structure.release_date is None:
+        after, before = self.day("released_after"), self.day("released_before")
+        if after is not None or before is not None:
+            released = structure.release_date
+            if released is None:
                 return "no release date"
-            if structure.release_date < (self.released_after or ""):
-                return f"released {structure.release_date}, before {self.released_after}"
-            if structure.release_date >= (self.released_before or "9999"):
-                return f"released {structure.release_date}, not before {self.released_before}"
+            if after is not None and released < after:
+                return f"released {released}, before {after}"
+            if before is not None and released >= before:
+                return f"released {released}, not before {before}"
         if length < self.min_length:
             return f"{length} residues, fewer than {self.min_length}"
         if self.max_length is not None and length > self.max_length:
@@ -149,7 +166,7 @@ def _entry(structure: Structure, chain: str, file: Source, kept: bool, reason: s
         reason=reason,
         length=len(structure.chains[chain].sequence),
         resolution=structure.resolution,
-        release_date=structure.release_date,
+        release_date=None if structure.release_date is None else structure.release_date.isoformat(),
     )
 
 
@@ -237,7 +254,7 @@ def _with_templates(
             hits += parse_hits(source.read_bytes().decode("utf-8", "replace"), raw.sequence, source.name)
         except UserError as error:
             bad[source.name] = str(error)
-    dates = [date for date in (job.options.max_template_date, raw.release_date) if date is not None]
+    dates = [day for day in (job.options.day("max_template_date"), job.structure.release_date) if day is not None]
     templates, outcomes = templates_from_hits(
         raw.sequence, hits, _library(job.library), min(dates, default=None), exclude=(job.structure.id.lower(),)
     )

@@ -7,6 +7,7 @@ each time (`choose_templates`).
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -127,13 +128,13 @@ def templates_from_hits(
     query: str,
     hits: Sequence[Hit],
     library: Library,
-    max_date: str | None = None,
+    max_date: date | None = None,
     limit: int = MOST_STORED,
     exclude: Collection[str] = (),
 ) -> tuple[Templates | None, list[TemplateOutcome]]:
     """The `limit` best usable hits of a query, by sum_probs (hits without: as in the file), and what became of each.
 
-    max_date: YYYY-MM-DD; templates that came out later, or no one knows when, are refused.  exclude: PDB ids, lower
+    max_date: templates that came out later, or no one knows when, are refused.  exclude: PDB ids, lower
     case, such as the query's own.  Further refused, as AlphaFold2 does (Supp. 1.2.3): hits that align a tenth of the
     query or less, have fewer than 10 residues, or are the query itself (a part of it, of more than 95 %); and of
     hmmsearch's, whose database has every copy of a chain, those that put the same residues on the same places.  A hit
@@ -181,13 +182,13 @@ def _refusal(hit: Hit, query: str, exclude: Collection[str]) -> str | None:
     return None
 
 
-def _too_new(hit: Hit, library: Library, max_date: str | None) -> str | None:
+def _too_new(hit: Hit, library: Library, max_date: date | None) -> str | None:
     if max_date is None:
         return None
-    date = library.release_date(hit.pdb_id)
-    if date is None:
+    released = library.release_date(hit.pdb_id)
+    if released is None:
         return f"has no release date, and none after {max_date} is allowed"
-    return f"came out {date}, after {max_date}" if date > max_date else None
+    return f"came out {released}, after {max_date}" if released > max_date else None
 
 
 def _from_hit(query: str, hit: Hit, structure: Structure) -> tuple[Templates, TemplateOutcome]:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections import OrderedDict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class Library:
             raise UserError(f"{folder}: is no folder; give the folder of the templates' mmCIF files")
         self._paths: dict[str, Path] | None = None  # of all files, once one was not where PDB mirrors have it
         self._structures: OrderedDict[str, Structure | UserError] = OrderedDict()
-        self._dates: dict[str, str | None] = {}
+        self._dates: dict[str, date | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_structures": OrderedDict(), "_dates": {}}
@@ -70,8 +71,8 @@ class Library:
             raise found
         return found
 
-    def release_date(self, pdb_id: str) -> str | None:
-        """When an entry came out, YYYY-MM-DD; None where its file does not say.  Errors as in `read`."""
+    def release_date(self, pdb_id: str) -> date | None:
+        """When an entry came out; None where its file does not say.  Errors as in `read`."""
         if pdb_id not in self._dates:
             self._dates[pdb_id] = read_release_date(self.find(pdb_id))
         return self._dates[pdb_id]
