@@ -1,6 +1,7 @@
 """Templates: which hits become some, where their atoms come to stand, what is reported, what the model sees."""
 
 import gzip
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date as day
 from multiprocessing.reduction import ForkingPickler
@@ -19,6 +20,7 @@ from warpfold.data.template import (
     TemplateOutcome,
     Templates,
     choose_templates,
+    count_refusals,
     join,
     template_features,
     template_from_file,
@@ -190,6 +192,49 @@ def test_no_spelling_of_the_cutoff_lets_a_later_template_in(tmp_path: Path, cuto
     assert templates is not None
     assert templates.names == ("1abc_A",)
     assert outcomes[0].note == "came out 2017-07-26, after 2017-01-02"
+
+
+def with_jump(distance: float, unseen: Sequence[int] = ()) -> Chain:
+    """A chain whose second half lies `distance` angstrom from the first, from CA to CA of residues 70 and 71."""
+    chain = random_chain("A", OTHER, missing=unseen)
+    positions, ca = chain.positions.copy(), ATOM_ORDER["CA"]
+    x = positions[:, ca]
+    positions[70:] += x[69] + np.array([distance, 0, 0], np.float32) - random_chain("A", OTHER).positions[70, ca]
+    return replace(chain, positions=positions * chain.mask[..., None])
+
+
+@pytest.mark.parametrize(
+    ("distance", "unseen", "refused"),
+    [(149.0, (), False), (151.0, (), True), (5000.0, (), True), (5000.0, (70,), False)],  # unseen: no neighbours
+)
+def test_a_jump_in_the_chain_is_refused_as_the_official_code_does(
+    tmp_path: Path, distance: float, unseen: Sequence[int], refused: bool
+) -> None:
+    """AlphaFold2's `_check_residue_distances`: neighbours that were both seen, aligned or not, at most 150 apart."""
+    path = put(tmp_path, "1abc.cif", with_jump(distance, unseen))
+    found = templates_from_hits(QUERY, [hit()], Library(tmp_path))  # aligns residues 13 to 57
+    if not refused:
+        assert len(one(found)) == len(template_from_file(QUERY, path)[0]) == 1
+        return
+    assert f"residues 70 and 71 of its sequence are {distance:.0f} angstrom apart (150 at most)" in refusal(found)
+    with pytest.raises(UserError, match=r"1abc\.cif: .* apart \(150 at most\); choose another") as caught:
+        template_from_file(QUERY, path)
+    assert "\n" not in str(caught.value)
+
+
+def test_refusals_are_counted_by_kind(tmp_path: Path) -> None:
+    put(tmp_path, "1abc.cif", random_chain("A", OTHER))
+    put(tmp_path, "2abc.cif", with_jump(400.0))
+    put(tmp_path, "3abc.cif", with_jump(500.0))
+    hits = [hit(name) for name in ("7not_A", "8not_A", "9not_A", "1abc_A", "2abc_A", "3abc_A")]
+    _, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path), max_date=day(2000, 1, 1))
+    assert [outcome.missing for outcome in outcomes] == [True] * 3 + [False] * 3
+    assert count_refusals(outcomes) == {
+        "has no N.cif or N.cif.gz; add it, or do without": 3,
+        "came out N, after N": 3,
+    }
+    _, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path))
+    assert list(count_refusals(outcomes).values()) == [3, 2]
 
 
 def test_one_bad_file_leaves_the_others_be(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """`predict` as a function: what it writes, which alignment goes where, how it continues, what it refuses."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import warpfold
 from tests.helpers import tiny_model
+from warpfold import cli
 from warpfold.data.mmcif import Chain
 from warpfold.data.template import template_from_file
 from warpfold.data.write import write_mmcif
@@ -282,11 +285,11 @@ def structures(tmp_path: Path) -> Path:
     return folder
 
 
-def a3m_hits(tmp_path: Path, name: str = "one.hits.a3m") -> Path:
+def a3m_hits(tmp_path: Path, name: str = "one.hits.a3m", entries: Sequence[str] = ("9not", "1abc", "2xyz")) -> Path:
     """Hits in hmmsearch's A3M: the two entries' chains A, and one whose file is not there."""
     sequence = ONE[:9] + "WWW" + ONE[12:]
     path = tmp_path / name
-    path.write_text("".join(f">{entry}_A/1-18 mol:protein\n{sequence}\n" for entry in ("9not", "1abc", "2xyz")))
+    path.write_text("".join(f">{entry}_A/1-18 mol:protein\n{sequence}\n" for entry in entries))
     return path
 
 
@@ -320,6 +323,51 @@ def test_hits_come_after_the_users_files_and_refusals_are_written(
     notes = {outcome["name"]: outcome["note"] for outcome in outcomes if not outcome["used"]}
     assert "has no 9not.cif" in notes["9not_A"]
     assert "came out 2020-01-01, after 2015-01-01" in notes["2xyz_A"]
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["predict", *map(str, arguments), "--device", "cpu"])
+    return int(stopped.value.code or 0), *capsys.readouterr()
+
+
+def test_a_wrong_folder_of_structures_ends_the_run_before_it_writes(
+    tmp_path: Path, a3m: Path, template_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong").mkdir()
+    hits = ["--hits", a3m_hits(tmp_path), "--template-structures", tmp_path / "wrong"]
+    code, out, err = run_cli(capsys, a3m, "--params", template_params, *hits, "--out", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "wrong: has the structures of none of the 3 hits (9not.cif, 1abc.cif, 2xyz.cif ...); give the folder" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_protein_without_templates_for_want_of_structures_is_said_and_exits_with_1(
+    tmp_path: Path, fasta: Path, structures: Path, template_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some structures are there, but none for this protein.  Hits that are refused by the rules are no failure."""
+
+    def folded(*entries: str, date: str = "2030-01-01") -> tuple[int, str, dict[str, Any]]:
+        a3m_hits(tmp_path, "one.a3m", entries)
+        out = tmp_path / "-".join([*entries, date])
+        hits = ["--hits", tmp_path / "one.a3m", "--template-structures", structures, "--max-template-date", date]
+        code, _, err = run_cli(capsys, fasta, "--params", template_params, *hits, "--out", out)
+        return code, err, json.loads((out / "summary.json").read_text())["predictions"][0]
+
+    code, err, entry = folded("8not", "9not", "2xyz", date="2015-01-01")
+    assert code == 1
+    reasons = "2 x has no N.cif or N.cif.gz; add it, or do without; 1 x came out N, after N"
+    assert err == f"one: no template: {reasons}\n"
+    assert (entry["templates"], entry["templates_missing"], entry["templates_unused"]) == ([], 2, 3)
+    assert list(entry["templates_refused"].values()) == [2, 1]
+
+    code, err, entry = folded("9not", "1abc")
+    assert (code, entry["templates"]) == (0, ["1abc_A"])
+    assert err == "one: some hits are no templates: 1 x has no N.cif or N.cif.gz; add it, or do without\n"
+
+    code, err, entry = folded("2xyz", date="2015-01-01")  # refused by its date, as was asked
+    assert (code, err) == (0, "one: no template: 1 x came out N, after N\n")
 
 
 def test_of_several_queries_hits_go_by_name_and_files_to_all(tmp_path: Path, fasta: Path, structures: Path) -> None:

@@ -1,6 +1,5 @@
 """The jobs of packing, as workers do them: the queries of alignments, structures read, and the records of chains."""
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from warpfold.data.pack_report import Entry
 from warpfold.data.pairwise import MIN_IDENTITY
 from warpfold.data.sources import Source, read_query
 from warpfold.data.store import Packed, pack_record
-from warpfold.data.template import templates_from_hits
+from warpfold.data.template import count_refusals, templates_from_hits
 from warpfold.data.template_library import Library
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
@@ -259,15 +258,8 @@ def _with_templates(
         raw.sequence, hits, _library(job.library), min(dates, default=None), exclude=(job.structure.id.lower(),)
     )
     entry.templates = 0 if templates is None else len(templates)
-    refused = Counter(_kind(outcome.note) for outcome in outcomes if not outcome.used)
-    entry.templates_refused = dict(refused.most_common())
+    entry.templates_refused = count_refusals(outcomes)
     return replace(raw, templates=templates)
-
-
-def _kind(note: str) -> str:
-    """A reason without names and numbers, so that reasons can be counted: "came out N, after N"."""
-    note = re.sub(r"^\S*/\S*: ", "", note)
-    return re.sub(r"\b\d[\w-]*", "N", note)
 
 
 class Folders(Library):

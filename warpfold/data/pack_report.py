@@ -98,8 +98,16 @@ class Report:
             f"{len(self.unused)} alignments unused",
         ]
         if any(entry.hits for entry in self.kept):
-            parts.append(f"{sum(entry.templates for entry in self.kept)} templates")
+            count = sum(entry.templates for entry in self.kept)
+            parts.append(f"{count} templates" + ("" if count else self._no_templates()))
         return ", ".join(parts)
+
+    def _no_templates(self) -> str:
+        """Return why none of the hits became a template, with how often."""
+        reasons: Counter[str] = Counter()
+        for entry in self.kept:
+            reasons.update(entry.templates_refused)
+        return f" ({'; '.join(f'{n} x {why}' for why, n in reasons.most_common()) or 'the files hold no hits'})"
 
 
 def order(entry: Entry) -> tuple[str, str]:

@@ -13,6 +13,10 @@ from warpfold.errors import UserError
 ENDINGS = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz")
 
 
+class MissingStructure(UserError):
+    """A library has no file of an entry."""
+
+
 class Library:
     """mmCIF files in a folder and the folders in it (a PDB mirror, say), each read when it is asked for.
 
@@ -32,7 +36,7 @@ class Library:
         return self.__dict__ | {"_structures": OrderedDict(), "_dates": {}}
 
     def find(self, pdb_id: str) -> Path:
-        """The file of an entry; the first by path where there are several.  UserError if there is none."""
+        """The file of an entry; the first by path where there are several.  MissingStructure if there is none."""
         pdb_id = pdb_id.lower()
         if re.fullmatch(r"[a-z0-9]{4}", pdb_id):
             for folder in (self.folder, self.folder / pdb_id[1:3]):
@@ -43,8 +47,16 @@ class Library:
         if self._paths is None:
             self._paths = self._scan()
         if pdb_id not in self._paths:
-            raise UserError(f"{self.folder}: has no {pdb_id}.cif or {pdb_id}.cif.gz; add it, or do without")
+            raise MissingStructure(f"{self.folder}: has no {pdb_id}.cif or {pdb_id}.cif.gz; add it, or do without")
         return self._paths[pdb_id]
+
+    def has(self, pdb_id: str) -> bool:
+        """Return whether there is a file of an entry."""
+        try:
+            self.find(pdb_id)
+        except MissingStructure:
+            return False
+        return True
 
     def _scan(self) -> dict[str, Path]:
         paths: dict[str, Path] = {}

@@ -16,7 +16,7 @@ import torch
 from warpfold import __version__
 from warpfold.data.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats import read_alignment, read_fasta
-from warpfold.data.template import TemplateOutcome, Templates
+from warpfold.data.template import TemplateOutcome, Templates, count_refusals
 from warpfold.errors import UserError
 from warpfold.files import file_name, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
@@ -194,6 +194,7 @@ def keep(prediction: Prediction, out: Path) -> dict[str, Any]:
     geometry = check_geometry(prediction.positions, prediction.mask)
     folder = file_name(prediction.name)
     files = prediction.save(out / folder)
+    outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     return {
         "name": prediction.name,
         "folder": folder,
@@ -203,7 +204,9 @@ def keep(prediction: Prediction, out: Path) -> dict[str, Any]:
         "mean_plddt": round(prediction.mean_plddt, 2),
         "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
         **prediction.details,
-        "templates_unused": sum(not outcome["used"] for outcome in prediction.templates),
+        "templates_unused": sum(not outcome.used for outcome in outcomes),
+        "templates_refused": count_refusals(outcomes),
+        "templates_missing": sum(outcome.missing for outcome in outcomes),
         "geometry": asdict(geometry),
         "warnings": geometry.warnings(),
     }

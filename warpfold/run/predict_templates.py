@@ -44,11 +44,13 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
     there are `most`.
 
     Errors: UserError for a file of the user that cannot be used, a file of hits that cannot be read or belongs to no
-    query.  A hit that cannot be used is among the outcomes.
+    query, and hits of which not one has its structure in the folder.  A hit that cannot be used is among the outcomes.
     """
     hits = _hits_by_query(queries, sources.hits)
     newest = given_date(sources.max_date, MAX_DATE)
     library = Library(sources.structures) if sources.structures is not None else None
+    if library is not None:
+        _refuse_wrong_folder(library, [hit.pdb_id for each in hits.values() for hit in each])
     found: dict[str, Found] = {}
     for name, sequence in queries.items():
         own, outcomes = user_templates(sequence, sources.files)
@@ -61,6 +63,16 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
             outcomes += refused
         found[name] = join(parts), outcomes
     return found
+
+
+def _refuse_wrong_folder(library: Library, entries: Sequence[str]) -> None:
+    """Raise UserError if the library has the structure of none of the entries: it is another folder than was meant."""
+    if entries and not any(library.has(entry) for entry in entries):
+        some = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
+        raise UserError(
+            f"{library.folder}: has the structures of none of the {len(entries)} hits ({some} ...); give the folder of "
+            "their mmCIF files, or leave the hits out"
+        )
 
 
 def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
