@@ -20,6 +20,7 @@ from warpfold.data.template import TemplateOutcome, Templates, count_refusals
 from warpfold.errors import UserError
 from warpfold.files import file_name, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.model.weights import assumed_settings
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
 from warpfold.run.outputs import Prediction, claim_folder
@@ -102,7 +103,7 @@ def predict(
     if templates:
         tell(0, len(queries), "looking at the templates")
         queries = with_templates(queries, templates, predictor)
-    run = _run_digest(queries, params_digest, options)
+    run = _run_digest(queries, params_digest, _settings(options) | _effective(options, predictor))
     summary = None
     if team.leads:
         summary = _new_summary(run, params, params_digest, options, predictor)
@@ -246,7 +247,7 @@ def _new_summary(run: str, params: Path, digest: str, options: Options, predicto
         "format": FORMAT,
         "status": "running",
         "run": run,
-        "params": {"file": params.name, "sha256": digest},
+        "params": {"file": params.name, "sha256": digest, "assumed": assumed_settings(params)},
         "settings": _settings(options) | _effective(options, predictor),
         "device": str(predictor.device),
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -281,9 +282,9 @@ def _effective(options: Options, predictor: Predictor) -> dict[str, Any]:
     }
 
 
-def _run_digest(queries: Sequence[Query], params_digest: str, options: Options) -> str:
+def _run_digest(queries: Sequence[Query], params_digest: str, settings: Mapping[str, Any]) -> str:
     """One text that is equal for equal inputs."""
-    digest = hashlib.sha256(json.dumps([params_digest, _settings(options)]).encode())
+    digest = hashlib.sha256(json.dumps([params_digest, settings]).encode())
     for query in queries:
         digest.update(f"{query.name}\n{query.sequence}\n".encode())
         digest.update(query.alignment.rows.tobytes())
