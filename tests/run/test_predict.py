@@ -47,6 +47,34 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment(
+    tmp_path: Path, tiny_params: Path
+) -> None:
+    """As officially; from files and from Python alike, and the alignment of the protein is found for either letter."""
+    (tmp_path / "q.fasta").write_text(">one\nMKTAYIUKQRQISFVKSH\n")
+    for letter in "UC":
+        (tmp_path / f"{letter}.a3m").write_text(f">one\nMKTAYI{letter}KQRQISFVKSH\n>b\n-KTAYLUKQRQISFVRSH\n")
+        (query,) = read_queries(tmp_path / "q.fasta", [tmp_path / f"{letter}.a3m"])
+        assert query.sequence == "MKTAYIUKQRQISFVKSH"
+        assert query.alignment.query == "MKTAYICKQRQISFVKSH"
+        assert len(query.alignment) == 2
+    entry = predict(tmp_path / "q.fasta", [tmp_path / "U.a3m"], tiny_params, tmp_path / "o")["predictions"][0]
+    assert (entry["sequence"], entry["msa_depth"]) == ("MKTAYIXKQRQISFVKSH", 2)
+    assert "1 residue is none of the twenty amino acids (X at 7)" in entry["warnings"][0]
+    prediction = load(tiny_params, device="cpu").fold(query.sequence, ["-KTAYLUKQRQISFVRSH"], name="one")
+    with np.load(tmp_path / "o/one/one.npz") as arrays:
+        np.testing.assert_array_equal(prediction.positions, arrays["positions"])
+        assert not arrays["mask"][6].any()
+
+
+def test_alignments_are_stacked_in_the_official_order_whatever_the_shell_gives(tmp_path: Path, fasta: Path) -> None:
+    files = [tmp_path / f"{name}.a3m" for name in ("z", "a", "mgnify_hits", "bfd_uniclust_hits", "uniref90_hits")]
+    for file in files:
+        file.write_text(f">one\n{ONE}\n>{file.stem}\n{ONE[:-1]}A\n")
+    names = read_queries(fasta, files)[0].alignment.names
+    assert names[1:] == ["uniref90_hits", "bfd_uniclust_hits", "mgnify_hits", "z", "a"]  # the last two as given
+
+
 def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_params: Path) -> None:
     out = tmp_path / "out"
     seen: list[tuple[int, int, str]] = []
@@ -208,7 +236,7 @@ def test_folding_in_memory(tiny_params: Path) -> None:
 
 def test_unusual_letters_are_what_the_alphabet_says(tiny_params: Path) -> None:
     predictor = load(tiny_params, device="cpu")
-    assert predictor.fold("MUBZX").sequence == "MCDEX"
+    assert predictor.fold("MUBZX").sequence == "MXXXX"
     with pytest.raises(UserError, match="no amino acid"):
         predictor.fold("MK*")
 

@@ -82,7 +82,8 @@ class Predictor:
         Errors: UserError for letters that are no residues, rows that do not fit the sequence, templates that cannot be
         used or more than the model takes.
         """
-        query = alphabet.decode(alphabet.encode(sequence, name))
+        alphabet.encode(sequence, name)  # refuses what is no residue
+        query = sequence.upper()
         if not isinstance(alignment, Alignment):
             rows = "".join(f">alignment[{i}]\n{row}\n" for i, row in enumerate(alignment))
             alignment = parse_a3m(f">{name}\n{query}\n{rows}", name, query)
