@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from entries import backbone, entry
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import warpfold
@@ -26,6 +26,7 @@ DAYS = st.dates(date(1000, 1, 5), date(9998, 12, 31))  # ISO years of four digit
 SPELLED = st.tuples(DAYS, st.sampled_from(SPELLINGS)).map(lambda pair: (pair[0], pair[1](pair[0])))
 
 
+@settings(deadline=None)
 @given(SPELLED)
 def test_every_spelling_is_its_day(spelled: tuple[date, str]) -> None:
     day, text = spelled
@@ -49,6 +50,7 @@ def released(text: str) -> Structure:
     return parse_structure(entry(rows, ["GLY"] * 12, more=history))
 
 
+@settings(deadline=None)
 @given(file=SPELLED, after=SPELLED, before=SPELLED)
 def test_the_filters_of_pack_agree_with_datetime(
     file: tuple[date, str], after: tuple[date, str], before: tuple[date, str]

@@ -252,6 +252,17 @@ def test_release_date_from_either_category() -> None:
     assert read("").release_date is None
 
 
+def test_a_date_that_is_none_is_no_date() -> None:
+    loop = "loop_\n_pdbx_audit_revision_history.ordinal\n_pdbx_audit_revision_history.revision_date\n"
+    assert read(loop + "1 2011-02-30\n2 soon\n#\n").release_date is None
+    assert read(loop + "1 ?\n2 2011-7-3\n3 20120101\n#\n").release_date == date(2011, 7, 3)
+    pdb = "REVDAT   1   31-FEB-98 1ABC    0\n" + write_pdb("x", [random_chain("A", "MKV")])
+    assert parse_structure(pdb).release_date is None
+    old = "loop_\n_database_PDB_rev.num\n_database_PDB_rev.date\n1 1998-04-08\n#\n"
+    without_seqres = parse_structure(entry(PEPTIDE, [], more=old))
+    assert without_seqres.release_date == date(1998, 4, 8)
+
+
 @pytest.mark.parametrize(
     ("more", "resolution"),
     [

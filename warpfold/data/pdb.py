@@ -143,7 +143,7 @@ def _name_mixtures(structure: gemmi.Structure) -> None:
             continue
         sequence = list(entity.full_sequence)
         for place, found in names.items():
-            known = sequence[place - 1].split(",")
+            known = sequence[place - 1].split(",") if 0 < place <= len(sequence) else []
             if len(set(found)) > 1 and set(found) & set(known):
                 sequence[place - 1] = ",".join(dict.fromkeys([*known, *found]))
         entity.full_sequence = sequence
