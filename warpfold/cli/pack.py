@@ -53,6 +53,7 @@ def pack(
         str | None, decides("YYYY-MM-DD; later templates are refused, as are those later than the chain.")
     ] = None,
     cluster_identity: Annotated[float, decides("Of clusters made here; 1: equal sequences.", min=0, max=1)] = 0.4,
+    max_file_gb: Annotated[float, decides("GB that a file may have when unpacked; larger ones are left out.")] = 4.0,
     workers: Workers = 1,
     cluster: Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")] = None,
     shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge.")] = None,
@@ -75,7 +76,7 @@ def pack(
         raise UserError("pack: --out is missing; name the store to make")
     options = Options(
         max_resolution, max_single, min_length, max_length, released_after, released_before, require_msa,
-        max_template_date=max_template_date, cluster_identity=cluster_identity,
+        max_template_date=max_template_date, cluster_identity=cluster_identity, max_file_gb=max_file_gb,
     )  # fmt: skip
     part = Part.parse(shard) if shard else None
     more: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import shutil
 import time
@@ -19,7 +20,7 @@ from warpfold.data.formats import read_alignment, read_fasta
 from warpfold.data.sources import stacking_order
 from warpfold.data.template import TemplateOutcome, Templates, count_refusals
 from warpfold.errors import UserError
-from warpfold.files import file_name, write_atomically
+from warpfold.files import file_name, open_regular, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model.weights import assumed_settings
 from warpfold.ops.dispatch import Kernels, refusals
@@ -312,7 +313,7 @@ def _run_digest(queries: Sequence[Query], params_digest: str, settings: Mapping[
 
 def _file_digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; give a file of parameters") from error
