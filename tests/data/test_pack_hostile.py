@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,27 @@ def test_jobs_that_kill_their_process_are_found_out_and_the_others_done(tmp_path
         found = {name: result for task, result in Work(writer, executor, 4).do(_tasks(batches)) for name in task.names}
     assert {name for name, result in found.items() if result is None} == {"kill1", "kill2"}
     assert set(found) == {*names, "kill1", "kill2"}
+    writer.close()
+
+
+def test_a_job_that_a_cluster_gives_up_is_dropped_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = types.ModuleType("distributed.scheduler")
+    scheduler.KilledWorker = type("KilledWorker", (Exception,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "distributed.scheduler", scheduler)
+
+    class Cluster(Executor):
+        def submit(self, function: Callable[..., Any], /, *jobs: Any, **more: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            if "kill" in jobs[0]:
+                future.set_exception(scheduler.KilledWorker())
+            else:
+                future.set_result(function(*jobs))
+            return future
+
+    writer = _writer(tmp_path)
+    tasks = _tasks([["job1"], ["kill"], ["job2"]])
+    found = {task.names: result for task, result in Work(writer, Cluster(), 2).do(tasks)}
+    assert found == {("kill",): None, ("job1",): ["JOB1"], ("job2",): ["JOB2"]}
     writer.close()
 
 

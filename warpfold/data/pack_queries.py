@@ -7,6 +7,7 @@ queries of the other parts from their folders, beside its own, and reads what no
 """
 
 import json
+import math
 import random
 import time
 from collections import defaultdict
@@ -23,7 +24,8 @@ from warpfold.data.pack_work import DIED, Task, Work
 from warpfold.data.sources import Source
 
 BATCH = 64  # alignments whose queries one job reads
-LOOK = 10.0  # seconds after which the folders of the other parts are looked at again
+LOOK = 10.0  # seconds after which the folders of the other parts are looked at again, if that takes no time
+SELDOM = 20  # times as long as a look takes is spent otherwise
 
 
 def own_structures(structures: Sequence[Source], part: Part) -> list[Source]:
@@ -59,7 +61,7 @@ class Queries:
         self.work, self.options, self.part = work, options, part
         self.found: dict[Identity, Query] = dict(work.writer.queries)
         self._others = dict.fromkeys(others, 0)  # bytes of each that were read
-        self._looked = -LOOK
+        self._next_look = -math.inf
 
     def __getitem__(self, source: Source) -> Query:
         """The query of an alignment that was read, and what is wrong with it."""
@@ -111,7 +113,8 @@ class Queries:
 
     def _look_at_others(self) -> None:
         """Take what other parts of the same options and version have written since the last look."""
-        if time.monotonic() - self._looked < LOOK:
+        begun = time.monotonic()
+        if begun < self._next_look:
             return
         for path, at in list(self._others.items()):
             if at == 0 and not is_alike(path, self.work.writer.plan):
@@ -121,7 +124,8 @@ class Queries:
                     for name, size, changed, query, error in json.loads(text):
                         self.found[(name, size, changed)] = (query, error)
                     self._others[path] += length
-        self._looked = time.monotonic()
+        now = time.monotonic()
+        self._next_look = now + max(LOOK, SELDOM * (now - begun))
 
 
 class Matching:
