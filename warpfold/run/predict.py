@@ -198,10 +198,10 @@ def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) ->
 
 def keep(prediction: Prediction, out: Path) -> dict[str, Any]:
     """Look at a prediction's geometry and write it into a folder of its own in `out`; returns its summary entry."""
+    outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     geometry = check_geometry(prediction.positions, prediction.mask)
     folder = file_name(prediction.name)
     files = prediction.save(out / folder)
-    outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     return {
         "name": prediction.name,
         "folder": folder,
