@@ -52,13 +52,16 @@ def entry(
 
 
 def random_chain(name: str, sequence: str, seed: int = 0, missing: Sequence[int] = (), first: int = 1) -> Chain:
-    """A chain with every atom of its residues but the missing ones, at random places on the PDB's grid of 0.001."""
+    """A chain with every atom of its residues but the missing ones, at random places on the PDB's grid of 0.001.
+
+    Within a cube of 80 angstrom: no two atoms are further apart than a template's neighbours may be (150).
+    """
     rng = np.random.default_rng(seed)
     n = len(sequence)
     types = np.array([RESTYPE_ORDER[letter] for letter in sequence])
     mask = ATOM37_MASK[types].copy()
     mask[list(missing)] = 0.0
-    positions = np.round(rng.uniform(-99, 99, (n, 37, 3)), 3).astype(np.float32) * mask[..., None]
+    positions = np.round(rng.uniform(-40, 40, (n, 37, 3)), 3).astype(np.float32) * mask[..., None]
     _name_arginines(positions, types)
     numbers = tuple("" if i in missing else str(i + first) for i in range(n))
     return Chain(name, sequence, positions, mask, np.arange(n, dtype=np.int64), numbers)

@@ -1,12 +1,13 @@
 """Raw examples: alignments placed on a chain exactly or refused, round trips, labels equal to the official ones."""
 
+from datetime import date
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from warpfold.batch import to_tensors
-from warpfold.data.alignment import Alignment, encode
+from warpfold.data.alignment import Alignment, decode, encode
 from warpfold.data.features import (
     add_labels,
     atom_masks,
@@ -20,6 +21,7 @@ from warpfold.data.features import (
 from warpfold.data.formats import parse_a3m
 from warpfold.data.mmcif import Chain, Structure
 from warpfold.data.pairwise import column_map
+from warpfold.data.sample import SampleConfig, make_features
 from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
 
@@ -36,7 +38,7 @@ def structure_of(sequence: str) -> tuple[Structure, Chain]:
     n = len(sequence)
     positions, mask = rng.normal(size=(n, 37, 3)).astype(np.float32), np.ones((n, 37), np.float32)
     chain = Chain("A", sequence, positions, mask, np.arange(n), ("",) * n)
-    return Structure("1abc", "X-RAY DIFFRACTION", 1.8, "2001-02-03", {"A": chain}), chain
+    return Structure("1abc", "X-RAY DIFFRACTION", 1.8, date(2001, 2, 3), {"A": chain}), chain
 
 
 def test_an_alignment_of_the_sequence_itself() -> None:
@@ -50,10 +52,23 @@ def test_an_alignment_of_the_sequence_itself() -> None:
 
 
 def test_without_alignment_the_sequence_stands_alone() -> None:
-    raw = from_sequence("acxu")  # lower case, and selenocysteine as cysteine
-    assert raw.sequence == "ACXC"
-    assert raw.msa.shape == (1, 4)
+    raw = from_sequence("acx")  # lower case
+    assert raw.sequence == "ACX"
+    assert raw.msa.shape == (1, 3)
     np.testing.assert_array_equal(raw.profile.sum(1), 1)
+
+
+def test_letters_beside_the_twenty_are_as_the_official_code_has_them() -> None:
+    """X in the sequence (`map_unknown_to_x`), HHblits' table in the alignment's rows, the query's own among them."""
+    letters, hhblits = "AUBZJOXC", "ACDEXXXC"
+    raw = from_sequence(letters, [alignment(letters, "GUBZJOXC")])
+    assert raw.sequence == "AXXXXXXC"
+    assert decode(raw.msa[0]) == hhblits
+    assert decode(raw.msa[1]) == "G" + hhblits[1:]
+    assert raw.depth == 2
+    features = make_features(raw, SampleConfig(), 0, ("test",))
+    assert features["aatype"].tolist() == [0, 20, 20, 20, 20, 20, 20, 4]
+    assert features["target_feat"].argmax(1).tolist() == [1, 21, 21, 21, 21, 21, 21, 5]
 
 
 @pytest.mark.parametrize(("sequence", "message"), [("", "no residues"), ("AC1E", "position 3"), ("AC E", "position 3")])

@@ -3,11 +3,12 @@
 import gzip
 import random
 import time
+from datetime import date
 from pathlib import Path
 
 import numpy as np
 import pytest
-from entries import atom, backbone, entry, random_chain
+from entries import Atom, atom, backbone, entry, random_chain
 
 from warpfold.data.mmcif import Chain, Structure, parse_structure, read_structure
 from warpfold.data.write import write_mmcif, write_pdb
@@ -56,11 +57,112 @@ def test_modified_residues_are_their_parents() -> None:
     assert chain.mask.sum(1).tolist() == [5, 5, 4, 4, 5, 4]  # no P, no CG of X or of ALA, no hydrogen
 
 
-def test_of_a_mixture_the_first_residue_counts() -> None:
-    atoms = backbone("GLY", 1) + backbone("SER", 2, altloc="A") + backbone("THR", 2, altloc="B", occupancy=0.9)
-    chain = only_chain(entry(atoms + [atom("OG1", "THR", 2)], ["GLY", "SER/THR"]))
-    assert chain.sequence == "GS"
-    assert chain.mask[1].sum() == 4
+def mixture(*residues: tuple[str, str, float], chain: str = "A") -> list[Atom]:
+    """Residue 2 in several forms, (name, alternative, occupancy), each 10 angstrom on from the one before."""
+    return [
+        row | {"Cartn_x": 10.0 * number + i}
+        for number, (name, altloc, occupancy) in enumerate(residues)
+        for i, row in enumerate(backbone(name, 2, altloc=altloc, occupancy=occupancy, chain=chain))
+    ]
+
+
+def test_of_a_mixture_the_residue_of_largest_occupancy_counts() -> None:
+    """Supp. 1.2.1; sequence and atoms are of the same residue, and each chain has its own."""
+    first, second = (("SER", "A", 0.4), ("THR", "B", 0.6)), (("SER", "A", 0.7), ("THR", "B", 0.3))
+    atoms = backbone("GLY", 1) + mixture(*first) + [atom("OG1", "THR", 2, 7.0, altloc="B", occupancy=0.6)]
+    atoms += [row | {"label_asym_id": "B", "auth_asym_id": "B"} for row in backbone("GLY", 1)]
+    atoms += mixture(*second, chain="B") + [atom("OG1", "THR", 2, 7.0, altloc="B", occupancy=0.3, chain="B")]
+    chains = parse_structure(entry(atoms, ["GLY", "SER/THR"])).chains
+    assert {name: chain.sequence for name, chain in chains.items()} == {"A": "GT", "B": "GS"}
+    assert position(chains["A"], 1, "N")[0] == 10.0
+    assert position(chains["A"], 1, "OG1")[0] == 7.0
+    assert position(chains["B"], 1, "N")[0] == 0.0
+    assert chains["B"].mask[1].sum() == 4  # no OG1 of the other residue
+
+
+@pytest.mark.parametrize(
+    ("residues", "letter"),
+    [
+        ((("SER", "A", 0.5), ("THR", "B", 0.5)), "S"),  # the first among equals
+        ((("SER", "A", 0.3), ("SER", "B", 0.3), ("THR", "C", 0.4)), "T"),  # the largest conformation, not the sum
+        ((("THR", "A", 0.1),), "T"),  # the other was not seen
+        ((), "S"),  # neither was
+        ((("SER", "A", 0.2), ("MSE", "B", 0.8)), "S"),  # MSE is none of the sequence's: see the refusal below
+    ],
+)
+def test_mixtures_of_any_kind(residues: tuple[tuple[str, str, float], ...], letter: str) -> None:
+    text = entry(backbone("GLY", 1) + mixture(*residues), ["GLY", "SER/THR"])
+    if any(name == "MSE" for name, _, _ in residues):
+        assert "MSE at place 2" in refusal(text)
+    else:
+        chain = only_chain(text)
+        assert chain.sequence[1] == letter
+        assert chain.mask[1].sum() == (4 if residues else 0)
+
+
+@pytest.mark.parametrize("seqres", [True, False])
+def test_mixtures_in_pdb_files(seqres: bool) -> None:
+    """SEQRES names one of the residues at most; they used to be refused as a contradiction."""
+    lines = "SEQRES   1 A    3  GLY SER ALA\n" if seqres else ""
+    for place, residues in (
+        (1, [("GLY", " ", 1.0)]),
+        (2, [("SER", "A", 0.3), ("THR", "B", 0.7)]),
+        (3, [("ALA", " ", 1.0)]),
+    ):
+        for name, altloc, occupancy in residues:
+            for i, atom_name in enumerate(("N", "CA", "C", "O")):
+                lines += f"ATOM  {i + 1:5d}  {atom_name:<3s}{altloc}{name} A{place:4d}    {1.2 * i:8.3f}{1.0:8.3f}"
+                lines += f"{1.33 * place:8.3f}{occupancy:6.2f}{10.0:6.2f}          {atom_name[0]:>2s}\n"
+    assert only_chain(lines + "END\n").sequence == "GTA"
+    if seqres:
+        other = lines.replace("SER A   2", "TRP A   2").replace("THR A   2", "CYS A   2")
+        assert "has SER" in refusal(other + "END\n")
+
+
+def in_file(category: str, rows: str) -> str:
+    tags = {"mod": ("label_comp_id", "parent_comp_id"), "chem": ("id", "mon_nstd_parent_comp_id")}[category]
+    name = {"mod": "pdbx_struct_mod_residue", "chem": "chem_comp"}[category]
+    return "loop_\n" + "".join(f"_{name}.{tag}\n" for tag in tags) + rows + "#\n"
+
+
+def test_parents_that_the_file_names() -> None:
+    """docs/bad_input.md: our table, then the file's parent if it is one of the twenty, else X."""
+
+    def letter(*more: str, name: str = "XYZ9") -> str:
+        text = entry(backbone("GLY", 1) + backbone(name, 2), ["GLY", name], more="".join(more))
+        return only_chain(text).sequence[1]
+
+    assert letter() == "X"
+    assert letter(in_file("mod", "XYZ9 PHE\n")) == "F"
+    assert letter(in_file("chem", "GLY ?\nXYZ9 VAL\n")) == "V"
+    assert letter(in_file("mod", "XYZ9 PHE\n"), in_file("chem", "XYZ9 VAL\n")) == "F"
+    assert letter(in_file("chem", "XYZ9 'SER,TYR,GLY'\n")) == "X"  # a chromophore
+    assert letter(in_file("chem", "XYZ9 ABC\n")) == "X"
+    assert letter(in_file("chem", "MSE ALA\n"), name="MSE") == "M"  # our table first
+    assert letter(in_file("chem", "UNK ALA\n"), name="UNK") == "X"  # unknown stays unknown
+
+
+def test_the_canonical_sequence_names_parents() -> None:
+    def sequence(canonical: str) -> str:
+        text = entry(backbone("GLY", 1) + backbone("XYZ9", 2) + backbone("ALA", 3), ["GLY", "XYZ9", "ALA"])
+        tag = "_entity_poly.entity_id 1\n"
+        return only_chain(
+            text.replace(tag, f"{tag}_entity_poly.pdbx_seq_one_letter_code_can\n;{canonical}\n;\n")
+        ).sequence
+
+    assert sequence("GKA") == "GKA"
+    assert sequence("G\nKA") == "GKA"  # lines
+    assert sequence("GXA") == "GXA"
+    assert sequence("WKA") == "GKA"  # our table first
+    assert sequence("GTYGA") == "GXA"  # several letters for one place: none is known
+
+
+def test_a_parents_atoms_are_kept() -> None:
+    """A residue that was X kept its backbone alone."""
+    atoms = backbone("GLY", 1) + backbone("HOX", 2) + [atom("CB", "HOX", 2), atom("CG", "HOX", 2), atom("NX", "HOX", 2)]
+    chain = only_chain(entry(atoms, ["GLY", "HOX"], more=in_file("mod", "HOX PHE\n")))
+    assert chain.sequence == "GF"
+    assert chain.mask[1].sum() == 6
 
 
 def test_author_numbers_and_insertion_codes() -> None:
@@ -144,10 +246,21 @@ def read(more: str) -> Structure:
 
 def test_release_date_from_either_category() -> None:
     new = "loop_\n_pdbx_audit_revision_history.ordinal\n_pdbx_audit_revision_history.revision_date\n"
-    assert read(new + "2 2011-07-13\n1 1998-04-08\n#\n").release_date == "1998-04-08"
+    assert read(new + "2 2011-07-13\n1 1998-04-08\n#\n").release_date == date(1998, 4, 8)
     old = "loop_\n_database_PDB_rev.num\n_database_PDB_rev.date\n_database_PDB_rev.date_original\n"
-    assert read(old + "1 1998-04-08 1997-12-16\n2 2009-02-24 ?\n#\n").release_date == "1998-04-08"
+    assert read(old + "1 1998-04-08 1997-12-16\n2 2009-02-24 ?\n#\n").release_date == date(1998, 4, 8)
     assert read("").release_date is None
+
+
+def test_a_date_that_is_none_is_no_date() -> None:
+    loop = "loop_\n_pdbx_audit_revision_history.ordinal\n_pdbx_audit_revision_history.revision_date\n"
+    assert read(loop + "1 2011-02-30\n2 soon\n#\n").release_date is None
+    assert read(loop + "1 ?\n2 2011-7-3\n3 20120101\n#\n").release_date == date(2011, 7, 3)
+    pdb = "REVDAT   1   31-FEB-98 1ABC    0\n" + write_pdb("x", [random_chain("A", "MKV")])
+    assert parse_structure(pdb).release_date is None
+    old = "loop_\n_database_PDB_rev.num\n_database_PDB_rev.date\n1 1998-04-08\n#\n"
+    without_seqres = parse_structure(entry(PEPTIDE, [], more=old))
+    assert without_seqres.release_date == date(1998, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +340,7 @@ def test_pdb_with_seqres_numbers_and_header() -> None:
     )
     structure = parse_structure(header + text)
     assert (structure.id, structure.method) == ("1abc", "X-RAY DIFFRACTION")
-    assert (structure.release_date, structure.resolution) == ("1998-04-08", 2.07)
+    assert (structure.release_date, structure.resolution) == (date(1998, 4, 8), 2.07)
     assert structure.chains["B"].sequence == "MKRVLA"
     assert np.array_equal(structure.chains["B"].mask, chain.mask)
 

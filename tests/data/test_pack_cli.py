@@ -86,7 +86,7 @@ def test_verify_and_info(capsys: pytest.CaptureFixture[str], files: Path) -> Non
         (["--structures", "structures", "--out", "o", "--shard", "9/8"], "--shard 9/8"),
         (
             ["--structures", "structures", "--out", "o", "--released-after", "May"],
-            "May is no day",
+            "--released-after May: is no date",
         ),
         (["--structures", "structures", "--out", "o", "--hits", "nowhere"], "nowhere: no such file"),
         (["--structures", "structures", "--out", "o", "--clusters", "nowhere"], "nowhere: no such file"),

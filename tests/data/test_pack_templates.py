@@ -67,6 +67,19 @@ def test_templates_lie_in_the_store_and_the_report_counts_them(files: Path) -> N
     assert ", 4 templates" in report.summary()
 
 
+def test_a_store_without_templates_says_why(files: Path) -> None:
+    """Asked for by hits, and looked for in the wrong folder."""
+    (files / "elsewhere").mkdir()
+    structure(files / "elsewhere/3old.cif", chain("A", TWO))
+    report = pack(
+        [files / "s"], [files / "m"], files / "o", hits=[files / "m"], template_structures=[files / "elsewhere"]
+    )
+    # 1one_A and its copy, five hits each: one of the query's own entry, four without a file
+    assert report.summary().endswith(
+        ", 0 templates (8 x has no N.cif or N.cif.gz; add it, or do without; 2 x is of the query's own entry)"
+    )
+
+
 def test_no_template_is_newer_than_the_chain_or_the_day_given(files: Path) -> None:
     store = packed(files, options=Options(max_template_date="2002-01-01"))
     assert read_example(store, "1one_A").templates.names == ("1old_A",)  # type: ignore[union-attr]

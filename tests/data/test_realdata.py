@@ -1,6 +1,7 @@
 """Every real structure and alignment parses, or is refused with a reason that is written down here."""
 
 import csv
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ def test_every_entry_parses_and_agrees_with_the_catalogue() -> None:
         row, chains = wanted[name], structure.chains.values()
         assert structure.id == name.lower()
         assert structure.method.lower() == row["method"], name
-        assert structure.release_date == row["release"], name
+        assert structure.release_date == date.fromisoformat(row["release"]), name
         assert len(chains) == int(row["prot_chains"]), name
         assert len({chain.sequence for chain in chains}) == int(row["distinct_prot"]), name
         assert max(len(chain.sequence) for chain in chains) == int(row["max_len"]), name
@@ -76,7 +77,7 @@ def test_partial_entries_parse() -> None:
     structures = {path.name.split("_")[0]: read_structure(path) for path in paths}
     for name, structure in structures.items():
         assert_sound(structure)
-        assert structure.release_date == ("2022-07-20" if name == "7qpd" else None)
+        assert structure.release_date == (date(2022, 7, 20) if name == "7qpd" else None)
     assert structures["2yr2"].chains["A"].author_numbers[0] == "5"  # no SEQRES: from the first residue seen
     assert structures["3nc3"].chains["A"].sequence.count("X") == 0  # SEQRES: the missing have names
     assert missing(structures["3nc3"]) == 117
@@ -94,7 +95,7 @@ def test_pdb_files_parse() -> None:
         assert_sound(read_structure(path))
     hemoglobin = read_structure(REALDATA / "msas/1a00_A/structure__1A0Z.pdb.gz")
     assert [len(chain.sequence) for chain in hemoglobin.chains.values()] == [141, 146, 141, 146]
-    assert (hemoglobin.release_date, hemoglobin.resolution) == ("1998-03-18", 2.0)
+    assert (hemoglobin.release_date, hemoglobin.resolution) == (date(1998, 3, 18), 2.0)
 
 
 def test_alignments_parse_with_and_without_their_query() -> None:

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from pack_inputs import ONE, TWO, alignment, chain, structure
 
 from warpfold.data import sources
+from warpfold.data.alignment import decode
+from warpfold.data.example import read_example
 from warpfold.data.formats import read_alignment
 from warpfold.data.pack import find_inputs, pack
-from warpfold.data.sources import ALIGNMENTS, STRUCTURES, Source, find, read_query
+from warpfold.data.sources import ALIGNMENTS, STRUCTURES, Source, find, read_query, stacked
 from warpfold.data.store import Store
 from warpfold.errors import UserError
 
@@ -68,6 +70,32 @@ def _stockholm(rows: list[tuple[str, str]], width: int) -> str:
         lines = [f"{name:12s} {row[start : start + width]}" for name, row in rows]
         blocks.append("\n".join([*lines, f"#=GC RF      {'x' * len(rows[0][1][start : start + width])}"]))
     return "# STOCKHOLM 1.0\n#=GF ID x\n\n" + "\n\n".join(blocks) + "\n//\n"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("uniref90_hits.a3m", "bfd_uniclust_hits.a3m", "mgnify_hits.a3m", "a_hits.a3m"),  # OpenProteinSet
+        ("uniref90_hits.sto", "bfd_uniref_hits.a3m", "mgnify_hits.sto", "uniprot_hits.sto"),  # AlphaFold2
+        ("uniref90_hits.sto", "small_bfd_hits.sto", "mgy_clusters_hits.sto"),
+        ("UniRef90.a3m.gz", "BFD.a3m.gz", "MGnify.a3m.gz", "1bfd_A.a3m", "2mgy.a3m"),  # entries, not databases
+        ("bfd.mgnify30.metaeuk30.smag30.a3m", "uniref30.a3m"),  # ColabFold's: one place, by name
+    ],
+)
+def test_alignments_are_stacked_as_officially_where_their_names_tell(tmp_path: Path, names: tuple[str, ...]) -> None:
+    found = [Source(f"msas/1one_A/{name}", tmp_path / name) for name in sorted(names, reverse=True)]
+    assert [one.file for one in stacked(found)] == list(names)
+
+
+def test_a_store_has_the_rows_in_that_order(tmp_path: Path) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    rows = {"uniref90_hits": "A" + ONE[1:], "bfd_uniclust_hits": "C" + ONE[1:], "mgnify_hits": "D" + ONE[1:]}
+    for name, row in [*rows.items(), ("another", "E" + ONE[1:])]:
+        alignment(tmp_path / f"m/1one_A/{name}.a3m", ONE, row)
+    pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "o")
+    raw = read_example(Store(tmp_path / "o"), "1one_A")
+    assert [source.rpartition("/")[2] for source in raw.sources] == [f"{name}.a3m" for name in (*rows, "another")]
+    assert decode(raw.msa[:, 0]) == ONE[0] + "ACDE"
 
 
 def test_the_query_is_what_reading_the_whole_gives(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Templates: which hits become some, where their atoms come to stand, what is reported, what the model sees."""
 
 import gzip
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date as day
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from warpfold.data.template import (
     TemplateOutcome,
     Templates,
     choose_templates,
+    count_refusals,
     join,
     template_features,
     template_from_file,
@@ -27,6 +30,7 @@ from warpfold.data.template_library import Library
 from warpfold.data.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, GAP, RESTYPES
+from warpfold.run.predict_templates import TemplateSources, find_templates
 
 REALDATA = (Path(__file__).parents[2] / "../shared/realdata").resolve()
 RNG = np.random.default_rng(0)
@@ -156,9 +160,9 @@ def test_the_filters_of_the_paper(tmp_path: Path) -> None:
     def found(hit: Hit, **more: object) -> tuple[Templates | None, list[TemplateOutcome]]:
         return templates_from_hits(QUERY, [hit], library, **more)  # type: ignore[arg-type]
 
-    assert "came out 2010-05-01, after 2010-04-30" in refusal(found(hit(), max_date="2010-04-30"))
-    assert one(found(hit(), max_date="2010-05-01"))
-    assert "no release date" in refusal(found(hit("2xyz_A"), max_date="2010-05-01"))
+    assert "came out 2010-05-01, after 2010-04-30" in refusal(found(hit(), max_date=day(2010, 4, 30)))
+    assert one(found(hit(), max_date=day(2010, 5, 1)))
+    assert "no release date" in refusal(found(hit("2xyz_A"), max_date=day(2010, 5, 1)))
     assert one(found(hit("2xyz_A")))
     assert "query's own entry" in refusal(found(hit(), exclude={"1abc"}))
 
@@ -177,13 +181,69 @@ def test_the_filters_of_the_paper(tmp_path: Path) -> None:
     assert one(found(itself(57)))  # 95 % and no more
 
 
+@pytest.mark.parametrize("cutoff", ["2017-01-02", "20170102", "2017-1-2", "2017-W01-1", "2017W011"])
+def test_no_spelling_of_the_cutoff_lets_a_later_template_in(tmp_path: Path, cutoff: str) -> None:
+    put(tmp_path, "5h73.cif", random_chain("A", OTHER), date="2017-07-26")
+    put(tmp_path, "1abc.cif", random_chain("A", OTHER, 1), date="2017-01-02")
+    rows = "".join(f">{name}_A/11-60\n{OTHER[10:60]}{'-' * 10}\n" for name in ("5h73", "1abc"))
+    (tmp_path / "hits.a3m").write_text(rows)
+    sources = TemplateSources(hits=[tmp_path / "hits.a3m"], structures=tmp_path, max_date=cutoff)
+    templates, outcomes = find_templates({"query": QUERY}, sources, most=4)["query"]
+    assert templates is not None
+    assert templates.names == ("1abc_A",)
+    assert outcomes[0].note == "came out 2017-07-26, after 2017-01-02"
+
+
+def with_jump(distance: float, unseen: Sequence[int] = ()) -> Chain:
+    """A chain whose second half lies `distance` angstrom from the first, from CA to CA of residues 70 and 71."""
+    chain = random_chain("A", OTHER, missing=unseen)
+    positions, ca = chain.positions.copy(), ATOM_ORDER["CA"]
+    x = positions[:, ca]
+    positions[70:] += x[69] + np.array([distance, 0, 0], np.float32) - random_chain("A", OTHER).positions[70, ca]
+    return replace(chain, positions=positions * chain.mask[..., None])
+
+
+@pytest.mark.parametrize(
+    ("distance", "unseen", "refused"),
+    [(149.0, (), False), (151.0, (), True), (5000.0, (), True), (5000.0, (70,), False)],  # unseen: no neighbours
+)
+def test_a_jump_in_the_chain_is_refused_as_the_official_code_does(
+    tmp_path: Path, distance: float, unseen: Sequence[int], refused: bool
+) -> None:
+    """AlphaFold2's `_check_residue_distances`: neighbours that were both seen, aligned or not, at most 150 apart."""
+    path = put(tmp_path, "1abc.cif", with_jump(distance, unseen))
+    found = templates_from_hits(QUERY, [hit()], Library(tmp_path))  # aligns residues 13 to 57
+    if not refused:
+        assert len(one(found)) == len(template_from_file(QUERY, path)[0]) == 1
+        return
+    assert f"residues 70 and 71 of its sequence are {distance:.0f} angstrom apart (150 at most)" in refusal(found)
+    with pytest.raises(UserError, match=r"1abc\.cif: .* apart \(150 at most\); choose another") as caught:
+        template_from_file(QUERY, path)
+    assert "\n" not in str(caught.value)
+
+
+def test_refusals_are_counted_by_kind(tmp_path: Path) -> None:
+    put(tmp_path, "1abc.cif", random_chain("A", OTHER))
+    put(tmp_path, "2abc.cif", with_jump(400.0))
+    put(tmp_path, "3abc.cif", with_jump(500.0))
+    hits = [hit(name) for name in ("7not_A", "8not_A", "9not_A", "1abc_A", "2abc_A", "3abc_A")]
+    _, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path), max_date=day(2000, 1, 1))
+    assert [outcome.missing for outcome in outcomes] == [True] * 3 + [False] * 3
+    assert count_refusals(outcomes) == {
+        "has no N.cif or N.cif.gz; add it, or do without": 3,
+        "came out N, after N": 3,
+    }
+    _, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path))
+    assert list(count_refusals(outcomes).values()) == [3, 2]
+
+
 def test_one_bad_file_leaves_the_others_be(tmp_path: Path) -> None:
     put(tmp_path, "1abc.cif", random_chain("A", OTHER))
     (tmp_path / "2cut.cif").write_text(put(tmp_path, "x.cif", random_chain("A", OTHER)).read_text()[:3000])
     (tmp_path / "3bad.cif.gz").write_bytes(b"\x1f\x8b rubbish")
     (tmp_path / "4non.cif").write_text("data_4non\n_entry.id 4non\n")
     hits = [hit(name) for name in ("2cut_A", "3bad_A", "4non_A", "5not_A", "../x_A", "1abc_A")]
-    templates, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path), max_date="2020-01-01")
+    templates, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path), max_date=day(2020, 1, 1))
     assert one((templates, outcomes)).names == ("1abc_A",)
     assert [outcome.used for outcome in outcomes] == [False] * 5 + [True]
     for outcome, reason in zip(outcomes, ("2cut", "gzip stream", "no atoms", "has no 5not.cif", "has no ../x.cif")):
@@ -249,7 +309,7 @@ def test_a_file_is_read_once(tmp_path: Path) -> None:
 def test_a_library_goes_to_another_process_without_what_it_read(tmp_path: Path) -> None:
     put(tmp_path, "x/y/1abc.cif", random_chain("A", OTHER))
     library = Library(tmp_path)
-    assert library.release_date("1abc") == "2010-05-01"
+    assert library.release_date("1abc") == day(2010, 5, 1)
     library.read("1abc")
     message = bytes(ForkingPickler.dumps(library))
     assert len(message) < 1000

@@ -1,16 +1,19 @@
 """Parameters: DeepMind's arrays both ways, files, and refusals that name what does not fit."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import warpfold
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.deepmind import PREFIX, arrays, config_from_deepmind, from_deepmind, to_deepmind
-from warpfold.model.weights import data_settings, load_model, save_params
+from warpfold.model.weights import assumed_settings, data_settings, load_model, save_params
+from warpfold.run.predict import Options, predict
 
 CONFIG = tiny_config()
 FUSED = replace(CONFIG, evoformer=replace(CONFIG.evoformer, pair=replace(CONFIG.evoformer.pair, fused=True)))
@@ -110,4 +113,65 @@ def test_how_examples_were_drawn_travels_with_the_parameters(tmp_path):
     assert data_settings(tmp_path / "p.safetensors") == {"max_msa": 16, "crop": None}
     save_params(tmp_path / "q.safetensors", tiny_model())
     assert data_settings(tmp_path / "q.safetensors") == {}
-    assert data_settings(tmp_path / "params_model_1.npz") == {}
+
+
+def save_deepmind(path: Path, templates: bool) -> Path:
+    """Arrays of DeepMind's names and shapes, of a small model."""
+    config = replace(CONFIG, templates=replace(CONFIG.templates, enabled=templates))
+    np.savez(path, **{PREFIX + name: array for name, array in to_deepmind(AlphaFold(config)).items()})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "templates", "max_msa", "max_extra"),
+    [  # Supp. table 5 and the official model/config.py
+        ("params_model_1", True, 508, 5120),
+        ("params_model_2", True, 508, 1024),
+        ("params_model_3", False, 512, 5120),
+        ("params_model_4", False, 512, 5120),
+        ("params_model_5", False, 512, 1024),
+        ("params_model_1_ptm", True, 508, 5120),
+        ("params_model_2_ptm", True, 508, 1024),
+        ("params_model_5_ptm", False, 512, 1024),
+    ],
+)
+def test_deepminds_models_bring_their_alignment_sizes(
+    tmp_path: Path, name: str, templates: bool, max_msa: int, max_extra: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_deepmind(tmp_path / f"{name}.npz", templates)
+    assert data_settings(path) == {"max_msa": max_msa, "max_extra": max_extra}
+    assert assumed_settings(path) is None
+    sample = warpfold.load(path, device="cpu").sample
+    assert (sample.max_msa, sample.max_extra) == (max_msa, max_extra)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "templates", "max_msa", "says"),
+    [
+        ("best", True, 508, "one of 1, 2): 5120 rows of the extra alignment are assumed, model 2 takes 1024"),
+        ("best", False, 512, "one of 3, 4, 5): 5120 rows of the extra alignment are assumed, model 5 takes 1024"),
+        ("params_model_2", False, 512, "one of 3, 4, 5)"),  # not what it says it is
+        ("model_12", True, 508, "one of 1, 2)"),
+    ],
+)
+def test_what_the_name_does_not_say_is_assumed_aloud(
+    tmp_path: Path, name: str, templates: bool, max_msa: int, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_deepmind(tmp_path / f"{name}.npz", templates)
+    assert data_settings(path) == {"max_msa": max_msa, "max_extra": 5120}
+    assumed = assumed_settings(path)
+    assert assumed is not None
+    assert says in assumed
+    assert "\n" not in assumed
+    warpfold.load(path, device="cpu")
+    assert caplog.messages == [assumed]
+
+
+def test_predictions_use_them_and_say_what_was_assumed(tmp_path: Path) -> None:
+    (tmp_path / "q.fasta").write_text(">one\nMKTAYIAKQR\n")
+    for name, extra, assumed in (("params_model_2_ptm", 1024, False), ("renamed", 5120, True)):
+        params = save_deepmind(tmp_path / f"{name}.npz", True)
+        summary = predict(tmp_path / "q.fasta", [], params, tmp_path / name, Options(device="cpu", recycles=0))
+        assert (summary["settings"]["max_msa"], summary["settings"]["max_extra"]) == (508, extra)
+        assert summary["params"]["assumed"] == (assumed_settings(params) if assumed else None)

@@ -1,14 +1,17 @@
 """`predict` as a function: what it writes, which alignment goes where, how it continues, what it refuses."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import warpfold
 from tests.helpers import tiny_model
+from warpfold import cli
 from warpfold.data.mmcif import Chain
 from warpfold.data.template import template_from_file
 from warpfold.data.write import write_mmcif
@@ -42,6 +45,34 @@ def a3m(tmp_path: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment(
+    tmp_path: Path, tiny_params: Path
+) -> None:
+    """As officially; from files and from Python alike, and the alignment of the protein is found for either letter."""
+    (tmp_path / "q.fasta").write_text(">one\nMKTAYIUKQRQISFVKSH\n")
+    for letter in "UC":
+        (tmp_path / f"{letter}.a3m").write_text(f">one\nMKTAYI{letter}KQRQISFVKSH\n>b\n-KTAYLUKQRQISFVRSH\n")
+        (query,) = read_queries(tmp_path / "q.fasta", [tmp_path / f"{letter}.a3m"])
+        assert query.sequence == "MKTAYIUKQRQISFVKSH"
+        assert query.alignment.query == "MKTAYICKQRQISFVKSH"
+        assert len(query.alignment) == 2
+    entry = predict(tmp_path / "q.fasta", [tmp_path / "U.a3m"], tiny_params, tmp_path / "o")["predictions"][0]
+    assert (entry["sequence"], entry["msa_depth"]) == ("MKTAYIXKQRQISFVKSH", 2)
+    assert "1 residue is none of the twenty amino acids (X at 7)" in entry["warnings"][0]
+    prediction = load(tiny_params, device="cpu").fold(query.sequence, ["-KTAYLUKQRQISFVRSH"], name="one")
+    with np.load(tmp_path / "o/one/one.npz", allow_pickle=False) as arrays:
+        np.testing.assert_array_equal(prediction.positions, arrays["positions"])
+        assert not arrays["mask"][6].any()
+
+
+def test_alignments_are_stacked_in_the_official_order_whatever_the_shell_gives(tmp_path: Path, fasta: Path) -> None:
+    files = [tmp_path / f"{name}.a3m" for name in ("z", "a", "mgnify_hits", "bfd_uniclust_hits", "uniref90_hits")]
+    for file in files:
+        file.write_text(f">one\n{ONE}\n>{file.stem}\n{ONE[:-1]}A\n")
+    names = read_queries(fasta, files)[0].alignment.names
+    assert names[1:] == ["uniref90_hits", "bfd_uniclust_hits", "mgnify_hits", "z", "a"]  # the last two as given
 
 
 def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_params: Path) -> None:
@@ -205,7 +236,7 @@ def test_folding_in_memory(tiny_params: Path) -> None:
 
 def test_unusual_letters_are_what_the_alphabet_says(tiny_params: Path) -> None:
     predictor = load(tiny_params, device="cpu")
-    assert predictor.fold("MUBZX").sequence == "MCDEX"
+    assert predictor.fold("MUBZX").sequence == "MXXXX"
     with pytest.raises(UserError, match="no amino acid"):
         predictor.fold("MK*")
 
@@ -282,11 +313,11 @@ def structures(tmp_path: Path) -> Path:
     return folder
 
 
-def a3m_hits(tmp_path: Path, name: str = "one.hits.a3m") -> Path:
+def a3m_hits(tmp_path: Path, name: str = "one.hits.a3m", entries: Sequence[str] = ("9not", "1abc", "2xyz")) -> Path:
     """Hits in hmmsearch's A3M: the two entries' chains A, and one whose file is not there."""
     sequence = ONE[:9] + "WWW" + ONE[12:]
     path = tmp_path / name
-    path.write_text("".join(f">{entry}_A/1-18 mol:protein\n{sequence}\n" for entry in ("9not", "1abc", "2xyz")))
+    path.write_text("".join(f">{entry}_A/1-18 mol:protein\n{sequence}\n" for entry in entries))
     return path
 
 
@@ -320,6 +351,51 @@ def test_hits_come_after_the_users_files_and_refusals_are_written(
     notes = {outcome["name"]: outcome["note"] for outcome in outcomes if not outcome["used"]}
     assert "has no 9not.cif" in notes["9not_A"]
     assert "came out 2020-01-01, after 2015-01-01" in notes["2xyz_A"]
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["predict", *map(str, arguments), "--device", "cpu"])
+    return int(stopped.value.code or 0), *capsys.readouterr()
+
+
+def test_a_wrong_folder_of_structures_ends_the_run_before_it_writes(
+    tmp_path: Path, a3m: Path, template_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong").mkdir()
+    hits = ["--hits", a3m_hits(tmp_path), "--template-structures", tmp_path / "wrong"]
+    code, out, err = run_cli(capsys, a3m, "--params", template_params, *hits, "--out", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "wrong: has the structures of none of the 3 hits (9not.cif, 1abc.cif, 2xyz.cif ...); give the folder" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_protein_without_templates_for_want_of_structures_is_said_and_exits_with_1(
+    tmp_path: Path, fasta: Path, structures: Path, template_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some structures are there, but none for this protein.  Hits that are refused by the rules are no failure."""
+
+    def folded(*entries: str, date: str = "2030-01-01") -> tuple[int, str, dict[str, Any]]:
+        a3m_hits(tmp_path, "one.a3m", entries)
+        out = tmp_path / "-".join([*entries, date])
+        hits = ["--hits", tmp_path / "one.a3m", "--template-structures", structures, "--max-template-date", date]
+        code, _, err = run_cli(capsys, fasta, "--params", template_params, *hits, "--out", out)
+        return code, err, json.loads((out / "summary.json").read_text())["predictions"][0]
+
+    code, err, entry = folded("8not", "9not", "2xyz", date="2015-01-01")
+    assert code == 1
+    reasons = "2 x has no N.cif or N.cif.gz; add it, or do without; 1 x came out N, after N"
+    assert err == f"one: no template: {reasons}\n"
+    assert (entry["templates"], entry["templates_missing"], entry["templates_unused"]) == ([], 2, 3)
+    assert list(entry["templates_refused"].values()) == [2, 1]
+
+    code, err, entry = folded("9not", "1abc")
+    assert (code, entry["templates"]) == (0, ["1abc_A"])
+    assert err == "one: some hits are no templates: 1 x has no N.cif or N.cif.gz; add it, or do without\n"
+
+    code, err, entry = folded("2xyz", date="2015-01-01")  # refused by its date, as was asked
+    assert (code, err) == (0, "one: no template: 1 x came out N, after N\n")
 
 
 def test_of_several_queries_hits_go_by_name_and_files_to_all(tmp_path: Path, fasta: Path, structures: Path) -> None:

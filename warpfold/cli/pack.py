@@ -1,7 +1,6 @@
 """`warpfold pack`."""
 
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,10 +74,9 @@ def pack(
         return _info(info, as_json)
     if out is None:
         raise UserError("pack: --out is missing; name the store to make")
-    after, before, newest = map(_day, (released_after, released_before, max_template_date))
     options = Options(
-        max_resolution, max_single, min_length, max_length, after, before, require_msa,
-        max_template_date=newest, cluster_identity=cluster_identity, max_file_gb=max_file_gb,
+        max_resolution, max_single, min_length, max_length, released_after, released_before, require_msa,
+        max_template_date=max_template_date, cluster_identity=cluster_identity, max_file_gb=max_file_gb,
     )  # fmt: skip
     part = Part.parse(shard) if shard else None
     more: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}
@@ -103,14 +101,6 @@ def _make(make: Callable[..., "Report"]) -> "Report":
     except KeyboardInterrupt:
         typer.echo("stopped; the same command continues", err=True)
         raise typer.Exit(130) from None
-
-
-def _day(text: str | None) -> str | None:
-    """A date as it was given, if it is one."""
-    try:
-        return None if text is None else date.fromisoformat(text).isoformat()
-    except ValueError:
-        raise UserError(f"pack: {text} is no day; write it as 2018-04-30") from None
 
 
 def _tell(report: "Report", out: Path, part: "Part | None") -> None:

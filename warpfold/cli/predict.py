@@ -90,7 +90,12 @@ def predict(
         summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team)
     if team.leads:
         _say(summary, out, as_json)
-    raise typer.Exit(1 if summary["failures"] else 0)
+    raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
+
+
+def _lacks_templates(entry: dict[str, Any]) -> bool:
+    """Return whether a protein got no template though it had hits, for want of their structures."""
+    return not entry["templates"] and entry.get("templates_missing", 0) > 0
 
 
 def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
@@ -104,5 +109,11 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
         typer.echo(f"{entry['name']}: mean pLDDT {entry['mean_plddt']:.1f}{ptm}{used}, {out / entry['folder']}")
     if not as_json:
         typer.echo(f"report: {out / 'report.html'}")
+    for entry in summary["predictions"]:
+        refused = entry.get("templates_refused", {})
+        if entry.get("templates_missing") or (refused and not entry["templates"]):
+            reasons = "; ".join(f"{count} x {why}" for why, count in refused.items())
+            what = "some hits are no templates" if entry["templates"] else "no template"
+            typer.echo(f"{entry['name']}: {what}: {reasons}", err=True)
     for failure in summary["failures"]:
         typer.echo(f"failed {failure['name']}: {failure['error']}", err=True)

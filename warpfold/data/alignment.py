@@ -8,7 +8,8 @@ import numpy as np
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES, UNKNOWN
 
-# What a letter means (Supp. 1.2.4, HHblits' table): B as D, Z as E, U (selenocysteine) as C, J and O unknown.
+# What a letter means in a row of an alignment (HHblits' table, `HHBLITS_AA_TO_ID` in the official
+# common/residue_constants.py): B as D, Z as E, U (selenocysteine) as C, J and O unknown.
 LETTERS = {letter: code for code, letter in enumerate(RESTYPES)} | {"X": UNKNOWN, "J": UNKNOWN, "O": UNKNOWN}
 LETTERS |= {"B": LETTERS["D"], "Z": LETTERS["E"], "U": LETTERS["C"]}
 CODE_LETTERS = np.frombuffer(f"{RESTYPES}X-".encode(), dtype=np.uint8)  # code -> letter
@@ -98,6 +99,17 @@ def encode(sequence: str, source: str = "sequence") -> np.ndarray:
         raise UserError(
             f"{source}: has {error.args[0]!r} at position {place}, which is no amino acid; correct or remove it"
         ) from None
+
+
+def encode_residues(sequence: str, source: str = "sequence") -> np.ndarray:
+    """Return the residue types of a protein's own sequence: uint8 [N], 0-19, and 20 (X) for every letter but those of
+    the twenty.
+
+    So the official code has it (`make_sequence_features` in data/pipeline.py, `map_unknown_to_x`), though the same
+    letter in the alignment's first row goes by HHblits' table (`encode`).  Errors as in `encode`.
+    """
+    known = np.array([letter in RESTYPES for letter in sequence.upper()], dtype=bool)
+    return np.where(known, encode(sequence, source), np.uint8(UNKNOWN))
 
 
 def decode(codes: np.ndarray) -> str:

@@ -1,6 +1,7 @@
 """The `atom_site` category of mmCIF: its columns, and its atoms put on the residues of polymers."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class Polymer:
 
     label: str
     author: str
-    monomers: list[tuple[str, ...]]  # [N], several names where the crystal has a mixture
+    monomers: list[tuple[str, ...]]  # [N], several names where the crystal has a mixture: that of its atoms first
     letters: str  # [N], of the first of each
     entity: str = ""
 
@@ -94,6 +95,19 @@ def place_atoms(columns: Columns, polymers: Sequence[Polymer], source: str) -> A
     mask[residues[picked], atoms[picked]] = 1.0
     _name_arginine_nitrogens(positions, mask, types)
     return Atoms(positions, mask, numbers)
+
+
+def occupancies(columns: Columns) -> dict[tuple[str, str, str], float]:
+    """Return the mean occupancy of each residue's best conformation, by mmCIF's chain name, place and residue name."""
+    keys = zip(*(columns[f"label_{tag}_id"] for tag in ("asym", "seq", "comp", "alt")))
+    values = np.nan_to_num(_numbers(columns["occupancy"]), nan=1.0).tolist()
+    found: defaultdict[tuple[str, str, str, str], list[float]] = defaultdict(list)
+    for key, value in zip(keys, values):
+        found[key].append(value)
+    best: dict[tuple[str, str, str], float] = {}
+    for (chain, place, name, _), each in found.items():
+        best[chain, place, name] = max(best.get((chain, place, name), 0.0), sum(each) / len(each))
+    return best
 
 
 def place_of(text: str) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from warpfold.batch import Arrays
-from warpfold.data.alignment import Alignment, decode, encode
+from warpfold.data.alignment import Alignment, decode, encode, encode_residues
 from warpfold.data.layout import to_columns, to_tiles
 from warpfold.data.mmcif import Chain, Structure
 from warpfold.data.pairwise import MIN_IDENTITY, column_map
@@ -30,7 +30,10 @@ MOST_DELETIONS = np.iinfo(np.uint16).max
 
 @dataclass(frozen=True)
 class RawExample:
-    """One chain with R alignment rows (no two alike; row 0 is its own sequence) and, where known, its atoms."""
+    """One chain with R alignment rows (no two alike) and, where known, its atoms.
+
+    Row 0 is the chain's own sequence as alignments have it, with C, D and E where it has U, B and Z; `aatype` has X.
+    """
 
     name: str
     aatype: np.ndarray  # uint8 [N], 0-19, 20 = X
@@ -41,7 +44,7 @@ class RawExample:
     positions: np.ndarray | None = None  # float32 [N, 37, 3], angstrom
     mask: np.ndarray | None = None  # uint8 [N, 37]
     resolution: float | None = None  # angstrom
-    release_date: str | None = None  # YYYY-MM-DD
+    release_date: str | None = None  # YYYY-MM-DD: a note, which a store keeps as JSON
     sources: tuple[str, ...] = ()  # where the alignment's rows come from
     templates: Templates | None = None
 
@@ -111,14 +114,15 @@ def from_sequence(
 ) -> RawExample:
     """An example to predict: a sequence of letters and any number of alignments of it (none: it stands alone).
 
-    Letters as in `data.alignment.encode`.
+    Letters other than the twenty are X in `aatype`, and by HHblits' table in row 0 of the alignment, as officially
+    (`data.alignment.encode_residues`, `encode`).
     Errors: UserError for a character outside the alphabet, or an alignment of another protein.
     """
-    aatype = encode(sequence, name)
+    aatype, row = encode_residues(sequence, name), encode(sequence, name)
     if not len(aatype):
         raise UserError(f"{name}: no residues; give an amino acid sequence")
-    placed = [place(alignment, decode(aatype), min_identity) for alignment in alignments]
-    msa, deletions = merge(aatype, placed)
+    placed = [place(alignment, decode(row), min_identity) for alignment in alignments]
+    msa, deletions = merge(row, placed)
     return RawExample(name, aatype, np.arange(len(aatype), dtype=np.int32), msa, deletions, profile_of(msa))
 
 
@@ -141,7 +145,7 @@ def from_chain(
         positions=chain.positions.astype(np.float32),
         mask=(chain.mask > 0).astype(np.uint8),
         resolution=structure.resolution,
-        release_date=structure.release_date,
+        release_date=None if structure.release_date is None else structure.release_date.isoformat(),
         sources=tuple(sources),
     )
 
@@ -180,14 +184,14 @@ def check_map(column: np.ndarray, identity: float, min_identity: float = MIN_IDE
     return f"its query is another protein, or too small a part: {found} ({min_identity:.0%} and half are needed)"
 
 
-def merge(aatype: np.ndarray, placed: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Alignments one after another: rows uint8 [R, N], deletions uint16 [R, N], the sequence itself as row 0.
+def merge(query: np.ndarray, placed: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Alignments one after another: rows uint8 [R, N], deletions uint16 [R, N], the query (uint8 [N]) as row 0.
 
     A row equal to an earlier one goes, whatever its deletions (as official), and so does one of gaps alone.
     """
-    first = aatype[None]
+    first = query[None]
     parts = [(first, np.zeros(first.shape, np.uint16)), *((rows[1:], deletions[1:]) for rows, deletions in placed)]
-    seen = {_digest(np.full(len(aatype), GAP, np.uint8))}
+    seen = {_digest(np.full(len(query), GAP, np.uint8))}
     kept = []
     for rows, deletions in parts:
         new = np.zeros(len(rows), bool)

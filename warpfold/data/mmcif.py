@@ -4,8 +4,9 @@ gemmi reads the syntax; what stands here is the meaning.  Atoms are taken from m
 so that an NMR entry of twenty models costs one.  Files without SEQRES, and PDB files, come here through `data/pdb.py`.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 import gemmi
@@ -13,12 +14,14 @@ import numpy as np
 from gemmi import cif
 
 from warpfold.data import pdb
-from warpfold.data.atom_site import ABSENT, Columns, Polymer, place_atoms, place_of, read_columns
+from warpfold.data.atom_site import ABSENT, Columns, Polymer, occupancies, place_atoms, place_of, read_columns
+from warpfold.data.dates import parse_date
 from warpfold.data.formats import read_bytes
 from warpfold.errors import UserError
-from warpfold.geometry.residue import ATOM_ORDER, RESTYPE_ORDER
+from warpfold.geometry.residue import ATOM_ORDER, RESTYPE_3, RESTYPE_ORDER, RESTYPES
 
-_PARENTS = {"U": "C", "O": "K"}  # selenocysteine, pyrrolysine: the nearest of the twenty
+_NEAREST = {"U": "C", "O": "K"}  # selenocysteine, pyrrolysine: the nearest of the twenty
+_LETTERS = dict(zip(RESTYPE_3, RESTYPES))  # "ALA" -> "A", of the twenty
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Structure:
     id: str
     method: str | None  # upper case, as the dictionary has it
     resolution: float | None  # angstrom
-    release_date: str | None  # YYYY-MM-DD
+    release_date: date | None
     chains: dict[str, Chain]
     dropped: dict[str, str] = field(default_factory=dict)  # chain name -> reason
 
@@ -53,12 +56,13 @@ class Structure:
 def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     """Protein chains of an mmCIF or PDB file (told by content), gz or not.
 
-    First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete_mmcif`), its first
-    residue where it names several (microheterogeneity), modified residues as their parents (MSE with SE as SD).  Of
-    alternative positions the conformation of the highest mean occupancy in its residue, the first among equals; atoms
-    that only another conformation has are taken from there.  Hydrogens are left out; NH1 and NH2 of arginine are
-    swapped where NH2 is nearer to CD (Supp. 1.2.1).  Polymers other than polypeptide(L), and chains of which no
-    residue has N, CA and C (CA-only; kept if `ca_only`), are named in `dropped`.
+    First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete_mmcif`).  Where it
+    names several residues (microheterogeneity), the one of the largest occupancy in this chain (Supp. 1.2.1), the first
+    among equals; modified residues as their parents (`_Parents`; MSE with SE as SD).  Of alternative positions the
+    conformation of the highest mean occupancy in its residue, the first among equals; atoms that only another
+    conformation has are taken from there.  Hydrogens are left out; NH1 and NH2 of arginine are swapped where NH2 is
+    nearer to CD (Supp. 1.2.1).  Polymers other than polypeptide(L), and chains of which no residue has N, CA and C
+    (CA-only; kept if `ca_only`), are named in `dropped`.
 
     Errors: UserError for a file that is missing, cut short, no structure, without a usable protein chain, with
     positions that are no numbers, or whose atoms contradict its sequence.
@@ -80,8 +84,8 @@ def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: boo
         ) from None
 
 
-def read_release_date(path: str | Path) -> str | None:
-    """When the entry in a file came out, YYYY-MM-DD; None if it does not say.
+def read_release_date(path: str | Path) -> date | None:
+    """When the entry in a file came out; None if it does not say.
 
     Where the date stands before the atoms, as in the PDB's files since 2017, nothing behind it is parsed, which is
     several times faster than `read_structure`; else all of it is.
@@ -183,13 +187,13 @@ def _resolution(block: cif.Block) -> float | None:
     return next((number for number in numbers if number > 0), None)
 
 
-def _release_date(block: cif.Block) -> str | None:
-    """The earliest revision, which is the release; files before 2017 have it in `database_PDB_rev`.
+def _release_date(block: cif.Block) -> date | None:
+    """Return the earliest revision, which is the release; files before 2017 have it in `database_PDB_rev`.
 
-    `date_original` there is when the entry was deposited, not when it came out.
+    What is no date is passed over.  `date_original` there is when the entry was deposited, not when it came out.
     """
     for tag in ("_pdbx_audit_revision_history.revision_date", "_database_PDB_rev.date"):
-        if dates := _values(block, tag):
+        if dates := [day for text in _values(block, tag) if (day := parse_date(text)) is not None]:
             return min(dates)
     return None
 
@@ -197,14 +201,17 @@ def _release_date(block: cif.Block) -> str | None:
 def _polymers(block: cif.Block, columns: Columns, source: str) -> tuple[list[Polymer], dict[str, str]]:
     """Protein chains in the order of the file, and the polymers that are none with their kind."""
     sequences = _sequences(block, source)
+    parents = _Parents.read(block)
+    mixed = any(len(names) > 1 for monomers in sequences.values() for names in monomers)
+    seen = occupancies(columns) if mixed else {}
     kinds = {row.str(0): row.str(1).lower() for row in block.find("_entity_poly.", ["entity_id", "type"])}
     polymers: list[Polymer] = []
     dropped: dict[str, str] = {}
     for label, (author, entity) in _asyms(block, columns).items():
         if entity not in sequences:
             continue  # a ligand, a sugar, water
-        monomers = sequences[entity]
-        polymer = Polymer(label, author, monomers, "".join(_letter(names[0]) for names in monomers), entity)
+        monomers = [_largest_first(names, label, place, seen) for place, names in enumerate(sequences[entity], 1)]
+        polymer = Polymer(label, author, monomers, parents.letters(monomers, entity), entity)
         kind = kinds.get(entity) or _kind(monomers)
         if kind == "polypeptide(l)":
             polymers.append(polymer)
@@ -246,11 +253,58 @@ def _asyms(block: cif.Block, columns: Columns) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _letter(monomer: str) -> str:
-    """One letter of the twenty, a modified residue's parent, or X."""
+def _largest_first(
+    names: tuple[str, ...], label: str, place: int, seen: Mapping[tuple[str, str, str], float]
+) -> tuple[str, ...]:
+    """Return the residue names at a place of a chain, that of the largest occupancy first (stable)."""
+    if len(names) == 1:
+        return names
+    return tuple(sorted(names, key=lambda name: -seen.get((label, str(place), name), 0.0)))
+
+
+@dataclass(frozen=True)
+class _Parents:
+    """What a file says its modified residues are made of."""
+
+    named: dict[str, str]  # residue name -> the letter of its parent, one of the twenty
+    canonical: dict[str, str]  # entity -> its sequence in letters
+
+    @classmethod
+    def read(cls, block: cif.Block) -> "_Parents":
+        """Return the parents named by `pdbx_struct_mod_residue`, `chem_comp` and the canonical sequences."""
+        named: dict[str, str] = {}
+        for category, tags in (
+            ("_pdbx_struct_mod_residue.", ["label_comp_id", "parent_comp_id"]),
+            ("_chem_comp.", ["id", "mon_nstd_parent_comp_id"]),
+        ):
+            for row in block.find(category, tags):
+                if letter := _LETTERS.get(row.str(1).upper()):  # of several ("SER,TYR,GLY") none
+                    named.setdefault(row.str(0), letter)
+        rows = block.find("_entity_poly.", ["entity_id", "pdbx_seq_one_letter_code_can"])
+        return cls(named, {row.str(0): "".join(row.str(1).split()).upper() for row in rows})
+
+    def letters(self, monomers: Sequence[tuple[str, ...]], entity: str) -> str:
+        """Return one letter for the first name of each place: of our table, else the file's parent, else X.
+
+        The canonical sequence counts if it has a letter for every place (a chromophore has several), and where a place
+        has one name.
+        """
+        canonical = self.canonical.get(entity, "")
+        if len(canonical) != len(monomers):
+            canonical = "X" * len(monomers)
+        return "".join(
+            _letter(names[0], self.named.get(names[0]) or (letter if len(names) == 1 else "X"))
+            for names, letter in zip(monomers, canonical)
+        )
+
+
+def _letter(monomer: str, parent: str) -> str:
+    """Return the letter of the twenty of a residue by gemmi's table, else `parent` if it is one, else X."""
+    if monomer == "UNK":
+        return "X"
     letter = gemmi.find_tabulated_residue(monomer).one_letter_code.upper()
-    letter = _PARENTS.get(letter, letter)
-    return letter if letter in RESTYPE_ORDER else "X"
+    letter = _NEAREST.get(letter, letter)
+    return letter if letter in RESTYPE_ORDER else parent if parent in RESTYPE_ORDER else "X"
 
 
 def _kind(monomers: list[tuple[str, ...]]) -> str:

@@ -1,11 +1,11 @@
 """The jobs of packing, as workers do them: the queries of alignments, structures read, and the records of chains."""
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import date
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from warpfold.data.dates import given_date
 from warpfold.data.features import RawExample, from_chain
 from warpfold.data.formats import parse_alignment
 from warpfold.data.hits import Hit, parse_hits
@@ -21,7 +22,7 @@ from warpfold.data.pack_report import Entry
 from warpfold.data.pairwise import MIN_IDENTITY
 from warpfold.data.sources import Source, read_query
 from warpfold.data.store import Packed, pack_record
-from warpfold.data.template import templates_from_hits
+from warpfold.data.template import count_refusals, templates_from_hits
 from warpfold.data.template_library import Library
 from warpfold.errors import UserError
 from warpfold.files import LARGEST
@@ -33,7 +34,11 @@ WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
 @dataclass(frozen=True)
 class Options:
     """What decides the content of a store.  The paper's filters are the resolution and the share of one amino acid
-    (Supp. 1.2.5), and clusters at 40 % identity."""
+    (Supp. 1.2.5), and clusters at 40 % identity.
+
+    Dates are kept as text, YYYY-MM-DD however they were given, since a store records them; `day` parses one.
+    Errors: UserError for what is no date.
+    """
 
     max_resolution: float = 9.0  # angstrom; structures without one (NMR) pass
     max_single: float = 0.8  # share of the sequence that one amino acid may have
@@ -52,11 +57,18 @@ class Options:
             value = getattr(self, option.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"pack: --{option.name.replace('_', '-')} {value}: a finite number expected")
+        for name in ("released_after", "released_before", "max_template_date"):
+            if (day := self.day(name)) is not None:
+                object.__setattr__(self, name, day.isoformat())  # one day is one text: stores compare their options
 
     @property
     def limit(self) -> int:
         """Bytes that a file may have when it is unpacked."""
         return int(self.max_file_gb * 1e9)
+
+    def day(self, name: str) -> date | None:
+        """Return the option `name`, a date, parsed."""
+        return given_date(getattr(self, name), f"--{name.replace('_', '-')}")
 
     def refuses(self, structure: Structure, chain: Chain) -> str | None:
         """Why this chain is dropped, or None."""
@@ -64,13 +76,15 @@ class Options:
         residue, count = Counter(chain.sequence).most_common(1)[0] if length else ("", 0)
         if structure.resolution is not None and structure.resolution > self.max_resolution:
             return f"resolution {structure.resolution:g} Å, over {self.max_resolution:g}"
-        if self.released_after is not None or self.released_before is not None:
-            if structure.release_date is None:
+        after, before = self.day("released_after"), self.day("released_before")
+        if after is not None or before is not None:
+            released = structure.release_date
+            if released is None:
                 return "no release date"
-            if structure.release_date < (self.released_after or ""):
-                return f"released {structure.release_date}, before {self.released_after}"
-            if structure.release_date >= (self.released_before or "9999"):
-                return f"released {structure.release_date}, not before {self.released_before}"
+            if after is not None and released < after:
+                return f"released {released}, before {after}"
+            if before is not None and released >= before:
+                return f"released {released}, not before {before}"
         if length < self.min_length:
             return f"{length} residues, fewer than {self.min_length}"
         if self.max_length is not None and length > self.max_length:
@@ -179,7 +193,7 @@ def _entry(structure: Structure, chain: str, file: Source, kept: bool, reason: s
         reason=reason,
         length=len(structure.chains[chain].sequence),
         resolution=structure.resolution,
-        release_date=structure.release_date,
+        release_date=None if structure.release_date is None else structure.release_date.isoformat(),
     )
 
 
@@ -271,7 +285,7 @@ def _with_templates(
                 hits += parse_hits(text, raw.sequence, source.name)
         except UserError as error:
             built.bad[source.name] = str(error)
-    dates = [date for date in (job.options.max_template_date, raw.release_date) if date is not None]
+    dates = [day for day in (job.options.day("max_template_date"), job.structure.release_date) if day is not None]
     library = library_of(job.library)
     templates, outcomes = templates_from_hits(
         raw.sequence, hits, library, min(dates, default=None), exclude=(job.structure.id.lower(),)
@@ -279,15 +293,8 @@ def _with_templates(
     built.looked_up = sorted({*built.looked_up, *(hit.pdb_id for hit in hits)})
     built.library = library.digest(built.looked_up)
     entry.templates = 0 if templates is None else len(templates)
-    refused = Counter(_kind(outcome.note) for outcome in outcomes if not outcome.used)
-    entry.templates_refused = dict(refused.most_common())
+    entry.templates_refused = count_refusals(outcomes)
     return replace(raw, templates=templates)
-
-
-def _kind(note: str) -> str:
-    """A reason without names and numbers, so that reasons can be counted: "came out N, after N"."""
-    note = re.sub(r"^\S*/\S*: ", "", note)
-    return re.sub(r"\b\d[\w-]*", "N", note)
 
 
 class Folders(Library):

@@ -8,7 +8,7 @@ import numpy as np
 
 from warpfold.data.features import check_map
 from warpfold.data.pairwise import MIN_IDENTITY, column_map
-from warpfold.data.sources import Source
+from warpfold.data.sources import Source, stacked
 
 KMER = 6  # residues: alignments that share none with a chain are not tried
 TRIED = 5  # similar alignments to compare with a chain
@@ -42,10 +42,10 @@ class Matcher:
 
         The first that there are of: those that bear the chain's name; those of its very sequence; those that bear its
         entry's name; those of the nearest precursor or part of it; those of the most similar query.  All must be of
-        the same protein (`features.check_map`).
+        the same protein (`features.check_map`).  They are in the order of `sources.stacked`.
         """
         named, note = self._named(key, sequence)
-        if found := named or sorted(self._sources.get(sequence, [])):
+        if found := named or stacked(self._sources.get(sequence, [])):
             return found, note
         named, more = self._named(key.rpartition("_")[0], sequence)
         return named or self._nearest(sequence), "; ".join(filter(None, (note, more)))
@@ -67,7 +67,7 @@ class Matcher:
         near = [self._queries[i] for i in alike if shared[i]]
         for query in [*held[:1], *near]:
             if self._refuses(query, sequence) is None:
-                return sorted(self._sources[query])
+                return stacked(self._sources[query])
         return []
 
     def _refuses(self, query: str, sequence: str) -> str | None:
@@ -80,7 +80,7 @@ def of_same_protein(
     """Return those of some alignments, each with its query, that are a chain's, and a note on the others."""
     errors = [(source, check_map(*column_map(query, sequence), min_identity)) for source, query in named]
     note = "; ".join(f"{source.name}: {error}" for source, error in errors if error)
-    return sorted(source for source, error in errors if not error), note
+    return stacked(source for source, error in errors if not error), note
 
 
 class HitsMatcher:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from warpfold.data.dates import parse_date
 from warpfold.data.store import VERSION, Store
 
 TABLE = (
@@ -26,7 +27,7 @@ class Entry:
     depth: int = 0  # alignment rows
     templates: int = 0
     resolution: float | None = None
-    release_date: str | None = None
+    release_date: str | None = None  # YYYY-MM-DD: a column of a table
     cluster: str | None = None
     alignments: list[str] = field(default_factory=list)
     hits: list[str] = field(default_factory=list)
@@ -97,8 +98,16 @@ class Report:
             f"{len(self.unused)} alignments unused",
         ]
         if any(entry.hits for entry in self.kept):
-            parts.append(f"{sum(entry.templates for entry in self.kept)} templates")
+            count = sum(entry.templates for entry in self.kept)
+            parts.append(f"{count} templates" + ("" if count else self._no_templates()))
         return ", ".join(parts)
+
+    def _no_templates(self) -> str:
+        """Return why none of the hits became a template, with how often."""
+        reasons: Counter[str] = Counter()
+        for entry in self.kept:
+            reasons.update(entry.templates_refused)
+        return f" ({'; '.join(f'{n} x {why}' for why, n in reasons.most_common()) or 'the files hold no hits'})"
 
 
 def order(entry: Entry) -> tuple[str, str]:
@@ -119,6 +128,7 @@ def describe(store: Store) -> dict[str, Any]:
         return [value for value in store.column(name) if value is not None] if name in store.columns else []
 
     lengths, depths, templates, dates = map(column, ("length", "depth", "templates", "release_date"))
+    days = [day for text in dates if (day := parse_date(text)) is not None]
     origin = store.path / "sources.json"
     files = list(store.path.iterdir())
     return {
@@ -135,7 +145,7 @@ def describe(store: Store) -> dict[str, Any]:
         "with_templates": sum(count > 0 for count in templates),
         "clusters": len(set(column("cluster"))),
         "resolution": spread(column("resolution")),
-        "release_date": [min(dates), max(dates)] if dates else None,
+        "release_date": [min(days).isoformat(), max(days).isoformat()] if days else None,
         "packed": json.loads(origin.read_text(encoding="utf-8")) if origin.exists() else None,
     }
 

@@ -57,7 +57,10 @@ def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
         reason = " ".join(str(error).split())
         raise UserError(f"{source}: is not valid mmCIF ({reason}); fetch the file again") from None
     completed = _complete(structure, source)
-    for category in ("_exptl", "_refine", "_em_3d_reconstruction", "_reflns", "_pdbx_audit_revision_history"):
+    for category in (
+        *("_exptl", "_refine", "_em_3d_reconstruction", "_reflns", "_pdbx_audit_revision_history"),
+        *("_database_PDB_rev", "_chem_comp", "_pdbx_struct_mod_residue"),
+    ):
         if items := block.get_mmcif_category(category + "."):
             completed.set_mmcif_category(category + ".", items)
     return completed
@@ -123,7 +126,27 @@ def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
             for residue in polymer:
                 residue.label_seq = by_number[str(residue.seqid)]
     structure.assign_label_seq_id()  # by alignment, where the numbers did not tell
+    _name_mixtures(structure)
     return structure.make_mmcif_block()
+
+
+def _name_mixtures(structure: gemmi.Structure) -> None:
+    """Add to the sequences the other residues that stand at one place (microheterogeneity), which SEQRES lacks."""
+    for chain in structure[0]:
+        polymer = chain.get_polymer()
+        entity = structure.get_entity_of(polymer)
+        names: dict[int, list[str]] = {}
+        for residue in polymer:
+            if residue.label_seq is not None:
+                names.setdefault(residue.label_seq, []).append(residue.name)
+        if entity is None or all(len(set(found)) == 1 for found in names.values()):
+            continue
+        sequence = list(entity.full_sequence)
+        for place, found in names.items():
+            known = sequence[place - 1].split(",") if 0 < place <= len(sequence) else []
+            if len(set(found)) > 1 and set(found) & set(known):
+                sequence[place - 1] = ",".join(dict.fromkeys([*known, *found]))
+        entity.full_sequence = sequence
 
 
 def _name_chains(structure: gemmi.Structure) -> None:

@@ -24,6 +24,12 @@ LAYOUT = ("a3m", "hhr", "sto")  # OpenProteinSet's folders below a chain's
 _HITS_NAME = re.compile(
     r"(.+\.hhr|hmm_output\.sto|templates\.sto|pdb\d*_hits\.\w+|.*hmmsearch.*)(\.gz)?", re.IGNORECASE
 )
+# The order in which the official pipeline stacks alignments (`make_msa_features` in data/pipeline.py), by the words
+# with which AlphaFold2, OpenFold and ColabFold name their files: uniref90_hits; bfd_uniclust_hits, bfd_uniref_hits,
+# small_bfd_hits, uniref30, bfd.mgnify30.metaeuk30.smag30; mgnify_hits, mgy_clusters_hits.  Not within a word: 1bfd.a3m.
+_STACKED = tuple(
+    re.compile(rf"(?<![a-z0-9])({words})") for words in ("uniref90", "bfd|uniclust|uniref30|uniref_hits", "mgnify|mgy")
+)
 _HEAD = 1 << 16  # bytes read at a time for an alignment's query
 _MOST = 1 << 26  # bytes; an alignment whose query does not end within them is read whole, if its size is allowed
 _FEW = 8  # records that are enough for it: HH-suite's annotations come before
@@ -101,6 +107,20 @@ class Source:
     def _named(self, error: UserError) -> UserError:
         """The error with the source's own name: reports are the same wherever the files lie."""
         return UserError(str(error).replace(str(self.path), self.name))
+
+
+def stacking_order(file: str) -> int:
+    """Return where an alignment of this file name stands among those of one protein; the last place if it does not say.
+
+    To be used as the first part of a key: names of one place are sorted, or left as they are.
+    """
+    name = file.lower()
+    return next((place for place, words in enumerate(_STACKED) if words.search(name)), len(_STACKED))
+
+
+def stacked(sources: Iterable["Source"]) -> list["Source"]:
+    """Return alignments of one protein in the order in which the official pipeline stacks them, then by name."""
+    return sorted(sources, key=lambda one: (stacking_order(one.file), one.name))
 
 
 def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Source]:

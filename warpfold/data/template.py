@@ -5,8 +5,10 @@ each time (`choose_templates`).
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +19,17 @@ from warpfold.data.alignment import encode
 from warpfold.data.hits import Hit
 from warpfold.data.mmcif import Chain, Structure, read_structure
 from warpfold.data.pairwise import MIN_IDENTITY, column_map
-from warpfold.data.template_library import Library
+from warpfold.data.template_library import Library, MissingStructure
 from warpfold.errors import UserError
 from warpfold.geometry import atoms
-from warpfold.geometry.residue import GAP
+from warpfold.geometry.residue import ATOM_ORDER, GAP
 
 MOST_STORED = 20  # the best of the search; training chooses among these (Supp. 1.2.3)
 MIN_ALIGNED = 0.1  # of the query's residues: a hit must align more
 MIN_RESIDUES = 10  # of a hit
 MAX_SUBSEQUENCE = 0.95  # of the query's residues: a longer piece of it is the query
 MIN_ATOMS = 5  # that a template must have on the query
+MAX_CA_DISTANCE = 150.0  # angstrom, of neighbours in a template's chain (AlphaFold2's data/templates.py)
 LOW_IDENTITY = 0.3  # below it an alignment of two sequences alone is doubtful (docs/templates.md)
 
 
@@ -121,23 +124,32 @@ class TemplateOutcome:
     residues: int = 0  # of the query, on which atoms of the template stand
     identity: float = 0.0  # 0 to 1, over the aligned residues
     sum_probs: float | None = None
+    missing: bool = False  # refused because there is no file of its structure
+
+
+def count_refusals(outcomes: Sequence[TemplateOutcome]) -> dict[str, int]:
+    """Return how often each reason occurs among what was not used, most often first; reasons without names and
+    numbers, such as "came out N, after N"."""
+    notes = [one.note.rpartition(": ")[2] if one.missing else one.note for one in outcomes if not one.used]
+    kinds = (re.sub(r"\b\d[\w-]*", "N", re.sub(r"^\S*/\S*: ", "", note)) for note in notes)
+    return dict(Counter(kinds).most_common())
 
 
 def templates_from_hits(
     query: str,
     hits: Sequence[Hit],
     library: Library,
-    max_date: str | None = None,
+    max_date: date | None = None,
     limit: int = MOST_STORED,
     exclude: Collection[str] = (),
 ) -> tuple[Templates | None, list[TemplateOutcome]]:
     """The `limit` best usable hits of a query, by sum_probs (hits without: as in the file), and what became of each.
 
-    max_date: YYYY-MM-DD; templates that came out later, or no one knows when, are refused.  exclude: PDB ids, lower
-    case, such as the query's own.  Further refused, as AlphaFold2 does (Supp. 1.2.3): hits that align a tenth of the
-    query or less, have fewer than 10 residues, or are the query itself (a part of it, of more than 95 %); and of
-    hmmsearch's, whose database has every copy of a chain, those that put the same residues on the same places.  A hit
-    that cannot be read or placed is refused too: no file stops the others.  None in place of no templates.
+    max_date: templates that came out later, or no one knows when, are refused.  exclude: PDB ids, lower case, such as
+    the query's own.  Further refused, as AlphaFold2 does (Supp. 1.2.3): hits that align a tenth of the query or less,
+    have fewer than 10 residues, or are the query itself (a part of it, of more than 95 %); and of hmmsearch's, whose
+    database has every copy of a chain, those that put the same residues on the same places.  A hit that cannot be read
+    or placed, or has a jump in its chain, is refused too: no file stops the others.  None in place of no templates.
     """
     kept: list[Templates] = []
     outcomes: list[TemplateOutcome] = []
@@ -152,7 +164,7 @@ def templates_from_hits(
                 continue
             template, outcome = _from_hit(query, hit, library.read(hit.pdb_id))
         except UserError as error:
-            outcomes.append(_refused(hit, str(error)))
+            outcomes.append(_refused(hit, str(error), missing=isinstance(error, MissingStructure)))
             continue
         if hit.sum_probs is None and (twin := seen.get(template.aatype.tobytes())):
             outcomes.append(_refused(hit, f"has the same residues in the same places as {twin}"))
@@ -163,8 +175,8 @@ def templates_from_hits(
     return join(kept), outcomes
 
 
-def _refused(hit: Hit, reason: str) -> TemplateOutcome:
-    return TemplateOutcome(hit.name, used=False, note=reason, sum_probs=hit.sum_probs)
+def _refused(hit: Hit, reason: str, missing: bool = False) -> TemplateOutcome:
+    return TemplateOutcome(hit.name, used=False, note=reason, sum_probs=hit.sum_probs, missing=missing)
 
 
 def _refusal(hit: Hit, query: str, exclude: Collection[str]) -> str | None:
@@ -181,13 +193,13 @@ def _refusal(hit: Hit, query: str, exclude: Collection[str]) -> str | None:
     return None
 
 
-def _too_new(hit: Hit, library: Library, max_date: str | None) -> str | None:
+def _too_new(hit: Hit, library: Library, max_date: date | None) -> str | None:
     if max_date is None:
         return None
-    date = library.release_date(hit.pdb_id)
-    if date is None:
+    released = library.release_date(hit.pdb_id)
+    if released is None:
         return f"has no release date, and none after {max_date} is allowed"
-    return f"came out {date}, after {max_date}" if date > max_date else None
+    return f"came out {released}, after {max_date}" if released > max_date else None
 
 
 def _from_hit(query: str, hit: Hit, structure: Structure) -> tuple[Templates, TemplateOutcome]:
@@ -265,7 +277,11 @@ def template_from_file(query: str, path: str | Path, chain: str | None = None) -
 def _put_on(
     length: int, query_index: np.ndarray, chain: Chain, places: np.ndarray, name: str, sum_probs: float
 ) -> Templates:
-    """One template: residue `places[c]` of a chain on residue `query_index[c]` of a query of `length`."""
+    """One template: residue `places[c]` of a chain on residue `query_index[c]` of a query of `length`.
+
+    Errors: UserError for a chain with a jump in it, or too few atoms.
+    """
+    _refuse_jumps(chain, name)
     aatype = np.full((1, length), GAP, np.uint8)
     positions = np.zeros((1, length, 37, 3), np.float32)
     mask = np.zeros((1, length, 37), np.uint8)
@@ -276,6 +292,23 @@ def _put_on(
         aligned = f"{len(places)} of its residues are aligned"
         raise UserError(f"{name}: {aligned}, with fewer than {MIN_ATOMS} atoms; choose another template")
     return Templates(aatype, positions, mask, (name,), np.array([sum_probs], np.float32))
+
+
+def _refuse_jumps(chain: Chain, name: str) -> None:
+    """Raise UserError if two neighbours in the chain, both seen, have their CA too far apart.
+
+    As AlphaFold2's `_check_residue_distances` (data/templates.py), of the whole chain and not of its aligned part.
+    """
+    ca = ATOM_ORDER["CA"]
+    seen = chain.mask[:, ca] > 0
+    jumps = np.linalg.norm(np.diff(chain.positions[:, ca].astype(np.float64), axis=0), axis=-1)
+    jumps[~(seen[1:] & seen[:-1])] = 0.0
+    if jumps.max(initial=0.0) > MAX_CA_DISTANCE:
+        place = int(jumps.argmax())
+        raise UserError(
+            f"{name}: the CA of residues {place + 1} and {place + 2} of its sequence are {jumps[place]:.0f} angstrom "
+            f"apart ({MAX_CA_DISTANCE:.0f} at most); choose another template"
+        )
 
 
 def _outcome(query: str, template: Templates, note: str, sum_probs: float | None) -> TemplateOutcome:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections import OrderedDict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from warpfold.data.mmcif import Structure, read_release_date, read_structure
 from warpfold.errors import UserError
 
 ENDINGS = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz")
+
+
+class MissingStructure(UserError):
+    """A library has no file of an entry."""
 
 
 class Library:
@@ -25,13 +30,13 @@ class Library:
             raise UserError(f"{folder}: is no folder; give the folder of the templates' mmCIF files")
         self._paths: dict[str, Path] | None = None  # of all files, once one was not where PDB mirrors have it
         self._structures: OrderedDict[str, Structure | UserError] = OrderedDict()
-        self._dates: dict[str, str | None] = {}
+        self._dates: dict[str, date | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_structures": OrderedDict(), "_dates": {}}
 
     def find(self, pdb_id: str) -> Path:
-        """The file of an entry; the first by path where there are several.  UserError if there is none."""
+        """The file of an entry; the first by path where there are several.  MissingStructure if there is none."""
         pdb_id = pdb_id.lower()
         if re.fullmatch(r"[a-z0-9]{4}", pdb_id):
             for folder in (self.folder, self.folder / pdb_id[1:3]):
@@ -42,8 +47,16 @@ class Library:
         if self._paths is None:
             self._paths = self._scan()
         if pdb_id not in self._paths:
-            raise UserError(f"{self.folder}: has no {pdb_id}.cif or {pdb_id}.cif.gz; add it, or do without")
+            raise MissingStructure(f"{self.folder}: has no {pdb_id}.cif or {pdb_id}.cif.gz; add it, or do without")
         return self._paths[pdb_id]
+
+    def has(self, pdb_id: str) -> bool:
+        """Return whether there is a file of an entry."""
+        try:
+            self.find(pdb_id)
+        except MissingStructure:
+            return False
+        return True
 
     def _scan(self) -> dict[str, Path]:
         paths: dict[str, Path] = {}
@@ -70,8 +83,8 @@ class Library:
             raise found
         return found
 
-    def release_date(self, pdb_id: str) -> str | None:
-        """When an entry came out, YYYY-MM-DD; None where its file does not say.  Errors as in `read`."""
+    def release_date(self, pdb_id: str) -> date | None:
+        """When an entry came out; None where its file does not say.  Errors as in `read`."""
         if pdb_id not in self._dates:
             self._dates[pdb_id] = read_release_date(self.find(pdb_id))
         return self._dates[pdb_id]

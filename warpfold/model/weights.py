@@ -1,8 +1,10 @@
 """Parameters in files: WarpFold's safetensors, and DeepMind's params_model_*.npz (read through model/deepmind.py)."""
 
 import json
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,13 @@ from warpfold.model.deepmind import PREFIX, config_from_deepmind, from_deepmind,
 from warpfold.settings import build, to_dict
 
 FORMAT = "warpfold-1"
+
+# How DeepMind's models sample their alignment (Supp. table 5; CONFIG_DIFFS in the official model/config.py): all have
+# 512 clusters, those with templates less their 4 (`reduce_msa_clusters_by_max_templates`, however many there are); rows
+# of the extra alignment by the model's number, which no array tells.  The ptm forms are as those that they extend.
+CLUSTERS, TEMPLATES = 512, 4
+EXTRA_ROWS = {1: 5120, 2: 1024, 3: 5120, 4: 5120, 5: 1024}
+WITH_TEMPLATES = (1, 2)
 
 
 def save_params(path: Path, model: AlphaFold, data: Mapping[str, Any] | None = None) -> None:
@@ -57,11 +66,47 @@ def load_model(path: Path | str) -> AlphaFold:
 
 
 def data_settings(path: Path | str) -> dict[str, Any]:
-    """The settings by which the examples of WarpFold's parameters were drawn; none for those of DeepMind."""
+    """Return the settings by which the examples of these parameters were drawn (keys of `data.choose.SampleConfig`).
+
+    WarpFold's are in the file.  DeepMind's follow from the arrays (templates or none) and the file's name (the model's
+    number); what `assumed_settings` says is assumed where the name has none.
+    Errors: UserError for an .npz that cannot be read.
+    """
     if Path(path).suffix == ".npz":
-        return {}
+        templates, number = _deepmind_model(Path(path))
+        extra = EXTRA_ROWS[number] if number else max(EXTRA_ROWS.values())
+        return {"max_msa": CLUSTERS - TEMPLATES if templates else CLUSTERS, "max_extra": extra}
     with safe_open(path, framework="pt") as file:
         return dict(json.loads((file.metadata() or {}).get(FORMAT, "{}")).get("data", {}))
+
+
+def assumed_settings(path: Path | str) -> str | None:
+    """Return what `data_settings` had to assume, in one line; None if nothing."""
+    if Path(path).suffix != ".npz":
+        return None
+    templates, number = _deepmind_model(Path(path))
+    if number:
+        return None
+    alike = [n for n in EXTRA_ROWS if (n in WITH_TEMPLATES) == templates]
+    rows = max(EXTRA_ROWS.values())
+    least = [n for n in alike if EXTRA_ROWS[n] < rows]
+    return (
+        f"{path}: its name does not say which of AlphaFold2's models it is (by its arrays one of "
+        f"{', '.join(map(str, alike))}): {rows} rows of the extra alignment are assumed, model {least[0]} takes "
+        f"{EXTRA_ROWS[least[0]]} (max_extra); keep DeepMind's name, params_model_N.npz"
+    )
+
+
+def _deepmind_model(path: Path) -> tuple[bool, int | None]:
+    """Return whether DeepMind's parameters have template parts, and the model's number, 1 to 5, if the name has it.
+
+    A number that the arrays contradict (templates in models 1 and 2 alone) is none.
+    """
+    with _opened_npz(path) as file:
+        templates = any("/template_embedding/" in name for name in file.files)
+    found = re.search(r"model_([1-5])(?![0-9])", path.stem)
+    number = int(found[1]) if found else None
+    return templates, number if number is not None and (number in WITH_TEMPLATES) == templates else None
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
@@ -76,12 +121,19 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: str)
     model.load_state_dict(dict(state), strict=True)
 
 
-def _load_npz(path: Path) -> AlphaFold:
+@contextmanager
+def _opened_npz(path: Path) -> Iterator[Any]:
+    """Open a file of arrays, read as they are asked for; UserError for what is none, there or within."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            params = {name: file[name] for name in file.files}
+            yield file
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: not a readable .npz ({error})") from error
+
+
+def _load_npz(path: Path) -> AlphaFold:
+    with _opened_npz(path) as file:
+        params = {name: file[name] for name in file.files}
     model = AlphaFold(config_from_deepmind(params, str(path)))
     from_deepmind(model, {k.removeprefix(PREFIX): v for k, v in params.items()}, source=str(path))
     return model

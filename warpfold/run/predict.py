@@ -17,10 +17,12 @@ import torch
 from warpfold import __version__
 from warpfold.data.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats import read_alignment, read_fasta
-from warpfold.data.template import TemplateOutcome, Templates
+from warpfold.data.sources import stacking_order
+from warpfold.data.template import TemplateOutcome, Templates, count_refusals
 from warpfold.errors import UserError
 from warpfold.files import file_name, open_regular, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.model.weights import assumed_settings
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
 from warpfold.run.outputs import Prediction, claim_folder
@@ -103,7 +105,7 @@ def predict(
     if templates:
         tell(0, len(queries), "looking at the templates")
         queries = with_templates(queries, templates, predictor)
-    run = _run_digest(queries, params_digest, options)
+    run = _run_digest(queries, params_digest, _settings(options) | _effective(options, predictor))
     summary = None
     if team.leads:
         summary = _new_summary(run, params, params_digest, options, predictor)
@@ -136,7 +138,7 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
     """The proteins of a FASTA file, or the one of an alignment, with their alignments from `msas`.
 
     With one protein every file of `msas` must be an alignment of it; with several, each file belongs to the protein
-    that is its first row.
+    that is its first row.  They are stacked in the official order where their names tell (`sources.stacking_order`).
     Errors: UserError for whatever cannot be read, two records of one name, an alignment that belongs to none.
     """
     endings = [ending.lower() for ending in path.suffixes]
@@ -146,19 +148,23 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
         found = [(name, own.query, [own])]
     else:
         records = [(file_name((header.split() or ["query"])[0]), seq) for header, seq in read_fasta(path)]
-        found = [(name, decode(encode(seq, f"{path}: {name}")), []) for name, seq in records]
+        found = [(name, seq, []) for name, seq in records]
     names = [name.lower() for name, _, _ in found]  # some file systems do not tell A from a
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"{path}: several records are called {name}; give each a name of its own")
     by_sequence: dict[str, list[Alignment]] = {}
-    for msa in msas:
+    for msa in sorted(msas, key=lambda path: stacking_order(path.name)):  # else as given
         alignment = read_alignment(msa, found[0][1] if len(found) == 1 else None)
-        if all(alignment.query != sequence for _, sequence, _ in found):
+        if all(alignment.query != decode(encode(sequence)) for _, sequence, _ in found):
             raise UserError(f"{msa}: its first row is the sequence of no record in {path}; give alignments of these")
         by_sequence.setdefault(alignment.query, []).append(alignment)
     return [
-        Query(name, sequence, merge([*own, *by_sequence.get(sequence, [])] or [Alignment.of_query(sequence, name)]))
+        Query(
+            name,
+            sequence,
+            merge([*own, *by_sequence.get(decode(encode(sequence)), [])] or [Alignment.of_query(sequence, name)]),
+        )
         for name, sequence, own in found
     ]
 
@@ -192,6 +198,7 @@ def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) ->
 
 def keep(prediction: Prediction, out: Path) -> dict[str, Any]:
     """Look at a prediction's geometry and write it into a folder of its own in `out`; returns its summary entry."""
+    outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     geometry = check_geometry(prediction.positions, prediction.mask)
     folder = file_name(prediction.name)
     files = prediction.save(out / folder)
@@ -204,10 +211,22 @@ def keep(prediction: Prediction, out: Path) -> dict[str, Any]:
         "mean_plddt": round(prediction.mean_plddt, 2),
         "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
         **prediction.details,
-        "templates_unused": sum(not outcome["used"] for outcome in prediction.templates),
+        "templates_unused": sum(not outcome.used for outcome in outcomes),
+        "templates_refused": count_refusals(outcomes),
+        "templates_missing": sum(outcome.missing for outcome in outcomes),
         "geometry": asdict(geometry),
-        "warnings": geometry.warnings(),
+        "warnings": [*_unknown(prediction.sequence), *geometry.warnings()],
     }
+
+
+def _unknown(sequence: str) -> list[str]:
+    """Return a sentence about residues that are X, if there are any: they have no atoms."""
+    places = [str(place) for place, letter in enumerate(sequence, 1) if letter == "X"]
+    if not places:
+        return []
+    what = "1 residue is" if len(places) == 1 else f"{len(places)} residues are"
+    some = ", ".join(places[:5]) + (" ..." if len(places) > 5 else "")
+    return [f"{what} none of the twenty amino acids (X at {some}) and without atoms; give C for U to have cysteine"]
 
 
 def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
@@ -244,7 +263,7 @@ def _new_summary(run: str, params: Path, digest: str, options: Options, predicto
         "format": FORMAT,
         "status": "running",
         "run": run,
-        "params": {"file": params.name, "sha256": digest},
+        "params": {"file": params.name, "sha256": digest, "assumed": assumed_settings(params)},
         "settings": _settings(options) | _effective(options, predictor),
         "device": str(predictor.device),
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -279,9 +298,9 @@ def _effective(options: Options, predictor: Predictor) -> dict[str, Any]:
     }
 
 
-def _run_digest(queries: Sequence[Query], params_digest: str, options: Options) -> str:
+def _run_digest(queries: Sequence[Query], params_digest: str, settings: Mapping[str, Any]) -> str:
     """One text that is equal for equal inputs."""
-    digest = hashlib.sha256(json.dumps([params_digest, _settings(options)]).encode())
+    digest = hashlib.sha256(json.dumps([params_digest, settings]).encode())
     for query in queries:
         digest.update(f"{query.name}\n{query.sequence}\n".encode())
         digest.update(query.alignment.rows.tobytes())

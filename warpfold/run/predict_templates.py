@@ -1,15 +1,16 @@
 """Templates for `predict`: files that the user gives, and hits of a search with the folder of their structures."""
 
-import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from warpfold.data.dates import given_date
 from warpfold.data.hits import Hit, read_hits
 from warpfold.data.template import TemplateOutcome, Templates, join, template_from_file, templates_from_hits
 from warpfold.data.template_library import Library
 from warpfold.errors import UserError
 
+MAX_DATE = "--max-template-date"
 Found = tuple[Templates | None, list[TemplateOutcome]]
 
 
@@ -32,11 +33,7 @@ class TemplateSources:
             raise UserError("hits need the mmCIF files they point to; give their folder (--template-structures)")
         if not self.hits and (self.structures is not None or self.max_date is not None):
             raise UserError("a folder or a date for templates is of no use without hits; give --hits, or --template")
-        if self.max_date is not None:
-            try:
-                datetime.date.fromisoformat(self.max_date)
-            except ValueError:
-                raise UserError(f"{self.max_date}: is no date; give it as YYYY-MM-DD") from None
+        given_date(self.max_date, MAX_DATE)  # refused before any work is done
 
     def __bool__(self) -> bool:
         return bool(self.files or self.hits)
@@ -47,22 +44,35 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
     there are `most`.
 
     Errors: UserError for a file of the user that cannot be used, a file of hits that cannot be read or belongs to no
-    query.  A hit that cannot be used is among the outcomes.
+    query, and hits of which not one has its structure in the folder.  A hit that cannot be used is among the outcomes.
     """
     hits = _hits_by_query(queries, sources.hits)
+    newest = given_date(sources.max_date, MAX_DATE)
     library = Library(sources.structures) if sources.structures is not None else None
+    if library is not None:
+        _refuse_wrong_folder(library, [hit.pdb_id for each in hits.values() for hit in each])
     found: dict[str, Found] = {}
     for name, sequence in queries.items():
         own, outcomes = user_templates(sequence, sources.files)
         parts = [] if own is None else [own]
         if library is not None and hits.get(name):
             searched, refused = templates_from_hits(
-                sequence, hits[name], library, sources.max_date, limit=most - len(sources.files)
+                sequence, hits[name], library, newest, limit=most - len(sources.files)
             )
             parts += [] if searched is None else [searched]
             outcomes += refused
         found[name] = join(parts), outcomes
     return found
+
+
+def _refuse_wrong_folder(library: Library, entries: Sequence[str]) -> None:
+    """Raise UserError if the library has the structure of none of the entries: it is another folder than was meant."""
+    if entries and not any(library.has(entry) for entry in entries):
+        some = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
+        raise UserError(
+            f"{library.folder}: has the structures of none of the {len(entries)} hits ({some} ...); give the folder of "
+            "their mmCIF files, or leave the hits out"
+        )
 
 
 def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:

@@ -1,5 +1,6 @@
 """Folding from Python: parameters that stay loaded, sequences in, predictions out."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,13 +21,15 @@ from warpfold.errors import UserError
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.heads import pae_breaks
-from warpfold.model.weights import data_settings, load_model
+from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.plan import Plan, Precision, apply, inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run.outputs import Prediction
 from warpfold.run.predict_templates import user_templates
 from warpfold.settings import build
+
+log = logging.getLogger("warpfold")
 
 
 class Predictor:
@@ -79,7 +82,8 @@ class Predictor:
         Errors: UserError for letters that are no residues, rows that do not fit the sequence, templates that cannot be
         used or more than the model takes.
         """
-        query = alphabet.decode(alphabet.encode(sequence, name))
+        alphabet.encode(sequence, name)  # refuses what is no residue
+        query = sequence.upper()
         if not isinstance(alignment, Alignment):
             rows = "".join(f">alignment[{i}]\n{row}\n" for i, row in enumerate(alignment))
             alignment = parse_a3m(f">{name}\n{query}\n{rows}", name, query)
@@ -183,8 +187,9 @@ def load(
 ) -> Predictor:
     """Parameters from a file: WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm).
 
-    device: the first GPU where there is one, by default.  sample: by default as the parameters were trained, and
-    AlphaFold2's way for DeepMind's.  The rest as in `Predictor`.
+    device: the first GPU where there is one, by default.  sample: by default as the parameters were trained; of
+    DeepMind's as their arrays and name say (`model.weights.data_settings`), and what is assumed is logged.  The rest as
+    in `Predictor`.
     Errors: UserError for a file that is neither, or whose arrays do not fit, all named.
     """
     if device is None:
@@ -192,6 +197,8 @@ def load(
     model = load_model(path)
     if sample is None:
         sample = build(SampleConfig, data_settings(path), str(path))
+        if (assumed := assumed_settings(path)) and (team is None or team.leads):
+            log.warning("%s", assumed)
     return Predictor(model, device, chunk, precision, sample, team)
 
 
