@@ -63,14 +63,27 @@ class RawExample:
     def templates_count(self) -> int:
         return 0 if self.templates is None else len(self.templates)
 
+    def whole_rows(self, rows: np.ndarray) -> np.ndarray:
+        """These alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
+        return self.msa[rows]
+
     def take(
-        self, start: int, stop: int, rows: np.ndarray | None = None, templates: np.ndarray | None = None
+        self,
+        start: int,
+        stop: int,
+        rows: np.ndarray | None = None,
+        templates: np.ndarray | None = None,
+        whole: np.ndarray | None = None,
     ) -> "RawExample":
         """Residues [start, stop), these alignment rows and these templates (indices, ascending; None: all).
 
-        The profile stays that of the whole alignment.
+        whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment.
         """
         span = slice(start, stop)
+        if whole is not None:
+            msa = whole[:, span]
+        else:
+            msa = self.msa[:, span] if rows is None else self.msa[rows, span]
         chosen = self.templates
         if chosen is not None and templates is not None:
             chosen = chosen.choose(templates)
@@ -78,7 +91,7 @@ class RawExample:
             self,
             aatype=self.aatype[span],
             residue_index=self.residue_index[span],
-            msa=self.msa[:, span] if rows is None else self.msa[rows, span],
+            msa=msa,
             deletions=self.deletions[:, span] if rows is None else self.deletions[rows, span],
             profile=self.profile[span],
             positions=None if self.positions is None else self.positions[span],
