@@ -80,10 +80,7 @@ class RawExample:
         whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment.
         """
         span = slice(start, stop)
-        if whole is not None:
-            msa = whole[:, span]
-        else:
-            msa = self.msa[:, span] if rows is None else self.msa[rows, span]
+        kept = slice(None) if rows is None else rows
         chosen = self.templates
         if chosen is not None and templates is not None:
             chosen = chosen.choose(templates)
@@ -91,8 +88,8 @@ class RawExample:
             self,
             aatype=self.aatype[span],
             residue_index=self.residue_index[span],
-            msa=msa,
-            deletions=self.deletions[:, span] if rows is None else self.deletions[rows, span],
+            msa=self.msa[kept, span] if whole is None else whole[:, span],
+            deletions=self.deletions[kept, span],
             profile=self.profile[span],
             positions=None if self.positions is None else self.positions[span],
             mask=None if self.mask is None else self.mask[span],

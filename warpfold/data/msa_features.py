@@ -192,10 +192,9 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
     adds up its L lines of the table.  That is the product with one-hot rows without the zeros, and exact: float16
     counts to 2,048.
     """
-    passes, depth, length = centres.shape
-    line = np.arange(length, dtype=np.int32) * MSA_CLASSES
+    line = np.arange(centres.shape[2], dtype=np.int32) * MSA_CLASSES
     tables = [_agreement_table(each) for each in centres]
-    nearest = np.empty((passes, len(rows)), np.int64)
+    nearest = np.empty((len(centres), len(rows)), np.int64)
     for start in range(0, len(rows), ROWS):
         block = slice(start, start + ROWS)
         lines = torch.from_numpy(rows[block] + line)
