@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 from warpfold.batch import to_tensors
-from warpfold.data.alignment import decode
 from warpfold.data.example import StoredExample, read_example
 from warpfold.data.features import RawExample, from_sequence, profile_of
 from warpfold.data.formats import read_alignment
@@ -74,7 +73,7 @@ def examples(store: Store, rows: int, alignments: list[Path], folder: Path) -> t
     read = [read_alignment(path) for path in alignments]
     for path, alignment in sorted(zip(alignments, read), key=lambda pair: len(pair[1].query)):
         name = f"{path.parent.name}/{path.name}"
-        made[name] = from_sequence(decode(alignment.query), [alignment], name)
+        made[name] = from_sequence(alignment.query, [alignment], name)
     with StoreWriter(folder / "made") as writer:
         for key, raw in made.items():
             writer.add(key, pack_record(raw.to_arrays(), raw.notes()), {})

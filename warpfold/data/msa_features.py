@@ -6,6 +6,8 @@ until the last step, and written once, where the model reads it: one array per f
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
 
 import numpy as np
 import torch
@@ -18,9 +20,10 @@ from warpfold.geometry.residue import GAP, MASK
 
 MSA_CLASSES = 23  # 20 residue types, X, gap, mask
 ROWS = 1024  # rows compared with the centres at a time
-HALF = 2048  # columns: a float16 counts so far without error
+PLACES = 3  # counts in one float32, whose 24 bits hold whole numbers without error
+BITS = 8  # of each count
+MOST = 2**BITS - 1  # columns that are counted at a time
 PROFILE = slice(25, 48)  # channels of msa_feat
-COLUMNS = 32  # columns counted at a time
 
 
 @dataclass(frozen=True)
@@ -189,28 +192,42 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
     rows: uint8 [R, L], codes 0-21; centres: uint8 [P, S, L], codes 0-22, those of P passes.  Gaps and masked positions
     agree with nothing (Supp. 1.2.7, step 3).  For each column and code a table says which centres have it there; a row
-    adds up its L lines of the table.  That is the product with one-hot rows without the zeros, and exact: float16
-    counts to 2,048.
+    adds up its lines of the table.  That is the product with one-hot rows without the zeros, and exact: a float32 adds
+    up three counts, none of which outgrows its eight bits.
     """
-    line = np.arange(centres.shape[2], dtype=np.int32) * MSA_CLASSES
-    tables = [_agreement_table(each) for each in centres]
-    nearest = np.empty((len(centres), len(rows)), np.int64)
+    passes, depth, length = centres.shape
+    width = ceil(length / ceil(length / MOST))
+    spans = [slice(start, start + width) for start in range(0, length, width)]
+    tables = [[_agreement_table(each[:, span]) for each in centres] for span in spans]
+    line = np.arange(width, dtype=np.int32) * MSA_CLASSES
+    nearest = np.empty((passes, len(rows)), np.int64)
     for start in range(0, len(rows), ROWS):
-        block = slice(start, start + ROWS)
-        lines = torch.from_numpy(rows[block] + line)
-        for table, result in zip(tables, nearest):
-            parts = [embedding_bag(part, table, mode="sum").float() for part in lines.split(HALF, dim=1)]
-            result[block] = sum(parts[1:], parts[0]).numpy().argmax(axis=1)
+        block = rows[start : start + ROWS]
+        counts = np.zeros((passes, len(block), PLACES, tables[0][0].shape[1]), np.int32)
+        for span, of_passes in zip(spans, tables):
+            part = block[:, span]
+            lines = torch.from_numpy(part + line[: part.shape[1]])
+            for table, count in zip(of_passes, counts):
+                sums = embedding_bag(lines, table, mode="sum").int().numpy()
+                for place in range(PLACES):
+                    count[:, place] += (sums >> (BITS * place)) & MOST
+        nearest[:, start : start + ROWS] = counts.reshape(passes, len(block), -1)[..., :depth].argmax(-1)
     return nearest
 
 
 def _agreement_table(centres: np.ndarray) -> torch.Tensor:
-    """Whether each centre has a code in a column: float16 [L * 23, S]; gaps agree with nothing."""
+    """Which centres have a code in a column, gaps excepted: float32 [N * 23, G], bits of G = S / 3 groups of three.
+
+    Group g has the centres g, G + g and 2 G + g, each worth 256 times the one before.
+    """
     depth, length = centres.shape
-    agrees = np.zeros((length, MSA_CLASSES, depth), np.float16)
-    agrees[np.arange(length), centres, np.arange(depth)[:, None]] = 1
-    agrees[:, GAP] = 0
-    return torch.from_numpy(agrees.reshape(-1, depth))
+    groups = ceil(depth / PLACES)
+    table = np.zeros((length, MSA_CLASSES, groups), np.float32)
+    for place in range(PLACES):
+        part = centres[place * groups : (place + 1) * groups]
+        table[np.arange(length), part, np.arange(len(part))[:, None]] += 2 ** (BITS * place)
+    table[:, GAP] = 0
+    return torch.from_numpy(table.reshape(-1, groups))
 
 
 def write_codes(
@@ -222,15 +239,15 @@ def write_codes(
     them; cluster: int64 [R], S for none; members: float32 [S], what to divide by.
     """
     count, length = masked.shape
-    base = cluster[:, None] * (COLUMNS * MSA_CLASSES) + np.arange(0, COLUMNS * MSA_CLASSES, MSA_CLASSES)
-    for start in range(0, length, COLUMNS):  # pieces that stay in the cache
-        span = slice(start, min(start + COLUMNS, length))
-        width = span.stop - start
-        piece = feat[:, span]
-        piece[np.arange(count)[:, None], np.arange(width), masked[:, span]] = 1
-        found = np.bincount((base[:, :width] + rows[:, span]).ravel(), minlength=(count + 1) * COLUMNS * MSA_CLASSES)
-        counts = found.astype(np.float32).reshape(-1, COLUMNS, MSA_CLASSES)[:count, :width]
-        np.divide(counts, members[:, None, None], out=piece[..., PROFILE])
+    feat[np.arange(count)[:, None], np.arange(length), masked] = 1
+    order = np.argsort(cluster, kind="stable")
+    bounds = np.searchsorted(cluster[order], np.arange(count + 1)).tolist()
+    rows, column = rows[order], np.arange(0, length * MSA_CLASSES, MSA_CLASSES)
+    for one, number, (start, stop) in zip(feat, members, pairwise(bounds)):  # counts of a cluster stay in the cache
+        found = np.bincount((rows[start:stop] + column).ravel(), minlength=length * MSA_CLASSES)
+        np.divide(
+            found.reshape(length, MSA_CLASSES), number, out=one[:, PROFILE], dtype=np.float32, casting="same_kind"
+        )
 
 
 def deletion_means(deletions: Deletions, cluster: np.ndarray, members: np.ndarray, length: int) -> np.ndarray:
