@@ -14,6 +14,7 @@ the best of three, all settings in turns.
 import argparse
 import datetime
 import json
+import os
 import platform
 import resource
 import tempfile
@@ -143,6 +144,7 @@ def main() -> None:
             "peak_mib_above_the_start": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) // 1024,
             "date": datetime.date.today().isoformat(),
             "machine": platform.machine(),
+            "load_average": round(os.getloadavg()[2], 1),  # of a quarter of an hour, this process included
             "torch": torch.__version__,
             "numpy": np.__version__,
             "results": results,
