@@ -1,17 +1,20 @@
 """From a packed store to model-ready features, one core: samples per second, and what the predicted cost is worth.
 
-    python benchmarks/features.py STORE --out benchmarks/results/NAME.json
+    python benchmarks/features.py STORE --alignments FILE ... --out benchmarks/results/NAME.json
 
 One entry per alignment depth, and one more whose alignment is `--rows` deep: rows of a real one, halves of neighbours
-exchanged.  A sample is everything from the store's bytes to tensors of the feature table: crop 256, 128 clusters, 1,024
-extra rows, block deletion; with 1 to 4 passes through the trunk, each with an MSA sample of its own, and the mean of
-these, since training draws the number anew in each step.  Seconds are the thread's own (CPU time): means over draws,
-of each the best of three.
+exchanged.  `--alignments`: of chains longer than the crop, whose structures the store lacks.
+
+A sample is everything from the store's bytes to tensors of the feature table: crop 256, 128 clusters, 1,024 extra
+rows, block deletion; with 1 to 4 passes through the trunk, each with an MSA sample of its own, and the mean of these,
+since training draws the number anew in each step.  Seconds are the thread's own (CPU time): means over draws, of each
+the best of three, all settings in turns.
 """
 
 import argparse
 import datetime
 import json
+import os
 import platform
 import resource
 import tempfile
@@ -25,15 +28,18 @@ import torch
 
 from warpfold.batch import to_tensors
 from warpfold.data.example import StoredExample, read_example
-from warpfold.data.features import RawExample, profile_of
+from warpfold.data.features import RawExample, from_sequence, profile_of
+from warpfold.data.formats import read_alignment
 from warpfold.data.sample import SampleConfig, make_features, predicted_cost
 from warpfold.data.store import Store, StoreWriter, pack_record
 
-DEFAULT = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # initial training, Supp. table 4
+EXACT = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # initial training, Supp. table 4
 CONFIGS = {
-    "exact": replace(DEFAULT, max_cost=0),
-    "default budget": DEFAULT,
-    "default budget, runs": replace(DEFAULT, thin="runs"),
+    "exact": EXACT,
+    "clusters of the crop": replace(EXACT, clustering="crop"),
+    "row budget": replace(EXACT, max_cost=8.0),
+    "row budget, runs": replace(EXACT, max_cost=8.0, thin="runs"),
+    "row budget, clusters of the crop": replace(EXACT, max_cost=8.0, clustering="crop"),
 }
 PASSES = (1, 2, 3, 4)  # a training step recycles up to three times, each as often
 LEAST_ROWS = 20
@@ -56,30 +62,41 @@ def deepened(raw: RawExample, depth: int) -> RawExample:
     return replace(raw, msa=deep, deletions=np.concatenate(deletions)[order][kept], profile=profile_of(deep))
 
 
-def examples(store: Store, rows: int, folder: Path) -> list[StoredExample]:
-    """One entry per alignment depth, ascending, and a deep one in a store of its own."""
+def examples(store: Store, rows: int, alignments: list[Path], folder: Path) -> tuple[list[StoredExample], int]:
+    """One entry per alignment depth, ascending, and a deep one; and those of `alignments`, ascending by length.
+
+    The latter are without structures.  Also returns how many the former are.
+    """
     depths = dict(zip(store.column("depth"), store.keys))
     chosen = [StoredExample(store, depths[depth]) for depth in sorted(depths) if depth >= LEAST_ROWS]
     longest = max(chosen, key=lambda example: (example.depth > rows // 16) * example.length)
-    raw = deepened(read_example(store, longest.key), rows)
-    with StoreWriter(folder / "deep") as writer:
-        writer.add("deep", pack_record(raw.to_arrays(), raw.notes()), {})
+    made = {"deep": deepened(read_example(store, longest.key), rows)}
+    read = [read_alignment(path) for path in alignments]
+    for path, alignment in sorted(zip(alignments, read), key=lambda pair: len(pair[1].query)):
+        name = f"{path.parent.name}/{path.name}"
+        made[name] = from_sequence(alignment.query, [alignment], name)
+    with StoreWriter(folder / "made") as writer:
+        for key, raw in made.items():
+            writer.add(key, pack_record(raw.to_arrays(), raw.notes()), {})
         writer.finish()
-    return [*chosen, StoredExample(Store(folder / "deep"), "deep")]
+    own = Store(folder / "made")
+    return [*chosen, *(StoredExample(own, key) for key in made)], len(chosen) + 1
 
 
-def seconds(example: StoredExample, config: SampleConfig, passes: int, draws: int) -> float:
-    """CPU seconds of a sample: mean over draws, of each the best of three, since others use this machine too."""
-    best = []
+def seconds(example: StoredExample, passes: int, draws: int) -> dict[str, float]:
+    """CPU seconds of a sample under each of CONFIGS: mean over draws, of each the best of three."""
+    taken: dict[str, list[float]] = {name: [] for name in CONFIGS}
     for draw in range(draws):
-        taken = []
+        best = dict.fromkeys(CONFIGS, float("inf"))
         for _ in range(3):
-            start = time.thread_time()
-            fresh = StoredExample(example.store, example.key)
-            to_tensors(make_features(fresh, config, 0, (example.key, draw), passes, train=True))
-            taken.append(time.thread_time() - start)
-        best.append(min(taken))
-    return float(np.mean(best))
+            for name, config in CONFIGS.items():  # in turns, since others use this machine too
+                start = time.thread_time()
+                fresh = StoredExample(example.store, example.key)
+                to_tensors(make_features(fresh, config, 0, (example.key, draw), passes, train=True))
+                best[name] = min(best[name], time.thread_time() - start)
+        for name, least in best.items():
+            taken[name].append(least)
+    return {name: float(np.mean(each)) for name, each in taken.items()}
 
 
 def summary(taken: list[float], cost: list[float]) -> dict[str, Any]:
@@ -99,29 +116,35 @@ def main() -> None:
     parser.add_argument("store", type=Path)
     parser.add_argument("--rows", type=int, default=39_000, help="of the deep alignment")
     parser.add_argument("--draws", type=int, default=6)
+    parser.add_argument("--alignments", type=Path, nargs="*", default=[])
     parser.add_argument("--out", type=Path, help="where the results go, as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        entries = examples(Store(arguments.store), arguments.rows, Path(folder))
+        entries, packed = examples(Store(arguments.store), arguments.rows, arguments.alignments, Path(folder))
         base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        taken = {passes: [seconds(entry, passes, arguments.draws) for entry in entries] for passes in PASSES}
+        groups = {"store": slice(packed), "alignments": slice(packed, None)}
         for name, config in CONFIGS.items():
-            every = []
-            for passes in PASSES:
-                every.append([seconds(entry, config, passes, arguments.draws) for entry in entries])
-                cost = [predicted_cost(entry.length, entry.depth, config, passes) for entry in entries]
-                results.append({"rows": name, "passes": passes, **summary(every[-1], cost)})
-            rates = 1 / float(np.mean(every))
-            results.append({"rows": name, "passes": "1 to 4", "samples_per_second": round(rates, 1)})
-            for result in results[-len(PASSES) - 1 :]:
-                print({key: value for key, value in result.items() if not isinstance(value, list)})
+            for group, span in groups.items():
+                every = []
+                for passes in PASSES if entries[span] else ():
+                    every.append([each[name] for each in taken[passes][span]])
+                    cost = [predicted_cost(entry.length, entry.depth, config, passes) for entry in entries[span]]
+                    results.append({"rows": name, "of": group, "passes": passes, **summary(every[-1], cost)})
+                if every:
+                    rate = round(1 / float(np.mean(every)), 1)
+                    results.append({"rows": name, "of": group, "passes": "1 to 4", "samples_per_second": rate})
+        for result in results:
+            print({key: value for key, value in result.items() if not isinstance(value, list)})
         report = {
             "what": "store to model-ready features, one core",
             "entries": [{"length": entry.length, "depth": entry.depth} for entry in entries],
             "peak_mib_above_the_start": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) // 1024,
             "date": datetime.date.today().isoformat(),
             "machine": platform.machine(),
+            "load_average": round(os.getloadavg()[2], 1),  # of a quarter of an hour, this process included
             "torch": torch.__version__,
             "numpy": np.__version__,
             "results": results,

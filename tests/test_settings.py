@@ -145,6 +145,16 @@ def test_the_supplements_values_have_their_source() -> None:
         assert all("#" in line or line.startswith("base") for line in values), name
 
 
+@pytest.mark.parametrize("name", ["monomer", "finetune"])
+def test_the_monomer_leaves_out_no_rows_clusters_chains_and_weighs_by_length(name: str) -> None:
+    from warpfold.run.train import RunConfig
+
+    run = settings.build(RunConfig, settings.load(name))
+    assert (run.data.clustering, run.data.max_cost) == ("chain", 0)  # Supp. 1.2.7 and 1.2.8
+    assert run.data.max_templates == 4  # table 4
+    assert run.loss.scale_by_length  # Supp. 1.9
+
+
 def test_fine_tuning_is_table_4s_second_column() -> None:
     first, second = (settings.load(name) for name in ("monomer", "finetune"))
     assert settings.differences(second, first) == [

@@ -99,8 +99,8 @@ def test_single_rows_use_the_whole_budget() -> None:
     assert len(select(30, 900, THIN, 0, ("x",), train=True).rows) == 10
 
 
-def test_without_a_bound_every_row_left_by_block_deletion_is_used() -> None:
-    config = SampleConfig(max_cost=0)
+def test_by_default_every_row_left_by_block_deletion_is_used() -> None:
+    config = SampleConfig()
     rows = select(30, 50_000, config, 0, ("x",), train=True).rows
     np.testing.assert_array_equal(rows, delete_blocks(50_000, config, keyed_rng(0, "x", "blocks")))
     assert row_budget(30, config) is None
@@ -119,6 +119,28 @@ def test_the_budget_does_not_reach_for_what_the_model_sees() -> None:
     assert row_budget(256, dataclasses.replace(config, max_cost=1e3)) > 5632
 
 
+def test_the_budget_bounds_the_cost_of_a_pass_whatever_clusters_are_made_over() -> None:
+    config = SampleConfig(crop=256, max_msa=128, max_extra=1024, max_cost=20)
+    budgets = {}
+    for clustering in ("chain", "crop"):
+        one = dataclasses.replace(config, clustering=clustering, blocks=0)
+        most = row_budget(600, one)
+        assert most is not None
+        budgets[clustering] = most
+        assert predicted_cost(600, most, one) <= 20
+        assert predicted_cost(600, most + 1, dataclasses.replace(one, max_cost=0)) == pytest.approx(20, rel=1e-3)
+    assert budgets["crop"] > 1.5 * budgets["chain"] > 1.5 * 1152
+
+
+def test_the_rows_do_not_depend_on_where_the_crop_lies() -> None:
+    config = dataclasses.replace(THIN, crop=10, blocks=5)
+    chosen = [select(40, 400, config, 0, ("x", step), train=True) for step in range(30)]
+    for one in chosen[1:]:
+        assert len(one.rows) == len(chosen[0].rows)
+    whole = select(40, 400, dataclasses.replace(config, crop=None), 0, ("x", 0), train=True)
+    np.testing.assert_array_equal(whole.rows, chosen[0].rows)  # here the budget is its floor, whatever the crop
+
+
 @pytest.mark.parametrize("randomize", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3, 10, 333, 1000])
 def test_expected_rows_is_the_mean_of_block_deletion(depth: int, randomize: bool) -> None:
@@ -128,14 +150,20 @@ def test_expected_rows_is_the_mean_of_block_deletion(depth: int, randomize: bool
 
 
 def test_the_predicted_cost_grows_with_the_work_and_stops_at_the_bound() -> None:
-    config = SampleConfig(crop=256, max_msa=128, max_extra=1024)
+    config = SampleConfig(crop=256, max_msa=128, max_extra=1024, max_cost=8)
     free = dataclasses.replace(config, max_cost=0)
     for length, depth in [(50, 10), (200, 1000), (400, 1000)]:
         cost = predicted_cost(length, depth, config)
         assert predicted_cost(length + 50, depth, free) >= cost
         assert predicted_cost(length, depth + 5000, free) > cost
         assert predicted_cost(length, depth, config, passes=4) > 2 * cost - predicted_cost(1, 1, config)
-    assert predicted_cost(1000, 1000, free) == predicted_cost(256, 1000, free)  # a crop is a crop
+    crop = dataclasses.replace(free, clustering="crop")
+    assert predicted_cost(1000, 1000, crop) == predicted_cost(256, 1000, crop)  # a crop is a crop
+    assert predicted_cost(256, 1000, crop) == predicted_cost(256, 1000, free)
+    # Clusters of the whole chain: reading and comparing grow with it, the rest does not.
+    chains = [predicted_cost(length, 1000, free, passes) for length in (1000, 2000, 3000) for passes in (1, 2)]
+    assert chains[2] - chains[0] == pytest.approx(chains[4] - chains[2])
+    assert chains[3] - chains[1] > chains[2] - chains[0] > 0
     bounded = predicted_cost(256, 200_000, config), predicted_cost(256, 50_000, config)
     twice = [predicted_cost(256, depth, config, passes=2) for depth in (200_000, 50_000)]
     assert twice[0] - bounded[0] == pytest.approx(twice[1] - bounded[1])  # but for reading, a pass costs the same

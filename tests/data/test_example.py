@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -69,8 +70,9 @@ def test_a_part_is_the_part_of_the_whole(store: Store, data: st.DataObject, key:
     assert not differences(part, raw.take(start, stop, rows, chosen))
 
 
-def test_features_from_the_store_are_those_from_memory(store: Store) -> None:
-    config = SampleConfig(crop=64, max_msa=16, max_extra=32)
+@pytest.mark.parametrize("clustering", ["chain", "crop"])
+def test_features_from_the_store_are_those_from_memory(store: Store, clustering: Literal["chain", "crop"]) -> None:
+    config = SampleConfig(crop=64, max_msa=16, max_extra=32, clustering=clustering)
     for key, raw in EXAMPLES.items():
         stored, memory = (make_features(x, config, 0, (key, 5), 2, True) for x in (StoredExample(store, key), raw))
         assert stored.keys() == memory.keys()
@@ -78,16 +80,37 @@ def test_features_from_the_store_are_those_from_memory(store: Store) -> None:
             np.testing.assert_array_equal(stored[name], array, err_msg=name)
 
 
-def test_only_what_is_chosen_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: dict[str, int] = {}
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many rows of each stored array have been read."""
+    found: dict[str, int] = {}
     whole = Record.read
 
     def counted(self: Record, name: str, rows: np.ndarray | None = None) -> np.ndarray:
         array = whole(self, name, rows)
-        reads[name] = reads.get(name, 0) + len(array)
+        found[name] = found.get(name, 0) + len(array)
         return array
 
     monkeypatch.setattr(Record, "read", counted)
+    return found
+
+
+@pytest.mark.parametrize(("clustering", "tiles"), [("chain", 3), ("crop", 1)])
+def test_the_rows_of_an_example_are_read_once(
+    store: Store, reads: dict[str, int], clustering: Literal["chain", "crop"], tiles: int
+) -> None:
+    config = SampleConfig(crop=20, max_msa=16, max_extra=32, clustering=clustering, block_fraction=0.0)
+    for step in range(20):
+        reads.clear()
+        features = make_features(StoredExample(store, "long"), config, 0, ("long", step), 3, train=True)
+        first, last = features["residue_index"][[0, -1]] // 100  # 300 residues are three tiles of 100
+        if first == last:
+            break
+    assert reads["msa"] == tiles * EXAMPLES["long"].depth
+    assert reads["deletion_rows"] < np.count_nonzero(EXAMPLES["long"].deletions) / 5
+
+
+def test_only_what_is_chosen_is_read(store: Store, reads: dict[str, int]) -> None:
     stored = StoredExample(store, "long")
     assert (stored.length, stored.depth, stored.templates_count) == (300, EXAMPLES["long"].depth, 5)
     assert not reads

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.data.examples import example, templates
 from warpfold.batch import FEATURES, to_tensors
 from warpfold.data.features import from_sequence
-from warpfold.data.sample import SampleConfig, keyed_rng, make_features, pad_features
+from warpfold.data.msa_features import msa_features
+from warpfold.data.sample import SampleConfig, keyed_rng, make_features, pad_features, select
 from warpfold.geometry.residue import GAP
 
 ROOT = Path(__file__).parents[2]
@@ -79,11 +80,50 @@ def test_centres_and_extra_rows_share_nothing_and_use_all_there_is() -> None:
     assert len(rows) == len(raw.msa)
 
 
-def test_a_row_without_residues_in_the_crop_joins_no_cluster() -> None:
+MSA_FEATURES = [name for name in FEATURES if "msa" in name or name.startswith(("bert", "extra"))]
+
+
+@pytest.mark.parametrize("max_msa", [1, 8, 100])
+def test_clusters_are_those_of_the_whole_chain_then_cropped(max_msa: int) -> None:
+    raw = dataclasses.replace(example(length=60, depth=80), profile=example(length=60, seed=1).profile)
+    config = dataclasses.replace(TRAIN, max_msa=max_msa)
+    whole = make_features(raw, dataclasses.replace(config, crop=None), 0, ("x", 0), 2, train=True)
+    crop = make_features(raw, config, 0, ("x", 0), 2, train=True)
+    start = crop["residue_index"][0]
+    assert len(crop["residue_index"]) == 16
+    for name in MSA_FEATURES:  # rows, masks, clusters and profiles: one draw, bit for bit
+        np.testing.assert_array_equal(crop[name], whole[name][:, :, start : start + 16], err_msg=name)
+
+
+def test_clusters_of_the_crop_alone_are_those_of_a_chain_that_ends_there() -> None:
+    raw = example(length=60, depth=80)
+    config = dataclasses.replace(TRAIN, clustering="crop")
+    crop = make_features(raw, config, 0, ("x", 0), 2, train=True)
+    start = crop["residue_index"][0]
+    chosen = select(60, raw.depth, config, 0, ("x", 0), train=True)
+    alone = msa_features(raw.take(start, start + 16, chosen.rows), config, 0, ("x", 0), 2)
+    for name in MSA_FEATURES:
+        np.testing.assert_array_equal(crop[name], alone[name], err_msg=name)
+    chain = make_features(raw, TRAIN, 0, ("x", 0), 2, train=True)
+    np.testing.assert_array_equal(crop["true_msa"], chain["true_msa"])  # the same rows
+    assert not np.array_equal(crop["msa_feat"], chain["msa_feat"])
+
+
+def test_a_row_without_residues_in_the_crop_joins_the_cluster_that_it_has_elsewhere() -> None:
+    raw = example(length=6, depth=3)
+    raw.msa[1:] = GAP
+    raw.msa[1, 5] = raw.msa[0, 5]  # agrees with the query, outside the crop
+    config = SampleConfig(crop=3, max_msa=1, masked_fraction=0.0, block_fraction=0.0)
+    steps = (make_features(raw, config, 0, ("x", step), train=True) for step in range(20))
+    features = next(found for found in steps if found["residue_index"][-1] < 5)
+    np.testing.assert_allclose(features["msa_feat"][0, 0, :, 25 + GAP], 0.5, rtol=1e-6)  # the query and row 1
+
+
+def test_a_row_without_residues_in_the_crop_joins_no_cluster_of_the_crop_alone() -> None:
     raw = example(length=6, depth=3)
     raw.msa[1:] = GAP
     raw.msa[1, 5] = 3  # row 1 has a residue outside the crop only, row 2 is one of gaps
-    config = SampleConfig(crop=3, max_msa=1, masked_fraction=0.0, block_fraction=0.0)
+    config = SampleConfig(crop=3, max_msa=1, masked_fraction=0.0, block_fraction=0.0, clustering="crop")
     for step in range(20):
         features = make_features(raw, config, 0, ("x", step), train=True)
         if features["residue_index"][-1] < 5:

@@ -5,7 +5,7 @@ purpose), so that one purpose never shifts another and no process, thread or ord
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -14,8 +14,8 @@ from warpfold.data.template import choose_templates
 
 RUN = 64  # rows left out or kept together by `thin_runs`
 # What one core of 2024 takes, in milliseconds (fitted to benchmarks/features.py): for an example, for each cell of the
-# alignment that is read, and in each pass for each cell of the clusters and of the extra MSA, and for each cell of the
-# alignment that is compared with one centre and counted.
+# alignment that is read, and in each pass for each cell of the clusters and of the extra MSA, for each cell of the
+# alignment that is compared with one centre, and for each of its cells that is counted.
 COST_EXAMPLE, COST_READ = 2.1, 3e-6
 COST_CENTRE, COST_EXTRA, COST_COMPARE, COST_COUNT = 7e-5, 4.5e-6, 2.6e-8, 2.3e-6
 
@@ -29,10 +29,14 @@ class SampleConfig:
     max_msa: int = 512  # cluster centres, the query included (N_clust)
     max_extra: int = 5120  # rows of the extra MSA (N_extra_seq)
     max_templates: int = 4  # 0 for a model without template parts: then none are read (Supp. 1.2.3)
-    # In training, the `predicted_cost` of a pass: of a deeper alignment fewer rows are used, each with the same
-    # probability, but never fewer than `max_msa` + `max_extra`.  0: no bound, every row counts, as in the paper.
-    max_cost: float = 8.0
-    # Which are left out: single "rows", or "runs" of neighbours, which stay or go together as related sequences do.
+    # What a row's nearest cluster centre is measured over: the whole "chain", as in the paper, where clusters are made
+    # before the crop (Supp. 1.2.7, 1.2.8), or the "crop" alone, which is faster for chains longer than it.
+    clustering: Literal["chain", "crop"] = "chain"
+    # 0: every row counts, as in the paper.  Otherwise the most that a training pass may cost (`predicted_cost`): of an
+    # alignment that costs more, fewer rows are used, each with the same probability, but never fewer than `max_msa` +
+    # `max_extra`.
+    max_cost: float = 0.0
+    # Which rows `max_cost` leaves out: single "rows", or "runs" of neighbours, which are related.
     thin: Literal["rows", "runs"] = "rows"
     resample_msa: bool = True  # each pass through the trunk sees its own sample (Supp. 1.10, 1.11.2)
     masked_fraction: float = 0.15  # Supp. 1.2.7, step 2
@@ -107,7 +111,7 @@ def select(
     size = min(config.crop or length, length)
     start = crop_start(length, size, clamped, keyed_rng(seed, *key, "crop"))
     rows = delete_blocks(depth, config, keyed_rng(seed, *key, "blocks"))
-    most = row_budget(size, config)
+    most = row_budget(length, config)
     if most is not None and len(rows) > most:
         thin = thin_runs if config.thin == "runs" else with_query
         rows = thin(rows, most, keyed_rng(seed, *key, "budget"))
@@ -156,13 +160,16 @@ def thin_runs(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndar
     return np.concatenate([rows[:1], np.sort(np.concatenate([ring[:0], *(runs[index] for index in kept)]))])
 
 
-def row_budget(residues: int, config: SampleConfig) -> int | None:
-    """How many rows of so many residues cost `max_cost`, but at least `max_msa` + `max_extra`; None: any number."""
+def row_budget(length: int, config: SampleConfig) -> int | None:
+    """How many rows of a chain of so many residues cost `max_cost`, but at least `max_msa` + `max_extra`.
+
+    None: any number.
+    """
     if not config.max_cost:
         return None
     least = config.max_msa + config.max_extra
-    row = residues * (COST_READ + config.max_msa * COST_COMPARE + COST_COUNT)
-    return least + max(int((config.max_cost - _cost(residues, least, least, 1, config)) / row), 0)
+    cost, one_more = (_cost(length, rows, rows, 1, config) for rows in (least, least + 1))
+    return least + max(int((config.max_cost - cost) / (one_more - cost)), 0)
 
 
 def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 1, train: bool = True) -> float:
@@ -171,19 +178,21 @@ def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 
     The same on every machine: a formula, fitted to measurements (docs/features.md), not a clock.
     """
     if not train:
-        return _cost(length, depth, depth, passes, config)
-    residues = min(config.crop or length, length)
+        return _cost(length, depth, depth, passes, replace(config, crop=None))
     kept = expected_rows(depth, config)
-    used = min(kept, row_budget(residues, config) or kept)
-    return _cost(residues, kept, used, passes, config)  # rows left out lie in the same blobs as those used
+    used = min(kept, row_budget(length, config) or kept)
+    return _cost(length, kept, used, passes, config)  # rows left out lie in the same blobs as those used
 
 
-def _cost(residues: int, read: float, rows: float, passes: int, config: SampleConfig) -> float:
-    """Of an example of which `read` rows are read and `rows` of them used."""
+def _cost(length: int, read: float, rows: float, passes: int, config: SampleConfig) -> float:
+    """Of an example of a chain of so many residues, of which `read` rows are read and `rows` of them used."""
+    residues = min(config.crop or length, length)
+    columns = length if config.clustering == "chain" else residues
     centres = min(rows, config.max_msa)
     extra = min(rows - centres, config.max_extra)
-    one_pass = centres * COST_CENTRE + extra * COST_EXTRA + rows * (centres * COST_COMPARE + COST_COUNT)
-    return COST_EXAMPLE + residues * (read * COST_READ + passes * one_pass)
+    written = residues * (centres * COST_CENTRE + extra * COST_EXTRA + rows * COST_COUNT)
+    compared = columns * rows * centres * COST_COMPARE
+    return COST_EXAMPLE + columns * read * COST_READ + passes * (written + compared)
 
 
 def expected_rows(depth: int, config: SampleConfig) -> float:

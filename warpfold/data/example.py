@@ -42,20 +42,38 @@ class StoredExample:
     def templates_count(self) -> int:
         return len(self._record.notes.get("templates", ()))
 
+    @property
+    def profile(self) -> np.ndarray:
+        """Frequencies in the whole alignment: float32 [N, 22]."""
+        return self._record.read("profile")
+
+    def whole_rows(self, rows: np.ndarray) -> np.ndarray:
+        """These alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
+        return self._rows(0, self.length, rows)
+
     def take(
-        self, start: int, stop: int, rows: np.ndarray | None = None, templates: np.ndarray | None = None
+        self,
+        start: int,
+        stop: int,
+        rows: np.ndarray | None = None,
+        templates: np.ndarray | None = None,
+        whole: np.ndarray | None = None,
     ) -> RawExample:
         """Residues [start, stop), these alignment rows and these templates (indices, ascending; None: all).
 
-        The same as `RawExample.take` of the whole example.
+        The same as `RawExample.take` of the whole example.  whole: `whole_rows(rows)`, if it has been read already.
         """
         record, notes = self._record, self._record.notes
         span = np.arange(start, stop)
         parts: dict[str, Any] = {name: record.read(name, span) for name in PER_RESIDUE if name in record.arrays}
-        parts["msa"] = read_tiles(record.read, self.depth, record.arrays["msa"].shape[1], start, stop, rows)
+        parts["msa"] = self._rows(start, stop, rows) if whole is None else whole[:, start:stop]
         parts["deletions"] = read_columns(record.read, self.depth, start, stop, rows)
         parts["templates"] = self._templates(start, stop, templates)
         return RawExample(**{**notes, "sources": tuple(notes["sources"]), **parts})
+
+    def _rows(self, start: int, stop: int, rows: np.ndarray | None) -> np.ndarray:
+        width = self._record.arrays["msa"].shape[1]
+        return read_tiles(self._record.read, self.depth, width, start, stop, rows)
 
     @cached_property
     def _record(self) -> Record:

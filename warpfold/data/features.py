@@ -66,14 +66,24 @@ class RawExample:
     def templates_count(self) -> int:
         return 0 if self.templates is None else len(self.templates)
 
+    def whole_rows(self, rows: np.ndarray) -> np.ndarray:
+        """These alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
+        return self.msa[rows]
+
     def take(
-        self, start: int, stop: int, rows: np.ndarray | None = None, templates: np.ndarray | None = None
+        self,
+        start: int,
+        stop: int,
+        rows: np.ndarray | None = None,
+        templates: np.ndarray | None = None,
+        whole: np.ndarray | None = None,
     ) -> "RawExample":
         """Residues [start, stop), these alignment rows and these templates (indices, ascending; None: all).
 
-        The profile stays that of the whole alignment.
+        whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment.
         """
         span = slice(start, stop)
+        kept = slice(None) if rows is None else rows
         chosen = self.templates
         if chosen is not None and templates is not None:
             chosen = chosen.choose(templates)
@@ -81,8 +91,8 @@ class RawExample:
             self,
             aatype=self.aatype[span],
             residue_index=self.residue_index[span],
-            msa=self.msa[:, span] if rows is None else self.msa[rows, span],
-            deletions=self.deletions[:, span] if rows is None else self.deletions[rows, span],
+            msa=self.msa[kept, span] if whole is None else whole[:, span],
+            deletions=self.deletions[kept, span],
             profile=self.profile[span],
             positions=None if self.positions is None else self.positions[span],
             mask=None if self.mask is None else self.mask[span],

@@ -1,10 +1,13 @@
 """The MSA features: clusters, masking, profiles, the extra MSA (Supp. 1.2.7, 1.2.9, table 1).
 
-Everything is drawn and computed on the chosen rows and residues of one example, in whole numbers until the last step,
-and written once, where the model reads it: one array per feature, with all passes in it.
+The order is the paper's: cluster centres are drawn and masked, and every other row joins the nearest, over the whole
+chain; the rest is computed for the crop alone, which gives the same numbers.  Everything is counted in whole numbers
+until the last step, and written once, where the model reads it: one array per feature, with all passes in it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
 
 import numpy as np
 import torch
@@ -17,9 +20,29 @@ from warpfold.geometry.residue import GAP, MASK
 
 MSA_CLASSES = 23  # 20 residue types, X, gap, mask
 ROWS = 1024  # rows compared with the centres at a time
-HALF = 2048  # columns: a float16 counts so far without error
+PLACES = 3  # counts in one float32, whose 24 bits hold whole numbers without error
+BITS = 8  # of each count
+MOST = 2**BITS - 1  # columns that are counted at a time
 PROFILE = slice(25, 48)  # channels of msa_feat
-COLUMNS = 32  # columns counted at a time
+
+
+@dataclass(frozen=True)
+class WholeChain:
+    """The chosen alignment rows over a whole chain of L residues, of which a crop takes N."""
+
+    msa: np.ndarray  # uint8 [R, L], codes 0-21
+    profile: np.ndarray  # float32 [L, 22], frequencies in the whole alignment
+    start: int  # where the crop begins
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is drawn for one pass: S cluster centres, what is masked in them, and E rows of the extra MSA."""
+
+    centres: np.ndarray  # int64 [S], ascending; the query, row 0, is the first
+    masked: np.ndarray  # uint8 [S, L], codes 0-22: the centres as the model sees them
+    bert_mask: np.ndarray  # bool [S, L]: what it must restore
+    extra: np.ndarray  # int64 [E], ascending
 
 
 @dataclass(frozen=True)
@@ -51,26 +74,54 @@ def msa_features(
     key: tuple[str | int, ...],
     passes: int = 1,
     sizes: dict[str, int] | None = None,
+    chain: WholeChain | None = None,
 ) -> Arrays:
     """The MSA features of an example, with a draw of its own for each of `passes`.
 
     raw: the chosen rows and residues.  sizes: at least so many `res`, `seq` and `extra` (the rest is zeros, masked).
+    chain: what the crop is cut from, if clusters are made before it; otherwise they are made from `raw` alone.
     Whole numbers and masks are narrower than in the feature table (`batch.to_tensors` widens them on the device):
     masks and codes uint8, the others float32.
     """
+    chain = chain or WholeChain(raw.msa, raw.profile, 0)
     depth, length = raw.msa.shape
-    seq = min(depth, config.max_msa)
-    extra = min(depth - seq, config.max_extra)
+    draws = [_draw(chain, config, seed, (*key, index)) for index in range(passes)]
+    seq, extra = len(draws[0].centres), max(len(draws[0].extra), 1)
+    if seq < depth:
+        clusters = nearest_cluster(chain.msa, np.stack([draw.masked for draw in draws]))
+    else:
+        clusters = np.zeros((passes, depth), np.int64)  # every row is a centre
+    # A row of gaps agrees with no centre, and would join the query's cluster by default.  Of a whole chain no packed
+    # alignment has one; of a crop alone there may be many.
+    silent = (chain.msa == GAP).all(1)
     sizes = sizes or {}
-    shape = [max(size, sizes.get(axis, 0)) for axis, size in (("seq", seq), ("extra", max(extra, 1)), ("res", length))]
+    shape = [max(size, sizes.get(axis, 0)) for axis, size in (("seq", seq), ("extra", extra), ("res", length))]
     features = _zeros(passes, *shape)
     deletions = Deletions.of(raw.deletions)
-    # A row without a residue in this crop says nothing: it would join the query's cluster by default.
-    silent = (raw.msa == GAP).all(1)
-    for index in range(passes):
-        one = {name: array[index] for name, array in features.items()}
-        _fill(one, raw, deletions, silent, config, seed, (*key, index))
+    crop = slice(chain.start, chain.start + length)
+    for index, (draw, cluster) in enumerate(zip(draws, clusters)):
+        cluster[silent] = seq  # none
+        cluster[draw.centres] = np.arange(seq)
+        cut = replace(draw, masked=draw.masked[:, crop], bert_mask=draw.bert_mask[:, crop])
+        _fill({name: array[index] for name, array in features.items()}, raw.msa, deletions, cut, cluster)
     return features
+
+
+def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...]) -> Draw:
+    """The draw of one pass: centres, masking, extra rows."""
+    depth = len(chain.msa)
+    centres = np.arange(depth)
+    if depth > config.max_msa:
+        centres = with_query(centres, config.max_msa, keyed_rng(seed, *key, "clusters"))
+    masked, bert_mask = mask_msa(chain.msa[centres], chain.profile, config, keyed_rng(seed, *key, "mask"))
+    other = np.ones(depth, bool)
+    other[centres] = False
+    extra = np.flatnonzero(other)
+    if len(extra) > config.max_extra:
+        extra = np.sort(keyed_rng(seed, *key, "extra").choice(extra, config.max_extra, replace=False))
+    elif not len(extra) and config.empty_extra == "query":
+        extra = np.zeros(1, np.int64)
+    return Draw(centres, masked, bert_mask, extra)
 
 
 def _zeros(passes: int, seq: int, extra: int, length: int) -> Arrays:
@@ -84,55 +135,32 @@ def _zeros(passes: int, seq: int, extra: int, length: int) -> Arrays:
     }
 
 
-def _fill(
-    features: Arrays,
-    raw: RawExample,
-    deletions: Deletions,
-    silent: np.ndarray,
-    config: SampleConfig,
-    seed: int,
-    key: tuple[str | int, ...],
-) -> None:
-    """Draws one pass and writes its features."""
-    depth, length = raw.msa.shape
-    centres = np.arange(depth)
-    if depth > config.max_msa:
-        centres = with_query(centres, config.max_msa, keyed_rng(seed, *key, "clusters"))
-    count = len(centres)
-    true_msa = raw.msa[centres]
-    masked_msa, bert_mask = mask_msa(true_msa, raw.profile, config, keyed_rng(seed, *key, "mask"))
-    features["true_msa"][:count, :length] = true_msa
-    features["bert_mask"][:count, :length] = bert_mask
-    features["msa_mask"][:count, :length] = 1
+def _fill(features: Arrays, msa: np.ndarray, deletions: Deletions, draw: Draw, cluster: np.ndarray) -> None:
+    """Write the features of one pass.
 
-    rows, cluster = masked_msa, np.arange(depth)
-    if count < depth:
-        rows = raw.msa.copy()
-        rows[centres] = masked_msa
-        cluster = nearest_cluster(raw.msa, masked_msa)
-        cluster[silent] = count  # none
-        cluster[centres] = np.arange(count)
+    msa: uint8 [R, N], the rows in the crop; draw: cut to the crop; cluster: int64 [R], S for none.
+    """
+    depth, length = msa.shape
+    count = len(draw.centres)
+    features["true_msa"][:count, :length] = msa[draw.centres]
+    features["bert_mask"][:count, :length] = draw.bert_mask
+    features["msa_mask"][:count, :length] = 1
+    rows = msa.copy()
+    rows[draw.centres] = draw.masked
     members = (np.bincount(cluster, minlength=count)[:count] + 1e-6).astype(np.float32)  # as official
     feat = features["msa_feat"][:count, :length]
-    write_codes(feat, masked_msa, rows, cluster, members)
-    own = deletions.among(centres, depth)
+    write_codes(feat, draw.masked, rows, cluster, members)
+    own = deletions.among(draw.centres, depth)
     feat[own.row, own.column, 23] = 1
     feat[own.row, own.column, 24] = deletion_value(own.count)
     mean = deletion_means(deletions, cluster, members, length)
     row, column = np.nonzero(mean)
     feat[row, column, 48] = deletion_value(mean[row, column])
 
-    other = np.ones(depth, bool)
-    other[centres] = False
-    others = np.flatnonzero(other)
-    if len(others) > config.max_extra:
-        others = np.sort(keyed_rng(seed, *key, "extra").choice(others, config.max_extra, replace=False))
-    elif not len(others) and config.empty_extra == "query":
-        others = np.zeros(1, np.int64)
-    count = len(others)
-    features["extra_msa"][:count, :length] = raw.msa[others]
+    count = len(draw.extra)
+    features["extra_msa"][:count, :length] = msa[draw.extra]
     features["extra_msa_mask"][:count, :length] = 1
-    own = deletions.among(others, depth)
+    own = deletions.among(draw.extra, depth)
     features["extra_has_deletion"][own.row, own.column] = 1
     features["extra_deletion_value"][own.row, own.column] = deletion_value(own.count)
 
@@ -160,24 +188,46 @@ def mask_msa(
 
 
 def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """The cluster of each row: the centre that agrees with it in most positions, the first of equals (int64 [E]).
+    """The cluster of each row: the centre that agrees with it in most positions, the first of equals (int64 [P, R]).
 
-    rows: uint8 [E, N], codes 0-21; centres: uint8 [S, N], codes 0-22.  Gaps and masked positions agree with nothing
-    (Supp. 1.2.7, step 3).  For each column and code a table says which centres have it there; a row adds up its N
-    lines of the table.  That is the product with one-hot rows without the zeros, and exact: float16 counts to 2,048.
+    rows: uint8 [R, L], codes 0-21; centres: uint8 [P, S, L], codes 0-22, those of P passes.  Gaps and masked positions
+    agree with nothing (Supp. 1.2.7, step 3).  For each column and code a table says which centres have it there; a row
+    adds up its lines of the table.  That is the product with one-hot rows without the zeros, and exact: a float32 adds
+    up three counts, none of which outgrows its eight bits.
+    """
+    passes, depth, length = centres.shape
+    width = ceil(length / ceil(length / MOST))
+    spans = [slice(start, start + width) for start in range(0, length, width)]
+    tables = [[_agreement_table(each[:, span]) for each in centres] for span in spans]
+    line = np.arange(width, dtype=np.int32) * MSA_CLASSES
+    nearest = np.empty((passes, len(rows)), np.int64)
+    for start in range(0, len(rows), ROWS):
+        block = rows[start : start + ROWS]
+        counts = np.zeros((passes, len(block), PLACES, tables[0][0].shape[1]), np.int32)
+        for span, of_passes in zip(spans, tables):
+            part = block[:, span]
+            lines = torch.from_numpy(part + line[: part.shape[1]])
+            for table, count in zip(of_passes, counts):
+                sums = embedding_bag(lines, table, mode="sum").int().numpy()
+                for place in range(PLACES):
+                    count[:, place] += (sums >> (BITS * place)) & MOST
+        nearest[:, start : start + ROWS] = counts.reshape(passes, len(block), -1)[..., :depth].argmax(-1)
+    return nearest
+
+
+def _agreement_table(centres: np.ndarray) -> torch.Tensor:
+    """Which centres have a code in a column, gaps excepted: float32 [N * 23, G], bits of G = S / 3 groups of three.
+
+    Group g has the centres g, G + g and 2 G + g, each worth 256 times the one before.
     """
     depth, length = centres.shape
-    agrees = np.zeros((length, MSA_CLASSES, depth), np.float16)
-    agrees[np.arange(length), centres, np.arange(depth)[:, None]] = 1
-    agrees[:, GAP] = 0
-    table = torch.from_numpy(agrees.reshape(-1, depth))
-    line = np.arange(length, dtype=np.int32) * MSA_CLASSES
-    nearest = np.empty(len(rows), np.int64)
-    for start in range(0, len(rows), ROWS):
-        lines = torch.from_numpy(rows[start : start + ROWS] + line)
-        parts = [embedding_bag(part, table, mode="sum").float() for part in lines.split(HALF, dim=1)]
-        nearest[start : start + ROWS] = sum(parts[1:], parts[0]).numpy().argmax(axis=1)
-    return nearest
+    groups = ceil(depth / PLACES)
+    table = np.zeros((length, MSA_CLASSES, groups), np.float32)
+    for place in range(PLACES):
+        part = centres[place * groups : (place + 1) * groups]
+        table[np.arange(length), part, np.arange(len(part))[:, None]] += 2 ** (BITS * place)
+    table[:, GAP] = 0
+    return torch.from_numpy(table.reshape(-1, groups))
 
 
 def write_codes(
@@ -189,15 +239,15 @@ def write_codes(
     them; cluster: int64 [R], S for none; members: float32 [S], what to divide by.
     """
     count, length = masked.shape
-    base = cluster[:, None] * (COLUMNS * MSA_CLASSES) + np.arange(0, COLUMNS * MSA_CLASSES, MSA_CLASSES)
-    for start in range(0, length, COLUMNS):  # pieces that stay in the cache
-        span = slice(start, min(start + COLUMNS, length))
-        width = span.stop - start
-        piece = feat[:, span]
-        piece[np.arange(count)[:, None], np.arange(width), masked[:, span]] = 1
-        found = np.bincount((base[:, :width] + rows[:, span]).ravel(), minlength=(count + 1) * COLUMNS * MSA_CLASSES)
-        counts = found.astype(np.float32).reshape(-1, COLUMNS, MSA_CLASSES)[:count, :width]
-        np.divide(counts, members[:, None, None], out=piece[..., PROFILE])
+    feat[np.arange(count)[:, None], np.arange(length), masked] = 1
+    order = np.argsort(cluster, kind="stable")
+    bounds = np.searchsorted(cluster[order], np.arange(count + 1)).tolist()
+    rows, column = rows[order], np.arange(0, length * MSA_CLASSES, MSA_CLASSES)
+    for one, number, (start, stop) in zip(feat, members, pairwise(bounds)):  # counts of a cluster stay in the cache
+        found = np.bincount((rows[start:stop] + column).ravel(), minlength=length * MSA_CLASSES)
+        np.divide(
+            found.reshape(length, MSA_CLASSES), number, out=one[:, PROFILE], dtype=np.float32, casting="same_kind"
+        )
 
 
 def deletion_means(deletions: Deletions, cluster: np.ndarray, members: np.ndarray, length: int) -> np.ndarray:

@@ -6,7 +6,7 @@ from warpfold.batch import FEATURES, Arrays
 from warpfold.data.choose import SampleConfig, Selection, keyed_rng, predicted_cost, select
 from warpfold.data.example import StoredExample
 from warpfold.data.features import RawExample, add_labels, atom_masks
-from warpfold.data.msa_features import msa_features
+from warpfold.data.msa_features import WholeChain, msa_features
 from warpfold.data.template import template_features
 
 __all__ = ["SampleConfig", "Selection", "keyed_rng", "make_features", "pad_features", "predicted_cost", "select"]
@@ -22,15 +22,20 @@ def make_features(
 ) -> Arrays:
     """The model's input for one example: arrays of the feature table (`warpfold.batch.FEATURES`), no batch axis.
 
-    example: in memory or in a store, of which only what is chosen is read.  key: names this draw, e.g. (example name,
-    step).  passes: (recycles + 1) x ensemble; with `resample_msa` the MSA features hold that many samples, otherwise
-    one.  train: crop, delete blocks, keep within `max_cost`, draw the templates and the clamping of FAPE.
+    example: in memory or in a store, of which only what is chosen is read (for `clustering = "chain"` the chosen rows
+    over the whole chain).  key: names this draw, e.g. (example name, step).  passes: (recycles + 1) x ensemble; with
+    `resample_msa` the MSA features hold that many samples, otherwise one.  train: crop, delete blocks, keep within
+    `max_cost`, draw the templates and the clamping of FAPE.
     Whole numbers and masks may be narrower than in the table: `batch.to_tensors` widens them.
     Labels are there when the example has coordinates.  An alignment with no row to spare for the extra MSA has one
     fully masked row there, which is what AlphaFold2's padding comes to, or the query's (`empty_extra`).
     """
     chosen = select(example.length, example.depth, config, seed, key, train, example.templates_count)
-    raw = example.take(chosen.start, chosen.stop, chosen.rows, chosen.templates)
+    chain = None
+    if config.clustering == "chain" and chosen.stop - chosen.start < example.length:
+        chain = WholeChain(example.whole_rows(chosen.rows), example.profile, chosen.start)
+    whole = None if chain is None else chain.msa
+    raw = example.take(chosen.start, chosen.stop, chosen.rows, chosen.templates, whole)
     length = raw.length
     sizes = {}
     if config.pad:
@@ -42,7 +47,7 @@ def make_features(
         "target_feat": np.eye(22, dtype=np.float32)[raw.aatype.astype(np.int64) + 1],  # channel 0: chain break
         **atom_masks(raw.aatype),
         **template_features(raw.templates, length),
-        **msa_features(raw, config, seed, key, passes if config.resample_msa else 1, sizes),
+        **msa_features(raw, config, seed, key, passes if config.resample_msa else 1, sizes, chain),
     }
     if raw.positions is not None and raw.mask is not None:
         features["all_atom_positions"] = raw.positions

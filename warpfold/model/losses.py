@@ -40,8 +40,9 @@ WEIGHTED = (
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Weights and constants of `total_loss`.  The defaults are initial training's; a weight of 0 drops the term.
+    """Weights and constants of `total_loss`.  A weight of 0 drops the term.
 
+    The defaults are initial training's as DeepMind's code computes it, which lacks the factor of `scale_by_length`.
     Sources: "eq. 7" is that of Supp. 1.9, whose second line is fine-tuning's; "code" is the configuration that
     DeepMind published with its code (alphafold/model/config.py).
     """
@@ -61,7 +62,7 @@ class LossConfig:
     max_resolution: float = 3.0
     violation_tolerance_factor: float = 12.0  # standard deviations; Supp. 1.9.11
     clash_overlap_tolerance: float = 1.5  # angstrom; Supp. 1.9.11
-    scale_by_length: bool = False  # Supp. 1.9: the loss times the square root of the number of residues
+    scale_by_length: bool = False  # Supp. 1.9: the loss times the square root of the number of residues in the crop
 
     def __post_init__(self) -> None:
         weights = [getattr(self, name) for name in WEIGHTED]
