@@ -97,6 +97,31 @@ def test_alone_one_hears_oneself() -> None:
         assert team.speaks
 
 
+def test_the_first_ones_tensors_reach_all_to_the_bit(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 16)  # bytes: tensors are cut and joined
+    given = {
+        "weights": torch.arange(9.0).view(3, 3).mT,
+        "steps": torch.tensor(7),
+        "nothing": torch.empty(0, 4),
+        "half": torch.tensor([1.0, math.nan, -0.0], dtype=torch.bfloat16),
+        "flag": torch.tensor([True, False]),
+    }
+
+    def receive(team: Team) -> None:
+        found = team.tensors_from_first(given if team.leads else None, "a checkpoint")
+        assert list(found) == list(given)
+        for name, x in given.items():
+            assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype)
+            assert found[name].tolist() == x.tolist() or name == "half"
+        assert found["half"].view(torch.int16).tolist() == given["half"].view(torch.int16).tolist()
+        assert team.from_first({"ä": 1} if team.leads else None, "its notes") == {"ä": 1}
+        assert team.tensors_from_first({} if team.leads else None, "no tensors") == {}
+
+    codes, said, _ = crew.run(receive, Plan(data=3))
+    assert (codes, said) == ([FINE] * 3, [""] * 3)
+    receive(Team())
+
+
 def test_when_one_fails_the_others_end_and_say_why(crew: Crew) -> None:
     def fail(team: Team) -> None:
         if team.launch.rank == 1:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -31,6 +31,7 @@ from warpfold.parallel.plan import Plan
 BEAT = 1.0  # seconds between signs of life
 SILENT = 3 * BEAT  # after so long without one, a process is dead or frozen
 GRACE = 20.0  # seconds that a process has to end by itself once another has failed
+PIECE = 2**26  # bytes of a broadcast that travel together
 POLL = 0.1  # seconds between two looks, while processes meet
 LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed")
 BROKEN = ("timed out", "timeout", *LOST)
@@ -145,6 +146,44 @@ class Team:
             part.copy_(there)
         return whole
 
+    def from_first(self, value: Any, what: str) -> Any:
+        """Return on every process what the first one gives, JSON-able; the others' value is not looked at.
+
+        All must call it.  If the first one fails before it comes here, the others end with its reason.
+        """
+        self.place = Place(self.place.meetings + 1, name=what)
+        if self.mesh.world.size == 1:
+            return value
+        data = _bytes_of(value) if self.leads else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        self._broadcast(length)
+        data = data if self.leads else data.new_empty(int(length))
+        self._broadcast(data)
+        return json.loads(bytes(data.tolist()))
+
+    def tensors_from_first(self, tensors: Mapping[str, Tensor] | None, what: str) -> dict[str, Tensor]:
+        """Return on every process the tensors, in main memory, that the first one gives; the others give None.
+
+        All must call it.  They travel as bytes in pieces of `PIECE`, so every dtype arrives to the bit, and what is
+        needed beside the tensors is one piece.
+        """
+        given = {name: x.detach().cpu().contiguous() for name, x in (tensors or {}).items()} if self.leads else {}
+        table = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in given.items()]
+        table = self.from_first(table, what)
+        if self.mesh.world.size == 1:
+            return given
+        found = given or {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in table}
+        for piece in _pieces([x.view(-1).view(torch.uint8) for x in found.values() if x.numel()]):
+            sent = torch.cat(piece)
+            self._broadcast(sent)
+            if not self.leads:
+                for part, arrived in zip(piece, sent.split([len(part) for part in piece])):
+                    part.copy_(arrived)
+        return found
+
+    def _broadcast(self, x: Tensor) -> None:
+        dist.broadcast(x, 0, group=self.mesh.world.handle)
+
     def note_slices(self, event: Event) -> None:
         """A collective of an example's slices began or was waited for."""
         self._went_on(f"{event.kind} of {event.name}{' (backward)' if event.backward else ''}", slices=1)
@@ -158,10 +197,30 @@ class Team:
         self.place = Place(at.meetings, at.gradients + gradients, at.slices + slices, name)
 
 
+def _bytes_of(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _pieces(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parts of flat tensors of bytes, joined or cut into pieces of at most `PIECE`."""
+    piece: list[Tensor] = []
+    room = PIECE
+    for x in flat:
+        while len(x):
+            part, x = x[:room], x[room:]
+            piece.append(part)
+            room -= len(part)
+            if not room:
+                yield piece
+                piece, room = [], PIECE
+    if piece:
+        yield piece
+
+
 def _all_gather(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
-    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    text = _bytes_of(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
     dist.all_gather(sizes, torch.tensor([len(text)]), group=group.handle)
     longest = max(int(size) for size in sizes)
