@@ -89,10 +89,11 @@ def test_a_forward_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyP
         apply(plan, model)
         with torch.set_grad_enabled(plan.recompute):
             expected = model(batch).distogram_logits
-            with monkeypatch.context() as patch, pytest.raises(MemoryError):
-                patch.setattr(model.evoformer.blocks[1].pair.starting, "update", Mock(side_effect=MemoryError))
-                patch.setattr(model.evoformer.blocks[1].pair.starting, "add", Mock(side_effect=MemoryError))
-                model(batch)
+            with monkeypatch.context() as patch:
+                for name in ("update", "add"):
+                    patch.setattr(model.evoformer.blocks[1].pair.starting, name, Mock(side_effect=MemoryError))
+                with pytest.raises(MemoryError):
+                    model(batch)
             found = model(batch).distogram_logits
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 

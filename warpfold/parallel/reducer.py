@@ -32,6 +32,7 @@ from warpfold.parallel.exchange import (
 )
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.powersgd import make_compressor
+from warpfold.parallel.waits import Work, waiting
 
 
 class Reducer:
@@ -83,7 +84,7 @@ class Reducer:
         """
         self.early, self._add_to = early and self.mesh.data.size > 1 and self.compressor is None, add_to
         self.sent_buckets = 0
-        self._sums: list[dist.Work] = []
+        self._sums: list[Work] = []
         self._due: list[int] | None = None
 
     def finish(self) -> Tensor:
@@ -266,7 +267,8 @@ class Reducer:
         for kind, local in self.compressor.local.items():
             for rank, source in enumerate(self.mesh.data.ranks):
                 shard = local.clone()
-                dist.broadcast(shard, source, group=self.mesh.data.handle)
+                with waiting("the state of the data ranks"):
+                    dist.broadcast(shard, source, group=self.mesh.data.handle)
                 whole = self._whole(shard)
                 if self.mesh.world.rank == 0:
                     for name in self.layout.places:
