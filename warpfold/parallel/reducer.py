@@ -63,6 +63,8 @@ def _run(calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> 
             future.set_exception(error)
         del item, future, call  # nothing is kept alive while there is nothing to do
 
+HANDLE = "_warpfold_gradient_hook"  # the parameter's attribute that says who hears of its gradient
+
 
 class Reducer:
     """One example after the other: `begin`, backward, `finish`; after the last of a step, `mean`.
@@ -137,11 +139,14 @@ class Reducer:
         return self.summed
 
     def _watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Hear of every gradient that is there; a reducer that did so before does not any more."""
         self._nodes = [[get_gradient_edge(parameters[name]).node for name in names] for names in self.layout.members]
         for bucket, names in enumerate(self.layout.members):
             for name in names:
                 hook = partial(self._arrived, bucket, name, parameters[name].grad)
-                parameters[name].register_post_accumulate_grad_hook(hook)
+                if earlier := getattr(parameters[name], HANDLE, None):
+                    earlier.remove()
+                setattr(parameters[name], HANDLE, parameters[name].register_post_accumulate_grad_hook(hook))
 
     def _arrived(self, bucket: int, name: str, view: Tensor | None, parameter: Tensor) -> None:
         """A parameter has its gradient, the sum over all its uses: autograd calls this once in a backward pass."""
@@ -203,11 +208,23 @@ class Reducer:
         self._late_work.wait()
         return self._late
 
-    def mean(self, total: Tensor, examples: int) -> Tensor:
+    def used(self, examples: int) -> int:
+        """Return how many examples all data ranks have used since the last step; this one has used `examples`."""
+        if self.mesh.data.size == 1:
+            return examples
+        if self._late is not None:
+            return int(self._late.count_nonzero())
+        return int(self.data_wire.sum(self.gradient.new_tensor([examples])))
+
+    def mean(self, total: Tensor, examples: float) -> Tensor:
         """The mean over the data ranks, and over the `examples` of each, in this rank's shard.
 
         total: each rank's sum over its examples, in the shard of its model rank; it is written over.
+        examples: on average of the ranks; of 0 the result is 0.
         """
+        if not examples and self.compressor is not None:
+            return total  # 0; what the compressor carries over stays for the next step
+        examples = examples or 1
         if self.mesh.data.size == 1:
             return total.div_(examples)
         if self.compressor is not None:
@@ -284,9 +301,11 @@ class Reducer:
             self.data_wire.sum(x)
         return x
 
-    def norm(self, shard: Tensor, data: bool) -> float:
-        """The norm of a flat vector from its shards; `data` as above."""
+    def norm(self, shard: Tensor, data: bool, loss: Tensor | None = None) -> float:
+        """The norm of a flat vector from its shards; `data` as above.  NaN where any rank's `loss` is not finite."""
         norm = torch.linalg.vector_norm(shard)
+        if loss is not None:
+            norm = norm + 0 * loss.detach()
         if self.mesh.model.size > 1 or (data and self.sharded):
             norm = self.sum_of_shards(norm.double().square(), data).sqrt()
         return float(norm)
