@@ -63,6 +63,7 @@ def _run(calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> 
             future.set_exception(error)
         del item, future, call  # nothing is kept alive while there is nothing to do
 
+
 HANDLE = "_warpfold_gradient_hook"  # the parameter's attribute that says who hears of its gradient
 
 
