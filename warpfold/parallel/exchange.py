@@ -88,11 +88,14 @@ class Wire:
         name = self._note("sum", x.nbytes * (self.group.size - 1) // self.group.size)
         return Work(reduce_scatter(out, x, group=self.group.handle, async_op=True), name)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """x becomes its sum over the ranks, which is waited for: for a few numbers."""
+    def begin_sum(self, x: Tensor) -> Work:
+        """x becomes its sum over the ranks: for a few numbers."""
         name = self._note("sum", 2 * x.nbytes * (self.group.size - 1) // self.group.size)
-        with waiting(name):
-            dist.all_reduce(x, group=self.group.handle)
+        return Work(dist.all_reduce(x, group=self.group.handle, async_op=True), name)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The same, waited for."""
+        self.begin_sum(x).wait()
         return x
 
     def mean(self, x: Tensor) -> Tensor:

@@ -94,6 +94,7 @@ class Reducer:
         self.pieces = layout.within(mesh.model.size)  # of `summed`, a piece of each bucket
         self._late: Tensor | None = None  # how much each data rank's last example counts
         self._late_work = Work(None, "")  # on its way
+        self._count: tuple[Tensor, Work] | None = None  # of the examples that were used, on its way
         self._travels: list[Stages[Tensor]] = []  # exchanges that have begun, in the order of the buckets
         both = mesh.model.size > 1 and mesh.data.size > 1
         self._side = torch.cuda.Stream(gradient.device) if both and gradient.is_cuda else None
@@ -209,13 +210,24 @@ class Reducer:
         self._late_work.wait()
         return self._late
 
+    def count(self, examples: int) -> None:
+        """Begin to add up how many examples all data ranks have used since the last step; this one: `examples`."""
+        if self.mesh.data.size > 1 and self._late is None:  # otherwise the weights say it
+            number = self.gradient.new_tensor([examples])
+            self._count = number, self.data_wire.begin_sum(number)
+
     def used(self, examples: int) -> int:
         """Return how many examples all data ranks have used since the last step; this one has used `examples`."""
         if self.mesh.data.size == 1:
             return examples
-        if self._late is not None:
-            return int(self._late.count_nonzero())
-        return int(self.data_wire.sum(self.gradient.new_tensor([examples])))
+        if (weights := self._weights()) is not None:
+            return int(weights.count_nonzero())
+        if self._count is None:
+            self.count(examples)
+        assert self._count is not None
+        (number, work), self._count = self._count, None
+        work.wait()
+        return int(number)
 
     def mean(self, total: Tensor, examples: float) -> Tensor:
         """The mean over the data ranks, and over the `examples` of each, in this rank's shard.

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.parallel.collectives import Event, sizes_of, watched
+from warpfold.parallel.collectives import Event, all_gather, sizes_of, watched
 from warpfold.parallel.exchange import overheard
 from warpfold.parallel.mesh import Group, Mesh, check_grid, make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.pulse import Clock, Place, Pulse, TeamError
-from warpfold.parallel.waits import LostError, waiting
+from warpfold.parallel.waits import LostError, Work, waiting
 
 PIECE = 2**26  # bytes of a broadcast that travel together
 POLL = 0.1  # seconds between two looks, while processes meet
@@ -96,6 +96,16 @@ class Team:
         """The same among those that share an example."""
         self._went_on(what, slices=1)
         return _all_gather(value, self.mesh.model, what)
+
+    def gather(self, x: Tensor, what: str) -> "Gathering":
+        """Begin to gather a flat tensor of one length from every process; all must call it.  It travels meanwhile."""
+        self.place = Place(self.place.meetings + 1, name=what)
+        return _begin(x, self.mesh.world, what)
+
+    def gather_example(self, x: Tensor, what: str) -> "Gathering":
+        """The same among those that share an example."""
+        self._went_on(what, slices=1)
+        return _begin(x, self.mesh.model, what)
 
     def spoken(self, values: list[Any]) -> list[Any]:
         """Of what all shared, that of the first of each example: in the order of data ranks."""
@@ -176,6 +186,29 @@ class Team:
     def _went_on(self, name: str, gradients: int = 0, slices: int = 0) -> None:
         at = self.place
         self.place = Place(at.meetings, at.gradients + gradients, at.slices + slices, name)
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A tensor of every process of a group, on its way."""
+
+    found: Tensor  # [processes, length]
+    sent: Tensor
+    work: Work
+
+    def wait(self) -> Tensor:
+        """Return the tensors of all, [processes, length], in the order of ranks."""
+        self.work.wait()
+        return self.found
+
+
+def _begin(x: Tensor, group: Group, what: str) -> Gathering:
+    x = x.contiguous()
+    if group.size == 1:
+        return Gathering(x[None], x, Work(None, what))
+    found = x.new_empty(group.size * len(x))
+    work = Work(all_gather(found, x, group=group.handle, async_op=True), what)
+    return Gathering(found.view(group.size, -1), x, work)
 
 
 def _bytes_of(value: Any) -> Tensor:
