@@ -163,6 +163,8 @@ class Optimizer:
             self.total.add_(gradient, alpha=factor)
         self.gradient.zero_()
         self._expect(self.examples + 1, self.used + used)
+        if self.examples == self.share:
+            self.reducer.count(self.used)
         return norm
 
     def step(self, step: int) -> float:

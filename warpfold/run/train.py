@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from warpfold import settings
 from warpfold.batch import Batch, to_tensors
@@ -35,7 +34,7 @@ from warpfold.run.examples import draw_recycles, fingerprint, hold_out, load, op
 from warpfold.run.optim import Optimizer
 from warpfold.run.signals import StopSignals
 from warpfold.run.skipped import Skipped
-from warpfold.run.together import heard, meet, summed, take
+from warpfold.run.together import Sums, heard, meet, summing, take, tell
 from warpfold.run.watch import Clock, Log, Row, Seen, Watcher, step_row, tensorboard, validation_row
 
 __all__ = ["RunConfig", "Summary", "TrainConfig", "draw_recycles", "initial_model", "split", "train"]
@@ -100,17 +99,19 @@ def train(
                 model.noise.seed(config.train.seed, example.index)  # of dropout
                 output = model(batch, recycles)  # Algorithms 2 and 30 to 32
                 loss, terms = total_loss(output, batch, config.loss, residues=model.residues)  # Supp. 1.9, equation 7
+                sums = summing({"": loss, **terms}, team)  # over those that share the example
                 loss.backward()
                 norm = optimizer.collect(loss)  # clip the gradient of this example, add it to the step's (Supp. 1.11.3)
-                seen.append(look(example, output, loss, terms, norm, team))
+                seen.append(look(example, output, sums, norm))
                 keep_if_not_finite(run, config, optimizer, example, seen[-1], step, recycles, team)
+            told = tell(step + 1, seen, clock, ledger, signals, team)
             rate = optimizer.step(step)  # the mean over the examples; Adam; the moving average of the weights
             step += 1
-            seen = meet(step, seen, clock, examples, ledger, team)  # those of all ranks
+            seen, came = meet(told, clock, examples, ledger, team)  # those of all ranks
             log(step_row(step, seen, rate, recycles, clock))
             skipped.add(step, seen)
 
-            stop = heard(signals, team)
+            stop = came if team.launch.ranks > 1 else signals.came
             if step == config.train.steps or stop or due(step, config.train.save_every):
                 notes = {"loader": used_by_all(examples, team), "skipped": skipped.places, **source}
                 save(run, model, optimizer, step, notes, config, team)
@@ -279,9 +280,9 @@ def keep_if_not_finite(
 # Looking at what came out
 
 
-def look(example: Sample, output: Output, loss: Tensor, terms: Mapping[str, Tensor], norm: float, team: Team) -> Seen:
-    """What an example came to, as plain numbers; loss and terms are this process's parts of sums."""
-    plain = summed({"": loss, **terms}, team)
+def look(example: Sample, output: Output, sums: Sums, norm: float) -> Seen:
+    """What an example came to, as plain numbers; sums: of the loss, "", and its terms."""
+    plain = sums.wait()
     batch = example.features
     return Seen(
         key=example.name,
