@@ -175,7 +175,12 @@ def lock_file(path: Path, taken: UserError) -> TextIO:
     return file
 
 
-def check_absent(path: Path) -> None:
-    """Errors: UserError when there is something at `path` already; output that is named by hand replaces nothing."""
+def check_new(path: Path) -> None:
+    """See that a file can be made at `path`, where nothing is yet: what takes minutes should say so before.
+
+    Errors: UserError.
+    """
     if os.path.lexists(path):
         raise UserError(f"{path}: exists already; remove it, or name another file")
+    if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
+        raise UserError(f"{path}: cannot be written: {path.parent} is no folder that may be written")

@@ -22,7 +22,7 @@ from warpfold.cli.common import (
     writes,
 )
 from warpfold.errors import UserError
-from warpfold.files import check_absent, write_atomically
+from warpfold.files import check_new, write_atomically
 
 WIDE = 200  # columns of a table where the output is no terminal
 
@@ -69,7 +69,7 @@ def operations(
     if not op:
         raise UserError("--op: which operation? for example warpfold bench --op attention")
     for file in filter(None, (csv, plot)):
-        check_absent(file)
+        check_new(file)
     import torch
 
     from warpfold.tune.bench_ops import BENCHED, checked
@@ -147,7 +147,7 @@ def data(
     from warpfold.tune.straggler import Case
 
     if out is not None:
-        check_absent(out)
+        check_new(out)
     with progress_bar() as progress:
         found = bench_data(Store(store), sources, entries, Case(steps=steps), progress)
     if out is not None:
