@@ -163,7 +163,7 @@ def test_no_step_waits_for_all_ranks_to_speak(
 
     def on_a_rank() -> list[list[str]]:
         mesh = make_mesh(2)
-        config = config_for(Plan(data=2), accumulate=accumulate, validate_every=0, save_every=0, validation=())
+        config = config_for(Plan(data=2), accumulate=accumulate, validate_every=0, save_every=99, validation=())
         train(config, store, tmp_path / "run", team=Team(Launch(mesh.world.rank, 2), mesh), watch=watch)
         return seen
 
