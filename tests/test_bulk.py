@@ -55,6 +55,17 @@ def test_a_job_apart_that_kills_its_process_is_named_as_such() -> None:
         assert apart(square, 4) == 16
 
 
+def test_processes_that_cannot_start_blame_no_job(tmp_path: Path) -> None:
+    """A script without `if __name__ == "__main__"` runs again in each process that it starts."""
+    script = "from warpfold.bulk import Apart\nwith Apart() as apart:\n    apart(len, [])\n"
+    (tmp_path / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "UserError: worker processes cannot be started" in done.stderr
+
+
 def linger(file: str) -> None:
     """Says which process it is, and stays."""
     Path(file).write_text(str(os.getpid()))

@@ -48,7 +48,7 @@ def open_regular(path: Path) -> int:
 
 def _refuse_irregular(path: Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
         raise UserError(f"{path}: is a pipe, a socket or a device; give a regular file")
 

@@ -7,7 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from warpfold.data import pack_build, pack_queries, pack_structures, pack_work
 from warpfold.data.pack import merge, pack
 from warpfold.data.pack_build import Options
 from warpfold.data.pack_part import PartFolder, PartWriter, part_path
+from warpfold.data.pack_report import Report
 from warpfold.data.pack_work import ATTEMPTS, DIED, Task, Work
 from warpfold.data.store import Store, StoreWriter
 from warpfold.errors import UserError
@@ -123,12 +127,38 @@ def _tasks(batches: Sequence[list[str]]) -> list[Task]:
 
 def test_jobs_that_kill_their_process_are_found_out_and_the_others_done(tmp_path: Path) -> None:
     names = [f"job{number}" for number in range(20)]
-    batches = [["kill1"], *([name] for name in names[:9]), [*names[9:12], "kill2", *names[12:14]], *([n] for n in names[14:])]
+    batches = [
+        ["kill1"],
+        *([name] for name in names[:9]),
+        [*names[9:12], "kill2", *names[12:14]],
+        *([n] for n in names[14:]),
+    ]
     writer = _writer(tmp_path)
     with pool(2) as executor:
         found = {name: result for task, result in Work(writer, executor, 4).do(_tasks(batches)) for name in task.names}
     assert {name for name, result in found.items() if result is None} == {"kill1", "kill2"}
     assert set(found) == {*names, "kill1", "kill2"}
+    writer.close()
+
+
+def test_a_job_that_a_cluster_gives_up_is_dropped_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = types.ModuleType("distributed.scheduler")
+    scheduler.KilledWorker = type("KilledWorker", (Exception,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "distributed.scheduler", scheduler)
+
+    class Cluster(Executor):
+        def submit(self, function: Callable[..., Any], /, *jobs: Any, **more: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            if "kill" in jobs[0]:
+                future.set_exception(scheduler.KilledWorker())
+            else:
+                future.set_result(function(*jobs))
+            return future
+
+    writer = _writer(tmp_path)
+    tasks = _tasks([["job1"], ["kill"], ["job2"]])
+    found = {task.names: result for task, result in Work(writer, Cluster(), 2).do(tasks)}
+    assert found == {("kill",): None, ("job1",): ["JOB1"], ("job2",): ["JOB2"]}
     writer.close()
 
 
@@ -202,9 +232,10 @@ def test_a_job_that_no_run_outlives_is_given_up_untried(tmp_path: Path, monkeypa
     monkeypatch.setattr(pack_structures, "read_chains", killed)
     monkeypatch.setattr(pack_work, "Apart", Never)
     for _ in range(ATTEMPTS):
-        with monkeypatch.context() as patch, pytest.raises(Killed):
+        with monkeypatch.context() as patch:
             patch.setattr(PartWriter, "close", _let_go)
-            pack([tmp_path / "s"], [], tmp_path / "store")
+            with pytest.raises(Killed):
+                pack([tmp_path / "s"], [], tmp_path / "store")
     report = pack([tmp_path / "s"], [], tmp_path / "store")
     assert [entry.name for entry in report.kept] == ["1one_A"]
     assert [entry.reason for entry in report.dropped] == [f"s/1two.cif: {DIED}"]
@@ -222,10 +253,11 @@ def test_what_a_stop_interrupted_is_no_suspect(tmp_path: Path, monkeypatch: pyte
     def stop(job: Any) -> Any:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(pack_structures, "build", stop)
         patch.setattr(PartWriter, "remove", lambda writer: None)
-        pack([tmp_path / "s"], [], tmp_path / "store")
+        with pytest.raises(KeyboardInterrupt):
+            pack([tmp_path / "s"], [], tmp_path / "store")
     part = PartFolder(part_path(tmp_path / "store", Part(1, 1)))
     part.close()
     assert not part.tried
@@ -331,16 +363,16 @@ def test_a_finished_part_continues_with_other_inputs(tmp_path: Path) -> None:
 # ---- shares
 
 
-def _read_by(action: Callable[[], Any]) -> int:
-    """Bytes that this process reads meanwhile, from files and the like."""
+def _read_by(action: Callable[[], Report]) -> tuple[int, Report]:
+    """Bytes that this process reads meanwhile, from files and the like, and the report."""
     io = Path("/proc/self/io")
 
     def count() -> int:
         return int(io.read_text().split("rchar:")[1].split()[0])
 
     before = count()
-    action()
-    return count() - before
+    report = action()
+    return count() - before, report
 
 
 OVERHEAD = 300_000  # bytes of plans, answers and modules
@@ -364,9 +396,9 @@ def test_a_task_of_a_job_array_reads_its_share_of_the_alignments(tmp_path: Path,
     pack(*inputs, tmp_path / "whole")
     read, share = [], []
     for number in range(1, count + 1):
-        reports = []
-        read.append(_read_by(lambda n=number: reports.append(pack(*inputs, tmp_path / "store", part=Part(n, count)))))
-        share.append(sum(sizes[entry.name] for entry in reports[0].kept))
+        by, report = _read_by(partial(pack, *inputs, tmp_path / "store", part=Part(number, count)))
+        read.append(by)
+        share.append(sum(sizes[entry.name] for entry in report.kept))
     total = sum(sizes.values())
     assert sum(share) == total
     if named:  # for its query, and to be packed
@@ -417,9 +449,8 @@ def test_folders_with_something_of_the_users_are_left_alone(tmp_path: Path, name
 
 
 def test_a_file_that_appears_while_a_store_is_written_is_not_removed(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), StoreWriter(tmp_path / "store") as writer:
+    with StoreWriter(tmp_path / "store") as writer:  # left before it is finished
         (writer.partial / "thesis.tex").write_text("precious")
-        raise KeyboardInterrupt
     assert [path.name for path in (tmp_path / "store.partial").iterdir()] == ["thesis.tex"]
 
 

@@ -24,13 +24,16 @@ def lock_folder(folder: Path, what: Path) -> TextIO:
 def refuse_foreign(folder: Path, is_own: Callable[[str], bool]) -> None:
     """Raise UserError if `folder` is there and holds a name that is not the writer's own: it is somebody's work."""
     try:
-        foreign = sorted(name for name in os.listdir(folder) if not is_own(name))
+        named = (name for name in os.listdir(folder) if not name.startswith(".nfs"))  # files that NFS removes later
+        foreign = sorted(name for name in named if not is_own(name))
     except FileNotFoundError:
         return
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
     if foreign:
-        raise UserError(f"{folder}: holds {foreign[0]}, which WarpFold did not write; move it away, or choose another name")
+        raise UserError(
+            f"{folder}: holds {foreign[0]}, which WarpFold did not write; move it away, or choose another name"
+        )
 
 
 def sync_folder(path: Path) -> None:

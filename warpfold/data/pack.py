@@ -172,7 +172,9 @@ def _with_content(report: Report, out: Path) -> Report:
     raise UserError(f"{out}: nothing to keep, entries: {len(report.entries)}; most often: {reason}")
 
 
-def _fill(writer: PartWriter, inputs: Inputs, options: Options, part: Part, out: Path, work: Work, tell: Progress) -> None:
+def _fill(
+    writer: PartWriter, inputs: Inputs, options: Options, part: Part, out: Path, work: Work, tell: Progress
+) -> None:
     """Does the jobs of a part that are not done yet, and forgets those of files that are gone."""
     own = own_structures(inputs.structures, part)
     aligned = own_alignments(inputs.alignments, inputs.structures, part)

@@ -306,7 +306,7 @@ class Folders(Library):
         return super().find(pdb_id)
 
     def digest(self, pdb_ids: Sequence[str]) -> str:
-        """Return a fingerprint of the files of some entries: where they are, of what size, and when they were written."""
+        """Return a fingerprint of the files of some entries: where they are, their sizes, when they were written."""
         for pdb_id in pdb_ids:
             if pdb_id not in self._files:
                 self._files[pdb_id] = ""

@@ -139,7 +139,7 @@ class PartFolder:
 
 
 def whole_lines(path: Path, at: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines of a journal from byte `at` on without their checksums, each with its length, until one is torn."""
+    """Yield the lines of a journal from byte `at` on, without checksums, each with its length, until one is torn."""
     with open(path, "rb") as lines:
         lines.seek(at)
         for line in lines:
@@ -227,7 +227,7 @@ class PartWriter(PartFolder):
             self._begun.discard(f"query {name}")
 
     def begin(self, jobs: Sequence[str]) -> None:
-        """Note that these jobs are tried now: one that ends this process, or the machine, is known for it afterwards."""
+        """Note that these jobs are tried now, so that one that ends this process is known for it afterwards."""
         self.add(_BEGUN, list(jobs))
         self._begun.update(jobs)
 

@@ -7,6 +7,7 @@ queries of the other parts from their folders, beside its own, and reads what no
 """
 
 import json
+import math
 import random
 import time
 from collections import defaultdict
@@ -23,7 +24,8 @@ from warpfold.data.pack_work import DIED, Task, Work
 from warpfold.data.sources import Source
 
 BATCH = 64  # alignments whose queries one job reads
-LOOK = 10.0  # seconds after which the folders of the other parts are looked at again
+LOOK = 10.0  # seconds after which the folders of the other parts are looked at again, if that takes no time
+SELDOM = 20  # times as long as a look takes is spent otherwise
 
 
 def own_structures(structures: Sequence[Source], part: Part) -> list[Source]:
@@ -32,7 +34,7 @@ def own_structures(structures: Sequence[Source], part: Part) -> list[Source]:
 
 
 def own_alignments(alignments: Sequence[Source], structures: Sequence[Source], part: Part) -> list[Source]:
-    """Return the alignments whose queries a part reads: those that bear names of its structures, and some of the rest."""
+    """Return the alignments whose queries a part reads: those that bear its structures' names, and some others."""
     if part.count == 1:
         return list(alignments)
     entries = {source.path.name.partition(".")[0].lower(): source.name for source in reversed(structures)}
@@ -59,7 +61,7 @@ class Queries:
         self.work, self.options, self.part = work, options, part
         self.found: dict[Identity, Query] = dict(work.writer.queries)
         self._others = dict.fromkeys(others, 0)  # bytes of each that were read
-        self._looked = -LOOK
+        self._next_look = -math.inf
 
     def __getitem__(self, source: Source) -> Query:
         """The query of an alignment that was read, and what is wrong with it."""
@@ -111,7 +113,8 @@ class Queries:
 
     def _look_at_others(self) -> None:
         """Take what other parts of the same options and version have written since the last look."""
-        if time.monotonic() - self._looked < LOOK:
+        begun = time.monotonic()
+        if begun < self._next_look:
             return
         for path, at in list(self._others.items()):
             if at == 0 and not is_alike(path, self.work.writer.plan):
@@ -121,7 +124,8 @@ class Queries:
                     for name, size, changed, query, error in json.loads(text):
                         self.found[(name, size, changed)] = (query, error)
                     self._others[path] += length
-        self._looked = time.monotonic()
+        now = time.monotonic()
+        self._next_look = now + max(LOOK, SELDOM * (now - begun))
 
 
 class Matching:
@@ -144,7 +148,7 @@ class Matching:
         self._matcher: Matcher | None = None  # of all alignments, once a chain needs it
 
     def find(self, key: str, chain: str, sequence: str) -> ChainJob:
-        """Return the job of a chain: `key` is "1crn_A", `chain` "A".  The rules are those of `Matcher`, `HitsMatcher`."""
+        """Return the job of a chain: `key` is "1crn_A", `chain` "A".  The rules are `Matcher`'s and `HitsMatcher`'s."""
         named = self._names.get(key.lower(), [])
         self.queries.need(named)
         found, note = of_same_protein(self.queries.known(named), sequence, self.min_identity)
@@ -162,4 +166,3 @@ class Matching:
             self.queries.need_all(self.alignments, self.tell)
             self._matcher = Matcher(self.queries.known(self.alignments), self.min_identity)
         return self._matcher
-

@@ -40,7 +40,7 @@ class Structures:
         if made["match"] != _digest([_versions(self.matching.find(*chain)) for chain in made["chains"]]):
             return False
         looked_up = made["looked_up"].split()
-        return not looked_up or bool(self.folders) and library_of(self.folders).digest(looked_up) == made["library"]
+        return not looked_up or (bool(self.folders) and library_of(self.folders).digest(looked_up) == made["library"])
 
     def do(self, files: Sequence[Source]) -> Iterator[Source]:
         """Yield each file when its answer is kept."""

@@ -23,7 +23,7 @@ Call = tuple[Callable[[Any], Any], Any]  # a function that workers can import, a
 
 @dataclass(frozen=True)
 class Task:
-    """A job: its names in the journal, and the first call that it takes.  singles: what it consists of, if of several."""
+    """A job: its names in the journal, and the first call that it takes.  singles: its parts, if it has several."""
 
     names: tuple[str, ...]
     call: Call
@@ -56,8 +56,9 @@ class Work:
         else:
             yield from self._do_there(self.executor, tasks, then, suspects)
         with Apart() as apart:
-            for task in [single for task in suspects for single in task.singles or [task]]:
-                yield task, self._do_apart(task, then, apart)
+            for suspect in suspects:
+                for single in suspect.singles or [suspect]:
+                    yield single, self._do_apart(single, then, apart)
 
     def _do_here(self, tasks: Iterable[Task], then: Then, suspects: list[Task]) -> Iterator[tuple[Task, Any]]:
         for task in tasks:
@@ -81,7 +82,8 @@ class Work:
                     suspects.append(task)
                     continue
                 self.writer.begin(task.names)
-                waiting[executor.submit(*task.call)] = task
+                function, job = task.call
+                waiting[executor.submit(function, job)] = task
             wait(waiting, return_when=FIRST_COMPLETED)
             for future in [future for future in waiting if future.done()]:
                 task = waiting.pop(future)
@@ -94,7 +96,8 @@ class Work:
                     yield task, None
                     continue
                 if call := then(task, result):
-                    waiting[executor.submit(*call)] = task
+                    function, job = call
+                    waiting[executor.submit(function, job)] = task
                 else:
                     yield task, result
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from warpfold.data.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats import read_alignment, read_fasta
 from warpfold.data.template import TemplateOutcome, Templates
 from warpfold.errors import UserError
-from warpfold.files import file_name, write_atomically
+from warpfold.files import file_name, open_regular, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
@@ -292,7 +293,7 @@ def _run_digest(queries: Sequence[Query], params_digest: str, options: Options) 
 
 def _file_digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; give a file of parameters") from error
