@@ -7,6 +7,7 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import EMPTY, implementation, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
+from warpfold.ops.shapes import Operand, refusal, require, with_axes
 
 
 def gate(x: Tensor, g: Tensor) -> Tensor:
@@ -33,11 +34,15 @@ def small_tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, fa
 
 def refuses_gate(x: Tensor, g: Tensor) -> str | None:
     """Why the fast way does not take these, or None."""
-    if reason := refuses_device(x, g):
+    if reason := refuses_device(x, g) or refusal(*_of_gate(x, g)):
         return reason
-    if x.shape != g.shape or x.dtype != g.dtype:
-        return "x and g differ in shape or dtype"
+    if x.dtype != g.dtype:
+        return "x and g differ in dtype"
     return EMPTY if x.numel() == 0 else None
+
+
+def _of_gate(x: Tensor, g: Tensor) -> tuple[Operand, ...]:
+    return ("x", "[*, c]", x, with_axes(x, 1)), ("g", "[*, c]", g, x.shape)
 
 
 def refuses_tail(
@@ -53,6 +58,7 @@ def refuses_tail(
 
 @torch.library.custom_op("warpfold::gate", mutates_args=())
 def _gate(x: Tensor, g: Tensor) -> Tensor:
+    require("warpfold::gate", *_of_gate(x, g))
     y: Tensor = implementation("gate", x).gate(x, g)
     return y
 
@@ -60,6 +66,7 @@ def _gate(x: Tensor, g: Tensor) -> Tensor:
 @torch.library.custom_op("warpfold::gate_backward", mutates_args=())
 def _gate_backward(grad: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """-> the gradients of x and g."""
+    require("warpfold::gate_backward", ("grad", "[*, c]", grad, x.shape), *_of_gate(x, g))
     dx, dg = implementation("gate", x).gate_backward(grad, x, g)
     return dx, dg
 
