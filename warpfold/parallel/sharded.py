@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, BlockStack, Branching, Chain, ChannelProduct, Tensors, whole
 from warpfold.model.layers import Normed
-from warpfold.parallel.collectives import Pending, gather, mine, swap, tied, turn
+from warpfold.ops.noise import Factors
+from warpfold.parallel.collectives import Pending, gather, sizes_of, start_of, swap, tied, turn
 from warpfold.parallel.cut import Cut, CutResidues, MSAMask, PairMask
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.schedules import joined_updates, shared_in_slices
@@ -190,12 +191,13 @@ class Sharding:
         dx = layer.finish(back.wait(), opening)
         return self._leave(x, axis, held + (dx if factors is None else dx * factors), step)
 
-    def _factors(self, layer: AxialUpdate, x: Cut, held: Tensor, axis: int) -> Tensor | None:
+    def _factors(self, layer: AxialUpdate, x: Cut, held: Tensor, axis: int) -> Factors | None:
         """This rank's slice of the dropout factors, which are drawn for all of x."""
         factors = layer.dropout_factors(x.whole_shape(held), held)
         if factors is None or factors.shape[axis] == 1:
             return factors
-        return mine(factors, axis, self.group)
+        length = factors.shape[axis]
+        return factors.narrow(axis, start_of(length, self.group), sizes_of(length, self.group.size)[self.group.rank])
 
     def _leave(self, x: Cut, axis: int, new: Tensor, step: Step) -> Cut:
         out = x.with_slice(axis, new)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import EMPTY, implementation, refuses_device, small_on_cpu
+from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
 
 
 def keep(
@@ -47,8 +47,10 @@ def refuses_keep(
     dtype: torch.dtype,
 ) -> str | None:
     """Why the fast way does not take these, or None."""
-    if reason := refuses_device(key, torch.empty(0, dtype=dtype, device=key.device)):
+    if reason := refuses_device(key):
         return reason
+    if place(key) == "triton" and dtype == torch.float64:
+        return "in fp64 no kernel is exact"
     return EMPTY if 0 in shape else None
 
 

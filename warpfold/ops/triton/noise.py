@@ -83,15 +83,16 @@ def keep(
 ) -> Tensor:
     """warpfold::keep."""
     out = key.new_empty(shape, dtype=dtype)
-    _fill(out, key, offset, strides, scalars(stream, rate, dtype))
+    fill(out, key, offset, strides, scalars(stream, rate, dtype))
     return out
 
 
-def _fill(out: Tensor, key: Tensor, number: int, strides: Sequence[int], draw: tuple[int, float, float]) -> None:
+def fill(out: Tensor, key: Tensor, number: int, strides: Sequence[int], draw: tuple[int, float, float]) -> None:
+    """Draw into `out`, whose first element has this number; draw: `scalars`."""
     p = positions(out.shape, out.stride(), strides)
     if p is None:  # more than three axes that cannot be merged
         for i in range(len(out)):
-            _fill(out[i], key, number + i * strides[0], strides[1:], draw)
+            fill(out[i], key, number + i * strides[0], strides[1:], draw)
         return
     choice = launch(KEEP.name, (math.prod(out.shape), out.element_size()), out.device)
     KEEP.run(
