@@ -215,4 +215,4 @@ class AlphaFold(Resident):
         layers = [m for m in self.modules() if m is not self and isinstance(getattr(m, "noise", None), Noise)]
         for number, layer in enumerate(layers):
             layer.noise = self.noise
-            layer.stream = 1000 * number  # a layer may use the streams that follow its own
+            layer.__dict__["stream"] = 1000 * number  # a layer may use the streams that follow its own

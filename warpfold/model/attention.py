@@ -57,7 +57,7 @@ class AttentionUpdate(AxialUpdate):
     turned = False
 
     def turn(self, t: Any) -> Any:
-        """Rows for columns, where the layer attends within columns; again, and they are back.  Of a tensor, or what turns as one."""
+        """Rows for columns, where the layer attends within columns; again, and they are back."""
         return t.transpose(ROWS, COLS) if self.turned else t
 
     def bias_of(self, shared: Tensors) -> Tensor | None:
