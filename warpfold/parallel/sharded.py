@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, BlockStack, Branching, Chain, ChannelProduct, Tensors, whole
 from warpfold.model.layers import Normed
 from warpfold.ops.noise import Factors
-from warpfold.parallel.collectives import Pending, gather, sizes_of, start_of, swap, tied, turn
+from warpfold.parallel.collectives import Pending, gather, mine, swap, tied, turn
 from warpfold.parallel.cut import Cut, CutResidues, MSAMask, PairMask
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.schedules import joined_updates, shared_in_slices
@@ -196,8 +196,7 @@ class Sharding:
         factors = layer.dropout_factors(x.whole_shape(held), held)
         if factors is None or factors.shape[axis] == 1:
             return factors
-        length = factors.shape[axis]
-        return factors.narrow(axis, start_of(length, self.group), sizes_of(length, self.group.size)[self.group.rank])
+        return mine(factors, axis, self.group)
 
     def _leave(self, x: Cut, axis: int, new: Tensor, step: Step) -> Cut:
         out = x.with_slice(axis, new)
