@@ -21,6 +21,7 @@ from torch.autograd import Function
 
 from warpfold.ops.noise import Factors
 from warpfold.parallel.mesh import Group
+from warpfold.parallel.waits import Work
 
 F = TypeVar("F", bound=Factors)
 
@@ -126,8 +127,7 @@ class _Way:
     def arrive(self) -> Tensor:
         for watcher in _watchers:
             watcher(Event("wait", self.number, self.move.name, self.move.kind, self.backward, 0))
-        if self.work is not None:
-            self.work.wait()
+        Work(self.work, f"{self.move.kind} of {self.move.name}{' (backward)' if self.backward else ''}").wait()
         return self.move.finish(self.buffer)
 
 

@@ -77,6 +77,11 @@ class Ledger:
         self.quarantined.append(name)
         self._fresh.append((name, index, reason))
 
+    @property
+    def untold(self) -> int:
+        """How many entries were set aside here since `news` was last asked for."""
+        return len(self._fresh)
+
     def news(self) -> list[tuple[str, int, str]]:
         """What was set aside here since this was last asked."""
         fresh, self._fresh = self._fresh, []
