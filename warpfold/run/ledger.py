@@ -105,10 +105,10 @@ class _Appended:
 
     def __init__(self, path: Path, header: str = "") -> None:
         self.path = path
-        with suppress(FileNotFoundError), open(path, "rb+") as file:  # a line that a kill left torn goes
-            text = file.read()
-            file.truncate(text.rfind(b"\n") + 1)
         try:
+            with suppress(FileNotFoundError), open(path, "rb+") as file:  # a line that a kill left torn goes
+                text = file.read()
+                file.truncate(text.rfind(b"\n") + 1)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by the ledger)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
