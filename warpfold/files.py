@@ -2,17 +2,23 @@
 
 import contextlib
 import errno
+import fcntl
 import gzip
+import logging
 import os
 import secrets
 import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, TextIO, cast
 
 from warpfold.errors import UserError
 
+logger = logging.getLogger("warpfold")
+
+# What flock says on a file system without locks: NFS without its lock daemon, Lustre without -o flock, some of FUSE.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 LARGEST = 4 * 10**9  # bytes that a file of the user's may have when it is unpacked, unless he says otherwise
 _PIECE = 1 << 20  # bytes unpacked at a time
 _KEPT = 1 << 28  # bytes; what unpacks to more is unpacked twice: to find its size, then to keep it
@@ -146,3 +152,34 @@ def update_file(path: Path, content: bytes) -> None:
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
     write_atomically(path, content, sync=False)
+
+
+def lock_file(path: Path, taken: UserError) -> TextIO:
+    """Open a file, without changing it, and lock it until it is closed or this process ends.
+
+    On a file system that has no locks a warning says so, and nothing keeps a second process out.
+    Errors: `taken` when another process holds the lock; OSError when the file cannot be opened or locked.
+    """
+    file = open(path, "a")  # noqa: SIM115 (the caller closes it)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise taken from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            file.close()
+            raise
+        logger.warning("%s: this file system has no locks (%s); start no second process there", path, error.strerror)
+    return file
+
+
+def check_new(path: Path) -> None:
+    """See that a file can be made at `path`, where nothing is yet: what takes minutes should say so before.
+
+    Errors: UserError.
+    """
+    if os.path.lexists(path):
+        raise UserError(f"{path}: exists already; remove it, or name another file")
+    if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
+        raise UserError(f"{path}: cannot be written: {path.parent} is no folder that may be written")

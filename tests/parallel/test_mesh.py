@@ -1,12 +1,21 @@
 """Ranks in a grid: who speaks to whom."""
 
+import math
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import Mock, call
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from warpfold.errors import UserError
-from warpfold.parallel.mesh import Mesh, make_mesh, place
+from warpfold.parallel import pulse
+from warpfold.parallel.exchange import make_hierarchical
+from warpfold.parallel.mesh import WATCHDOG, Mesh, limit_waits, make_mesh, place
 
 GROUPS = ("data", "axial", "branch", "model", "world")
 
@@ -49,6 +58,70 @@ def test_groups_are_the_lines_of_the_grid(sizes: tuple[int, int, int]) -> None:
             "model": tuple(number[d, i, j] for i in range(axial) for j in range(branch)),
             "world": tuple(range(data * axial * branch)),
         }
+
+
+def sockets() -> int:
+    """Open connections of this process."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open connections are counted in /proc")
+@pytest.mark.parametrize(
+    ("sizes", "groups", "peers"),
+    [
+        ((3, 1, 1), 1, 0),  # data = world = the group that torch begins with: nothing is opened beside it
+        ((1, 3, 1), 2, 2),  # slices travel apart from gradients
+        ((2, 2, 1), 4, 3),  # world, data (1 peer), model (1), axial (1)
+        ((1, 2, 2), 3, 2),  # world = model, axial (1), branch (1)
+    ],
+)
+def test_groups_of_the_same_ranks_share_their_connections(sizes: tuple[int, int, int], groups: int, peers: int) -> None:
+    def opened() -> tuple[int, int, list[bool]]:
+        before = sockets()
+        mesh = make_mesh(*sizes)
+        same = [mesh.data.handle is mesh.world.handle, mesh.model.handle is mesh.world.handle]
+        return len(dist.distributed_c10d._world.pg_map), sockets() - before, same
+
+    for made, connections, same in run_ranks(opened, math.prod(sizes)):
+        assert made == groups
+        assert connections == peers + groups - 1  # one to each other rank, and one to listen
+        assert same == [sizes[1] * sizes[2] == 1, sizes[0] == 1]
+
+
+@pytest.mark.parametrize("nccl", [False, True])
+def test_a_group_gives_up_in_time_and_nccl_s_watchdog_comes_after(nccl: bool) -> None:
+    """What is asked of torch: gloo's limit is the plan's, NCCL's later; where gloo serves GPUs too, the plan's."""
+    gloo = Mock()
+    backends = {"cpu": gloo, "cuda": Mock() if nccl else gloo}
+    handle = Mock(_device_types=[torch.device(name) for name in backends])
+    handle._get_backend.side_effect = lambda device: backends[device.type]
+    limit_waits(handle, 5.0)
+    assert backends["cpu"]._set_default_timeout.call_args == call(timedelta(seconds=5))
+    if nccl:
+        assert backends["cuda"]._set_default_timeout.call_args == call(timedelta(seconds=5 + WATCHDOG))
+        assert pulse.GRACE * 2 < WATCHDOG
+
+
+def test_every_group_gives_up_after_the_limit_of_the_mesh() -> None:
+    """The one that torch began with, and those of hierarchical sums, too."""
+
+    def seconds() -> dict[str, float]:
+        mesh = make_mesh(4, limit=0.5)
+        made = make_hierarchical(mesh, 2)
+        groups = {"world": mesh.world, "node": made.within.wire.group, "nodes": made.between.wire.group}
+        found = {}
+        for name, group in groups.items():
+            if group.rank == 0:  # the others do not come
+                began = time.monotonic()
+                with pytest.raises(RuntimeError):
+                    dist.all_reduce(torch.ones(1), group=group.handle)
+                found[name] = time.monotonic() - began
+        return found
+
+    found = run_ranks(seconds, 4)[0]
+    assert found.keys() == {"world", "node", "nodes"}
+    assert all(0.4 < each < 5 for each in found.values()), found  # 5: a busy machine
 
 
 @pytest.mark.parametrize(("sizes", "says"), [((1, 3, 1), "torchrun --nproc-per-node 3"), ((8, 4, 2), "64 processes")])

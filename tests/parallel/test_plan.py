@@ -6,20 +6,22 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch._inductor.cpp_builder
+from torch import Tensor
 from torch._inductor.exc import InvalidCxxCompiler
 
-from tests.helpers import tiny_config, tiny_model
+from tests.helpers import random_batch, tiny_config, tiny_model
 from tests.ranks import run_ranks
 from warpfold.errors import UserError
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, BlockStack, Branching
-from warpfold.model.evoformer import Evoformer, EvoformerConfig
+from warpfold.model.evoformer import Evoformer, EvoformerBlock, EvoformerConfig
 from warpfold.model.pair import PairConfig
 from warpfold.model.residues import ALL, Resident
-from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan, apply
 from warpfold.parallel.sharded import itinerary
 
@@ -53,6 +55,47 @@ def test_branches_need_independent_halves() -> None:
         assert str(refusal.value) == plan.refuses("middle")
 
     run_ranks(on_a_rank, 2)
+
+
+class Odd(EvoformerBlock):
+    """A block that computes with the states between its layers, which an axial plan cannot follow."""
+
+    def forward(self, m: Tensor, z: Tensor, m_mask: Tensor, z_mask: Tensor) -> tuple[Tensor, Tensor]:
+        m, z = super().forward(m, z, m_mask, z_mask)
+        return m, z + torch.nn.functional.silu(z)
+
+
+@pytest.mark.parametrize("fails", ["a block", "the order"])
+def test_a_plan_that_failed_leaves_the_model_as_it_was_without_one(fails: str) -> None:
+    """An axial plan that cannot be put on must not leave layers that note who asks, or half a plan."""
+    model, batch = tiny_model(), random_batch(passes=2)
+    outputs = [model(batch).distogram_logits]
+    if fails == "a block":
+        model.evoformer.blocks[-1].__class__ = Odd
+        outputs = [model(batch).distogram_logits]
+        with pytest.raises(TypeError):
+            apply(Plan(axial=2), model, Mesh(axial=Group("axial", 0, 2, (0, 1))))
+    else:
+        with pytest.raises(UserError, match="independent halves"):
+            apply(Plan(branch=2), model, Mesh(branch=Group("branch", 0, 2, (0, 1))))
+    outputs.append(model(batch).distogram_logits)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
+
+
+def test_a_forward_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under any schedule of one device: what a layer's failure interrupted is computed anew as if nothing had been."""
+    model, batch = tiny_model(), random_batch(passes=2)
+    for plan in (Plan(), Plan(chunk=3), Plan(recompute=True), Plan(chunk=2, in_place=True)):
+        apply(plan, model)
+        with torch.set_grad_enabled(plan.recompute):
+            expected = model(batch).distogram_logits
+            with monkeypatch.context() as patch:
+                for name in ("update", "add"):
+                    patch.setattr(model.evoformer.blocks[1].pair.starting, name, Mock(side_effect=MemoryError))
+                with pytest.raises(MemoryError):
+                    model(batch)
+            found = model(batch).distogram_logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_ranks_need_a_mesh_of_their_sizes() -> None:

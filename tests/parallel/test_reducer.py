@@ -1,6 +1,8 @@
 """Gradients of several ranks against those of one: the same numbers, sent early, never a hang, replicas checked."""
 
 import dataclasses
+import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.ranks import RankError, run_ranks
 from warpfold.parallel.buckets import ALIGN, make_layout
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import Mesh, make_mesh
+from warpfold.parallel.reducer import Reducer
 from warpfold.run.optim import OptimConfig, Optimizer
 
 GRIDS = [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)]
@@ -124,6 +127,59 @@ def test_the_data_ranks_exchange_begins_in_the_backward_pass(clip: str, accumula
         return seen
 
     assert run_ranks(begun, 2) == [[0] * (accumulate // 2 - 1) + [4]] * 2
+
+
+@pytest.mark.parametrize(("clip", "accumulate"), [("example", 2), ("step", 4)])
+def test_the_exchange_follows_the_model_ranks_sum_within_the_backward_pass(clip: str, accumulate: int) -> None:
+    """Data x model ranks: begun of every bucket before the first layer's, while the backward pass is at that layer."""
+
+    def begun() -> tuple[list[int], int]:
+        mesh, net = make_mesh(2, 2), Toy()
+        optimizer = Optimizer(net, OptimConfig(clip=clip, accumulate=accumulate), mesh, SMALL)
+        own = next(bucket for bucket, names in enumerate(optimizer.layout.members) if "enter.weight" in names)
+        seen: list[int] = []
+
+        def look(gradient: Tensor) -> None:
+            """Within the backward pass: the exchange of what was sent needs nothing of this thread any more."""
+            end = time.monotonic() + (10 if optimizer.reducer.early else 0)
+            while len(optimizer.reducer._travels) < own and time.monotonic() < end:
+                time.sleep(0.001)
+            seen.append(len(optimizer.reducer._travels))
+
+        net.enter.weight.register_hook(look)
+        for index in range(optimizer.share):
+            part_of_loss(net, index, mesh.model.rank, 2).backward()
+            optimizer.collect()
+        optimizer.step(0)
+        return seen, own
+
+    for seen, own in run_ranks(begun, 4):
+        assert own == 4
+        assert seen == [0] * (accumulate // 2 - 1) + [own]
+
+
+@pytest.mark.parametrize("config", [QUICK, dataclasses.replace(STEP, accumulate=2)], ids=["example", "step"])
+def test_exchanged_early_or_late_the_weights_are_the_same_to_the_bit(
+    config: OptimConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = run_ranks(trained, 4, 2, 2, config, SMALL)
+    begin = Reducer.begin
+    monkeypatch.setattr(Reducer, "begin", lambda self, early, add_to=None: begin(self, False))
+    for (norms, ours), (late_norms, theirs) in zip(early, run_ranks(trained, 4, 2, 2, config, SMALL)):
+        assert norms == late_norms
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_what_fails_beside_the_backward_pass_is_raised_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        mesh, net = make_mesh(2, 2), Toy()
+        optimizer = Optimizer(net, dataclasses.replace(QUICK, accumulate=2), mesh, SMALL)
+        monkeypatch.setattr(optimizer.reducer.exchange, "scatter", Mock(side_effect=MemoryError("no room to receive")))
+        part_of_loss(net, 0, mesh.model.rank, 2).backward()
+        optimizer.collect()
+
+    with pytest.raises(RankError, match="MemoryError: no room to receive"):
+        run_ranks(fail, 4)
 
 
 def test_an_example_without_any_gradient_is_zeros() -> None:

@@ -3,12 +3,14 @@
 import math
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import torch._dynamo  # before the forks, which would each load it
 import torch.distributed as dist
 
 from warpfold.errors import UserError
+from warpfold.parallel import pulse
 from warpfold.parallel import team as module
 from warpfold.parallel.collectives import gather
 from warpfold.parallel.exchange import Wire
@@ -24,36 +27,58 @@ from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Launch, Team, TeamError, assembled
 
 FINE, FAILED, LONG = 0, 7, 60.0
+GRACE = 2.0  # seconds, in these tests
 
 
 class Crew:
-    """Processes that meet at a store of this one's, as torchrun's do at its agent's."""
+    """Processes that meet at a store, as torchrun's do at its agent's: of this process, unless `keep_store` says so."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.store = folder, None
+        self.keeper: BaseProcess | None = None
+        self.context = get_context("fork")
 
-    def run(self, function: Callable[[Team], object], plan: Plan) -> tuple[list[int | None], list[str], float]:
-        """`function` in each of the plan's processes -> exit codes, what they said on stderr, seconds."""
-        ranks, context = plan.data * plan.axial * plan.branch, get_context("fork")
+    def run(
+        self, function: Callable[[Team], object], plan: Plan, keeps: bool = False, frozen: tuple[int, ...] = ()
+    ) -> tuple[list[int | None], list[str], float]:
+        """`function` in each of the plan's processes -> exit codes, what they said on stderr, seconds.
+
+        keeps: rank 0 keeps the store.  frozen: ranks that stop themselves, whose end nobody waits for.
+        """
+        ranks = plan.data * plan.axial * plan.branch
         pipes, processes = [], []
         for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            launch = Launch(rank, ranks, rank, ranks, "127.0.0.1", agent_keeps_store=True)
-            processes.append(context.Process(target=self._live, args=(function, launch, plan, theirs)))
+            ours, theirs = self.context.Pipe()
+            launch = Launch(rank, ranks, rank, ranks, "127.0.0.1", agent_keeps_store=not keeps)
+            processes.append(self.context.Process(target=self._live, args=(function, launch, plan, theirs)))
             processes[-1].start()
             pipes.append(ours)
-        if self.store is None:  # after the forks: it has a thread
-            self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
+        port = free_port() if keeps else self._port()
         began = time.monotonic()
         for pipe in pipes:
-            pipe.send(self.store.port)
-        for process in processes:
-            process.join(40)
+            pipe.send(port)
+        for rank, process in enumerate(processes):
+            if rank not in frozen:
+                process.join(40)
         seconds = time.monotonic() - began
-        for process in processes:
+        for process in [*processes, *filter(None, [self.keeper])]:
             process.kill()
+            process.join()
         said = [(self.folder / f"{rank}.txt").read_text() for rank in range(ranks)]
         return [process.exitcode for process in processes], said, seconds
+
+    def keep_store(self) -> int:
+        """Keep the store in a process of its own; its pid."""
+        ours, theirs = self.context.Pipe()
+        self.keeper = self.context.Process(target=keep, args=(theirs,))
+        self.keeper.start()
+        self._port = ours.recv
+        return self.keeper.pid or 0
+
+    def _port(self) -> int:
+        if self.store is None:  # after the forks: it has a thread
+            self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
+        return self.store.port
 
     def _live(self, function: Callable[[Team], object], launch: Launch, plan: Plan, pipe) -> None:
         torch.set_num_threads(1)
@@ -64,14 +89,30 @@ class Crew:
                 function(team)
         except UserError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            cause = error.__cause__
+            while cause is not None:
+                print(f"caused by {type(cause).__name__}", file=sys.stderr)
+                cause = cause.__cause__
             os._exit(FAILED)
         os._exit(FINE)
 
 
+def keep(pipe) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
+    pipe.send(store.port)
+    time.sleep(LONG)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
 @pytest.fixture
 def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Crew:
-    for name, seconds in (("BEAT", 0.2), ("SILENT", 0.6), ("GRACE", 1.0)):
-        monkeypatch.setattr(module, name, seconds)
+    for name, seconds in (("BEAT", 0.2), ("SILENT", 0.6), ("GRACE", GRACE)):
+        monkeypatch.setattr(pulse, name, seconds)
     return Crew(tmp_path)
 
 
@@ -95,6 +136,31 @@ def test_alone_one_hears_oneself() -> None:
         assert team.share(1, "") == team.share_example(1, "") == team.spoken([1]) == [1]
         assert team.leads
         assert team.speaks
+
+
+def test_the_first_ones_tensors_reach_all_to_the_bit(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 16)  # bytes: tensors are cut and joined
+    given = {
+        "weights": torch.arange(9.0).view(3, 3).mT,
+        "steps": torch.tensor(7),
+        "nothing": torch.empty(0, 4),
+        "half": torch.tensor([1.0, math.nan, -0.0], dtype=torch.bfloat16),
+        "flag": torch.tensor([True, False]),
+    }
+
+    def receive(team: Team) -> None:
+        found = team.tensors_from_first(given if team.leads else None, "a checkpoint")
+        assert list(found) == list(given)
+        for name, x in given.items():
+            assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype)
+            assert found[name].tolist() == x.tolist() or name == "half"
+        assert found["half"].view(torch.int16).tolist() == given["half"].view(torch.int16).tolist()
+        assert team.from_first({"ä": 1} if team.leads else None, "its notes") == {"ä": 1}
+        assert team.tensors_from_first({} if team.leads else None, "no tensors") == {}
+
+    codes, said, _ = crew.run(receive, Plan(data=3))
+    assert (codes, said) == ([FINE] * 3, [""] * 3)
+    receive(Team())
 
 
 def test_when_one_fails_the_others_end_and_say_why(crew: Crew) -> None:
@@ -125,7 +191,7 @@ def test_where_no_exception_reaches_a_process_it_is_ended(crew: Crew) -> None:
 def test_a_killed_process_is_named(crew: Crew) -> None:
     def die(team: Team) -> None:
         team.share(0, "a step")
-        time.sleep(2 * module.BEAT)
+        time.sleep(2 * pulse.BEAT)
         if team.launch.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         team.share(0, "the next step")
@@ -186,6 +252,89 @@ def test_a_process_without_exceptions_notices_that_another_is_missing(crew: Crew
     assert codes == [1, 1]
     assert "rank 0 waited for others at \"a kernel of NCCL's\"; rank 1 did not arrive: it is at 'a step'" in said[0]
     assert seconds < 15
+
+
+def test_an_error_that_speaks_of_time_keeps_its_own_words(crew: Crew) -> None:
+    """What failed is known by where it was raised, not by what its message says."""
+
+    def fail(team: Team) -> None:
+        team.share(0, "a step")
+        if team.launch.rank == 1:
+            raise RuntimeError("example 7: the annotation's timeout column: connection reset")
+        team.share(0, "the next step")
+
+    _, said, _ = crew.run(fail, Plan(data=2))
+    assert "RuntimeError: example 7: the annotation's timeout column: connection reset" in said[1]
+    assert "TeamError" not in said[1]
+    assert "TeamError: rank 1 failed: RuntimeError: example 7: the annotation's timeout column" in said[0]
+    assert "caused by LostError\ncaused by RuntimeError\n" in said[0]  # what gloo said
+
+
+LIMIT = 2.0
+END = LIMIT + GRACE + 2  # 2: to fork, to meet, and what a busy machine adds
+
+
+def test_a_frozen_rank_that_keeps_the_store_is_named_in_time(crew: Crew) -> None:
+    def freeze(team: Team) -> None:
+        team.share(0, "a step")
+        if team.launch.rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        team.share(0, "the next step")
+
+    codes, said, seconds = crew.run(freeze, Plan(data=3, time_limit=LIMIT), keeps=True, frozen=(0,))
+    assert codes == [-signal.SIGKILL, FAILED, FAILED]
+    for rank in (1, 2):
+        assert (
+            f"rank {rank} waited for others at 'the next step'; the store where they meet has not answer" in said[rank]
+        )
+        assert "rank 0, which keeps it, is dead or frozen" in said[rank]
+    assert seconds < END
+
+
+@pytest.mark.parametrize("does", ["computes", "waits"])
+def test_a_store_that_falls_silent_ends_every_rank_in_time(crew: Crew, does: str) -> None:
+    """Also those that wait for nobody but the store: nobody could tell them any more that others have failed."""
+    keeper = crew.keep_store()
+
+    def go_on(team: Team) -> None:
+        team.share(0, "a step")
+        time.sleep(2 * pulse.BEAT)
+        if team.launch.rank == 0:
+            os.kill(keeper, signal.SIGSTOP)
+        if does == "waits" and team.launch.rank == 1:
+            team.share(0, "the next step")
+        time.sleep(LONG)
+
+    codes, said, seconds = crew.run(go_on, Plan(data=2, time_limit=LIMIT))
+    silent = "the store where they meet has not answered for"
+    assert codes == ([1, 1] if does == "computes" else [1, FAILED])
+    assert all(silent in text and "torchrun's agent at 127.0.0.1" in text for text in said)
+    assert does == "computes" or "rank 1 waited for others at 'the next step'" in said[1]
+    assert seconds < END
+
+
+def test_a_store_that_is_silent_from_the_beginning_ends_the_meeting_in_time(crew: Crew) -> None:
+    keeper = crew.keep_store()
+    port = crew._port()
+    os.kill(keeper, signal.SIGSTOP)
+    crew._port = lambda: port
+    codes, said, seconds = crew.run(lambda team: None, Plan(data=2, time_limit=1.0))
+    assert all(code in (1, FAILED) for code in codes)
+    assert all("127.0.0.1" in text for text in said)
+    assert seconds < END
+
+
+def test_who_computes_for_long_is_left_alone(crew: Crew) -> None:
+    """No collective, no wait: a slow validation, a compilation, a garbage collection that holds all threads."""
+
+    def compute(team: Team) -> None:
+        team.share(0, "a step")
+        team.note_gradients("a sum that is under way meanwhile")
+        time.sleep(1 + GRACE + 1)
+        team.share(0, "the next step")
+
+    codes, said, _ = crew.run(compute, Plan(data=2, time_limit=1.0))
+    assert (codes, said) == ([FINE] * 2, [""] * 2)
 
 
 def test_the_next_attempt_meets_in_the_same_store(crew: Crew) -> None:

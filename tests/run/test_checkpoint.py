@@ -1,22 +1,24 @@
 """The run's folder: whole after any failure, and never two runs'."""
 
+import errno
 import json
+import os
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from warpfold import files
 from warpfold.errors import UserError
 from warpfold.run.checkpoint import Checkpoint, RunFolder
 
 
-def checkpoint(step: int, lddt: float | None = None, size: int = 10) -> Checkpoint:
-    return Checkpoint(
-        step, {"weights.a": torch.full((size,), float(step))}, {"validation": {"step": step, "lddt_ca": lddt}}
-    )
+def checkpoint(step: int, skipped: Sequence[int] = (), size: int = 10) -> Checkpoint:
+    return Checkpoint(step, {"weights.a": torch.full((size,), float(step))}, {"skipped": list(skipped)})
 
 
 def test_a_checkpoint_comes_back_to_the_bit(tmp_path: Path) -> None:
@@ -31,10 +33,31 @@ def test_a_checkpoint_comes_back_to_the_bit(tmp_path: Path) -> None:
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as run:
-        for step, lddt in [(1, 0.2), (2, 0.5), (3, 0.4), (4, None), (5, None)]:
-            run.save(checkpoint(step, lddt), keep=2)
+        run.open_log(0)
+        for step, lddt in [(1, 0.2), (2, 0.5), (3, 0.4)]:
+            run.save(checkpoint(step), keep=2)
+            run.log({"kind": "validation", "step": step, "lddt_ca": lddt})  # after it is saved
+        run.save(checkpoint(4), keep=2)
+    with RunFolder(tmp_path) as run:
+        assert run.open_log(4) == {"step": 3, "lddt_ca": 0.4}
+        run.save(checkpoint(5), keep=2)
         assert run.steps() == [2, 4, 5]
         assert run.latest() == 5
+
+
+def test_examples_skipped_do_not_rotate_the_good_ones_out(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as run:
+        for step in range(1, 8):
+            run.save(checkpoint(step, skipped=[2] * (step > 3)), keep=2)
+        assert run.steps() == [2, 3, 6, 7]
+
+
+def test_what_somebody_keeps_in_a_checkpoint_stays(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as run:
+        run.save(checkpoint(1), keep=1)
+        (run.step_path(1) / "thesis.txt").write_text("mine")
+        run.save(checkpoint(2), keep=1)
+        assert (run.step_path(1) / "thesis.txt").read_text() == "mine"
 
 
 def limited(size: int):
@@ -81,13 +104,85 @@ def test_a_half_written_checkpoint_is_swept_away(tmp_path: Path) -> None:
         assert len(list(run.checkpoints.iterdir())) == 1
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def zero(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1000] + bytes(1000))
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def edit(path: Path) -> None:
+    path.write_text(path.read_text().replace('"first": 14', '"first": 15'))
+
+
+DAMAGE = {
+    "a bit": ("state.safetensors", flip),
+    "a block": ("state.safetensors", zero),
+    "short": ("state.safetensors", shorten),
+    "edited": ("state.json", edit),
+    "no JSON": ("state.json", shorten),
+    "gone": ("state.json", Path.unlink),
+    "its checksums": ("checksums.json", flip),
+    "no checksums": ("checksums.json", Path.unlink),
+}
+
+
+def save(run: RunFolder, step: int) -> None:
+    notes = {"loader": {"first": 2 * step}, "note": "x" * 200}
+    run.save(Checkpoint(step, {"weights.a": torch.full((1000,), float(step))}, notes), keep=3)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_of_a_damaged_checkpoint_the_one_before_is_taken(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, damage = DAMAGE[kind]
     with RunFolder(tmp_path) as run:
-        run.save(checkpoint(7, size=1000), keep=1)
-        state = run.step_path(7) / "state.safetensors"
-        state.write_bytes(state.read_bytes()[:-100])
-        with pytest.raises(UserError, match="step-00000007: damaged"):
+        for step in (3, 5, 7):
+            save(run, step)
+        damage(run.step_path(7) / name)
+        left = sorted(path.name for path in run.step_path(7).iterdir())
+        with pytest.raises(UserError, match="step-00000007: damaged") as error:
             run.load(7)
+        assert "\n" not in str(error.value)
+        found = run.load_latest()
+        assert found is not None
+        assert (found.step, found.notes["loader"]) == (5, {"first": 10})
+        [line] = [record.getMessage() for record in caplog.records]
+        assert "step-00000007: damaged" in line
+        assert line.endswith("kept as damaged-step-00000007; the run continues from step 5")
+        assert sorted(path.name for path in (run.checkpoints / "damaged-step-00000007").iterdir()) == left
+        save(run, 7)  # the run comes there again
+        assert run.load(7).step == 7
+
+
+def test_where_all_are_damaged_nothing_is_touched(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as run:
+        assert run.load_latest() is None
+        for step in (1, 2):
+            save(run, step)
+            flip(run.step_path(step) / "state.safetensors")
+        with pytest.raises(UserError, match=r"no checkpoint is whole .*step-00000002: damaged") as error:
+            run.load_latest()
+        assert "\n" not in str(error.value)
+        assert run.steps() == [1, 2]
+
+
+def test_damaged_notes_of_an_older_checkpoint_do_not_end_a_run(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as run:
+        for step in (1, 2):
+            run.save(checkpoint(step), keep=2)
+        (run.step_path(1) / "state.json").write_text("[{")
+        run.save(checkpoint(3), keep=2)
+        assert run.steps() == [2, 3]
 
 
 def test_a_second_run_waits_outside(tmp_path: Path) -> None:
@@ -97,6 +192,38 @@ def test_a_second_run_waits_outside(tmp_path: Path) -> None:
         refused = subprocess.run(command, capture_output=True, text=True)
         assert "another run is writing there" in refused.stderr
     assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_locks_a_run_goes_on_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    with RunFolder(tmp_path) as run:
+        save(run, 1)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert f"has no locks ({os.strerror(code)})" in line
+
+
+def test_a_lock_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files.fcntl, "flock", broken)
+    with pytest.raises(UserError, match="cannot be made or written: Input/output error"), RunFolder(tmp_path):
+        pass
+
+
+def test_a_folder_that_only_looks_like_a_run_is_left_alone(tmp_path: Path) -> None:
+    """Another tool's, with names like ours: its log would be cut, and its parameters replaced."""
+    (tmp_path / "checkpoints" / ".partial-mine").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    with pytest.raises(UserError, match="something else"), RunFolder(tmp_path):
+        pass
+    assert (tmp_path / "checkpoints" / ".partial-mine").is_dir()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ import json
 import math
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +23,18 @@ from warpfold import settings
 from warpfold.data.loader import Sample
 from warpfold.data.store import Store
 from warpfold.errors import UserError
+from warpfold.model import weights
+from warpfold.parallel import collectives, exchange, replicas
+from warpfold.parallel import team as team_module
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Launch, Team
+from warpfold.run import checkpoint
 from warpfold.run import train as module
+from warpfold.run.together import meet, tell
 from warpfold.run.train import RunConfig, Summary, train
-from warpfold.run.watch import Clock, Watcher
+from warpfold.run.watch import Clock, Seen, Watcher
 
 STEPS = 4
 
@@ -112,13 +119,14 @@ def test_ranks_train_what_one_device_trains(
 
 
 def test_stopped_and_continued_it_is_the_same_to_the_bit(store: Store, tmp_path: Path) -> None:
-    """A signal to any rank stops all at the same step; all that draws, exchanges and is sharded goes on as it was."""
+    """A signal to any rank lets the step that is under way end on all; all that draws, exchanges and is sharded goes on
+    as it was.  It comes when the row of step 2 is written, so step 3 is under way."""
     plan = Plan(data=2, axial=2, sync=SyncConfig(shard_state=True))
     config = config_for(plan, steps=6)
     train_on_ranks(config, store, tmp_path / "unbroken")
 
     def stop(row: dict[str, Any]) -> None:
-        if row["kind"] == "step" and row["step"] == 3:
+        if row["kind"] == "step" and row["step"] == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     stopped = train_on_ranks(config, store, tmp_path / "run", watch=stop, watching=3)
@@ -126,6 +134,64 @@ def test_stopped_and_continued_it_is_the_same_to_the_bit(store: Store, tmp_path:
     train_on_ranks(config, store, tmp_path / "run")
     assert rows(tmp_path / "run") == rows(tmp_path / "unbroken")
     assert equal_tensors(tmp_path / "run/params.safetensors", tmp_path / "unbroken/params.safetensors")
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_no_step_waits_for_all_ranks_to_speak(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    """What a step's processes tell each other is on its way while they work: none of it is a collective that blocks."""
+    blocking: list[str] = []
+    seen: list[list[str]] = []
+
+    def counted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            if not more.get("async_op") and dist.get_world_size(more.get("group")) == 2:
+                blocking.append(name)
+            return collective(*args, **more)
+
+        return call
+
+    for name in ("all_reduce", "all_gather", "all_to_all_single", "broadcast", "barrier", "send", "recv"):
+        monkeypatch.setattr(dist, name, counted(name, getattr(dist, name)))
+    for place in (collectives, exchange, replicas, team_module):
+        monkeypatch.setattr(place, "all_gather", counted("all_gather_single", collectives.all_gather))
+
+    def watch(row: dict[str, Any]) -> None:
+        seen.append(list(blocking))
+        blocking.clear()
+
+    def on_a_rank() -> list[list[str]]:
+        mesh = make_mesh(2)
+        config = config_for(Plan(data=2), accumulate=accumulate, validate_every=0, save_every=99, validation=())
+        train(config, store, tmp_path / "run", team=Team(Launch(mesh.world.rank, 2), mesh), watch=watch)
+        return seen
+
+    for rows_of in run_ranks(on_a_rank, 2):
+        assert len(rows_of) == STEPS
+        assert rows_of[0]  # the counter counts: the beginning of a run is a meeting
+        assert rows_of[1:] == [[]] * (STEPS - 1)
+
+
+def test_long_names_and_many_terms_are_told_whole(store: Store) -> None:
+    """A name that does not fit into the message of fixed size travels beside it; NaN and inf arrive."""
+
+    def on_a_rank(length: int) -> list[tuple[str, float, dict[str, float]]]:
+        mesh = make_mesh(2)
+        rank, team = mesh.world.rank, Team(Launch(mesh.world.rank, 2), mesh)
+        terms = {"fape": 0.1 * rank, "plddt": math.inf}
+        seen = [Seen("é" * (length + rank), 7, math.nan, 1 / 3, 0.5, terms, 2 * k + rank) for k in range(2)]
+        clock, news = Clock(), SimpleNamespace(untold=0, news=list)
+        clock.waited = float(rank)
+        told = tell(1, seen, clock, news, SimpleNamespace(came=15 * rank), team)  # type: ignore[arg-type]
+        every, came = meet(told, clock, None, news, team)  # type: ignore[arg-type]
+        assert (came, clock.waited) == (15, 1.0)
+        assert all(math.isnan(one.loss) and one.norm == 1 / 3 and one.length == 7 for one in every)
+        return [(one.key, one.index, one.terms) for one in every]
+
+    for length in (31, 32, 100):
+        expected = [("é" * (length + k % 2), k, {"fape": 0.1 * (k % 2), "plddt": math.inf}) for k in range(4)]
+        assert run_ranks(on_a_rank, 2, length) == [expected] * 2
 
 
 def test_other_ranks_go_on(store: Store, alone: dict[str, Path], tmp_path: Path) -> None:
@@ -256,3 +322,36 @@ def test_those_who_share_an_example_have_the_same_or_nobody_goes_on() -> None:
     assert run_ranks(on_a_rank, 2, False) == [["a", "b"]] * 2
     with pytest.raises(RankError, match=r"example 1: rank 0 has b0, rank 1 has b1, but they share it"):
         run_ranks(on_a_rank, 2, True)
+
+
+def test_the_first_rank_alone_reads_checkpoints_and_first_weights(
+    store: Store, alone: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An audit hook counts every file that a rank opens; safetensors' own opening is not audited, so it is noted."""
+    init = alone["middle"] / "params.safetensors"
+    opened: list[str] = []
+
+    def noted(name: str, original: Any) -> Any:
+        return lambda path, *args, **more: (opened.append(f"{name} {path}"), original(path, *args, **more))[1]
+
+    monkeypatch.setattr(checkpoint, "load_file", noted("load_file", checkpoint.load_file))
+    monkeypatch.setattr(weights, "safe_open", noted("safe_open", weights.safe_open))
+
+    def on_a_rank(steps: int) -> list[str]:
+        sys.addaudithook(lambda event, args: opened.append(f"open {args[0]}") if event == "open" else None)
+        mesh = make_mesh(2)
+        train(
+            config_for(Plan(data=2), steps=steps, validate_every=0, validation=0.0),
+            store,
+            tmp_path / "run",
+            init=init,
+            team=Team(Launch(mesh.world.rank, 2), mesh),
+        )
+        return [name for name in opened if "/checkpoints/" in name or str(init) in name]
+
+    first, second = run_ranks(on_a_rank, 2, 2)
+    assert any("safe_open" in name for name in first)
+    assert second == []
+    first, second = run_ranks(on_a_rank, 2, 3)
+    assert any("load_file" in name for name in first)
+    assert second == []

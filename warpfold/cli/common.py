@@ -57,7 +57,7 @@ class Precision(StrEnum):
 
 
 AsJson = Annotated[bool, writes("Print the result as JSON.", "--json")]
-Force = Annotated[bool, writes("Replace the output of another run of this command.", "--force")]
+Force = Annotated[bool, writes("Replace another run of this command; what else is there stays.", "--force")]
 Device = Annotated[str | None, runs("cpu, cuda, cuda:1 ...; default: the first GPU, or the CPU.")]
 Axial = Annotated[
     int | None,

@@ -1,13 +1,13 @@
 """Folders that one process at a time writes, and that are there when they are said to be."""
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 from warpfold.errors import UserError
+from warpfold.files import lock_file
 
 
 def lock_folder(folder: Path, what: Path) -> TextIO:
@@ -17,13 +17,9 @@ def lock_folder(folder: Path, what: Path) -> TextIO:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock", "w")  # noqa: SIM115 (held until the end)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{what}: another process is writing this store; wait for it") from None
+        return lock_file(folder / "lock", UserError(f"{what}: another process is writing this store; wait for it"))
     except OSError as error:
         raise UserError(f"{what}: cannot be written: {error.strerror}") from error
-    return lock
 
 
 def refuse_foreign(folder: Path, is_own: Callable[[str], object]) -> None:

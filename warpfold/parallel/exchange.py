@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -20,7 +19,8 @@ from torch import Tensor
 
 from warpfold.errors import UserError
 from warpfold.parallel.collectives import all_gather, reduce_scatter
-from warpfold.parallel.mesh import TIME_LIMIT, Group, Mesh
+from warpfold.parallel.mesh import Group, Mesh, split
+from warpfold.parallel.waits import Work, waiting
 
 T = TypeVar("T")
 Stages = Generator[None, None, T]
@@ -73,25 +73,29 @@ class Wire:
     group: Group
     sent: Counter[str] = field(default_factory=Counter)  # by kind
 
-    def exchange(self, out: Tensor, x: Tensor) -> dist.Work:
+    def exchange(self, out: Tensor, x: Tensor) -> Work:
         """Piece r of x goes to rank r; `out` holds the pieces that came, in the order of the ranks."""
-        self._note("exchange", x.nbytes * (self.group.size - 1) // self.group.size)
-        return dist.all_to_all_single(out, x, group=self.group.handle, async_op=True)
+        name = self._note("exchange", x.nbytes * (self.group.size - 1) // self.group.size)
+        return Work(dist.all_to_all_single(out, x, group=self.group.handle, async_op=True), name)
 
-    def gather(self, out: Tensor, x: Tensor) -> dist.Work:
+    def gather(self, out: Tensor, x: Tensor) -> Work:
         """`out` is every rank's x, in the order of the ranks."""
-        self._note("gather", x.nbytes * (self.group.size - 1))
-        return all_gather(out, x, group=self.group.handle, async_op=True)
+        name = self._note("gather", x.nbytes * (self.group.size - 1))
+        return Work(all_gather(out, x, group=self.group.handle, async_op=True), name)
 
-    def sum_pieces(self, out: Tensor, x: Tensor) -> dist.Work:
+    def sum_pieces(self, out: Tensor, x: Tensor) -> Work:
         """`out` is this rank's piece of the sum of all x."""
-        self._note("sum", x.nbytes * (self.group.size - 1) // self.group.size)
-        return reduce_scatter(out, x, group=self.group.handle, async_op=True)
+        name = self._note("sum", x.nbytes * (self.group.size - 1) // self.group.size)
+        return Work(reduce_scatter(out, x, group=self.group.handle, async_op=True), name)
+
+    def begin_sum(self, x: Tensor) -> Work:
+        """x becomes its sum over the ranks: for a few numbers."""
+        name = self._note("sum", 2 * x.nbytes * (self.group.size - 1) // self.group.size)
+        return Work(dist.all_reduce(x, group=self.group.handle, async_op=True), name)
 
     def sum(self, x: Tensor) -> Tensor:
-        """x becomes its sum over the ranks, which is waited for: for a few numbers."""
-        self._note("sum", 2 * x.nbytes * (self.group.size - 1) // self.group.size)
-        dist.all_reduce(x, group=self.group.handle)
+        """The same, waited for."""
+        self.begin_sum(x).wait()
         return x
 
     def mean(self, x: Tensor) -> Tensor:
@@ -101,10 +105,13 @@ class Wire:
         finish([Plain(self).gather(piece.div_(self.group.size), padded)])
         return padded[: len(x)]
 
-    def _note(self, kind: str, size: int) -> None:
+    def _note(self, kind: str, size: int) -> str:
+        """Count and tell; the collective's name."""
         self.sent[kind] += size
+        name = f"{kind} of gradients or weights over {self.group.name} ranks"
         for listener in _listeners:
-            listener(f"{kind} of gradients or weights over {self.group.name} ranks")
+            listener(name)
+        return name
 
 
 def finish(travels: Sequence[Stages[T]]) -> list[T]:
@@ -248,14 +255,16 @@ def choose(
     for name, exchange in exchanges.items():
         rounds = sorted(_seconds(exchange, mesh, total, pieces, hidden) for _ in range(ROUNDS + 1))
         median = total.new_tensor(rounds[ROUNDS // 2])
-        dist.all_reduce(median, dist.ReduceOp.MAX, group=mesh.world.handle)
+        with waiting(f"measuring {name} sums"):
+            dist.all_reduce(median, dist.ReduceOp.MAX, group=mesh.world.handle)
         seconds[name] = float(median)
     first, best = next(iter(seconds)), min(seconds, key=seconds.__getitem__)
     return best if seconds[best] < CLEARLY * seconds[first] else first, seconds
 
 
 def _seconds(exchange: Exchange, mesh: Mesh, total: Tensor, pieces: Sequence[slice], hidden: bool) -> float:
-    dist.all_reduce(total[:1].clone(), group=mesh.world.handle)  # all begin together
+    with waiting("beginning a measurement together"):
+        dist.all_reduce(total[:1].clone(), group=mesh.world.handle)
     float(total[0])  # what came before is done, on a GPU too
     begin = time.perf_counter()
     owned = finish([exchange.scatter(total[piece], no_weights) for piece in pieces])
@@ -280,17 +289,11 @@ def make_hierarchical(mesh: Mesh, ranks_per_node: int | None) -> Hierarchical:
             'use plan.sync.strategy = "plain"'
         )
     data, model = range(mesh.data.size), range(mesh.model.size)
-    lines = [
+    lines: list[tuple[str, list[list[int]]]] = [
         ("node", [[d * len(model) + m for d in data[k : k + each]] for m in model for k in data[::each]]),
         ("nodes", [[d * len(model) + m for d in data[g::each]] for m in model for g in range(each)]),
     ]
-    wires = []
-    for name, groups in lines:
-        for ranks in groups:  # torch wants every rank to make every group
-            handle = dist.new_group(ranks, timeout=timedelta(seconds=TIME_LIMIT))
-            if mesh.world.rank in ranks:
-                group = Group(name, ranks.index(mesh.world.rank), len(ranks), tuple(ranks), handle)
-        wires.append(Wire(group))
+    wires = [Wire(split(name, groups, mesh.limit)) for name, groups in lines]
     return Hierarchical(*wires)
 
 

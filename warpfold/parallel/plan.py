@@ -121,7 +121,8 @@ def apply(plan: Plan, model: nn.Module, mesh: Mesh | None = None) -> nn.Module:
     """Put `plan` on a model, or on any module that holds trunk layers; a later plan replaces it.  Returns the model.
 
     mesh: this rank's groups, of the plan's sizes; needed where axial x branch is more than one rank.
-    Errors: UserError for a plan that the model's order of layers does not allow; ValueError without a mesh.
+    Errors: UserError for a plan that the model's order of layers does not allow; ValueError without a mesh.  Whatever
+    error is raised while a model is being cut, the model is left with the plan of one device.
     """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
@@ -129,7 +130,21 @@ def apply(plan: Plan, model: nn.Module, mesh: Mesh | None = None) -> nn.Module:
     schedule: Schedule = whole
     if plan.chunk is not None:
         schedule = in_place(plan.chunk) if plan.in_place else chunked(plan.chunk)
-    run: Run = recomputed if plan.recompute else one_by_one
+    _on_one_device(model, schedule, recomputed if plan.recompute else one_by_one)
+    _compile(model, plan.compile)
+    if plan.axial * plan.branch > 1:
+        try:
+            _spread(plan, model, mesh)
+        except BaseException:  # never half a plan: some stacks cut and others not
+            _on_one_device(model, whole, one_by_one)
+            raise
+    model.dtype = DTYPES[plan.precision]  # type: ignore[assignment]  # read where a model makes its first m and z
+    if plan.precision == "fp64":
+        model.double()  # a reference run: parameters too
+    return model
+
+
+def _on_one_device(model: nn.Module, schedule: Schedule, run: Run) -> None:
     for module in model.modules():
         if isinstance(module, AxialUpdate):
             module.schedule = schedule
@@ -139,13 +154,6 @@ def apply(plan: Plan, model: nn.Module, mesh: Mesh | None = None) -> nn.Module:
             module.branches = in_turn
         if isinstance(module, Resident):
             module.residues = ALL
-    _compile(model, plan.compile)
-    if plan.axial * plan.branch > 1:
-        _spread(plan, model, mesh)
-    model.dtype = DTYPES[plan.precision]  # type: ignore[assignment]  # read where a model makes its first m and z
-    if plan.precision == "fp64":
-        model.double()  # a reference run: parameters too
-    return model
 
 
 def _compile(model: nn.Module, wanted: bool) -> None:

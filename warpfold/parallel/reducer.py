@@ -6,9 +6,13 @@ fire differs between ranks, and so does which parameters take part (samples with
 always sent in one order, and those that nothing came for are sent as the zeros that they are.
 """
 
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -32,6 +36,35 @@ from warpfold.parallel.exchange import (
 )
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.powersgd import make_compressor
+from warpfold.parallel.waits import Work, waiting
+
+
+class InOrder:
+    """Calls made one after another by a thread of their own, which does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        threading.Thread(target=_run, args=(self._calls,), daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def submit(self, call: Callable[[], None]) -> Future[None]:
+        """Have `call` made after those before it; the future's result raises what it raised."""
+        future: Future[None] = Future()
+        self._calls.put((future, call))
+        return future
+
+
+def _run(calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
+    while (item := calls.get()) is not None:
+        future, call = item
+        try:
+            future.set_result(call())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+        del item, future, call  # nothing is kept alive while there is nothing to do
+
+
+HANDLE = "_warpfold_gradient_hook"  # the parameter's attribute that says who hears of its gradient
 
 
 class Reducer:
@@ -60,7 +93,12 @@ class Reducer:
         self.summed = gradient if mesh.model.size == 1 else gradient.new_empty(layout.size // mesh.model.size)
         self.pieces = layout.within(mesh.model.size)  # of `summed`, a piece of each bucket
         self._late: Tensor | None = None  # how much each data rank's last example counts
-        self._travels: list[Stages[Tensor]] = []
+        self._late_work = Work(None, "")  # on its way
+        self._count: tuple[Tensor, Work] | None = None  # of the examples that were used, on its way
+        self._travels: list[Stages[Tensor]] = []  # exchanges that have begun, in the order of the buckets
+        both = mesh.model.size > 1 and mesh.data.size > 1
+        self._side = torch.cuda.Stream(gradient.device) if both and gradient.is_cuda else None
+        self._thread = InOrder() if both and not gradient.is_cuda else None
         self.exchanges = make_exchanges(config.strategy, mesh, self.data_wire, ranks_per_node)
         self.strategy = next(iter(self.exchanges))
         segments = layout.segments(mesh.model.size, mesh.model.rank)
@@ -83,7 +121,8 @@ class Reducer:
         """
         self.early, self._add_to = early and self.mesh.data.size > 1 and self.compressor is None, add_to
         self.sent_buckets = 0
-        self._sums: list[dist.Work] = []
+        self._sums: list[Work] = []
+        self._launches: list[Future[None]] = []
         self._due: list[int] | None = None
 
     def finish(self) -> Tensor:
@@ -91,8 +130,10 @@ class Reducer:
         if self.mesh.world.size > 1:
             while self.sent_buckets < len(self.pieces):
                 self._send()
-            if self.early:
-                self._launch(wait=True)
+            for launch in self._launches:
+                launch.result()
+            if self._side is not None:
+                torch.cuda.current_stream().wait_stream(self._side)
             for work in self._sums:
                 work.wait()
             for travel in self._travels:
@@ -100,11 +141,14 @@ class Reducer:
         return self.summed
 
     def _watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Hear of every gradient that is there; a reducer that did so before does not any more."""
         self._nodes = [[get_gradient_edge(parameters[name]).node for name in names] for names in self.layout.members]
         for bucket, names in enumerate(self.layout.members):
             for name in names:
                 hook = partial(self._arrived, bucket, name, parameters[name].grad)
-                parameters[name].register_post_accumulate_grad_hook(hook)
+                if earlier := getattr(parameters[name], HANDLE, None):
+                    earlier.remove()
+                setattr(parameters[name], HANDLE, parameters[name].register_post_accumulate_grad_hook(hook))
 
     def _arrived(self, bucket: int, name: str, view: Tensor | None, parameter: Tensor) -> None:
         """A parameter has its gradient, the sum over all its uses: autograd calls this once in a backward pass."""
@@ -120,51 +164,87 @@ class Reducer:
             self._send()
 
     def _send(self) -> None:
-        """Start the sum of the next bucket, and the exchange of those whose sum is there."""
+        """Start the sum of the next bucket, and have its exchange follow."""
         bucket = self.sent_buckets
         self.sent_buckets += 1
         if self.mesh.model.size > 1:
             out, x = self.summed[self.pieces[bucket]], self.gradient[self.layout.buckets[bucket]]
             self._sums.append(self.model_wire.sum_pieces(out, x))
-        if self.early:
-            self._launch(wait=False)
+        if not self.early:
+            return
+        if self._thread is not None:
+            self._launches.append(self._thread.submit(partial(self._launch, bucket)))
+        elif self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                self._launch(bucket)
+        else:
+            self._launch(bucket)
 
-    def _launch(self, wait: bool) -> None:
-        """Start the exchange of the buckets that were sent, in order; of those whose sum is there, unless `wait`.
+    def _launch(self, bucket: int) -> None:
+        """Start the exchange of a bucket after its sum, which is waited for.
 
-        Within the backward pass nothing may be waited for: the other branch rank, whose part of the sum it would be,
-        may at that moment wait for a gradient that this one has yet to send.
+        The backward pass must not wait: the other branch rank, whose part of the sum it would be, may at that moment
+        wait for a gradient that this one has yet to send.  So on a GPU a stream beside waits, and the order in which
+        collectives are launched is that of the program, on all communicators together; with gloo, where an exchange
+        cannot be queued behind a sum of another group, a thread beside waits, and launches bucket after bucket.
         """
-        while (bucket := len(self._travels)) < self.sent_buckets:
-            if self._sums:
-                if not (wait or self._sums[bucket].is_completed()):
-                    return
-                self._sums[bucket].wait()
-            x = self.summed[self.pieces[bucket]]
-            if self._add_to is not None:
-                x = self._add_to[self.pieces[bucket]].add_(x)
-            self._travels.append(self.exchange.scatter(x, lambda: self._late))
-            next(self._travels[-1])
+        if self._sums:
+            self._sums[bucket].wait()
+        x = self.summed[self.pieces[bucket]]
+        if self._add_to is not None:
+            x = self._add_to[self.pieces[bucket]].add_(x)
+        travel = self.exchange.scatter(x, self._weights)
+        next(travel)
+        self._travels.append(travel)
 
     # A step
 
     def weigh(self, factor: float) -> None:
         """What this rank's example, exchanged early, counts: its clipping factor, known only when all of it is."""
         self._late = self.gradient.new_empty(self.mesh.data.size)
-        self.data_wire.gather(self._late, self._late.new_tensor([factor])).wait()
+        self._late_work = self.data_wire.gather(self._late, self._late.new_tensor([factor]))
 
-    def mean(self, total: Tensor, examples: int) -> Tensor:
+    def _weights(self) -> Tensor | None:
+        """What each data rank's example counts, asked for when all has arrived."""
+        self._late_work.wait()
+        return self._late
+
+    def count(self, examples: int) -> None:
+        """Begin to add up how many examples all data ranks have used since the last step; this one: `examples`."""
+        if self.mesh.data.size > 1 and self._late is None:  # otherwise the weights say it
+            number = self.gradient.new_tensor([examples])
+            self._count = number, self.data_wire.begin_sum(number)
+
+    def used(self, examples: int) -> int:
+        """Return how many examples all data ranks have used since the last step; this one has used `examples`."""
+        if self.mesh.data.size == 1:
+            return examples
+        if (weights := self._weights()) is not None:
+            return int(weights.count_nonzero())
+        if self._count is None:
+            self.count(examples)
+        assert self._count is not None
+        (number, work), self._count = self._count, None
+        work.wait()
+        return int(number)
+
+    def mean(self, total: Tensor, examples: float) -> Tensor:
         """The mean over the data ranks, and over the `examples` of each, in this rank's shard.
 
         total: each rank's sum over its examples, in the shard of its model rank; it is written over.
+        examples: on average of the ranks; of 0 the result is 0.
         """
+        if not examples and self.compressor is not None:
+            return total  # 0; what the compressor carries over stays for the next step
+        examples = examples or 1
         if self.mesh.data.size == 1:
             return total.div_(examples)
         if self.compressor is not None:
             return self.compressor.mean(total.div_(examples))
         travels = self._travels or [self.exchange.scatter(total[piece], no_weights) for piece in self.pieces]
         owned = [piece.div_(examples * self.mesh.data.size) for piece in finish(travels)]
-        self._travels, self._late = [], None
+        self._travels, self._late, self._late_work = [], None, Work(None, "")
         if self.config.shard_state:
             return torch.cat(owned[::-1])
         finish([self.exchange.gather(piece, total[place]) for piece, place in zip(owned, self.pieces)])
@@ -234,9 +314,11 @@ class Reducer:
             self.data_wire.sum(x)
         return x
 
-    def norm(self, shard: Tensor, data: bool) -> float:
-        """The norm of a flat vector from its shards; `data` as above."""
+    def norm(self, shard: Tensor, data: bool, loss: Tensor | None = None) -> float:
+        """The norm of a flat vector from its shards; `data` as above.  NaN where any rank's `loss` is not finite."""
         norm = torch.linalg.vector_norm(shard)
+        if loss is not None:
+            norm = norm + 0 * loss.detach()
         if self.mesh.model.size > 1 or (data and self.sharded):
             norm = self.sum_of_shards(norm.double().square(), data).sqrt()
         return float(norm)
@@ -266,7 +348,8 @@ class Reducer:
         for kind, local in self.compressor.local.items():
             for rank, source in enumerate(self.mesh.data.ranks):
                 shard = local.clone()
-                dist.broadcast(shard, source, group=self.mesh.data.handle)
+                with waiting("the state of the data ranks"):
+                    dist.broadcast(shard, source, group=self.mesh.data.handle)
                 whole = self._whole(shard)
                 if self.mesh.world.rank == 0:
                     for name in self.layout.places:

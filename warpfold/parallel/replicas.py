@@ -9,6 +9,7 @@ from torch import Tensor
 from warpfold.parallel.buckets import Layout
 from warpfold.parallel.collectives import all_gather
 from warpfold.parallel.mesh import Group
+from warpfold.parallel.waits import waiting
 
 
 class ReplicaError(RuntimeError):
@@ -24,12 +25,14 @@ def check_replicas(weights: Tensor, layout: Layout, world: Group, when: str) -> 
         return
     sums = checksums(weights, layout)
     extremes = torch.cat([sums, ~sums])  # the largest of ~x is ~ the smallest x
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=world.handle)
+    with waiting(f"comparing the weights {when}"):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=world.handle)
     largest, smallest = extremes[: len(sums)], ~extremes[len(sums) :]
     if torch.equal(largest, smallest):
         return
     table = sums.new_empty(world.size * len(sums))
-    all_gather(table, sums, group=world.handle)
+    with waiting(f"comparing the weights {when}"):
+        all_gather(table, sums, group=world.handle)
     table = table.view(world.size, -1).cpu()
     found = []
     for number, name in enumerate(layout.places):

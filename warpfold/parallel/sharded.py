@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, BlockStack, Branching, Chain, ChannelProduct, Tensors, whole
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, BlockStack, Branching, Chain, ChannelProduct, Tensors
 from warpfold.model.layers import Normed
+from warpfold.ops.noise import Factors
 from warpfold.parallel.collectives import Pending, gather, mine, swap, tied, turn
 from warpfold.parallel.cut import Cut, CutResidues, MSAMask, PairMask
 from warpfold.parallel.mesh import Mesh
@@ -190,7 +191,7 @@ class Sharding:
         dx = layer.finish(back.wait(), opening)
         return self._leave(x, axis, held + (dx if factors is None else dx * factors), step)
 
-    def _factors(self, layer: AxialUpdate, x: Cut, held: Tensor, axis: int) -> Tensor | None:
+    def _factors(self, layer: AxialUpdate, x: Cut, held: Tensor, axis: int) -> Factors | None:
         """This rank's slice of the dropout factors, which are drawn for all of x."""
         factors = layer.dropout_factors(x.whole_shape(held), held)
         if factors is None or factors.shape[axis] == 1:
@@ -300,10 +301,12 @@ def _uses(blocks: Iterable[nn.Module], by_channels: bool) -> list[_Use]:
 
     tokens = (0, 1) if any(isinstance(m, AxialUpdate) and m.reads_source for b in blocks for m in b.modules()) else (0,)
     for block_now, block in enumerate(blocks):  # noqa: B007 (`note` reads it)
-        layers = [m for m in block.modules() if isinstance(m, AxialUpdate)]
-        for layer in layers:
-            layer.schedule = note
-        block(*tokens, *(None for _ in tokens))
-        for layer in layers:
-            layer.schedule = whole
+        before = {layer: layer.schedule for layer in block.modules() if isinstance(layer, AxialUpdate)}
+        try:
+            for layer in before:
+                layer.schedule = note
+            block(*tokens, *(None for _ in tokens))
+        finally:  # a layer that only notes who asks is silently the identity
+            for layer, schedule in before.items():
+                layer.schedule = schedule
     return uses

@@ -6,15 +6,11 @@ is not the same on all machines).
 """
 
 import json
-import os
-import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -23,23 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.parallel.collectives import Event, sizes_of, watched
+from warpfold.parallel.collectives import Event, all_gather, sizes_of, watched
 from warpfold.parallel.exchange import overheard
 from warpfold.parallel.mesh import Group, Mesh, check_grid, make_mesh
 from warpfold.parallel.plan import Plan
+from warpfold.parallel.pulse import Clock, Place, Pulse, TeamError
+from warpfold.parallel.waits import LostError, Work, waiting
 
-BEAT = 1.0  # seconds between signs of life
-SILENT = 3 * BEAT  # after so long without one, a process is dead or frozen
-GRACE = 20.0  # seconds that a process has to end by itself once another has failed
+PIECE = 2**26  # bytes of a broadcast that travel together
 POLL = 0.1  # seconds between two looks, while processes meet
-LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed")
-BROKEN = ("timed out", "timeout", *LOST)
-
-
-class TeamError(UserError):
-    """Another process of the run failed, or did not come where this one waits for it."""
-
-    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -53,6 +41,11 @@ class Launch:
     address: str = ""  # of the store where they meet
     port: int = 0
     agent_keeps_store: bool = False  # torchrun's agent does; otherwise rank 0
+
+    @property
+    def keeper(self) -> str:
+        """Who keeps the store where they meet."""
+        return f"torchrun's agent at {self.address}:{self.port}" if self.agent_keeps_store else "rank 0"
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str]) -> "Launch":
@@ -77,20 +70,6 @@ class Launch:
 
 
 @dataclass
-class Place:
-    """How far a process has come: meetings of all, and since the last one collectives of gradients and of slices."""
-
-    meetings: int = 0
-    gradients: int = 0
-    slices: int = 0  # the same on all that share an example, not on others
-    name: str = "the beginning"  # of what it last began or waited for
-
-    def far(self, same_example: bool) -> tuple[int, ...]:
-        """What can be compared with another process's."""
-        return (self.meetings, self.gradients, self.slices)[: 3 if same_example else 2]
-
-
-@dataclass
 class Team:
     """The processes of a run, seen from one of them; the default: it is alone."""
 
@@ -111,12 +90,22 @@ class Team:
     def share(self, value: Any, what: str) -> list[Any]:
         """What every process has to say, JSON-able, in the order of ranks; all must call it.  NaN and inf are kept."""
         self.place = Place(self.place.meetings + 1, name=what)
-        return _all_gather(value, self.mesh.world)
+        return _all_gather(value, self.mesh.world, what)
 
     def share_example(self, value: Any, what: str) -> list[Any]:
         """The same among those that share an example."""
         self._went_on(what, slices=1)
-        return _all_gather(value, self.mesh.model)
+        return _all_gather(value, self.mesh.model, what)
+
+    def gather(self, x: Tensor, what: str) -> "Gathering":
+        """Begin to gather a flat tensor of one length from every process; all must call it.  It travels meanwhile."""
+        self.place = Place(self.place.meetings + 1, name=what)
+        return _begin(x, self.mesh.world, what)
+
+    def gather_example(self, x: Tensor, what: str) -> "Gathering":
+        """The same among those that share an example."""
+        self._went_on(what, slices=1)
+        return _begin(x, self.mesh.model, what)
 
     def spoken(self, values: list[Any]) -> list[Any]:
         """Of what all shared, that of the first of each example: in the order of data ranks."""
@@ -133,7 +122,8 @@ class Team:
             return here
         if group.rank > 0:
             if sizes[group.rank]:
-                dist.send(here, group.ranks[0], group=group.handle)
+                with waiting(self.place.name):
+                    dist.send(here, group.ranks[0], group=group.handle)
             return None
         shape = list(here.shape)
         shape[axis] = length
@@ -141,9 +131,49 @@ class Team:
         for rank, part in enumerate(whole.split(sizes, axis)):
             there = here if rank == 0 else torch.empty_like(part, memory_format=torch.contiguous_format)
             if rank > 0 and sizes[rank]:
-                dist.recv(there, group.ranks[rank], group=group.handle)
+                with waiting(self.place.name):
+                    dist.recv(there, group.ranks[rank], group=group.handle)
             part.copy_(there)
         return whole
+
+    def from_first(self, value: Any, what: str) -> Any:
+        """Return on every process what the first one gives, JSON-able; the others' value is not looked at.
+
+        All must call it.  If the first one fails before it comes here, the others end with its reason.
+        """
+        self.place = Place(self.place.meetings + 1, name=what)
+        if self.mesh.world.size == 1:
+            return value
+        data = _bytes_of(value) if self.leads else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        self._broadcast(length)
+        data = data if self.leads else data.new_empty(int(length))
+        self._broadcast(data)
+        return json.loads(bytes(data.tolist()))
+
+    def tensors_from_first(self, tensors: Mapping[str, Tensor] | None, what: str) -> dict[str, Tensor]:
+        """Return on every process the tensors, in main memory, that the first one gives; the others give None.
+
+        All must call it.  They travel as bytes in pieces of `PIECE`, so every dtype arrives to the bit, and what is
+        needed beside the tensors is one piece.
+        """
+        given = {name: x.detach().cpu().contiguous() for name, x in (tensors or {}).items()} if self.leads else {}
+        table = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in given.items()]
+        table = self.from_first(table, what)
+        if self.mesh.world.size == 1:
+            return given
+        found = given or {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in table}
+        for piece in _pieces([x.view(-1).view(torch.uint8) for x in found.values() if x.numel()]):
+            sent = torch.cat(piece)
+            self._broadcast(sent)
+            if not self.leads:
+                for part, arrived in zip(piece, sent.split([len(part) for part in piece])):
+                    part.copy_(arrived)
+        return found
+
+    def _broadcast(self, x: Tensor) -> None:
+        with waiting(self.place.name):
+            dist.broadcast(x, 0, group=self.mesh.world.handle)
 
     def note_slices(self, event: Event) -> None:
         """A collective of an example's slices began or was waited for."""
@@ -158,15 +188,59 @@ class Team:
         self.place = Place(at.meetings, at.gradients + gradients, at.slices + slices, name)
 
 
-def _all_gather(value: Any, group: Group) -> list[Any]:
+@dataclass(frozen=True)
+class Gathering:
+    """A tensor of every process of a group, on its way."""
+
+    found: Tensor  # [processes, length]
+    sent: Tensor
+    work: Work
+
+    def wait(self) -> Tensor:
+        """Return the tensors of all, [processes, length], in the order of ranks."""
+        self.work.wait()
+        return self.found
+
+
+def _begin(x: Tensor, group: Group, what: str) -> Gathering:
+    x = x.contiguous()
+    if group.size == 1:
+        return Gathering(x[None], x, Work(None, what))
+    found = x.new_empty(group.size * len(x))
+    work = Work(all_gather(found, x, group=group.handle, async_op=True), what)
+    return Gathering(found.view(group.size, -1), x, work)
+
+
+def _bytes_of(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _pieces(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parts of flat tensors of bytes, joined or cut into pieces of at most `PIECE`."""
+    piece: list[Tensor] = []
+    room = PIECE
+    for x in flat:
+        while len(x):
+            part, x = x[:room], x[room:]
+            piece.append(part)
+            room -= len(part)
+            if not room:
+                yield piece
+                piece, room = [], PIECE
+    if piece:
+        yield piece
+
+
+def _all_gather(value: Any, group: Group, what: str) -> list[Any]:
     if group.size == 1:
         return [value]
-    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    text = _bytes_of(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
-    dist.all_gather(sizes, torch.tensor([len(text)]), group=group.handle)
-    longest = max(int(size) for size in sizes)
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(parts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group.handle)
+    with waiting(what):
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=group.handle)
+        longest = max(int(size) for size in sizes)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(parts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group.handle)
     return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes)]
 
 
@@ -182,14 +256,35 @@ def assembled(launch: Launch, plan: Plan, device: torch.device | str = "cpu") ->
     if launch.ranks == 1:
         yield Team(launch)
         return
-    store = _meet(launch, plan, torch.device(device))
+
+    def meeting(name: str, seconds: float) -> str:
+        return f"rank {launch.rank}: {name} took more than {seconds:.0f} s: {launch.keeper} may be dead or frozen"
+
     team = Team(launch)
-    with _Pulse(team, store, plan.time_limit), watched(team.note_slices), overheard(team.note_gradients):
-        team.mesh = make_mesh(plan.data, plan.axial, plan.branch, plan.time_limit)
-        yield team
-        team.share(None, "the end")  # so that nobody is gone who might hear that another failed
-    # Only where all went well: otherwise it would wait for collectives that others never join.
-    dist.destroy_process_group()
+    with Clock(plan.time_limit, meeting) as clock:
+        store = _meet(launch, plan, torch.device(device))
+        sharing = lambda: team.mesh.model.ranks  # noqa: E731
+        pulse = Pulse(
+            store, launch.rank, launch.ranks, launch.keeper, plan.time_limit, clock, lambda: team.place, sharing
+        )
+        pulse.start()
+        try:
+            with watched(team.note_slices), overheard(team.note_gradients):
+                team.mesh = make_mesh(plan.data, plan.axial, plan.branch, plan.time_limit)
+                yield team
+                team.share(None, "the end")  # so that nobody is gone who might hear that another failed
+            # Only where all went well: otherwise it would wait for collectives that others never join.
+            with waiting("the end of the process groups"):
+                dist.destroy_process_group()
+        except (LostError, dist.DistError) as error:
+            reason = pulse.why(error)
+            pulse.tell(reason)
+            raise reason from error
+        except BaseException as error:
+            pulse.tell(error)
+            raise
+        finally:
+            pulse.stop()
 
 
 def _meet(launch: Launch, plan: Plan, device: torch.device) -> dist.Store:
@@ -200,14 +295,19 @@ def _meet(launch: Launch, plan: Plan, device: torch.device) -> dist.Store:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     keeps = launch.rank == 0 and not launch.agent_keeps_store
+    where = f"{launch.address}:{launch.port}"
     try:
-        shared = dist.TCPStore(launch.address, launch.port, None, keeps, limit, wait_for_workers=False)
-        name = _name_of_meeting(shared, launch, plan.time_limit)
+        with waiting(f"reaching the store at {where}"):
+            shared = dist.TCPStore(launch.address, launch.port, None, keeps, limit, wait_for_workers=False)
+        with waiting(f"the meeting at {where}"):
+            name = _name_of_meeting(shared, launch, plan.time_limit)
         store = dist.PrefixStore(f"warpfold-{name}", shared)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.ranks, timeout=limit)
-        own = dist.TCPStore(launch.address, launch.port, None, False, limit)  # it may be asked while the other waits
+        with waiting(f"joining the {launch.ranks} processes"):
+            dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.ranks, timeout=limit)
+        with waiting(f"reaching the store at {where} again"):
+            own = dist.TCPStore(launch.address, launch.port, None, False, limit)  # asked while the other waits
     except RuntimeError as error:
-        where, why = f"{launch.address}:{launch.port}", str(error).splitlines()[0]
+        why = str(error).splitlines()[0]
         raise TeamError(f"rank {launch.rank}: the {launch.ranks} processes did not meet at {where}: {why}") from error
     return dist.PrefixStore(f"warpfold-{name}-pulse", own)
 
@@ -243,99 +343,3 @@ def _wait_until(end: float, reason: str) -> None:
     if time.monotonic() > end:
         raise RuntimeError(reason)
     time.sleep(POLL)
-
-
-class _Pulse:
-    """A thread that leaves signs of life in the store, where each process is and that it still is, and watches for the
-    failure of another."""
-
-    def __init__(self, team: Team, store: dist.Store, limit: float) -> None:
-        self._team, self._store, self._limit = team, store, limit
-        self._began = time.monotonic()  # about the same moment for all, whatever their clocks say
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> "_Pulse":
-        self._sign()
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._end.set()
-        self._thread.join(2 * BEAT)
-        if error is None:
-            return
-        if isinstance(error, RuntimeError) and _says(error, BROKEN):
-            raised, error = error, TeamError(self._why(lost=_says(error, LOST)))
-            self._tell(error)
-            raise error from raised
-        self._tell(error)
-
-    def _watch(self) -> None:
-        place, since = self._team.place, time.monotonic()
-        reason, known = "", 0.0
-        while not self._end.wait(BEAT):
-            if self._team.place is not place:
-                place, since = self._team.place, time.monotonic()
-            try:
-                self._sign()
-                found = self._told()
-                if not found and time.monotonic() - since > self._limit + GRACE and (missing := self._missing()):
-                    found = f"{self._here()}; {missing}"
-            except RuntimeError:
-                found = "the store where the processes meet is gone: torchrun's agent, or rank 0, has ended"
-            if found and not reason:
-                reason, known = found, time.monotonic()
-            if reason and time.monotonic() - known > GRACE:
-                print(f"error: {reason}", file=sys.stderr, flush=True)
-                os._exit(1)  # the process waits where no exception reaches it, in a kernel of NCCL's for example
-
-    def _sign(self) -> None:
-        said = [*asdict(self._team.place).values(), time.monotonic() - self._began]
-        self._store.set(str(self._team.launch.rank), json.dumps(said))
-
-    def _tell(self, error: BaseException) -> None:
-        """Let the others know why this process fails; of several the first counts."""
-        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".splitlines()[0]
-        message = f"rank {self._team.launch.rank} failed: {text[:1000]}"
-        try:
-            self._store.compare_set("failed", "", message)
-        except RuntimeError:
-            return  # the store is gone, and the others know that
-        if self._team.leads and not self._team.launch.agent_keeps_store:
-            time.sleep(2 * BEAT)  # the store ends with this process
-
-    def _told(self) -> str:
-        """Why another process has failed; "" as long as none has."""
-        return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
-
-    def _here(self) -> str:
-        return f"rank {self._team.launch.rank} waited for others at {self._team.place.name!r}"
-
-    def _why(self, lost: bool) -> str:
-        """Why this process cannot go on.  lost: a connection is, whose other end may have fallen silent just now."""
-        try:
-            if lost and not self._told():
-                time.sleep(SILENT + BEAT)
-            return self._told() or f"{self._here()}; {self._missing() or 'all are there: the network may be at fault'}"
-        except RuntimeError:
-            return f"{self._here()}; the store where they meet is gone: torchrun's agent, or rank 0, has ended"
-
-    def _missing(self) -> str:
-        """Who did not arrive where this process waits, as far as the signs tell."""
-        team, now = self._team, time.monotonic() - self._began
-        found = []
-        for rank, text in enumerate(self._store.multi_get([str(rank) for rank in range(team.launch.ranks)])):
-            *at, when = json.loads(text)
-            there, same_example = Place(*at), rank in team.mesh.model.ranks
-            if rank == team.launch.rank:
-                continue
-            if now - when > SILENT:
-                found.append(f"rank {rank} is dead or frozen: last heard of {now - when:.0f} s ago at {there.name!r}")
-            elif there.far(same_example) < team.place.far(same_example):
-                found.append(f"rank {rank} did not arrive: it is at {there.name!r}")
-        return "; ".join(found)
-
-
-def _says(error: BaseException, signs: tuple[str, ...]) -> bool:
-    return any(sign in str(error).lower() for sign in signs)

@@ -2,7 +2,8 @@
 
     DIR/settings.toml                 the resolved settings
     DIR/metrics.jsonl                 one JSON object per line: steps and validations
-    DIR/checkpoints/step-00000100/    state.safetensors (weights, averages, moments), state.json (the rest)
+    DIR/checkpoints/step-00000100/    state.safetensors (weights, averages, moments), state.json (the rest), and
+                                      checksums.json of both: a damaged checkpoint is passed over
     DIR/params.safetensors            the averaged weights at the last checkpoint: what `predict --params` takes
     DIR/failures/example-00000042/    what reproduces a loss or gradient that was not finite
 
@@ -12,8 +13,9 @@ Whatever is written is written beside its place, synced, and renamed into it.
 """
 
 import errno
-import fcntl
+import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -31,9 +33,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from warpfold.errors import UserError
+from warpfold.files import lock_file
+
+logger = logging.getLogger("warpfold")
 
 MAX_FAILURES = 3
 STEP_FOLDER = re.compile(r"step-(\d{8})")
+STATE = ("state.safetensors", "state.json")
+CHECKSUMS = "checksums.json"
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -56,25 +67,21 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self._lock: TextIO | None = None
         self._log: FileIO | None = None
+        self.scores: dict[int, float] = {}  # lDDT-Ca of the validations in the log, by step
 
     def __enter__(self) -> "RunFolder":
         if not self._writes:
             return self
-        if self.path.is_dir() and any(self.path.iterdir()) and not self.checkpoints.is_dir():
+        if self.path.is_dir() and not self._is_run():
             raise UserError(f"{self.path}: holds something else, which is left alone; choose another --out")
+        taken = UserError(f"{self.path}: another run is writing there; wait for it or choose another --out")
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_file(self.path / ".lock", taken)
+            self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"{self.path}: cannot be made or written: {error.strerror}; choose another --out"
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise UserError(
-                f"{self.path}: another run is writing there; wait for it or choose another --out"
             ) from error
         for leftover in self.checkpoints.glob(".partial-*"):  # of a run that was killed while saving
             shutil.rmtree(leftover)
@@ -86,6 +93,11 @@ class RunFolder:
         for file in (self._log, self._lock):
             if file is not None:
                 file.close()
+
+    def _is_run(self) -> bool:
+        """Whether the folder is empty or holds a run: its lock, or what a copy of a run has."""
+        found = {path.name for path in self.path.iterdir()}
+        return not found or ".lock" in found or {"settings.toml", "checkpoints"} <= found
 
     @property
     def params(self) -> Path:
@@ -123,18 +135,55 @@ class RunFolder:
         return self.checkpoints / f"step-{step:08d}"
 
     def load(self, step: int) -> Checkpoint:
-        """The checkpoint of a step.  Errors: UserError if it is damaged."""
+        """The checkpoint of a step.  Errors: DamagedCheckpoint if it is not, bit for bit, what was written."""
         path = self.step_path(step)
         try:
+            sums = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
+            if changed := [name for name in STATE if checksum(path / name) != sums[name]]:
+                raise ValueError(f"{changed[0]} does not fit its checksum")
             notes = json.loads((path / "state.json").read_text(encoding="utf-8"))
             return Checkpoint(step, load_file(path / "state.safetensors"), notes)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise UserError(f"{path}: damaged ({error}); remove it to continue from the checkpoint before") from error
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise DamagedCheckpoint(f"{path}: damaged ({error})") from error
+
+    def load_latest(self) -> Checkpoint | None:
+        """The last checkpoint that is whole; None where there is none at all.
+
+        Damaged ones after it are renamed, so that the run can write these steps again, and a warning names each.
+        Errors: UserError when all are damaged; then nothing is changed.
+        """
+        damaged: dict[int, DamagedCheckpoint] = {}
+        found = None
+        for step in reversed(self.steps()):
+            try:
+                found = self.load(step)
+                break
+            except DamagedCheckpoint as error:
+                damaged[step] = error
+        if found is None:
+            if damaged:
+                raise UserError(
+                    f"{self.checkpoints}: no checkpoint is whole (of the last: {damaged[max(damaged)]}); "
+                    "put back a copy, or choose another --out"
+                )
+            return None
+        for step, why in damaged.items():
+            aside = self._aside(step)
+            self.step_path(step).rename(aside)
+            logger.warning("%s; kept as %s; the run continues from step %d", why, aside.name, found.step)
+        return found
+
+    def _aside(self, step: int) -> Path:
+        """Where a damaged checkpoint is kept; nothing is there yet."""
+        names = (f"damaged-{self.step_path(step).name}{again}" for again in ("", *(f"-{n}" for n in range(2, 10_000))))
+        return next(path for path in map(self.checkpoints.joinpath, names) if not path.exists())
 
     def save(self, checkpoint: Checkpoint, keep: int) -> None:
-        """Write a checkpoint whole or not at all, then drop old ones: the last `keep` stay, and the best.
+        """Write a checkpoint whole or not at all, then drop old ones.
 
-        The best is the one whose own validation (notes: validation, step and lddt_ca) was highest.
+        These stay: the last `keep`; the last `keep` of those before which no example was skipped (notes: skipped), so
+        that a run in trouble does not push out what was good; and the best, whose own validation was highest (as far
+        as the log says: a step is validated after it is saved).
         Errors: UserError if it cannot be written (a full disk); the checkpoints before it are untouched.
         """
         place = self.step_path(checkpoint.step)
@@ -145,6 +194,8 @@ class RunFolder:
             draft.mkdir(exist_ok=True)
             save_file(checkpoint.tensors, draft / "state.safetensors")
             (draft / "state.json").write_text(json.dumps(_finite(checkpoint.notes), indent=1) + "\n", encoding="utf-8")
+            sums = {name: checksum(draft / name) for name in STATE}
+            (draft / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
             for file in draft.iterdir():
                 _sync(file)
             draft.rename(place)
@@ -162,18 +213,24 @@ class RunFolder:
 
     def _prune(self, keep: int) -> None:
         steps = self.steps()
-        scores = {}
-        for step in steps:
+        notes = {step: self._notes(step) for step in steps}
+        best = max(self.scores.keys() & notes, key=self.scores.__getitem__, default=None)
+        good = [step for step in steps if "skipped" in notes[step] and not notes[step]["skipped"]]
+        for step in sorted({*steps[: -max(1, keep)]} - {*good[-max(1, keep) :], best}):
+            place = self.step_path(step)
+            if {path.name for path in place.iterdir()} - {*STATE, CHECKSUMS}:
+                continue  # somebody keeps something there
+            doomed = self.checkpoints / f".partial-{step}"
+            place.rename(doomed)  # never a checkpoint with a part missing
+            shutil.rmtree(doomed)
+
+    def _notes(self, step: int) -> dict[str, Any]:
+        """The notes of a checkpoint; none where they are damaged, which is for `load` to say."""
+        try:
             notes = json.loads((self.step_path(step) / "state.json").read_text(encoding="utf-8"))
-            validation = notes.get("validation")
-            if validation and validation["step"] == step and validation["lddt_ca"] is not None:
-                scores[step] = validation["lddt_ca"]
-        best = max(scores, key=scores.__getitem__, default=None)
-        for step in steps[: -max(1, keep)]:
-            if step != best:
-                doomed = self.checkpoints / f".partial-{step}"
-                self.step_path(step).rename(doomed)  # never a checkpoint with a part missing
-                shutil.rmtree(doomed)
+        except (OSError, ValueError):
+            return {}
+        return notes if isinstance(notes, dict) else {}
 
     def replace_file(self, name: str, write: Callable[[Path], object]) -> None:
         """Replace a file of the folder by what `write` writes, whole or not at all.
@@ -216,14 +273,30 @@ class RunFolder:
 
     # Log
 
-    def open_log(self, step: int) -> None:
-        """Begin or continue metrics.jsonl after `step` steps; lines of later steps, and a torn one, are dropped."""
+    def open_log(self, step: int) -> dict[str, Any] | None:
+        """Begin or continue metrics.jsonl after `step` steps; lines of later steps, and a torn one, are dropped.
+
+        Returns the last validation that stays: its step and its lDDT-Ca, None where that was no number.
+        """
         path = self.path / "metrics.jsonl"
+        last = None
         if path.exists():
             kept = [line for line in path.read_bytes().splitlines(keepends=True) if _belongs(line, step)]
             self.replace_file(path.name, lambda draft: draft.write_bytes(b"".join(kept)))
-        # Unbuffered: what was logged survives the process, and a full disk is met here rather than on closing.
-        self._log = open(path, "ab", buffering=0)  # noqa: SIM115 (closed in __exit__)
+            for row in map(json.loads, kept):
+                if row.get("kind") == "validation":
+                    self._note_score(row)
+                    last = {name: row.get(name) for name in ("step", "lddt_ca")}
+        try:
+            # Unbuffered: what was logged survives the process, and a full disk is met here rather than on closing.
+            self._log = open(path, "ab", buffering=0)  # noqa: SIM115 (closed in __exit__)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        return last
+
+    def _note_score(self, row: Mapping[str, Any]) -> None:
+        if isinstance(score := row.get("lddt_ca"), float) and math.isfinite(score):
+            self.scores[row["step"]] = score
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Append one line.  Errors: UserError when the disk is full."""
@@ -235,6 +308,14 @@ class RunFolder:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise UserError(f"{self.path / 'metrics.jsonl'}: {_reason(error)}; make room and start again") from error
+        if row.get("kind") == "validation":
+            self._note_score(row)
+
+
+def checksum(path: Path) -> str:
+    """Of a file's bytes: BLAKE2b, 128 bits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _finite(value: Any) -> Any:

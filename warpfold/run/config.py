@@ -25,6 +25,7 @@ class TrainConfig:
     save_every: int = 500  # steps
     keep: int = 2  # last checkpoints that stay; the best stays too
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what follows a loss or gradient that is not finite
+    max_skipped: int = 10  # examples of any 1,000 in a row that "skip" may leave out before the run stops
     workers: int | None = None  # processes that prepare examples; none: some for a GPU, else the training process
     ahead: int = 4  # examples per worker that are prepared ahead
     window: int = 0  # places that a ready example may come early, or a slow one late; 0: all as planned
@@ -36,8 +37,8 @@ class TrainConfig:
             raise ValueError("steps, save_every and keep must be at least 1")
         if isinstance(self.validation, float) and not 0 <= self.validation < 1:
             raise ValueError("validation, as a share, must be at least 0 and below 1")
-        if self.ahead < 1 or min(self.window, self.workers or 0) < 0:
-            raise ValueError("ahead must be at least 1; workers and window must not be negative")
+        if self.ahead < 1 or min(self.window, self.workers or 0, self.max_skipped) < 0:
+            raise ValueError("ahead must be at least 1; workers, window and max_skipped must not be negative")
         if not 0 <= self.quarantine <= 1:
             raise ValueError("quarantine must lie between 0 and 1")
 

@@ -14,6 +14,7 @@ from warpfold.data.schedule import Order, Schedule, Source, State, costs, split_
 from warpfold.data.store import Store
 from warpfold.device import helpers
 from warpfold.errors import UserError
+from warpfold.files import opened
 from warpfold.parallel.team import Team
 from warpfold.run.checkpoint import Checkpoint, RunFolder
 from warpfold.run.config import RunConfig
@@ -21,13 +22,22 @@ from warpfold.run.ledger import Ledger
 from warpfold.run.watch import Log
 
 
-def origin(sources: Sequence[Source], init: Path | None) -> dict[str, str]:
-    """Fingerprints of the data and of the first weights; a store's manifest holds its contents' checksums."""
+def origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
+    """Fingerprints of the data and of the first weights; a store's manifest holds its contents' checksums.
+
+    The first process alone reads `init`.
+    """
     data = b"".join((source.store.path / "store.json").read_bytes() for source in sources)
     if len(sources) > 1:
         total = sum(source.weight for source in sources)
         data += repr([source.weight / total for source in sources]).encode()
-    return {"store": fingerprint(data), "init": fingerprint(init.read_bytes()) if init else "none"}
+    first = fingerprint(_content(init)) if init and team.leads else "none"
+    return {"store": fingerprint(data), "init": team.from_first(first, "the first parameters")}
+
+
+def _content(path: Path) -> bytes:
+    with opened(path, unpack=False) as file:
+        return file.read()
 
 
 def fingerprint(data: bytes) -> str:

@@ -77,6 +77,11 @@ class Ledger:
         self.quarantined.append(name)
         self._fresh.append((name, index, reason))
 
+    @property
+    def untold(self) -> int:
+        """How many entries were set aside here since `news` was last asked for."""
+        return len(self._fresh)
+
     def news(self) -> list[tuple[str, int, str]]:
         """What was set aside here since this was last asked."""
         fresh, self._fresh = self._fresh, []
@@ -100,10 +105,10 @@ class _Appended:
 
     def __init__(self, path: Path, header: str = "") -> None:
         self.path = path
-        with suppress(FileNotFoundError), open(path, "rb+") as file:  # a line that a kill left torn goes
-            text = file.read()
-            file.truncate(text.rfind(b"\n") + 1)
         try:
+            with suppress(FileNotFoundError), open(path, "rb+") as file:  # a line that a kill left torn goes
+                text = file.read()
+                file.truncate(text.rfind(b"\n") + 1)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by the ledger)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error

@@ -70,10 +70,11 @@ def learning_rate(config: OptimConfig, step: int) -> float:
 class Optimizer:
     """Adam on the mean of clipped per-example gradients, and the moving average of the weights.
 
-    After `loss.backward()` of each example comes `collect()`; after `share` of them comes `step(i)`.
+    After `loss.backward()` of each example comes `collect(loss)`; after `share` of them comes `step(i)`.
     The model's parameters (of one dtype, on one device) become views of one buffer; keep the model where it is from
-    then on.  Where there are several ranks, all of them call everything here, at the same times; each rank updates the
-    shard that it owns, and the weights are whole again after `step`.
+    then on.  A second Optimizer of a model takes its parameters over, and the first refuses to go on.
+    Where there are several ranks, all of them call everything here, at the same times; each rank updates the shard
+    that it owns, and the weights are whole again after `step`.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Optimizer:
             self.layout.view(self.weights, name).copy_(p.detach())
             p.data = self.layout.view(self.weights, name)
             p.grad = self.layout.view(self.gradient, name)
+        self._grads = [(p, p.grad) for p in named.values()]
         check_replicas(self.weights, self.layout, self.mesh.world, "at the start")
         compression = config.compression
         self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
@@ -125,50 +127,61 @@ class Optimizer:
             return Lamb(self.owned, betas, c.eps, c.weight_decay, norms)
         return Lars(self.owned, c.beta1, c.trust, c.weight_decay, norms)
 
-    def _expect(self, examples: int) -> None:
-        """Make ready for one more example; `examples` have been collected since the last step.
+    def _expect(self, examples: int, used: int = 0) -> None:
+        """Make ready for one more example; `examples` have been collected since the last step, `used` of them added.
 
         In the last one's backward pass the data ranks' exchange may begin, unless the clipping factor of that example
         has to be known first: contributions can be weighed when they have arrived only where it stands alone.
         """
-        self.examples = examples
+        self.examples, self.used = examples, used
         alone = self.share == 1
         weighed_late = alone and self.reducer.exchange.late_weights
         early = examples == self.share - 1 and (self.config.clip == "step" or weighed_late)
         self.reducer.begin(early, add_to=None if alone else self.total)
 
-    def collect(self) -> float:
+    def collect(self, loss: Tensor | None = None) -> float:
         """Clip the gradient of one example by its global norm, add it to the step's sum, and clear it.
 
-        Returns the norm before clipping, the same on all ranks that share the example.  A gradient that is not finite
-        adds nothing: the caller sees it in the norm.  With clip = "step" nothing is clipped here, and such a gradient
-        makes the step one that changes nothing.
+        Returns the norm before clipping, the same on all ranks that share the example; NaN where the `loss`, or any
+        rank's part of it, is not finite.  An example whose norm is not finite adds nothing and does not count in the
+        mean.  With clip = "step" nothing is clipped here, and such an example makes the step one that changes nothing.
+        Errors: RuntimeError where the gradients do not come here any more.
         """
+        if any(p.grad is not grad for p, grad in self._grads):
+            raise RuntimeError(
+                "the gradients are not in this Optimizer's buffer any more: another Optimizer took the model over, or "
+                "a grad was set to None (leave zero_grad out: collect does it)"
+            )
         gradient = self.reducer.finish()
-        norm = self.reducer.norm(gradient, data=False)
-        factor = 1.0
+        norm = self.reducer.norm(gradient, data=False, loss=loss)
+        factor, used = 1.0, math.isfinite(norm)
         if self.config.clip == "example":
-            finite = norm < float("inf")  # false for NaN too
-            factor = min(1.0, self.config.clip_norm / max(norm, 1e-12)) if finite else 0.0
+            factor = min(1.0, self.config.clip_norm / max(norm, 1e-12)) if used else 0.0
         if self.reducer.early and self.config.clip == "example":
             self.reducer.weigh(factor)
         elif factor and not self.reducer.early:
             self.total.add_(gradient, alpha=factor)
         self.gradient.zero_()
-        self._expect(self.examples + 1)
+        self._expect(self.examples + 1, self.used + used)
+        if self.examples == self.share:
+            self.reducer.count(self.used)
         return norm
 
     def step(self, step: int) -> float:
-        """The rule on the mean over all examples, then the moving average; returns the learning rate used.
+        """The rule on the mean over the examples that were used, then the moving average; returns the learning rate.
 
+        Where no example was used nothing changes, neither weights nor moments nor average, and the rate is 0.
         Errors: ReplicaError every `sync.check_every` steps, if the ranks' weights have come apart.
         """
         rate = learning_rate(self.config, step)
-        mean = self.reducer.mean(self.total, self.share)
-        if self.config.clip == "example" or self._clipped(mean):
+        used = self.reducer.used(self.used)  # by all ranks
+        mean = self.reducer.mean(self.total, used / self.mesh.data.size)
+        if used if self.config.clip == "example" else used == self.config.accumulate and self._clipped(mean):
             self.rule.step(rate, mean)
             self.average.lerp_(self.owned, 1 - self.config.average_decay)
             self.reducer.spread(self.owned, self.weights)
+        else:
+            rate = 0.0
         self.total.zero_()
         self._expect(0)
         if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
@@ -210,7 +223,8 @@ class Optimizer:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of `state`, exact to the bit on as many ranks as it was saved on.
 
-        Errors: KeyError for a missing name, RuntimeError for one of another shape.
+        Errors: KeyError for a missing name, RuntimeError for one of another shape, ReplicaError where ranks were given
+        other weights than others.
         """
         self.reducer.restore(state)
         for kind, shard in {"weights": self.owned, **self._sharded()}.items():
@@ -222,6 +236,7 @@ class Optimizer:
                 self.weights.copy_(whole)
         self.rule.steps.copy_(state["steps"])
         self._expect(0)
+        check_replicas(self.weights, self.layout, self.mesh.world, "after reading a checkpoint")
 
     def _sharded(self) -> dict[str, Tensor]:
         return {"average": self.average, **self.rule.moments}

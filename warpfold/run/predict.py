@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model.weights import assumed_settings
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
-from warpfold.run.outputs import Prediction, claim_folder
+from warpfold.run.outputs import Prediction, claim_folder, remove_prediction
 from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import Report, Section, Table, Target, write_report
@@ -201,7 +200,7 @@ def keep(prediction: Prediction, out: Path) -> dict[str, Any]:
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     geometry = check_geometry(prediction.positions, prediction.mask)
     folder = file_name(prediction.name)
-    files = prediction.save(out / folder)
+    files = prediction.save(out / folder, overwrite=True)  # of a run that was killed, or is replaced with --force
     return {
         "name": prediction.name,
         "folder": folder,
@@ -320,14 +319,17 @@ def _file_digest(path: Path) -> str:
 
 
 def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:
-    """Make `out` this run's: of an earlier one keep what is done if it is the same, remove its folders if not."""
+    """Make `out` this run's: of an earlier one keep what is done if it is the same, remove its predictions if not.
+
+    What else somebody put into their folders stays.
+    """
     earlier = claim_folder(out, FORMAT, summary["run"], force) or {}
     for entry in earlier.get("predictions", []):
         folder = out / entry["folder"]
         if earlier.get("run") == summary["run"] and all((folder / f).is_file() for f in entry["files"].values()):
             summary["predictions"].append(entry)
-        elif folder.is_dir() and folder.parent.resolve() == out.resolve():
-            shutil.rmtree(folder)
+        elif entry["folder"] == file_name(entry["folder"]):
+            remove_prediction(folder, entry["name"])
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from warpfold import settings
 from warpfold.batch import Batch, to_tensors
@@ -34,7 +33,8 @@ from warpfold.run.config import RunConfig, TrainConfig
 from warpfold.run.examples import draw_recycles, fingerprint, hold_out, load, open_ledger, origin, split
 from warpfold.run.optim import Optimizer
 from warpfold.run.signals import StopSignals
-from warpfold.run.together import heard, meet, summed, take
+from warpfold.run.skipped import Skipped
+from warpfold.run.together import Sums, heard, meet, summing, take, tell
 from warpfold.run.watch import Clock, Log, Row, Seen, Watcher, step_row, tensorboard, validation_row
 
 __all__ = ["RunConfig", "Summary", "TrainConfig", "draw_recycles", "initial_model", "split", "train"]
@@ -75,19 +75,21 @@ def train(
     """
     team = team or Team()
     sources, held_out = hold_out(data, config)
-    source = origin(sources, init)
-    model = initial_model(config, init).to(device)
+    source = origin(sources, init, team)
+    model = initial_model(config, init, team).to(device)
     apply(config.plan, model, team.mesh)
     optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.launch.ranks_per_node)
     with ExitStack() as stack:
         run, signals = stack.enter_context(RunFolder(out, team.leads)), stack.enter_context(StopSignals())
-        state = restore(run, optimizer, claim(run, config, source, team), source)
+        claim(run, config, source, team)
+        state = restore(run, optimizer, source, team)
+        skipped = Skipped(config.train.max_skipped, state.notes.get("skipped", ()))
         log = open_log(run, config, state, watch, team)
         ledger = stack.enter_context(open_ledger(run, config, state, source, replay, team))
         examples = stack.enter_context(load(config, sources, state, ledger, log, device, team))
         step, clock = state.step, Clock()
-        if step == 0 and held_out:
-            log(validate(model, optimizer, held_out, config, 0, team))
+        if held_out and not (log.validation and log.validation["step"] == step) and validates(config, step):
+            log(validate(model, optimizer, held_out, config, step, team))  # what a kill came before, after a resume
         stop = heard(signals, team)
         while step < config.train.steps and not stop:
             recycles, seen = draw_recycles(config, step), []  # the same on every rank
@@ -97,22 +99,24 @@ def train(
                 model.noise.seed(config.train.seed, example.index)  # of dropout
                 output = model(batch, recycles)  # Algorithms 2 and 30 to 32
                 loss, terms = total_loss(output, batch, config.loss, residues=model.residues)  # Supp. 1.9, equation 7
+                sums = summing({"": loss, **terms}, team)  # over those that share the example
                 loss.backward()
-                norm = optimizer.collect()  # clip the gradient of this example, add it to the step's (Supp. 1.11.3)
-                seen.append(look(example, output, loss, terms, norm, team))
+                norm = optimizer.collect(loss)  # clip the gradient of this example, add it to the step's (Supp. 1.11.3)
+                seen.append(look(example, output, sums, norm))
                 keep_if_not_finite(run, config, optimizer, example, seen[-1], step, recycles, team)
+            told = tell(step + 1, seen, clock, ledger, signals, team)
             rate = optimizer.step(step)  # the mean over the examples; Adam; the moving average of the weights
             step += 1
-            seen = meet(step, seen, clock, examples, ledger, team)  # those of all ranks
+            seen, came = meet(told, clock, examples, ledger, team)  # those of all ranks
             log(step_row(step, seen, rate, recycles, clock))
+            skipped.add(step, seen)
 
-            last = step == config.train.steps
-            if held_out and (last or due(step, config.train.validate_every)):
-                log(validate(model, optimizer, held_out, config, step, team))
-            stop = heard(signals, team)
-            if last or stop or due(step, config.train.save_every):
-                notes = {"validation": log.validation, "loader": used_by_all(examples, team), **source}
+            stop = came if team.launch.ranks > 1 else signals.came
+            if step == config.train.steps or stop or due(step, config.train.save_every):
+                notes = {"loader": used_by_all(examples, team), "skipped": skipped.places, **source}
                 save(run, model, optimizer, step, notes, config, team)
+            if held_out and validates(config, step):  # once the step is safe: it may take long
+                log(validate(model, optimizer, held_out, config, step, team))
     ended: dict[str, Any] = {"finished": step >= config.train.steps, "signal": stop, "refused": refusals()}
     return Summary(steps=step, lddt_ca=log.lddt_ca, params=run.params, quarantined=tuple(ledger.quarantined), **ended)
 
@@ -122,18 +126,29 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def validates(config: RunConfig, step: int) -> bool:
+    """Whether a run validates after this step: before the first, after the last, and every so many."""
+    return step in (0, config.train.steps) or due(step, config.train.validate_every)
+
+
 # The beginning of a run
 
 
-def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Team) -> int | None:
-    """Write the resolved settings into the folder, by the first process; the step of the last checkpoint there.
+def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Team) -> None:
+    """Write the resolved settings into the folder, by the first process.
 
     Errors: UserError if it holds another run, with the keys that differ, or if processes do not see the same.
     """
     own = identity(settings.to_dict(config))
     if team.leads:
         text = run.settings_text()
-        if text is not None and (differing := settings.differences(own, identity(tomllib.loads(text)))):
+        try:
+            there = identity(tomllib.loads(text or ""))
+        except (tomllib.TOMLDecodeError, AttributeError) as error:
+            raise UserError(
+                f"{run.path / 'settings.toml'}: damaged ({error}); restore it or choose another --out"
+            ) from error
+        if text is not None and (differing := settings.differences(own, there)):
             what = "; ".join(differing)
             raise UserError(
                 f"{run.path}: holds a run with other settings ({what}); choose another --out, or its settings"
@@ -147,7 +162,6 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
                 f"rank {rank} has another {' and '.join(differing)} than rank 0; give all the same, and {run.path} "
                 "on a file system that all machines share"
             )
-    return run.latest()
 
 
 def identity(values: settings.Mapped) -> settings.Mapped:
@@ -156,12 +170,18 @@ def identity(values: settings.Mapped) -> settings.Mapped:
     return {**fixed, "train": {name: values.get("train", {}).get(name) for name in ("seed", "order", "validation")}}
 
 
-def initial_model(config: RunConfig, init: Path | None) -> AlphaFold:
-    """The model with its first weights: drawn by the seed, or those of a file, which must fit the settings."""
+def initial_model(config: RunConfig, init: Path | None, team: Team | None = None) -> AlphaFold:
+    """The model with its first weights: drawn by the seed, or those of a file, which must fit the settings.
+
+    The first process of the team alone reads the file; all call this.
+    """
+    team = team or Team()
     torch.manual_seed(config.train.seed)
     model = AlphaFold(config.model)
     if init is not None:
-        load_state(model, load_model(init).state_dict(), str(init))
+        if team.leads:
+            load_state(model, load_model(init).state_dict(), str(init))
+        model.load_state_dict(team.tensors_from_first(model.state_dict(), "the first parameters"))
     return model.train()
 
 
@@ -170,24 +190,31 @@ def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watche
     watchers = [watch] if watch else []
     if config.train.tensorboard and team.leads:
         watchers.insert(0, tensorboard(run.path / "tensorboard", state.step))
-    return Log(run if team.leads else None, state.step, state.notes.get("validation"), watchers)
+    # Without a checkpoint nothing that was logged counts, not even the validation of the untrained model.
+    validation = run.open_log(state.step or -1) if team.leads else None
+    validation = team.from_first(validation, "the log")
+    return Log(run if team.leads else None, state.step, validation, watchers)
 
 
 # Checkpoints
 
 
-def restore(run: RunFolder, optimizer: Optimizer, step: int | None, origin: Mapping[str, str]) -> Checkpoint:
-    """Bring weights and optimiser to the checkpoint of a step; step 0 where there is none.
+def restore(run: RunFolder, optimizer: Optimizer, origin: Mapping[str, str], team: Team) -> Checkpoint:
+    """Bring weights and optimiser to the last checkpoint that is whole, and return its notes; step 0 without one.
 
-    Errors: UserError where the run began from other data or other weights.
+    The first process alone reads it; all call this.
+    Errors: UserError where the run began from other data or other weights, or where all checkpoints are damaged;
+    ReplicaError where the ranks' weights are not the same afterwards.
     """
-    if step is None:
+    found = run.load_latest() if team.leads else None
+    known = team.from_first(found and [found.step, found.notes], "reading the last checkpoint")
+    if known is None:
         return Checkpoint(0, {}, {})
-    state = run.load(step)
+    state = Checkpoint(known[0], {}, known[1])
     for name, value in origin.items():
         if state.notes.get(name) != value:
             raise UserError(f"{run.path}: its run began with another {name}; choose another --out, or give the same")
-    optimizer.restore(state.tensors)
+    optimizer.restore(team.tensors_from_first(found.tensors if found else None, "the last checkpoint"))
     return state
 
 
@@ -253,9 +280,9 @@ def keep_if_not_finite(
 # Looking at what came out
 
 
-def look(example: Sample, output: Output, loss: Tensor, terms: Mapping[str, Tensor], norm: float, team: Team) -> Seen:
-    """What an example came to, as plain numbers; loss and terms are this process's parts of sums."""
-    plain = summed({"": loss, **terms}, team)
+def look(example: Sample, output: Output, sums: Sums, norm: float) -> Seen:
+    """What an example came to, as plain numbers; sums: of the loss, "", and its terms."""
+    plain = sums.wait()
     batch = example.features
     return Seen(
         key=example.name,

@@ -99,15 +99,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class Log:
-    """Where rows go: metrics.jsonl, continued after `step`, and the watchers.
+    """Where rows go: metrics.jsonl, open after `step`, and the watchers.
 
     run: None in a process that writes nothing; it remembers what a run has to know of its rows all the same.
     """
 
     def __init__(self, run: RunFolder | None, step: int, validation: Row | None, watchers: Sequence[Watcher]) -> None:
-        # Without a checkpoint nothing that was logged counts, not even the validation of the untrained model.
-        if run is not None:
-            run.open_log(step if step else -1)
         self.run, self.watchers = run, watchers
         self.validation = validation  # the last one: its step and its mean
         self.step = step  # steps done
