@@ -6,6 +6,7 @@ is not the same on all machines).
 """
 
 import json
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -76,6 +77,7 @@ class Team:
     launch: Launch = field(default_factory=Launch)
     mesh: Mesh = field(default_factory=Mesh)
     place: Place = field(default_factory=Place)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def leads(self) -> bool:
@@ -184,8 +186,9 @@ class Team:
         self._went_on(what, gradients=1)
 
     def _went_on(self, name: str, gradients: int = 0, slices: int = 0) -> None:
-        at = self.place
-        self.place = Place(at.meetings, at.gradients + gradients, at.slices + slices, name)
+        with self._lock:  # exchanges begin in a thread of their own (parallel/reducer.py)
+            at = self.place
+            self.place = Place(at.meetings, at.gradients + gradients, at.slices + slices, name)
 
 
 @dataclass(frozen=True)
