@@ -114,6 +114,7 @@ tune() {  # OPERATIONS SECONDS: into the table that runs look for, of which a co
 
 tune attention 120
 tune layer_norm 30
+rm -f "$out/$name"-{triangles,norms,attention}.csv "$out/$name-triangles.png"  # of a session earlier today
 part "triangle attention" 60 "$parts/triangles.json" "${warpfold[@]}" bench --op attention --shapes "$triangles" \
   --ways "$most" --device "$device" --csv "$out/$name-triangles.csv" --plot "$out/$name-triangles.png" --json
 part "norms, gates, tails" 40 "$parts/norms.json" "${warpfold[@]}" bench --op layer_norm,norm_linear,gate,tail \

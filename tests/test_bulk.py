@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfold import __version__, bulk
-from warpfold.bulk import Part, in_order, pool
+from warpfold.bulk import Apart, Died, Part, Processes, in_order, pool
 from warpfold.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +37,33 @@ def test_results_come_in_the_order_of_the_jobs(workers: int) -> None:
 def test_a_dead_worker_is_the_users_to_know() -> None:
     with pytest.raises(UserError, match="worker process died"), pool(2) as executor:
         list(in_order(die, range(3), executor))
+
+
+def test_later_jobs_get_new_processes_after_a_death() -> None:
+    with pool(2) as executor:
+        assert isinstance(executor, Processes)
+        with pytest.raises(BrokenProcessPool):
+            executor.submit(die, 1).result()
+        assert executor.submit(square, 3).result() == 9
+
+
+def test_a_job_apart_that_kills_its_process_is_named_as_such() -> None:
+    with Apart() as apart:
+        assert apart(square, 3) == 9
+        with pytest.raises(Died):
+            apart(die, 1)
+        assert apart(square, 4) == 16
+
+
+def test_processes_that_cannot_start_blame_no_job(tmp_path: Path) -> None:
+    """A script without `if __name__ == "__main__"` runs again in each process that it starts."""
+    script = "from warpfold.bulk import Apart\nwith Apart() as apart:\n    apart(len, [])\n"
+    (tmp_path / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "UserError: worker processes cannot be started" in done.stderr
 
 
 def linger(file: str) -> None:

@@ -1,12 +1,17 @@
 """Files that are there whole, and names that every system bears."""
 
+import gzip
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from warpfold.errors import UserError
-from warpfold.files import file_name, update_file, write_atomically
+from warpfold.files import file_name, opened, pread, read_file, update_file, write_atomically
 
 
 def test_full_disk_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +48,74 @@ def test_a_file_that_has_its_content_already_keeps_its_time(tmp_path: Path) -> N
     assert list(path.parent.iterdir()) == [path]
     with pytest.raises(UserError, match=r"one\.a3m: cannot be written: File exists"):
         update_file(path / "one.a3m", b"")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_new_files_have_the_mode_that_the_umask_leaves(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_atomically(tmp_path / "private", "x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as bound:
+        monkeypatch.chdir(tmp_path)  # the paths of sockets are short
+        bound.bind("socket")
+        for path in (tmp_path / "pipe", tmp_path / "socket", Path("/dev/zero")):
+            with pytest.raises(UserError, match="is a pipe, a socket or a device; give a regular file"), opened(path):
+                pass
+            with pytest.raises(UserError, match="is a pipe, a socket or a device"):
+                read_file(path)
+
+
+def test_a_file_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bomb"
+    path.write_bytes(gzip.compress(b"A" * 1000) * 3)  # in several members
+    assert read_file(path, 3000) == b"A" * 3000
+    with pytest.raises(UserError, match=r"bomb: has more than 2\.999e-06 GB when unpacked"):
+        read_file(path, 2999)
+    path.write_bytes(b"A" * 3000)
+    assert len(read_file(path, 3000)) == 3000
+    with pytest.raises(UserError, match=r"bomb: has more than"):
+        read_file(path, 2999)
+    inner = gzip.compress(bytes(10**6))
+    path.write_bytes(gzip.compress(inner))
+    assert read_file(path, 2000) == inner  # of nested streams the first alone is unpacked
+    packed = zstandard.ZstdCompressor().compress(bytes(10**6))
+    path.write_bytes(packed)
+    assert read_file(path, 2000) == packed  # as is what is packed otherwise
+
+
+def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
+    """1.5 GB of zeros, where 1 GB of memory may be had and 1.2 GB are allowed."""
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(bytes(1 << 24)) * 96)
+    code = f"""
+import resource
+from pathlib import Path
+from warpfold.errors import UserError
+from warpfold.files import read_file
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+try:
+    read_file(Path({str(path)!r}), 1_200_000_000)
+except UserError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "bomb.gz: has more than 1.2 GB when unpacked" in done.stdout
+
+
+def test_reading_at_a_place_goes_on_where_the_system_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reads at most 0x7ffff000 bytes at a time; here 7."""
+    path, whole = tmp_path / "file", bytes(range(100))
+    path.write_bytes(whole)
+    capped = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: capped(file, min(size, 7), offset))
+    with open(path, "rb") as file:
+        assert pread(file.fileno(), 50, 3) == whole[3:53]
+        assert pread(file.fileno(), 50, 90) == whole[90:]
+        assert pread(file.fileno(), 0, 3) == b""

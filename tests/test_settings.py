@@ -104,15 +104,18 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_resolved_settings_are_read_back_equal(tmp_path: Path) -> None:
-    run = Run(model=Model(chunk=None, weights={"a b": 1e-6, "c": float("inf")}, sizes=()), name='quote " \\ \n ü')
+    run = Run(model=Model(chunk=None, weights={"a b": 1e-6, "c": 1e300}, sizes=()), name='quote " \\ \n ü')
     path = write(tmp_path, "settings.toml", settings.to_toml(run))
     assert settings.build(Run, settings.load(path)) == run
 
 
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
 @given(
     st.text(st.characters(exclude_categories=["Cs"])),
-    st.floats(allow_nan=False),
-    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False), max_size=3),
+    FINITE,
+    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), FINITE, max_size=3),
 )
 def test_any_value_survives_the_way_to_toml_and_back(text: str, number: float, table: dict[str, float]) -> None:
     run = Run(model=Model(pair=Pair(dropout=number), weights=table), name=text)
@@ -154,3 +157,26 @@ def test_fine_tuning_is_table_4s_second_column() -> None:
         "optim.warmup_steps: 0, not 1000",
         "train.steps: 11719, not 78125",
     ]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "9" * 5000, "-" + "9" * 5000, "0x" + "f" * 5000, str(2**63)])
+@pytest.mark.parametrize("key", ["model.pair.dropout", "model.chunk", "ptm", "name", "model.sizes", "model.weights.a"])
+def test_numbers_that_nothing_can_compute_with_are_refused_in_one_line(tmp_path: Path, key: str, value: str) -> None:
+    for written in (value, f"[{value}]", f"{{a = {value}}}"):
+        path = write(tmp_path, "s.toml", f"{key} = {written}\n")
+        with pytest.raises(UserError, match=r"s\.toml: ") as caught:
+            settings.build(Run, settings.load(path), str(path))
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+        if key == "name":
+            continue  # what is no TOML is text
+        with pytest.raises(UserError, match="settings: ") as caught:
+            settings.build(Run, settings.load(write(tmp_path, "s.toml", ""), [f"{key}={written}"]))
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+
+
+def test_deeply_nested_settings_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "s.toml", "name = " + "[" * 100_000)
+    with pytest.raises(UserError, match="not valid TOML"):
+        settings.load(path)

@@ -5,6 +5,7 @@ jobs whoever did them, so what is written of them is the same bytes for any numb
 """
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from warpfold import __version__
 from warpfold.errors import UserError
@@ -42,13 +43,80 @@ def pool(workers: int = 1, cluster: str | None = None) -> Iterator[Executor | No
     elif workers <= 1:
         yield None
     else:
-        executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
+        executor = Processes(workers)
         try:
             yield executor
         except BrokenProcessPool:
             raise UserError("a worker process died, most likely of too little memory; use fewer workers") from None
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
+
+
+class Processes(Executor):
+    """Worker processes of this machine.
+
+    When one dies, the jobs that wait or run fail with `BrokenProcessPool`; later ones get new processes.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._executor = self._start()
+
+    def _start(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self._workers, mp_context=get_context("spawn"), initializer=end_with_parent)
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        """Hand out one job."""
+        try:
+            return self._executor.submit(fn, *args, **kwargs)
+        except BrokenProcessPool:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = self._start()
+            return self._executor.submit(fn, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the processes."""
+        self._executor.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+class Died(Exception):
+    """The process that did a job died of it."""
+
+
+class Apart:
+    """One process for jobs that may kill it, one at a time; after a death the next job gets a new one.
+
+    Use as a context manager.
+    """
+
+    def __init__(self) -> None:
+        self._process: Processes | None = None
+
+    def __call__(self, function: Callable[[Job], Result], job: Job) -> Result:
+        """Return `function(job)`.  Errors: `Died` if the process died meanwhile; UserError if none can be started."""
+        if self._process is None:
+            self._process = Processes(1)
+        try:
+            self._process.submit(_version).result()  # a process that does not even start is not the job's fault
+        except BrokenProcessPool:
+            raise UserError("worker processes cannot be started; a script needs `if __name__ == '__main__'`") from None
+        try:
+            return self._process.submit(function, job).result()
+        except BrokenProcessPool:
+            raise Died from None
+
+    def __enter__(self) -> "Apart":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.shutdown(wait=True, cancel_futures=True)
+
+
+def deaths_on_cluster() -> tuple[type[Exception], ...]:
+    """Return what a job's future raises when the workers of a Dask cluster that had it died, again and again."""
+    scheduler = sys.modules.get("distributed.scheduler")
+    return () if scheduler is None else (scheduler.KilledWorker,)
 
 
 def end_with_parent() -> None:

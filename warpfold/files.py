@@ -6,7 +6,8 @@ import fcntl
 import gzip
 import logging
 import os
-import tempfile
+import secrets
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ logger = logging.getLogger("warpfold")
 
 # What flock says on a file system without locks: NFS without its lock daemon, Lustre without -o flock, some of FUSE.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+LARGEST = 4 * 10**9  # bytes that a file of the user's may have when it is unpacked, unless he says otherwise
+_PIECE = 1 << 20  # bytes unpacked at a time
+_KEPT = 1 << 28  # bytes; what unpacks to more is unpacked twice: to find its size, then to keep it
 
 
 def file_name(name: str) -> str:
@@ -26,11 +30,34 @@ def file_name(name: str) -> str:
     return kept.lstrip(".-")[:100] or "target"
 
 
+def open_regular(path: Path) -> int:
+    """Return the descriptor of a file opened for reading; pipes, sockets and devices are refused without being opened.
+
+    Opening a pipe to which nobody writes would wait forever.
+    Errors: UserError for what is no regular file; OSError if it cannot be opened.
+    """
+    _refuse_irregular(path, os.stat(path).st_mode)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # another process may have put a pipe there meanwhile
+    try:
+        _refuse_irregular(path, os.fstat(file).st_mode)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _refuse_irregular(path: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{path}: is a pipe, a socket or a device; give a regular file")
+
+
 @contextlib.contextmanager
 def opened(path: Path, unpack: bool = True) -> Iterator[BinaryIO]:
-    """A file to read, unpacked if it is gzipped; what goes wrong meanwhile becomes a UserError."""
+    """Open a file to read, unpacked if it is gzipped; what goes wrong meanwhile becomes a UserError."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             if unpack and file.peek(2)[:2] == b"\x1f\x8b":
                 with gzip.open(file) as unpacked:
                     yield cast(BinaryIO, unpacked)
@@ -46,6 +73,48 @@ def opened(path: Path, unpack: bool = True) -> Iterator[BinaryIO]:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
+def read_file(path: Path, limit: int = LARGEST) -> bytes:
+    """Read a whole file, unpacked if it is gzipped.
+
+    limit: bytes that it may have when unpacked.  A stream that passes the limit is left at once, and of a long one
+    the size is found before it is kept, so that a small file that unpacks to a huge one takes no memory.
+    Errors: UserError as of `opened`, and for a file that is larger.
+    """
+    too_large = UserError(
+        f"{path}: has more than {limit / 1e9:g} GB when unpacked; leave it out, or allow more (pack --max-file-gb)"
+    )
+    with opened(path) as file:
+        if not isinstance(file, gzip.GzipFile):
+            if os.fstat(file.fileno()).st_size > limit:
+                raise too_large
+            return file.read()
+        pieces, size = [], 0
+        while piece := file.read(_PIECE):
+            size += len(piece)
+            if size > limit:
+                raise too_large
+            if size <= _KEPT:
+                pieces.append(piece)
+            else:
+                pieces.clear()
+        if size <= _KEPT:
+            return b"".join(pieces)
+        file.seek(0)
+        return file.read(size)
+
+
+def pread(file: int, size: int, offset: int) -> bytes:
+    """Read `size` bytes at `offset`, or as many as the file has; one `os.pread` gives 0x7ffff000 at most on Linux."""
+    data = os.pread(file, size, offset)
+    if len(data) == size:
+        return data
+    pieces, missing = [data], size - len(data)
+    while missing and (data := os.pread(file, missing, offset + size - missing)):
+        pieces.append(data)
+        missing -= len(data)
+    return b"".join(pieces)
+
+
 def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> None:
     """Write a file that is there whole or not at all, whatever happens meanwhile.
 
@@ -54,10 +123,11 @@ def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> Non
     """
     draft = None
     try:
-        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
+        draft = new
         with os.fdopen(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-            os.fchmod(file.fileno(), 0o644)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
@@ -105,7 +175,12 @@ def lock_file(path: Path, taken: UserError) -> TextIO:
     return file
 
 
-def check_absent(path: Path) -> None:
-    """Errors: UserError when there is something at `path` already; output that is named by hand replaces nothing."""
+def check_new(path: Path) -> None:
+    """See that a file can be made at `path`, where nothing is yet: what takes minutes should say so before.
+
+    Errors: UserError.
+    """
     if os.path.lexists(path):
         raise UserError(f"{path}: exists already; remove it, or name another file")
+    if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
+        raise UserError(f"{path}: cannot be written: {path.parent} is no folder that may be written")

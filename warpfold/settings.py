@@ -10,6 +10,7 @@ TOML has no null: the string "none" stands for None.
 import dataclasses
 import difflib
 import json
+import math
 import re
 import tomllib
 import types
@@ -77,7 +78,7 @@ def load(name: str | Path, overrides: Iterable[str] = ()) -> Mapped:
 def _read(path: Path) -> Mapped:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also whole numbers of thousands of digits, and no UTF-8
         raise UserError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
@@ -99,7 +100,7 @@ def _parse_override(text: str) -> Mapped:
         raise UserError(f"--set {text}: expected KEY=VALUE, for example --set model.c_m=64")
     try:
         nested: Any = tomllib.loads("value = " + value.strip().replace("\n", " "))["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         nested = value.strip()
     for part in reversed(keys):
         nested = {part: nested}
@@ -139,8 +140,15 @@ def _build(cls: Any, values: Mapping[str, Any], source: str, prefix: str) -> Any
 
 
 def _convert(hint: Any, value: Any, source: str, name: str) -> Any:
-    """`value` as the type that the field declares, or UserError."""
-    wrong = UserError(f"{source}: {name} = {_toml(value)}: {_describe(hint)} expected")
+    """`value` as the type that the field declares, or UserError.
+
+    No setting may be infinite or not a number (no field has a use for it), or a whole number beyond 64 bits.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{source}: {name} = {value}: a finite number expected")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise UserError(f"{source}: {name} is a whole number of {value.bit_length()} bits; 64 are the most")
+    wrong = UserError(f"{source}: {name} = {_shown(value)}: {_describe(hint)} expected")
     origin, choices = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if type(None) in choices and value == "none":
@@ -233,7 +241,15 @@ def _toml(value: Any) -> str:
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return hex(value)  # Python writes no decimals of thousands of digits
     return _quoted(value) if isinstance(value, str) else str(value)  # Python's inf and nan are TOML's
+
+
+def _shown(value: Any) -> str:
+    """A value for an error's one line: as TOML, cut where it is long."""
+    text = _toml(value)
+    return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
 def _quoted(text: str) -> str:

@@ -1,6 +1,7 @@
 """Alignment databases: every file of every chain by either kind of index, and what is wrong with one in a line."""
 
 import json
+import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -120,3 +121,35 @@ def test_offsets_of_a_damaged_index_are_refused_before_memory_is_taken(database:
 def test_an_index_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no such file"):
         AlignmentDB(tmp_path / "none.index")
+
+
+@pytest.mark.parametrize("shard", ["/etc/hostname", "../other.db", "below/../../other.db"])
+def test_shards_outside_the_folder_are_refused(tmp_path: Path, shard: str) -> None:
+    (tmp_path / "other.db").write_text("secret")
+    (tmp_path / "db").mkdir()
+    path = tmp_path / "db/super.index"
+    path.write_text(json.dumps({"1abc_A": {"db": shard, "files": [["x.a3m", 0, 6]]}}))
+    with pytest.raises(UserError, match=r"super\.index: 1abc_A lies in .*, outside the index's folder"):
+        AlignmentDB(path).files("1abc_A")
+
+
+def test_a_shard_that_is_a_pipe_is_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "db.db")
+    (tmp_path / "db.index").write_text(json.dumps({"1abc_A": [["x.a3m", 0, 0]]}))
+    with pytest.raises(UserError, match=r"db\.db: is a pipe, a socket or a device"):
+        AlignmentDB(tmp_path / "db.index").files("1abc_A")["x.a3m"].read()
+
+
+def test_parts_of_a_member(database: Path) -> None:
+    whole = FILES["3lrm_A"]["uniref90_hits.a3m"]
+    part = AlignmentDB(database / "super.index").files("3lrm_A")["uniref90_hits.a3m"]
+    assert (part.read(3, 4), part.read(10, 99)) == (whole[3:7], whole[10:])
+    with pytest.raises(UserError, match=r"db_0\.db: a member has more than 1e-08 GB"):
+        part.read(limit=10)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"1abc_A": [["x.a3m", 0, ' + "9" * 5000 + "]]}"])
+def test_indices_that_json_cannot_hold(tmp_path: Path, text: str) -> None:
+    (tmp_path / "db.index").write_text(text)
+    with pytest.raises(UserError, match=r"db\.index: damaged, or no JSON"):
+        AlignmentDB(tmp_path / "db.index")

@@ -213,6 +213,31 @@ def test_empty_alignments(capsys: pytest.CaptureFixture[str], tmp_path: Path, ti
     assert "1one_A.a3m: " in refused(run(capsys, "predict", tmp_path / "q.fasta", *files))
 
 
+def test_pipes_in_place_of_files_are_refused_and_never_waited_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe.x")
+    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
+    save_params(tmp_path / "params.safetensors", tiny_model())
+    pipe, good = tmp_path / "pipe.x", ("--params", tiny_params, "--out", tmp_path / "out")
+    templates = ("--params", tmp_path / "params.safetensors", "--out", tmp_path / "out")
+    for arguments in (
+        (pipe, *good),
+        (tmp_path / "q.fasta", "--msa", pipe, *good),
+        (tmp_path / "q.fasta", "--template", pipe, *templates),
+        (tmp_path / "q.fasta", "--hits", pipe, "--template-structures", tmp_path, *templates),
+        (tmp_path / "q.fasta", "--params", pipe, "--out", tmp_path / "out"),
+    ):
+        assert "pipe.x: " in refused(run(capsys, "predict", *arguments)), arguments
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    files = ("pack", "--structures", tmp_path / "s", "--out", tmp_path / "store")
+    assert "pipe.x: is a pipe" in refused(run(capsys, *files, "--clusters", pipe))
+    (tmp_path / "piped").mkdir()
+    os.mkfifo(tmp_path / "piped/store.json")
+    assert "store.json: is a pipe" in refused(run(capsys, "pack", "--info", tmp_path / "piped"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_alignment_databases_that_are_cut_short(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     structure(tmp_path / "s/1two.cif", chain("A", TWO))

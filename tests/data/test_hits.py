@@ -273,3 +273,29 @@ def test_real_hmmsearch_output_is_read() -> None:
         hits = read_hits(file, query)
         assert len(hits) == count
         assert max(int(hit.query_index[-1]) for hit in hits) < len(query)
+
+
+LONG = "9" * 5000  # digits: int() refuses them, and int64 holds 18
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Aligned_cols=", f"Aligned_cols={LONG}"),
+        ("Q q                 1 ", f"Q q              {LONG} "),
+        ("T 0ABC_A            1 ", f"T 0ABC_A         {LONG} "),
+    ],
+)
+def test_numbers_of_thousands_of_digits_in_an_hhr(old: str, new: str) -> None:
+    text = hhr([(0, QUERY[:10], 0, QUERY[:10])])
+    assert old in text
+    with pytest.raises(UserError, match=r"announces \d+ aligned columns and has \d+, so it is cut short"):
+        parse_hhr(text.replace(old, new))
+
+
+def test_numbers_of_thousands_of_digits_elsewhere() -> None:
+    (hit,) = parse_hhr(hhr([(0, QUERY[:10], 0, QUERY[:10])]).replace("Sum_probs=", f"Sum_probs={LONG}"))
+    assert hit.sum_probs is not None
+    assert np.isfinite(np.float32(hit.sum_probs))
+    (hit,) = parse_hmmsearch(f">1abc_A/{LONG}-{LONG} mol:protein\n{QUERY}\n", QUERY)
+    assert hit.start == 0

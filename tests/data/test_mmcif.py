@@ -276,6 +276,8 @@ def test_positions_that_are_no_numbers(bad: str) -> None:
 
 def test_atoms_that_contradict_the_sequence() -> None:
     assert "TRP at place 2" in refusal(entry(PEPTIDE[:4] + backbone("TRP", 2), SEQUENCE))
+    message = refusal(entry(PEPTIDE[:4] + [atom | {"label_seq_id": "9" * 5000} for atom in PEPTIDE[4:]], SEQUENCE))
+    assert "at place 999999999999999999... of its sequence" in message
     assert "place 9" in refusal(entry(PEPTIDE + backbone("TRP", 9), SEQUENCE))
     assert "entity_poly_seq has residue 4" in refusal(entry(PEPTIDE, SEQUENCE).replace("1 3 ALA\n", ""))
 

@@ -91,6 +91,8 @@ def test_verify_and_info(capsys: pytest.CaptureFixture[str], files: Path) -> Non
         (["--structures", "structures", "--out", "o", "--hits", "nowhere"], "nowhere: no such file"),
         (["--structures", "structures", "--out", "o", "--clusters", "nowhere"], "nowhere: no such file"),
         (["--structures", "structures", "--out", "o", "--cluster-identity", "40"], "--cluster-identity"),
+        (["--structures", "structures", "--out", "o", "--max-resolution", "nan"], "--max-resolution nan: a finite"),
+        (["--structures", "structures", "--out", "o", "--max-file-gb", "inf"], "--max-file-gb inf: a finite"),
     ],
 )
 def test_misuse_is_one_line(

@@ -1,12 +1,14 @@
 """What the tests of the CPU's fast ways share: layouts, and a way against its definition in fp64."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.ops.dispatch import Op
+from warpfold.tune.checks import answer, wrong
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "in order": lambda t: t,
@@ -24,36 +26,19 @@ def given(*shapes: Sequence[int], seed: int = 0) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def excess(
+def mistakes(
     op: Op[..., Tensor], arguments: Sequence[Tensor], parameters: int, dtype: torch.dtype, **fixed: object
-) -> list[float]:
-    """Of the output and each gradient: the error of the fast way, over that of the definition in the same dtype.
+) -> list[str]:
+    """What is wrong (tune/checks.py) with the output of the fast way, or with a gradient.
 
-    The last `parameters` arguments stay in fp32 where the others are in bf16.  Both errors are of the norm, against the
-    definition in fp64; in fp64 itself the fast way's own error is returned, in units of 1e-12 relative.  What is
-    exact to a quarter of the dtype's precision is right, however exact the definition happens to be; and what is
-    nothing but rounding (arguments are about 1) is held to a scale of 0.01.
+    The last `parameters` arguments stay in fp32 where the others are in bf16.
     """
     keep = torch.float64 if dtype == torch.float64 else torch.float32
     first = len(arguments) - parameters
-    truth = _answer(op.definition, list(arguments), fixed)
-    cast = [t.to(dtype) if i < first else t.to(keep) for i, t in enumerate(arguments)]
-    mine, plain = _answer(op.fast, cast, fixed), _answer(op.definition, cast, fixed)
-    least = torch.finfo(dtype).eps / 4
-    ratios = []
-    for ours, theirs, right in zip(mine, plain, truth, strict=True):
-        scale = right.norm().clamp_min(0.01 * right.numel() ** 0.5)
-        error, bar = ((x.double() - right).norm() / scale for x in (ours, theirs))
-        assert ours.dtype == theirs.dtype
-        ratios.append(float(error / (1e-12 if dtype == torch.float64 else bar.clamp_min(least))))
-    return ratios
-
-
-def _answer(run: Callable[..., Tensor], arguments: list[Tensor], fixed: dict[str, object]) -> list[Tensor]:
-    leaves = [t.detach().requires_grad_() for t in arguments]
-    out = run(*leaves, **fixed)
-    towards = given(out.shape, seed=1)[0].to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, towards)]
+    leaves = [t.detach().to(dtype if i < first else keep).requires_grad_() for i, t in enumerate(arguments)]
+    definition, fast = partial(op.definition, **fixed), partial(op.fast, **fixed)
+    grad = given(definition(*leaves).shape, seed=1)[0].to(dtype)
+    return wrong(definition, leaves, grad, answer(fast, leaves, grad))
 
 
 class Largest(TorchDispatchMode):

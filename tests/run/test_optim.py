@@ -1,6 +1,7 @@
 """The optimiser against its definition, written out plainly in float64 arithmetic."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,6 +160,50 @@ def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
         assert not math.isfinite(optimizer.collect())
     assert not optimizer.total.any()
     assert not optimizer.gradient.any()
+
+
+@pytest.mark.parametrize("poison", ["gradient", "loss"])
+def test_the_mean_is_over_the_examples_that_were_used(poison: str) -> None:
+    """As if the example that was not finite had not been there; a loss may be NaN though its gradient is finite."""
+    model, other = small_model(), small_model()
+    config = OptimConfig(accumulate=3, warmup_steps=1)
+    optimizer, without = Optimizer(model, config), Optimizer(other, replace(config, accumulate=2))
+    for k in range(3):
+        loss = model(example(k)).square().sum()
+        if k == 1:
+            loss = loss * math.nan if poison == "gradient" else loss + math.nan
+        loss.backward()
+        assert math.isfinite(optimizer.collect(loss)) == (k != 1)
+    for k in (0, 2):
+        other(example(k)).square().sum().backward()
+        without.collect()
+    assert optimizer.step(0) == without.step(0) == 1e-3
+    assert all(torch.equal(optimizer.state()[name], value) for name, value in without.state().items())
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb", "lars"])
+def test_a_step_without_examples_changes_nothing(name: str) -> None:
+    model = small_model()
+    optimizer = Optimizer(model, OptimConfig(name=name))
+    run(model, optimizer, range(2))
+    before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    (model(example(0)).sum() * math.nan).backward()
+    optimizer.collect()
+    assert optimizer.step(2) == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.state().items())
+
+
+def test_a_second_optimizer_takes_the_model_over() -> None:
+    model, plain = small_model(), small_model()
+    first = Optimizer(model, OptimConfig())
+    run(model, first, range(1))
+    run(plain, Optimizer(plain, OptimConfig()), range(1))
+    run(model, Optimizer(model, OptimConfig()), range(2))
+    run(plain, Optimizer(plain, OptimConfig()), range(2))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters()))
+    model(example(0)).sum().backward()
+    with pytest.raises(RuntimeError, match="another Optimizer took the model over"):
+        first.collect()
 
 
 @pytest.mark.parametrize("name", ["adam", "lamb", "lars"])

@@ -11,7 +11,7 @@ import pytest
 from warpfold.errors import UserError
 from warpfold.files import write_atomically
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
-from warpfold.run.outputs import Prediction, claim_folder, new_folder
+from warpfold.run.outputs import Prediction, claim_folder, remove_prediction
 from warpfold.run.sanity import check_geometry
 
 SEQUENCE = "ACDEFGHIKLMNPQRSTVWYX"
@@ -94,23 +94,85 @@ def test_a_failed_save_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -
     good.save(tmp_path / "old")
     before = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
     with pytest.raises(ValueError, match="not finite"):
-        bad.save(tmp_path / "old")
+        bad.save(tmp_path / "old", overwrite=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_saving_again_replaces_the_folder(tmp_path: Path) -> None:
-    prediction().save(tmp_path / "out")
-    (tmp_path / "out" / "stale").touch()
-    prediction().save(tmp_path / "out")
-    assert not (tmp_path / "out" / "stale").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_new_folder_needs_a_place_that_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written"), new_folder(tmp_path / "file" / "out"):
-        pass
+def test_a_folder_with_a_thesis_keeps_it(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "chapters").mkdir(parents=True)
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    (tmp_path / "mine" / "chapters" / "1.txt").write_text("of work")
+    before = contents(tmp_path / "mine")
+    files = prediction().save(tmp_path / "mine")
+    after = contents(tmp_path / "mine")
+    assert {name: after[name] for name in before} == before
+    assert after.keys() - before.keys() == set(files.values())
+
+
+def test_a_loop_into_one_folder_keeps_every_protein(tmp_path: Path) -> None:
+    files = [prediction(name).save(tmp_path / "out") for name in ("one", "two")]
+    assert contents(tmp_path / "out").keys() == {name for one in files for name in one.values()}
+
+
+def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
+    prediction().save(tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(UserError, match=r"test\.npz: exists already; .*overwrite=True"):
+        replace(prediction(), plddt=prediction().plddt / 2).save(tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+
+
+def test_asked_to_it_replaces_its_own_files_and_those_it_has_not_any_more(tmp_path: Path) -> None:
+    prediction().save(tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    prediction(pae=False).save(tmp_path / "out", overwrite=True)
+    assert contents(tmp_path / "out").keys() == {
+        "test.cif", "test.npz", "test.pdb", "test_plddt.json", "notes.txt"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["test.cif", "test.pdb", "test.npz", "test_pae.json"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_of_that_name_that_is_no_predictions_stays(tmp_path: Path, name: str, overwrite: bool) -> None:
+    (tmp_path / name).write_text("a structure of my own")
+    with pytest.raises(UserError, match=rf"{name}: "):
+        prediction().save(tmp_path, overwrite=overwrite)
+    assert contents(tmp_path) == {name: b"a structure of my own"}
+
+
+def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    prediction().save(tmp_path / "out")
+    (tmp_path / "out" / "test.cif").unlink()
+    (tmp_path / "out" / "test.cif").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=r"test\.cif: is no prediction's"):
+        prediction().save(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_saving_needs_a_place_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place in ("file", "file/out"):
+        with pytest.raises(UserError, match=r"cannot be written"):
+            prediction().save(tmp_path / place)
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+def test_removing_a_prediction_removes_that_alone(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        prediction("test").save(tmp_path / name)
+    (tmp_path / "b" / "notes.txt").write_text("mine")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "test.cif").write_text("mine")
+    for name in ("a", "b", "c", "none"):
+        remove_prediction(tmp_path / name, "test")
+    assert contents(tmp_path) == {"b/notes.txt": b"mine", "c/test.cif": b"mine"}
+    assert not (tmp_path / "a").exists()
 
 
 def test_claim_tells_ours_from_others(tmp_path: Path) -> None:

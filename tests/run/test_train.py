@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -21,7 +22,9 @@ from warpfold.errors import UserError
 from warpfold.model.weights import load_model
 from warpfold.run import checkpoint
 from warpfold.run import train as module
+from warpfold.run.skipped import Skipped
 from warpfold.run.train import RunConfig, Summary, draw_recycles, split, train
+from warpfold.run.watch import Seen
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +238,94 @@ def test_the_row_of_a_step_says_how_long_it_waited(unbroken: Path) -> None:
     steps = [line for line in lines if line["kind"] == "step"]
     assert all(0 < line["waiting"] < 1 and 0 < line["waiting_so_far"] < 1 for line in steps)
     assert steps[0]["waiting_so_far"] == steps[0]["waiting"]
+
+
+def last_loses_a_bit(run: Path) -> None:
+    state = max((run / "checkpoints").glob("step-*")) / "state.safetensors"
+    data = bytearray(state.read_bytes())
+    data[-1] ^= 1
+    state.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(
+    store: Store, unbroken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tiny_run(steps=4), store, tmp_path / "run")
+    last_loses_a_bit(tmp_path / "run")
+    done = train(tiny_run(), store, tmp_path / "run")
+    assert done.finished
+    assert [r.getMessage().rsplit("; ")[-1] for r in caplog.records] == ["the run continues from step 2"]
+    assert rows(tmp_path / "run") == rows(unbroken)
+    assert equal_tensors(tmp_path / "run/params.safetensors", unbroken / "params.safetensors")
+
+
+def test_a_step_is_safe_before_it_is_validated(
+    store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run(validate_every=2)
+    train(config, store, tmp_path / "unbroken")
+    with monkeypatch.context() as patch:
+        original = module.validate
+
+        def killed(*args: Any) -> Any:
+            if args[4] == 4:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        patch.setattr(module, "validate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, store, tmp_path / "run")
+    with checkpoint.RunFolder(tmp_path / "run") as run:
+        assert run.latest() == 4
+    train(config, store, tmp_path / "run")
+    assert rows(tmp_path / "run") == rows(tmp_path / "unbroken")
+
+
+def poison_all(patch: pytest.MonkeyPatch, bad: set[int]) -> None:
+    """The losses of these calls, from 0, are not numbers; their gradients are."""
+    original = module.total_loss
+    calls: list[None] = []
+
+    def poisoned(*args: Any, **more: Any) -> Any:
+        calls.append(None)
+        loss, terms = original(*args, **more)
+        return (loss + float("nan") if len(calls) - 1 in bad else loss), terms
+
+    patch.setattr(module, "total_loss", poisoned)
+
+
+def test_a_run_that_skips_too_much_stops_and_keeps_what_was_good(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison_all(monkeypatch, set(range(4, 100)))
+    config = tiny_run(steps=50, on_nonfinite="skip", max_skipped=7, save_every=1, validation=0.0)
+    with pytest.raises(UserError, match=r"step 6: .* 8 of the last 12 .*train\.max_skipped = 7") as error:
+        train(config, store, tmp_path / "run")
+    assert "\n" not in str(error.value)
+    with checkpoint.RunFolder(tmp_path / "run") as run:
+        assert run.steps() == [1, 2, 4, 5]  # the last ones, and the last without a skipped example
+        states = [run.load(step) for step in (2, 5)]
+    assert [state.notes["skipped"] for state in states] == [[], [4, 5, 6, 7, 8, 9]]
+    assert all(torch.equal(states[0].tensors[name], states[1].tensors[name]) for name in states[0].tensors)
+    found = rows(tmp_path / "run")
+    assert [(row["skipped"], row["learning_rate"] > 0) for row in found] == [(0, True)] * 2 + [(2, False)] * 4
+    poison_all(monkeypatch, {0})  # the window is the checkpoint's
+    with pytest.raises(UserError, match=r"step 6: .* 7 of the last 11 .*train\.max_skipped = 6"):
+        train(
+            tiny_run(steps=50, on_nonfinite="skip", max_skipped=6, save_every=1, validation=0.0),
+            store,
+            tmp_path / "run",
+        )
+
+
+def test_few_in_a_thousand_may_be_skipped_however_long_it_takes() -> None:
+    def seen(*losses: float) -> list[Seen]:
+        return [Seen(key="", length=1, loss=loss, norm=1.0, lddt_ca=0.0, terms={}) for loss in losses]
+
+    skipped = Skipped(most=2)
+    for step in range(1, 3_001):
+        skipped.add(step, seen(math.nan if step % 600 == 0 else 1.0))
+    with pytest.raises(UserError, match=r"step 3001: .* 3 of the last 1000"):
+        skipped.add(3_001, seen(math.nan))
+    with pytest.raises(UserError, match="3 of the last 3 "):
+        Skipped(most=2).add(1, seen(*[math.nan] * 3, *[1.0] * 5_000))  # not pushed out by the rest of the step

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import forkserver
@@ -22,12 +23,14 @@ from warpfold import settings
 from warpfold.data.loader import Sample
 from warpfold.data.store import Store
 from warpfold.errors import UserError
+from warpfold.model import weights
 from warpfold.parallel import collectives, exchange, replicas
 from warpfold.parallel import team as team_module
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Launch, Team
+from warpfold.run import checkpoint
 from warpfold.run import train as module
 from warpfold.run.together import meet, tell
 from warpfold.run.train import RunConfig, Summary, train
@@ -319,3 +322,36 @@ def test_those_who_share_an_example_have_the_same_or_nobody_goes_on() -> None:
     assert run_ranks(on_a_rank, 2, False) == [["a", "b"]] * 2
     with pytest.raises(RankError, match=r"example 1: rank 0 has b0, rank 1 has b1, but they share it"):
         run_ranks(on_a_rank, 2, True)
+
+
+def test_the_first_rank_alone_reads_checkpoints_and_first_weights(
+    store: Store, alone: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An audit hook counts every file that a rank opens; safetensors' own opening is not audited, so it is noted."""
+    init = alone["middle"] / "params.safetensors"
+    opened: list[str] = []
+
+    def noted(name: str, original: Any) -> Any:
+        return lambda path, *args, **more: (opened.append(f"{name} {path}"), original(path, *args, **more))[1]
+
+    monkeypatch.setattr(checkpoint, "load_file", noted("load_file", checkpoint.load_file))
+    monkeypatch.setattr(weights, "safe_open", noted("safe_open", weights.safe_open))
+
+    def on_a_rank(steps: int) -> list[str]:
+        sys.addaudithook(lambda event, args: opened.append(f"open {args[0]}") if event == "open" else None)
+        mesh = make_mesh(2)
+        train(
+            config_for(Plan(data=2), steps=steps, validate_every=0, validation=0.0),
+            store,
+            tmp_path / "run",
+            init=init,
+            team=Team(Launch(mesh.world.rank, 2), mesh),
+        )
+        return [name for name in opened if "/checkpoints/" in name or str(init) in name]
+
+    first, second = run_ranks(on_a_rank, 2, 2)
+    assert any("safe_open" in name for name in first)
+    assert second == []
+    first, second = run_ranks(on_a_rank, 2, 3)
+    assert any("load_file" in name for name in first)
+    assert second == []

@@ -22,6 +22,7 @@ from warpfold.cli.common import (
     writes,
 )
 from warpfold.errors import UserError
+from warpfold.files import check_new, write_atomically
 
 WIDE = 200  # columns of a table where the output is no terminal
 
@@ -67,6 +68,8 @@ def operations(
         return
     if not op:
         raise UserError("--op: which operation? for example warpfold bench --op attention")
+    for file in filter(None, (csv, plot)):
+        check_new(file)
     import torch
 
     from warpfold.tune.bench_ops import BENCHED, checked
@@ -143,10 +146,12 @@ def data(
     from warpfold.tune.bench_data import bench_data, rows
     from warpfold.tune.straggler import Case
 
+    if out is not None:
+        check_new(out)
     with progress_bar() as progress:
         found = bench_data(Store(store), sources, entries, Case(steps=steps), progress)
     if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_atomically(out, json.dumps(found, indent=1) + "\n")
     if as_json:
         show(found)
         return

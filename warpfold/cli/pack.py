@@ -54,6 +54,7 @@ def pack(
         str | None, decides("YYYY-MM-DD; later templates are refused, as are those later than the chain.")
     ] = None,
     cluster_identity: Annotated[float, decides("Of clusters made here; 1: equal sequences.", min=0, max=1)] = 0.4,
+    max_file_gb: Annotated[float, decides("GB that a file may have when unpacked; larger ones are left out.")] = 4.0,
     workers: Workers = 1,
     cluster: Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")] = None,
     shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge.")] = None,
@@ -77,7 +78,7 @@ def pack(
     after, before, newest = map(_day, (released_after, released_before, max_template_date))
     options = Options(
         max_resolution, max_single, min_length, max_length, after, before, require_msa,
-        max_template_date=newest, cluster_identity=cluster_identity,
+        max_template_date=newest, cluster_identity=cluster_identity, max_file_gb=max_file_gb,
     )  # fmt: skip
     part = Part.parse(shard) if shard else None
     more: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}

@@ -3,16 +3,18 @@
 Two kinds of index (openfold/docs/source/Aux_seq_files.md): one for all shards, as OpenProteinSet's tools make it,
 {"3lrm_A": {"db": "alignment_db_0.db", "files": [["uniref90_hits.a3m", start, size], ...]}, ...}, and one per shard,
 {"3lrm_A": [["uniref90_hits.a3m", start, size], ...], ...}, where `NAME.index` belongs to `NAME.db` beside it.
+An index names shards in its own folder or below; they may be symbolic links, which only the folder's owner can make.
 """
 
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from warpfold.data.formats import read_bytes
 from warpfold.errors import UserError
+from warpfold.files import LARGEST, open_regular, pread
 
 _EXPECTED = 'expected {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}'
 
@@ -25,10 +27,14 @@ class Slice:
     start: int
     size: int
 
-    def read(self) -> bytes:
-        """What is in the file.  Errors: UserError if the shard cannot be read or ends before the file does."""
+    def read(self, begin: int = 0, size: int | None = None, limit: int = LARGEST) -> bytes:
+        """Read the file, or `size` bytes of it from `begin` on, or as many as there are.
+
+        Errors: UserError if the shard cannot be read or ends before the file does, or for more than `limit` bytes.
+        """
+        size = self.size - begin if size is None else min(size, self.size - begin)
         try:
-            shard = os.open(self.path, os.O_RDONLY)
+            shard = open_regular(self.path)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror}; keep it beside its index") from None
         try:
@@ -36,7 +42,12 @@ class Slice:
             if end > length:
                 found = f"has {length} bytes, its index names {end}"
                 raise UserError(f"{self.path}: {found}: cut short, or of another index; fetch it again")
-            return os.pread(shard, self.size, self.start)
+            if size > limit:
+                raise UserError(
+                    f"{self.path}: a member has more than {limit / 1e9:g} GB; leave it out, or allow more (pack "
+                    "--max-file-gb)"
+                )
+            return pread(shard, size, self.start + begin)
         finally:
             os.close(shard)
 
@@ -69,6 +80,8 @@ class AlignmentDB:
             found = {file: Slice(shard, start, size) for file, start, size in files}
         except (KeyError, TypeError, ValueError):
             raise wrong from None
+        if not isinstance(name, str) or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise UserError(f"{self.path}: {chain} lies in {name}, outside the index's folder; shards lie beside it")
         if not all(type(at) is int and at >= 0 for part in found.values() for at in (part.start, part.size)):
             raise wrong
         return found
@@ -77,7 +90,7 @@ class AlignmentDB:
 def _read_index(path: Path) -> dict[str, Any]:
     try:
         index = json.loads(read_bytes(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: damaged, or no JSON ({error}); fetch or make the index again") from None
     if not isinstance(index, dict):
         raise UserError(f"{path}: is no index of an alignment database; {_EXPECTED}")

@@ -18,6 +18,7 @@ KNOWN_ATOMS[:, ATOM_ORDER["OXT"]] = True
 KNOWN_ATOMS[UNKNOWN, [ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O")]] = True
 
 FARTHEST = 1e6  # angstrom; no file has a reason to go further
+MOST_DIGITS = 18  # of a whole number in a file: it fits into int64
 
 Columns = dict[str, list[str]]
 
@@ -95,6 +96,11 @@ def place_atoms(columns: Columns, polymers: Sequence[Polymer], source: str) -> A
     return Atoms(positions, mask, numbers)
 
 
+def place_of(text: str) -> int:
+    """Return a place in a sequence, from 1; 0 for what is none, numbers that no integer type holds included."""
+    return int(text) if len(text) <= MOST_DIGITS and text.isdecimal() else 0
+
+
 def _first_model(table: cif.Table, column: int) -> Sequence[int]:
     """The rows of the model that comes first; nearly always a range from 0."""
     if not table.has_column(column):
@@ -137,8 +143,9 @@ def _rows_of_polymers(
         if label not in places or place in ABSENT:
             continue
         monomers, start = places[label]
-        i = int(place) - 1 if place.isdecimal() else -1
+        i = place_of(place) - 1
         if not 0 <= i < len(monomers) or monomer not in monomers[i]:
+            place = place if len(place) <= MOST_DIGITS else f"{place[:MOST_DIGITS]}..."
             expected = "/".join(monomers[i]) if 0 <= i < len(monomers) else f"1 to {len(monomers)}"
             raise UserError(
                 f"{source}: chain {columns['auth_asym_id'][keys.index(key)]} has an atom of {monomer} at place {place} "

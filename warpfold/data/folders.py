@@ -1,6 +1,7 @@
 """Folders that one process at a time writes, and that are there when they are said to be."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -18,6 +19,21 @@ def lock_folder(folder: Path, what: Path) -> TextIO:
         return lock_file(folder / "lock", UserError(f"{what}: another process is writing this store; wait for it"))
     except OSError as error:
         raise UserError(f"{what}: cannot be written: {error.strerror}") from error
+
+
+def refuse_foreign(folder: Path, is_own: Callable[[str], bool]) -> None:
+    """Raise UserError if `folder` is there and holds a name that is not the writer's own: it is somebody's work."""
+    try:
+        named = (name for name in os.listdir(folder) if not name.startswith(".nfs"))  # files that NFS removes later
+        foreign = sorted(name for name in named if not is_own(name))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+    if foreign:
+        raise UserError(
+            f"{folder}: holds {foreign[0]}, which WarpFold did not write; move it away, or choose another name"
+        )
 
 
 def sync_folder(path: Path) -> None:

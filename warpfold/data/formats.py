@@ -13,7 +13,7 @@ import numpy as np
 
 from warpfold.data.alignment import LETTERS, Alignment, decode, encode
 from warpfold.errors import UserError
-from warpfold.files import opened
+from warpfold.files import LARGEST, read_file
 from warpfold.geometry.residue import GAP
 
 _INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
@@ -40,10 +40,9 @@ _ALIGNED = _table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)  # every character 
 _A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
 
 
-def read_bytes(path: str | Path) -> bytes:
-    """What is in a file, unpacked if it is gzipped.  UserError if it cannot be read, or is empty or cut short."""
-    with opened(Path(path)) as file:
-        data = file.read()
+def read_bytes(path: str | Path, limit: int = LARGEST) -> bytes:
+    """Read a file, unpacked if it is gzipped.  UserError if it cannot be read, is empty, cut short or over `limit`."""
+    data = read_file(Path(path), limit)
     if not data.strip():
         raise UserError(f"{path}: is empty; fetch or write the file again")
     return data
@@ -145,7 +144,10 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
     while data.startswith(b"#"):
         line, _, data = data.partition(b"\n")
         if re.fullmatch(rb"#[\d,]+\t[\d,]+\s*", line):
-            lengths = [int(n) for n in line[1:].split(b"\t")[0].split(b",") if n]
+            parts = [n for n in line[1:].split(b"\t")[0].split(b",") if n]
+            if max(map(len, parts), default=0) > 9:
+                raise UserError(f"{source}: its first line announces impossible lengths; make the alignment again")
+            lengths = [int(n) for n in parts]
     records = [(n, s) for n, s in zip(*_records(data, source)) if not _ANNOTATION.match(n)]
     if not records:
         raise UserError(f"{source}: holds no sequence; give an alignment with at least the query's row")

@@ -112,8 +112,12 @@ def generate(
     partial = out.absolute().with_name(f".{out.name}.{os.getpid()}.partial")
     entries = []
     try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be made: {error.strerror}; name another folder") from error
+    try:
         for folder in ("mmcif", "msas"):
-            (partial / folder).mkdir(parents=True)
+            (partial / folder).mkdir()
         for index in range(proteins):
             protein = make_protein(seed, index, min_length, max_length, depth)
             entries.append(_write(protein, partial))
@@ -132,7 +136,7 @@ def generate(
 
 
 def _check(out: Path, proteins: int, seed: int, min_length: int, max_length: int, depth: tuple[int, int]) -> None:
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; name a new folder or remove it")
     if proteins < 1:
         raise UserError(f"proteins = {proteins}: at least one")

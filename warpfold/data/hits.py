@@ -15,11 +15,12 @@ from warpfold.data.formats import read_bytes
 from warpfold.data.pairwise import MIN_IDENTITY
 from warpfold.errors import UserError
 
+# No whole number here has more than 18 digits: it fits into int64, and what has more is not taken for one.
 # "Q 1abcA  7 MKT-A 10 (73)": of query or template (T), its name, the first place, letters, the last place, how many.
-_HHR_ROW = re.compile(r"^([QT]) (\S+) +(\d+) ([A-Za-z.~-]+) +(\d+) \((\d+)\)")
-_ALIGNED = re.compile(r"Aligned_cols=(\d+)")
-_SUM_PROBS = re.compile(r"Sum_probs=(\d+\.?\d*)")
-_RANGE = re.compile(r"(.*?)(?:/(\d+)-(\d+))?")
+_HHR_ROW = re.compile(r"^([QT]) (\S+) +(\d{1,18}) ([A-Za-z.~-]+) +(\d+) \((\d+)\)")
+_ALIGNED = re.compile(r"Aligned_cols=(\d{1,18})")
+_SUM_PROBS = re.compile(r"Sum_probs=(\d{1,18}(?:\.\d*)?)")
+_RANGE = re.compile(r"(.*?)(?:/(\d{1,18})-(\d{1,18}))?")
 
 
 @dataclass(frozen=True)

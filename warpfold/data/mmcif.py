@@ -13,7 +13,7 @@ import numpy as np
 from gemmi import cif
 
 from warpfold.data import pdb
-from warpfold.data.atom_site import ABSENT, Columns, Polymer, place_atoms, read_columns
+from warpfold.data.atom_site import ABSENT, Columns, Polymer, place_atoms, place_of, read_columns
 from warpfold.data.formats import read_bytes
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, RESTYPE_ORDER
@@ -269,6 +269,6 @@ def _scheme_numbers(block: cif.Block, polymers: list[Polymer]) -> list[list[str]
     numbers = {polymer.label: [""] * len(polymer.letters) for polymer in polymers}
     for row in block.find("_pdbx_poly_seq_scheme.", ["asym_id", "seq_id", "pdb_seq_num", "?pdb_ins_code"]):
         label, place = row.str(0), row.str(1)
-        if label in numbers and place.isdecimal() and 0 < int(place) <= len(numbers[label]):
-            numbers[label][int(place) - 1] = row.str(2) + (row.str(3) if row.has(3) else "")
+        if label in numbers and 0 < place_of(place) <= len(numbers[label]):
+            numbers[label][place_of(place) - 1] = row.str(2) + (row.str(3) if row.has(3) else "")
     return list(numbers.values())

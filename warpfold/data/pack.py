@@ -1,41 +1,30 @@
 """Structures, alignments and template hits -> a packed store, with an account of all kept and dropped (Supp. 1.2).
 
-Four steps: find the files; read the queries of the alignments; read each structure, match its chains to alignments and
-hits by name and sequence, and make their records; merge.  Workers do the reading and making, in any order, and what
-they have done is kept in a part (`pack_part`) that outlives a kill; merging (`pack_merge`) puts the records of one part
-or of many into the store, in the order of the files' names.  So the store is the same bytes for any number of
-workers, parts and kills.  One bad file is an entry of the report, never the end of the run.
+Four steps: find the files; read the queries of the alignments (`pack_queries`); read each structure, match its chains
+to alignments and hits by name and sequence, and make their records (`pack_structures`); merge.  Workers do the reading
+and making, in any order (`pack_work`), and what they have done is kept in a part (`pack_part`) that outlives a kill;
+merging (`pack_merge`) puts the records of one part or of many into the store, in the order of the files' names.  So
+the store is the same bytes for any number of workers, parts and kills.  One bad file is an entry of the report, never
+the end of the run.
 """
 
-import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 
 from warpfold import __version__
-from warpfold.bulk import AHEAD, Part, in_order, pool
-from warpfold.data.pack_build import (
-    DEFAULTS,
-    BuildJob,
-    Built,
-    ChainJob,
-    Options,
-    Read,
-    build,
-    read_chains,
-    read_queries,
-)
-from warpfold.data.pack_match import HitsMatcher, Matcher
+from warpfold.bulk import AHEAD, Part, pool
+from warpfold.data.pack_build import DEFAULTS, Options, library_of
 from warpfold.data.pack_merge import Progress, finished, merge_parts, report_part
-from warpfold.data.pack_part import PartFolder, PartWriter, Plan, check_parts, part_path
+from warpfold.data.pack_part import PartFolder, PartWriter, Plan, check_parts, part_path, remove_part
+from warpfold.data.pack_queries import Matching, Queries, own_alignments, own_structures
 from warpfold.data.pack_report import Report
+from warpfold.data.pack_structures import Structures
+from warpfold.data.pack_work import Work
 from warpfold.data.sources import ALIGNMENTS, HITS, STRUCTURES, Source, digest, find
 from warpfold.errors import UserError
 
-BATCH = 64  # alignments whose queries one job reads
 CLUSTER_AHEAD = 1024  # files handed to a cluster at a time: enough for some 500 cores, and 1 GB here at the most
 
 
@@ -128,15 +117,16 @@ def pack(
     plan = inputs.plan(options, part or whole)
     folder = part_path(out, part or whole)
     if part is None and (report := finished(out, plan)) is not None:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed at its very end
+        remove_part(folder)  # of a run that was killed at its very end
         return report
     tell = progress or (lambda stage, done, total: None)
+    library_of.cache_clear()  # of an earlier run of this process: files may have come and gone
     writer = PartWriter(folder, plan)
     try:
         with pool(workers, cluster) as executor:
             if not writer.finished:
                 ahead = max(AHEAD, 4 * workers) if cluster is None else CLUSTER_AHEAD
-                _fill(writer, inputs, options, part or whole, executor, ahead, tell)
+                _fill(writer, inputs, options, part or whole, out, Work(writer, executor, ahead), tell)
                 writer.finish()
             if part is not None:
                 return report_part(writer)
@@ -183,58 +173,38 @@ def _with_content(report: Report, out: Path) -> Report:
 
 
 def _fill(
-    writer: PartWriter,
-    inputs: Inputs,
-    options: Options,
-    part: Part,
-    executor: Executor | None,
-    ahead: int,
-    tell: Progress,
+    writer: PartWriter, inputs: Inputs, options: Options, part: Part, out: Path, work: Work, tell: Progress
 ) -> None:
-    """Does the jobs of a part that are not done yet."""
-    if "hits" not in writer.answers:
-        unasked = [[one.name, "template hits; name their folder in --hits to use them"] for one in inputs.unasked]
-        writer.add("hits", [*([one.name, ""] for one in inputs.hits), *unasked])
-    alignments = _read_alignments(writer, inputs.alignments, executor, tell)
-    matcher = Matcher(alignments, options.min_identity)
-    hits_matcher = HitsMatcher(inputs.hits, alignments)
+    """Does the jobs of a part that are not done yet, and forgets those of files that are gone."""
+    own = own_structures(inputs.structures, part)
+    aligned = own_alignments(inputs.alignments, inputs.structures, part)
+    wanted = {f"structure {one.name}" for one in own}
+    writer.forget([job for job, _ in writer.jobs("structure") if job not in wanted])
+    unasked = [[one.name, "template hits; name their folder in --hits to use them"] for one in inputs.unasked]
+    _keep(writer, "hits", [*([one.name, ""] for one in inputs.hits), *unasked])
 
-    def match(read: Read) -> BuildJob | None:
-        """The chains of a file with what belongs to them; None if it has none to keep."""
-        if read.structure is None or not read.structure.chains:
-            return None
-        chains = []
-        for name, chain in read.structure.chains.items():
-            key = f"{read.structure.id}_{name}"
-            found, note = matcher.find(key, chain.sequence)
-            chains.append(ChainJob(name, found, hits_matcher.find(key, chain.sequence, found), note))
-        return BuildJob(read.file, read.structure, chains, options, inputs.folders)
+    def reading(sources: Sequence[Source]) -> Callable[[int], None]:
+        return lambda done: tell("reading alignments", done, len(sources))
 
-    jobs = list(part.of(inputs.structures))
-    waiting = [one for one in jobs if f"structure {one.name}" not in writer.answers]
+    others = [part_path(out, Part(n, part.count)) for n in range(1, part.count + 1) if n != part.number]
+    queries = Queries(work, options, part, others)
+    queries.need(aligned, reading(aligned))
+    matching = Matching(queries, inputs.alignments, inputs.hits, reading(inputs.alignments))
+    jobs = Structures(work, matching, options, inputs.folders)
+    waiting = [one for one in own if not jobs.hold(one)]
     waiting.sort(key=_work(inputs), reverse=True)  # the longest first, so that none is alone at the end
-    done = len(jobs) - len(waiting)
-    tell("packing", done, len(jobs))
-    for read, built in _read_and_build(waiting, options, match, executor, ahead):
-        answer = {"entries": [*map(asdict, read.dropped), *built.entries], "bad": built.bad}
-        writer.add(f"structure {read.file.name}", answer, [record.data for record in built.records])
+    done = len(own) - len(waiting)
+    tell("packing", done, len(own))
+    for _ in jobs.do(waiting):
         done += 1
-        tell("packing", done, len(jobs))
+        tell("packing", done, len(own))
+    _keep(writer, "alignments", [[one.name, *queries[one]] for one in aligned])
 
 
-def _read_alignments(
-    writer: PartWriter, sources: Sequence[Source], executor: Executor | None, tell: Progress
-) -> list[tuple[Source, str]]:
-    """The alignments that have a query, each with it."""
-    starts = range(0, len(sources), BATCH)
-    left = [start for start in starts if f"alignments {start:09d}" not in writer.answers]
-    batches = [sources[start : start + BATCH] for start in left]
-    for start, batch, found in zip(left, batches, in_order(read_queries, batches, executor)):
-        rows = [[source.name, query, error] for source, (query, error) in zip(batch, found)]
-        writer.add(f"alignments {start:09d}", rows)
-        tell("reading alignments", start + len(batch), len(sources))
-    answers = [row for _, answer in writer.jobs("alignments") for row in answer.data]
-    return [(source, query) for source, (_, query, error) in zip(sources, answers) if not error]
+def _keep(writer: PartWriter, job: str, data: list[list[str]]) -> None:
+    """Adds an answer, unless it is there."""
+    if job not in writer.answers or writer.answers[job].data != data:
+        writer.add(job, data)
 
 
 def _work(inputs: Inputs) -> Callable[[Source], tuple[int, str]]:
@@ -244,37 +214,3 @@ def _work(inputs: Inputs) -> Callable[[Source], tuple[int, str]]:
         for name in source.bears:
             sizes[name.partition("_")[0]] += source.size
     return lambda file: (file.size + sizes[file.path.name.partition(".")[0].lower()], file.name)
-
-
-def _read_and_build(
-    files: Sequence[Source],
-    options: Options,
-    match: Callable[[Read], BuildJob | None],
-    executor: Executor | None,
-    ahead: int,
-) -> Iterator[tuple[Read, Built]]:
-    """Each file read, its chains matched (by this process), and built; as they are done, at most `ahead` at a time."""
-    queue = iter(files)
-    if executor is None:
-        for file in queue:
-            read = read_chains((file, options))
-            job = match(read)
-            yield read, build(job) if job else Built([])
-        return
-    reading: set[Future[Read]] = set()
-    building: dict[Future[Built], Read] = {}
-    while True:
-        more = islice(queue, ahead - len(reading) - len(building))
-        reading |= {executor.submit(read_chains, (file, options)) for file in more}
-        if not (reading or building):
-            return
-        wait({**dict.fromkeys(reading), **building}, return_when=FIRST_COMPLETED)
-        for made in [future for future in building if future.done()]:
-            yield building.pop(made), made.result()
-        for future in [future for future in reading if future.done()]:
-            reading.remove(future)
-            read = future.result()
-            if job := match(read):
-                building[executor.submit(build, job)] = Read(read.file, None, read.dropped)
-            else:
-                yield read, Built([])

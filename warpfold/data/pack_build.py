@@ -1,11 +1,13 @@
 """The jobs of packing, as workers do them: the queries of alignments, structures read, and the records of chains."""
 
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from warpfold.data.store import Packed, pack_record
 from warpfold.data.template import templates_from_hits
 from warpfold.data.template_library import Library
 from warpfold.errors import UserError
+from warpfold.files import LARGEST
 from warpfold.geometry.residue import ATOM_ORDER
 
 WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
@@ -42,6 +45,18 @@ class Options:
     min_identity: float = MIN_IDENTITY  # between a chain and an alignment's query
     max_template_date: str | None = None  # itself included; a chain's templates are never newer than the chain
     cluster_identity: float = 0.4  # 1: equal sequences; of no account with a file of clusters
+    max_file_gb: float = LARGEST / 1e9  # of a file when it is unpacked; larger ones are left out
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"pack: --{option.name.replace('_', '-')} {value}: a finite number expected")
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a file may have when it is unpacked."""
+        return int(self.max_file_gb * 1e9)
 
     def refuses(self, structure: Structure, chain: Chain) -> str | None:
         """Why this chain is dropped, or None."""
@@ -105,20 +120,34 @@ class Built:
     """What became of the chains of a structure file.
 
     entries: as `Entry`, with "sequence", "entity", and of those kept "record" (its number, header and crc) and "meta".
-    bad: alignments and hits that could not be read, with the reason.
+    bad: alignments and hits that could not be read, with the reason.  looked_up: the entries that its hits name.
+    library: what the library had of them, as `Folders.digest`.
     """
 
     entries: list[dict[str, Any]]
     records: list[Packed] = field(default_factory=list)
     bad: dict[str, str] = field(default_factory=dict)
+    looked_up: list[str] = field(default_factory=list)
+    library: str = ""
 
 
-def read_queries(sources: Sequence[Source]) -> list[tuple[str, str]]:
-    """(query, "") of each alignment, ("", what is wrong) of those that have none."""
+@contextmanager
+def _memory_is_the_files(name: str) -> Iterator[None]:
+    """Make a want of memory what it is for a run with other files to pack: something that is wrong with this one."""
+    try:
+        yield
+    except MemoryError:
+        raise UserError(f"{name}: takes more memory than there is") from None
+
+
+def read_queries(job: tuple[Sequence[Source], int]) -> list[tuple[str, str]]:
+    """(query, "") of each alignment, ("", what is wrong) of those that have none.  job: alignments, `Options.limit`."""
+    sources, limit = job
     found = []
     for source in sources:
         try:
-            found.append((read_query(source), ""))
+            with _memory_is_the_files(source.name):
+                found.append((read_query(source, limit), ""))
         except UserError as error:
             found.append(("", str(error)))
     return found
@@ -128,7 +157,8 @@ def read_chains(job: tuple[Source, Options]) -> Read:
     """The chains of a structure file that the options let pass."""
     file, options = job
     try:
-        structure = parse_structure(file.read_bytes(), file.name)
+        with _memory_is_the_files(file.name):
+            structure = parse_structure(file.read_bytes(options.limit), file.name)
     except UserError as error:
         return Read(file, None, [Entry(file.path.name, file.name, False, str(error))])
     dropped = [Entry(f"{structure.id}_{name}", file.name, False, why) for name, why in structure.dropped.items()]
@@ -171,7 +201,8 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: Built) -> Non
     alignments, used, notes = [], [], [note for note in dict.fromkeys(chain.note for chain in group) if note]
     for source in group[0].alignments:
         try:
-            alignments.append(parse_alignment(source.read_bytes(), source.name))
+            with _memory_is_the_files(source.name):
+                alignments.append(parse_alignment(source.read_bytes(job.options.limit), source.name))
             used.append(source.name)
         except UserError as error:
             notes.append(str(error))
@@ -181,7 +212,8 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: Built) -> Non
     try:
         if job.options.require_msa and not used:
             raise UserError("no alignment" + (f": {model.reason}" if notes else ""))
-        raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity)
+        with _memory_is_the_files(job.file.name):
+            raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity)
     except UserError as error:
         for chain in group:
             entry = replace(model, name=f"{structure.id}_{chain.chain}", kept=False, reason=str(error), alignments=[])
@@ -189,7 +221,7 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: Built) -> Non
         return
     del alignments
     if group[0].hits:
-        raw = _with_templates(raw, group[0].hits, job, model, built.bad)
+        raw = _with_templates(raw, group[0].hits, job, model, built)
     model.depth = raw.depth
     whole = raw.to_arrays()
     for chain in group:
@@ -228,19 +260,24 @@ def _build_one(
 
 
 def _with_templates(
-    raw: RawExample, sources: Sequence[Source], job: BuildJob, entry: Entry, bad: dict[str, str]
+    raw: RawExample, sources: Sequence[Source], job: BuildJob, entry: Entry, built: Built
 ) -> RawExample:
     """The example with its templates; counts of those used and refused go into `entry`."""
     hits: list[Hit] = []
     for source in sources:
         try:
-            hits += parse_hits(source.read_bytes().decode("utf-8", "replace"), raw.sequence, source.name)
+            with _memory_is_the_files(source.name):
+                text = source.read_bytes(job.options.limit).decode("utf-8", "replace")
+                hits += parse_hits(text, raw.sequence, source.name)
         except UserError as error:
-            bad[source.name] = str(error)
+            built.bad[source.name] = str(error)
     dates = [date for date in (job.options.max_template_date, raw.release_date) if date is not None]
+    library = library_of(job.library)
     templates, outcomes = templates_from_hits(
-        raw.sequence, hits, _library(job.library), min(dates, default=None), exclude=(job.structure.id.lower(),)
+        raw.sequence, hits, library, min(dates, default=None), exclude=(job.structure.id.lower(),)
     )
+    built.looked_up = sorted({*built.looked_up, *(hit.pdb_id for hit in hits)})
+    built.library = library.digest(built.looked_up)
     entry.templates = 0 if templates is None else len(templates)
     refused = Counter(_kind(outcome.note) for outcome in outcomes if not outcome.used)
     entry.templates_refused = dict(refused.most_common())
@@ -259,6 +296,7 @@ class Folders(Library):
     def __init__(self, folders: Sequence[Path]) -> None:
         super().__init__(folders[-1])
         self._others = [Library(folder) for folder in folders[:-1]]
+        self._files: dict[str, str] = {}  # what `digest` saw
 
     def find(self, pdb_id: str) -> Path:
         """The file of an entry, in the first folder that has it.  UserError if none does."""
@@ -267,7 +305,19 @@ class Folders(Library):
                 return library.find(pdb_id)
         return super().find(pdb_id)
 
+    def digest(self, pdb_ids: Sequence[str]) -> str:
+        """Return a fingerprint of the files of some entries: where they are, their sizes, when they were written."""
+        for pdb_id in pdb_ids:
+            if pdb_id not in self._files:
+                self._files[pdb_id] = ""
+                with suppress(UserError, OSError):
+                    status = (path := self.find(pdb_id)).stat()
+                    self._files[pdb_id] = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
+        found = "\n".join(self._files[pdb_id] for pdb_id in pdb_ids)
+        return blake2b(found.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
 
 @lru_cache(maxsize=2)
-def _library(folders: tuple[Path, ...]) -> Library:
+def library_of(folders: tuple[Path, ...]) -> Folders:
+    """Return the library of some folders, which this process keeps for further jobs."""
     return Folders(folders)

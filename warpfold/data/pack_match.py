@@ -51,9 +51,7 @@ class Matcher:
         return named or self._nearest(sequence), "; ".join(filter(None, (note, more)))
 
     def _named(self, name: str, sequence: str) -> tuple[list[Source], str]:
-        errors = [(source, self._refuses(query, sequence)) for source, query in self._names.get(name.lower(), [])]
-        note = "; ".join(f"{source.name}: {error}" for source, error in errors if error)
-        return sorted(source for source, error in errors if not error), note
+        return of_same_protein(self._names.get(name.lower(), []), sequence, self.min_identity)
 
     def _by_sequence(self, sequence: str) -> list[Source]:
         own = _kmers(sequence)
@@ -76,6 +74,15 @@ class Matcher:
         return check_map(*column_map(query, sequence), self.min_identity)
 
 
+def of_same_protein(
+    named: Sequence[tuple[Source, str]], sequence: str, min_identity: float
+) -> tuple[list[Source], str]:
+    """Return those of some alignments, each with its query, that are a chain's, and a note on the others."""
+    errors = [(source, check_map(*column_map(query, sequence), min_identity)) for source, query in named]
+    note = "; ".join(f"{source.name}: {error}" for source, error in errors if error)
+    return sorted(source for source, error in errors if not error), note
+
+
 class HitsMatcher:
     """Finds the template hits of a chain: by its name, or by the name that its alignments bear.
 
@@ -91,6 +98,17 @@ class HitsMatcher:
         for source, query in alignments:
             for name in source.bears & self._names.keys():
                 self._queries[name].add(query)
+
+    def wants(self, key: str, alignments: Sequence[Source]) -> set[str]:
+        """Return the names of which `find` must know the queries of all alignments that bear them, and does not yet."""
+        if key.lower() in self._names:
+            return set()
+        names = {name for source in alignments for name in source.bears}
+        return (names & self._names.keys()) - self._queries.keys()
+
+    def know(self, name: str, queries: set[str]) -> None:
+        """Take the queries of all alignments that bear a name, or two different ones."""
+        self._queries[name] = queries
 
     def find(self, key: str, sequence: str, alignments: Sequence[Source]) -> list[Source]:
         """Hits that bear the name of the chain `key`; else those that bear a name of one of its alignments (the same

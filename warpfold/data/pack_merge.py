@@ -61,7 +61,7 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
     bad = {name: why for _, answer, _ in settled for name, why in answer.data["bad"].items()}
     report = Report(
         sorted(map(_entry, everything), key=order),
-        _unused_alignments(parts[0], kept, bad),
+        _unused_alignments(parts, kept, bad),
         _unused_hits(parts[0], kept, bad),
     )
     if not kept:
@@ -122,16 +122,15 @@ def _clusters(kept: Sequence[Found], plan: Plan, executor: Executor | None) -> l
     return [keys[index] for index in cluster_sequences(sequences, identity, executor)]
 
 
-def _unused_alignments(part: PartFolder, kept: Sequence[Found], bad: dict[str, str]) -> dict[str, str]:
+def _unused_alignments(parts: Sequence[PartFolder], kept: Sequence[Found], bad: dict[str, str]) -> dict[str, str]:
     used = {name for found in kept for name in found["alignments"]}
     sequences = {found["sequence"] for found in kept}
     unused = {}
-    for _, answer in part.jobs("alignments"):
-        for name, query, error in answer.data:
-            if name not in used:
-                alike = "its chains have alignments that bear their names"
-                none = "no chain that is kept has this sequence"
-                unused[name] = error or bad.get(name) or (alike if query in sequences else none)
+    for name, query, error in sorted(row for part in parts for row in part.answers["alignments"].data):
+        if name not in used:
+            alike = "its chains have alignments that bear their names"
+            none = "no chain that is kept has this sequence"
+            unused[name] = error or bad.get(name) or (alike if query in sequences else none)
     return unused
 
 

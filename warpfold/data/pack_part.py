@@ -2,25 +2,33 @@
 
 `plan.json` says of what inputs and options it is, `records` holds bytes, and `journal` a line for each job: its
 answer, and where its records lie.  A line is written after its records and under a checksum, so that whatever a kill
-leaves, what is whole is known.
+leaves, what is whole is known.  Another line says that a job was begun: one that kills every process that tries it is
+known by it.  `queries` has the queries of the alignments that this part read; other parts of the store look there.
 """
 
 import json
 import os
-import shutil
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from warpfold.bulk import Part
-from warpfold.data.folders import lock_folder
+from warpfold.data.folders import lock_folder, refuse_foreign
 from warpfold.errors import UserError
+from warpfold.files import pread
 
-FORMAT, VERSION = "warpfold-part", 1
-_END = "end"  # the job after all jobs
+FORMAT, VERSION = "warpfold-part", 2
+_END = "end"  # the job after all jobs; its answer is the inputs that were done
+_BEGUN, _STOPPED, _FORGOTTEN = "begun", "stopped", "forgotten"  # no jobs: lines that say something about some
+_OWN = ("plan.json", "plan.json.new", "journal", "records", "queries", "lock")
+_PIECE = 1 << 24  # bytes of the records that are checked at a time
+
+Identity = tuple[str, int, int]  # of an alignment: name, bytes, nanoseconds since 1970
+Query = tuple[str, str]  # of an alignment, and what is wrong with it: one of them is empty
 
 Plan = dict[str, Any]  # "part", "warpfold" (version), "options", "inputs", as JSON can hold them
 
@@ -39,6 +47,15 @@ def part_path(out: Path, part: Part) -> Path:
     if out.name in ("", ".."):
         raise UserError(f"--out {out}: no name for a store; name a folder that is not there yet")
     return out.with_name(f"{out.name}.part-{part.number}-of-{part.count}")
+
+
+def is_alike(path: Path, plan: Plan) -> bool:
+    """Return whether a folder is a part that is made by this version with the same options, of whatever inputs."""
+    try:
+        other = _read_plan(path)
+    except UserError:
+        return False
+    return bool(other["warpfold"] == plan["warpfold"] and other["options"] == plan["options"])
 
 
 def differences(one: Plan, other: Plan) -> list[str]:
@@ -60,6 +77,7 @@ class PartFolder:
         self.path = path
         self.plan = _read_plan(path)
         self.answers: dict[str, Answer] = {}
+        self.tried: Counter[str] = Counter()  # jobs that were begun and have no answer: how often
         self._whole = 0, 0  # bytes of the journal and of the records that are whole
         self._records = os.open(path / "records", os.O_RDONLY)
         self._read_journal()
@@ -70,7 +88,8 @@ class PartFolder:
 
     @property
     def finished(self) -> bool:
-        return _END in self.answers
+        """Whether all jobs are done, of the very inputs of the plan."""
+        return _END in self.answers and self.answers[_END].data == self.plan["inputs"]
 
     def jobs(self, kind: str) -> list[tuple[str, Answer]]:
         """Names and answers of the jobs whose names begin with `kind` and a blank, in the order of the names."""
@@ -78,7 +97,7 @@ class PartFolder:
 
     def record(self, answer: Answer, number: int) -> bytes:
         """One of the records of an answer."""
-        return os.pread(self._records, answer.sizes[number], answer.at + sum(answer.sizes[:number]))
+        return pread(self._records, answer.sizes[number], answer.at + sum(answer.sizes[:number]))
 
     def close(self) -> None:
         os.close(self._records)
@@ -86,43 +105,97 @@ class PartFolder:
     def _read_journal(self) -> None:
         """Takes lines as long as they, and what they say of the records, are whole."""
         journal, at = 0, 0
-        with open(self.path / "journal", "rb") as lines:
-            for line in lines:
-                checksum, _, text = line.partition(b" ")
-                if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
-                    break
-                job, data, sizes, crc = json.loads(text)
-                if zlib.crc32(os.pread(self._records, sum(sizes), at)) != crc:
-                    break
-                self.answers[job] = Answer(data, at, sizes)
-                journal, at = journal + len(line), at + sum(sizes)
+        for text, length in whole_lines(self.path / "journal"):
+            job, data, sizes, crc = json.loads(text)
+            if self._records_crc(sum(sizes), at) != crc:
+                break
+            self._take(job, Answer(data, at, sizes))
+            journal, at = journal + length, at + sum(sizes)
         self._whole = journal, at
+
+    def _take(self, job: str, answer: Answer) -> None:
+        """Does what a line of the journal says."""
+        if job == _BEGUN:
+            self.tried.update(answer.data)
+        elif job == _STOPPED:
+            for name in answer.data:
+                self.tried.pop(name, None)
+        elif job == _FORGOTTEN:
+            for name in answer.data:
+                self.answers.pop(name, None)
+        else:
+            self.answers[job] = answer
+            self.tried.pop(job, None)
+
+    def _records_crc(self, size: int, at: int) -> int | None:
+        """The checksum of so many bytes of the records, in pieces; None if there are fewer."""
+        crc = 0
+        for start in range(at, at + size, _PIECE):
+            piece = pread(self._records, min(_PIECE, at + size - start), start)
+            if len(piece) < min(_PIECE, at + size - start):
+                return None
+            crc = zlib.crc32(piece, crc)
+        return crc
+
+
+def whole_lines(path: Path, at: int = 0) -> Iterator[tuple[bytes, int]]:
+    """Yield the lines of a journal from byte `at` on, without checksums, each with its length, until one is torn."""
+    with open(path, "rb") as lines:
+        lines.seek(at)
+        for line in lines:
+            checksum, _, text = line.partition(b" ")
+            if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
+                return
+            yield text, len(line)
+
+
+def checked_line(value: Any) -> bytes:
+    """Return a line of a journal: a value as JSON, under its checksum."""
+    text = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+    return b"%08x %s" % (zlib.crc32(text), text)
 
 
 class PartWriter(PartFolder):
-    """A part, open for writing by this process alone; continues one that was begun with the same plan.
+    """A part, open for writing by this process alone; continues one that was begun with the same options.
 
-    Errors: UserError if another process is writing it, if it was begun with another plan, or the disk refuses.
+    The inputs may be others than those it was begun with: who does the jobs asks which answers still hold.
+    Errors: UserError if another process is writing it, if it was begun with other options or by another version, if the
+    folder holds what no part has, or the disk refuses.
     """
 
     def __init__(self, path: Path, plan: Plan) -> None:
+        refuse_foreign(path, _OWN.__contains__)
         self._lock = lock_folder(path, path)
         plan = {"format": FORMAT, "version": VERSION, **plan}
         file = path / "plan.json"
-        if file.exists() and _size(path / "journal"):
-            _refuse_other(path, _read_plan(path), plan)
-        else:
+        begun = _read_plan(path) if file.exists() and _size(path / "journal") else None
+        if begun is not None:
+            _refuse_other(path, begun, plan)
+        if begun != plan:
             fresh = path / "plan.json.new"
             fresh.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
             fresh.rename(file)
-        for name in ("journal", "records"):
+        for name in ("journal", "records", "queries"):
             (path / name).touch()
         super().__init__(path)
+        self.queries: dict[Identity, Query] = {}
+        whole = 0
+        for text, length in whole_lines(path / "queries"):
+            self._take_queries(text)
+            whole += length
         self._journal_file = open(path / "journal", "r+b")  # noqa: SIM115 (open until the end)
         self._records_file = open(path / "records", "r+b")  # noqa: SIM115
-        for opened, size in zip((self._journal_file, self._records_file), self._whole):
+        self._queries_file = open(path / "queries", "r+b")  # noqa: SIM115
+        self._begun: set[str] = set()  # by this process, and not done
+        self._opened = (self._journal_file, self._records_file, self._queries_file)
+        for opened, size in zip(self._opened, (*self._whole, whole)):
             opened.truncate(size)
             opened.seek(size)
+
+    def _take_queries(self, text: bytes) -> None:
+        for name, size, changed, query, error in json.loads(text):
+            self.queries[(name, size, changed)] = (query, error)
+            self.tried.pop(f"query {name}", None)
 
     def add(self, job: str, data: Any, records: Sequence[bytes] = ()) -> None:
         """Keeps the answer of a job and its records."""
@@ -133,29 +206,64 @@ class PartWriter(PartFolder):
                 self._records_file.write(record)
                 crc = zlib.crc32(record, crc)
             self._records_file.flush()
-            text = json.dumps([job, data, answer.sizes, crc], separators=(",", ":")).encode() + b"\n"
-            self._journal_file.write(b"%08x %s" % (zlib.crc32(text), text))
+            self._journal_file.write(checked_line([job, data, answer.sizes, crc]))
             self._journal_file.flush()
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
-        self.answers[job] = answer
+        self._take(job, answer)
+        self._begun.discard(job)
+
+    def add_queries(self, found: Sequence[tuple[Identity, Query]]) -> None:
+        """Keep the queries of some alignments, where the other parts of the store find them."""
+        try:
+            line = checked_line([[*identity, *query] for identity, query in found])
+            self._queries_file.write(line)
+            self._queries_file.flush()
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
+        self.queries.update(found)
+        for (name, _, _), _ in found:
+            self.tried.pop(f"query {name}", None)
+            self._begun.discard(f"query {name}")
+
+    def begin(self, jobs: Sequence[str]) -> None:
+        """Note that these jobs are tried now, so that one that ends this process is known for it afterwards."""
+        self.add(_BEGUN, list(jobs))
+        self._begun.update(jobs)
+
+    def forget(self, jobs: Sequence[str]) -> None:
+        """Drop the answers of jobs."""
+        if jobs:
+            self.add(_FORGOTTEN, list(jobs))
 
     def finish(self) -> None:
         """Marks the part as whole."""
         for file in (self._records_file, self._journal_file):
             os.fsync(file.fileno())
-        self.add(_END, None)
+        self.add(_END, self.plan["inputs"])
 
     def close(self) -> None:
-        """Lets others at it."""
+        """Lets others at it; jobs that were begun and not done are not held against their files."""
+        if self._begun:
+            with suppress(UserError, ValueError):  # a full disk, or a folder that was removed
+                self.add(_STOPPED, sorted(self._begun))
         super().close()
-        for file in (self._records_file, self._journal_file, self._lock):
+        for file in (*self._opened, self._lock):
             with suppress(OSError):  # on a full disk; `add` has said so
                 file.close()
 
     def remove(self) -> None:
         """Takes the folder away; to be closed yet."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_part(self.path)
+
+
+def remove_part(path: Path) -> None:
+    """Remove the folder of a part: the files that parts have, and the folder if nothing else is in it."""
+    for name in _OWN:
+        with suppress(OSError):
+            (path / name).unlink()
+    with suppress(OSError):
+        path.rmdir()
 
 
 def _size(file: Path) -> int:
@@ -175,10 +283,12 @@ def _read_plan(path: Path) -> Plan:
 
 
 def _refuse_other(path: Path, begun: Plan, plan: Plan) -> None:
+    """UserError for other options or another version; then it also says which inputs differ."""
     found = differences(begun, plan)
-    if begun["warpfold"] != plan["warpfold"]:
+    version = begun["warpfold"] != plan["warpfold"]
+    if version:
         found.append(f"WarpFold {begun['warpfold']}, not {plan['warpfold']}")
-    if found:
+    if version or begun["options"] != plan["options"]:
         raise UserError(
             f"{path}: an unfinished run with other inputs or options ({', '.join(found)}); repeat its command to "
             "finish it, or remove the folder to start over"

@@ -363,8 +363,17 @@ def _claim(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; name a folder for the output")
     names = {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
-    if names - {"cache"} and not any(name.startswith("search") and name.endswith(".json") for name in names):
+    if names - {"cache"} and not any(map(_is_report, out.glob("search*.json"))):
         raise UserError(f"{out}: holds something else, which is left alone; name a new or an empty folder")
+
+
+def _is_report(path: Path) -> bool:
+    """Whether this is the report of a search, and not somebody's file of such a name."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT
 
 
 def _cores() -> int:

@@ -1,11 +1,10 @@
 """What `pack` reads: files in folders, members of alignment databases, their names; and an alignment's query alone."""
 
-import gzip
 import os
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
@@ -13,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from warpfold.data.alignment_db import AlignmentDB, Slice
 from warpfold.data.formats import parse_alignment, read_bytes
 from warpfold.errors import UserError
+from warpfold.files import LARGEST, opened
 
 STRUCTURES = (".cif", ".mmcif", ".pdb", ".ent")
 ALIGNMENTS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln", ".afa")  # .fasta only if named itself
@@ -25,6 +25,7 @@ _HITS_NAME = re.compile(
     r"(.+\.hhr|hmm_output\.sto|templates\.sto|pdb\d*_hits\.\w+|.*hmmsearch.*)(\.gz)?", re.IGNORECASE
 )
 _HEAD = 1 << 16  # bytes read at a time for an alignment's query
+_MOST = 1 << 26  # bytes; an alignment whose query does not end within them is read whole, if its size is allowed
 _FEW = 8  # records that are enough for it: HH-suite's annotations come before
 
 
@@ -67,28 +68,39 @@ class Source:
         """Whether its name says that it holds template hits, not an alignment."""
         return _HITS_NAME.fullmatch(self.file) is not None
 
-    def read_bytes(self) -> bytes:
-        """All of it, unpacked.  Errors: UserError if it cannot be read, or is empty or damaged."""
-        try:
-            return self.slice.read() if self.slice else read_bytes(self.path)
-        except UserError as error:  # reports are the same wherever the files lie
-            raise UserError(str(error).replace(str(self.path), self.name)) from None
+    @property
+    def version(self) -> tuple[str, int, int]:
+        """Which file it is and what was in it: name, bytes, when it was written."""
+        return self.name, self.size, self.changed
 
-    def read_head(self, enough: Callable[[bytes], bool]) -> bytes:
-        """Its beginning, unpacked, as far as `enough`, or all.  Errors as of `read_bytes`."""
-        if self.chain:
-            return self.read_bytes()
+    def read_bytes(self, limit: int = LARGEST) -> bytes:
+        """Read all of it, unpacked.
+
+        Errors: UserError if it cannot be read, is empty or damaged, or has more than `limit` bytes.
+        """
         try:
-            with open(self.path, "rb") as plain:
-                packed = plain.read(2) == b"\x1f\x8b"
-                plain.seek(0)
-                file = gzip.GzipFile(fileobj=plain) if packed else plain
-                head = more = file.read(_HEAD)
-                while more and not enough(head):
-                    head += (more := file.read(max(_HEAD, len(head))))
-        except (OSError, EOFError, zlib.error):
-            return self.read_bytes()  # which says what is wrong
-        return head if head.strip() else self.read_bytes()
+            return self.slice.read(limit=limit) if self.slice else read_bytes(self.path, limit)
+        except UserError as error:
+            raise self._named(error) from None
+
+    def read_head(self, enough: Callable[[bytes], bool], limit: int = LARGEST) -> bytes:
+        """Read its beginning, unpacked, as far as `enough`, or all.  Errors as of `read_bytes`."""
+        head = b""
+        try:
+            with nullcontext() if self.slice else opened(self.path) as file:
+                while len(head) <= min(_MOST, limit) and not enough(head):
+                    size = max(_HEAD, len(head))
+                    more = file.read(size) if file else self.slice.read(len(head), size) if self.slice else b""
+                    if not more:
+                        break
+                    head += more
+        except UserError as error:
+            raise self._named(error) from None
+        return head if head.strip() and len(head) <= min(_MOST, limit) else self.read_bytes(limit)
+
+    def _named(self, error: UserError) -> UserError:
+        """The error with the source's own name: reports are the same wherever the files lie."""
+        return UserError(str(error).replace(str(self.path), self.name))
 
 
 def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Source]:
@@ -157,14 +169,14 @@ def digest(sources: Iterable[Source]) -> str:
     return blake2b("".join(lines).encode(), digest_size=16).hexdigest()
 
 
-def read_query(source: Source) -> str:
+def read_query(source: Source, limit: int = LARGEST) -> str:
     """The first row of an alignment without its gaps; of the others no more is read than finding it takes.
 
     Errors: UserError for what holds no alignment.  Rows that are not read are not checked.
     """
-    head = source.read_head(lambda head: _is_stockholm(head) or _end(head) is not None)
-    if _is_stockholm(head):
-        head = _first_row(source.read_bytes())
+    head = source.read_head(lambda head: not _is_stockholm(head) and _end(head) is not None, limit)
+    if _is_stockholm(head):  # all of it: its first row may go on to the end
+        head = _first_row(head)
     return parse_alignment(head[: _end(head)], source.name).query
 
 

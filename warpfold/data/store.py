@@ -9,8 +9,9 @@ same bytes.
 
 import contextlib
 import json
+import math
 import os
-import shutil
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +24,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import zstandard
 
-from warpfold.data.folders import lock_folder, sync_folder
+from warpfold.data.folders import lock_folder, refuse_foreign, sync_folder
 from warpfold.errors import UserError
+from warpfold.files import LARGEST, open_regular, pread
 
 FORMAT, VERSION = "warpfold-store", 2
 MAGIC = b"WARPFOLD"
@@ -32,6 +34,7 @@ HEAD = struct.Struct("<8sII")  # magic, version, 0
 FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
 BLOCK = 1 << 17  # bytes of an array per blob, before compression: what one read of a few rows costs
 SHARD = 1 << 30  # bytes after which the next shard begins
+_SHARD = re.compile(r"shard-\d{5,}\.wfs")
 LEVEL = 1  # of zstd: reading must be fast, and residues compress little better at higher levels
 
 
@@ -86,6 +89,7 @@ class StoreWriter:
         self._keys: set[str] = set()
         self._file: BinaryIO | None = None
         self._index: dict[str, list[Any]] = {}
+        refuse_foreign(self.partial, _is_own)
         self._lock = lock_folder(self.partial, self.path)
         if self.path.exists():  # finished by another process meanwhile
             self.abort()
@@ -148,7 +152,11 @@ class StoreWriter:
             with contextlib.suppress(OSError):  # a full disk again: of what is still to be written
                 self._file.close()
             self._file = None
-        shutil.rmtree(self.partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for left in self.partial.iterdir():
+                if _is_own(left.name):
+                    left.unlink()
+            self.partial.rmdir()
         self._lock.close()
 
     def __enter__(self) -> "StoreWriter":
@@ -271,7 +279,8 @@ class Store:
     def _read_top(self) -> list[dict[str, int]]:
         file = self.path / "store.json"
         try:
-            top = json.loads(file.read_text(encoding="utf-8"))
+            with os.fdopen(open_regular(file), encoding="utf-8") as opened:
+                top = json.load(opened)
             known, version, shards = top["format"] == FORMAT, int(top["version"]), top["shards"]
             self._checksums = dict(top.get("files", {}))
         except OSError as error:
@@ -291,7 +300,7 @@ class Store:
     def _open_shard(self, number: int, shard: Mapping[str, int]) -> None:
         path = self._shard_path(number)
         try:
-            self._files.append(os.open(path, os.O_RDONLY))
+            self._files.append(open_regular(path))
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}; copy the store again") from error
         size = os.fstat(self._files[-1]).st_size
@@ -317,12 +326,14 @@ class Store:
         return self.path / _shard_name(number)
 
     def _pread(self, shard: int, offset: int, size: int) -> bytes:
-        return os.pread(self._files[shard], size, offset)
+        return pread(self._files[shard], size, offset)
 
     def _blob(self, array: "StoredArray", number: int) -> np.ndarray:
         start, stop = array.starts[number], array.starts[number + 1]
         data = self._read(array.shard, start, stop - start, array.crcs[number], array.what)
-        return np.frombuffer(_decompress(data, array.what), array.dtype)
+        rows = min(array.rows, array.shape[0] - number * array.rows) if array.shape else 1
+        size = rows * math.prod(array.shape[1:]) * array.dtype.itemsize
+        return np.frombuffer(_decompress(data, array.what, size), array.dtype)
 
     def _read(self, shard: int, offset: int, size: int, crc: int, what: str) -> bytes:
         data = self._pread(shard, offset, size)
@@ -375,8 +386,11 @@ class Record:
         return np.concatenate(parts)
 
 
-def _decompress(data: bytes, what: str) -> bytes:
+def _decompress(data: bytes, what: str, most: int = LARGEST) -> bytes:
+    """Unpack a frame that says of itself that it holds at most so many bytes, as all that `pack_record` makes do."""
     try:
+        if not 0 <= zstandard.frame_content_size(data) <= most:
+            raise UserError(f"{what}: damaged (its size is not what it should be); pack the store again")
         return zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
         raise UserError(f"{what}: damaged ({error}); pack the store again") from error
@@ -384,6 +398,11 @@ def _decompress(data: bytes, what: str) -> bytes:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a writer of stores makes files of this name."""
+    return name in ("lock", "store.json", "pack.json", "pack.tsv", "sources.json") or bool(_SHARD.fullmatch(name))
 
 
 def _shard_name(number: int) -> str:

@@ -145,8 +145,7 @@ def atom37_to_torsions(aatype: Tensor, positions: Tensor, mask: Tensor) -> Torsi
 
     sin_cos = dihedral(*points.unbind(-2)) * mask[..., None].to(positions.dtype)
     # psi is measured to O, which lies opposite to the N of the next residue: half a turn away
-    sign = sin_cos.new_tensor([1, 1, -1, 1, 1, 1, 1])[:, None]
-    sin_cos = sin_cos * sign
+    sin_cos = torch.cat([sin_cos[..., :2, :], -sin_cos[..., 2:3, :], sin_cos[..., 3:, :]], dim=-2)
     half_turn = 1 - 2 * residue_rows("CHI_PI_PERIODIC", aatype).to(positions.dtype)
     alt_sin_cos = torch.cat([sin_cos[..., :3, :], sin_cos[..., 3:, :] * half_turn[..., None]], dim=-2)
     return Torsions(sin_cos, alt_sin_cos, mask)

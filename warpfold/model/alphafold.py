@@ -214,5 +214,5 @@ class AlphaFold(Resident):
         """One source of dropout noise for all layers, and a stream of its own for each."""
         layers = [m for m in self.modules() if m is not self and isinstance(getattr(m, "noise", None), Noise)]
         for number, layer in enumerate(layers):
-            layer.__dict__["noise"] = self.noise
+            layer.noise = self.noise
             layer.__dict__["stream"] = 1000 * number  # a layer may use the streams that follow its own

@@ -8,6 +8,7 @@ from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
 from warpfold.model.layers import LayerNorm, Linear, Normed
 from warpfold.ops.attention import attention
 from warpfold.ops.gate import gate, tail
+from warpfold.ops.noise import Factors
 from warpfold.ops.transition import transition
 
 
@@ -43,7 +44,7 @@ class GatedAttention(nn.Module):
         """o, g [*, K, h d] -> [*, K, c]."""
         return self.out(gate(o, g))
 
-    def add(self, x: Tensor, o: Tensor, g: Tensor, factors: Tensor | None) -> Tensor:
+    def add(self, x: Tensor, o: Tensor, g: Tensor, factors: Factors | None) -> Tensor:
         """x [*, K, c] with the update, of which dropout leaves `factors`."""
         assert self.out.bias is not None
         return tail(x, o, g, self.out.weight, self.out.bias, factors)
@@ -56,7 +57,7 @@ class AttentionUpdate(AxialUpdate):
     turned = False
 
     def turn(self, t: Any) -> Any:
-        """Rows for columns, where the layer attends within columns; again, and they are back.  A tensor or `Normed`."""
+        """Rows for columns, where the layer attends within columns; again, and they are back."""
         return t.transpose(ROWS, COLS) if self.turned else t
 
     def bias_of(self, shared: Tensors) -> Tensor | None:
@@ -75,7 +76,7 @@ class AttentionUpdate(AxialUpdate):
         dx: Tensor = self.turn(self.attention.update(self.attend(local, shared, mask), local[3]))
         return dx
 
-    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Tensor | None) -> Tensor:
+    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
         factors = None if factors is None else self.turn(factors)
         o = self.attend(local, shared, mask)
         new: Tensor = self.turn(self.attention.add(self.turn(x), o, local[3], factors))
@@ -97,7 +98,7 @@ class Transition(AxialUpdate):
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
         return self._transition(local[0], residual=False)
 
-    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Tensor | None) -> Tensor:
+    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
         return self._transition(x, residual=True) if factors is None else super().add(x, local, shared, mask, factors)
 
     def _transition(self, x: Tensor, residual: bool) -> Tensor:

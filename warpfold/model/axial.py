@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from warpfold.model.layers import LayerNorm, Linear, Normed
-from warpfold.ops.noise import Noise
+from warpfold.ops.noise import Factors, Noise
 
 # Axes are counted from the right; masks lack the channel axis, so a mask is cut along axis + 1.
 ROWS, COLS = -3, -2  # of m [*, s, r, c] and of z [*, i, j, c]
@@ -105,7 +105,7 @@ class AxialUpdate(nn.Module):
         """The residual update of one slice."""
         raise NotImplementedError
 
-    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Tensor | None) -> Tensor:
+    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
         """One slice of x with its update, of which dropout leaves `factors` (None: all)."""
         dx = self.update(local, shared, mask)
         return x + (dx if factors is None else dx * factors)
@@ -114,16 +114,16 @@ class AxialUpdate(nn.Module):
         """The residual update of all of x, before dropout: what the supplement's algorithm returns."""
         return self.update(*self.parts(self.normed(self.operand(x, source)), mask, source), mask)
 
-    def dropout_factors(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
+    def dropout_factors(self, shape: Sequence[int], like: Tensor) -> Factors | None:
         """The dropout factors for all of x, of this shape, of size 1 along `spread` (Supp. 1.11.6).
 
-        In the dtype and on the device of `like`; None where nothing is dropped.
+        In the dtype of `like`, and cut as x is; None where nothing is dropped.
         """
         if not (self.training and self.rate):
             return None
         spread = list(shape)
         spread[self.spread] = 1
-        return self.noise.keep(spread, self.rate, self.stream, like)
+        return self.noise.factors(spread, self.rate, self.stream, like)
 
     def forward(self, x: Tensor, mask: Tensor, source: Tensor | None = None) -> Tensor:
         return self.schedule(self, x, mask, source)

@@ -16,6 +16,7 @@ from warpfold.model import attention, embed, evoformer, msa, pair, template
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.model.structure import AngleResnet, StructureConfig
+from warpfold.ops.noise import Noise
 
 PREFIX = "alphafold/alphafold_iteration/"
 
@@ -153,6 +154,8 @@ class Array:
 def arrays(module: nn.Module, scope: str = "", name: str = "") -> Iterator[Array]:
     """Every tensor of `module`, with its array of DeepMind's under `scope`."""
     for child_name, child in module.named_children():
+        if isinstance(child, Noise):  # it has no weights
+            continue
         ours = f"{name}.{child_name}" if name else child_name
         if isinstance(child, nn.ModuleList) and child_name == "blocks":
             yield from _stacked(child, _layer_stack(module, scope), ours)

@@ -4,7 +4,8 @@ All are for one example (no batch axis), compute in fp32 at least, and have fini
 Coordinates are in angstrom.  The structure's own terms are in fape.py and violations.py.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,7 +92,7 @@ def total_loss(
         terms |= _divided(structure_loss(output.structure, batch, config), residues.cuts)
     if config.distogram:
         logits = output.distogram_logits
-        breaks = distogram_breaks(logits.shape[-1])
+        breaks = _on(distogram_breaks, logits.shape[-1], logits.device)
         beta, beta_mask = batch["pseudo_beta"], batch["pseudo_beta_mask"]
         terms["distogram"] = distogram_loss(logits, breaks, beta, beta_mask, residues)
     if config.masked_msa:
@@ -127,7 +128,7 @@ def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: Lo
             raise ValueError("a loss on the predicted aligned error is wanted, but the model has no such head")
         terms["predicted_aligned_error"] = predicted_aligned_error_loss(
             output.pae_logits,
-            pae_breaks(output.pae_logits.shape[-1]),
+            _on(pae_breaks, output.pae_logits.shape[-1], output.pae_logits.device),
             output.structure.frames[-1],
             Rigid.from_quaternion7(batch["backbone_affine_tensor"]),
             batch["backbone_affine_mask"],
@@ -317,6 +318,12 @@ def lddt(points: Tensor, true_points: Tensor, mask: Tensor, cutoff: float = 15.0
     axes = (-1,) if per_residue else (-2, -1)
     # A product with the reciprocal, as in DeepMind's code: where a score lies on a bin's edge, the last bit decides.
     return (1e-10 + (scored * kept).sum(axes)) * (1 / (1e-10 + scored.sum(axes)))
+
+
+@functools.cache
+def _on(breaks: Callable[[int], Tensor], bins: int, device: torch.device) -> Tensor:
+    """Return the edges of bins on a device: copied there once, for a copy waits for the device."""
+    return breaks(bins).to(device)
 
 
 def _bin(squared: Tensor, breaks: Tensor) -> Tensor:

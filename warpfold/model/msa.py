@@ -8,6 +8,7 @@ from warpfold.model.axial import COLS, ROWS, AxialUpdate, Chain, Tensors
 from warpfold.model.layers import LayerNorm, Linear, Normed
 from warpfold.ops.attention import global_attention, masked_mean
 from warpfold.ops.gate import gate, tail
+from warpfold.ops.noise import Factors
 from warpfold.ops.outer import outer_product
 
 
@@ -76,7 +77,7 @@ class MSAColumnGlobalAttention(AxialUpdate):
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
         return self.out(gate(self.attend(local, mask), local[3])).transpose(ROWS, COLS)
 
-    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Tensor | None) -> Tensor:
+    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
         assert self.out.bias is not None
         factors = None if factors is None else factors.transpose(ROWS, COLS)
         o, x = self.attend(local, mask), x.transpose(ROWS, COLS)

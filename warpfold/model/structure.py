@@ -71,7 +71,7 @@ class StructureModule(nn.Module):
         z = self.pair_layer_norm(island(z))
         mask = seq_mask.to(s_initial.dtype)
         s = self.initial_projection(s_initial)
-        affine = s.new_tensor([1, 0, 0, 0, 0, 0, 0]).expand(*s.shape[:-1], 7)
+        affine = torch.cat([s.new_ones(*s.shape[:-1], 1), s.new_zeros(*s.shape[:-1], 6)], dim=-1)
         affines, angles = [], []
         for layer in range(self.config.layers):
             s, affine, unnormalized = self.fold_iteration(s, s_initial, z, affine, mask, layer)

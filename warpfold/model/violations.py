@@ -5,6 +5,7 @@ aatype [N], residue_index [N].  Tolerances are DeepMind's: 12 standard deviation
 within a residue, an overlap of 1.5 angstrom for atoms that are not bonded.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -100,10 +101,10 @@ def connection_violations(
     c_ca, _ = _unit(ca - c)
     c_n, length = _unit(n - c)
     n_ca, _ = _unit(next_ca - n)
-    proline = (aatype[1:] == residue.RESTYPE_ORDER["P"]).long()
+    proline = aatype[1:] == residue.RESTYPE_ORDER["P"]
     target, deviation = (
-        torch.tensor(figures, dtype=atoms.dtype, device=atoms.device)[proline]
-        for figures in (residue.C_N_LENGTH, residue.C_N_LENGTH_STD)
+        torch.where(proline, atoms.new_full((), before_proline), atoms.new_full((), usual))
+        for usual, before_proline in (residue.C_N_LENGTH, residue.C_N_LENGTH_STD)
     )
     terms = [
         _excess(length, target, deviation, tolerance_factor, has_c * has_n * follows),
@@ -158,6 +159,15 @@ def clash_violations(
     )
 
 
+@functools.cache
+def _bounds(
+    overlap_tolerance: float, tolerance_factor: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Return `residue.distance_bounds` on a device: copied there once, for a copy waits for the device."""
+    bounds = residue.distance_bounds(overlap_tolerance, tolerance_factor)
+    return tuple(torch.as_tensor(bound, dtype=dtype, device=device) for bound in bounds)
+
+
 def within_residue_violations(
     atoms: Tensor,
     atom_mask: Tensor,
@@ -167,8 +177,7 @@ def within_residue_violations(
 ) -> AtomViolations:
     """Distances within residues outside what bond lengths, bond angles and radii allow (Supp. 1.9.11)."""
     lower, upper = (
-        torch.as_tensor(bound, dtype=atoms.dtype, device=atoms.device)[aatype]
-        for bound in residue.distance_bounds(overlap_tolerance, tolerance_factor)
+        bound[aatype] for bound in _bounds(overlap_tolerance, tolerance_factor, atoms.dtype, atoms.device)
     )
     looked_at = (
         atom_mask[:, :, None] * atom_mask[:, None, :] * (1 - torch.eye(14, dtype=atoms.dtype, device=atoms.device))

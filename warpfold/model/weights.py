@@ -5,6 +5,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -28,9 +29,12 @@ def save_params(path: Path, model: AlphaFold, data: Mapping[str, Any] | None = N
     settings = {"model": to_dict(model.config), "data": dict(data or {})}
     metadata = {FORMAT: json.dumps(settings)}  # of several keys the order would vary, and with it the bytes
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(save(tensors, metadata))
-    partial.replace(path)
+    partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
+    try:
+        partial.write_bytes(save(tensors, metadata))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load_model(path: Path | str) -> AlphaFold:

@@ -3,57 +3,142 @@
 The draw for element i of a tensor is a hash of (key, stream, i).  The key says which training step and pass this is and
 is the same on every rank; the stream says which layer draws.  So slices, ranks, recomputation and devices all see the
 same noise (DESIGN section 1.5), and no generator state has to be saved or restored.
+
+Because a draw needs nothing but its number, nothing has to be drawn ahead: layers pass on `DropoutFactors`, which say
+what would be drawn, and whoever multiplies by them computes them on the way (`ops.gate.tail`).
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-_LOW = 0xFFFFFFFF
+from warpfold.ops.dispatch import op
+from warpfold.ops.library import noise as library
+
+LOW = 0xFFFFFFFF
+OF_STREAM, OF_PASS = 0x9E3779B9, 0x85EBCA6B  # odd numbers, by which streams and passes shift the second word
 
 
-class Noise:
-    """Where the layers of one model draw from.  Unseeded, it falls back on torch's own generator (ordinary dropout)."""
+@op(library.keep, refuses=library.refuses_keep, small=library.small_keep)
+def keep(
+    key: Tensor,
+    stream: int,
+    rate: float,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Dropout factors: 0 with probability `rate`, else 1 / (1 - rate).
 
-    def __init__(self) -> None:
-        self.seeded = False
-        # Two words of the key and the pass: a tensor, so that a new key does not recompile a graph.
-        self.key = torch.zeros(3, dtype=torch.int64)
-
-    def seed(self, *parts: int) -> None:
-        """Derive the key from `parts`, for example (run seed, step, example)."""
-        digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
-        self.key[0] = int.from_bytes(digest[:4], "little")
-        self.key[1] = int.from_bytes(digest[4:], "little")
-        self.seeded = True
-
-    def at_pass(self, index: int) -> None:
-        """The passes of one example through the trunk draw differently."""
-        self.key[2] = index
-
-    def keep(self, shape: Sequence[int], rate: float, stream: int, like: Tensor) -> Tensor:
-        """Dropout factors of `shape`: 0 with probability `rate`, else 1 / (1 - rate), in the dtype of `like`."""
-        if self.seeded:
-            uniform = self._uniform(math.prod(shape), stream, like.device).reshape(*shape)
-        else:
-            uniform = torch.rand(*shape, device=like.device)
-        return (uniform >= rate).to(like.dtype) / (1 - rate)
-
-    def _uniform(self, n: int, stream: int, device: torch.device) -> Tensor:
-        first, second, index = self.key.to(device)
-        x = _mix(torch.arange(n, device=device) ^ first)
-        x = _mix((x + second + stream * 0x9E3779B9 + index * 0x85EBCA6B) & _LOW)
-        return (x >> 8).float() * 2.0**-24
+    key: int64 [2], of which 32 bits each count.  shape, strides, offset: element [a, b, ...] of the result has the
+    number offset + a strides[0] + b strides[1] + ..., which decides what is drawn for it.
+    """
+    numbers = torch.full((1,) * len(shape), offset, dtype=torch.int64, device=key.device)
+    for axis, (size, stride) in enumerate(zip(shape, strides)):
+        along = torch.arange(size, device=key.device) * stride
+        numbers = numbers + along.view(size, *(1,) * (len(shape) - 1 - axis))
+    x = _mix(numbers ^ key[0])
+    x = _mix((x + key[1] + stream * OF_STREAM) & LOW)
+    uniform = (x >> 8).float() * 2.0**-24
+    return (uniform >= rate).to(dtype) / (1 - rate)
 
 
 def _mix(x: Tensor) -> Tensor:
     """A 32-bit finaliser on int64 lanes; shifts and factors: C. Wellons, "Prospecting for Hash Functions", 2018."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & _LOW
-    x = (x ^ (x >> 15)) * 0x846CA68B & _LOW
+    x = (x ^ (x >> 16)) * 0x7FEB352D & LOW
+    x = (x ^ (x >> 15)) * 0x846CA68B & LOW
     return x ^ (x >> 16)
+
+
+@dataclass(frozen=True)
+class DropoutFactors:
+    """Dropout factors that are not drawn yet, of a tensor or of a slice of it: a tensor as far as layers use one.
+
+    shape, strides, offset: which element of the whole tensor each of these is, as in `keep`.
+    """
+
+    key: Tensor
+    stream: int
+    rate: float
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    def narrow(self, axis: int, start: int, length: int) -> "DropoutFactors":
+        """Those from `start` on, so many; as `Tensor.narrow`."""
+        axis %= len(self.shape)
+        shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
+        return replace(self, shape=shape, offset=self.offset + start * self.strides[axis])
+
+    def transpose(self, a: int, b: int) -> "DropoutFactors":
+        """With two axes exchanged; as `Tensor.transpose`."""
+        order = list(range(len(self.shape)))
+        order[a], order[b] = order[b], order[a]
+        shape, strides = (tuple(t[axis] for axis in order) for t in (self.shape, self.strides))
+        return replace(self, shape=shape, strides=strides)
+
+    def draw(self) -> Tensor:
+        """The factors."""
+        return keep(self.key, self.stream, self.rate, self.shape, self.strides, self.offset, self.dtype)
+
+    def __rmul__(self, x: Tensor) -> Tensor:
+        return x * self.draw()
+
+
+Factors = Tensor | DropoutFactors
+
+
+class Noise(nn.Module):
+    """Where the layers of one model draw from.  Unseeded, it falls back on torch's own generator (ordinary dropout).
+
+    The key is a buffer: it moves with the model, is written without waiting for the device, and a new one does not
+    recompile a graph.  It is replaced, never written over: a backward pass may still need the one before.
+    """
+
+    words: Tensor  # the key of the first pass
+    key: Tensor  # that of the pass at hand
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeded = False
+        self.register_buffer("words", torch.zeros(2, dtype=torch.int64), persistent=False)
+        self.register_buffer("key", self.words, persistent=False)
+
+    def seed(self, *parts: int) -> None:
+        """Derive the key from `parts`, for example (run seed, step, example); the pass is the first."""
+        digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
+        words = torch.empty_like(self.words)
+        for place in range(2):  # `fill_` hands the device a number; a copy from the host would wait for it
+            words[place].fill_(int.from_bytes(digest[4 * place : 4 * place + 4], "little"))
+        self.words = self.key = words
+        self.seeded = True
+
+    def at_pass(self, index: int) -> None:
+        """The passes of one example through the trunk draw differently."""
+        if self.seeded:
+            key = self.words.clone()
+            key[1].add_(index * OF_PASS)
+            self.key = key
+
+    def factors(self, shape: Sequence[int], rate: float, stream: int, like: Tensor) -> Factors:
+        """Dropout factors of `shape`, in the dtype of `like`: 0 with probability `rate`, else 1 / (1 - rate)."""
+        if not self.seeded:
+            kept = torch.rand(*shape, device=like.device) >= rate
+            return kept.to(like.dtype) / (1 - rate)
+        strides = [1] * len(shape)
+        for axis in range(len(shape) - 2, -1, -1):
+            strides[axis] = strides[axis + 1] * shape[axis + 1]
+        return DropoutFactors(self.key, stream, rate, like.dtype, tuple(shape), tuple(strides))
+
+    def keep(self, shape: Sequence[int], rate: float, stream: int, like: Tensor) -> Tensor:
+        """`factors`, drawn."""
+        factors = self.factors(shape, rate, stream, like)
+        return factors.draw() if isinstance(factors, DropoutFactors) else factors
 
 
 def dropout(
@@ -65,4 +150,4 @@ def dropout(
     shape = list(x.shape)
     if shared_axis is not None:
         shape[shared_axis] = 1
-    return x * noise.keep(shape, rate, stream, x)
+    return x * noise.factors(shape, rate, stream, x)

@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from warpfold.ops.noise import Factors
 from warpfold.parallel.mesh import Group
 from warpfold.parallel.waits import Work
+
+F = TypeVar("F", bound=Factors)
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,11 @@ def start_of(length: int, group: Group) -> int:
     return sum(sizes_of(length, group.size)[: group.rank])
 
 
-def mine(x: Tensor, axis: int, group: Group) -> Tensor:
-    """This rank's slice (a view) of a tensor that every rank has whole."""
+def mine(x: F, axis: int, group: Group) -> F:
+    """This rank's slice (a view) of a tensor that every rank has whole; or of dropout factors that are not drawn."""
     length = x.shape[axis]
-    return x.narrow(axis, start_of(length, group), sizes_of(length, group.size)[group.rank])
+    found: Any = x.narrow(axis, start_of(length, group), sizes_of(length, group.size)[group.rank])  # as x is
+    return found
 
 
 class Pending:

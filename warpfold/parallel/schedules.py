@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from warpfold.model.axial import ROWS, AxialUpdate, Schedule, Tensors, whole
+from warpfold.ops.noise import Factors
 
 __all__ = ["chunked", "in_place", "whole"]
 
@@ -62,7 +63,7 @@ def joined_updates(
     operand: Tensor,
     mask: Tensor,
     shared: Tensors,
-    factors: Tensor | None,
+    factors: Factors | None,
     axes: tuple[int, int],
     size: int,
     in_place: bool,

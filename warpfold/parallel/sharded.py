@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, BlockStack, Branching, Chain, ChannelProduct, Tensors
 from warpfold.model.layers import Normed
+from warpfold.ops.noise import Factors
 from warpfold.parallel.collectives import Pending, gather, mine, swap, tied, turn
 from warpfold.parallel.cut import Cut, CutResidues, MSAMask, PairMask
 from warpfold.parallel.mesh import Mesh
@@ -190,7 +191,7 @@ class Sharding:
         dx = layer.finish(back.wait(), opening)
         return self._leave(x, axis, held + (dx if factors is None else dx * factors), step)
 
-    def _factors(self, layer: AxialUpdate, x: Cut, held: Tensor, axis: int) -> Tensor | None:
+    def _factors(self, layer: AxialUpdate, x: Cut, held: Tensor, axis: int) -> Factors | None:
         """This rank's slice of the dropout factors, which are drawn for all of x."""
         factors = layer.dropout_factors(x.whole_shape(held), held)
         if factors is None or factors.shape[axis] == 1:

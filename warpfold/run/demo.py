@@ -11,9 +11,10 @@ Each part is finished before the next begins and is kept: the same command conti
 """
 
 import hashlib
+import itertools
 import json
+import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,7 +63,8 @@ def run_demo(
     """Make proteins, train, fold, report; returns what is in `out/summary.json`.
 
     proteins: how many to make.  changes: settings over those of the preset, "train.steps=10".
-    A demo that was stopped is continued; with `force` one of other settings is replaced.
+    A demo that was stopped is continued; with `force` one of other settings is put aside
+    (OUT/earlier-1).
     Errors: UserError for an `out` that holds something else; KeyboardInterrupt when training is stopped by a signal.
     """
     tell = Stages(progress)
@@ -70,7 +72,7 @@ def run_demo(
     run = hashlib.sha256(json.dumps([settings.to_dict(config), proteins, __version__]).encode()).hexdigest()
     earlier = claim_folder(out, FORMAT, run, force)
     if earlier is not None and force:
-        _clear(out)
+        _put_aside(out)
     out.mkdir(parents=True, exist_ok=True)
     _write_summary(out, {"format": FORMAT, "run": run, "status": "running"})
 
@@ -193,14 +195,14 @@ def _result(
     }
 
 
-def _clear(out: Path) -> None:
-    """Remove what an earlier demo made, and nothing else."""
-    for name in PARTS:
-        path = out / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def _put_aside(out: Path) -> None:
+    """Move what an earlier demo made into OUT/earlier-N: somebody may have put something into its folders."""
+    made = [out / name for name in PARTS if os.path.lexists(out / name)]
+    if made:
+        aside = next(path for n in itertools.count(1) if not os.path.lexists(path := out / f"earlier-{n}"))
+        aside.mkdir()
+        for path in made:
+            path.rename(aside / path.name)
 
 
 def _write_summary(out: Path, summary: dict[str, Any]) -> None:

@@ -4,11 +4,12 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -69,32 +70,124 @@ class Prediction:
 
         return write_pdb(self.name, [self.chain()], b_factors=[self.plddt])
 
-    def save(self, folder: Path | str) -> dict[str, str]:
-        """Write all files of this prediction into a new `folder` (docs/outputs.md lists them); returns kind -> name.
+    def save(self, folder: Path | str, overwrite: bool = False) -> dict[str, str]:
+        """Write all files of this prediction into `folder` (docs/outputs.md lists them); returns kind -> file name.
 
-        The folder appears whole or not at all; one of that name is replaced.  The PDB file is left out where the
-        format cannot hold the structure.  Errors: UserError when the folder cannot be written.
+        The files are called after the protein, so a folder may hold many predictions, and whatever else is in it is
+        left alone.  A new folder appears whole or not at all; in one that exists each file does.
+        overwrite: replace an earlier prediction of a protein of this name.  The PDB file is left out where the format
+        cannot hold the structure.
+        Errors: UserError where a file of such a name exists (with `overwrite`, one that is no prediction's), or when
+        the folder cannot be written.
         """
         folder = Path(folder)
-        stem = file_name(self.name)
+        names = file_names(self.name)
+        _check_free(folder, names, overwrite)
         known = ("positions", "mask", "plddt", "pae", "single", "pair", "msa")
         arrays = {name: getattr(self, name) for name in known if getattr(self, name) is not None}
-        files = {"mmcif": f"{stem}.cif", "plddt": f"{stem}_plddt.json", "arrays": f"{stem}.npz"}
-        with new_folder(folder) as draft:
-            (draft / files["mmcif"]).write_text(self.mmcif(), encoding="utf-8")
-            (draft / files["plddt"]).write_text(json.dumps(plddt_json(self.plddt)), encoding="utf-8")
-            with contextlib.suppress(UserError):
-                text = self.pdb()
-                files["pdb"] = f"{stem}.pdb"
-                (draft / files["pdb"]).write_text(text, encoding="utf-8")
-            if self.pae is not None and self.max_pae is not None:
-                files["pae"] = f"{stem}_pae.json"
-                (draft / files["pae"]).write_text(json.dumps(pae_json(self.pae, self.max_pae)), encoding="utf-8")
-            if self.templates:
-                files["templates"] = f"{stem}_templates.json"
-                (draft / files["templates"]).write_text(json.dumps(list(self.templates), indent=1), encoding="utf-8")
-            np.savez_compressed(draft / files["arrays"], **arrays)
-        return files
+        texts = {"mmcif": self.mmcif(), "plddt": json.dumps(plddt_json(self.plddt))}
+        with contextlib.suppress(UserError):
+            texts["pdb"] = self.pdb()
+        if self.pae is not None and self.max_pae is not None:
+            texts["pae"] = json.dumps(pae_json(self.pae, self.max_pae))
+        if self.templates:
+            texts["templates"] = json.dumps(list(self.templates), indent=1)
+        try:
+            with _draft(folder) as draft:
+                np.savez_compressed(draft / names["arrays"], **arrays)
+                for kind, text in texts.items():
+                    (draft / names[kind]).write_text(text, encoding="utf-8")
+                _place(draft, folder, names)
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
+        return {kind: name for kind, name in names.items() if kind in texts or kind == "arrays"}
+
+
+def file_names(protein: str) -> dict[str, str]:
+    """What the files of a protein's prediction are called, by kind; the arrays first, by which it is known as one."""
+    stem = file_name(protein)
+    endings = {
+        "arrays": ".npz",
+        "mmcif": ".cif",
+        "plddt": "_plddt.json",
+        "pdb": ".pdb",
+        "pae": "_pae.json",
+        "templates": "_templates.json",
+    }
+    return {kind: stem + ending for kind, ending in endings.items()}
+
+
+def remove_prediction(folder: Path, protein: str) -> None:
+    """Remove the files of a prediction from its folder, and the folder if nothing else is in it.
+
+    What is not a prediction of this name stays.  Errors: UserError when something cannot be removed.
+    """
+    names = file_names(protein)
+    if folder.is_symlink() or not _is_prediction(folder / names["arrays"]):
+        return
+    try:
+        for name in reversed(names.values()):
+            if (folder / name).is_file():
+                (folder / name).unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be removed: {error.strerror or error}") from error
+
+
+def _check_free(folder: Path, names: Mapping[str, str], overwrite: bool) -> None:
+    """UserError unless all of `names` are free in `folder`, or of a prediction that may be replaced."""
+    taken = [folder / name for name in names.values() if os.path.lexists(folder / name)]
+    if not taken:
+        return
+    if not overwrite:
+        raise UserError(
+            f"{taken[0]}: exists already; fold with another name=, save into another folder, or replace it with "
+            "overwrite=True"
+        )
+    links = [path for path in taken if path.is_symlink() or not path.is_file()]
+    if links or not _is_prediction(folder / names["arrays"]):
+        raise UserError(
+            f"{(links or taken)[0]}: is no prediction's file, and left alone; save into another folder, or fold with "
+            "another name="
+        )
+
+
+def _is_prediction(path: Path) -> bool:
+    """Whether this is a prediction's file of arrays."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return {"positions.npy", "mask.npy", "plddt.npy"} <= set(file.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+@contextlib.contextmanager
+def _draft(folder: Path) -> Iterator[Path]:
+    """An empty folder on the disk that `folder` is on, or will be on; it vanishes afterwards."""
+    beside = folder if folder.is_dir() else folder.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    draft = beside / f".{folder.name}.{uuid4().hex}.partial"
+    draft.mkdir()
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _place(draft: Path, folder: Path, names: Mapping[str, str]) -> None:
+    """Move a prediction's files to where they belong; those of the earlier one that it has not any more vanish.
+
+    The arrays go first and vanish never: what a kill leaves half-replaced is still known as a prediction.
+    """
+    if not folder.is_dir():
+        os.rename(draft, folder)  # fails where something has come there meanwhile
+        return
+    for name in names.values():
+        if (draft / name).exists():
+            os.replace(draft / name, folder / name)
+        elif (folder / name).is_file():
+            (folder / name).unlink()
 
 
 def plddt_json(plddt: np.ndarray) -> dict[str, list[Any]]:
@@ -110,32 +203,6 @@ def pae_json(pae: np.ndarray, max_pae: float) -> list[dict[str, Any]]:
     """PAE [N, N] in the layout of AlphaFold DB's files: whole angstroms, in a list of one."""
     rounded = np.rint(pae).astype(int).tolist()
     return [{"predicted_aligned_error": rounded, "max_predicted_aligned_error": round(float(max_pae), 2)}]
-
-
-@contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A draft folder to write into that becomes `folder` when the block ends well, and vanishes when it does not.
-
-    Errors: UserError when it cannot be written.
-    """
-    draft = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        draft.chmod(0o755)
-        yield draft
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old."))
-            os.replace(folder, old / folder.name)
-            os.replace(draft, folder)
-            shutil.rmtree(old)
-        else:
-            os.replace(draft, folder)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
-    finally:
-        if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)
 
 
 def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict[str, Any] | None:

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
+import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,11 +18,11 @@ from warpfold.data.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats import read_alignment, read_fasta
 from warpfold.data.template import TemplateOutcome, Templates
 from warpfold.errors import UserError
-from warpfold.files import file_name, write_atomically
+from warpfold.files import file_name, open_regular, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
-from warpfold.run.outputs import Prediction, claim_folder
+from warpfold.run.outputs import Prediction, claim_folder, remove_prediction
 from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import Report, Section, Table, Target, write_report
@@ -193,7 +193,7 @@ def keep(prediction: Prediction, out: Path) -> dict[str, Any]:
     """Look at a prediction's geometry and write it into a folder of its own in `out`; returns its summary entry."""
     geometry = check_geometry(prediction.positions, prediction.mask)
     folder = file_name(prediction.name)
-    files = prediction.save(out / folder)
+    files = prediction.save(out / folder, overwrite=True)  # of a run that was killed, or is replaced with --force
     return {
         "name": prediction.name,
         "folder": folder,
@@ -293,21 +293,24 @@ def _run_digest(queries: Sequence[Query], params_digest: str, options: Options) 
 
 def _file_digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; give a file of parameters") from error
 
 
 def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:
-    """Make `out` this run's: of an earlier one keep what is done if it is the same, remove its folders if not."""
+    """Make `out` this run's: of an earlier one keep what is done if it is the same, remove its predictions if not.
+
+    What else somebody put into their folders stays.
+    """
     earlier = claim_folder(out, FORMAT, summary["run"], force) or {}
     for entry in earlier.get("predictions", []):
         folder = out / entry["folder"]
         if earlier.get("run") == summary["run"] and all((folder / f).is_file() for f in entry["files"].values()):
             summary["predictions"].append(entry)
-        elif folder.is_dir() and folder.parent.resolve() == out.resolve():
-            shutil.rmtree(folder)
+        elif entry["folder"] == file_name(entry["folder"]):
+            remove_prediction(folder, entry["name"])
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -6,6 +6,7 @@ are made.
 
 import csv
 import datetime
+import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from warpfold.errors import UserError
+from warpfold.files import write_atomically
 from warpfold.tune.cases import Case, Inputs, inputs
 from warpfold.tune.checks import DTYPES, failures, odd
 from warpfold.tune.machine import describe
@@ -197,9 +199,13 @@ HEADS = (
 
 
 def write_csv(found: dict[str, Any], path: Path) -> None:
-    """The rows as CSV, the machine and the date in columns of their own."""
+    """Write the rows as CSV, the machine and the date in columns of their own.
+
+    Errors: UserError when it cannot be written.
+    """
     machine = "; ".join(f"{key} {value}" for key, value in found["machine"].items())
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, (*COLUMNS, "date", "machine"), restval="")
-        writer.writeheader()
-        writer.writerows(row | {"date": found["date"], "machine": machine} for row in found["rows"])
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, (*COLUMNS, "date", "machine"), restval="")
+    writer.writeheader()
+    writer.writerows(row | {"date": found["date"], "machine": machine} for row in found["rows"])
+    write_atomically(path, text.getvalue())

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from warpfold.bulk import pool
 from warpfold.ops.triton.launch import KERNELS, Call, Key, Launch, forced, recorded
 from warpfold.tune.cases import OPS, Case, inputs
-from warpfold.tune.checks import DTYPES, errors, run
+from warpfold.tune.checks import DTYPES, run, truth
 from warpfold.tune.kernel_calls import launching
 from warpfold.tune.timing import FLUSH, SETTLE
 
@@ -148,8 +147,7 @@ class GpuBench:
         self.place, self.way = place, op.fast
         self.whole = inputs(place.case, dtype, self.device)
         self.small = inputs(smaller(place.case), dtype, self.device, masked=True)
-        self.exact: list[Tensor] = run(op.definition, self.small.double())
-        self.plain: list[Tensor] = run(op.definition, self.small)
+        self.truth = truth(op.definition, self.small.args, self.small.grad, self.small.names)
 
     def _wrong(self) -> str:
         """Why the launch that is forced now is out; nothing if it is right."""
@@ -162,7 +160,7 @@ class GpuBench:
             torch.cuda.synchronize(self.device)
         except (OutOfResources, PTXASError, CompilationError) as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
-        red = [e.name for e in errors(self.small, ours, self.plain, self.exact) if e.red]
+        red = [e.name for e in self.truth.errors(ours) if e.red]
         return f"not exact: {', '.join(red)}" if red else ""
 
     def _time(self, calls: Mapping[Launch, Sequence[Call]]) -> Seconds:

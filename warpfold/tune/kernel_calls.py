@@ -32,6 +32,7 @@ LAUNCHERS = {
     "gate_backward": ("gate", "gate_backward"),
     "tail": ("gate", "tail"),
     "tail_backward": ("gate", "tail_backward"),
+    "keep": ("noise", "keep"),
     "triangle_factor": ("triangle", "factor"),
     "triangle_factor_backward": ("triangle", "factor_backward"),
 }

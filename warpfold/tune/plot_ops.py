@@ -1,10 +1,12 @@
 """The bench's rows as a picture: milliseconds over size, a panel for each kind of shape and pass."""
 
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 from warpfold.errors import UserError
+from warpfold.files import write_atomically
 
 # Okabe and Ito's colours, told apart by the colour-blind and, with the markers, in print without colour.
 STYLES = {
@@ -47,7 +49,9 @@ def picture(found: dict[str, Any], path: Path) -> None:
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     machine = found["machine"]
     figure.suptitle(f"{machine['device']}, torch {machine['torch']}, {found['date']}", fontsize=9)
-    figure.savefig(path, dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format=ending)
+    write_atomically(path, drawn.getvalue())
 
 
 def _of(row: Row) -> tuple[str, str, str, str]:

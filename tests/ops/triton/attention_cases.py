@@ -1,4 +1,4 @@
-"""Inputs of attention as the layers give them, their definition's answers, and how far off others are."""
+"""Inputs of attention as the layers give them, what it makes of them, and what is wrong with that."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.attention import attention
+from warpfold.tune.checks import truth
 
 GUARD = 512  # elements of NaN around a tensor, and where it has them between its vectors
 
@@ -44,12 +45,6 @@ class Inputs:
     mask: Tensor
     bias: Tensor | None
     grad: Tensor
-
-    def to(self, dtype: torch.dtype) -> "Inputs":
-        """The same numbers in another dtype, each in memory of its own."""
-        made = [None if t is None else t.detach().to(dtype) for t in (self.q, self.k, self.v, self.bias, self.grad)]
-        q, k, v, bias, grad = made
-        return Inputs(q, k, v, self.mask, bias, grad)  # type: ignore[arg-type]
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
@@ -107,17 +102,14 @@ def answers(op: Callable[..., Tensor], given: Inputs) -> dict[str, Tensor]:
     return {"out": out.detach()} | {f"d{name}": x for name, x in zip(leaves, gradients)}
 
 
-def worse(given: Inputs, found: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """What is further from fp64 than twice the definition in the same dtype: its error and the definition's.
+def mistakes(given: Inputs, found: dict[str, Tensor]) -> list[str]:
+    """What is wrong (tune/checks.py) with the results found, of `answers` or some of them."""
+    args = [None if t is None else t.detach().requires_grad_() for t in (given.q, given.k, given.v, given.bias)]
+    names = ("dq", "dk", "dv", "dbias")[: 3 if given.bias is None else 4]
+    true = truth(_mask_last, [*args, given.mask], given.grad, names)
+    ours = [found.get(name, x.to(given.q.dtype)) for name, x in zip(("out", *names), true.exact)]
+    return [str(error) for error in true.errors(ours) if error.red]
 
-    Where the truth is next to nothing (the gradient of one key's logit) so may be the error: an ulp of the largest.
-    """
-    truth = answers(attention.definition, given.to(torch.float64))
-    plain = answers(attention.definition, given)
-    ulp = torch.finfo(given.q.dtype).eps * max(float(t.norm()) for t in truth.values())
-    wrong = {}
-    for name, true in truth.items():
-        ours, theirs = (float((x[name].double() - true).norm()) for x in (found, plain))
-        if not ours <= 2 * theirs + (ulp if float(true.norm()) < 1e-9 * float(given.grad.norm()) else 0):
-            wrong[name] = (ours, theirs)
-    return wrong
+
+def _mask_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor) -> Tensor:
+    return attention.definition(q, k, v, mask, bias)

@@ -1,8 +1,7 @@
-"""What tests of the kernels of norms and gates share: tensors laid out as the model's are, in buffers of NaN, and the
-comparison with the definition in fp64 and in the dtype at hand."""
+"""What tests of the kernels of norms and gates share: tensors laid out as the model's are, in buffers of NaN."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import Op
-
 GUARD = 64  # numbers before and after a tensor that nobody may read or write
-
-Arguments = Sequence[Tensor | None]
 
 
 def laid(shape: Sequence[int], order: Sequence[int] | None = None, pad: int = 0, mean: float = 0.0) -> Tensor:
@@ -88,32 +83,3 @@ def exact_bf16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(builder, "create_dot", create_dot)
         patch.setattr(builder, "cast_impl", cast_impl)
         yield
-
-
-def answer(run: Callable[..., Tensor], arguments: Arguments, grad: Tensor) -> list[Tensor]:
-    """The output, and the gradient of every argument that wants one."""
-    out = run(*arguments)
-    leaves = [t for t in arguments if t is not None and t.requires_grad]
-    return [out, *torch.autograd.grad(out, leaves, grad)]
-
-
-def errors(op: Op[..., Tensor], arguments: Arguments, grad: Tensor, fast: list[Tensor]) -> list[str]:
-    """Where the kernels' answers are not finite, or more than twice as far from the truth (the definition in fp64) as
-    the definition is in this dtype: over all numbers together, and of each.  A few roundings of fp32 are granted."""
-
-    def wide(t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.detach().double().requires_grad_(t.requires_grad)
-
-    wrong = []
-    true = answer(op.definition, [wide(t) for t in arguments], grad.double())
-    near = answer(op.definition, arguments, grad)
-    for i, (ours, theirs, truth) in enumerate(zip(fast, near, true, strict=True)):
-        if ours.shape != truth.shape or ours.dtype != theirs.dtype or not ours.isfinite().all():
-            wrong.append(f"{i}: {tuple(ours.shape)} {ours.dtype}, {int((~ours.isfinite()).sum())} not finite")
-            continue
-        for name, order in (("together", 2.0), ("at most", math.inf)):
-            size = torch.linalg.vector_norm(truth, order).item()
-            apart, allowed = (torch.linalg.vector_norm(t.double() - truth, order).item() for t in (ours, theirs))
-            if apart > 2 * allowed + 1e-6 * size:
-                wrong.append(f"{i}: {name} {apart:.2e} from the truth, the definition {allowed:.2e}")
-    return wrong

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.triton.attention_cases import Case, Inputs, answers, inputs, worse
+from tests.ops.triton.attention_cases import Case, Inputs, answers, inputs, mistakes
 from tests.ops.triton.layouts import poisoned
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
@@ -44,7 +44,7 @@ def found(given: Inputs) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", ODD, ids=str)
 def test_is_as_exact_as_the_definition(case: Case, dtype: str) -> None:
     given = inputs(case, DTYPES[dtype], "cuda")
-    assert worse(given, found(given)) == {}
+    assert not mistakes(given, found(given))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -52,7 +52,7 @@ def test_is_as_exact_as_the_definition(case: Case, dtype: str) -> None:
 def test_at_the_models_sizes_and_again_the_same_bit_for_bit(name: str, dtype: str) -> None:
     given = inputs(TRUE[name], DTYPES[dtype], "cuda")
     first = found(given)
-    assert worse(given, first) == {}
+    assert not mistakes(given, first)
     again = found(given)
     assert all(torch.equal(first[part], again[part]) for part in first)
 
@@ -95,7 +95,7 @@ def test_past_two_to_the_31_elements(turned: bool) -> None:
     for row in (0, n // 2, n - 1):
         one = Inputs(*(t[row : row + 1].clone() for t in (q, k, v, mask)), bias, grad[row : row + 1].clone())
         rest = {name: ours[name][row : row + 1] for name in ("out", "dq", "dk", "dv")}
-        assert worse(one, rest) == {}
+        assert not mistakes(one, rest)
     total = torch.zeros(bias.shape, dtype=torch.float64, device="cuda")
     for start in range(0, n, 257):
         part = slice(start, start + 257)

@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from tests.ops.triton.gate_cases import FACTORS, GATES, TAILS, factor_case, gate_case, tail_case
-from tests.ops.triton.layouts import answer, errors, laid, poisoned, within
+from tests.ops.triton.layouts import laid, poisoned, within
 from warpfold.ops.gate import gate, tail
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.triangle import triangle_factor
+from warpfold.tune.checks import answer, wrong
 
 pytestmark = pytest.mark.gpu
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -28,7 +29,7 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     given, grad = _on_gpu(*gate_case(name), DTYPES[dtype])
     with poisoned(monkeypatch):
         fast = answer(gate.fast, given, grad)
-    assert not errors(gate, given, grad, fast)
+    assert not wrong(gate.definition, given, grad, fast)
     assert fast[0].stride() == empty_like(given[0].detach()).stride()
 
 
@@ -40,7 +41,7 @@ def test_triangle_factor(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str)
     mask, grad = mask.detach(), within(grad, DTYPES[dtype], "cuda").detach()
     with poisoned(monkeypatch):
         fast = answer(triangle_factor.fast, [y, g, mask], grad)
-    assert not errors(triangle_factor, [y, g, mask], grad, fast)
+    assert not wrong(triangle_factor.definition, [y, g, mask], grad, fast)
     assert fast[0].is_contiguous()
 
 
@@ -50,7 +51,7 @@ def test_tail(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     given, grad = _on_gpu(*tail_case(name), DTYPES[dtype])
     with poisoned(monkeypatch):
         fast = answer(tail.fast, given, grad)
-    assert not errors(tail, given, grad, fast)
+    assert not wrong(tail.definition, given, grad, fast)
     assert fast[0].stride() == empty_like(given[0].detach()).stride()
 
 
@@ -68,7 +69,7 @@ def test_true_sizes(c: int, inputs: int, turned: bool) -> None:
     ]
     given, grad = _on_gpu(values, laid((250, 259, c), order), torch.bfloat16)
     fast = answer(tail.fast, given, grad)
-    assert not errors(tail, given, grad, fast)
+    assert not wrong(tail.definition, given, grad, fast)
     assert all(torch.equal(a, b) for a, b in zip(fast, answer(tail.fast, given, grad))), "not the same bit for bit"
 
 

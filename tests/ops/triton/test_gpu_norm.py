@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.triton.layouts import answer, errors, laid, poisoned, within
+from tests.ops.triton.layouts import laid, poisoned, within
 from tests.ops.triton.norm_cases import LINEARS, NORMS, linear_case, norm_case, of_dtype
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.library.norm import empty_projected
 from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.tune.checks import answer, wrong
 
 pytestmark = pytest.mark.gpu
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -25,7 +26,7 @@ def test_layer_norm(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> N
     given, grad = _on_gpu(*norm_case(name), DTYPES[dtype])
     with poisoned(monkeypatch):
         fast = answer(layer_norm.fast, given, grad)
-    assert not errors(layer_norm, given, grad, fast)
+    assert not wrong(layer_norm.definition, given, grad, fast)
     assert fast[0].stride() == empty_like(given[0].detach()).stride()
 
 
@@ -35,7 +36,7 @@ def test_norm_linear(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> 
     given, grad = _on_gpu(*linear_case(name), DTYPES[dtype])
     with poisoned(monkeypatch):
         fast = answer(norm_linear.fast, given, grad)
-    assert not errors(norm_linear, given, grad, fast)
+    assert not wrong(norm_linear.definition, given, grad, fast)
     assert fast[0].stride() == empty_projected(given[0].detach(), fast[0].shape[-1]).stride()
 
 
@@ -52,7 +53,7 @@ def test_true_sizes(c: int, outputs: int, turned: bool) -> None:
     ]
     given, grad = _on_gpu(values, laid((250, 259, outputs)), torch.bfloat16)
     fast = answer(norm_linear.fast, given, grad)
-    assert not errors(norm_linear, given, grad, fast)
+    assert not wrong(norm_linear.definition, given, grad, fast)
     again = answer(norm_linear.fast, given, grad)
     assert all(torch.equal(a, b) for a, b in zip(fast, again)), "not the same bit for bit"
 
@@ -61,7 +62,7 @@ def test_true_sizes(c: int, outputs: int, turned: bool) -> None:
 def test_layer_norm_repeats_bit_for_bit(c: int) -> None:
     given, grad = _on_gpu([laid((250, 259, c)), laid((c,)), laid((c,), pad=1)], laid((250, 259, c)), torch.bfloat16)
     fast = answer(layer_norm.fast, given, grad)
-    assert not errors(layer_norm, given, grad, fast)
+    assert not wrong(layer_norm.definition, given, grad, fast)
     assert all(torch.equal(a, b) for a, b in zip(fast, answer(layer_norm.fast, given, grad)))
 
 
@@ -69,7 +70,7 @@ def test_layer_norm_repeats_bit_for_bit(c: int) -> None:
 def test_channels_around_ten_thousand(name: str) -> None:
     given, grad = _on_gpu(*norm_case(name, mean=1e4), torch.float32)
     fast = answer(layer_norm.fast, given, grad)
-    assert not errors(layer_norm, given, grad, fast)
+    assert not wrong(layer_norm.definition, given, grad, fast)
 
 
 def test_past_two_to_the_31_elements() -> None:

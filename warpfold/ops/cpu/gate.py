@@ -1,8 +1,11 @@
 """Gates, and the tail of a gated attention, on a CPU: block by block, so that what lies between stays in cache."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from warpfold.ops.cpu import noise
 from warpfold.ops.cpu.blocks import blocks, opening, put, room, rows
 from warpfold.ops.cpu.norm import accumulate
 from warpfold.ops.library.attention import empty_like
@@ -27,8 +30,22 @@ def gate_backward(grad: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return dx, dg
 
 
-def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Tensor | None) -> Tensor:
+def tail(
+    x: Tensor,
+    o: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    factors: Tensor | None,
+    key: Tensor | None,
+    strides: Sequence[int],
+    offset: int,
+    stream: int,
+    rate: float,
+) -> Tensor:
     """warpfold::tail."""
+    if key is not None:
+        factors = _draw(x, key, strides, offset, stream, rate)
     y, w, b = empty_like(x), weight.to(x.dtype).t(), bias.to(x.dtype)
     f = x if factors is None else factors.to(x.dtype).expand(x.shape)
     for xb, ob, gb, yb, fb in blocks(x, x, o, g, y, f):
@@ -44,9 +61,21 @@ def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors:
 
 
 def tail_backward(
-    grad: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Tensor | None
+    grad: Tensor,
+    o: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    factors: Tensor | None,
+    key: Tensor | None,
+    strides: Sequence[int],
+    offset: int,
+    stream: int,
+    rate: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """warpfold::tail_backward."""
+    if key is not None:
+        factors = _draw(grad, key, strides, offset, stream, rate)
     do, dg, narrow = empty_like(o), empty_like(g), weight.to(grad.dtype)
     wide = torch.float64 if weight.dtype == torch.float64 or grad.dtype == torch.float64 else torch.float32
     dweight, dbias = weight.new_zeros(weight.shape, dtype=wide), bias.new_zeros(bias.shape, dtype=wide)
@@ -60,3 +89,9 @@ def tail_backward(
         put(dob, dgated * s)
         put(dgb, dgated.mul_(os).mul_(s).mul_(s.neg_().add_(1)))
     return do, dg, dweight.to(weight.dtype), dbias.to(bias.dtype)
+
+
+def _draw(x: Tensor, key: Tensor, strides: Sequence[int], offset: int, stream: int, rate: float) -> Tensor:
+    """The factors for x, of size 1 where draws are shared: few beside x, so all at once."""
+    shape = [1 if stride == 0 else size for size, stride in zip(x.shape, strides)]
+    return noise.keep(key, stream, rate, shape, strides, offset, x.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
 from warpfold.ops.precision import wide
+from warpfold.ops.shapes import Operand, refusal, require, spreads, together, with_axes
 
 WIDTHS = (8, 16, 32, 64)  # of a head, that the Triton kernels serve
 
@@ -19,6 +20,8 @@ WIDTHS = (8, 16, 32, 64)  # of a head, that the Triton kernels serve
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `ops.attention.attention`."""
     lead = _lead(q, k, v, mask)
+    if lead is None:
+        raise ValueError("warpfold::attention: the leading axes of q, k, v and the mask do not broadcast")
     q5, k5, v5 = (_flat(t, lead, 3) for t in (q, k, v))
     out, _ = torch.ops.warpfold.attention(q5, k5, v5, _flat(mask, lead, 1), _shared(bias, lead, q, k))
     return out.reshape(*lead, *out.shape[2:])
@@ -43,23 +46,57 @@ def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None =
     """Why the fast way does not take these, or None."""
     if reason := refuses_device(q, k, v, mask, bias):
         return reason
+    if reason := refusal(*_operands(q, k, v, mask)):
+        return reason
+    lead = _lead(q, k, v, mask)
+    if lead is None:
+        return "the leading axes of q, k, v and mask do not broadcast"
     if bias is not None and bias.dim() > 3 and bias.shape[-4] != 1:
         return "the bias differs from row to row"
+    heads, queries, keys = q.shape[-2], q.shape[-3], k.shape[-3]
+    if bias is not None and not spreads(bias.shape, (*lead, heads, queries, keys)):
+        return "bias is not [*, h, Q, K] beside the others"
     if not (q.dtype == k.dtype == v.dtype):
         return "q, k and v differ in dtype"
     if place(q) == "triton" and not (q.shape[-1] in WIDTHS and v.shape[-1] == q.shape[-1]):
         return f"heads {q.shape[-1]} wide (kernels are for {', '.join(map(str, WIDTHS))})"
-    return EMPTY if 0 in (*q.shape, *k.shape) else None
+    return EMPTY if 0 in (*lead, *q.shape, *k.shape, *v.shape) else None
 
 
 def refuses_global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> str | None:
     """Why the fast way does not take these, or None."""
+    if 0 in (q.dim(), k.dim(), v.dim()):
+        return "q, k or v has no axes"
     return refuses(q[..., None, :], k[..., None, :], v[..., None, :], mask)
 
 
-def _lead(*tensors: Tensor) -> tuple[int, ...]:
-    *qkv, mask = tensors
-    return tuple(torch.broadcast_shapes(*(t.shape[:-3] for t in qkv), mask.shape[:-1]))
+def _operands(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Operand, ...]:
+    """q [*, Q, h, d], k [*, K, h, d], v [*, K, h, e], mask [*, K]; what their leading axes are is not said here."""
+    heads, keys = q.shape[-2:-1], k.shape[-3:-2]
+    return (
+        ("q", "[*, Q, h, d]", q, with_axes(q, 3)),
+        ("k", "[*, K, h, d]", k, k.shape[:-2] + q.shape[-2:]),
+        ("v", "[*, K, h, e]", v, v.shape[:-3] + keys + heads + v.shape[-1:]),
+        ("mask", "[*, K]", mask, mask.shape[:-1] + keys),
+    )
+
+
+def _require(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> None:
+    """As `_operands`, with the leading axes [B, R], a bias [B, h, Q, K], and e = d where kernels read them alike."""
+    lead, heads, keys = q.shape[:2], q.shape[3:4], k.shape[2:3]
+    width = q.shape[4:] if place(q) == "triton" else v.shape[-1:]
+    require(
+        op,
+        ("q", "[B, R, Q, h, d]", q, with_axes(q, 5)),
+        ("k", "[B, R, K, h, d]", k, lead + keys + q.shape[3:]),
+        ("v", "[B, R, K, h, e]", v, lead + keys + heads + width),
+        ("mask", "[B, R, K]", mask, lead + keys),
+        ("bias", "[B, h, Q, K]", bias, q.shape[:1] + heads + q.shape[2:3] + keys),
+    )
+
+
+def _lead(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[int, ...] | None:
+    return together(q.shape[:-3], k.shape[:-3], v.shape[:-3], mask.shape[:-1])
 
 
 def _flat(t: Tensor, lead: tuple[int, ...], own: int) -> Tensor:
@@ -69,13 +106,12 @@ def _flat(t: Tensor, lead: tuple[int, ...], own: int) -> Tensor:
 
 
 def _shared(bias: Tensor | None, lead: tuple[int, ...], q: Tensor, k: Tensor) -> Tensor | None:
-    """[*, 1, h, Q, K] -> [B, h, Q, K], of the dtype of q."""
+    """[*, 1, h, Q, K] -> [B, h, Q, K], a view where it can be."""
     if bias is None:
         return None
     own = (q.shape[-2], q.shape[-3], k.shape[-3])
-    outer = bias.shape[:-4]
-    wide = (bias[..., 0, :, :, :] if bias.dim() > 3 else bias).expand(*outer, *own)
-    return wide.expand(*lead[:-1], *own).reshape(math.prod(lead[:-1]), *own)
+    outer = (*lead[:-1], 1) if lead else ()
+    return bias.expand(*outer, *own).reshape(math.prod(lead[:-1]), *own)
 
 
 @torch.library.custom_op("warpfold::attention", mutates_args=())
@@ -83,6 +119,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None)
     """q [B, R, Q, h, d], k [B, R, K, h, d], v [B, R, K, h, e], mask [B, R, K], bias [B, h, Q, K]
     -> out [B, R, Q, h, e], and the logarithm of the softmax's sum, [B, R, h, Q] in fp32 (fp64 of fp64): natural,
     over the keys that are not masked; -inf where all are."""
+    _require("warpfold::attention", q, k, v, mask, bias)
     out, lse = implementation("attention", q).forward(q, k, v, mask, bias)
     return out, lse
 
@@ -100,6 +137,13 @@ def _backward(
     bias_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> the gradients of q, k, v and the bias; the last without elements where it is not wanted."""
+    _require("warpfold::attention_backward", q, k, v, mask, bias)
+    require(
+        "warpfold::attention_backward",
+        ("grad", "[B, R, Q, h, e]", grad, q.shape[:4] + v.shape[4:]),
+        ("out", "[B, R, Q, h, e]", out, q.shape[:4] + v.shape[4:]),
+        ("lse", "[B, R, h, Q]", lse, q.shape[:2] + q.shape[3:4] + q.shape[2:3]),
+    )
     dq, dk, dv, dbias = implementation("attention", q).backward(grad, q, k, v, mask, bias, out, lse, bias_wanted)
     return dq, dk, dv, dbias
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.precision import wide
+from warpfold.ops.shapes import Operand, refusal, require, with_axes
 
 CHANNELS = (16, 1024)  # the fewest and the most that the Triton kernels serve
 
@@ -40,24 +41,46 @@ def small_norm_linear(
 
 def refuses_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> str | None:
     """Why the fast way does not take these, or None."""
-    if reason := refuses_device(x, weight, bias):
-        return reason
-    fewest, most = CHANNELS
-    if place(x) == "triton" and not fewest <= x.shape[-1] <= most:
-        return f"{x.shape[-1]} channels (kernels are for {fewest} to {most})"
-    return EMPTY if x.numel() == 0 else None
+    return refuses_device(x, weight, bias) or refusal(*_of_norm(x, weight, bias)) or _refuses_channels(x)
 
 
 def refuses_norm_linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
 ) -> str | None:
     """Why the fast way does not take these, or None."""
-    return refuses_device(x, weight, bias) or refuses_layer_norm(x, norm_weight, norm_bias, eps)
+    if reason := refuses_device(x, norm_weight, norm_bias, weight, bias):
+        return reason
+    if reason := refusal(*_of_norm(x, norm_weight, norm_bias), *_of_linear(x, weight, bias)):
+        return reason
+    return EMPTY if weight.shape[0] == 0 else _refuses_channels(x)
+
+
+def _refuses_channels(x: Tensor) -> str | None:
+    fewest, most = CHANNELS
+    if place(x) == "triton" and not fewest <= x.shape[-1] <= most:
+        return f"{x.shape[-1]} channels (kernels are for {fewest} to {most})"
+    return EMPTY if x.numel() == 0 else None
+
+
+def _of_norm(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Operand, ...]:
+    c = x.shape[-1:]
+    return ("x", "[*, c]", x, with_axes(x, 1)), ("norm's weight", "[c]", weight, c), ("norm's bias", "[c]", bias, c)
+
+
+def _of_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Operand, ...]:
+    o = weight.shape[:1]
+    return ("weight", "[o, c]", weight, o + x.shape[-1:]), ("bias", "[o]", bias, o)
+
+
+def _of_backward(grad: Tensor, x: Tensor, outputs: tuple[int, ...], mean: Tensor, scale: Tensor) -> tuple[Operand, ...]:
+    at = x.shape[:-1]
+    return ("grad", "[*, o]", grad, at + outputs), ("mean", "[*]", mean, at), ("scale", "[*]", scale, at)
 
 
 @torch.library.custom_op("warpfold::layer_norm", mutates_args=())
 def _norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """-> y, and the mean and 1 / deviation of each position, [*] in fp32 (fp64 of fp64)."""
+    require("warpfold::layer_norm", *_of_norm(x, weight, bias))
     y, mean, scale = implementation("norm", x).layer_norm(x, weight, bias, eps)
     return y, mean, scale
 
@@ -67,6 +90,8 @@ def _norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> the gradients of x, weight and bias."""
+    of_norm = _of_norm(x, weight, weight)
+    require("warpfold::layer_norm_backward", *of_norm, *_of_backward(grad, x, x.shape[-1:], mean, scale))
     dx, dweight, dbias = implementation("norm", x).layer_norm_backward(grad, x, weight, mean, scale)
     return dx, dweight, dbias
 
@@ -76,6 +101,7 @@ def _linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> y, mean and 1 / deviation, as `layer_norm`."""
+    require("warpfold::norm_linear", *_of_norm(x, norm_weight, norm_bias), *_of_linear(x, weight, bias))
     y, mean, scale = implementation("norm", x).norm_linear(x, norm_weight, norm_bias, weight, bias, eps)
     return y, mean, scale
 
@@ -92,6 +118,8 @@ def _linear_backward(
     scale: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> the gradients of x, norm_weight, norm_bias, weight and bias; the last without elements where there is none."""
+    of_forward = *_of_norm(x, norm_weight, norm_bias), *_of_linear(x, weight, bias)
+    require("warpfold::norm_linear_backward", *of_forward, *_of_backward(grad, x, weight.shape[:1], mean, scale))
     dx, dnorm_weight, dnorm_bias, dweight, dbias = implementation("norm", x).norm_linear_backward(
         grad, x, norm_weight, norm_bias, weight, bias, mean, scale
     )

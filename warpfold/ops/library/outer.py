@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
+from warpfold.ops.shapes import Operand, refusal, require, with_axes
 
 
 def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
@@ -16,28 +17,48 @@ def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Ten
         products = torch.einsum("...sic,...sjd->...ijcd", a, b).flatten(-2)
         return F.linear(products, weight.to(a.dtype), bias.to(a.dtype)) / count.to(a.dtype)
     lead = a.shape[:-3]
-    flat = [t.reshape(math.prod(lead), *t.shape[-3:]) for t in (a, b, count)]
+    flat = [t.reshape(math.prod(lead), *t.shape[len(lead) :]) for t in (a, b, count)]
     out: Tensor = torch.ops.warpfold.outer_product(flat[0], flat[1], weight, bias, flat[2])
     return out.reshape(*lead, *out.shape[1:])
 
 
 def small(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> bool:
     """Whether a CPU computes the definition sooner: decided by the products."""
-    return small_on_cpu(a, count.numel() * weight.shape[1], 2**22)
+    return small_on_cpu(a, count.numel() * weight.shape[-1], 2**22)
 
 
 def refuses(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> str | None:
     """Why the fast way does not take these, or None."""
-    if reason := refuses_device(a, b, weight, bias, count):
+    if reason := refuses_device(a, b, weight, bias, count) or refusal(*_operands(a, b, weight, bias, count)):
         return reason
-    if a.shape[:-2] != b.shape[:-2] or a.dtype != b.dtype or count.shape[:-3] != a.shape[:-3]:
-        return "a and b differ in sequences or dtype, or the count from them in shape"
-    return EMPTY if 0 in (*a.shape, *b.shape) else None
+    if a.dtype != b.dtype:
+        return "a and b differ in dtype"
+    return EMPTY if 0 in (*a.shape, *b.shape, *bias.shape) else None
+
+
+def _operands(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> tuple[Operand, ...]:
+    z, products = weight.shape[:1], math.prod(a.shape[-1:] + b.shape[-1:])
+    return (
+        ("a", "[*, s, i, c]", a, with_axes(a, 3)),
+        ("b", "[*, s, j, d]", b, a.shape[:-2] + b.shape[-2:]),
+        ("weight", "[z, c d]", weight, (*z, products)),
+        ("bias", "[z]", bias, z),
+        ("count", "[*, i, j, 1]", count, (*a.shape[:-3], *a.shape[-2:-1], *b.shape[-2:-1], 1)),
+    )
+
+
+def _require(
+    op: str, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor, grad: Tensor | None = None
+) -> None:
+    """As `_operands`, with one leading axis."""
+    out = ("grad", "[B, i, j, z]", grad, count.shape[:-1] + weight.shape[:1])
+    require(op, ("a", "[B, s, i, c]", a, with_axes(a, 4)), *_operands(a, b, weight, bias, count), out)
 
 
 @torch.library.custom_op("warpfold::outer_product", mutates_args=())
 def _forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
     """a [B, s, i, c], b [B, s, j, d], count [B, i, j, 1] -> [B, i, j, z]."""
+    _require("warpfold::outer_product", a, b, weight, bias, count)
     out: Tensor = implementation("outer", a).forward(a, b, weight, bias, count)
     return out
 
@@ -47,6 +68,7 @@ def _backward(
     grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> the gradients of a, b, weight and bias."""
+    _require("warpfold::outer_product_backward", a, b, weight, bias, count, grad)
     da, db, dweight, dbias = implementation("outer", a).backward(grad, a, b, weight, bias, count)
     return da, db, dweight, dbias
 

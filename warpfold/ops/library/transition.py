@@ -9,6 +9,7 @@ from torch import Tensor
 from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.norm import norm_linear
+from warpfold.ops.shapes import Operand, refusal, require, with_axes
 
 
 def transition(
@@ -58,9 +59,25 @@ def refuses(
     eps: float = 1e-5,
 ) -> str | None:
     """Why the fast way does not take these, or None."""
-    if reason := refuses_device(x, norm_weight, norm_bias, up, up_bias, down, down_bias):
+    parameters = norm_weight, norm_bias, up, up_bias, down, down_bias
+    if reason := refuses_device(x, *parameters) or refusal(*_operands(x, *parameters)):
         return reason
-    return EMPTY if x.numel() == 0 else None
+    return EMPTY if 0 in (*x.shape, *up_bias.shape) else None
+
+
+def _operands(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
+) -> tuple[Operand, ...]:
+    c, n = x.shape[-1:], up.shape[:1]
+    return (
+        ("x", "[*, c]", x, with_axes(x, 1)),
+        ("norm's weight", "[c]", norm_weight, c),
+        ("norm's bias", "[c]", norm_bias, c),
+        ("up", "[n, c]", up, n + c),
+        ("up's bias", "[n]", up_bias, n),
+        ("down", "[c, n]", down, c + n),
+        ("down's bias", "[c]", down_bias, c),
+    )
 
 
 @torch.library.custom_op("warpfold::transition", mutates_args=())
@@ -75,6 +92,7 @@ def _forward(
     residual: bool,
     eps: float,
 ) -> Tensor:
+    require("warpfold::transition", *_operands(x, norm_weight, norm_bias, up, up_bias, down, down_bias))
     y: Tensor = implementation("transition", x).forward(
         x, norm_weight, norm_bias, up, up_bias, down, down_bias, residual, eps
     )
@@ -94,6 +112,8 @@ def _backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> the gradients of x, norm_weight, norm_bias, up, up_bias, down and down_bias; the last as `norm_bias` is."""
+    of_forward = _operands(x, norm_weight, norm_bias, up, up_bias, down, norm_bias)
+    require("warpfold::transition_backward", *of_forward, ("grad", "[*, c]", grad, x.shape))
     dx, dnw, dnb, dup, dup_bias, ddown, ddown_bias = implementation("transition", x).backward(
         grad, x, norm_weight, norm_bias, up, up_bias, down, residual, eps
     )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import EMPTY, implementation, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
+from warpfold.ops.shapes import Operand, refusal, require, with_axes
 
 
 def triangle_factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
@@ -22,15 +23,24 @@ def small(y: Tensor, g: Tensor, mask: Tensor) -> bool:
 
 def refuses(y: Tensor, g: Tensor, mask: Tensor) -> str | None:
     """Why the fast way does not take these, or None."""
-    if reason := refuses_device(y, g, mask):
+    if reason := refuses_device(y, g, mask) or refusal(*_operands(y, g, mask)):
         return reason
-    if y.shape != g.shape or y.dtype != g.dtype or mask.shape != y.shape[:-1]:
-        return "y and g differ in shape or dtype, or the mask from them in shape"
+    if y.dtype != g.dtype:
+        return "y and g differ in dtype"
     return EMPTY if y.numel() == 0 else None
+
+
+def _operands(y: Tensor, g: Tensor, mask: Tensor) -> tuple[Operand, ...]:
+    return (
+        ("y", "[*, i, k, c]", y, with_axes(y, 3)),
+        ("g", "[*, i, k, c]", g, y.shape),
+        ("mask", "[*, i, k]", mask, y.shape[:-1]),
+    )
 
 
 @torch.library.custom_op("warpfold::triangle_factor", mutates_args=())
 def _forward(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
+    require("warpfold::triangle_factor", *_operands(y, g, mask))
     factor: Tensor = implementation("triangle", y).factor(y, g, mask)
     return factor
 
@@ -38,6 +48,8 @@ def _forward(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
 @torch.library.custom_op("warpfold::triangle_factor_backward", mutates_args=())
 def _backward(grad: Tensor, y: Tensor, g: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """-> the gradients of y and g."""
+    of_grad = ("grad", "[*, c, i, k]", grad, y.shape[:-3] + y.shape[-1:] + y.shape[-3:-1])
+    require("warpfold::triangle_factor_backward", *_operands(y, g, mask), of_grad)
     dy, dg = implementation("triangle", y).factor_backward(grad, y, g, mask)
     return dy, dg
 

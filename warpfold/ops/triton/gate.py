@@ -5,13 +5,17 @@ dx, dg; tail reads grad, o, g twice, for the gradients of o and g and for that o
 pass for both was tried, for weights of 128 x 128: compiled for sm_80, sm_90 and gfx942 its registers are spilled.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 import triton
 from torch import Tensor
 
 from warpfold.ops.library.attention import empty_like
-from warpfold.ops.triton import gate_kernels, tail_kernels
+from warpfold.ops.triton import gate_kernels, noise, tail_kernels
 from warpfold.ops.triton.launch import Kernel, launch
-from warpfold.ops.triton.positions import Tensors, channels_last, cuts, deliver, operand, walk
+from warpfold.ops.triton.positions import Positions, Tensors, channels_last, cuts, deliver, operand, walk
 from warpfold.ops.triton.sums import partials_of, sum_partials
 
 TILES = 256  # of the gradient of a weight: as in `norm`
@@ -77,23 +81,89 @@ def gated_backward(
     deliver(out, (dx, dg))
 
 
-def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Tensor | None) -> Tensor:
+@dataclass(frozen=True)
+class _Kept:
+    """What dropout leaves of tensors of one shape, as the kernels take it: drawn, to be drawn, or all.
+
+    at: the factors; or, without memory, a tensor whose strides are those of their numbers; or anything.
+    """
+
+    at: Tensor
+    key: Tensor | None = None
+    offset: int = 0
+    draw: tuple[int, float, float] = (0, 0.0, 0.0)
+    dropped: bool = True
+
+    @property
+    def pointer(self) -> Tensor:
+        return self.at if self.key is None else self.key
+
+    @property
+    def scalars(self) -> tuple[int, int, float, float]:
+        return self.offset, *self.draw
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {"FACTORS": self.dropped, "DRAWN": self.key is not None}
+
+
+def _kept(
+    x: Tensor,
+    factors: Tensor | None,
+    key: Tensor | None,
+    strides: Sequence[int],
+    offset: int,
+    stream: int,
+    rate: float,
+) -> _Kept:
+    if key is not None:
+        numbers = torch.empty_strided(x.shape, tuple(strides), device="meta")
+        return _Kept(numbers, key, offset, noise.scalars(stream, rate, x.dtype))
+    return _Kept(x, dropped=False) if factors is None else _Kept(factors.expand(x.shape))
+
+
+def _walk(inputs: Tensors, kept: _Kept, outputs: Tensors) -> tuple[Positions, Tensors, _Kept, Tensors]:
+    """As `walk`, with the factors behind the inputs."""
+    p, (*read, at), written = walk((*inputs, kept.at), outputs)
+    if kept.key is not None and at is not kept.at:  # copied in order: numbers are none that can be copied
+        shape = [1 if stride == 0 else size for size, stride in zip(kept.at.shape, kept.at.stride())]
+        drawn = inputs[0].new_empty(shape)
+        noise.fill(drawn, kept.key, kept.offset, kept.at.stride(), kept.draw)
+        return _walk(inputs, _Kept(drawn.expand(kept.at.shape)), outputs)
+    return p, tuple(read), _Kept(at, kept.key, kept.offset, kept.draw, kept.dropped), written
+
+
+def tail(
+    x: Tensor,
+    o: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    factors: Tensor | None,
+    key: Tensor | None,
+    strides: Sequence[int],
+    offset: int,
+    stream: int,
+    rate: float,
+) -> Tensor:
     """warpfold::tail."""
     c, inputs, out = x.shape[-1], o.shape[-1], empty_like(x)
-    given = (x, channels_last(o), channels_last(g), x if factors is None else factors.expand(x.shape))
-    p, (x, o, g, kept), (y,) = walk(given, (out,))
+    kept = _kept(x, factors, key, strides, offset, stream, rate)
+    p, (x, o, g), kept, (y,) = _walk((x, channels_last(o), channels_last(g)), kept, (out,))
     unit, kept_unit = p.unit(0, 1, 2, 4), p.unit(3)
     kernel = tail_kernels.FORWARD.of(x)
     choice = launch(kernel.name, (c, inputs), x.device)
     kernel.run(
         (triton.cdiv(p.count, choice.sizes["BLOCK_M"]), triton.cdiv(c, choice.sizes["BLOCK_C"])),
         choice,
-        *(x, o, g, operand(weight, x, p.count), bias.contiguous(), kept, y, p.count, p.sizes),
+        *(x, o, g, operand(weight, x, p.count), bias.contiguous(), kept.pointer, y),
+        *(p.count, p.sizes),
         *(p.of(0, x, unit), p.of(1, o, unit), p.of(2, g, unit)),
-        *(p.of(3, kept, kept_unit), p.of(4, y, unit)),
+        *(p.of(3, kept.at, kept_unit), p.of(4, y, unit)),
+        *kept.scalars,
         C=c,
         INPUTS=inputs,
-        FACTORS=factors is not None,
+        **kept.flags,
         AXES=p.axes,
         UNIT=unit,
         F_UNIT=kept_unit,
@@ -103,36 +173,46 @@ def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors:
 
 
 def tail_backward(
-    grad: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Tensor | None
+    grad: Tensor,
+    o: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    factors: Tensor | None,
+    key: Tensor | None,
+    strides: Sequence[int],
+    offset: int,
+    stream: int,
+    rate: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """warpfold::tail_backward."""
-    kept = grad if factors is None else factors.expand(grad.shape)
+    kept = _kept(grad, factors, key, strides, offset, stream, rate)
     grad, o, g = channels_last(grad), channels_last(o), channels_last(g)
-    do, dg = _through_gate(grad, o, g, weight, kept, factors is not None)
-    partials = _of_weight(grad, o, g, kept, factors is not None)
+    do, dg = _through_gate(grad, o, g, weight, kept)
+    partials = _of_weight(grad, o, g, kept)
     dweight, dbias = weight.new_empty(weight.shape), bias.new_empty(bias.shape)
     sum_partials(partials, dweight, dbias)
     return do, dg, dweight, dbias
 
 
-def _through_gate(
-    grad: Tensor, o: Tensor, g: Tensor, weight: Tensor, kept: Tensor, dropped: bool
-) -> tuple[Tensor, Tensor]:
+def _through_gate(grad: Tensor, o: Tensor, g: Tensor, weight: Tensor, kept: _Kept) -> tuple[Tensor, Tensor]:
     """The gradients of o and g."""
     c, inputs, out = grad.shape[-1], o.shape[-1], (empty_like(o), empty_like(g))
-    p, (grad, o, g, kept), (do, dg) = walk((grad, o, g, kept), out)
+    p, (grad, o, g), kept, (do, dg) = _walk((grad, o, g), kept, out)
     unit, kept_unit = p.unit(0, 1, 2, 4, 5), p.unit(3)
     kernel = tail_kernels.BACKWARD.of(o)
     choice = launch(kernel.name, (inputs, c), o.device)
     kernel.run(
         (triton.cdiv(p.count, choice.sizes["BLOCK_M"]), triton.cdiv(inputs, choice.sizes["BLOCK_I"])),
         choice,
-        *(grad, o, g, operand(weight, o, p.count), kept, do, dg, p.count, p.sizes),
-        *(p.of(0, grad, unit), p.of(1, o, unit), p.of(2, g, unit), p.of(3, kept, kept_unit)),
+        *(grad, o, g, operand(weight, o, p.count), kept.pointer, do, dg),
+        *(p.count, p.sizes),
+        *(p.of(0, grad, unit), p.of(1, o, unit), p.of(2, g, unit), p.of(3, kept.at, kept_unit)),
         *(p.of(4, do, unit), p.of(5, dg, unit)),
+        *kept.scalars,
         C=c,
         INPUTS=inputs,
-        FACTORS=dropped,
+        **kept.flags,
         AXES=p.axes,
         UNIT=unit,
         F_UNIT=kept_unit,
@@ -141,10 +221,10 @@ def _through_gate(
     return out
 
 
-def _of_weight(grad: Tensor, o: Tensor, g: Tensor, kept: Tensor, dropped: bool) -> Tensor:
+def _of_weight(grad: Tensor, o: Tensor, g: Tensor, kept: _Kept) -> Tensor:
     """Of the gradients of weight and bias what each span of positions adds."""
     c, inputs = grad.shape[-1], o.shape[-1]
-    p, (grad, o, g, kept), _ = walk((grad, o, g, kept), ())
+    p, (grad, o, g), kept, _ = _walk((grad, o, g), kept, ())
     unit, kept_unit = p.unit(0, 1, 2), p.unit(3)
     kernel = tail_kernels.WEIGHT.of(o)
     choice = launch(kernel.name, (c, inputs), o.device)
@@ -154,11 +234,12 @@ def _of_weight(grad: Tensor, o: Tensor, g: Tensor, kept: Tensor, dropped: bool) 
     kernel.run(
         (*tiles, programs),
         choice,
-        *(grad, o, g, kept, partials, p.count, p.sizes),
-        *(p.of(0, grad, unit), p.of(1, o, unit), p.of(2, g, unit), p.of(3, kept, kept_unit)),
+        *(grad, o, g, kept.pointer, partials, p.count, p.sizes),
+        *(p.of(0, grad, unit), p.of(1, o, unit), p.of(2, g, unit), p.of(3, kept.at, kept_unit)),
+        *kept.scalars,
         C=c,
         INPUTS=inputs,
-        FACTORS=dropped,
+        **kept.flags,
         AXES=p.axes,
         UNIT=unit,
         F_UNIT=kept_unit,

@@ -26,7 +26,7 @@ from warpfold.errors import UserError
 
 Key = tuple[int, ...]  # what a launch depends on, as the kernel says: widths, lengths, channels, bytes of an element
 SHIPPED = Path(__file__).parent / "tuned"
-MODULES = ("attention", "norm", "gate")  # of this package, that register kernels
+MODULES = ("attention", "norm", "gate", "noise")  # of this package, that register kernels
 
 
 @dataclass(frozen=True)

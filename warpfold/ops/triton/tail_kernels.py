@@ -3,11 +3,29 @@
 import triton
 import triton.language as tl
 
+from warpfold.ops.triton.noise import SCALARS, drawn
 from warpfold.ops.triton.norm_linear_kernels import by_precision, launches
 from warpfold.ops.triton.positions import offsets, tile
 
 
 @triton.jit
+def _kept(
+    factors: tl.tensor,
+    at: tl.tensor,
+    keep: tl.tensor,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
+    DRAWN: tl.constexpr,
+) -> tl.tensor:
+    """Dropout factors in fp32: loaded from `at`, or drawn for the elements number + at; `factors` is the key then."""
+    if DRAWN:
+        return drawn(factors, number + at, word, rate, scale)
+    return tl.load(factors + at, mask=keep, other=0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=SCALARS)
 def _tail(
     x: tl.tensor,
     o: tl.tensor,
@@ -23,9 +41,14 @@ def _tail(
     g_at: tl.tuple,
     f_at: tl.tuple,
     y_at: tl.tuple,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
     C: tl.constexpr,
     INPUTS: tl.constexpr,
     FACTORS: tl.constexpr,
+    DRAWN: tl.constexpr,
     AXES: tl.constexpr,
     UNIT: tl.constexpr,
     F_UNIT: tl.constexpr,
@@ -50,12 +73,12 @@ def _tail(
     out += tl.load(bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
     keep = real & (c < C)[None, :]
     if FACTORS:
-        out *= tl.load(factors + tile(m, c, sizes, f_at, AXES, F_UNIT), mask=keep, other=0).to(tl.float32)
+        out *= _kept(factors, tile(m, c, sizes, f_at, AXES, F_UNIT), keep, number, word, rate, scale, DRAWN)
     out += tl.load(x + tile(m, c, sizes, x_at, AXES, UNIT), mask=keep, other=0).to(tl.float32)
     tl.store(y + tile(m, c, sizes, y_at, AXES, UNIT), out.to(y.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SCALARS)
 def _tail_backward(
     grad: tl.tensor,
     o: tl.tensor,
@@ -72,9 +95,14 @@ def _tail_backward(
     f_at: tl.tuple,
     a_at: tl.tuple,
     b_at: tl.tuple,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
     C: tl.constexpr,
     INPUTS: tl.constexpr,
     FACTORS: tl.constexpr,
+    DRAWN: tl.constexpr,
     AXES: tl.constexpr,
     UNIT: tl.constexpr,
     F_UNIT: tl.constexpr,
@@ -87,14 +115,15 @@ def _tail_backward(
     i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     real = (m < rows)[:, None]
     from_grad = grad + offsets(m, sizes, y_at, AXES, UNIT)[:, None]
-    from_factors = factors + offsets(m, sizes, f_at, AXES, F_UNIT)[:, None]
+    of_factors = offsets(m, sizes, f_at, AXES, F_UNIT)[:, None]
     dh = tl.zeros([BLOCK_M, BLOCK_I], tl.float32)
     for start in range(0, C, BLOCK_K):
         c = start + tl.arange(0, BLOCK_K)
         keep = real & (c < C)[None, :]
         dz = tl.load(from_grad + c[None, :], mask=keep, other=0)
         if FACTORS:
-            kept = tl.load(from_factors + (c.to(tl.int64) * f_at[3])[None, :], mask=keep, other=0).to(tl.float32)
+            at = of_factors + (c.to(tl.int64) * f_at[3])[None, :]
+            kept = _kept(factors, at, keep, number, word, rate, scale, DRAWN)
             dz = (dz.to(tl.float32) * kept).to(dz.dtype)
         wt = tl.load(weight + c[:, None] * INPUTS + i[None, :], mask=(c < C)[:, None] & (i < INPUTS)[None, :], other=0)
         dh = tl.dot(dz, wt.to(dz.dtype), dh, input_precision="ieee")
@@ -108,7 +137,7 @@ def _tail_backward(
     tl.store(dg + tile(m, i, sizes, b_at, AXES, UNIT), (dv * v * (1 - opening)).to(dg.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SCALARS)
 def _tail_weight(
     grad: tl.tensor,
     o: tl.tensor,
@@ -121,9 +150,14 @@ def _tail_weight(
     o_at: tl.tuple,
     g_at: tl.tuple,
     f_at: tl.tuple,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
     C: tl.constexpr,
     INPUTS: tl.constexpr,
     FACTORS: tl.constexpr,
+    DRAWN: tl.constexpr,
     AXES: tl.constexpr,
     UNIT: tl.constexpr,
     F_UNIT: tl.constexpr,
@@ -145,7 +179,7 @@ def _tail_weight(
         at = offsets(m, sizes, y_at, AXES, UNIT)[:, None]
         dz = tl.load(grad + at + c[None, :], mask=keep, other=0)
         if FACTORS:
-            kept = tl.load(factors + tile(m, c, sizes, f_at, AXES, F_UNIT), mask=keep, other=0).to(tl.float32)
+            kept = _kept(factors, tile(m, c, sizes, f_at, AXES, F_UNIT), keep, number, word, rate, scale, DRAWN)
             dz = (dz.to(tl.float32) * kept).to(dz.dtype)
         keep = (m < rows)[:, None] & (i < INPUTS)[None, :]
         at = offsets(m, sizes, o_at, AXES, UNIT)[:, None]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.triton.attention_cases import Case, answers, guarded, inputs, worse
+from tests.ops.triton.attention_cases import Case, answers, guarded, inputs, mistakes
 from tests.ops.triton.layouts import poisoned
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
@@ -41,7 +41,7 @@ def found(given, size: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", FP32, ids=str)
 def test_is_as_exact_as_the_definition(case: Case) -> None:
     given = inputs(case, torch.float32)
-    assert worse(given, found(given)) == {}
+    assert not mistakes(given, found(given))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -50,13 +50,13 @@ def test_is_as_exact_as_the_definition(case: Case) -> None:
 )
 def test_in_half_precision_too(case: Case, dtype: torch.dtype) -> None:
     given = inputs(case, dtype)
-    assert worse(given, found(given)) == {}
+    assert not mistakes(given, found(given))
 
 
 def test_with_the_launches_of_the_interpreters_table() -> None:
     given = inputs(Case(lead=(2, 2), layout="own"), torch.float32)
     with dispatch.using("strict"):
-        assert worse(given, answers(attention, given)) == {}
+        assert not mistakes(given, answers(attention, given))
 
 
 def test_repeats_bit_by_bit() -> None:
@@ -115,13 +115,13 @@ def test_any_strides() -> None:
     given.grad = given.grad.sum((0, -1), keepdim=True).expand_as(given.grad)  # of stride 0, as a sum's is
     again = found(given)
     assert torch.equal(again["out"], plain["out"])
-    assert worse(given, again) == {}
+    assert not mistakes(given, again)
 
 
 def test_rows_that_share_their_keys() -> None:
     given = inputs(Case(lead=(3,), queries=20, keys=24, heads=1, layout="own"), torch.float32)
     given.k, given.v = given.k[:1].expand(3, -1, -1, -1), given.v[:1].expand(3, -1, -1, -1)
-    assert worse(given, found(given)) == {}
+    assert not mistakes(given, found(given))
 
 
 def test_global_attention() -> None:

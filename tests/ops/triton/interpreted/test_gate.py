@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from tests.ops.triton.gate_cases import FACTORS, GATES, TAILS, factor_case, gate_case, tail_case
-from tests.ops.triton.layouts import answer, errors, exact_bf16, poisoned, within
+from tests.ops.triton.layouts import exact_bf16, poisoned, within
 from warpfold.ops import dispatch
 from warpfold.ops.gate import gate, tail
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.triangle import triangle_factor
 from warpfold.ops.triton import gate as launches
 from warpfold.ops.triton import sums
+from warpfold.tune.checks import answer, wrong
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -33,7 +34,7 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     assert gate.refuses(x, g) is None
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
         fast = answer(gate.fast, [x, g], grad)
-    assert not errors(gate, [x, g], grad, fast)
+    assert not wrong(gate.definition, [x, g], grad, fast)
     wanted = [empty_like(t.detach()).stride() for t in (x, x, g)]
     assert [t.stride() for t in fast] == wanted
 
@@ -47,7 +48,7 @@ def test_triangle_factor(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str)
     assert triangle_factor.refuses(y, g, mask) is None
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
         fast = answer(triangle_factor.fast, [y, g, mask], grad)
-    assert not errors(triangle_factor, [y, g, mask], grad, fast)
+    assert not wrong(triangle_factor.definition, [y, g, mask], grad, fast)
     assert fast[0].is_contiguous()
 
 
@@ -67,7 +68,7 @@ def test_tail(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     assert tail.refuses(*given) is None
     with poisoned(monkeypatch):
         fast = answer(tail.fast, given, grad)
-    assert not errors(tail, given, grad, fast)
+    assert not wrong(tail.definition, given, grad, fast)
     wanted = [empty_like(given[i].detach()).stride() for i in (0, 1, 2)]
     assert [fast[0].stride(), fast[2].stride(), fast[3].stride()] == wanted
 
@@ -77,7 +78,7 @@ def test_tail_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     given, grad = _tail(name, torch.bfloat16, torch.bfloat16)
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
         fast = answer(tail.fast, given, grad)
-    assert not errors(tail, given, grad, fast)
+    assert not wrong(tail.definition, given, grad, fast)
 
 
 def test_factors_may_be_wider_than_the_rest() -> None:

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from tests.ops.triton.layouts import answer, errors, exact_bf16, laid, poisoned, within
+from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
 from tests.ops.triton.norm_cases import LINEARS, NORMS, linear_case, norm_case, of_dtype
 from warpfold.ops import dispatch
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.library.norm import empty_projected
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.triton import norm, sums
+from warpfold.tune.checks import answer, wrong
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -33,7 +34,7 @@ def test_layer_norm(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> N
     assert layer_norm.refuses(*arguments) is None
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
         fast = answer(layer_norm.fast, arguments, grad)
-    assert not errors(layer_norm, arguments, grad, fast)
+    assert not wrong(layer_norm.definition, arguments, grad, fast)
     x = arguments[0].detach()
     assert [t.stride() for t in fast[:2]] == [empty_like(x).stride()] * 2
 
@@ -47,7 +48,7 @@ def test_norm_linear(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> 
     assert norm_linear.refuses(*given) is None
     with poisoned(monkeypatch):
         fast = answer(norm_linear.fast, given, grad)
-    assert not errors(norm_linear, given, grad, fast)
+    assert not wrong(norm_linear.definition, given, grad, fast)
     x = given[0].detach()
     assert fast[0].stride() == empty_projected(x, fast[0].shape[-1]).stride()
     assert fast[1].stride() == empty_like(x).stride()
@@ -60,7 +61,7 @@ def test_norm_linear_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None
     grad = within(grad, torch.bfloat16).detach()
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
         fast = answer(norm_linear.fast, given, grad)
-    assert not errors(norm_linear, given, grad, fast)
+    assert not wrong(norm_linear.definition, given, grad, fast)
 
 
 @pytest.mark.parametrize("name", ["128", "200", "1024"])
@@ -69,7 +70,7 @@ def test_channels_around_ten_thousand(name: str) -> None:
     arguments = [within(v, torch.float32) for v in values]
     grad = within(grad, torch.float32).detach()
     fast = answer(layer_norm.fast, arguments, grad)
-    assert not errors(layer_norm, arguments, grad, fast)
+    assert not wrong(layer_norm.definition, arguments, grad, fast)
 
 
 @pytest.mark.parametrize("c", [128, 200])
@@ -86,4 +87,4 @@ def test_projected_channels_around_ten_thousand(name: str) -> None:
     given = [None if v is None else within(v, torch.float32) for v in values]
     grad = within(grad, torch.float32).detach()
     fast = answer(norm_linear.fast, given, grad)
-    assert not errors(norm_linear, given, grad, fast)
+    assert not wrong(norm_linear.definition, given, grad, fast)

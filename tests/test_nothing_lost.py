@@ -1,0 +1,252 @@
+"""Nothing of the user's is lost: who may destroy anything at all, and what every command does to what was there before.
+
+A function that is new in the first list fails the test until somebody has thought about what it meets, and says so.
+"""
+
+import ast
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import warpfold
+from tests.helpers import tiny_model
+from tests.run.runs import make_store, tiny_run
+from tests.test_cli import SEQUENCE, run, structure
+from warpfold.errors import UserError
+from warpfold.model.weights import save_params
+from warpfold.run.train import train
+from warpfold.tune import kernels
+
+PACKAGE = Path(warpfold.__file__).parent
+
+OWN_DRAFT = "what it made itself, under a name that nobody else has"
+OWN_FOLDER = "in a folder that was claimed: it holds a run's own names, or was empty"
+SAFE = {
+    "data/generate.py:_write": OWN_DRAFT,
+    "data/generate.py:generate": OWN_DRAFT + "; `out` is absent or an empty folder, which rmdir makes sure of",
+    "data/pack_part.py:PartWriter.__init__": "a part's own names, in a folder that holds nothing else",
+    "data/pack_part.py:remove_part": "a part's own names, and the folder if it is empty then",
+    "data/search_programs.py": "in a temporary folder",
+    "data/store.py:StoreWriter.__init__": "a store's own names, in a folder that holds nothing else",
+    "data/store.py:StoreWriter.abort": "a store's own names, and the folder if it is empty then",
+    "data/store.py:StoreWriter.add": "a store's own names, in a folder that holds nothing else",
+    "data/store.py:StoreWriter.finish": "a store's own names; then it is renamed to where nothing is",
+    "files.py:lock_file": "opens to append, and appends nothing",
+    "files.py:write_atomically": "replaces one file by name, whole or not at all; callers answer for the name",
+    "model/weights.py:save_params": "the file that the caller names; " + OWN_DRAFT,
+    "run/checkpoint.py:RunFolder.__enter__": "drafts of a run that was killed; " + OWN_FOLDER,
+    "run/checkpoint.py:RunFolder._prune": "a checkpoint with nothing but a checkpoint's files in it",
+    "run/checkpoint.py:RunFolder.load_latest": "renames what is damaged to a name that is free",
+    "run/checkpoint.py:RunFolder.open_log": "appends; lines of steps that are done again go; " + OWN_FOLDER,
+    "run/checkpoint.py:RunFolder.replace_file": "a run's own names; " + OWN_FOLDER,
+    "run/checkpoint.py:RunFolder.save": OWN_DRAFT + ", renamed where nothing is",
+    "run/checkpoint.py:RunFolder.save_failure": "a folder of its own; " + OWN_FOLDER,
+    "run/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
+    "run/demo.py:_put_aside": "renames into a folder that is new",
+    "run/figures.py:_svg": "into memory",
+    "run/ledger.py:_Appended.__init__": "takes away a line that a kill left torn; " + OWN_FOLDER,
+    "run/outputs.py:Prediction.save": OWN_DRAFT,
+    "run/outputs.py:_draft": OWN_DRAFT,
+    "run/outputs.py:_place": "names that were free, or files of the same prediction, asked to",
+    "run/outputs.py:remove_prediction": "files of a prediction by their names, and the folder if it is empty then",
+    "tune/plot_ops.py:picture": "into memory",
+    "tune/timing.py:_hushed": "opens the null device",
+}
+
+WRITES = ("write_text", "write_bytes", "truncate", "ftruncate", "savez", "savez_compressed", "savefig", "save_file")
+ENDS = ("rmtree", "unlink", "rmdir", "rename", "renames", "move", "copyfile", "copytree", "copy2", "removedirs")
+
+
+def destroys(call: ast.Call) -> bool:
+    """Whether a call may take away or write over a file, as far as its name says."""
+    base = call.func.value if isinstance(call.func, ast.Attribute) else None
+    of = base.id if isinstance(base, ast.Name) else ""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    if name in WRITES or (name in ENDS and base is not None):
+        return True
+    if name == "replace":  # not str's, nor dataclasses'
+        return of == "os" or (base is not None and len(values) == 1 and not call.keywords)
+    if name in ("remove", "save", "dump"):  # not a list's
+        return of in {"remove": ("os",), "save": ("np", "torch")}.get(name, ("pickle",))
+    if name in ("open", "fdopen"):
+        modes = [v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
+        flags = {node.attr for value in values for node in ast.walk(value) if isinstance(node, ast.Attribute)}
+        return any(set(mode) <= set("rwaxbt+") and set(mode) & set("wax+") for mode in modes) or bool(
+            flags & {"O_WRONLY", "O_RDWR", "O_TRUNC", "O_CREAT"}
+        )
+    return False
+
+
+def destroyers(path: Path) -> Iterator[str]:
+    """The functions of a file in which such calls stand, by their names within it."""
+
+    def walk(node: ast.AST, within: str) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Call) and destroys(child):
+                yield within
+            named = isinstance(child, ast.FunctionDef | ast.ClassDef)
+            yield from walk(child, f"{within}.{child.name}".lstrip(".") if named else within)
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")), "")
+
+
+def test_every_function_that_may_destroy_is_known() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE).as_posix()}:{name}" for path in PACKAGE.rglob("*.py") for name in destroyers(path)
+    }
+    known = {name for name in found if name in SAFE or name.partition(":")[0] in SAFE}
+    assert found - known == set(), "these may destroy something: think about what they meet, and add them with a reason"
+    gone = {name for name in SAFE if not any(one == name or one.startswith(f"{name}:") for one in found)}
+    assert gone == set(), "these destroy nothing any more: take them out"
+
+
+# What commands meet
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def place(kind: str, path: Path) -> None:
+    """Something precious where a command would write: at `path`."""
+    if kind == "folder":
+        (path / "chapters").mkdir(parents=True)
+        for name in ("thesis.tex", "chapters/1.tex", "metrics.jsonl", "summary.json", "search.json", "query.cif"):
+            (path / name).write_text('{"step": 9}\n')
+    elif kind == "file":
+        path.write_text("years of work")
+    elif kind == "link":
+        place("folder", path.with_name("elsewhere"))
+        path.symlink_to(path.with_name("elsewhere"))
+    elif kind == "link to a file":
+        path.with_name("thesis.tex").write_text("years of work")
+        path.symlink_to(path.with_name("thesis.tex"))
+    else:
+        path.symlink_to(path.with_name("nowhere"))
+
+
+COMMANDS = ("sample", "pack", "search", "predict", "demo", "bench --csv", "bench --plot", "bench data")
+KINDS = ("folder", "file", "link", "link to a file", "link to nothing")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A structure, a query, a database, parameters, a store."""
+    folder = tmp_path_factory.mktemp("inputs")
+    structure(folder)
+    (folder / "query.fasta").write_text(f">query\n{SEQUENCE}\n")
+    (folder / "database.fasta").write_text(f">a\n{SEQUENCE}\n>b\n{SEQUENCE[::-1]}\n")
+    save_params(folder / "tiny.safetensors", tiny_model())
+    make_store(folder / "store", proteins=3)
+    return folder
+
+
+def command(name: str, inputs: Path, out: Path) -> list[object]:
+    return {
+        "sample": ["sample", "--proteins", "2", "--out", out],
+        "pack": ["pack", "--structures", inputs / "one.cif", "--out", out],
+        "search": ["search", inputs / "query.fasta", "--database", inputs / "database.fasta", "--out", out],
+        "predict": ["predict", inputs / "query.fasta", "--params", inputs / "tiny.safetensors", "--out", out,
+                    "--recycles", "0", "--force"],
+        "demo": ["demo", "--out", out, "--force"],
+        "bench --csv": ["bench", "--op", "gate", "--shapes", "pair:4", "--device", "cpu", "--csv", out],
+        "bench --plot": ["bench", "--op", "gate", "--shapes", "pair:4", "--device", "cpu", "--plot", out],
+        "bench data": ["bench", "data", "--store", inputs / "store", "--out", out],
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize(
+    "name", ["sample", "pack", "search", "predict", "demo", "bench --csv", "bench --plot", "bench data"]
+)
+def test_what_a_command_meets_stays(
+    capsys: pytest.CaptureFixture[str], inputs: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    place(kind, tmp_path / "out")
+    before = contents(tmp_path)
+    code, _, err = run(capsys, *command(name, inputs, tmp_path / "out"))
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert contents(tmp_path) == before
+    assert not [path for path in tmp_path.rglob("*") if "partial" in path.name]
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_what_a_training_run_meets_stays(inputs: Path, tmp_path: Path, kind: str) -> None:
+    from warpfold.data.store import Store
+
+    place(kind, tmp_path / "out")
+    before = contents(tmp_path)
+    with pytest.raises(UserError):
+        train(tiny_run(steps=1), Store(inputs / "store"), tmp_path / "out")
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_table_of_launches_meets_stays(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / kernels.file_of("A GPU")
+    place(kind, path)
+    before = contents(tmp_path)
+    if kind.startswith("link"):  # the link is replaced, and what it leads to stays
+        with contextlib.suppress(UserError):
+            kernels.write(tmp_path, {"gpu": "A GPU"}, [])
+        after = contents(tmp_path)
+        assert {name: after.get(name) for name in before if name != path.name} == {
+            name: content for name, content in before.items() if name != path.name
+        }
+        return
+    with pytest.raises(UserError):
+        kernels.write(tmp_path, {"gpu": "A GPU"}, [])
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+@pytest.mark.parametrize("name", ["sample", "pack", "search", "predict", "demo", "bench --csv"])
+def test_a_folder_that_may_not_be_written(
+    capsys: pytest.CaptureFixture[str], inputs: Path, tmp_path: Path, name: str
+) -> None:
+    place("folder", tmp_path / "closed")
+    (tmp_path / "closed").chmod(0o555)
+    before = contents(tmp_path)
+    try:
+        code, _, _ = run(capsys, *command(name, inputs, tmp_path / "closed" / "out"))
+    finally:
+        (tmp_path / "closed").chmod(0o755)
+    assert code == 2
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["sample", "pack", "search", "predict", "bench --csv"])
+def test_a_place_below_a_file(capsys: pytest.CaptureFixture[str], inputs: Path, tmp_path: Path, name: str) -> None:
+    """Nobody can write there, root neither."""
+    (tmp_path / "thesis.tex").write_text("years of work")
+    code, _, err = run(capsys, *command(name, inputs, tmp_path / "thesis.tex" / "out"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert contents(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+def test_a_run_again_with_force_keeps_what_was_put_into_it(
+    capsys: pytest.CaptureFixture[str], inputs: Path, tmp_path: Path
+) -> None:
+    arguments = command("predict", inputs, tmp_path / "out")
+    assert run(capsys, *arguments)[0] == 0
+    (tmp_path / "out" / "query" / "notes.txt").write_text("mine")
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    assert run(capsys, *arguments, "--seed", "1")[0] == 0
+    assert (tmp_path / "out" / "query" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
+    with np.load(tmp_path / "out" / "query" / "query.npz", allow_pickle=False) as arrays:
+        assert len(arrays["plddt"]) == len(SEQUENCE)
+
+
+def test_parameters_are_written_beside_their_place(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors.partial").write_text("mine")
+    save_params(tmp_path / "a.safetensors", tiny_model())
+    assert contents(tmp_path).keys() == {"a.safetensors", "a.safetensors.partial"}
+    assert (tmp_path / "a.safetensors.partial").read_text() == "mine"
