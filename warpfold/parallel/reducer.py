@@ -11,8 +11,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -54,13 +56,27 @@ class InOrder:
         return future
 
 
+@dataclass
+class _Outcome:
+    """Within it, an error goes into the future, to be raised where its result is asked for."""
+
+    future: Future[None]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+        return True
+
+
 def _run(calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
     while (item := calls.get()) is not None:
         future, call = item
-        try:
-            future.set_result(call())
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
+        with _Outcome(future):
+            call()
         del item, future, call  # nothing is kept alive while there is nothing to do
 
 
