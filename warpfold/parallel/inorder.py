@@ -46,6 +46,3 @@ def _run(calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> 
         with _Outcome(future):
             call()
         del item, future, call  # nothing is kept alive while there is nothing to do
-
-
-HANDLE = "_warpfold_gradient_hook"  # the parameter's attribute that says who hears of its gradient

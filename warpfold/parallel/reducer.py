@@ -36,6 +36,8 @@ from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.powersgd import make_compressor
 from warpfold.parallel.waits import Work, waiting
 
+HANDLE = "_warpfold_gradient_hook"  # the parameter's attribute that says who hears of its gradient
+
 
 class Reducer:
     """One example after the other: `begin`, backward, `finish`; after the last of a step, `mean`.
