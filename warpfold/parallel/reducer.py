@@ -6,13 +6,10 @@ fire differs between ranks, and so does which parameters take part (samples with
 always sent in one order, and those that nothing came for are sent as the zeros that they are.
 """
 
-import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -34,35 +31,10 @@ from warpfold.parallel.exchange import (
     make_exchanges,
     no_weights,
 )
+from warpfold.parallel.inorder import InOrder
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.powersgd import make_compressor
 from warpfold.parallel.waits import Work, waiting
-
-
-class InOrder:
-    """Calls made one after another by a thread of their own, which does not keep the process from ending."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
-        threading.Thread(target=_run, args=(self._calls,), daemon=True).start()
-        weakref.finalize(self, self._calls.put, None)
-
-    def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Have `call` made after those before it; the future's result raises what it raised."""
-        future: Future[None] = Future()
-        self._calls.put((future, call))
-        return future
-
-
-def _run(calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
-    while (item := calls.get()) is not None:
-        future, call = item
-        try:
-            future.set_result(call())
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
-        del item, future, call  # nothing is kept alive while there is nothing to do
-
 
 HANDLE = "_warpfold_gradient_hook"  # the parameter's attribute that says who hears of its gradient
 

@@ -73,8 +73,7 @@ def train(
     team: the processes that train together, as `config.plan` wants them; all call this, the first one writes.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
-    team = team or Team()
-    sources, held_out = hold_out(data, config)
+    team, (sources, held_out) = team or Team(), hold_out(data, config)
     source = origin(sources, init, team)
     model = initial_model(config, init, team).to(device)
     apply(config.plan, model, team.mesh)
@@ -95,22 +94,19 @@ def train(
             recycles, seen = draw_recycles(config, step), []  # the same on every rank
             clock.begin()
             for example in take(examples, optimizer.share, clock, team):
-                batch = example.features
                 model.noise.seed(config.train.seed, example.index)  # of dropout
-                output = model(batch, recycles)  # Algorithms 2 and 30 to 32
-                loss, terms = total_loss(output, batch, config.loss, residues=model.residues)  # Supp. 1.9, equation 7
+                output = model(example.features, recycles)  # Algorithms 2 and 30 to 32
+                loss, terms = total_loss(output, example.features, config.loss, residues=model.residues)  # Supp. 1.9
                 sums = summing({"": loss, **terms}, team)  # over those that share the example
                 loss.backward()
-                norm = optimizer.collect(loss)  # clip the gradient of this example, add it to the step's (Supp. 1.11.3)
+                norm = optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
                 seen.append(look(example, output, sums, norm))
                 keep_if_not_finite(run, config, optimizer, example, seen[-1], step, recycles, team)
-            told = tell(step + 1, seen, clock, ledger, signals, team)
-            rate = optimizer.step(step)  # the mean over the examples; Adam; the moving average of the weights
-            step += 1
+            told = tell(step + 1, seen, clock, ledger, signals, team)  # on its way while the optimiser works
+            rate, step = optimizer.step(step), step + 1  # the mean over the examples; Adam; the moving average
             seen, came = meet(told, clock, examples, ledger, team)  # those of all ranks
             log(step_row(step, seen, rate, recycles, clock))
             skipped.add(step, seen)
-
             stop = came if team.launch.ranks > 1 else signals.came
             if step == config.train.steps or stop or due(step, config.train.save_every):
                 notes = {"loader": used_by_all(examples, team), "skipped": skipped.places, **source}
