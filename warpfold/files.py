@@ -38,11 +38,10 @@ def open_regular(path: Path) -> int:
     """
     _refuse_irregular(path, os.stat(path).st_mode)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # another process may have put a pipe there meanwhile
-    try:
+    with contextlib.ExitStack() as unless_regular:
+        unless_regular.callback(os.close, file)
         _refuse_irregular(path, os.fstat(file).st_mode)
-    except BaseException:
-        os.close(file)
-        raise
+        unless_regular.pop_all()
     return file
 
 

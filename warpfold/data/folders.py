@@ -1,5 +1,6 @@
 """Folders that one process at a time writes, and that are there when they are said to be."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ def lock_folder(folder: Path, what: Path) -> TextIO:
         raise UserError(f"{what}: cannot be written: {error.strerror}") from error
 
 
-def refuse_foreign(folder: Path, is_own: Callable[[str], bool]) -> None:
+def refuse_foreign(folder: Path, is_own: Callable[[str], object]) -> None:
     """Raise UserError if `folder` is there and holds a name that is not the writer's own: it is somebody's work."""
     try:
         named = (name for name in os.listdir(folder) if not name.startswith(".nfs"))  # files that NFS removes later
@@ -34,6 +35,15 @@ def refuse_foreign(folder: Path, is_own: Callable[[str], bool]) -> None:
         raise UserError(
             f"{folder}: holds {foreign[0]}, which WarpFold did not write; move it away, or choose another name"
         )
+
+
+def remove_own(folder: Path, is_own: Callable[[str], object]) -> None:
+    """Remove the writer's own files from `folder`, and the folder if nothing else is in it; what cannot go stays."""
+    with contextlib.suppress(OSError):
+        for name in filter(is_own, os.listdir(folder)):
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+        folder.rmdir()
 
 
 def sync_folder(path: Path) -> None:

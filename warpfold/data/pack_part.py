@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from warpfold.bulk import Part
-from warpfold.data.folders import lock_folder, refuse_foreign
+from warpfold.data.folders import lock_folder, refuse_foreign, remove_own
 from warpfold.errors import UserError
 from warpfold.files import pread
 
@@ -258,12 +258,8 @@ class PartWriter(PartFolder):
 
 
 def remove_part(path: Path) -> None:
-    """Remove the folder of a part: the files that parts have, and the folder if nothing else is in it."""
-    for name in _OWN:
-        with suppress(OSError):
-            (path / name).unlink()
-    with suppress(OSError):
-        path.rmdir()
+    """Remove the folder of a part, and nothing that parts do not have."""
+    remove_own(path, _OWN.__contains__)
 
 
 def _size(file: Path) -> int:

@@ -93,6 +93,8 @@ class Queries:
 
     def need_all(self, sources: Sequence[Source], tell: Callable[[int], None]) -> None:
         """`need`, in an order of this part's own, so that parts that run at the same time do not read the same."""
+        self._next_look = -math.inf  # a look now saves reading what the others have read
+        self._look_at_others()
         missing = [source for source in sources if source.version not in self.found]
         batches = [missing[start : start + BATCH] for start in range(0, len(missing), BATCH)]
         random.Random(self.part.number).shuffle(batches)

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import zstandard
 
-from warpfold.data.folders import lock_folder, refuse_foreign, sync_folder
+from warpfold.data.folders import lock_folder, refuse_foreign, remove_own, sync_folder
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, open_regular, pread
 
@@ -34,7 +34,7 @@ HEAD = struct.Struct("<8sII")  # magic, version, 0
 FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
 BLOCK = 1 << 17  # bytes of an array per blob, before compression: what one read of a few rows costs
 SHARD = 1 << 30  # bytes after which the next shard begins
-_SHARD = re.compile(r"shard-\d{5,}\.wfs")
+_OWN = re.compile(r"lock|store\.json|pack\.json|pack\.tsv|sources\.json|shard-\d{5,}\.wfs")  # files of a writer
 LEVEL = 1  # of zstd: reading must be fast, and residues compress little better at higher levels
 
 
@@ -89,7 +89,7 @@ class StoreWriter:
         self._keys: set[str] = set()
         self._file: BinaryIO | None = None
         self._index: dict[str, list[Any]] = {}
-        refuse_foreign(self.partial, _is_own)
+        refuse_foreign(self.partial, _OWN.fullmatch)
         self._lock = lock_folder(self.partial, self.path)
         if self.path.exists():  # finished by another process meanwhile
             self.abort()
@@ -152,11 +152,7 @@ class StoreWriter:
             with contextlib.suppress(OSError):  # a full disk again: of what is still to be written
                 self._file.close()
             self._file = None
-        with contextlib.suppress(OSError):
-            for left in self.partial.iterdir():
-                if _is_own(left.name):
-                    left.unlink()
-            self.partial.rmdir()
+        remove_own(self.partial, _OWN.fullmatch)
         self._lock.close()
 
     def __enter__(self) -> "StoreWriter":
@@ -398,11 +394,6 @@ def _decompress(data: bytes, what: str, most: int = LARGEST) -> bytes:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _is_own(name: str) -> bool:
-    """Return whether a writer of stores makes files of this name."""
-    return name in ("lock", "store.json", "pack.json", "pack.tsv", "sources.json") or bool(_SHARD.fullmatch(name))
 
 
 def _shard_name(number: int) -> str:
