@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from warpfold import settings
 from warpfold.batch import Batch, to_tensors
@@ -91,7 +92,7 @@ def train(
             log(validate(model, optimizer, held_out, config, step, team))  # what a kill came before, after a resume
         stop = heard(signals, team)
         while step < config.train.steps and not stop:
-            recycles, seen = draw_recycles(config, step), []  # the same on every rank
+            recycles, looks = draw_recycles(config, step), []  # the same on every rank
             clock.begin()
             for example in take(examples, optimizer.share, clock, team):
                 model.noise.seed(config.train.seed, example.index)  # of dropout
@@ -100,8 +101,10 @@ def train(
                 sums = summing({"": loss, **terms}, team)  # over those that share the example
                 loss.backward()
                 norm = optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
-                seen.append(look(example, output, sums, norm))
-                keep_if_not_finite(run, config, optimizer, example, seen[-1], step, recycles, team)
+                looks.append(look(example, output, sums, norm))
+            seen = read(looks)  # here the host waits for the device, and nowhere before
+            for one, of in zip(seen, looks):
+                keep_if_not_finite(run, config, optimizer, of.example, one, step, recycles, team)
             told = tell(step + 1, seen, clock, ledger, signals, team)  # on its way while the optimiser works
             rate, step = optimizer.step(step), step + 1  # the mean over the examples; Adam; the moving average
             seen, came = meet(told, clock, examples, ledger, team)  # those of all ranks
@@ -276,26 +279,45 @@ def keep_if_not_finite(
 # Looking at what came out
 
 
-def look(example: Sample, output: Output, sums: Sums, norm: float) -> Seen:
-    """What an example came to, as plain numbers; sums: of the loss, "", and its terms."""
-    plain = sums.wait()
-    batch = example.features
-    return Seen(
-        key=example.name,
-        length=len(batch["aatype"]),
-        loss=plain.pop(""),
-        norm=norm,
-        lddt_ca=ca_lddt(output, batch),
-        terms=plain,
-        index=example.index,
-    )
+@dataclass(frozen=True)
+class Look:
+    """What an example came to: its loss, its terms by `names`, the norm of its gradient and lDDT-Ca, on the device."""
+
+    example: Sample
+    names: tuple[str, ...]
+    numbers: Tensor  # float64
 
 
-def ca_lddt(output: Output, batch: Batch) -> float:
-    """lDDT-Ca of the predicted structure, 0 to 1; NaN where the truth has fewer than two Ca."""
-    predicted = output.structure.final_atom37[:, [CA]].detach().numpy(force=True)
-    truth, mask = (batch[name][:, [CA]].numpy(force=True) for name in ("all_atom_positions", "all_atom_mask"))
-    return metrics.lddt(predicted, truth, mask)
+def look(example: Sample, output: Output, sums: Sums, norm: Tensor) -> Look:
+    """Note what an example came to, without waiting for it; sums: of the loss, "", and its terms."""
+    others = torch.stack([norm.double(), ca_lddt(output, example.features)])
+    return Look(example, sums.names, torch.cat([sums.wait(), others]))
+
+
+def read(looks: Sequence[Look]) -> list[Seen]:
+    """What the examples of a step came to, as plain numbers: one copy from the device, which is waited for."""
+    seen = []
+    for of, (*plain, norm, lddt) in zip(looks, torch.stack([of.numbers for of in looks]).tolist()):
+        terms = dict(zip(of.names, plain))
+        loss, length = terms.pop(""), len(of.example.features["aatype"])
+        seen.append(Seen(of.example.name, length, loss, norm, lddt, terms, of.example.index))
+    return seen
+
+
+@torch.no_grad()
+def ca_lddt(output: Output, batch: Batch) -> Tensor:
+    """lDDT-Ca of the predicted structure, 0 to 1; NaN where the truth has no two Ca that count.
+
+    As `metrics.lddt`, but on the device, where it costs a training step next to nothing: a number there, in float64.
+    """
+    points, truth = output.structure.final_atom37[:, CA].double(), batch["all_atom_positions"][:, CA].double()
+    moved, distance = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (points, truth))
+    known = batch["all_atom_mask"][:, CA] > 0
+    pairs = (distance < metrics.LDDT_RADIUS) & known[:, None] & known
+    pairs = pairs & ~torch.eye(len(known), dtype=torch.bool, device=known.device)
+    error = (moved - distance).abs()
+    kept = torch.stack([(error < tolerance) & pairs for tolerance in metrics.LDDT_TOLERANCES])
+    return kept.sum().double() / (len(kept) * pairs.sum())
 
 
 @torch.no_grad()
@@ -322,7 +344,7 @@ def validate(
             features = make_features(raw, config.data, config.train.seed, (key, "validation"), passes)
             batch = to_tensors(features, device)
             apply(replace(inference_plan(batch, config.plan.precision), kernels=config.plan.kernels), model)
-            found[key] = ca_lddt(model(batch), batch)
+            found[key] = float(ca_lddt(model(batch), batch))
     apply(config.plan, model, team.mesh).train()
     every = {key: lddt for part in team.share(found, "validation") for key, lddt in part.items()}
     return validation_row(step, {key: every[key] for _, key in held_out})
