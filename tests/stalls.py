@@ -1,9 +1,9 @@
-"""A device that is not there: within `Stalls`, whatever would make a host wait for a GPU is noted, with its place.
+"""A device that is not there: within `Stalls`, whatever would make the host wait for a GPU is noted, with its place.
 
-Tensors on "meta" stand for those on the device.  They hold no numbers, so reading one (`item`, `tolist`, `bool`,
-`numpy`, a copy to the host) is an error of torch's own; the rest is noted here: tensors made of Python's numbers on the
-device and tensors of the host that go there (blocking copies, as their memory is not pinned), also as operands of
-others, and shapes that depend on numbers.
+Tensors on "meta" stand for those on the device.  What is read of them (`item`, `bool`, `tolist`, `numpy`, a copy to the
+host) is noted and answered with ones.  Noted are also tensors made of Python's numbers on the device and tensors of
+the host that go there (blocking copies, as their memory is not pinned), also as operands; and results whose shape
+depends on numbers.
 """
 
 import traceback
@@ -19,11 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 OURS = str(Path(__file__).parents[1] / "warpfold")
 FROM_NUMBERS: tuple[Callable[..., Any], ...] = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
-# Of results whose shape the numbers decide, or that the host looks at.
-DEPEND = {
-    *("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"),
-    *("repeat_interleave", "bincount", "is_nonzero", "argwhere", "histogram", "segment_reduce", "nonzero_numpy"),
-}
+DEPEND = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount"}
 
 
 def _place() -> str:
@@ -55,6 +51,8 @@ class _Functions(TorchFunctionMode):
         self.found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist and args[0].is_meta:  # of torch's own it reads memory, past all operations
+            return args[0].cpu().tolist()
         out = func(*args, **(kwargs or {}))
         if func in FROM_NUMBERS and out.is_meta:
             self.found.append(f"{_place()}: {func.__name__} of numbers")
@@ -67,20 +65,32 @@ class _Operations(TorchDispatchMode):
         self.found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        there = [t for t in given if t.is_meta]
         name = func._opname.removesuffix("_")
-        if any(t.is_meta for t in given):
-            by_mask = name in ("index", "index_put", "_unsafe_index") and any(
-                t is not None and t.dtype == torch.bool for t in args[1]
-            )
-            if func._opname in DEPEND or by_mask:
-                if not (name == "repeat_interleave" and (kwargs or {}).get("output_size") is not None):
-                    self.found.append(f"{_place()}: {name}")
-            # Of one number each kernel takes a copy when it is launched.
-            if any(not t.is_meta and t.dim() for t in given) or (name == "copy" and not all(t.is_meta for t in given)):
-                self.found.append(f"{_place()}: {name} of a tensor of the host")
-        out = func(*args, **(kwargs or {}))
-        if given and not any(t.is_meta for t in given) and name in ("_to_copy", "to"):
-            if any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves(out)):
-                self.found.append(f"{_place()}: a copy from the host")
-        return out
+        if there and name == "_local_scalar_dense":
+            self.found.append(f"{_place()}: a number is read")
+            return True if there[0].dtype == torch.bool else 1
+        if there and name == "_to_copy" and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            self.found.append(f"{_place()}: a tensor is read")
+            return torch.ones(there[0].shape, dtype=kwargs.get("dtype") or there[0].dtype)
+        if there and _depends(name, args, kwargs):
+            self.found.append(f"{_place()}: {name}")
+        # Of one number of the host each kernel takes a copy when it is launched.
+        if there and any(not t.is_meta and t.dim() for t in given):
+            self.found.append(f"{_place()}: {name} with a tensor of the host")
+        if name == "_to_copy" and not there and torch.device(kwargs.get("device") or "cpu").type == "meta":
+            self.found.append(f"{_place()}: a copy from the host")
+        return func(*args, **kwargs)
+
+
+def _depends(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation has to look at the numbers of its operands."""
+    if name in ("index", "index_put", "_unsafe_index"):
+        return any(t is not None and t.dtype == torch.bool for t in args[1])
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name == "segment_reduce":
+        return not kwargs.get("unsafe")
+    return name in DEPEND

@@ -26,13 +26,12 @@ PACKAGE = Path(warpfold.__file__).parent
 OWN_DRAFT = "what it made itself, under a name that nobody else has"
 OWN_FOLDER = "in a folder that was claimed: it holds a run's own names, or was empty"
 SAFE = {
+    "data/folders.py:remove_own": "names that a writer of stores or parts has, and the folder if it is empty then",
     "data/generate.py:_write": OWN_DRAFT,
     "data/generate.py:generate": OWN_DRAFT + "; `out` is absent or an empty folder, which rmdir makes sure of",
     "data/pack_part.py:PartWriter.__init__": "a part's own names, in a folder that holds nothing else",
-    "data/pack_part.py:remove_part": "a part's own names, and the folder if it is empty then",
     "data/search_programs.py": "in a temporary folder",
     "data/store.py:StoreWriter.__init__": "a store's own names, in a folder that holds nothing else",
-    "data/store.py:StoreWriter.abort": "a store's own names, and the folder if it is empty then",
     "data/store.py:StoreWriter.add": "a store's own names, in a folder that holds nothing else",
     "data/store.py:StoreWriter.finish": "a store's own names; then it is renamed to where nothing is",
     "files.py:lock_file": "opens to append, and appends nothing",

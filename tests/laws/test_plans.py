@@ -280,7 +280,7 @@ def trained(outer: str, plan: Plan, mesh: Mesh, sync: SyncConfig) -> tuple[list[
     for step in range(STEPS):
         for index in range(mesh.data.rank, EXAMPLES, plan.data):
             backward(model, works[index], EXAMPLES * step + index)
-            norms.append(optimizer.collect())
+            norms.append(float(optimizer.collect()))
         optimizer.step(step)
     return norms, {name: p.detach().clone() for name, p in model.named_parameters()}
 

@@ -4,8 +4,10 @@ import hashlib
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from warpfold.ops.noise import Noise, dropout
+from warpfold.ops.gate import tail
+from warpfold.ops.noise import DropoutFactors, Noise, dropout, keep
 
 
 def draw(noise, stream=0, shape=(64, 512), rate=0.25):
@@ -76,3 +78,158 @@ def test_dropout_shares_an_axis_and_does_nothing_in_eval():
     y = dropout(x, 0.5, noise, 0, training=True, shared_axis=-2)
     assert torch.equal(y, y[:, :1].expand_as(y))
     assert torch.equal(dropout(x, 0.5, noise, 0, training=False), x)
+
+
+KEY = torch.tensor([0xF0E1D2C3, 0xFFFFFFFF + 5 * 0x85EBCA6B])
+DRAWS = {
+    "whole": ((5, 19, 64), (1216, 64, 1), 0),
+    "past 2^32": ((3, 5, 8), (2**33 + 40, 8, 1), 2**40 + 3),
+    "shared, turned": ((7, 1, 16), (1, 0, 7), 11),
+    "several blocks": ((40_000,), (3,), 1),
+    "nothing": ((3, 0, 4), (0, 4, 1), 0),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rate", [0.1, 0.15, 0.5, 1 / 3])
+def test_the_fast_way_draws_the_same(name, dtype, rate):
+    draw = (KEY, 17_000, rate, *DRAWS[name], dtype)
+    assert torch.equal(keep.fast(*draw), keep.definition(*draw))
+
+
+def test_torch_finds_the_operation_in_order():
+    checked = torch.library.opcheck(torch.ops.warpfold.keep.default, (KEY, 3, 0.2, *DRAWS["whole"], torch.float32))
+    assert set(checked.values()) == {"SUCCESS"}
+
+
+def factors(shape=(4, 1, 6), dtype=torch.float64):
+    noise = Noise()
+    noise.seed(2)
+    found = noise.factors(shape, 0.4, 1000, torch.empty((), dtype=dtype))
+    assert isinstance(found, DropoutFactors)
+    return found
+
+
+def test_slices_are_slices_of_the_whole():
+    whole = factors((4, 5, 6))
+    for axis, start, length in ((0, 1, 2), (-2, 3, 2), (2, 0, 5)):
+        assert torch.equal(whole.narrow(axis, start, length).draw(), whole.draw().narrow(axis, start, length))
+        turned = whole.narrow(axis, start, length).transpose(-3, -2)
+        assert torch.equal(turned.draw(), whole.draw().narrow(axis, start, length).transpose(-3, -2))
+        assert turned.shape == tuple(turned.draw().shape)
+
+
+def tail_arguments(n=3):
+    torch.manual_seed(0)
+    shapes = ((4, n, 6), (4, n, 8), (4, n, 8), (6, 8), (6,))
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def test_tail_is_one_operation_that_torch_finds_in_order():
+    """With factors that it draws: forward and backward are the definition's, and nothing is drawn beside them."""
+    given, seen = tail_arguments(), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "warpfold":
+                seen.append((function, args))
+            return function(*args, **(kwargs or {}))
+
+    for part in (factors(), factors((9, 3, 6)).narrow(0, 4, 4)):
+        seen.clear()
+        with Watch():
+            out = tail.fast(*given, part)
+            ours = [out, *torch.autograd.grad(out.sin().sum(), given)]
+        right = tail.definition(*given, part.draw())
+        for mine, theirs in zip(ours, [right, *torch.autograd.grad(right.sin().sum(), given)], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+        assert [function._opname for function, _ in seen] == ["tail", "tail_backward"]
+        for function, args in seen:
+            checked = torch.library.opcheck(function, tuple(a.detach() if torch.is_tensor(a) else a for a in args))
+            assert set(checked.values()) == {"SUCCESS"}
+
+
+def test_a_new_key_does_not_recompile():
+    """Nor does a new pass; and the graph has no break."""
+    torch._dynamo.reset()
+    noise, given = Noise(), tail_arguments()
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=backend, dynamic=False)
+    def run(*args):
+        return tail.fast(*args, noise.factors((4, 1, 6), 0.4, 1000, args[0]))
+
+    outs = []
+    for seed, index in ((1, 0), (2, 0), (2, 1)):
+        noise.seed(seed)
+        noise.at_pass(index)
+        outs.append(run(*given))
+        assert torch.equal(outs[-1], tail.fast(*given, noise.factors((4, 1, 6), 0.4, 1000, given[0])))
+    assert len(compiled) == 1
+    assert not torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[1], outs[2])
+
+
+def test_a_key_that_was_used_stays_what_it_was():
+    """A new one before the backward pass of the old one: each graph has its own."""
+    noise, given = Noise(), tail_arguments()
+    noise.seed(1)
+    first = noise.factors((4, 1, 6), 0.4, 1000, given[0])
+    out = tail.fast(*given, first)
+    expected = torch.autograd.grad(tail.definition(*given, first.draw()).sum(), given)
+    noise.at_pass(1)
+    noise.seed(3)
+    for ours, right in zip(torch.autograd.grad(out.sum(), given), expected):
+        torch.testing.assert_close(ours, right, rtol=1e-11, atol=1e-12)
+
+
+def test_the_key_moves_with_the_model_and_each_model_has_its_own():
+    class Layer(torch.nn.Module):
+        def __init__(self, noise):
+            super().__init__()
+            self.noise = noise
+
+    noise, other = Noise(), Noise()
+    model = torch.nn.Sequential(Layer(noise), Layer(noise))
+    noise.seed(1)
+    other.seed(2)
+    assert not torch.equal(noise.key, other.key)
+    model.to("meta", torch.bfloat16)
+    assert noise.key.is_meta
+    assert noise.key.dtype == torch.int64
+    noise.seed(3)
+    noise.at_pass(1)
+    assert noise.key.is_meta
+    assert not other.key.is_meta
+    assert not model.state_dict(), "a checkpoint does not hold it"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({1: (4, 1, 8)}, "o is not"),
+        ({2: (4, 1, 8)}, "g is not"),
+        ({1: (1, 3, 8), 2: (1, 3, 8)}, "o is not"),
+        ({0: (1, 3, 6)}, "o is not"),
+        ({3: (1, 8)}, "weight is not"),
+        ({3: (6, 4)}, "weight is not"),
+        ({4: (1,)}, "bias is not"),
+        ({5: (4, 3, 12)}, "the factors are not"),
+        ({5: (5, 1, 6)}, "the factors are not"),
+        ({5: (2, 4, 3, 6)}, "the factors are not"),
+    ],
+)
+def test_tails_of_other_shapes_are_refused(change, words):
+    """What the definition broadcasts it computes; what it does not is its error; a kernel would read past the end."""
+    shapes = {0: (4, 3, 6), 1: (4, 3, 8), 2: (4, 3, 8), 3: (6, 8), 4: (6,), 5: (4, 1, 6)} | change
+    given = [torch.randn(shape) for shape in shapes.values()]
+    assert words in tail.refuses(*given)
+    with pytest.raises(ValueError, match="warpfold::tail"):
+        tail.fast(*given)
+    if 5 in change:
+        assert words in tail.refuses(*given[:5], factors(change[5], torch.float32))

@@ -82,7 +82,7 @@ def trained(
     for step in steps:
         for index in range(step * config.accumulate + mesh.data.rank, (step + 1) * config.accumulate, data):
             part_of_loss(net, index, mesh.model.rank, model).backward()
-            norms.append(optimizer.collect())
+            norms.append(float(optimizer.collect()))
         optimizer.step(step)
     if look:
         look(optimizer)

@@ -24,7 +24,7 @@ def run(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
     for step in steps:
         for k in range(optimizer.config.accumulate):
             model(example(10 * step + k).to(optimizer.weights.dtype)).square().sum().backward()
-            norms.append(optimizer.collect())
+            norms.append(float(optimizer.collect()))
         optimizer.step(step)
     return norms
 
@@ -117,7 +117,7 @@ def test_clip_of_the_step_bounds_the_mean() -> None:
         optimizer = Optimizer(model, config)
         for factor in (100.0, 2 * mean - 100.0):
             (model.weight.sum() * factor).backward()
-            assert optimizer.collect() == pytest.approx(abs(factor), rel=1e-5)
+            assert float(optimizer.collect()) == pytest.approx(abs(factor), rel=1e-5)
         optimizer.step(0)
         assert float(optimizer.state()["moment1.weight"]) == pytest.approx(expected, rel=1e-4)
 

@@ -126,7 +126,8 @@ def test_every_operation_has_tasks(op: str, quick: bool) -> None:
 
 
 def test_every_kernel_is_tuned() -> None:
-    assert {task.kernel for task in tasks(places(TUNED))} >= set(kernels()) - {"norm_linear_wide"}
+    some = {name for name, kernel in kernels().items() if len(kernel.candidates) > 1}  # with one there is no choice
+    assert {task.kernel for task in tasks(places(TUNED))} >= some - {"norm_linear_wide"}
 
 
 def test_attention_is_tuned_at_every_width_of_the_model() -> None:

@@ -176,9 +176,7 @@ def within_residue_violations(
     overlap_tolerance: float = 1.5,
 ) -> AtomViolations:
     """Distances within residues outside what bond lengths, bond angles and radii allow (Supp. 1.9.11)."""
-    lower, upper = (
-        bound[aatype] for bound in _bounds(overlap_tolerance, tolerance_factor, atoms.dtype, atoms.device)
-    )
+    lower, upper = (bound[aatype] for bound in _bounds(overlap_tolerance, tolerance_factor, atoms.dtype, atoms.device))
     looked_at = (
         atom_mask[:, :, None] * atom_mask[:, None, :] * (1 - torch.eye(14, dtype=atoms.dtype, device=atoms.device))
     )

@@ -1,6 +1,7 @@
 """A plan: how a model runs, never what it computes.  Two plans of one model differ by rounding alone."""
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -133,11 +134,10 @@ def apply(plan: Plan, model: nn.Module, mesh: Mesh | None = None) -> nn.Module:
     _on_one_device(model, schedule, recomputed if plan.recompute else one_by_one)
     _compile(model, plan.compile)
     if plan.axial * plan.branch > 1:
-        try:
+        with ExitStack() as unless_done:  # never half a plan: some stacks cut and others not
+            unless_done.callback(_on_one_device, model, whole, one_by_one)
             _spread(plan, model, mesh)
-        except BaseException:  # never half a plan: some stacks cut and others not
-            _on_one_device(model, whole, one_by_one)
-            raise
+            unless_done.pop_all()
     model.dtype = DTYPES[plan.precision]  # type: ignore[assignment]  # read where a model makes its first m and z
     if plan.precision == "fp64":
         model.double()  # a reference run: parameters too

@@ -116,17 +116,23 @@ class Pulse:
         self._gone = False
         self._thread = threading.Thread(target=self._speak, daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> "Pulse":
         """Begin to speak to the store; the clock says from now on what this knows."""
         self._clock.explain = self.explain
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """End the thread, unless the store holds it."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Tell the others why this process fails.  Errors: TeamError for one that comes of another's failure."""
+        reason = self.why(error) if isinstance(error, LostError | dist.DistError) else error
+        if reason is not None:
+            self.tell(reason)
         with self._changed:
             self._end = True
             self._changed.notify_all()
-        self._thread.join(2 * BEAT)
+        self._thread.join(2 * BEAT)  # unless the store holds it
+        if reason is not None and reason is not error:
+            raise reason from error
 
     def tell(self, error: BaseException) -> None:
         """Let the others know why this process fails; of several the first counts."""

@@ -6,13 +6,10 @@ fire differs between ranks, and so does which parameters take part (samples with
 always sent in one order, and those that nothing came for are sent as the zeros that they are.
 """
 
-import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -34,35 +31,10 @@ from warpfold.parallel.exchange import (
     make_exchanges,
     no_weights,
 )
+from warpfold.parallel.inorder import InOrder
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.powersgd import make_compressor
 from warpfold.parallel.waits import Work, waiting
-
-
-class InOrder:
-    """Calls made one after another by a thread of their own, which does not keep the process from ending."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
-        threading.Thread(target=_run, args=(self._calls,), daemon=True).start()
-        weakref.finalize(self, self._calls.put, None)
-
-    def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Have `call` made after those before it; the future's result raises what it raised."""
-        future: Future[None] = Future()
-        self._calls.put((future, call))
-        return future
-
-
-def _run(calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
-    while (item := calls.get()) is not None:
-        future, call = item
-        try:
-            future.set_result(call())
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
-        del item, future, call  # nothing is kept alive while there is nothing to do
-
 
 HANDLE = "_warpfold_gradient_hook"  # the parameter's attribute that says who hears of its gradient
 
@@ -200,44 +172,45 @@ class Reducer:
 
     # A step
 
-    def weigh(self, factor: float) -> None:
+    def weigh(self, factor: Tensor) -> None:
         """What this rank's example, exchanged early, counts: its clipping factor, known only when all of it is."""
         self._late = self.gradient.new_empty(self.mesh.data.size)
-        self._late_work = self.data_wire.gather(self._late, self._late.new_tensor([factor]))
+        self._late_work = self.data_wire.gather(self._late, factor.to(self._late.dtype).reshape(1))
 
     def _weights(self) -> Tensor | None:
         """What each data rank's example counts, asked for when all has arrived."""
         self._late_work.wait()
         return self._late
 
-    def count(self, examples: int) -> None:
+    def count(self, examples: Tensor) -> None:
         """Begin to add up how many examples all data ranks have used since the last step; this one: `examples`."""
         if self.mesh.data.size > 1 and self._late is None:  # otherwise the weights say it
-            number = self.gradient.new_tensor([examples])
+            number = examples.to(self.gradient.dtype, copy=True).reshape(1)
             self._count = number, self.data_wire.begin_sum(number)
 
-    def used(self, examples: int) -> int:
+    def used(self, examples: Tensor) -> Tensor:
         """Return how many examples all data ranks have used since the last step; this one has used `examples`."""
         if self.mesh.data.size == 1:
             return examples
         if (weights := self._weights()) is not None:
-            return int(weights.count_nonzero())
+            return weights.count_nonzero()
         if self._count is None:
             self.count(examples)
         assert self._count is not None
         (number, work), self._count = self._count, None
         work.wait()
-        return int(number)
+        return number[0]
 
-    def mean(self, total: Tensor, examples: float) -> Tensor:
+    def mean(self, total: Tensor, examples: Tensor | float) -> Tensor:
         """The mean over the data ranks, and over the `examples` of each, in this rank's shard.
 
         total: each rank's sum over its examples, in the shard of its model rank; it is written over.
         examples: on average of the ranks; of 0 the result is 0.
         """
-        if not examples and self.compressor is not None:
+        if self.compressor is not None and not examples:  # to know it, the host waits
             return total  # 0; what the compressor carries over stays for the next step
-        examples = examples or 1
+        examples = torch.as_tensor(examples, dtype=torch.float64)
+        examples = torch.where(examples == 0, 1, examples)
         if self.mesh.data.size == 1:
             return total.div_(examples)
         if self.compressor is not None:
@@ -314,14 +287,17 @@ class Reducer:
             self.data_wire.sum(x)
         return x
 
-    def norm(self, shard: Tensor, data: bool, loss: Tensor | None = None) -> float:
-        """The norm of a flat vector from its shards; `data` as above.  NaN where any rank's `loss` is not finite."""
+    def norm(self, shard: Tensor, data: bool, loss: Tensor | None = None) -> Tensor:
+        """The norm of a flat vector from its shards, a number on the device; `data` as above.
+
+        NaN where any rank's `loss` is not finite.
+        """
         norm = torch.linalg.vector_norm(shard)
         if loss is not None:
             norm = norm + 0 * loss.detach()
         if self.mesh.model.size > 1 or (data and self.sharded):
             norm = self.sum_of_shards(norm.double().square(), data).sqrt()
-        return float(norm)
+        return norm
 
     def sent(self) -> Counter[str]:
         """Bytes that this rank has sent, by where and what."""

@@ -6,6 +6,7 @@ is not the same on all machines).
 """
 
 import json
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from warpfold.parallel.exchange import overheard
 from warpfold.parallel.mesh import Group, Mesh, check_grid, make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.pulse import Clock, Place, Pulse, TeamError
-from warpfold.parallel.waits import LostError, Work, waiting
+from warpfold.parallel.waits import Work, waiting
 
 PIECE = 2**26  # bytes of a broadcast that travel together
 POLL = 0.1  # seconds between two looks, while processes meet
@@ -76,6 +77,7 @@ class Team:
     launch: Launch = field(default_factory=Launch)
     mesh: Mesh = field(default_factory=Mesh)
     place: Place = field(default_factory=Place)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def leads(self) -> bool:
@@ -184,8 +186,9 @@ class Team:
         self._went_on(what, gradients=1)
 
     def _went_on(self, name: str, gradients: int = 0, slices: int = 0) -> None:
-        at = self.place
-        self.place = Place(at.meetings, at.gradients + gradients, at.slices + slices, name)
+        with self._lock:  # exchanges begin in a thread of their own (parallel/reducer.py)
+            at = self.place
+            self.place = Place(at.meetings, at.gradients + gradients, at.slices + slices, name)
 
 
 @dataclass(frozen=True)
@@ -267,24 +270,13 @@ def assembled(launch: Launch, plan: Plan, device: torch.device | str = "cpu") ->
         pulse = Pulse(
             store, launch.rank, launch.ranks, launch.keeper, plan.time_limit, clock, lambda: team.place, sharing
         )
-        pulse.start()
-        try:
-            with watched(team.note_slices), overheard(team.note_gradients):
-                team.mesh = make_mesh(plan.data, plan.axial, plan.branch, plan.time_limit)
-                yield team
-                team.share(None, "the end")  # so that nobody is gone who might hear that another failed
+        with pulse, watched(team.note_slices), overheard(team.note_gradients):
+            team.mesh = make_mesh(plan.data, plan.axial, plan.branch, plan.time_limit)
+            yield team
+            team.share(None, "the end")  # so that nobody is gone who might hear that another failed
             # Only where all went well: otherwise it would wait for collectives that others never join.
             with waiting("the end of the process groups"):
                 dist.destroy_process_group()
-        except (LostError, dist.DistError) as error:
-            reason = pulse.why(error)
-            pulse.tell(reason)
-            raise reason from error
-        except BaseException as error:
-            pulse.tell(error)
-            raise
-        finally:
-            pulse.stop()
 
 
 def _meet(launch: Launch, plan: Plan, device: torch.device) -> dist.Store:

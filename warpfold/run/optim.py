@@ -5,7 +5,6 @@ Adam and averaging are then a handful of operations whatever the number of param
 spent in the optimiser, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -127,24 +126,26 @@ class Optimizer:
             return Lamb(self.owned, betas, c.eps, c.weight_decay, norms)
         return Lars(self.owned, c.beta1, c.trust, c.weight_decay, norms)
 
-    def _expect(self, examples: int, used: int = 0) -> None:
+    def _expect(self, examples: int, used: Tensor | None = None) -> None:
         """Make ready for one more example; `examples` have been collected since the last step, `used` of them added.
 
         In the last one's backward pass the data ranks' exchange may begin, unless the clipping factor of that example
         has to be known first: contributions can be weighed when they have arrived only where it stands alone.
         """
-        self.examples, self.used = examples, used
+        self.examples = examples
+        self.used = torch.zeros((), device=self.weights.device, dtype=torch.float64) if used is None else used
         alone = self.share == 1
         weighed_late = alone and self.reducer.exchange.late_weights
         early = examples == self.share - 1 and (self.config.clip == "step" or weighed_late)
         self.reducer.begin(early, add_to=None if alone else self.total)
 
-    def collect(self, loss: Tensor | None = None) -> float:
+    def collect(self, loss: Tensor | None = None) -> Tensor:
         """Clip the gradient of one example by its global norm, add it to the step's sum, and clear it.
 
         Returns the norm before clipping, the same on all ranks that share the example; NaN where the `loss`, or any
         rank's part of it, is not finite.  An example whose norm is not finite adds nothing and does not count in the
         mean.  With clip = "step" nothing is clipped here, and such an example makes the step one that changes nothing.
+        The norm is a number on the device, and only who reads it waits for it.
         Errors: RuntimeError where the gradients do not come here any more.
         """
         if any(p.grad is not grad for p, grad in self._grads):
@@ -154,13 +155,15 @@ class Optimizer:
             )
         gradient = self.reducer.finish()
         norm = self.reducer.norm(gradient, data=False, loss=loss)
-        factor, used = 1.0, math.isfinite(norm)
-        if self.config.clip == "example":
-            factor = min(1.0, self.config.clip_norm / max(norm, 1e-12)) if used else 0.0
-        if self.reducer.early and self.config.clip == "example":
-            self.reducer.weigh(factor)
-        elif factor and not self.reducer.early:
-            self.total.add_(gradient, alpha=factor)
+        used = norm.isfinite()
+        if self.config.clip == "step":
+            if not self.reducer.early:
+                self.total.add_(gradient)
+        elif self.reducer.early:
+            self.reducer.weigh(torch.where(used, self._factor(norm), 0))
+        else:
+            gradient.masked_fill_(~used, 0)  # zero times NaN is none
+            self.total.addcmul_(gradient, torch.where(used, self._factor(norm), 0).to(gradient.dtype))
         self.gradient.zero_()
         self._expect(self.examples + 1, self.used + used)
         if self.examples == self.share:
@@ -176,7 +179,12 @@ class Optimizer:
         rate = learning_rate(self.config, step)
         used = self.reducer.used(self.used)  # by all ranks
         mean = self.reducer.mean(self.total, used / self.mesh.data.size)
-        if used if self.config.clip == "example" else used == self.config.accumulate and self._clipped(mean):
+        good = used > 0
+        if self.config.clip == "step":
+            norm = self.reducer.norm(mean, data=True)
+            mean.mul_(self._factor(norm))
+            good = (used == self.config.accumulate) & norm.isfinite()
+        if bool(good):  # the one number of an update that the host waits for
             self.rule.step(rate, mean)
             self.average.lerp_(self.owned, 1 - self.config.average_decay)
             self.reducer.spread(self.owned, self.weights)
@@ -188,11 +196,9 @@ class Optimizer:
             check_replicas(self.weights, self.layout, self.mesh.world, f"after step {step + 1}")
         return rate
 
-    def _clipped(self, mean: Tensor) -> bool:
-        """Clip the mean gradient by its norm; whether it is finite."""
-        norm = self.reducer.norm(mean, data=True)
-        mean.mul_(min(1.0, self.config.clip_norm / max(norm, 1e-12)))
-        return math.isfinite(norm)
+    def _factor(self, norm: Tensor) -> Tensor:
+        """Return what brings a gradient of this norm within clip_norm, float64 as Python's numbers; 1 at most."""
+        return (self.config.clip_norm / norm.double().clamp(min=1e-12)).clamp(max=1.0)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -64,12 +64,12 @@ class Norms:
         owners.append(len(names))
         lengths.append(len(like) // ALIGN - end)
         self._owners = torch.tensor(owners, device=like.device)
-        self._lengths = torch.tensor(lengths, device=like.device)
+        self._lengths, self._rows = torch.tensor(lengths, device=like.device), sum(lengths)
 
     def __call__(self, flat: Tensor) -> Tensor:
         """The norm of each parameter's part of the whole flat vector, [parameters]."""
         rows = flat.view(-1, ALIGN).square().sum(1).double()
-        sums = torch.segment_reduce(rows, "sum", lengths=self._lengths)
+        sums = torch.segment_reduce(rows, "sum", lengths=self._lengths, unsafe=True)  # to check them is to read them
         squares = sums.new_zeros(self._names + 1)
         squares[self._owners[1::2]] = sums[1::2]  # a shard has at most one part of a parameter
         return self._total(squares)[:-1].sqrt().to(flat.dtype)
@@ -77,7 +77,7 @@ class Norms:
     def spread(self, numbers: Tensor) -> Tensor:
         """A number for each parameter -> for every row of `ALIGN` elements, [rows, 1]; 1 between the parameters."""
         padded = torch.cat([numbers, numbers.new_ones(1)])
-        return padded[self._owners].repeat_interleave(self._lengths)[:, None]
+        return padded[self._owners].repeat_interleave(self._lengths, output_size=self._rows)[:, None]
 
 
 class Lamb:
@@ -100,7 +100,7 @@ class Lamb:
         self.steps += 1
         m.lerp_(gradient, 1 - beta1)
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        steps = float(self.steps)
+        steps = self.steps.double()  # on the device: a number that is read is waited for
         root = (v / (1 - beta2**steps)).sqrt_().add_(self._eps)
         update = (m / (1 - beta1**steps)).div_(root).add_(self._weights, alpha=self._decay)
         have, want = self._norms(self._weights), self._norms(update)

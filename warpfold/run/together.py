@@ -51,9 +51,10 @@ class Sums:
     names: tuple[str, ...]
     parts: Gathering
 
-    def wait(self) -> dict[str, float]:
-        """Return the sums, the same on all that share the example."""
-        return {name: sum(parts) for name, parts in zip(self.names, self.parts.wait().T.tolist())}
+    def wait(self) -> Tensor:
+        """Return the sums [names], the same on all that share the example; float64, on the device."""
+        first, *others = self.parts.wait()
+        return sum(others, first)
 
 
 def summing(parts: Mapping[str, Tensor], team: Team) -> Sums:

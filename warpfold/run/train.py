@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from warpfold import settings
 from warpfold.batch import Batch, to_tensors
@@ -73,8 +74,7 @@ def train(
     team: the processes that train together, as `config.plan` wants them; all call this, the first one writes.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
-    team = team or Team()
-    sources, held_out = hold_out(data, config)
+    team, (sources, held_out) = team or Team(), hold_out(data, config)
     source = origin(sources, init, team)
     model = initial_model(config, init, team).to(device)
     apply(config.plan, model, team.mesh)
@@ -92,25 +92,24 @@ def train(
             log(validate(model, optimizer, held_out, config, step, team))  # what a kill came before, after a resume
         stop = heard(signals, team)
         while step < config.train.steps and not stop:
-            recycles, seen = draw_recycles(config, step), []  # the same on every rank
+            recycles, looks = draw_recycles(config, step), []  # the same on every rank
             clock.begin()
             for example in take(examples, optimizer.share, clock, team):
-                batch = example.features
                 model.noise.seed(config.train.seed, example.index)  # of dropout
-                output = model(batch, recycles)  # Algorithms 2 and 30 to 32
-                loss, terms = total_loss(output, batch, config.loss, residues=model.residues)  # Supp. 1.9, equation 7
+                output = model(example.features, recycles)  # Algorithms 2 and 30 to 32
+                loss, terms = total_loss(output, example.features, config.loss, residues=model.residues)  # Supp. 1.9
                 sums = summing({"": loss, **terms}, team)  # over those that share the example
                 loss.backward()
-                norm = optimizer.collect(loss)  # clip the gradient of this example, add it to the step's (Supp. 1.11.3)
-                seen.append(look(example, output, sums, norm))
-                keep_if_not_finite(run, config, optimizer, example, seen[-1], step, recycles, team)
-            told = tell(step + 1, seen, clock, ledger, signals, team)
-            rate = optimizer.step(step)  # the mean over the examples; Adam; the moving average of the weights
-            step += 1
+                norm = optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
+                looks.append(look(example, output, sums, norm))
+            seen = read(looks)  # here the host waits for the device, and nowhere before
+            for one, of in zip(seen, looks):
+                keep_if_not_finite(run, config, optimizer, of.example, one, step, recycles, team)
+            told = tell(step + 1, seen, clock, ledger, signals, team)  # on its way while the optimiser works
+            rate, step = optimizer.step(step), step + 1  # the mean over the examples; Adam; the moving average
             seen, came = meet(told, clock, examples, ledger, team)  # those of all ranks
             log(step_row(step, seen, rate, recycles, clock))
             skipped.add(step, seen)
-
             stop = came if team.launch.ranks > 1 else signals.came
             if step == config.train.steps or stop or due(step, config.train.save_every):
                 notes = {"loader": used_by_all(examples, team), "skipped": skipped.places, **source}
@@ -280,26 +279,45 @@ def keep_if_not_finite(
 # Looking at what came out
 
 
-def look(example: Sample, output: Output, sums: Sums, norm: float) -> Seen:
-    """What an example came to, as plain numbers; sums: of the loss, "", and its terms."""
-    plain = sums.wait()
-    batch = example.features
-    return Seen(
-        key=example.name,
-        length=len(batch["aatype"]),
-        loss=plain.pop(""),
-        norm=norm,
-        lddt_ca=ca_lddt(output, batch),
-        terms=plain,
-        index=example.index,
-    )
+@dataclass(frozen=True)
+class Look:
+    """What an example came to: its loss, its terms by `names`, the norm of its gradient and lDDT-Ca, on the device."""
+
+    example: Sample
+    names: tuple[str, ...]
+    numbers: Tensor  # float64
 
 
-def ca_lddt(output: Output, batch: Batch) -> float:
-    """lDDT-Ca of the predicted structure, 0 to 1; NaN where the truth has fewer than two Ca."""
-    predicted = output.structure.final_atom37[:, [CA]].detach().numpy(force=True)
-    truth, mask = (batch[name][:, [CA]].numpy(force=True) for name in ("all_atom_positions", "all_atom_mask"))
-    return metrics.lddt(predicted, truth, mask)
+def look(example: Sample, output: Output, sums: Sums, norm: Tensor) -> Look:
+    """Note what an example came to, without waiting for it; sums: of the loss, "", and its terms."""
+    others = torch.stack([norm.double(), ca_lddt(output, example.features)])
+    return Look(example, sums.names, torch.cat([sums.wait(), others]))
+
+
+def read(looks: Sequence[Look]) -> list[Seen]:
+    """What the examples of a step came to, as plain numbers: one copy from the device, which is waited for."""
+    seen = []
+    for of, (*plain, norm, lddt) in zip(looks, torch.stack([of.numbers for of in looks]).tolist()):
+        terms = dict(zip(of.names, plain))
+        loss, length = terms.pop(""), len(of.example.features["aatype"])
+        seen.append(Seen(of.example.name, length, loss, norm, lddt, terms, of.example.index))
+    return seen
+
+
+@torch.no_grad()
+def ca_lddt(output: Output, batch: Batch) -> Tensor:
+    """lDDT-Ca of the predicted structure, 0 to 1; NaN where the truth has no two Ca that count.
+
+    As `metrics.lddt`, but on the device, where it costs a training step next to nothing: a number there, in float64.
+    """
+    points, truth = output.structure.final_atom37[:, CA].double(), batch["all_atom_positions"][:, CA].double()
+    moved, distance = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (points, truth))
+    known = batch["all_atom_mask"][:, CA] > 0
+    pairs = (distance < metrics.LDDT_RADIUS) & known[:, None] & known
+    pairs = pairs & ~torch.eye(len(known), dtype=torch.bool, device=known.device)
+    error = (moved - distance).abs()
+    kept = torch.stack([(error < tolerance) & pairs for tolerance in metrics.LDDT_TOLERANCES])
+    return kept.sum().double() / (len(kept) * pairs.sum())
 
 
 @torch.no_grad()
@@ -326,7 +344,7 @@ def validate(
             features = make_features(raw, config.data, config.train.seed, (key, "validation"), passes)
             batch = to_tensors(features, device)
             apply(replace(inference_plan(batch, config.plan.precision), kernels=config.plan.kernels), model)
-            found[key] = ca_lddt(model(batch), batch)
+            found[key] = float(ca_lddt(model(batch), batch))
     apply(config.plan, model, team.mesh).train()
     every = {key: lddt for part in team.share(found, "validation") for key, lddt in part.items()}
     return validation_row(step, {key: every[key] for _, key in held_out})
