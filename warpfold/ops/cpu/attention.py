@@ -33,7 +33,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) 
         ob = torch.bmm(work.narrow(wide), vb, out=o[: len(vb)]).unflatten(0, wide.shape[:2])
         torch.div(ob, sums, out=out[batch, rows].transpose(1, 2))
         torch.add(top, sums.log2_(), out=lse[batch, rows][..., None]).mul_(math.log(2))
-        lse[batch, rows].masked_fill_(lost[..., 0], float("-inf"))
+        lse[batch, rows].masked_fill_(lost[..., 0], float("inf"))
     return out, lse
 
 
@@ -56,7 +56,7 @@ def backward(
     values, outward, slopes = work.buffer(v), work.buffer(out), work.buffer_of_logits()
     dqs, dks, dvs = work.buffer(q), work.buffer(k), work.buffer(v)
     for batch, rows in work.blocks():
-        lost = (lse[batch, rows] == float("-inf"))[..., None]
+        lost = (lse[batch, rows] == float("inf"))[..., None]
         weights = work.logits(batch, rows, lse)
         alike = work.alike(weights, batch, rows, lost)
         weights.exp2_()
@@ -146,7 +146,7 @@ class _Rows:
         less = None
         if lse is not None:
             less = lse[batch, rows]
-            less = (less.masked_fill(less == float("-inf"), 0) * LOG2E)[..., None]
+            less = (less.masked_fill(less == float("inf"), 0) * LOG2E)[..., None]
         start = self.wide[: len(q)].unflatten(0, n)
         if self.thin is self.wide and (bias is not None or less is not None):
             # The product is added to what the block begins with.

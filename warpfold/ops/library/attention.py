@@ -118,7 +118,7 @@ def _shared(bias: Tensor | None, lead: tuple[int, ...], q: Tensor, k: Tensor) ->
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """q [B, R, Q, h, d], k [B, R, K, h, d], v [B, R, K, h, e], mask [B, R, K], bias [B, h, Q, K]
     -> out [B, R, Q, h, e], and the logarithm of the softmax's sum, [B, R, h, Q] in fp32 (fp64 of fp64): natural,
-    over the keys that are not masked; -inf where all are, or have a bias of -inf."""
+    over the keys that are not masked; inf, so that each weighs 0, where there are none or all have a bias of -inf."""
     _require("warpfold::attention", q, k, v, mask, bias)
     out, lse = implementation("attention", q).forward(q, k, v, mask, bias)
     return out, lse

@@ -6,8 +6,8 @@ With s the logits, p = e^(s - lse) their weights, o the output and do its gradie
 
 dq owns queries of some rows and runs over the keys; dk and dv own keys of some rows and run over the queries, all of it
 transposed; dbias owns a tile of queries and keys and runs over the rows.  The weights are computed anew in each.
-A query of which no unmasked key counts (all keys are masked, or the others have a bias of -inf) has lse = -inf.  It
-weighs its masked keys alike, and its logits have no gradient; without masked keys all of it is NaN.
+A query of which no unmasked key counts (all keys are masked, or the others have a bias of -inf) has lse = inf, so that
+p = 0.  It weighs its masked keys alike, and its logits have no gradient; without masked keys all of it is NaN.
 """
 
 # mypy: disable-error-code="assignment,attr-defined"
@@ -28,7 +28,6 @@ from warpfold.ops.triton.attention_tiles import (
     power,
     row_of,
     store_tile,
-    weighed,
 )
 
 
@@ -139,7 +138,7 @@ def attention_dq(
         tl.store(delta + line * queries + i, d, mask=i < limit)
         do_tiles = do_tiles + (do_tile,)
         deltas = deltas + (d,)
-        logs = logs + (weighed(tl.load(lse + line * queries + i, mask=i < queries, other=0.0)),)
+        logs = logs + (tl.load(lse + line * queries + i, mask=i < queries, other=0.0),)
         sums = sums + (tl.zeros([BLOCK_Q, WIDTH if WIDTH > 16 else 16], tl.float32),)
         first = first_masked(mask, mask_at, batch, row, rows, keys, 1)
         tl.store(firsts + batch.to(tl.int64) * rows + row, first, mask=(tile == 0) & (head == 0))
@@ -160,6 +159,16 @@ def attention_dq(
         limit = tl.where(first_row + n < rows, queries, 0)
         dq_row = row_of(dq, dq_at, batch, first_row + n, head, UNIT)
         store_tile(dq_row, sums[n] * WIDTH**-0.5, i, dq_at[2], limit, WIDTH, UNIT)
+
+
+@triton.jit
+def _some_lost(lse: tl.tensor, queries: tl.tensor) -> tl.tensor:
+    """Whether some query of a row weighs masked keys alone."""
+    most = tl.full([SCAN], float("-inf"), tl.float32)
+    for start in range(0, queries, SCAN):
+        i = start + tl.arange(0, SCAN)
+        most = tl.maximum(most, tl.load(lse + i, mask=i < queries, other=float("-inf")))
+    return tl.max(most, 0) == float("inf")
 
 
 @triton.jit
@@ -184,7 +193,7 @@ def _alike(
     total = tl.zeros([WIDTH if WIDTH > 16 else 16], tl.float32)
     for start in range(0, queries, BLOCK_Q):
         i = start + tl.arange(0, BLOCK_Q)
-        lost = tl.load(lse + i, mask=i < queries, other=0.0) == float("-inf")
+        lost = tl.load(lse + i, mask=i < queries, other=0.0) == float("inf")
         do_tile = load_tile(grad, i, stride, queries, WIDTH, UNIT).to(tl.float32)
         total += tl.sum(tl.where(lost[:, None], do_tile, 0.0), 0)
     return (total / count)[None, :], count
@@ -228,12 +237,11 @@ def attention_dkdv(
     j = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     bias += at(batch, bias_at[0], BIAS_UNIT) + at(head, bias_at[1], BIAS_UNIT)
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
-    k_tiles, v_tiles, lows, dk_sums, dv_sums = (), (), (), (), ()
+    k_tiles, v_tiles, dk_sums, dv_sums = (), (), (), ()
     for n in tl.static_range(ROWS):
         row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
         k_tiles = k_tiles + (load_tile(row_of(k, k_at, batch, row, head, UNIT), j, k_at[2], keys, WIDTH, UNIT),)
         v_tiles = v_tiles + (load_tile(row_of(v, v_at, batch, row, head, UNIT), j, v_at[2], keys, WIDTH, UNIT),)
-        lows = lows + (tl.full([BLOCK_Q], float("inf"), tl.float32),)
         dk_sums = dk_sums + (tl.zeros([BLOCK_K, WIDTH if WIDTH > 16 else 16], tl.float32),)
         dv_sums = dv_sums + (tl.zeros([BLOCK_K, WIDTH if WIDTH > 16 else 16], tl.float32),)
 
@@ -241,7 +249,7 @@ def attention_dkdv(
         i = start + tl.arange(0, BLOCK_Q)
         if BIASED:
             b = load_bias(bias, bias_at[2], i[None, :], j[:, None], queries, bias_keys).to(tl.float32)
-        new_lows, new_dk, new_dv = (), (), ()
+        new_dk, new_dv = (), ()
         for n in tl.static_range(ROWS):
             row = tl.minimum(first_row + n, rows - 1)
             line = ((batch.to(tl.int64) * rows + row) * heads + head) * queries
@@ -249,16 +257,15 @@ def attention_dkdv(
             do_tile = load_tile(row_of(grad, grad_at, batch, row, head, UNIT), i, grad_at[2], queries, WIDTH, UNIT)
             logs = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
             d = tl.load(delta + line + i, mask=i < queries, other=0.0)
-            new_lows = new_lows + (tl.minimum(lows[n], logs),)
             s = tl.dot(k_tiles[n], tl.trans(q_tile), input_precision="ieee") * WIDTH**-0.5
             if BIASED:
                 s += b
-            p = power(s, weighed(logs)[None, :], EXACT)
+            p = power(s, logs[None, :], EXACT)
             dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, acc=dv_sums[n], input_precision="ieee")
             ds = p * (tl.dot(v_tiles[n], tl.trans(do_tile), input_precision="ieee") - d[None, :])
             new_dk = new_dk + (tl.dot(ds.to(q_tile.dtype), q_tile, acc=dk_sums[n], input_precision="ieee"),)
             new_dv = new_dv + (dv_sum,)
-        lows, dk_sums, dv_sums = new_lows, new_dk, new_dv
+        dk_sums, dv_sums = new_dk, new_dv
 
     for n in tl.static_range(ROWS):
         limit = tl.where(first_row + n < rows, keys, 0)
@@ -268,8 +275,8 @@ def attention_dkdv(
         dv_row = row_of(dv, dv_at, batch, first_row + n, head, UNIT)
         store_tile(dk_row, tl.where(keep, dk_sums[n], 0.0) * WIDTH**-0.5, j, dk_at[2], limit, WIDTH, UNIT)
         dv_tile = tl.where(keep, dv_sums[n], 0.0)
-        if tl.min(lows[n], 0) == float("-inf"):
-            lines = lse + ((batch.to(tl.int64) * rows + row) * heads + head) * queries
+        lines = lse + ((batch.to(tl.int64) * rows + row) * heads + head) * queries
+        if _some_lost(lines, queries):
             each, hidden = _alike(
                 *(row_of(grad, grad_at, batch, row, head, UNIT), grad_at[2], lines),
                 *(mask + at(batch, mask_at[0], 1) + at(row, mask_at[1], 1), queries, keys, WIDTH, UNIT, BLOCK_Q),
@@ -330,7 +337,7 @@ def attention_dbias(
         k_tile = load_tile(row_of(k, k_at, batch, row, head, UNIT), j, k_at[2], keys, WIDTH, UNIT)
         v_tile = load_tile(row_of(v, v_at, batch, row, head, UNIT), j, v_at[2], keys, WIDTH, UNIT)
         do_tile = load_tile(row_of(grad, grad_at, batch, row, head, UNIT), i, grad_at[2], queries, WIDTH, UNIT)
-        logs = weighed(tl.load(lse + line + i, mask=i < queries, other=float("inf")))
+        logs = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
         d = tl.load(delta + line + i, mask=i < queries, other=0.0)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * WIDTH**-0.5 + b
         p = power(s, logs[:, None], EXACT)

@@ -150,6 +150,6 @@ def attention_forward(
         limit = tl.where(first_row + n < rows, queries, 0)
         out_row = row_of(out, out_at, batch, first_row + n, head, UNIT)
         store_tile(out_row, sums[n] / total[n][:, None], i, out_at[2], limit, WIDTH, UNIT)
-        logs = tl.where(best[n] == NEVER, float("-inf"), best[n] + tl.log(total[n]))
+        logs = tl.where((best[n] == NEVER) | (total[n] == 0), float("inf"), best[n] + tl.log(total[n]))
         lse_row = lse + ((batch.to(tl.int64) * rows + first_row + n) * heads + head) * queries
         tl.store(lse_row + i, logs, mask=i < limit)

@@ -98,12 +98,6 @@ def power(s: tl.tensor, shift: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def weighed(lse: tl.tensor) -> tl.tensor:
-    """The logarithms of the sums of queries of which some unmasked key counts; of others infinite: all weigh 0."""
-    return tl.where(lse == float("-inf"), float("inf"), lse)
-
-
-@triton.jit
 def first_masked(
     mask: tl.tensor,
     strides: tl.tuple,
