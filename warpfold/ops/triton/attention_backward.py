@@ -188,7 +188,7 @@ def _alike(
     hidden = tl.zeros([SCAN], tl.int32)
     for start in range(0, keys, SCAN):
         j = start + tl.arange(0, SCAN)
-        hidden += tl.where(tl.load(mask + j, j < keys, 1) == 0, 1, 0)
+        hidden += tl.where((j < keys) & (tl.load(mask + j, j < keys, 0) == 0), 1, 0)
     count = tl.sum(hidden, 0)
     total = tl.zeros([WIDTH if WIDTH > 16 else 16], tl.float32)
     for start in range(0, queries, BLOCK_Q):
