@@ -93,12 +93,44 @@ def test_a_masked_row_is_the_mean_and_its_logits_have_no_gradient() -> None:
     assert bool(dv[0].any())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("logits", [1, 2**20])
+def test_a_bias_of_minus_infinity(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, logits: int) -> None:
+    """Where it leaves a query no key but masked ones, these are attended to alike, as the definition has it."""
+    monkeypatch.setattr(cpu, "BLOCK", logits)
+    q, k, v, bias = given(*3 * [(4, 9, 2, 8)], (1, 2, 9, 9))
+    bias[..., :5] = float("-inf")
+    bias[..., 3, 5:8] = float("-inf")
+    mask = torch.ones(4, 9)
+    mask[1, 5:] = 0  # leaves no query of row 1 a key that it attends to
+    mask[2, 7:] = 0
+    mask[3] = 0
+    assert not mistakes(MASK_LAST, [q, k, v, bias], 0, dtype, mask=mask)
+
+
+def test_a_query_without_any_key_is_not_a_number() -> None:
+    q, k, v, bias = (t.requires_grad_() for t in given(*3 * [(2, 6, 2, 4)], (1, 2, 6, 6)))
+    mask = torch.ones(2, 6)
+    mask[1, 4:] = 0
+    none = torch.zeros(1, 1, 6, 1, dtype=torch.float64)
+    none[..., 2, :] = float("-inf")
+    results = []
+    for run in (attention.fast, attention.definition):
+        out = run(q, k, v, mask, bias + none)
+        results.append([out, *torch.autograd.grad(out.sum(), (q, k, v, bias))])
+    for ours, true in zip(*results):
+        torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11, equal_nan=True)
+    assert results[0][0][0, 2].isnan().all()
+    assert not results[0][0][1].isnan().any()
+
+
 def test_the_logarithms_are_those_of_the_softmax_sums() -> None:
     q, k, v = given(*3 * [(1, 3, 5, 2, 4)])
     mask = _mask(1, 3, 5)
     _, lse = cpu.forward(q, k, v, mask, None)
     logits = torch.einsum("brqhd,brkhd->brhqk", q, k) / 2
     expected = logits.masked_fill(mask[:, :, None, None] == 0, float("-inf")).logsumexp(-1)
+    expected = expected.masked_fill(expected == float("-inf"), float("inf"))  # of a row that is masked throughout
     torch.testing.assert_close(lse, expected)
 
 

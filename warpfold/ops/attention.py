@@ -14,6 +14,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None
 
     q [*, Q, h, d], k [*, K, h, d], v [*, K, h, e], mask [*, K] (1 = attend), bias [*, h, Q, K] (axes of size 1 are
     shared) -> [*, Q, h, e] in the dtype of q.  A fully masked row attends to all its keys alike, as the official code.
+    So does a query with a bias of -inf at every unmasked key, to its masked ones; it is NaN if there are none.
     """
     # Heads to the front, laid out in order: products of strided matrices are slow on every device.
     q, k, v = (t.transpose(-2, -3).contiguous() for t in (q * q.shape[-1] ** -0.5, k, v))

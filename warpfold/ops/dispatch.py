@@ -7,12 +7,13 @@ refuse what it was not made for, with a reason; the definition then computes it,
 
 import functools
 import importlib
+import importlib.util
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from warpfold.errors import UserError
 # fast: the fast way where it does not refuse; strict: likewise, but a refusal is an error; definition: never.
 Kernels = Literal["fast", "strict", "definition"]
 
+TRITON = importlib.util.find_spec("triton") is not None  # looked for, and not loaded
 EMPTY = ""  # the reason where there is nothing to compute: not worth a word
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -139,24 +141,28 @@ def implementation(name: str, x: Tensor) -> ModuleType:
 def refuses_device(*tensors: Tensor | None) -> str | None:
     """Why no fast way serves the devices and dtypes of the tensors; None if one does."""
     given = [t for t in tensors if t is not None]
-    device = given[0].device
-    if any(t.device != device for t in given):
-        return "its tensors are on several devices"
-    if device.type == "cuda" or _interpreting:
-        return _refuses_triton(device) or next((_refuses_dtype(t) for t in given if _refuses_dtype(t)), None)
+    device, kernels = given[0].device, place(given[0]) == "triton"
+    for t in given:
+        if t.device != device:
+            return "its tensors are on several devices"
+        if kernels and t.dtype == torch.float64:
+            return "in fp64 no kernel is exact"
+    if kernels:
+        return _refuses_triton(device)
     return None if device.type == "cpu" else f"nothing faster was written for {device.type}"
 
 
-def _refuses_dtype(x: Tensor) -> str | None:
-    return "in fp64 no kernel is exact" if x.dtype == torch.float64 else None
+def _refuses_triton(device: torch.device) -> str | None:
+    """Traced whole by torch.compile: that takes the properties of a device for a constant, but not a cache of ours."""
+    if not TRITON:
+        return "triton is not installed (pip install triton)"
+    if device.type == "cuda" and torch.version.hip is None:
+        properties = torch.cuda.get_device_properties if torch.compiler.is_compiling() else _properties
+        if properties(device).major < 8:
+            return "GPUs before Ampere (compute capability 8.0) have no kernels"
+    return None
 
 
 @functools.cache
-def _refuses_triton(device: torch.device) -> str | None:
-    try:
-        importlib.import_module("triton")
-    except ImportError:
-        return "triton is not installed (pip install triton)"
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return "GPUs before Ampere (compute capability 8.0) have no kernels"
-    return None
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)

@@ -22,16 +22,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) 
     work = _Rows(q, k, mask, bias, lse.dtype, BLOCK)
     values, o = work.buffer(v), work.buffer(out)
     for batch, rows in work.blocks():
-        wide, dead = work.logits(batch, rows, None)
+        wide = work.logits(batch, rows, None)
         top = wide.amax(-1, keepdim=True)
+        lost = top == float("-inf")
+        if work.alike(wide, batch, rows, lost) is not None:
+            top = wide.amax(-1, keepdim=True)
         wide.sub_(top).exp2_()
         sums = wide.sum(-1, keepdim=True)
         vb = _heads_first(v[batch, rows], values)
         ob = torch.bmm(work.narrow(wide), vb, out=o[: len(vb)]).unflatten(0, wide.shape[:2])
         torch.div(ob, sums, out=out[batch, rows].transpose(1, 2))
         torch.add(top, sums.log2_(), out=lse[batch, rows][..., None]).mul_(math.log(2))
-        if dead is not None:
-            lse[batch, rows].masked_fill_(dead[:, None, None], float("-inf"))
+        lse[batch, rows].masked_fill_(lost[..., 0], float("inf"))
     return out, lse
 
 
@@ -54,7 +56,9 @@ def backward(
     values, outward, slopes = work.buffer(v), work.buffer(out), work.buffer_of_logits()
     dqs, dks, dvs = work.buffer(q), work.buffer(k), work.buffer(v)
     for batch, rows in work.blocks():
-        weights, dead = work.logits(batch, rows, lse)
+        lost = (lse[batch, rows] == float("inf"))[..., None]
+        weights = work.logits(batch, rows, lse)
+        alike = work.alike(weights, batch, rows, lost)
         weights.exp2_()
         # What `lse` lost in rounding: the weights' sum is not quite 1.  It is the gradient that is divided by it.
         one = weights.sum(-1, keepdim=True).transpose(1, 2)
@@ -65,8 +69,8 @@ def backward(
         dv[batch, rows].transpose(1, 2).copy_(dvb.unflatten(0, n))
         delta = (db * out[batch, rows]).sum(-1).transpose(1, 2)[..., None]
         ds = work.product(do, vb.mT, slopes).unflatten(0, n).sub_(delta).mul_(weights)
-        if dead is not None:
-            ds.masked_fill_(dead[:, None, None, None], 0)
+        if alike is not None:
+            ds.masked_fill_(alike, 0)
         if bias_wanted:
             for row in ds:
                 total[batch] += row
@@ -121,22 +125,28 @@ class _Rows:
             return into[: len(a)].baddbmm_(a, b, beta=0, alpha=alpha)
         return into[: len(a)].copy_(self.thin[: len(a)].baddbmm_(a, b, beta=0, alpha=alpha))
 
-    def logits(self, batch: int, rows: slice, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Of one block, [rows, h, Q, K], times log2(e) and less `lse`; and which rows are masked throughout.
+    def alike(self, wide: Tensor, batch: int, rows: slice, lost: Tensor) -> Tensor | None:
+        """Set the logits of masked keys to 0 for queries that have no other: all are masked, or a bias of -inf says so.
 
-        Masked keys: -inf, or 0 in those rows (which a mask over all keys cannot tell apart).  None: no row is.
+        lost [rows, h, Q, 1]: which queries those are.  Returns which logits were set, or None for none at all.
         """
+        if not bool(lost.any()):
+            return None
+        lost = lost if self.bias is not None else lost[:, :1, :1]  # without a bias whole rows are
+        even = lost & self.hidden[batch, rows][:, None, None]
+        wide.masked_fill_(even, 0)
+        return even
+
+    def logits(self, batch: int, rows: slice, lse: Tensor | None) -> Tensor:
+        """Of one block, [rows, h, Q, K], times log2(e) and less `lse` where that is finite; -inf for masked keys."""
         q, k = _heads_first(self.q[batch, rows], self.queries), _heads_first(self.k[batch, rows], self.keys)
         n = (len(q) // self.q.shape[3], self.q.shape[3])
         alpha = self.q.shape[-1] ** -0.5 * LOG2E
-        hidden = self.hidden[batch, rows]
-        dead = hidden.all(-1) if self.masked else None
-        dead = dead if dead is not None and bool(dead.any()) else None
         bias = None if self.bias is None else self.bias[batch]
         less = None
         if lse is not None:
-            less = lse[batch, rows] if dead is None else lse[batch, rows].masked_fill(dead[:, None, None], 0)
-            less = (less * LOG2E)[..., None]
+            less = lse[batch, rows]
+            less = (less.masked_fill(less == float("inf"), 0) * LOG2E)[..., None]
         start = self.wide[: len(q)].unflatten(0, n)
         if self.thin is self.wide and (bias is not None or less is not None):
             # The product is added to what the block begins with.
@@ -153,10 +163,8 @@ class _Rows:
             if less is not None:
                 wide.sub_(less)
         if self.masked:
-            wide.masked_fill_(hidden[:, None, None], float("-inf"))
-        if dead is not None:
-            wide.masked_fill_(dead[:, None, None, None], 0)
-        return wide, dead
+            wide.masked_fill_(self.hidden[batch, rows][:, None, None], float("-inf"))
+        return wide
 
 
 def _heads_first(x: Tensor, into: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None
 
 def global_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """As `ops.attention.global_attention`: its heads are the queries of one head."""
-    return attention(q[..., None, :], k[..., None, :], v[..., None, :], mask)[..., 0, :]
+    return attention(q.unsqueeze(-2), k.unsqueeze(-2), v.unsqueeze(-2), mask).squeeze(-2)
 
 
 def small(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> bool:
@@ -67,7 +67,7 @@ def refuses_global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> str | None:
     """Why the fast way does not take these, or None."""
     if 0 in (q.dim(), k.dim(), v.dim()):
         return "q, k or v has no axes"
-    return refuses(q[..., None, :], k[..., None, :], v[..., None, :], mask)
+    return refuses(q.unsqueeze(-2), k.unsqueeze(-2), v.unsqueeze(-2), mask)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Operand, ...]:
@@ -118,7 +118,7 @@ def _shared(bias: Tensor | None, lead: tuple[int, ...], q: Tensor, k: Tensor) ->
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """q [B, R, Q, h, d], k [B, R, K, h, d], v [B, R, K, h, e], mask [B, R, K], bias [B, h, Q, K]
     -> out [B, R, Q, h, e], and the logarithm of the softmax's sum, [B, R, h, Q] in fp32 (fp64 of fp64): natural,
-    over the keys that are not masked; -inf where all are."""
+    over the keys that are not masked; inf, so that each weighs 0, where there are none or all have a bias of -inf."""
     _require("warpfold::attention", q, k, v, mask, bias)
     out, lse = implementation("attention", q).forward(q, k, v, mask, bias)
     return out, lse

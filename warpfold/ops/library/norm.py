@@ -134,7 +134,7 @@ def empty_projected(x: Tensor, outputs: int) -> Tensor:
     order = sorted(range(x.dim() - 1), key=lambda axis: x.stride(axis), reverse=True)
     back = [order.index(axis) for axis in range(x.dim() - 1)]
     padded = -(-outputs // 8) * 8
-    return x.new_empty([*(x.shape[axis] for axis in order), padded]).permute(*back, x.dim() - 1)[..., :outputs]
+    return x.new_empty([*(x.shape[axis] for axis in order), padded]).permute(*back, x.dim() - 1).narrow(-1, 0, outputs)
 
 
 def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,8 @@ With s the logits, p = e^(s - lse) their weights, o the output and do its gradie
 
 dq owns queries of some rows and runs over the keys; dk and dv own keys of some rows and run over the queries, all of it
 transposed; dbias owns a tile of queries and keys and runs over the rows.  The weights are computed anew in each.
-A fully masked row has lse = -inf: its weights are 1 / keys, and its logits have no gradient.
+A query of which no unmasked key counts (all keys are masked, or the others have a bias of -inf) has lse = inf, so that
+p = 0.  It weighs its masked keys alike, and its logits have no gradient; without masked keys all of it is NaN.
 """
 
 # mypy: disable-error-code="assignment,attr-defined"
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from warpfold.ops.triton.attention_tiles import (
     BIAS_UNIT,
+    SCAN,
     at,
     first_masked,
     load_bias,
@@ -73,7 +75,7 @@ def _sweep_keys(
             s = tl.dot(q_tiles[n], tl.trans(k_tile), input_precision="ieee") * WIDTH**-0.5
             if BIASED:
                 s += b
-            p = power(s, logs[n][:, None], 1.0, EXACT)
+            p = power(s, logs[n][:, None], EXACT)
             ds = p * (tl.dot(do_tiles[n], tl.trans(v_tile), input_precision="ieee") - deltas[n][:, None])
             if MASKED:
                 ds = tl.where(load_keep(mask, mask_at, batch, row, j, keys)[None, :], ds, 0.0)
@@ -160,6 +162,44 @@ def attention_dq(
 
 
 @triton.jit
+def _some_lost(lse: tl.tensor, queries: tl.tensor) -> tl.tensor:
+    """Whether some query of a row weighs masked keys alone."""
+    most = tl.full([SCAN], float("-inf"), tl.float32)
+    for start in range(0, queries, SCAN):
+        i = start + tl.arange(0, SCAN)
+        most = tl.maximum(most, tl.load(lse + i, mask=i < queries, other=float("-inf")))
+    return tl.max(most, 0) == float("inf")
+
+
+@triton.jit
+def _alike(
+    grad: tl.tensor,
+    stride: tl.tensor,
+    lse: tl.tensor,
+    mask: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+) -> tl.tensor:
+    """What the queries of a row that weigh its masked keys alike add to dv of each of those, [1, WIDTH]; and how many
+    masked keys there are."""
+    hidden = tl.zeros([SCAN], tl.int32)
+    for start in range(0, keys, SCAN):
+        j = start + tl.arange(0, SCAN)
+        hidden += tl.where((j < keys) & (tl.load(mask + j, j < keys, 0) == 0), 1, 0)
+    count = tl.sum(hidden, 0)
+    total = tl.zeros([WIDTH if WIDTH > 16 else 16], tl.float32)
+    for start in range(0, queries, BLOCK_Q):
+        i = start + tl.arange(0, BLOCK_Q)
+        lost = tl.load(lse + i, mask=i < queries, other=0.0) == float("inf")
+        do_tile = load_tile(grad, i, stride, queries, WIDTH, UNIT).to(tl.float32)
+        total += tl.sum(tl.where(lost[:, None], do_tile, 0.0), 0)
+    return (total / count)[None, :], count
+
+
+@triton.jit
 def attention_dkdv(
     grad: tl.tensor,
     q: tl.tensor,
@@ -191,21 +231,17 @@ def attention_dkdv(
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """dk and dv of a tile of keys.  Masked keys are computed like others and set to zero at the end."""
+    """dk and dv of a tile of keys.  Masked keys are computed like others and set right at the end."""
     tile, head, group, batch = place(tl.cdiv(keys, BLOCK_K), heads, tl.cdiv(rows, ROWS))
     first_row = group * ROWS
     j = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     bias += at(batch, bias_at[0], BIAS_UNIT) + at(head, bias_at[1], BIAS_UNIT)
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
-    k_tiles, v_tiles, dead, floors, dk_sums, dv_sums = (), (), (), (), (), ()
-    even = tl.max(tl.log(tl.zeros([1], tl.float32) + keys), 0)
+    k_tiles, v_tiles, dk_sums, dv_sums = (), (), (), ()
     for n in tl.static_range(ROWS):
         row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
         k_tiles = k_tiles + (load_tile(row_of(k, k_at, batch, row, head, UNIT), j, k_at[2], keys, WIDTH, UNIT),)
         v_tiles = v_tiles + (load_tile(row_of(v, v_at, batch, row, head, UNIT), j, v_at[2], keys, WIDTH, UNIT),)
-        dead = dead + (tl.load(lse + ((batch.to(tl.int64) * rows + row) * heads + head) * queries) == float("-inf"),)
-        # Where all keys are masked: e^(0 s - log keys).
-        floors = floors + (tl.where(dead[n], even, float("-inf")),)
         dk_sums = dk_sums + (tl.zeros([BLOCK_K, WIDTH if WIDTH > 16 else 16], tl.float32),)
         dv_sums = dv_sums + (tl.zeros([BLOCK_K, WIDTH if WIDTH > 16 else 16], tl.float32),)
 
@@ -221,11 +257,10 @@ def attention_dkdv(
             do_tile = load_tile(row_of(grad, grad_at, batch, row, head, UNIT), i, grad_at[2], queries, WIDTH, UNIT)
             logs = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
             d = tl.load(delta + line + i, mask=i < queries, other=0.0)
-            logs = tl.maximum(logs, floors[n])
             s = tl.dot(k_tiles[n], tl.trans(q_tile), input_precision="ieee") * WIDTH**-0.5
             if BIASED:
                 s += b
-            p = power(s, logs[None, :], tl.where(dead[n], 0.0, 1.0), EXACT)
+            p = power(s, logs[None, :], EXACT)
             dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, acc=dv_sums[n], input_precision="ieee")
             ds = p * (tl.dot(v_tiles[n], tl.trans(do_tile), input_precision="ieee") - d[None, :])
             new_dk = new_dk + (tl.dot(ds.to(q_tile.dtype), q_tile, acc=dk_sums[n], input_precision="ieee"),)
@@ -234,12 +269,20 @@ def attention_dkdv(
 
     for n in tl.static_range(ROWS):
         limit = tl.where(first_row + n < rows, keys, 0)
-        keep = load_keep(mask, mask_at, batch, tl.minimum(first_row + n, rows - 1), j, keys)[:, None]
+        row = tl.minimum(first_row + n, rows - 1)
+        keep = load_keep(mask, mask_at, batch, row, j, keys)[:, None]
         dk_row = row_of(dk, dk_at, batch, first_row + n, head, UNIT)
         dv_row = row_of(dv, dv_at, batch, first_row + n, head, UNIT)
         store_tile(dk_row, tl.where(keep, dk_sums[n], 0.0) * WIDTH**-0.5, j, dk_at[2], limit, WIDTH, UNIT)
-        masked = tl.where(dead[n], dv_sums[n], 0.0)
-        store_tile(dv_row, tl.where(keep, dv_sums[n], masked), j, dv_at[2], limit, WIDTH, UNIT)
+        dv_tile = tl.where(keep, dv_sums[n], 0.0)
+        lines = lse + ((batch.to(tl.int64) * rows + row) * heads + head) * queries
+        if _some_lost(lines, queries):
+            each, hidden = _alike(
+                *(row_of(grad, grad_at, batch, row, head, UNIT), grad_at[2], lines),
+                *(mask + at(batch, mask_at[0], 1) + at(row, mask_at[1], 1), queries, keys, WIDTH, UNIT, BLOCK_Q),
+            )
+            dv_tile = tl.where(keep, tl.where(hidden == 0, float("nan"), dv_tile), each)
+        store_tile(dv_row, dv_tile, j, dv_at[2], limit, WIDTH, UNIT)
 
 
 @triton.jit
@@ -297,7 +340,7 @@ def attention_dbias(
         logs = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
         d = tl.load(delta + line + i, mask=i < queries, other=0.0)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * WIDTH**-0.5 + b
-        p = power(s, logs[:, None], 1.0, EXACT)
+        p = power(s, logs[:, None], EXACT)
         ds = p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - d[:, None])
         if tl.load(firsts + batch.to(tl.int64) * rows + row) < last_key:
             ds = tl.where(load_keep(mask, mask_at, batch, row, j, keys)[None, :], ds, 0.0)

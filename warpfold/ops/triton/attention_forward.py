@@ -23,8 +23,13 @@ from warpfold.ops.triton.attention_tiles import (
     store_tile,
 )
 
-# A masked logit.  A power of two, so that log2(e) times it is exact: keys of a fully masked row weigh 1 each.
+# A masked logit.  A power of two, so that log2(e) times it is exact: where nothing else counts (all keys are masked, or
+# the others have a bias of -inf), masked keys weigh 1 each.
 NEVER = tl.constexpr(-(2.0**60))
+# Where the running maximum begins: below every logit that counts, and finite, so that a logit of -inf weighs nothing
+# beside it, and not NaN.  In half precision log2(e) times it must be finite too.
+LOWEST = tl.constexpr(-(2.0**126))
+LOWEST_FP32 = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -72,10 +77,11 @@ def _sweep(
             if BIASED:
                 s += b
             if MASKED:
-                s = tl.where(load_keep(mask, mask_at, batch, row, j, keys)[None, :], s, NEVER)
+                never = tl.where(j < keys, NEVER, float("-inf"))
+                s = tl.where(load_keep(mask, mask_at, batch, row, j, keys)[None, :], s, never[None, :])
             top = tl.maximum(best[n], tl.max(s, 1))
-            p = power(s, top[:, None], 1.0, EXACT)
-            fade = power(best[n] - top, 0.0, 1.0, EXACT)
+            p = power(s, top[:, None], EXACT)
+            fade = power(best[n] - top, 0.0, EXACT)
             v_tile = load_tile(row_of(v, v_at, batch, row, head, UNIT), j, v_at[2], keys, WIDTH, UNIT, not MASKED)
             new_best = new_best + (top,)
             new_total = new_total + (total[n] * fade + tl.sum(p, 1),)
@@ -118,10 +124,11 @@ def attention_forward(
     i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     bias += at(batch, bias_at[0], BIAS_UNIT) + at(head, bias_at[1], BIAS_UNIT)
     q_tiles, best, total, sums = (), (), (), ()
+    LEAST: tl.constexpr = LOWEST_FP32 if k.dtype.element_ty == tl.float32 else LOWEST
     for n in tl.static_range(ROWS):
         row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
         q_tiles = q_tiles + (load_tile(row_of(q, q_at, batch, row, head, UNIT), i, q_at[2], queries, WIDTH, UNIT),)
-        best = best + (tl.full([BLOCK_Q], float("-inf"), tl.float32),)
+        best = best + (tl.full([BLOCK_Q], LEAST, tl.float32),)
         total = total + (tl.zeros([BLOCK_Q], tl.float32),)
         sums = sums + (tl.zeros([BLOCK_Q, WIDTH if WIDTH > 16 else 16], tl.float32),)
 
@@ -141,10 +148,8 @@ def attention_forward(
 
     for n in tl.static_range(ROWS):
         limit = tl.where(first_row + n < rows, queries, 0)
-        dead = best[n] == NEVER
-        weight = tl.where(dead, keys, total[n])  # of a tile past the end a fully masked row took too many
         out_row = row_of(out, out_at, batch, first_row + n, head, UNIT)
-        store_tile(out_row, sums[n] / weight[:, None], i, out_at[2], limit, WIDTH, UNIT)
-        logs = tl.where(dead, float("-inf"), best[n] + tl.log(weight))
+        store_tile(out_row, sums[n] / total[n][:, None], i, out_at[2], limit, WIDTH, UNIT)
+        logs = tl.where((best[n] == NEVER) | (total[n] == 0), float("inf"), best[n] + tl.log(total[n]))
         lse_row = lse + ((batch.to(tl.int64) * rows + first_row + n) * heads + head) * queries
         tl.store(lse_row + i, logs, mask=i < limit)

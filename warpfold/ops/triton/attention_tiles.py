@@ -90,11 +90,11 @@ def load_bias(
 
 
 @triton.jit
-def power(s: tl.tensor, shift: tl.tensor, alive: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
-    """e^(alive s - shift) in one fused multiply-add and one exp2; EXACT, for fp32, subtracts before it multiplies."""
+def power(s: tl.tensor, shift: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
+    """e^(s - shift) in one fused multiply-add and one exp2; EXACT, for fp32, subtracts before it multiplies."""
     if EXACT:
-        return tl.math.exp2((s * alive - shift) * LOG2E)
-    return tl.math.exp2(s * (alive * LOG2E) - shift * LOG2E)
+        return tl.math.exp2((s - shift) * LOG2E)
+    return tl.math.exp2(s * LOG2E - shift * LOG2E)
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def pointwise_forward(
     sums = tl.where(dead[:, None], plain, sums) / tl.where(dead, keys, total)[:, None]
     into = _vectors(out, out_at, where, zero, WIDTH, UNIT)
     tl.store(into, sums.to(out.dtype.element_ty), mask=known[:, None])
-    tl.store(lse + item, tl.where(dead, float("-inf"), best + tl.log(tl.where(dead, 1.0, total))), mask=known)
+    tl.store(lse + item, tl.where(dead, float("inf"), best + tl.log(tl.where(dead, 1.0, total))), mask=known)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def pointwise_backward(
     o_tile = tl.load(_vectors(out, out_at, where, zero, WIDTH, UNIT), mask=known[:, None], other=0.0).to(tl.float32)
     delta = tl.sum(do_tile * o_tile, 1)
     logs = tl.load(lse + item, mask=known, other=0.0)
-    dead = logs == float("-inf")
+    dead = logs == float("inf")
     mask += at(where[0], mask_at[0], 1) + at(where[1], mask_at[1], 1)
     dq_sum = tl.zeros([BLOCK, WIDTH], tl.float32)
     for j in range(keys):

@@ -96,6 +96,7 @@ def test_logarithms_are_those_of_the_definition() -> None:
     logits = torch.einsum("rqhd,rkhd->rhqk", given.q, given.k) / 4 + given.bias
     true = logits.masked_fill(given.mask[:, None, None] == 0, float("-inf")).logsumexp(-1)
     assert true[1].isinf().all()
+    true[1] = float("inf")
     torch.testing.assert_close(lse[0], true, rtol=1e-6, atol=1e-6)
 
 
@@ -139,3 +140,29 @@ def test_global_attention() -> None:
     true = global_attention.definition(*wide, mask)
     for mine, theirs in zip((ours, *gradients), (true, *torch.autograd.grad(true.square().sum(), wide))):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_bias_of_minus_infinity(dtype: torch.dtype) -> None:
+    """Over a first tile of keys, over keys here and there, and over all that are not masked: those that are masked are
+    then attended to alike, as the definition has it."""
+    given = inputs(Case(lead=(3,), queries=20, keys=70, heads=1, layout="own", mask="clear"), dtype)
+    given.mask[1, 40:] = 0
+    given.bias[..., :35] = float("-inf")
+    given.bias[..., 3, 40:] = float("-inf")
+    given.bias[..., 4, :69] = float("-inf")
+    given.bias[..., 5, ::3] = float("-inf")
+    given.bias[..., 6, :40] = float("-inf")  # in row 1 nothing is left
+    assert not mistakes(given, found(given))
+
+
+def test_a_query_without_any_key_is_not_a_number() -> None:
+    given = inputs(Case(lead=(2,), queries=20, keys=37, heads=1, layout="own", mask="clear"), torch.float32)
+    given.mask[1, 30:] = 0
+    given.bias[..., 2, :] = float("-inf")  # of row 0 no key is left; of row 1 those that are masked
+    ours, true = found(given), answers(attention.definition, given)
+    for name, x in true.items():
+        assert torch.equal(ours[name].isnan(), x.isnan()), name
+        torch.testing.assert_close(ours[name], x, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert true["out"][0, 2].isnan().all()
+    assert not true["out"][1].isnan().any()

@@ -1,0 +1,103 @@
+"""torch.compile on the branch that CUDA tensors take: one graph, a node for each operation.  No GPU is needed."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import utils
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from warpfold.errors import UserError
+from warpfold.ops import dispatch
+from warpfold.ops.attention import attention, global_attention
+from warpfold.ops.gate import gate, tail
+from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.outer import outer_product
+from warpfold.ops.transition import transition
+from warpfold.ops.triangle import triangle_factor
+
+
+class Properties:
+    """What torch says of a GPU, which a trace takes for a constant."""
+
+    def __init__(self, major: int) -> None:
+        self.major = major
+
+
+@pytest.fixture(params=[9])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU of some compute capability as torch.cuda.get_device_properties sees it, and tensors that have no memory."""
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda _: Properties(request.param), raising=False)
+    monkeypatch.setattr(dispatch, "TRITON", True)
+    monkeypatch.setattr(dispatch, "_refused", Counter())
+    dispatch._properties.cache_clear()
+    utils.common_constant_types.add(Properties)  # as torch.cuda's own type is one
+    with FakeTensorMode():
+        yield
+    utils.common_constant_types.discard(Properties)
+    torch._dynamo.reset()
+    dispatch._properties.cache_clear()
+
+
+def cuda(*shape: int) -> Tensor:
+    return torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def traced(run: Callable[..., Tensor], *args: Tensor, whole: bool = True, dynamic: bool = False) -> list[Counter[str]]:
+    """Of each graph the operations of ours in it, and how often."""
+    graphs: list[Counter[str]] = []
+
+    def note(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        names = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+        graphs.append(Counter(name.removeprefix("warpfold.") for name in names if name.startswith("warpfold.")))
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(run, fullgraph=whole, backend=note, dynamic=dynamic)(*args)
+    return graphs
+
+
+def everything(x: Tensor, m: Tensor, weight: Tensor, square: Tensor) -> Tensor:
+    """x [3, 4, 16], m [5, 3, 16], weight [16], square [16, 16]."""
+    n = norm_linear(layer_norm(x, weight, weight), weight, weight, square)
+    q = n.unflatten(-1, (2, 8))
+    mask = x.select(-1, 0)  # where a GPU is not linked, indexing such tensors fails
+    o = attention(q, q, q, mask).flatten(-2)
+    x = tail(x, gate(o, n), n, square, weight)
+    x = x + global_attention(x, n, n, mask)
+    x = transition(x, weight, weight, square, weight, square, weight)
+    factor = triangle_factor(x, n, mask)
+    count = m.sum((0, 2)).view(3, 1, 1).expand(3, 3, 1)
+    return factor.sum() + outer_product(m, m, torch.cat([square] * 16, 1), weight, count)
+
+
+@pytest.mark.parametrize(("kernels", "dynamic"), [("fast", False), ("strict", False), ("fast", True)])
+def test_every_operation_is_one_node_of_one_graph(gpu: None, kernels: dispatch.Kernels, dynamic: bool) -> None:
+    args = cuda(3, 4, 16), cuda(5, 3, 16), cuda(16), cuda(16, 16)
+    with dispatch.using(kernels):
+        (graph,) = traced(everything, *args, dynamic=dynamic)
+    once = ("layer_norm", "gate", "tail", "triangle_factor")
+    # A global attention is one; the norm and the first product of a transition are one on a GPU, the rest is torch's.
+    assert graph == Counter(dict.fromkeys(once, 1)) + Counter(attention=2, norm_linear=2)
+
+
+def test_a_refusal_is_its_definition_in_the_graph_and_strict_makes_it_an_error(gpu: None) -> None:
+    row = cuda(16)
+    assert traced(gate, cuda(3, 4, 16), row) == [Counter()]
+    with dispatch.using("strict"):
+        with pytest.raises(UserError, match=r"gate: g is not \[\*, c\]"):
+            traced(gate, cuda(3, 4, 16), row, whole=False)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"gate: g is not \[\*, c\]"):
+            traced(gate, cuda(3, 4, 16), row)
+
+
+@pytest.mark.parametrize("gpu", [7], indirect=True)
+def test_a_gpu_without_kernels_is_refused_traced_or_not(gpu: None) -> None:
+    x = cuda(3, 4, 16)
+    reason = "GPUs before Ampere (compute capability 8.0) have no kernels"
+    assert gate.refuses(x, x) == reason
+    assert traced(gate, x, x) == [Counter()]
