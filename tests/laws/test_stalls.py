@@ -1,7 +1,9 @@
 """Nothing in a training step makes the host wait for the device, but for two readings at its end."""
 
+import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from warpfold.batch import FEATURES, Batch
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.parallel.plan import Plan, apply
-from warpfold.run import rules
+from warpfold.run import metrics, rules
 from warpfold.run.optim import OptimConfig, Optimizer
-from warpfold.run.train import train
+from warpfold.run.train import ca_lddt, train
 from warpfold.tune.kernel_calls import one_block
 
 SIZES = {"pass": 1, "res": 9, "seq": 4, "extra": 5, "tmpl": 2}
@@ -101,3 +103,18 @@ def test_what_waits_is_seen() -> None:
         x + torch.ones(3, device="meta") * torch.ones(()) * 2  # numbers of the host: none waits
         x.sum().fill_(3)
     assert len(stalls.found) == 8
+
+
+def test_lddt_on_the_device_is_the_metric() -> None:
+    """Also where one Ca is known, or none is near: NaN, as where nothing can be compared."""
+    generator = torch.Generator().manual_seed(0)
+    for n, known, scale in ((60, 0.8, 8.0), (5, 1.0, 1000.0), (4, 0.0, 1.0)):
+        truth = torch.randn(n, 37, 3, generator=generator) * scale
+        predicted = truth + torch.randn(n, 37, 3, generator=generator)
+        mask = (torch.rand(n, 37, generator=generator) < known).float()
+        batch = {"all_atom_positions": truth, "all_atom_mask": mask}
+        output = SimpleNamespace(structure=SimpleNamespace(final_atom37=predicted))
+        found = float(ca_lddt(output, batch))  # type: ignore[arg-type]
+        right = metrics.lddt(predicted[:, [1]].numpy(), truth[:, [1]].numpy(), mask[:, [1]].numpy())
+        assert found == pytest.approx(right, rel=1e-12, nan_ok=True)
+        assert (n == 60) is not math.isnan(found)
