@@ -9,7 +9,7 @@ import typer
 from warpfold.cli.common import AsJson, app, argument, decides, progress_bar, reads, show
 
 
-@app.command(epilog="Example:  warpfold golden ../shared/golden --only units/*")
+@app.command(epilog="Example:  warpfold golden tests/golden --only units/*")
 def golden(
     folder: Annotated[Path, argument("Folder of reference cases.")],
     only: Annotated[str | None, reads("A pattern on the cases' paths.")] = None,
