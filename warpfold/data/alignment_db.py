@@ -16,6 +16,7 @@ from warpfold.data.formats import read_bytes
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, open_regular, pread
 
+_FARTHEST = 10**30  # bytes; beyond it a number is damage, and may be beyond what is printed or divided
 _EXPECTED = 'expected {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}'
 
 
@@ -82,7 +83,10 @@ class AlignmentDB:
             raise wrong from None
         if not isinstance(name, str) or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise UserError(f"{self.path}: {chain} lies in {name}, outside the index's folder; shards lie beside it")
-        if not all(type(at) is int and at >= 0 for part in found.values() for at in (part.start, part.size)):
+        places = [at for part in found.values() for at in (part.start, part.size)]
+        if "\0" in name or not all(type(at) is int and 0 <= at < _FARTHEST for at in places):
+            raise wrong
+        if not all(isinstance(file, str) for file in found):
             raise wrong
         return found
 

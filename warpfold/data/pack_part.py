@@ -49,6 +49,17 @@ def part_path(out: Path, part: Part) -> Path:
     return out.with_name(f"{out.name}.part-{part.number}-of-{part.count}")
 
 
+def part_paths(out: Path, count: int) -> list[Path]:
+    """Return the folders of parts of the store `out`, of `count` in all, that are there."""
+    begin, end = f"{out.name}.part-", f"-of-{count}"
+    return [out.with_name(name) for name in os.listdir(out.parent) if name.startswith(begin) and name.endswith(end)]
+
+
+def query_job(identity: Identity) -> str:
+    """Return the name of the job that reads an alignment's query: of this very file, not of a later one of its name."""
+    return " ".join(map(str, ("query", *identity)))
+
+
 def is_alike(path: Path, plan: Plan) -> bool:
     """Return whether a folder is a part that is made by this version with the same options, of whatever inputs."""
     try:
@@ -79,8 +90,8 @@ class PartFolder:
         self.answers: dict[str, Answer] = {}
         self.tried: Counter[str] = Counter()  # jobs that were begun and have no answer: how often
         self._whole = 0, 0  # bytes of the journal and of the records that are whole
-        self._records = os.open(path / "records", os.O_RDONLY)
-        self._read_journal()
+        with open(path / "records", "rb") as records:
+            self._read_journal(records.fileno())
 
     @property
     def part(self) -> Part:
@@ -96,18 +107,16 @@ class PartFolder:
         return sorted((job, answer) for job, answer in self.answers.items() if job.startswith(f"{kind} "))
 
     def record(self, answer: Answer, number: int) -> bytes:
-        """One of the records of an answer."""
-        return pread(self._records, answer.sizes[number], answer.at + sum(answer.sizes[:number]))
+        """One of the records of an answer.  Nothing stays open: there may be more parts than a process may have files."""
+        with open(self.path / "records", "rb") as records:
+            return pread(records.fileno(), answer.sizes[number], answer.at + sum(answer.sizes[:number]))
 
-    def close(self) -> None:
-        os.close(self._records)
-
-    def _read_journal(self) -> None:
+    def _read_journal(self, records: int) -> None:
         """Takes lines as long as they, and what they say of the records, are whole."""
         journal, at = 0, 0
         for text, length in whole_lines(self.path / "journal"):
             job, data, sizes, crc = json.loads(text)
-            if self._records_crc(sum(sizes), at) != crc:
+            if _crc(records, sum(sizes), at) != crc:
                 break
             self._take(job, Answer(data, at, sizes))
             journal, at = journal + length, at + sum(sizes)
@@ -127,15 +136,16 @@ class PartFolder:
             self.answers[job] = answer
             self.tried.pop(job, None)
 
-    def _records_crc(self, size: int, at: int) -> int | None:
-        """The checksum of so many bytes of the records, in pieces; None if there are fewer."""
-        crc = 0
-        for start in range(at, at + size, _PIECE):
-            piece = pread(self._records, min(_PIECE, at + size - start), start)
-            if len(piece) < min(_PIECE, at + size - start):
-                return None
-            crc = zlib.crc32(piece, crc)
-        return crc
+
+def _crc(file: int, size: int, at: int) -> int | None:
+    """Return the checksum of `size` bytes of a file at `at`, read in pieces; None if there are fewer."""
+    crc = 0
+    for start in range(at, at + size, _PIECE):
+        piece = pread(file, min(_PIECE, at + size - start), start)
+        if len(piece) < min(_PIECE, at + size - start):
+            return None
+        crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def whole_lines(path: Path, at: int = 0) -> Iterator[tuple[bytes, int]]:
@@ -195,7 +205,7 @@ class PartWriter(PartFolder):
     def _take_queries(self, text: bytes) -> None:
         for name, size, changed, query, error in json.loads(text):
             self.queries[(name, size, changed)] = (query, error)
-            self.tried.pop(f"query {name}", None)
+            self.tried.pop(query_job((name, size, changed)), None)
 
     def add(self, job: str, data: Any, records: Sequence[bytes] = ()) -> None:
         """Keeps the answer of a job and its records."""
@@ -222,9 +232,9 @@ class PartWriter(PartFolder):
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
         self.queries.update(found)
-        for (name, _, _), _ in found:
-            self.tried.pop(f"query {name}", None)
-            self._begun.discard(f"query {name}")
+        for identity, _ in found:
+            self.tried.pop(query_job(identity), None)
+            self._begun.discard(query_job(identity))
 
     def begin(self, jobs: Sequence[str]) -> None:
         """Note that these jobs are tried now, so that one that ends this process is known for it afterwards."""
@@ -247,7 +257,6 @@ class PartWriter(PartFolder):
         if self._begun:
             with suppress(UserError, ValueError):  # a full disk, or a folder that was removed
                 self.add(_STOPPED, sorted(self._begun))
-        super().close()
         for file in (*self._opened, self._lock):
             with suppress(OSError):  # on a full disk; `add` has said so
                 file.close()
