@@ -107,7 +107,7 @@ class PartFolder:
         return sorted((job, answer) for job, answer in self.answers.items() if job.startswith(f"{kind} "))
 
     def record(self, answer: Answer, number: int) -> bytes:
-        """One of the records of an answer.  Nothing stays open: there may be more parts than a process may have files."""
+        """One of the records of an answer.  Nothing stays open: there may be more parts than open files are allowed."""
         with open(self.path / "records", "rb") as records:
             return pread(records.fileno(), answer.sizes[number], answer.at + sum(answer.sizes[:number]))
 
