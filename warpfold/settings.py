@@ -147,7 +147,7 @@ def _convert(hint: Any, value: Any, source: str, name: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{source}: {name} = {value}: a finite number expected")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise UserError(f"{source}: {name} is a whole number of {value.bit_length()} bits; 64 are the most")
+        raise UserError(f"{source}: {name} is a whole number that does not fit into 64 bits; give a smaller one")
     wrong = UserError(f"{source}: {name} = {_shown(value)}: {_describe(hint)} expected")
     origin, choices = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):

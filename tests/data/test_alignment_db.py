@@ -86,6 +86,7 @@ def test_a_chain_that_is_not_there(database: Path) -> None:
         [[5, 0, 4]],
         [["x.a3m", 10**400, 4]],
         {"db": "x\0.db", "files": []},
+        {"db": "x\ud800.db", "files": []},
     ],
 )
 def test_an_entry_that_is_none_spares_the_others(tmp_path: Path, entry: object) -> None:

@@ -79,6 +79,7 @@ class AlignmentDB:
             name, files = (entry["db"], entry["files"]) if isinstance(entry, dict) else (f"{self.path.stem}.db", entry)
             shard = self.path.parent / name
             found = {file: Slice(shard, start, size) for file, start, size in files}
+            name.encode()  # no file has a name of lone surrogates, which JSON may have
         except (KeyError, TypeError, ValueError):
             raise wrong from None
         if not isinstance(name, str) or PurePath(name).is_absolute() or ".." in PurePath(name).parts:

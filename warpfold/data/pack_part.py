@@ -280,8 +280,11 @@ def _read_plan(path: Path) -> Plan:
     try:
         plan = json.loads(file.read_text(encoding="utf-8"))
         known = (plan["format"], plan["version"]) == (FORMAT, VERSION)
+        whole = {"part", "warpfold", "options", "inputs"} <= plan.keys() and (path / "records").exists()
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: no part of a store; `warpfold pack --shard I/N` makes them") from None
+        whole = known = False
+    if not whole:
+        raise UserError(f"{path}: no part of a store; `warpfold pack --shard I/N` makes them")
     if not known:
         raise UserError(f"{path}: a part of another version of WarpFold; remove it and pack it again")
     return plan
