@@ -303,7 +303,8 @@ def _letter(monomer: str, parent: str) -> str:
     """Return the letter of the twenty of a residue by gemmi's table, else `parent` if it is one, else X."""
     if monomer == "UNK":
         return "X"
-    letter = gemmi.find_tabulated_residue(monomer).one_letter_code.upper()
+    info = gemmi.find_tabulated_residue(monomer)
+    letter = info.one_letter_code.upper() if info.is_amino_acid() else ""  # of a nucleotide, A is no alanine
     letter = _NEAREST.get(letter, letter)
     return letter if letter in RESTYPE_ORDER else parent if parent in RESTYPE_ORDER else "X"
 
