@@ -121,7 +121,7 @@ def read_file(path: Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
 
 @contextlib.contextmanager
 def within_memory(name: str) -> Iterator[None]:
-    """Make a want of memory what it is where there are other files to read: something that is wrong with this one.
+    """Turn a lack of memory into something that is wrong with one file, so that others can still be read.
 
     Errors: UserError in the place of MemoryError.
     """
@@ -204,7 +204,7 @@ def lock_file(path: Path, taken: UserError) -> TextIO:
 
 
 def check_new(path: Path) -> None:
-    """See that a file can be made at `path`, where nothing is yet: what takes minutes should say so before.
+    """Check that a file can be made at `path`, where nothing is yet: what takes minutes should say so before.
 
     Errors: UserError.
     """

@@ -140,7 +140,7 @@ def _build(cls: Any, values: Mapping[str, Any], source: str, prefix: str) -> Any
 
 
 def _convert(hint: Any, value: Any, source: str, name: str) -> Any:
-    """`value` as the type that the field declares, or UserError.
+    """Return `value` as the type that the field declares, or raise UserError.
 
     No setting may be infinite or not a number (no field has a use for it), or a whole number beyond 64 bits.
     """
@@ -247,7 +247,7 @@ def _toml(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value for an error's one line: as TOML, cut where it is long."""
+    """Return a value for an error's one line: as TOML, cut where it is long."""
     text = _toml(value)
     return text if len(text) <= 200 else f"{text[:200]} ..."
 

@@ -55,7 +55,7 @@ class Structure:
 
 
 def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST) -> Structure:
-    """Protein chains of an mmCIF or PDB file (told by content), gz or not, of at most `limit` bytes when unpacked.
+    """Return the protein chains of an mmCIF or PDB file (told by content), gz or not, of `limit` bytes at most.
 
     First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete_mmcif`).  Where it
     names several residues (microheterogeneity), the one of the largest occupancy in this chain (Supp. 1.2.1), the first
@@ -86,7 +86,7 @@ def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: boo
 
 
 def read_release_date(path: str | Path, limit: int = LARGEST) -> date | None:
-    """When the entry in a file came out; None if it does not say.
+    """Return when the entry in a file came out; None if it does not say.
 
     Where the date stands before the atoms, as in the PDB's files since 2017, nothing behind it is parsed, which is
     several times faster than `read_structure`; else all of it is.

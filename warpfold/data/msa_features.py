@@ -109,7 +109,7 @@ def msa_features(
 
 
 def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...]) -> Draw:
-    """The draw of one pass: centres, masking, extra rows."""
+    """Draw what one pass needs: centres, masking, extra rows."""
     depth = len(chain.msa)
     centres = np.arange(depth)
     if depth > config.max_msa:
@@ -189,7 +189,7 @@ def mask_msa(
 
 
 def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """The cluster of each row: the centre that agrees with it in most positions, the first of equals (int64 [P, R]).
+    """Return the cluster of each row: the centre that agrees in most positions, the first of equals (int64 [P, R]).
 
     rows: uint8 [R, L], codes 0-21; centres: uint8 [P, S, L], codes 0-22, those of P passes.  Gaps and masked positions
     agree with nothing (Supp. 1.2.7, step 3).  For each column and code a table says which centres have it there; a row
@@ -204,7 +204,7 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def _nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """`nearest_cluster` of passes whose tables are held together."""
+    """Do as `nearest_cluster` does, for passes whose tables are held together."""
     passes, depth, length = centres.shape
     width = ceil(length / ceil(length / MOST))
     spans = [slice(start, start + width) for start in range(0, length, width)]
@@ -226,7 +226,7 @@ def _nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def _agreement_table(centres: np.ndarray) -> torch.Tensor:
-    """Which centres have a code in a column, gaps excepted: float32 [N * 23, G], bits of G = S / 3 groups of three.
+    """Return which centres have a code in a column, gaps excepted: float32 [N * 23, G], for G = S / 3 groups of three.
 
     Group g has the centres g, G + g and 2 G + g, each worth 256 times the one before.
     """

@@ -171,7 +171,7 @@ def _with_content(report: Report, out: Path) -> Report:
 def _fill(
     writer: PartWriter, inputs: Inputs, options: Options, part: Part, out: Path, work: Work, tell: Progress
 ) -> None:
-    """Does the jobs of a part that are not done yet, and forgets those of files that are gone."""
+    """Do the jobs of a part that are not done yet, and forget those of files that are gone."""
     own = own_structures(inputs.structures, part)
     aligned = own_alignments(inputs.alignments, inputs.structures, part)
     wanted = {f"structure {one.name}" for one in own}
@@ -197,7 +197,7 @@ def _fill(
 
 
 def _keep(writer: PartWriter, job: str, data: list[list[str]]) -> None:
-    """Adds an answer, unless it is there."""
+    """Add an answer, unless it is there."""
     if job not in writer.answers or writer.answers[job].data != data:
         writer.add(job, data)
 

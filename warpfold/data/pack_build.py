@@ -65,7 +65,7 @@ class Options:
 
     @property
     def limit(self) -> int:
-        """Bytes that a file may have when it is unpacked."""
+        """Return how many bytes a file may have when it is unpacked."""
         return int(self.max_file_gb * 1e9)
 
     def day(self, name: str) -> date | None:
@@ -148,7 +148,7 @@ class Built:
 
 
 def read_queries(job: tuple[Sequence[Source], int]) -> list[tuple[str, str]]:
-    """(query, "") of each alignment, ("", what is wrong) of those that have none.  job: alignments, `Options.limit`."""
+    """Return (query, "") for each alignment, or ("", what is wrong with it).  job: alignments, `Options.limit`."""
     sources, limit = job
     found = []
     for source in sources:

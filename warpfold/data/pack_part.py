@@ -99,7 +99,7 @@ class PartFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether all jobs are done, of the very inputs of the plan."""
+        """Return whether all jobs are done, for the very inputs of the plan."""
         return _END in self.answers and self.answers[_END].data == self.plan["inputs"]
 
     def jobs(self, kind: str) -> list[tuple[str, Answer]]:
@@ -107,7 +107,7 @@ class PartFolder:
         return sorted((job, answer) for job, answer in self.answers.items() if job.startswith(f"{kind} "))
 
     def record(self, answer: Answer, number: int) -> bytes:
-        """One of the records of an answer.  Nothing stays open: there may be more parts than open files are allowed."""
+        """Return one of the records of an answer.  No file stays open: a merge may have thousands of parts."""
         with open(self.path / "records", "rb") as records:
             return pread(records.fileno(), answer.sizes[number], answer.at + sum(answer.sizes[:number]))
 
@@ -123,7 +123,7 @@ class PartFolder:
         self._whole = journal, at
 
     def _take(self, job: str, answer: Answer) -> None:
-        """Does what a line of the journal says."""
+        """Do what a line of the journal says."""
         if job == _BEGUN:
             self.tried.update(answer.data)
         elif job == _STOPPED:
@@ -253,7 +253,7 @@ class PartWriter(PartFolder):
         self.add(_END, self.plan["inputs"])
 
     def close(self) -> None:
-        """Lets others at it; jobs that were begun and not done are not held against their files."""
+        """Release the part; jobs that were begun and are not done are not held against their files."""
         if self._begun:
             with suppress(UserError, ValueError):  # a full disk, or a folder that was removed
                 self.add(_STOPPED, sorted(self._begun))
@@ -291,7 +291,7 @@ def _read_plan(path: Path) -> Plan:
 
 
 def _refuse_other(path: Path, begun: Plan, plan: Plan) -> None:
-    """UserError for other options or another version; then it also says which inputs differ."""
+    """Raise UserError for other options or another version, and say which inputs differ as well."""
     found = differences(begun, plan)
     version = begun["warpfold"] != plan["warpfold"]
     if version:

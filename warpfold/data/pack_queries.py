@@ -64,11 +64,11 @@ class Queries:
         self._next_look = -math.inf
 
     def __getitem__(self, source: Source) -> Query:
-        """The query of an alignment that was read, and what is wrong with it."""
+        """Return the query of an alignment that was read, and what is wrong with it."""
         return self.found[source.version]
 
     def known(self, sources: Sequence[Source]) -> list[tuple[Source, str]]:
-        """Those of some alignments whose queries are known and whole, each with it."""
+        """Return those of some alignments whose queries are known, each with its query."""
         found = ((source, self.found.get(source.version, ("", ""))) for source in sources)
         return [(source, query) for source, (query, error) in found if query]
 
@@ -92,7 +92,7 @@ class Queries:
         tell(len(sources))
 
     def need_all(self, sources: Sequence[Source], tell: Callable[[int], None]) -> None:
-        """`need`, in an order of this part's own, so that parts that run at the same time do not read the same."""
+        """Do as `need` does, in an order of this part's own: parts that run at once then read different files."""
         self._next_look = -math.inf  # a look now saves reading what the others have read
         self._look_at_others()
         missing = [source for source in sources if source.version not in self.found]
@@ -101,7 +101,7 @@ class Queries:
         self.need([source for batch in batches for source in batch], tell)
 
     def _tasks(self, sources: Sequence[Source]) -> Iterator[Task]:
-        """Jobs, made as they are handed out: what another part has read meanwhile is no job any more."""
+        """Yield jobs as they are handed out: what another part has read meanwhile is no job any more."""
         for start in range(0, len(sources), BATCH):
             self._look_at_others()
             batch = [one for one in sources[start : start + BATCH] if one.version not in self.found]
@@ -122,7 +122,7 @@ class Queries:
             at = self._others[path]
             if path == self.work.writer.path or (at == 0 and not is_alike(path, self.work.writer.plan)):
                 continue
-            with suppress(FileNotFoundError):  # begun or removed this very moment
+            with suppress(OSError):  # begun or removed this very moment, or not ours to read
                 for text, length in whole_lines(path / "queries", at):
                     for name, size, changed, query, error in json.loads(text):
                         self.found[(name, size, changed)] = (query, error)
@@ -160,7 +160,7 @@ class Matching:
         return ChainJob(chain, found, self._hits.find(key, sequence, found), note)
 
     def _queries_under(self, name: str) -> set[str]:
-        """The queries of all alignments that bear a name, or some if they differ: then the others need not be read."""
+        """Return the queries of all alignments that bear a name; once two differ, the others need not be read."""
         bearers = self._names[name]
         if len({query for _, query in self.queries.known(bearers)}) < 2:
             self.queries.need(bearers)

@@ -54,7 +54,7 @@ class Structures:
             yield names[name]
 
     def _next(self, task: Task, result: Read | Built) -> Call | None:
-        """The building of what was read, if there are chains to keep."""
+        """Return the call that builds what was read, if there are chains to keep."""
         if isinstance(result, Built):
             return None
         structure = result.structure

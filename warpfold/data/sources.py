@@ -62,7 +62,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """The name of the file as a report can hold it."""
+        """Return the name of the file as a report can hold it."""
         return _text(self.file)
 
     @property
@@ -81,7 +81,7 @@ class Source:
 
     @property
     def version(self) -> tuple[str, int, int]:
-        """Which file it is and what was in it: name, bytes, when it was written."""
+        """Return which file it is and what was in it: its name, its bytes, when it was written."""
         return self.name, self.size, self.changed
 
     def read_bytes(self, limit: int = LARGEST) -> bytes:
@@ -110,7 +110,7 @@ class Source:
         return head if head.strip() and len(head) <= min(_MOST, limit) else self.read_bytes(limit)
 
     def _named(self, error: UserError) -> UserError:
-        """The error with the source's own name: reports are the same wherever the files lie."""
+        """Return the error with the source's own name: reports are the same wherever the files lie."""
         return UserError(str(error).replace(str(self.path), self.name))
 
 
@@ -158,7 +158,7 @@ def _longer(source: Source) -> str:
 
 
 def _text(name: str) -> str:
-    """A name as a report can hold it: with \\udcff for a byte that is no UTF-8, as file names may have."""
+    """Return a name as a report can hold it: with \\udcff for a byte that is no UTF-8, as file names may have."""
     return name.encode(errors="backslashreplace").decode()
 
 

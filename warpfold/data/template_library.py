@@ -38,7 +38,7 @@ class Library:
         return self.__dict__ | {"_structures": OrderedDict(), "_dates": {}}
 
     def find(self, pdb_id: str) -> Path:
-        """The file of an entry; the first by path where there are several.  MissingStructure if there is none."""
+        """Return the file of an entry, of several the first by path.  Errors: MissingStructure if there is none."""
         pdb_id = pdb_id.lower()
         if re.fullmatch(r"[a-z0-9]{4}", pdb_id):
             for folder in (self.folder, self.folder / pdb_id[1:3]):
@@ -87,7 +87,7 @@ class Library:
         return found
 
     def release_date(self, pdb_id: str) -> date | None:
-        """When an entry came out; None where its file does not say.  Errors as in `read`."""
+        """Return when an entry came out; None where its file does not say.  Errors as in `read`."""
         if pdb_id not in self._dates:
             with within_memory(str(path := self.find(pdb_id))):
                 self._dates[pdb_id] = read_release_date(path, self.limit)
