@@ -99,10 +99,8 @@ def predict(
     params_digest = _file_digest(params)
     predictor = load(params, options.device, options.chunk, options.precision, team=team)
     predictor.kernels = options.kernels
-    if options.max_msa is not None:
-        predictor.sample = replace(predictor.sample, max_msa=options.max_msa)
-    if options.max_extra is not None:
-        predictor.sample = replace(predictor.sample, max_extra=options.max_extra)
+    given: dict[str, Any] = {"max_msa": options.max_msa, "max_extra": options.max_extra}
+    predictor.sample = replace(predictor.sample, **{name: most for name, most in given.items() if most is not None})
     if templates:
         tell(0, len(queries), "looking at the templates")
         queries = with_templates(queries, templates, predictor)
@@ -277,15 +275,8 @@ def _new_summary(run: str, params: Path, digest: str, options: Options, predicto
 
 def _settings(options: Options) -> dict[str, Any]:
     """What decides the result, beside parameters and queries."""
-    return {
-        "seed": options.seed,
-        "recycles": options.recycles,
-        "ensemble": options.ensemble,
-        "max_msa": options.max_msa,
-        "max_extra": options.max_extra,
-        "precision": options.precision,
-        "representations": options.representations,
-    }
+    names = ("seed", "recycles", "ensemble", "max_msa", "max_extra", "precision", "representations")
+    return {name: getattr(options, name) for name in names}
 
 
 def _effective(options: Options, predictor: Predictor) -> dict[str, Any]:
