@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -93,9 +93,12 @@ def using(kernels: Kernels) -> Iterator[None]:
         choose(before)
 
 
-def refusals() -> dict[str, int]:
-    """Every refusal since the process began, "operation: reason", and how often: for a run's summary."""
-    return dict(_refused)
+def refusals(before: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return every refusal, "operation: reason", and how often: for a run's summary.
+
+    before: what this returned earlier; only what came after it is counted.  None: since the process began.
+    """
+    return dict(_refused - Counter(before or {}))
 
 
 def _note(refusal: str) -> None:
