@@ -12,9 +12,9 @@ from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 from warpfold.parallel.schedules import chunked, in_place, shared_in_slices
 
 C_M, C_Z, S, R = 16, 12, 7, 10
-# Slices may add in another order.  From x to an update there are at most some 150 additions one after another (a norm of
-# 16 channels, a product of them, a softmax over 10 keys, a product of 64), of numbers up to 10, and each rounds by 2^-53
-# of these: 2e-13, which norm and softmax may make a few times as much.  Gradients sum over all 100 positions besides.
+# Slices may add in another order.  From x to an update there are at most some 150 additions one after another (a norm
+# of 16 channels, a product of them, a softmax over 10 keys, a product of 64), of numbers up to 10, and each rounds by
+# 2^-53 of these: 2e-13, which norm and softmax may make a few times as much.  Gradients sum over 100 positions besides.
 CLOSE = 1e-12
 
 CASES = {
