@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.ops.dispatch import Op
-from warpfold.ops.noise import DropoutFactors
+from warpfold.ops.noise import DropoutFactors, keep
 from warpfold.tune.cases import ARGUMENTS, OPS, Case, inputs
 from warpfold.tune.checks import Error, check, compare, failures, odd, run, truth
 from warpfold.tune.sizes import ODD, DataSizes, of_settings
@@ -66,6 +66,21 @@ def test_what_is_wrong_is_red(spoiled: Callable[..., None], wrong: Callable[[Ten
     assert verdict.red
     assert "from fp64" in verdict.says()
     assert dtype in verdict.says()
+
+
+def test_a_kernel_that_draws_other_noise_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the draw by itself is as wrong: the truth is of the definition's draw."""
+    fast = keep.fast
+    case = next(case for case in ODD if case.drawn)
+
+    def wrong(key: Tensor, stream: int, *rest: Any) -> Tensor:
+        return fast(key, stream + 1, *rest)
+
+    assert not check(case, "fp32", CPU).red
+    monkeypatch.setattr(keep, "fast", wrong)
+    monkeypatch.setattr(keep, "small", None)
+    monkeypatch.setattr(OPS["tail"], "fast", lambda *args: OPS["tail"].definition(*args[:5], args[5].draw()))
+    assert check(case, "fp32", CPU).red
 
 
 def test_what_does_not_repeat_is_red(spoiled: Callable[..., None]) -> None:

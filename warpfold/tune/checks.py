@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warpfold.ops.dispatch import place
+from warpfold.ops.dispatch import place, using
 from warpfold.ops.noise import DropoutFactors
 from warpfold.ops.precision import wide
 from warpfold.tune.cases import OPS, Argument, Case, Inputs, inputs
@@ -177,7 +177,8 @@ def truth(
     draws: int = DRAWS,
 ) -> Truth:
     """Compute in fp64, and in draws, what a definition makes of arguments; names: of those with a gradient."""
-    args = [t.draw() if isinstance(t, DropoutFactors) else t for t in args]  # once: noise is exact
+    with using("definition"):  # what is drawn is exact, and no kernel's
+        args = [t.draw() if isinstance(t, DropoutFactors) else t for t in args]
     doubles = [t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else None for t in args]
     exact = answer(definition, doubles, grad.double())
     off: list[list[tuple[float, float]]] = [[] for _ in exact]
