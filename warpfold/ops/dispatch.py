@@ -138,13 +138,19 @@ def place(x: Tensor) -> Literal["cpu", "triton"]:
 
 def implementation(name: str, x: Tensor) -> ModuleType:
     """The module of that name with the fast ways for a tensor's device; Triton is loaded here and nowhere before."""
-    return importlib.import_module(f"warpfold.ops.{place(x)}.{name}")
+    return _module(place(x), name)
+
+
+@functools.cache
+def _module(place: str, name: str) -> ModuleType:
+    return importlib.import_module(f"warpfold.ops.{place}.{name}")
 
 
 def refuses_device(*tensors: Tensor | None) -> str | None:
     """Why no fast way serves the devices and dtypes of the tensors; None if one does."""
     given = [t for t in tensors if t is not None]
-    device, kernels = given[0].device, place(given[0]) == "triton"
+    device = given[0].device
+    kernels = _interpreting or device.type == "cuda"
     for t in given:
         if t.device != device:
             return "its tensors are on several devices"
