@@ -196,8 +196,8 @@ class RunFolder:
             (draft / "state.json").write_text(json.dumps(_finite(checkpoint.notes), indent=1) + "\n", encoding="utf-8")
             sums = {name: checksum(draft / name) for name in STATE}
             (draft / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
-            for file in draft.iterdir():
-                _sync(file)
+            for path in (*draft.iterdir(), draft):
+                _sync(path)
             draft.rename(place)
             _sync(self.checkpoints)
         except (OSError, SafetensorError) as error:
