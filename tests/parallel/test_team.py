@@ -30,7 +30,7 @@ from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Launch, Team, TeamError, assembled
 
 FINE, FAILED, LONG = 0, 7, 60.0
-GRACE = 2.0  # seconds, in these tests
+GRACE = 1.2  # seconds, in these tests
 
 
 class Crew:
@@ -225,7 +225,7 @@ def test_who_keeps_the_store_may_end_first(crew: Crew, monkeypatch: pytest.Monke
     destroy = dist.destroy_process_group
 
     def slowly() -> None:
-        time.sleep(0 if dist.get_rank() == 0 else GRACE + 3)  # as many connections may take
+        time.sleep(0 if dist.get_rank() == 0 else GRACE + 1.5)  # as many connections may take
         destroy()
 
     monkeypatch.setattr(dist, "destroy_process_group", slowly)
@@ -338,8 +338,7 @@ def test_a_frozen_rank_is_named_in_time_also_if_it_keeps_the_store(crew: Crew, k
     assert seconds < END
 
 
-@pytest.mark.parametrize("does", ["computes", "waits"])
-def test_a_store_that_falls_silent_ends_every_rank_in_time(crew: Crew, does: str) -> None:
+def test_a_store_that_falls_silent_ends_every_rank_in_time(crew: Crew) -> None:
     """Also those that wait for nobody but the store: nobody could tell them any more that others have failed."""
     keeper = crew.keep_store()
 
@@ -348,15 +347,16 @@ def test_a_store_that_falls_silent_ends_every_rank_in_time(crew: Crew, does: str
         time.sleep(2 * pulse.BEAT)
         if team.launch.rank == 0:
             os.kill(keeper, signal.SIGSTOP)
-        if does == "waits" and team.launch.rank == 1:
+        else:
             team.share(0, "the next step")
         time.sleep(LONG)
 
     codes, said, seconds = crew.run(go_on, Plan(data=2, time_limit=LIMIT))
-    silent = "the store where they meet has not answered for"
-    assert codes == ([1, 1] if does == "computes" else [1, FAILED])
-    assert all(silent in text and "torchrun's agent at 127.0.0.1" in text for text in said)
-    assert does == "computes" or "rank 1 waited for others at 'the next step'" in said[1]
+    assert codes == [1, FAILED]
+    for text in said:
+        assert "the store where they meet has not answered for" in text
+        assert "torchrun's agent at 127.0.0.1" in text
+    assert "rank 1 waited for others at 'the next step'" in said[1]
     assert seconds < END
 
 

@@ -41,7 +41,7 @@ class Place:
     name: str = "the beginning"  # of what it last began or waited for
 
     def far(self, same_example: bool) -> tuple[int, ...]:
-        """What can be compared with another process's."""
+        """Return what can be compared with another process's counts."""
         return (self.meetings, self.gradients, self.slices)[: 3 if same_example else 2]
 
 
@@ -154,7 +154,7 @@ class Pulse:
             time.sleep(2 * BEAT)  # the store ends with this process: first the others read what it says
 
     def why(self, error: RuntimeError) -> TeamError:
-        """Why this process cannot go on, whose collective failed with `error`: as far as it can be known in seconds."""
+        """Return why this process, whose collective failed with `error`, cannot go on; the store is asked."""
         name, seconds = (error.name, error.seconds) if isinstance(error, LostError) else (self._where().name, 0.0)
         # Where a connection is lost, its other end may have fallen silent just now.
         end = time.monotonic() + (0.0 if seconds >= self._limit else SILENT + BEAT)
@@ -168,7 +168,7 @@ class Pulse:
         return TeamError(f"{here}; {self._missing(SILENT) or f'all are there: {str(error).splitlines()[0]}'}")
 
     def explain(self, name: str, seconds: float) -> str:
-        """Why this process has waited for so long, from what is known here: nothing is asked of anybody."""
+        """Return why this process has waited for so long, from what is in its memory: nobody is asked."""
         reason = self._told
         if not reason:
             here = f"rank {self._rank} waited for others at {name!r} for {seconds:.0f} s"
@@ -235,7 +235,7 @@ class Pulse:
             self._signs, self._read_at = [(Place(*at), when) for *at, when in signs], time.monotonic() - self._began
 
     def _waits_long(self) -> bool:
-        """Whether the signs of all should be at hand, in case the store falls silent: now and then, they are many."""
+        """Return whether to read the signs of all again, in case the store falls silent; seldom, as they are many."""
         began = min((wait.began for wait in waits.now().values()), default=time.monotonic())
         return time.monotonic() - max(began, self._read_at + self._began) > self._limit / 4
 

@@ -219,7 +219,7 @@ def _bytes_of(value: Any) -> Tensor:
 
 
 def _pieces(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Parts of flat tensors of bytes, joined or cut into pieces of at most `PIECE`."""
+    """Yield pieces of at most `PIECE` bytes in all, each a list of parts of the flat tensors of bytes."""
     piece: list[Tensor] = []
     room = PIECE
     for x in flat:
