@@ -18,7 +18,7 @@ from warpfold.data.formats import read_alignment, read_fasta
 from warpfold.data.sources import stacking_order
 from warpfold.data.template import TemplateOutcome, Templates, count_refusals
 from warpfold.errors import UserError
-from warpfold.files import file_name, open_regular, write_atomically
+from warpfold.files import file_name, is_given_pipe, open_regular, write_atomically
 from warpfold.model.weights import assumed_settings
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
@@ -89,10 +89,12 @@ def predict(
     options = options or Options()
     tell = progress or (lambda done, total, name: None)
     start, refused_before = time.perf_counter(), refusals()
+    team = team or Team()
+    if team.launch.ranks > 1 and (pipes := list(filter(is_given_pipe, (query, *msas)))):
+        raise UserError(f"{pipes[0]}: is a pipe, which several processes cannot share; give a regular file")
     queries = read_queries(query, msas)
     tell(0, len(queries), "loading the parameters")
     params_digest = _file_digest(params)
-    team = team or Team()
     predictor = load(params, options.device, options.chunk, options.precision, team=team)
     predictor.kernels = options.kernels
     if options.max_msa is not None:
