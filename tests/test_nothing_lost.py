@@ -160,9 +160,7 @@ def command(name: str, inputs: Path, out: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
-@pytest.mark.parametrize(
-    "name", ["sample", "pack", "search", "predict", "demo", "bench --csv", "bench --plot", "bench data"]
-)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_what_a_command_meets_stays(
     capsys: pytest.CaptureFixture[str], inputs: Path, tmp_path: Path, name: str, kind: str
 ) -> None:

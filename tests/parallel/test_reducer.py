@@ -2,6 +2,10 @@
 
 import dataclasses
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +16,7 @@ from torch import Tensor, nn
 from tests.parallel.toys import TINY, Toy, part_of_loss, trained
 from tests.ranks import RankError, run_ranks
 from warpfold.parallel.buckets import ALIGN, make_layout
-from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.exchange import Plain, Stages, SyncConfig, Weights
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.reducer import Reducer
 from warpfold.run.optim import OptimConfig, Optimizer
@@ -77,7 +81,7 @@ def test_gradients_are_those_of_one_process() -> None:
         for index in range(mesh.data.rank, 4, data):
             part_of_loss(net, index, mesh.model.rank, model).backward()
             optimizer.collect()
-        mean = optimizer.reducer.mean(optimizer.total, optimizer.share)
+        mean = optimizer.reducer.mean(optimizer.total, torch.tensor(optimizer.share))
         whole = optimizer.reducer.spread(mean, torch.empty_like(optimizer.weights))
         return {name: optimizer.layout.view(whole, name).clone() for name in optimizer.layout.places}
 
@@ -167,6 +171,52 @@ def test_exchanged_early_or_late_the_weights_are_the_same_to_the_bit(
     monkeypatch.setattr(Reducer, "begin", lambda self, early, add_to=None: begin(self, False))
     for (norms, ours), (late_norms, theirs) in zip(early, run_ranks(trained, 4, 2, 2, config, SMALL)):
         assert norms == late_norms
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_on_a_gpu_a_stream_beside_waits_and_the_next_use_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that are not there: each exchange is launched on the side stream, which has waited for the gradients, and
+    the main stream waits for it before it reads; the weights are those of the thread to the bit."""
+    said: list[str] = []
+    now = "main"
+
+    class Stream(SimpleNamespace):
+        def wait_stream(self, other: "Stream") -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        nonlocal now
+        before, now = now, stream.name
+        yield
+        now = before
+
+    def scatter(exchange: Plain, x: Tensor, weights: Weights) -> Stages[Tensor]:
+        said.append(f"exchange on {now}")
+        return (yield from original(exchange, x, weights))
+
+    original = Plain.scatter
+    init = Reducer.__init__
+
+    def with_streams(self: Reducer, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        self._thread, self._side = None, Stream(name="side")  # type: ignore[assignment]
+
+    threaded = run_ranks(trained, 4, 2, 2, QUICK, SMALL)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(name=now))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(Plain, "scatter", scatter)
+    monkeypatch.setattr(Reducer, "__init__", with_streams)
+
+    def on_a_rank() -> tuple[list[str], dict[str, Tensor]]:
+        _, state = trained(2, 2, QUICK, SMALL, steps=range(5))
+        return said, state
+
+    for (order, ours), (_, theirs) in zip(run_ranks(on_a_rank, 4), threaded):
+        buckets = order.index("main waits for side") // 2
+        step = ["side waits for main", "exchange on side"] * buckets + ["main waits for side"]
+        assert buckets > 1
+        assert order == step * 5
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

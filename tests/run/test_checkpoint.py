@@ -14,6 +14,7 @@ import torch
 
 from warpfold import files
 from warpfold.errors import UserError
+from warpfold.run import checkpoint as module
 from warpfold.run.checkpoint import Checkpoint, RunFolder
 
 
@@ -183,6 +184,15 @@ def test_damaged_notes_of_an_older_checkpoint_do_not_end_a_run(tmp_path: Path) -
         (run.step_path(1) / "state.json").write_text("[{")
         run.save(checkpoint(3), keep=2)
         assert run.steps() == [2, 3]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []
+    with RunFolder(tmp_path) as run:
+        monkeypatch.setattr(module, "_sync", lambda path: synced.append((path.name, run.step_path(1).exists())))
+        run.save(checkpoint(1), keep=1)
+    draft = {"state.safetensors", "state.json", "checksums.json", ".partial-step-00000001"}  # and the folder's names
+    assert set(synced) == {(name, False) for name in draft} | {("checkpoints", True)}
 
 
 def test_a_second_run_waits_outside(tmp_path: Path) -> None:

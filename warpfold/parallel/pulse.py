@@ -22,9 +22,7 @@ from warpfold.parallel.waits import LostError, waiting
 
 BEAT = 1.0  # seconds between signs of life
 SILENT = 3 * BEAT  # after so long without one, a process is dead or frozen
-# Seconds beyond the time limit in which a process ends: half of it for the collective's own error to come and be
-# explained, half to tell the others once the clock has given up on that.
-GRACE = 20.0
+GRACE = 5.0  # seconds that a process has, once it must end, to do so by itself: to raise, and to tell the others why
 
 
 class TeamError(UserError):
@@ -43,12 +41,12 @@ class Place:
     name: str = "the beginning"  # of what it last began or waited for
 
     def far(self, same_example: bool) -> tuple[int, ...]:
-        """What can be compared with another process's."""
+        """Return what can be compared with another process's counts."""
         return (self.meetings, self.gradients, self.slices)[: 3 if same_example else 2]
 
 
 class Clock:
-    """A thread that ends this process when it has waited for others for longer than `limit` and half of GRACE.
+    """A thread that ends this process, GRACE after it has waited for others for longer than `limit`.
 
     It counts the time in which the process ran: not that in which it was stopped.  A process that computes, for as long
     as it likes, waits for nobody.  explain: says why, given what was waited for and how long; it must not block.
@@ -76,12 +74,26 @@ class Clock:
             under_way = waits.now()
             lived = {number: lived.get(number, 0.0) + passed for number in under_way}
             longest = max(under_way, key=lived.__getitem__, default=None)
-            if not own and longest is not None and lived[longest] > self._limit + GRACE / 2:
-                own, left = self.explain(under_way[longest].name, lived[longest]), min(left, GRACE / 2)
+            # Two beats later than a collective gives up by itself: an error that is raised is better.
+            if not own and longest is not None and lived[longest] > self._limit + 2 * BEAT:
+                own = self.explain(under_way[longest].name, lived[longest])
             left = left - passed if own or self.reason else GRACE
             if left <= 0:
-                print(f"error: {own or self.reason}", file=sys.stderr, flush=True)
-                os._exit(1)  # the process waits where no exception reaches it
+                _break_off(own or self.reason)
+
+
+def _break_off(reason: str) -> None:
+    """End this process, which waits where no exception reaches it, and print why if that is possible at once."""
+    try:
+        line = threading.Thread(target=_complain, args=(reason,), daemon=True)  # who reads stderr may be frozen too
+        line.start()
+        line.join(2 * BEAT)
+    finally:
+        os._exit(1)
+
+
+def _complain(reason: str) -> None:
+    print(f"error: {reason}", file=sys.stderr, flush=True)
 
 
 class Pulse:
@@ -142,7 +154,7 @@ class Pulse:
             time.sleep(2 * BEAT)  # the store ends with this process: first the others read what it says
 
     def why(self, error: RuntimeError) -> TeamError:
-        """Why this process cannot go on, whose collective failed with `error`: as far as it can be known in seconds."""
+        """Return why this process, whose collective failed with `error`, cannot go on; the store is asked."""
         name, seconds = (error.name, error.seconds) if isinstance(error, LostError) else (self._where().name, 0.0)
         # Where a connection is lost, its other end may have fallen silent just now.
         end = time.monotonic() + (0.0 if seconds >= self._limit else SILENT + BEAT)
@@ -156,7 +168,7 @@ class Pulse:
         return TeamError(f"{here}; {self._missing(SILENT) or f'all are there: {str(error).splitlines()[0]}'}")
 
     def explain(self, name: str, seconds: float) -> str:
-        """Why this process has waited for so long, from what is known here: nothing is asked of anybody."""
+        """Return why this process has waited for so long, from what is in its memory: nobody is asked."""
         reason = self._told
         if not reason:
             here = f"rank {self._rank} waited for others at {name!r} for {seconds:.0f} s"
@@ -206,11 +218,11 @@ class Pulse:
         that others have not been heard of for as long as it has stood still, does not compute: it waits.
         """
         reason = self._told
-        if self._gone:
+        if not reason and self._gone:
             reason = self._of_store()
         elif not reason and late and (missing := self._missing(self._limit)):
             reason = f"rank {self._rank} waited for others at {self._where().name!r}; {missing}"
-        self._clock.reason = reason
+        self._clock.reason = "" if self._end else reason  # who keeps the store may end before this process does
 
     def _sign(self) -> None:
         said = [*asdict(self._where()).values(), time.monotonic() - self._began]
@@ -223,7 +235,7 @@ class Pulse:
             self._signs, self._read_at = [(Place(*at), when) for *at, when in signs], time.monotonic() - self._began
 
     def _waits_long(self) -> bool:
-        """Whether the signs of all should be at hand, in case the store falls silent: now and then, they are many."""
+        """Return whether to read the signs of all again, in case the store falls silent; seldom, as they are many."""
         began = min((wait.began for wait in waits.now().values()), default=time.monotonic())
         return time.monotonic() - max(began, self._read_at + self._began) > self._limit / 4
 
@@ -232,7 +244,7 @@ class Pulse:
     def _ask(self) -> bool:
         """Have the store told, and asked for the signs of all; False if it does not answer within SILENT."""
         with self._changed:
-            if self._gone or not self._thread.is_alive():
+            if self._gone or self._silent() or not self._thread.is_alive():
                 return False
             self._asked += 1
             number = self._asked

@@ -219,7 +219,7 @@ def _bytes_of(value: Any) -> Tensor:
 
 
 def _pieces(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Parts of flat tensors of bytes, joined or cut into pieces of at most `PIECE`."""
+    """Yield pieces of at most `PIECE` bytes in all, each a list of parts of the flat tensors of bytes."""
     piece: list[Tensor] = []
     room = PIECE
     for x in flat:
@@ -274,9 +274,9 @@ def assembled(launch: Launch, plan: Plan, device: torch.device | str = "cpu") ->
             team.mesh = make_mesh(plan.data, plan.axial, plan.branch, plan.time_limit)
             yield team
             team.share(None, "the end")  # so that nobody is gone who might hear that another failed
-            # Only where all went well: otherwise it would wait for collectives that others never join.
-            with waiting("the end of the process groups"):
-                dist.destroy_process_group()
+        # Only where all went well: otherwise it would wait for collectives that others never join.
+        with waiting("the end of the process groups"):
+            dist.destroy_process_group()
 
 
 def _meet(launch: Launch, plan: Plan, device: torch.device) -> dist.Store:

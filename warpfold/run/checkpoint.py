@@ -135,7 +135,7 @@ class RunFolder:
         return self.checkpoints / f"step-{step:08d}"
 
     def load(self, step: int) -> Checkpoint:
-        """The checkpoint of a step.  Errors: DamagedCheckpoint if it is not, bit for bit, what was written."""
+        """Return the checkpoint of a step.  Errors: DamagedCheckpoint if it is not, bit for bit, what was written."""
         path = self.step_path(step)
         try:
             sums = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ class RunFolder:
             raise DamagedCheckpoint(f"{path}: damaged ({error})") from error
 
     def load_latest(self) -> Checkpoint | None:
-        """The last checkpoint that is whole; None where there is none at all.
+        """Return the last checkpoint that is whole; None where there is none at all.
 
         Damaged ones after it are renamed, so that the run can write these steps again, and a warning names each.
         Errors: UserError when all are damaged; then nothing is changed.
@@ -174,7 +174,7 @@ class RunFolder:
         return found
 
     def _aside(self, step: int) -> Path:
-        """Where a damaged checkpoint is kept; nothing is there yet."""
+        """Return a free path to keep a damaged checkpoint at."""
         names = (f"damaged-{self.step_path(step).name}{again}" for again in ("", *(f"-{n}" for n in range(2, 10_000))))
         return next(path for path in map(self.checkpoints.joinpath, names) if not path.exists())
 
@@ -196,8 +196,8 @@ class RunFolder:
             (draft / "state.json").write_text(json.dumps(_finite(checkpoint.notes), indent=1) + "\n", encoding="utf-8")
             sums = {name: checksum(draft / name) for name in STATE}
             (draft / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
-            for file in draft.iterdir():
-                _sync(file)
+            for path in (*draft.iterdir(), draft):
+                _sync(path)
             draft.rename(place)
             _sync(self.checkpoints)
         except (OSError, SafetensorError) as error:
@@ -225,7 +225,7 @@ class RunFolder:
             shutil.rmtree(doomed)
 
     def _notes(self, step: int) -> dict[str, Any]:
-        """The notes of a checkpoint; none where they are damaged, which is for `load` to say."""
+        """Return the notes of a checkpoint; none where they are damaged, which is for `load` to say."""
         try:
             notes = json.loads((self.step_path(step) / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -313,7 +313,7 @@ class RunFolder:
 
 
 def checksum(path: Path) -> str:
-    """Of a file's bytes: BLAKE2b, 128 bits."""
+    """Return the BLAKE2b digest of a file's bytes, 128 bits in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 

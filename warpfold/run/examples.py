@@ -23,7 +23,7 @@ from warpfold.run.watch import Log
 
 
 def origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
-    """Fingerprints of the data and of the first weights; a store's manifest holds its contents' checksums.
+    """Return fingerprints of the data and of the first weights; a store's manifest holds its contents' checksums.
 
     The first process alone reads `init`.
     """

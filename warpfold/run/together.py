@@ -24,10 +24,11 @@ NUMBERS = ("length", "index", "loss", "norm", "lddt_ca")  # of an example, float
 
 
 def take(examples: Loader, number: int, clock: Clock, team: Team) -> Iterator[Sample]:
-    """The next examples of this process.
+    """Yield this process's examples of a step, whose time begins here.
 
     Errors: UserError on all that share one, if they have not the same: one of them could not make it.
     """
+    clock.begin()
     for _ in range(number):
         with clock.waiting():
             example = next(examples)
@@ -88,7 +89,7 @@ def tell(step: int, seen: list[Seen], clock: Clock, ledger: Ledger, signals: Sto
 
 
 def meet(told: Told, clock: Clock, examples: Loader, ledger: Ledger, team: Team) -> tuple[list[Seen], int]:
-    """The end of a step: all its examples, by number, and the signal on which the run is to stop after it (0: none).
+    """End a step: return all its examples, by number, and the signal on which the run is to stop after it (0: none).
 
     The clock has then waited as long as the process that waited longest, and all know which entries any set aside.
     A signal that came to any process before it told is heard by all; a later one is heard at the end of the next step.
@@ -111,7 +112,7 @@ def meet(told: Told, clock: Clock, examples: Loader, ledger: Ledger, team: Team)
 
 
 def _read(rows: np.ndarray, each: int, terms: tuple[str, ...]) -> list[Seen]:
-    """The examples that were told, `each` of every row."""
+    """Return the examples that were told, `each` of every row."""
     width = len(NUMBERS) + len(terms)
     found = []
     for row in rows:
