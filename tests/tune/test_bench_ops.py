@@ -171,11 +171,21 @@ def test_a_slow_way_is_timed_less_and_a_broken_one_not() -> None:
     def wrong(x: Tensor) -> Tensor:
         raise RuntimeError("no kernel image\nfor this device")
 
-    slow = subject("slow", lambda x: time.sleep(0.02) or x * 1)
+    slept: list[float] = []  # on a busy machine longer than was asked for
+
+    def sleeping(x: Tensor) -> Tensor:
+        began = time.perf_counter()
+        time.sleep(0.02)
+        slept.append(time.perf_counter() - began)
+        return x * 1
+
+    slow = subject("slow", sleeping)
     ways = [slow, subject("broken", broken), subject("wrong", wrong), subject("forward", lambda x: x * 1, False)]
     times = measure(ways, CPU, repeats=9, budget=0.1, peaks=False)
     assert 1 <= len(times["slow"].forward) < 4
-    assert times["slow"].median("forward") == pytest.approx(0.02, rel=1)
+    median = times["slow"].median("forward")
+    assert median is not None
+    assert min(slept) <= median < 10 * max(slept)
     assert times["broken"].failed == "out of memory"
     assert times["wrong"].failed == "failed: RuntimeError: no kernel image"
     assert times["broken"].median("forward") is None
