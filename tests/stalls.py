@@ -54,7 +54,8 @@ class _Functions(TorchFunctionMode):
         if func is Tensor.tolist and args[0].is_meta:  # of torch's own it reads memory, past all operations
             return args[0].cpu().tolist()
         out = func(*args, **(kwargs or {}))
-        if func in FROM_NUMBERS and out.is_meta:
+        is_copy = func is not torch.as_tensor or not isinstance(args[0], Tensor)
+        if func in FROM_NUMBERS and is_copy and out.is_meta:
             self.found.append(f"{_place()}: {func.__name__} of numbers")
         return out
 
