@@ -18,6 +18,7 @@ from torch import Tensor
 
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.ops.dispatch import Kernels, refusals, using
+from warpfold.ops.noise import Noise
 from warpfold.parallel.plan import DTYPES, Plan, apply
 from warpfold.tune.machine import describe
 from warpfold.tune.timing import Subject, measure
@@ -34,13 +35,16 @@ class Block:
         self.stack = apply(Plan(precision="bf16"), Evoformer(c_m, c_z, EvoformerConfig(blocks=1)).to(device))
         for p in self.stack.parameters():
             torch.nn.init.normal_(p, std=0.02)
+        for module in self.stack.modules():
+            if isinstance(module, Noise):
+                module.seed(0)
         dtype = DTYPES["bf16"]
         self.m = torch.randn(s, r, c_m, device=device).to(dtype).requires_grad_()
         self.z = torch.randn(r, r, c_z, device=device).to(dtype).requires_grad_()
         self.masks = torch.ones(s, r, device=device), torch.ones(r, r, device=device)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """m and z after the block, with dropout, as in training."""
+        """m and z after the block, with dropout from seeded noise, as in training."""
         m, z = self.stack(self.m, self.z, *self.masks)
         return m, z
 

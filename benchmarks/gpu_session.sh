@@ -84,10 +84,10 @@ part() {  # NAME SECONDS FILE COMMAND ...: what the command prints goes to FILE 
 
 warpfold=("$python" -m warpfold)
 if [[ -n "$rehearse" ]]; then
-  triangles=starting:12,starting:16 all=starting:12 pair=pair:8 msa=msa:3x8 settings=tiny toy=(--toy)
+  triangles=starting:12,starting:16 all=starting:12 places=pair:8,msa:3x8,dropout:8 settings=tiny toy=(--toy)
 else
   triangles=starting:256,starting:384,starting:1024,starting:2048,ending:256,ending:1024
-  all=starting:256,row:128x256,column:128x256,global:1024x256 pair=pair:256 msa=msa:128x256 settings=monomer toy=()
+  all=starting:256,row:128x256,column:128x256,global:1024x256 places=pair:256,msa:128x256,dropout:256 settings=monomer toy=()
 fi
 readonly tests=("$python" -m pytest -m gpu -q --maxfail=10 --no-header tests/ops)
 readonly most="definition,sdpa,trifast,cuequivariance,ours"
@@ -118,7 +118,7 @@ rm -f "$out/$name"-{triangles,norms,attention}.csv "$out/$name-triangles.png"  #
 part "triangle attention" 60 "$parts/triangles.json" "${warpfold[@]}" bench --op attention --shapes "$triangles" \
   --ways "$most" --device "$device" --csv "$out/$name-triangles.csv" --plot "$out/$name-triangles.png" --json
 part "norms, gates, tails" 40 "$parts/norms.json" "${warpfold[@]}" bench --op layer_norm,norm_linear,gate,tail \
-  --shapes "$pair,$msa" --ways definition,ours --device "$device" --csv "$out/$name-norms.csv" --json
+  --shapes "$places" --ways definition,ours --device "$device" --csv "$out/$name-norms.csv" --json
 part "Evoformer block" 60 "$parts/block.json" "$python" benchmarks/gpu_block.py --device "$device" \
   --profile "$out/$name-profile.txt" ${toy[@]+"${toy[@]}"}
 part "every operation of $settings" 45 "$parts/doctor.json" "${warpfold[@]}" doctor --kernels --settings "$settings" \

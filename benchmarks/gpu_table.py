@@ -72,7 +72,8 @@ def lines(found: dict[str, Any], gpu: str) -> Iterator[Line]:
     for direction in ("forward", "backward"):
         launched = block and block.get("launches", {}).get(direction)
         count = launched and launched["kernels"] + launched["copies and fills"]
-        yield Line(f"launches per block, {direction}", count, LAUNCHES[direction], "")
+        # No launch at all: the profiler saw nothing, for a block launches some.
+        yield Line(f"launches per block, {direction}", count or None, LAUNCHES[direction], "")
 
 
 def _for(bars: dict[str, Any], gpu: str) -> dict[Any, float]:

@@ -54,8 +54,7 @@ class _Functions(TorchFunctionMode):
         if func is Tensor.tolist and args[0].is_meta:  # of torch's own it reads memory, past all operations
             return args[0].cpu().tolist()
         out = func(*args, **(kwargs or {}))
-        is_copy = func is not torch.as_tensor or not isinstance(args[0], Tensor)
-        if func in FROM_NUMBERS and is_copy and out.is_meta:
+        if func in FROM_NUMBERS and out.is_meta and not isinstance(args[func is Tensor.new_tensor], Tensor):
             self.found.append(f"{_place()}: {func.__name__} of numbers")
         return out
 

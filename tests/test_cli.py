@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -248,6 +249,30 @@ def test_crlf_and_gzip_are_accepted(capsys: pytest.CaptureFixture[str], tmp_path
     code, out, _ = run(capsys, "predict", *arguments, "--out", tmp_path / "out", "--json")
     assert code == 0
     assert json.loads(out)["predictions"][0]["msa_depth"] == 2
+
+
+@pytest.mark.slow
+def test_a_pipe_that_a_user_names_is_read(tmp_path: Path, tiny_params: Path) -> None:
+    """`predict <(zcat q.fa.gz) --msa /dev/stdin`, and no pipe where a file is read more than once."""
+    (tmp_path / "q.fa.gz").write_bytes(gzip.compress(f">one\n{SEQUENCE}\n".encode()))
+    command = f"{sys.executable} -m warpfold predict <(zcat q.fa.gz) --params {tiny_params} --out out --device cpu"
+    alignment = f">one\n{SEQUENCE}\n>a\n{SEQUENCE[::-1]}\n"
+
+    def bash(text: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        return subprocess.run(
+            ["bash", "-c", text], cwd=tmp_path, env=environment, input=alignment, capture_output=True, text=True,
+            check=False, timeout=100,
+        )  # fmt: skip
+
+    done = bash(f"cat | {command} --msa /dev/stdin")
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads((tmp_path / "out/summary.json").read_text())["predictions"]
+    assert (entry["name"], entry["msa_depth"]) == ("one", 2)
+    structure(tmp_path)
+    packed = bash(f"{sys.executable} -m warpfold pack --structures one.cif --msas <(cat) --out store")
+    assert packed.returncode == 0
+    assert "is a pipe, a socket or a device" in packed.stdout
 
 
 def test_bad_parameters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zstandard
 
 from warpfold.errors import UserError
-from warpfold.files import file_name, opened, pread, read_file, update_file, write_atomically
+from warpfold.files import file_name, is_given_pipe, opened, pread, read_file, update_file, write_atomically
 
 
 def test_full_disk_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +71,42 @@ def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path, monkeypat
                 pass
             with pytest.raises(UserError, match="is a pipe, a socket or a device"):
                 read_file(path)
+
+
+@pytest.fixture
+def given_pipe() -> Iterator[Callable[[bytes], Path]]:
+    """A pipe as a shell gives one for <(command), with some bytes in it and nobody who writes more."""
+    ends = []
+
+    def make(content: bytes) -> Path:
+        read, write = os.pipe()
+        ends.append(read)
+        os.write(write, content)
+        os.close(write)
+        return Path(f"/dev/fd/{read}")
+
+    yield make
+    for end in ends:
+        os.close(end)
+
+
+def test_a_pipe_that_this_process_was_given_is_read_where_that_is_asked_for(
+    tmp_path: Path, given_pipe: Callable[[bytes], Path]
+) -> None:
+    assert read_file(given_pipe(b"MKT"), pipe=True) == b"MKT"
+    assert read_file(given_pipe(gzip.compress(b"MKT")), pipe=True) == b"MKT"
+    for content in (b"A" * 3000, gzip.compress(b"A" * 3000)):
+        assert read_file(given_pipe(content), 3000, pipe=True) == b"A" * 3000
+        with pytest.raises(UserError, match="has more than"):
+            read_file(given_pipe(content), 2999, pipe=True)
+    with pytest.raises(UserError, match="is a pipe, a socket or a device"):
+        read_file(given_pipe(b"MKT"))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/zero"), tmp_path / "none"):
+        assert not is_given_pipe(path)
+    with pytest.raises(UserError, match="is a pipe, a socket or a device"):
+        read_file(tmp_path / "pipe", pipe=True)
 
 
 def test_a_file_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Path) -> None:

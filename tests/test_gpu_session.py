@@ -119,6 +119,18 @@ def test_a_toy_has_no_figure_of_targets() -> None:
     assert {line.verdict for line in lines(toy, "NVIDIA H200")} == {"not measured"}
 
 
+def test_a_profiler_that_saw_no_launch_measured_nothing() -> None:
+    nothing = {"kernels": 0, "copies and fills": 0, "launch calls": 0}
+    block = {
+        "full_size": True,
+        "ways": {"fast": {"training_ms": 1.0, "backward_ms": 1.0}},
+        "launches": {"forward": nothing, "backward": nothing | {"kernels": 50}},
+    }
+    verdicts = {line.what: line.verdict for line in lines({"block": block}, "NVIDIA H200")}
+    assert verdicts["launches per block, forward"] == "not measured"
+    assert verdicts["launches per block, backward"] == "met"
+
+
 def test_bars_that_are_least() -> None:
     assert Line("", 0.9, 0.85, "", least=True).verdict == "met"
     assert Line("", 0.8, 0.85, "", least=True).verdict == "MISSED"

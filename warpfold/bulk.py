@@ -192,7 +192,8 @@ class Part:
     def parse(cls, text: str) -> "Part":
         """ "3/8" -> the third of eight.  Errors: UserError for anything else."""
         number, slash, count = text.partition("/")
-        if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        whole = slash and number.isdecimal() and count.isdecimal() and len(text) < 40
+        if not (whole and 1 <= int(number) <= int(count)):
             raise UserError(f"--shard {text}: expected I/N with I from 1 to N, for example 3/8")
         return cls(int(number), int(count))
 

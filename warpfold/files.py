@@ -45,6 +45,16 @@ def open_regular(path: Path) -> int:
     return file
 
 
+def is_given_pipe(path: Path) -> bool:
+    """Return whether a path is a pipe that this process was started with: /dev/stdin, or a shell's <(command).
+
+    Something writes to such a pipe, or has ended; to a pipe in a folder nobody may ever write.
+    """
+    with contextlib.suppress(OSError):
+        return stat.S_ISFIFO(os.stat(path).st_mode) and os.path.realpath(path).startswith(("/proc/", "/dev/fd/"))
+    return False
+
+
 def _refuse_irregular(path: Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -53,10 +63,14 @@ def _refuse_irregular(path: Path, mode: int) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: Path, unpack: bool = True) -> Iterator[BinaryIO]:
-    """Open a file to read, unpacked if it is gzipped; what goes wrong meanwhile becomes a UserError."""
+def opened(path: Path, unpack: bool = True, pipe: bool = False) -> Iterator[BinaryIO]:
+    """Open a file to read, unpacked if it is gzipped; what goes wrong meanwhile becomes a UserError.
+
+    pipe: it may be a pipe that this process was given, which can be read once.
+    """
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
+        given = pipe and is_given_pipe(path)
+        with os.fdopen(os.open(path, os.O_RDONLY) if given else open_regular(path), "rb") as file:
             if unpack and file.peek(2)[:2] == b"\x1f\x8b":
                 with gzip.open(file) as unpacked:
                     yield cast(BinaryIO, unpacked)
@@ -72,18 +86,21 @@ def opened(path: Path, unpack: bool = True) -> Iterator[BinaryIO]:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
-def read_file(path: Path, limit: int = LARGEST) -> bytes:
+def read_file(path: Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
     """Read a whole file, unpacked if it is gzipped.
 
     limit: bytes that it may have when unpacked.  A stream that passes the limit is left at once, and of a long one
     the size is found before it is kept, so that a small file that unpacks to a huge one takes no memory.
+    pipe: as of `opened`; what comes through a pipe is kept while it is read, up to the limit.
     Errors: UserError as of `opened`, and for a file that is larger.
     """
     too_large = UserError(
         f"{path}: has more than {limit / 1e9:g} GB when unpacked; leave it out, or allow more (pack --max-file-gb)"
     )
-    with opened(path) as file:
-        if not isinstance(file, gzip.GzipFile):
+    given = pipe and is_given_pipe(path)
+    most_kept = limit if given else _KEPT
+    with opened(path, pipe=pipe) as file:
+        if not given and not isinstance(file, gzip.GzipFile):
             if os.fstat(file.fileno()).st_size > limit:
                 raise too_large
             return file.read()
@@ -92,14 +109,26 @@ def read_file(path: Path, limit: int = LARGEST) -> bytes:
             size += len(piece)
             if size > limit:
                 raise too_large
-            if size <= _KEPT:
+            if size <= most_kept:
                 pieces.append(piece)
             else:
                 pieces.clear()
-        if size <= _KEPT:
+        if size <= most_kept:
             return b"".join(pieces)
         file.seek(0)
         return file.read(size)
+
+
+@contextlib.contextmanager
+def within_memory(name: str) -> Iterator[None]:
+    """Turn a lack of memory into something that is wrong with one file, so that others can still be read.
+
+    Errors: UserError in the place of MemoryError.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise UserError(f"{name}: takes more memory than there is") from None
 
 
 def pread(file: int, size: int, offset: int) -> bytes:
@@ -175,7 +204,7 @@ def lock_file(path: Path, taken: UserError) -> TextIO:
 
 
 def check_new(path: Path) -> None:
-    """See that a file can be made at `path`, where nothing is yet: what takes minutes should say so before.
+    """Check that a file can be made at `path`, where nothing is yet: what takes minutes should say so before.
 
     Errors: UserError.
     """

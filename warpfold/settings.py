@@ -140,14 +140,14 @@ def _build(cls: Any, values: Mapping[str, Any], source: str, prefix: str) -> Any
 
 
 def _convert(hint: Any, value: Any, source: str, name: str) -> Any:
-    """`value` as the type that the field declares, or UserError.
+    """Return `value` as the type that the field declares, or raise UserError.
 
     No setting may be infinite or not a number (no field has a use for it), or a whole number beyond 64 bits.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{source}: {name} = {value}: a finite number expected")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise UserError(f"{source}: {name} is a whole number of {value.bit_length()} bits; 64 are the most")
+        raise UserError(f"{source}: {name} is a whole number that does not fit into 64 bits; give a smaller one")
     wrong = UserError(f"{source}: {name} = {_shown(value)}: {_describe(hint)} expected")
     origin, choices = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -247,7 +247,7 @@ def _toml(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value for an error's one line: as TOML, cut where it is long."""
+    """Return a value for an error's one line: as TOML, cut where it is long."""
     text = _toml(value)
     return text if len(text) <= 200 else f"{text[:200]} ..."
 

@@ -83,6 +83,10 @@ def test_a_chain_that_is_not_there(database: Path) -> None:
         [["x.a3m", -1, 4]],
         [["x.a3m", "0", 4]],
         [[["x.a3m"], 0, 4]],
+        [[5, 0, 4]],
+        [["x.a3m", 10**400, 4]],
+        {"db": "x\0.db", "files": []},
+        {"db": "x\ud800.db", "files": []},
     ],
 )
 def test_an_entry_that_is_none_spares_the_others(tmp_path: Path, entry: object) -> None:

@@ -34,7 +34,21 @@ def test_every_spelling_is_its_day(spelled: tuple[date, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "?", "2017", "2017-01", "2017-13-01", "2017-02-30", "02.01.2017", "1/2/2017", "May", "2017-01-02T00"]
+    "text",
+    [
+        "",
+        "?",
+        "2017",
+        "2017-01",
+        "2017-13-01",
+        "2017-02-30",
+        "02.01.2017",
+        "1/2/2017",
+        "May",
+        "2017-01-02T00",
+        "2017-W30",
+        "2017W30",
+    ],
 )
 def test_what_is_no_date(text: str) -> None:
     assert parse_date(text) is None

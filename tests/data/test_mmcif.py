@@ -57,6 +57,13 @@ def test_modified_residues_are_their_parents() -> None:
     assert chain.mask.sum(1).tolist() == [5, 5, 4, 4, 5, 4]  # no P, no CG of X or of ALA, no hydrogen
 
 
+def test_nucleotides_in_a_peptide_are_unknown() -> None:
+    """Their letters are none of a protein's: DA is no alanine, U no cysteine."""
+    sequence = ["GLY", "ALA", "GLY", "DA", "U", "C"]
+    atoms = [row for i, name in enumerate(sequence) for row in backbone(name, i + 1)]
+    assert only_chain(entry(atoms, sequence)).sequence == "GAGXXX"
+
+
 def mixture(*residues: tuple[str, str, float], chain: str = "A") -> list[Atom]:
     """Residue 2 in several forms, (name, alternative, occupancy), each 10 angstrom on from the one before."""
     return [

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.examples import example
+from warpfold.data import msa_features as module
 from warpfold.data.choose import SampleConfig, keyed_rng
 from warpfold.data.msa_features import Deletions, deletion_value, mask_msa, msa_features, nearest_cluster
 from warpfold.geometry.residue import GAP, MASK
@@ -18,6 +19,15 @@ def test_nearest_cluster_counts_agreement_and_takes_the_first_of_equals(e: int, 
     rows, centres = rng.integers(17, 22, (e, n)).astype(np.uint8), rng.integers(17, 23, (s, n)).astype(np.uint8)
     agreement = ((rows[:, None] == centres) & (rows[:, None] != GAP)).sum(-1)
     np.testing.assert_array_equal(nearest_cluster(rows, centres[None])[0], agreement.argmax(1))
+
+
+def test_passes_whose_tables_do_not_fit_together_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    rows, centres = rng.integers(0, 22, (50, 300), np.uint8), rng.integers(0, 23, (5, 7, 300), np.uint8)
+    together = nearest_cluster(rows, centres)
+    for tables in (1, 200_000):  # of one pass, of two
+        monkeypatch.setattr(module, "TABLES", tables)
+        np.testing.assert_array_equal(nearest_cluster(rows, centres), together)
 
 
 def test_long_sequences_are_not_counted_in_bytes() -> None:

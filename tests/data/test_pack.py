@@ -233,7 +233,7 @@ def test_hits_belong_by_name_or_stand_beside_the_alignments() -> None:
     alignments = [(source("9abc_Z/a3m/u.a3m"), ONE), (source("9xyz_A/a3m/u.a3m"), TWO), (source("flat/1.a3m"), ONE)]
     alignments.append((source("flat/2.a3m"), TWO))
     hits = [source("9abc_Z/hhr/pdb70.hhr"), source("flat/h.hhr"), source("other/1.hhr")]
-    matcher = HitsMatcher(hits, alignments)
+    matcher = HitsMatcher(hits, lambda name: {query for source, query in alignments if name in source.bears})
     assert matcher.find("9abc_z", ONE, []) == [hits[0]]
     assert matcher.find("1one_A", ONE, [alignments[0][0]]) == [hits[0]]
     assert matcher.find("1one_A", ONE, [alignments[2][0]]) == [hits[2]]  # `flat` is of several sequences, `1` is not

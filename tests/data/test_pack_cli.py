@@ -1,12 +1,17 @@
 """`warpfold pack` as a stranger uses it: parts, merging, verifying, telling; every misuse is one line."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pack_inputs import make_files
 
 from warpfold.cli import main
+from warpfold.data import pack_structures
+from warpfold.data.pack_part import PartFolder
 
 Result = tuple[int, str, str]
 
@@ -93,6 +98,9 @@ def test_verify_and_info(capsys: pytest.CaptureFixture[str], files: Path) -> Non
         (["--structures", "structures", "--out", "o", "--cluster-identity", "40"], "--cluster-identity"),
         (["--structures", "structures", "--out", "o", "--max-resolution", "nan"], "--max-resolution nan: a finite"),
         (["--structures", "structures", "--out", "o", "--max-file-gb", "inf"], "--max-file-gb inf: a finite"),
+        (["--structures", "structures", "--out", "o", "--max-file-gb", "-1"], "--max-file-gb -1: expected a number"),
+        (["--structures", "structures", "--out", "o", "--max-file-gb", "1e300"], "--max-file-gb 1e+300: expected a"),
+        (["--structures", "structures", "--out", "o", "--shard", "1/" + "9" * 5000], "expected I/N with I from 1"),
     ],
 )
 def test_misuse_is_one_line(
@@ -101,6 +109,39 @@ def test_misuse_is_one_line(
     monkeypatch.chdir(files)
     assert says in refused(run(capsys, *arguments))
     assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
+
+
+def test_what_is_no_part_is_one_line(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    folder = files / "o.part-1-of-1"
+    folder.mkdir()
+    for plan in ("[]", '{"format": "warpfold-part", "version": 2}', None):
+        if plan is not None:
+            (folder / "plan.json").write_text(plan)
+        else:  # whole, but of its other files only one was copied
+            run(capsys, "--structures", files / "structures", "--out", files / "p", "--shard", "1/1")
+            (files / "p.part-1-of-1/records").unlink()
+            folder = files / "p.part-1-of-1"
+        assert "no part of a store" in refused(run(capsys, "--merge", folder, "--out", files / "o"))
+
+
+def test_sigterm_is_a_stop_and_no_death(
+    capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedulers send it before they kill; what was under way is not suspected of having killed the run."""
+    read = pack_structures.read_chains
+
+    def interrupted(job: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return read(job)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    inputs = ("--structures", files / "structures", "--msas", files / "msas")
+    with monkeypatch.context() as patch:
+        patch.setattr(pack_structures, "read_chains", interrupted)
+        assert run(capsys, *inputs, "--out", files / "store") == (143, "", "stopped; the same command continues\n")
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert not [job for job in PartFolder(files / "store.part-1-of-1").tried if job.startswith("structure")]
+    assert run(capsys, *inputs, "--out", files / "store")[0] == 0
 
 
 def test_a_scheduler_that_does_not_answer(capsys: pytest.CaptureFixture[str], files: Path) -> None:

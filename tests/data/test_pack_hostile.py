@@ -21,7 +21,7 @@ from pack_inputs import ONE, TWO, alignment, chain, contents, make_files, packed
 from test_sources import _stockholm
 
 from warpfold.bulk import Part, pool
-from warpfold.data import pack_build, pack_queries, pack_structures, pack_work
+from warpfold.data import pack_build, pack_queries, pack_structures, pack_work, template_library
 from warpfold.data.pack import merge, pack
 from warpfold.data.pack_build import Options
 from warpfold.data.pack_part import PartFolder, PartWriter, part_path
@@ -259,10 +259,105 @@ def test_what_a_stop_interrupted_is_no_suspect(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(KeyboardInterrupt):
             pack([tmp_path / "s"], [], tmp_path / "store")
     part = PartFolder(part_path(tmp_path / "store", Part(1, 1)))
-    part.close()
     assert not part.tried
     monkeypatch.setattr(pack_work.Apart, "__call__", lambda *_: pytest.fail("was tried apart"))
     assert len(pack([tmp_path / "s"], [], tmp_path / "store").kept) == 2
+
+
+def test_an_alignment_that_was_changed_after_it_was_read_is_a_suspect_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run without workers would be killed by it each time it is started."""
+    files = tmp_path
+    structure(files / "structures/1one.cif", chain("A", ONE))
+    alignment(files / "msas/1one_A.a3m", ONE)
+    _stopped(files, monkeypatch)
+    alignment(files / "msas/1one_A.a3m", ONE, TWO)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(job: Any) -> Any:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pack_queries, "read_queries", killed)
+        patch.setattr(PartWriter, "close", _let_go)
+        with pytest.raises(Killed):
+            packed(files)
+    apart: list[Any] = []
+
+    class Counted(Here):
+        def __call__(self, function: Callable[[Any], Any], job: Any) -> Any:
+            apart.append(job)
+            return function(job)
+
+    monkeypatch.setattr(pack_work, "Apart", Counted)
+    assert [entry.depth for entry in packed(files).kept] == [2]
+    assert [[source.name for source in job[0]] for job in apart] == [["msas/1one_A.a3m"]]
+
+
+def test_templates_are_as_limited_as_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is too large, or for which the memory does not suffice, costs itself and not those who ask for it."""
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    alignment(tmp_path / "h/1one_A.hmmsearch.a3m").write_text("".join(
+        f">{name}_A/1-30 mol:protein\n{letter}{ONE[1:]}\n" for name, letter in (("9big", "C"), ("9eat", "D"))
+    ))  # fmt: skip
+    for name, letter in (("9big", "C"), ("9eat", "D")):
+        structure(tmp_path / f"t/{name}.cif", chain("A", letter + ONE[1:]))
+    with (tmp_path / "t/9big.cif").open("a") as file:
+        file.write("#" * 100_000)
+    read = template_library.read_structure
+
+    def starved(path: Path, limit: int) -> Any:
+        return killers.starve(path) if path.name == "9eat.cif" else read(path, limit=limit)
+
+    monkeypatch.setattr(template_library, "read_structure", starved)
+    options = Options(max_file_gb=90_000 / 1e9)
+    report = pack(
+        [tmp_path / "s"], [], tmp_path / "o", options, hits=[tmp_path / "h"], template_structures=[tmp_path / "t"]
+    )
+    (entry,) = report.kept
+    assert sorted(entry.templates_refused) == [
+        "has more than N GB when unpacked; leave it out, or allow more (pack --max-file-gb)",
+        "takes more memory than there is",
+    ]
+
+
+def test_a_chain_for_which_the_memory_does_not_suffice_is_an_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE), chain("B", TWO))
+    write = pack_build.pack_record
+
+    def starved(arrays: Any, notes: Any, shared: Any) -> Any:
+        return killers.starve(notes) if notes["name"] == "1one_A" else write(arrays, notes, shared)
+
+    monkeypatch.setattr(pack_build, "pack_record", starved)
+    report = pack([tmp_path / "s"], [], tmp_path / "store")
+    assert [entry.name for entry in report.kept] == ["1one_B"]
+    assert [(entry.name, entry.reason) for entry in report.dropped] == [
+        ("1one_A", "s/1one.cif: takes more memory than there is")
+    ]
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    """A file's name is bytes; a report is text."""
+    folder = os.fsencode(tmp_path)
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    for name in (b"s/\xff.cif", b"s/bad\xff.cif"):
+        (tmp_path / "s/1one.cif").rename(os.fsdecode(folder + b"/" + name))
+        structure(tmp_path / "s/1one.cif", chain("A", TWO))
+    Path(os.fsdecode(folder + b"/s/bad\xff.cif")).write_text("data_x\n")
+    alignment(Path(os.fsdecode(folder + b"/m/\xfe.a3m")), TWO)
+    index = {"1one_\ud800": [["x\udfff.a3m", 0, 4]]}
+    (tmp_path / "m/x.index").write_text(json.dumps(index))
+    report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store")
+    assert [entry.file for entry in report.entries] == ["s/1one.cif", "s/\\udcff.cif", "s/bad\\udcff.cif"]
+    assert [entry.alignments for entry in report.entries] == [["m/\\udcfe.a3m"], [], []]
+    assert report.entries[2].reason.startswith("s/bad\\udcff.cif: has no atoms")
+    assert list(report.unused) == ["m/x.index:1one_\\ud800/x\\udfff.a3m"]
+    assert pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store").finished_before
 
 
 # ---- other inputs
@@ -426,6 +521,24 @@ def test_queries_of_parts_with_other_options_or_torn_lines_are_not_taken(tmp_pat
     merge(parts, files / "store")
     packed(files, "whole")
     assert contents(files / "store") == contents(files / "whole")
+
+
+def test_one_of_more_parts_than_a_list_could_hold(tmp_path: Path) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    alignment(tmp_path / "m/1one_A.a3m", ONE)
+    report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store", part=Part(1, 10**15))
+    assert report.entries == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in Linux's /proc")
+def test_parts_that_are_merged_hold_no_file_open(tmp_path: Path) -> None:
+    """A thousand tasks have more parts than a process may have files."""
+    files = make_files(tmp_path)
+    packed(files, part=Part(1, 1))
+    before = len(os.listdir("/proc/self/fd"))
+    opened = [PartFolder(part_path(files / "store", Part(1, 1))) for _ in range(8)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened[0].jobs("structure")
 
 
 # ---- what is the user's, and records of any size

@@ -75,7 +75,7 @@ def test_examples_wait_for_nothing_and_an_update_for_one_number(name: str) -> No
 
 def test_a_step_of_training_waits_twice(tmp_path: Path) -> None:
     """Count the loop itself, from one row of metrics.jsonl to the next."""
-    config = tiny_run(steps=3, validation=0.0, save_every=9)
+    config = tiny_run(steps=2, validation=0.0, save_every=9)
     seen: list[dict[str, int]] = []
     with Stalls() as stalls:
 
@@ -85,8 +85,8 @@ def test_a_step_of_training_waits_twice(tmp_path: Path) -> None:
             stalls.found.clear()
 
         train(config, make_store(tmp_path / "store"), tmp_path / "run", device="meta", watch=row)
-    assert [row["kind"] for row in rows(tmp_path / "run")] == ["step"] * 3
-    assert seen[1:] == [AT_THE_END] * 2
+    assert [row["kind"] for row in rows(tmp_path / "run")] == ["step"] * 2
+    assert seen[1:] == [AT_THE_END]  # before the first row tables of constants go to the device
 
 
 def test_what_waits_is_seen() -> None:

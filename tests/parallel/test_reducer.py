@@ -81,7 +81,7 @@ def test_gradients_are_those_of_one_process() -> None:
         for index in range(mesh.data.rank, 4, data):
             part_of_loss(net, index, mesh.model.rank, model).backward()
             optimizer.collect()
-        mean = optimizer.reducer.mean(optimizer.total, optimizer.share)
+        mean = optimizer.reducer.mean(optimizer.total, torch.tensor(optimizer.share))
         whole = optimizer.reducer.spread(mean, torch.empty_like(optimizer.weights))
         return {name: optimizer.layout.view(whole, name).clone() for name in optimizer.layout.places}
 

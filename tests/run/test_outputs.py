@@ -180,6 +180,8 @@ def test_claim_tells_ours_from_others(tmp_path: Path) -> None:
     ours = tmp_path / "ours"
     ours.mkdir()
     assert claim_folder(ours, "kind", "run") is None
+    (ours / ".summary.json.0a1b2c3d").touch()  # of a run that was killed while it wrote its first file
+    assert claim_folder(ours, "kind", "run") is None
     write_atomically(ours / "summary.json", json.dumps({"format": "kind", "run": "run"}))
     assert claim_folder(ours, "kind", "run") == {"format": "kind", "run": "run"}
     with pytest.raises(UserError, match="another run"):

@@ -14,7 +14,8 @@ from warpfold.errors import UserError
 from warpfold.ops.attention import attention
 from warpfold.tune import bench_ops, peers
 from warpfold.tune.bench_ops import COLUMNS, HEADS, bench, checked, table, write_csv
-from warpfold.tune.cases import Case, Inputs, inputs
+from warpfold.tune.cases import OPS, Case, Inputs, inputs
+from warpfold.tune.checks import truth
 from warpfold.tune.peers import WAYS, too_large
 from warpfold.tune.plot_ops import STYLES, picture
 from warpfold.tune.sizes import KINDS, shapes
@@ -41,7 +42,7 @@ def test_shapes_of_their_names() -> None:
         f"starting:{n}" for n in KINDS["attention"]["starting"]
     ]
     assert len(shapes("attention", quick=True)) == 5
-    assert {name.partition(":")[0] for name, _ in shapes("tail")} == {"pair", "msa"}
+    assert {name.partition(":")[0] for name, _ in shapes("tail")} == {"pair", "msa", "dropout"}
     assert shapes("tail", ["starting"]) == []  # a kind of another operation
 
 
@@ -58,8 +59,7 @@ def test_shapes_that_are_none(wrong: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_way_computes_the_same(shape: str, dtype: torch.dtype) -> None:
     given = found(shape, dtype)
-    truth = attention.definition(*given.double().args) if given.case.op == "attention" else None
-    close = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    true = truth(OPS[given.case.op].definition, given.args, given.grad, given.names)
     for way in WAYS["attention"]:
         if way.name == "compile" or way.refuses(given) is not None:
             continue
@@ -67,9 +67,7 @@ def test_every_way_computes_the_same(shape: str, dtype: torch.dtype) -> None:
         out = subject.forward()
         assert out.shape == given.grad.shape, way.name
         gradients = torch.autograd.grad(out, subject.wanted, subject.grad)
-        assert len(gradients) == len(given.wanted), way.name
-        if truth is not None:
-            torch.testing.assert_close(out.double(), truth, rtol=close, atol=close, msg=way.name)
+        assert [str(e) for e in true.errors([out, *gradients]) if e.red] == [], way.name
 
 
 def stand_in(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
@@ -125,10 +123,10 @@ def test_others_get_what_they_document(
     subject = next(way for way in WAYS["attention"] if way.name == name).make(given)
     out = subject.forward()
     torch.testing.assert_close(back(out), attention.definition(*given.args))  # type: ignore[operator]
-    truth = torch.autograd.grad(attention.definition(*given.args), given.wanted, given.grad)
+    ours = torch.autograd.grad(attention.definition(*given.args), given.wanted, given.grad)
     theirs = torch.autograd.grad(out, subject.wanted, subject.grad)
-    assert len(theirs) == len(truth)
-    assert sum(float(t.square().sum()) for t in theirs) == pytest.approx(sum(float(t.square().sum()) for t in truth))
+    assert len(theirs) == len(ours)
+    assert sum(float(t.square().sum()) for t in theirs) == pytest.approx(sum(float(t.square().sum()) for t in ours))
 
 
 def test_others_are_left_alone_where_they_cannot_run() -> None:

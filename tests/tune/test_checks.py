@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.ops.dispatch import Op
+from warpfold.ops.noise import DropoutFactors, keep
 from warpfold.tune.cases import ARGUMENTS, OPS, Case, inputs
 from warpfold.tune.checks import Error, check, compare, failures, odd, run, truth
 from warpfold.tune.sizes import ODD, DataSizes, of_settings
@@ -64,6 +66,21 @@ def test_what_is_wrong_is_red(spoiled: Callable[..., None], wrong: Callable[[Ten
     assert verdict.red
     assert "from fp64" in verdict.says()
     assert dtype in verdict.says()
+
+
+def test_a_kernel_that_draws_other_noise_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the draw by itself is as wrong: the truth is of the definition's draw."""
+    fast = keep.fast
+    case = next(case for case in ODD if case.drawn)
+
+    def wrong(key: Tensor, stream: int, *rest: Any) -> Tensor:
+        return fast(key, stream + 1, *rest)
+
+    assert not check(case, "fp32", CPU).red
+    monkeypatch.setattr(keep, "fast", wrong)
+    monkeypatch.setattr(keep, "small", None)
+    monkeypatch.setattr(OPS["tail"], "fast", lambda *args: OPS["tail"].definition(*args[:5], args[5].draw()))
+    assert check(case, "fp32", CPU).red
 
 
 def test_what_does_not_repeat_is_red(spoiled: Callable[..., None]) -> None:
@@ -231,17 +248,20 @@ def test_inputs_are_strided_as_the_model_has_them(case: Case) -> None:
         assert first.stride(0) < first.stride(1)
     if case.op in ("attention", "gate"):
         assert not first.is_contiguous() or first.shape[0] == 1
-    wanted = [name for name, t in zip(ARGUMENTS[case.op], given.args) if t is not None and t.requires_grad]
+    args = zip(ARGUMENTS[case.op], given.args)
+    wanted = [name for name, t in args if isinstance(t, Tensor) and t.requires_grad]
     assert list(given.names) == wanted
     assert all(t.is_leaf for t in given.wanted)
     again = inputs(case, torch.bfloat16, CPU)
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(given.args, again.args))  # type: ignore[arg-type]
+    for a, b in zip(given.args, again.args):
+        x, y = (t.draw() if isinstance(t, DropoutFactors) else t for t in (a, b))
+        assert x is y is None or torch.equal(x, y)  # type: ignore[arg-type]
 
 
 # ---- the list of places
 
 
-def key_of_call(op: Op[..., Tensor], args: tuple[Tensor | None, ...]) -> tuple[object, ...]:
+def key_of_call(op: Op[..., Tensor], args: tuple[Any, ...]) -> tuple[object, ...]:
     x = args[0]
     assert x is not None
     if op.name == "attention":
@@ -269,7 +289,7 @@ def key_of_call(op: Op[..., Tensor], args: tuple[Tensor | None, ...]) -> tuple[o
     if op.name == "tail":
         o = args[1]
         assert o is not None
-        return op.name, places, c, o.shape[-1]
+        return op.name, places, c, o.shape[-1], type(args[5])
     return op.name, places, c
 
 
@@ -281,13 +301,16 @@ def key_of_case(case: Case) -> tuple[object, ...]:
     if case.op == "outer_product":
         return case.op, case.length, case.rows, case.channels, case.attended, case.outputs
     more = (case.outputs,) if case.op in ("norm_linear", "tail", "transition") else ()
+    if case.op == "tail":
+        more = (*more, DropoutFactors if case.drawn else Tensor if case.dropped else type(None))
     return (case.op, case.rows * case.length, case.channels, *more)
 
 
 def test_the_list_is_what_the_model_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of an operation in the trunk is a case, and every case is called.  Norms stand elsewhere too."""
+    """Every call in the trunk in training is a case, and every case is called.  Norms and noise stand elsewhere too."""
     config = replace(tiny_config(), recycles=0)
-    model = tiny_model(recycles=0)
+    model = tiny_model(recycles=0).train()
+    model.noise.seed(0)
     called = set()
     before = Op.__call__
 
@@ -302,4 +325,4 @@ def test_the_list_is_what_the_model_calls(monkeypatch: pytest.MonkeyPatch) -> No
         key_of_case(case) for case in of_settings(config, DataSizes(crop=9, max_msa=5, max_extra=6, max_templates=2))
     }
     assert listed <= called
-    assert {key for key in called - listed if key[0] != "layer_norm"} == set()
+    assert {key for key in called - listed if key[0] not in ("layer_norm", "keep")} == set()

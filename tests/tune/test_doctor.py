@@ -48,6 +48,7 @@ def test_monomer_by_the_supplement() -> None:
     assert cases["global_attention", "global column"].keys == 1024
     assert cases["attention", "template pointwise"].keys == 4
     assert cases["norm_linear", "triangle starting"].outputs == 4 * 128 + 4
+    assert [cases["tail", where].drawn for where in ("msa row", "msa column", "triangle ending")] == [True, False, True]
 
 
 def test_settings_that_are_none() -> None:

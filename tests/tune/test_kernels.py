@@ -126,8 +126,23 @@ def test_every_operation_has_tasks(op: str, quick: bool) -> None:
 
 
 def test_every_kernel_is_tuned() -> None:
-    some = {name for name, kernel in kernels().items() if len(kernel.candidates) > 1}  # with one there is no choice
-    assert {task.kernel for task in tasks(places(TUNED))} >= some - {"norm_linear_wide"}
+    """But for those of which a table of the model has nothing to say."""
+    tuned = {task.kernel for task in tasks(places(TUNED))}
+    assert set(kernels()) - tuned == {"norm_linear_wide", "keep"}
+
+
+def test_the_draw_of_noise_has_one_launch_which_is_that_of_the_table() -> None:
+    """A pair's factors are some 30,000 numbers, less than a launch costs: there is nothing to choose."""
+    (only,) = kernels()["keep"].candidates
+    assert [e.launch for e in read(SHIPPED / "default.json").entries if e.kernel == "keep"] == [only]
+
+
+def test_tails_are_tuned_as_they_draw() -> None:
+    """A launch must fit the registers of a kernel that draws its factors: they are what training runs."""
+    drawing = [call for place in places(["tail"]) for call in noted(place) if call.arguments.get("DRAWN")]
+    assert {call.kernel.name for call in drawing} == {
+        f"{name}{precision}" for name in ("tail", "tail_backward", "tail_weight") for precision in ("", "_fp32")
+    }
 
 
 def test_attention_is_tuned_at_every_width_of_the_model() -> None:

@@ -1,7 +1,7 @@
 """The command line: reads arguments, calls one function of the package, prints what it returns.
 
 Exit codes: 0 everything asked for was done, 1 it was not, 2 the input is at fault (one line says how), 130 Ctrl-C.
-`train` on SIGTERM: 0, since what was done is saved and the same command continues.
+`train` on SIGTERM: 0, since what was done is saved and the same command continues; `pack`: 143, as it is not done.
 A command is a file; heavy imports stand inside its function, so that `--help` answers at once.
 """
 

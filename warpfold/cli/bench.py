@@ -45,7 +45,7 @@ def operations(
     ] = None,
     shapes: Annotated[
         list[str] | None,
-        decides("row, column, global, msa (:128x256), starting, ending, pair (:256); default: all, as the device can."),
+        decides("row, column, global, msa (:128x256), starting, ending, pair, dropout (:256); default: all that fit."),
     ] = None,
     dtype: Annotated[list[str] | None, decides("bf16, fp32; default: bf16 on a GPU, fp32 on a CPU.")] = None,
     ways: Annotated[list[str] | None, decides("Of these alone: definition, compile, sdpa, ours ...")] = None,

@@ -1,8 +1,11 @@
 """`warpfold pack`."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -96,11 +99,32 @@ def _one_of(modes: dict[str, Any]) -> None:
 def _make(make: Callable[..., "Report"]) -> "Report":
     """Packs or merges under a progress bar."""
     try:
-        with progress_bar() as bar:
+        with _sigterm_stops(), progress_bar() as bar:
             return make(progress=lambda stage, done, total: bar(done, total, stage))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         typer.echo("stopped; the same command continues", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _sigterm_stops() -> Iterator[None]:
+    """Make SIGTERM, which schedulers send some time before they kill, a stop like Ctrl-C.
+
+    So it is not taken for a death of the files that are being read.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _tell(report: "Report", out: Path, part: "Part | None") -> None:

@@ -34,7 +34,9 @@ from warpfold.cli.common import (
     cls=Lists, epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded"
 )
 def predict(
-    query: Annotated[Path, argument("FASTA (every record is folded), or an alignment (A3M, Stockholm).")],
+    query: Annotated[
+        Path, argument("FASTA (every record is folded; also /dev/stdin), or an alignment (A3M, Stockholm).")
+    ],
     params: Annotated[Path, reads("WarpFold's .safetensors, or DeepMind's params_model_*.npz (monomer, ptm).")],
     out: Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.")],
     msa: Annotated[

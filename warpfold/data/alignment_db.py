@@ -16,6 +16,7 @@ from warpfold.data.formats import read_bytes
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, open_regular, pread
 
+_FARTHEST = 10**30  # bytes; beyond it a number is damage, and may be beyond what is printed or divided
 _EXPECTED = 'expected {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}'
 
 
@@ -78,11 +79,15 @@ class AlignmentDB:
             name, files = (entry["db"], entry["files"]) if isinstance(entry, dict) else (f"{self.path.stem}.db", entry)
             shard = self.path.parent / name
             found = {file: Slice(shard, start, size) for file, start, size in files}
+            name.encode()  # no file has a name of lone surrogates, which JSON may have
         except (KeyError, TypeError, ValueError):
             raise wrong from None
         if not isinstance(name, str) or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise UserError(f"{self.path}: {chain} lies in {name}, outside the index's folder; shards lie beside it")
-        if not all(type(at) is int and at >= 0 for part in found.values() for at in (part.start, part.size)):
+        places = [at for part in found.values() for at in (part.start, part.size)]
+        if "\0" in name or not all(type(at) is int and 0 <= at < _FARTHEST for at in places):
+            raise wrong
+        if not all(isinstance(file, str) for file in found):
             raise wrong
         return found
 

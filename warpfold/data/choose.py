@@ -161,7 +161,7 @@ def thin_runs(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndar
 
 
 def row_budget(length: int, config: SampleConfig) -> int | None:
-    """How many rows of a chain of so many residues cost `max_cost`, but at least `max_msa` + `max_extra`.
+    """Return how many rows of a chain of so many residues cost `max_cost`, but at least `max_msa` + `max_extra`.
 
     None: any number.
     """
@@ -185,7 +185,7 @@ def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 
 
 
 def _cost(length: int, read: float, rows: float, passes: int, config: SampleConfig) -> float:
-    """Of an example of a chain of so many residues, of which `read` rows are read and `rows` of them used."""
+    """Return the cost of an example of a chain of `length` residues, with `read` rows read and `rows` used."""
     residues = min(config.crop or length, length)
     columns = length if config.clustering == "chain" else residues
     centres = min(rows, config.max_msa)

@@ -6,6 +6,7 @@ from datetime import date
 
 from warpfold.errors import UserError
 
+_WEEK = re.compile(r"\d{4}-?W\d{2}", re.ASCII)  # no day: `fromisoformat` takes its Monday
 _PLAIN = re.compile(r"(\d{4})-(\d{1,2})-(\d{1,2})", re.ASCII)  # mmCIF's dictionary allows 2017-7-26
 
 
@@ -16,6 +17,8 @@ def parse_date(text: str | None) -> date | None:
     2017-7-26.  For dates in files, which may be anything.
     """
     text = (text or "").strip()
+    if _WEEK.fullmatch(text):
+        return None
     plain = _PLAIN.fullmatch(text)
     try:
         return date(*map(int, plain.groups())) if plain else date.fromisoformat(text)

@@ -44,11 +44,11 @@ class StoredExample:
 
     @property
     def profile(self) -> np.ndarray:
-        """Frequencies in the whole alignment: float32 [N, 22]."""
+        """Return the frequencies in the whole alignment: float32 [N, 22]."""
         return self._record.read("profile")
 
     def whole_rows(self, rows: np.ndarray) -> np.ndarray:
-        """These alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
+        """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
         return self._rows(0, self.length, rows)
 
     def take(

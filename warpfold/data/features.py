@@ -67,7 +67,7 @@ class RawExample:
         return 0 if self.templates is None else len(self.templates)
 
     def whole_rows(self, rows: np.ndarray) -> np.ndarray:
-        """These alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
+        """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
         return self.msa[rows]
 
     def take(

@@ -40,9 +40,12 @@ _ALIGNED = _table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)  # every character 
 _A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
 
 
-def read_bytes(path: str | Path, limit: int = LARGEST) -> bytes:
-    """Read a file, unpacked if it is gzipped.  UserError if it cannot be read, is empty, cut short or over `limit`."""
-    data = read_file(Path(path), limit)
+def read_bytes(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
+    """Read a file, unpacked if it is gzipped.  UserError if it cannot be read, is empty, cut short or over `limit`.
+
+    pipe: as of `files.read_file`.
+    """
+    data = read_file(Path(path), limit, pipe)
     if not data.strip():
         raise UserError(f"{path}: is empty; fetch or write the file again")
     return data
@@ -63,9 +66,10 @@ def _plain_text(data: bytes | str, source: str) -> bytes:
 def read_fasta(path: str | Path) -> list[tuple[str, str]]:
     """Header line and sequence (upper case, letters as in the file) of every record of a FASTA file, gz or not.
 
+    It may be a pipe that this process was given, such as /dev/stdin.
     Errors: UserError if it is not FASTA, has a record without a sequence, or a character that is no residue.
     """
-    return parse_fasta(read_bytes(path), str(path))
+    return parse_fasta(read_bytes(path, pipe=True), str(path))
 
 
 def parse_fasta(data: bytes | str, source: str = "<fasta>") -> list[tuple[str, str]]:
@@ -87,12 +91,12 @@ def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
 
     With `query`, the sequence that it must be an alignment of: row 0 is checked against it, a Stockholm file without
     that row is projected on its match columns, and of several alignments in one file (ColabFold's complexes, MMseqs2
-    databases with NUL between entries) the query's own is taken.
+    databases with NUL between entries) the query's own is taken.  It may be a pipe that this process was given.
 
     Errors: UserError, naming file and row, for text that is not UTF-8, rows of different length, characters outside
     the alphabet, nucleic acids, a first row with gaps or other than the query.
     """
-    return parse_alignment(read_bytes(path), str(path), query)
+    return parse_alignment(read_bytes(path, pipe=True), str(path), query)
 
 
 def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str | None = None) -> Alignment:

@@ -118,12 +118,13 @@ def _hhr_hit(block: str, where: str) -> Hit:
     aligned, sum_probs = _ALIGNED.search(block), _SUM_PROBS.search(block)
     if title is None or aligned is None:
         raise UserError(f"{where} has no name or no scores, so it is cut short; make the file again")
-    rows = {"Q": "", "T": ""}
+    pieces: dict[str, list[str]] = {"Q": [], "T": []}
     first: dict[str, int] = {}
     for line in block.split("\n"):
         if (row := _HHR_ROW.match(line)) and row[2] != "Consensus":
-            rows[row[1]] += row[4]
+            pieces[row[1]].append(row[4])
             first.setdefault(row[1], int(row[3]) - 1)
+    rows = {side: "".join(letters) for side, letters in pieces.items()}
     letters = {side: np.array([letter.isalpha() for letter in row], bool) for side, row in rows.items()}
     both = letters["Q"] & letters["T"] if len(rows["Q"]) == len(rows["T"]) else np.zeros(0, bool)
     if both.sum() != int(aligned[1]):

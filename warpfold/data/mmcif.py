@@ -18,6 +18,7 @@ from warpfold.data.atom_site import ABSENT, Columns, Polymer, occupancies, place
 from warpfold.data.dates import parse_date
 from warpfold.data.formats import read_bytes
 from warpfold.errors import UserError
+from warpfold.files import LARGEST
 from warpfold.geometry.residue import ATOM_ORDER, RESTYPE_3, RESTYPE_ORDER, RESTYPES
 
 _NEAREST = {"U": "C", "O": "K"}  # selenocysteine, pyrrolysine: the nearest of the twenty
@@ -53,8 +54,8 @@ class Structure:
     dropped: dict[str, str] = field(default_factory=dict)  # chain name -> reason
 
 
-def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
-    """Protein chains of an mmCIF or PDB file (told by content), gz or not.
+def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST) -> Structure:
+    """Return the protein chains of an mmCIF or PDB file (told by content), gz or not, of `limit` bytes at most.
 
     First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete_mmcif`).  Where it
     names several residues (microheterogeneity), the one of the largest occupancy in this chain (Supp. 1.2.1), the first
@@ -67,7 +68,7 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     Errors: UserError for a file that is missing, cut short, no structure, without a usable protein chain, with
     positions that are no numbers, or whose atoms contradict its sequence.
     """
-    return parse_structure(read_bytes(path), str(path), ca_only)
+    return parse_structure(read_bytes(path, limit), str(path), ca_only)
 
 
 def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: bool = False) -> Structure:
@@ -84,14 +85,14 @@ def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: boo
         ) from None
 
 
-def read_release_date(path: str | Path) -> date | None:
-    """When the entry in a file came out; None if it does not say.
+def read_release_date(path: str | Path, limit: int = LARGEST) -> date | None:
+    """Return when the entry in a file came out; None if it does not say.
 
     Where the date stands before the atoms, as in the PDB's files since 2017, nothing behind it is parsed, which is
     several times faster than `read_structure`; else all of it is.
     Errors: as in `read_structure`, for what is read.
     """
-    data = read_bytes(path)
+    data = read_bytes(path, limit)
     head = data[: max(data.rfind(b"loop_", 0, max(data.find(b"\n_atom_site."), 0)), 0)]
     if b"_pdbx_audit_revision_history.revision_date" in head:
         try:
@@ -302,7 +303,8 @@ def _letter(monomer: str, parent: str) -> str:
     """Return the letter of the twenty of a residue by gemmi's table, else `parent` if it is one, else X."""
     if monomer == "UNK":
         return "X"
-    letter = gemmi.find_tabulated_residue(monomer).one_letter_code.upper()
+    info = gemmi.find_tabulated_residue(monomer)
+    letter = info.one_letter_code.upper() if info.is_amino_acid() else ""  # of a nucleotide, A is no alanine
     letter = _NEAREST.get(letter, letter)
     return letter if letter in RESTYPE_ORDER else parent if parent in RESTYPE_ORDER else "X"
 

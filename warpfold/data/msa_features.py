@@ -23,6 +23,7 @@ ROWS = 1024  # rows compared with the centres at a time
 PLACES = 3  # counts in one float32, whose 24 bits hold whole numbers without error
 BITS = 8  # of each count
 MOST = 2**BITS - 1  # columns that are counted at a time
+TABLES = 1 << 26  # bytes of the tables of passes that are looked up together
 PROFILE = slice(25, 48)  # channels of msa_feat
 
 
@@ -108,7 +109,7 @@ def msa_features(
 
 
 def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...]) -> Draw:
-    """The draw of one pass: centres, masking, extra rows."""
+    """Draw what one pass needs: centres, masking, extra rows."""
     depth = len(chain.msa)
     centres = np.arange(depth)
     if depth > config.max_msa:
@@ -188,13 +189,22 @@ def mask_msa(
 
 
 def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """The cluster of each row: the centre that agrees with it in most positions, the first of equals (int64 [P, R]).
+    """Return the cluster of each row: the centre that agrees in most positions, the first of equals (int64 [P, R]).
 
     rows: uint8 [R, L], codes 0-21; centres: uint8 [P, S, L], codes 0-22, those of P passes.  Gaps and masked positions
     agree with nothing (Supp. 1.2.7, step 3).  For each column and code a table says which centres have it there; a row
     adds up its lines of the table.  That is the product with one-hot rows without the zeros, and exact: a float32 adds
-    up three counts, none of which outgrows its eight bits.
+    up three counts, none of which outgrows its eight bits.  Passes share the codes of the rows, as many at a time as
+    have tables of `TABLES` bytes (of a long chain one: a table has 20 MB for 5,000 residues and 128 centres).
     """
+    passes, depth, length = centres.shape
+    together = max(TABLES // (4 * length * MSA_CLASSES * ceil(depth / PLACES)), 1)
+    starts = range(0, passes, together)
+    return np.concatenate([_nearest_cluster(rows, centres[start : start + together]) for start in starts])
+
+
+def _nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """Do as `nearest_cluster` does, for passes whose tables are held together."""
     passes, depth, length = centres.shape
     width = ceil(length / ceil(length / MOST))
     spans = [slice(start, start + width) for start in range(0, length, width)]
@@ -216,7 +226,7 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def _agreement_table(centres: np.ndarray) -> torch.Tensor:
-    """Which centres have a code in a column, gaps excepted: float32 [N * 23, G], bits of G = S / 3 groups of three.
+    """Return which centres have a code in a column, gaps excepted: float32 [N * 23, G], for G = S / 3 groups of three.
 
     Group g has the centres g, G + g and 2 G + g, each worth 256 times the one before.
     """

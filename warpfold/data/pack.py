@@ -121,9 +121,9 @@ def pack(
         return report
     tell = progress or (lambda stage, done, total: None)
     library_of.cache_clear()  # of an earlier run of this process: files may have come and gone
-    writer = PartWriter(folder, plan)
-    try:
-        with pool(workers, cluster) as executor:
+    with pool(workers, cluster) as executor:
+        writer = PartWriter(folder, plan)
+        try:
             if not writer.finished:
                 ahead = max(AHEAD, 4 * workers) if cluster is None else CLUSTER_AHEAD
                 _fill(writer, inputs, options, part or whole, out, Work(writer, executor, ahead), tell)
@@ -131,11 +131,11 @@ def pack(
             if part is not None:
                 return report_part(writer)
             report = merge_parts([writer], out, executor, tell)
-        writer.remove()
-    finally:
-        if not writer.answers:
             writer.remove()
-        writer.close()
+        finally:  # before the workers end what they are at: a stop that has to be quick is a stop, and not a death
+            if not writer.answers:
+                writer.remove()
+            writer.close()
     return _with_content(report, out)
 
 
@@ -152,15 +152,11 @@ def merge(
     Errors: UserError if they do not belong together, one is missing, unfinished or given twice; `out` as of `pack`.
     """
     opened = [PartFolder(path) for path in parts]
-    try:
-        check_parts(opened)
-        if (report := finished(out, opened[0].plan)) is not None:
-            return report
-        with pool(workers, cluster) as executor:
-            report = merge_parts(opened, out, executor, progress or (lambda stage, done, total: None))
-    finally:
-        for one in opened:
-            one.close()
+    check_parts(opened)
+    if (report := finished(out, opened[0].plan)) is not None:
+        return report
+    with pool(workers, cluster) as executor:
+        report = merge_parts(opened, out, executor, progress or (lambda stage, done, total: None))
     return _with_content(report, out)
 
 
@@ -175,7 +171,7 @@ def _with_content(report: Report, out: Path) -> Report:
 def _fill(
     writer: PartWriter, inputs: Inputs, options: Options, part: Part, out: Path, work: Work, tell: Progress
 ) -> None:
-    """Does the jobs of a part that are not done yet, and forgets those of files that are gone."""
+    """Do the jobs of a part that are not done yet, and forget those of files that are gone."""
     own = own_structures(inputs.structures, part)
     aligned = own_alignments(inputs.alignments, inputs.structures, part)
     wanted = {f"structure {one.name}" for one in own}
@@ -186,8 +182,7 @@ def _fill(
     def reading(sources: Sequence[Source]) -> Callable[[int], None]:
         return lambda done: tell("reading alignments", done, len(sources))
 
-    others = [part_path(out, Part(n, part.count)) for n in range(1, part.count + 1) if n != part.number]
-    queries = Queries(work, options, part, others)
+    queries = Queries(work, options, part, out)
     queries.need(aligned, reading(aligned))
     matching = Matching(queries, inputs.alignments, inputs.hits, reading(inputs.alignments))
     jobs = Structures(work, matching, options, inputs.folders)
@@ -202,7 +197,7 @@ def _fill(
 
 
 def _keep(writer: PartWriter, job: str, data: list[list[str]]) -> None:
-    """Adds an answer, unless it is there."""
+    """Add an answer, unless it is there."""
     if job not in writer.answers or writer.answers[job].data != data:
         writer.add(job, data)
 

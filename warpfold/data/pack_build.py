@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
 from functools import lru_cache
@@ -25,7 +25,7 @@ from warpfold.data.store import Packed, pack_record
 from warpfold.data.template import count_refusals, templates_from_hits
 from warpfold.data.template_library import Library
 from warpfold.errors import UserError
-from warpfold.files import LARGEST
+from warpfold.files import LARGEST, within_memory
 from warpfold.geometry.residue import ATOM_ORDER
 
 WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
@@ -57,13 +57,15 @@ class Options:
             value = getattr(self, option.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"pack: --{option.name.replace('_', '-')} {value}: a finite number expected")
+        if not 0 < self.max_file_gb <= 1e6:
+            raise UserError(f"pack: --max-file-gb {self.max_file_gb:g}: expected a number over 0, and up to 1e6")
         for name in ("released_after", "released_before", "max_template_date"):
             if (day := self.day(name)) is not None:
                 object.__setattr__(self, name, day.isoformat())  # one day is one text: stores compare their options
 
     @property
     def limit(self) -> int:
-        """Bytes that a file may have when it is unpacked."""
+        """Return how many bytes a file may have when it is unpacked."""
         return int(self.max_file_gb * 1e9)
 
     def day(self, name: str) -> date | None:
@@ -145,22 +147,13 @@ class Built:
     library: str = ""
 
 
-@contextmanager
-def _memory_is_the_files(name: str) -> Iterator[None]:
-    """Make a want of memory what it is for a run with other files to pack: something that is wrong with this one."""
-    try:
-        yield
-    except MemoryError:
-        raise UserError(f"{name}: takes more memory than there is") from None
-
-
 def read_queries(job: tuple[Sequence[Source], int]) -> list[tuple[str, str]]:
-    """(query, "") of each alignment, ("", what is wrong) of those that have none.  job: alignments, `Options.limit`."""
+    """Return (query, "") for each alignment, or ("", what is wrong with it).  job: alignments, `Options.limit`."""
     sources, limit = job
     found = []
     for source in sources:
         try:
-            with _memory_is_the_files(source.name):
+            with within_memory(source.name):
                 found.append((read_query(source, limit), ""))
         except UserError as error:
             found.append(("", str(error)))
@@ -171,10 +164,10 @@ def read_chains(job: tuple[Source, Options]) -> Read:
     """The chains of a structure file that the options let pass."""
     file, options = job
     try:
-        with _memory_is_the_files(file.name):
+        with within_memory(file.name):
             structure = parse_structure(file.read_bytes(options.limit), file.name)
     except UserError as error:
-        return Read(file, None, [Entry(file.path.name, file.name, False, str(error))])
+        return Read(file, None, [Entry(file.title, file.name, False, str(error))])
     dropped = [Entry(f"{structure.id}_{name}", file.name, False, why) for name, why in structure.dropped.items()]
     kept = {}
     for name, chain in structure.chains.items():
@@ -215,7 +208,7 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: Built) -> Non
     alignments, used, notes = [], [], [note for note in dict.fromkeys(chain.note for chain in group) if note]
     for source in group[0].alignments:
         try:
-            with _memory_is_the_files(source.name):
+            with within_memory(source.name):
                 alignments.append(parse_alignment(source.read_bytes(job.options.limit), source.name))
             used.append(source.name)
         except UserError as error:
@@ -226,20 +219,21 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: Built) -> Non
     try:
         if job.options.require_msa and not used:
             raise UserError("no alignment" + (f": {model.reason}" if notes else ""))
-        with _memory_is_the_files(job.file.name):
+        with within_memory(job.file.name):
             raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity)
+            del alignments
+            if group[0].hits:
+                raw = _with_templates(raw, group[0].hits, job, model, built)
+            model.depth = raw.depth
+            whole = raw.to_arrays()
+            for chain in group:
+                _build_one(raw, whole, structure, chain.chain, model, built)
     except UserError as error:
-        for chain in group:
-            entry = replace(model, name=f"{structure.id}_{chain.chain}", kept=False, reason=str(error), alignments=[])
-            built.entries.append(asdict(entry))
-        return
-    del alignments
-    if group[0].hits:
-        raw = _with_templates(raw, group[0].hits, job, model, built)
-    model.depth = raw.depth
-    whole = raw.to_arrays()
-    for chain in group:
-        _build_one(raw, whole, structure, chain.chain, model, built)
+        done = {entry["name"] for entry in built.entries}
+        for name in (f"{structure.id}_{chain.chain}" for chain in group):
+            if name not in done:
+                entry = replace(model, name=name, kept=False, reason=str(error), alignments=[])
+                built.entries.append(asdict(entry))
 
 
 def _build_one(
@@ -280,13 +274,13 @@ def _with_templates(
     hits: list[Hit] = []
     for source in sources:
         try:
-            with _memory_is_the_files(source.name):
+            with within_memory(source.name):
                 text = source.read_bytes(job.options.limit).decode("utf-8", "replace")
                 hits += parse_hits(text, raw.sequence, source.name)
         except UserError as error:
             built.bad[source.name] = str(error)
     dates = [day for day in (job.options.day("max_template_date"), job.structure.release_date) if day is not None]
-    library = library_of(job.library)
+    library = library_of(job.library, job.options.limit)
     templates, outcomes = templates_from_hits(
         raw.sequence, hits, library, min(dates, default=None), exclude=(job.structure.id.lower(),)
     )
@@ -300,8 +294,8 @@ def _with_templates(
 class Folders(Library):
     """Several folders as one library of templates: an entry is looked for in one after another."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        super().__init__(folders[-1])
+    def __init__(self, folders: Sequence[Path], limit: int = LARGEST) -> None:
+        super().__init__(folders[-1], limit=limit)
         self._others = [Library(folder) for folder in folders[:-1]]
         self._files: dict[str, str] = {}  # what `digest` saw
 
@@ -325,6 +319,6 @@ class Folders(Library):
 
 
 @lru_cache(maxsize=2)
-def library_of(folders: tuple[Path, ...]) -> Folders:
-    """Return the library of some folders, which this process keeps for further jobs."""
-    return Folders(folders)
+def library_of(folders: tuple[Path, ...], limit: int) -> Folders:
+    """Return the library of some folders, which this process keeps for further jobs.  limit: as of `Library`."""
+    return Folders(folders, limit)

@@ -1,8 +1,8 @@
 """Which alignments, and which template hits, belong to a chain: by name, by sequence, by the nearest sequence."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -86,36 +86,24 @@ def of_same_protein(
 class HitsMatcher:
     """Finds the template hits of a chain: by its name, or by the name that its alignments bear.
 
-    hits: their sources.  alignments: (source, query sequence) each.
+    hits: their sources.  queries: gives those of all alignments that bear a name, or two different ones; it is asked
+    once for a name.
     """
 
-    def __init__(self, hits: Sequence[Source], alignments: Sequence[tuple[Source, str]]) -> None:
+    def __init__(self, hits: Sequence[Source], queries: Callable[[str], set[str]]) -> None:
+        self._queries = cache(queries)
         self._names: dict[str, list[Source]] = defaultdict(list)
-        self._queries: dict[str, set[str]] = defaultdict(set)  # of the alignments that bear a name
         for source in hits:
             for name in source.bears:
                 self._names[name].append(source)
-        for source, query in alignments:
-            for name in source.bears & self._names.keys():
-                self._queries[name].add(query)
-
-    def wants(self, key: str, alignments: Sequence[Source]) -> set[str]:
-        """Return the names of which `find` must know the queries of all alignments that bear them, and does not yet."""
-        if key.lower() in self._names:
-            return set()
-        names = {name for source in alignments for name in source.bears}
-        return (names & self._names.keys()) - self._queries.keys()
-
-    def know(self, name: str, queries: set[str]) -> None:
-        """Take the queries of all alignments that bear a name, or two different ones."""
-        self._queries[name] = queries
 
     def find(self, key: str, sequence: str, alignments: Sequence[Source]) -> list[Source]:
         """Hits that bear the name of the chain `key`; else those that bear a name of one of its alignments (the same
         folder, as a rule), where all alignments of that name are of this sequence; else of its entry."""
         if named := self._names.get(key.lower()):
             return sorted(named)
-        names = {name for source in alignments for name in source.bears if self._queries.get(name) == {sequence}}
+        names = {name for source in alignments for name in source.bears} & self._names.keys()
+        names = {name for name in names if self._queries(name) == {sequence}}
         if beside := sorted({source for name in names for source in self._names[name]}):
             return beside
         return sorted(self._names.get(key.rpartition("_")[0].lower(), []))

@@ -49,6 +49,17 @@ def part_path(out: Path, part: Part) -> Path:
     return out.with_name(f"{out.name}.part-{part.number}-of-{part.count}")
 
 
+def part_paths(out: Path, count: int) -> list[Path]:
+    """Return the folders of parts of the store `out`, of `count` in all, that are there."""
+    begin, end = f"{out.name}.part-", f"-of-{count}"
+    return [out.with_name(name) for name in os.listdir(out.parent) if name.startswith(begin) and name.endswith(end)]
+
+
+def query_job(identity: Identity) -> str:
+    """Return the name of the job that reads an alignment's query: of this very file, not of a later one of its name."""
+    return " ".join(map(str, ("query", *identity)))
+
+
 def is_alike(path: Path, plan: Plan) -> bool:
     """Return whether a folder is a part that is made by this version with the same options, of whatever inputs."""
     try:
@@ -79,8 +90,8 @@ class PartFolder:
         self.answers: dict[str, Answer] = {}
         self.tried: Counter[str] = Counter()  # jobs that were begun and have no answer: how often
         self._whole = 0, 0  # bytes of the journal and of the records that are whole
-        self._records = os.open(path / "records", os.O_RDONLY)
-        self._read_journal()
+        with open(path / "records", "rb") as records:
+            self._read_journal(records.fileno())
 
     @property
     def part(self) -> Part:
@@ -88,7 +99,7 @@ class PartFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether all jobs are done, of the very inputs of the plan."""
+        """Return whether all jobs are done, for the very inputs of the plan."""
         return _END in self.answers and self.answers[_END].data == self.plan["inputs"]
 
     def jobs(self, kind: str) -> list[tuple[str, Answer]]:
@@ -96,25 +107,23 @@ class PartFolder:
         return sorted((job, answer) for job, answer in self.answers.items() if job.startswith(f"{kind} "))
 
     def record(self, answer: Answer, number: int) -> bytes:
-        """One of the records of an answer."""
-        return pread(self._records, answer.sizes[number], answer.at + sum(answer.sizes[:number]))
+        """Return one of the records of an answer.  No file stays open: a merge may have thousands of parts."""
+        with open(self.path / "records", "rb") as records:
+            return pread(records.fileno(), answer.sizes[number], answer.at + sum(answer.sizes[:number]))
 
-    def close(self) -> None:
-        os.close(self._records)
-
-    def _read_journal(self) -> None:
+    def _read_journal(self, records: int) -> None:
         """Takes lines as long as they, and what they say of the records, are whole."""
         journal, at = 0, 0
         for text, length in whole_lines(self.path / "journal"):
             job, data, sizes, crc = json.loads(text)
-            if self._records_crc(sum(sizes), at) != crc:
+            if _crc(records, sum(sizes), at) != crc:
                 break
             self._take(job, Answer(data, at, sizes))
             journal, at = journal + length, at + sum(sizes)
         self._whole = journal, at
 
     def _take(self, job: str, answer: Answer) -> None:
-        """Does what a line of the journal says."""
+        """Do what a line of the journal says."""
         if job == _BEGUN:
             self.tried.update(answer.data)
         elif job == _STOPPED:
@@ -127,15 +136,16 @@ class PartFolder:
             self.answers[job] = answer
             self.tried.pop(job, None)
 
-    def _records_crc(self, size: int, at: int) -> int | None:
-        """The checksum of so many bytes of the records, in pieces; None if there are fewer."""
-        crc = 0
-        for start in range(at, at + size, _PIECE):
-            piece = pread(self._records, min(_PIECE, at + size - start), start)
-            if len(piece) < min(_PIECE, at + size - start):
-                return None
-            crc = zlib.crc32(piece, crc)
-        return crc
+
+def _crc(file: int, size: int, at: int) -> int | None:
+    """Return the checksum of `size` bytes of a file at `at`, read in pieces; None if there are fewer."""
+    crc = 0
+    for start in range(at, at + size, _PIECE):
+        piece = pread(file, min(_PIECE, at + size - start), start)
+        if len(piece) < min(_PIECE, at + size - start):
+            return None
+        crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def whole_lines(path: Path, at: int = 0) -> Iterator[tuple[bytes, int]]:
@@ -195,7 +205,7 @@ class PartWriter(PartFolder):
     def _take_queries(self, text: bytes) -> None:
         for name, size, changed, query, error in json.loads(text):
             self.queries[(name, size, changed)] = (query, error)
-            self.tried.pop(f"query {name}", None)
+            self.tried.pop(query_job((name, size, changed)), None)
 
     def add(self, job: str, data: Any, records: Sequence[bytes] = ()) -> None:
         """Keeps the answer of a job and its records."""
@@ -222,9 +232,9 @@ class PartWriter(PartFolder):
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
         self.queries.update(found)
-        for (name, _, _), _ in found:
-            self.tried.pop(f"query {name}", None)
-            self._begun.discard(f"query {name}")
+        for identity, _ in found:
+            self.tried.pop(query_job(identity), None)
+            self._begun.discard(query_job(identity))
 
     def begin(self, jobs: Sequence[str]) -> None:
         """Note that these jobs are tried now, so that one that ends this process is known for it afterwards."""
@@ -243,11 +253,10 @@ class PartWriter(PartFolder):
         self.add(_END, self.plan["inputs"])
 
     def close(self) -> None:
-        """Lets others at it; jobs that were begun and not done are not held against their files."""
+        """Release the part; jobs that were begun and are not done are not held against their files."""
         if self._begun:
             with suppress(UserError, ValueError):  # a full disk, or a folder that was removed
                 self.add(_STOPPED, sorted(self._begun))
-        super().close()
         for file in (*self._opened, self._lock):
             with suppress(OSError):  # on a full disk; `add` has said so
                 file.close()
@@ -271,15 +280,18 @@ def _read_plan(path: Path) -> Plan:
     try:
         plan = json.loads(file.read_text(encoding="utf-8"))
         known = (plan["format"], plan["version"]) == (FORMAT, VERSION)
+        whole = {"part", "warpfold", "options", "inputs"} <= plan.keys() and (path / "records").exists()
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: no part of a store; `warpfold pack --shard I/N` makes them") from None
+        whole = known = False
+    if not whole:
+        raise UserError(f"{path}: no part of a store; `warpfold pack --shard I/N` makes them")
     if not known:
         raise UserError(f"{path}: a part of another version of WarpFold; remove it and pack it again")
     return plan
 
 
 def _refuse_other(path: Path, begun: Plan, plan: Plan) -> None:
-    """UserError for other options or another version; then it also says which inputs differ."""
+    """Raise UserError for other options or another version, and say which inputs differ as well."""
     found = differences(begun, plan)
     version = begun["warpfold"] != plan["warpfold"]
     if version:

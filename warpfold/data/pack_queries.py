@@ -10,7 +10,7 @@ import json
 import math
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -19,7 +19,7 @@ from pathlib import Path
 from warpfold.bulk import Part
 from warpfold.data.pack_build import ChainJob, Options, read_queries
 from warpfold.data.pack_match import HitsMatcher, Matcher, of_same_protein
-from warpfold.data.pack_part import Identity, Query, is_alike, whole_lines
+from warpfold.data.pack_part import Identity, Query, is_alike, part_paths, query_job, whole_lines
 from warpfold.data.pack_work import DIED, Task, Work
 from warpfold.data.sources import Source
 
@@ -54,21 +54,21 @@ def _is_of(name: str, part: Part) -> bool:
 class Queries:
     """The queries of alignments, read when they are asked for.
 
-    others: folders of the other parts, whether they are there or not.
+    out: the store; the folders of its other parts lie beside it, as soon as they are begun.
     """
 
-    def __init__(self, work: Work, options: Options, part: Part, others: Sequence[Path]) -> None:
-        self.work, self.options, self.part = work, options, part
+    def __init__(self, work: Work, options: Options, part: Part, out: Path) -> None:
+        self.work, self.options, self.part, self.out = work, options, part, out
         self.found: dict[Identity, Query] = dict(work.writer.queries)
-        self._others = dict.fromkeys(others, 0)  # bytes of each that were read
+        self._others: Counter[Path] = Counter()  # bytes of each part's queries that were read
         self._next_look = -math.inf
 
     def __getitem__(self, source: Source) -> Query:
-        """The query of an alignment that was read, and what is wrong with it."""
+        """Return the query of an alignment that was read, and what is wrong with it."""
         return self.found[source.version]
 
     def known(self, sources: Sequence[Source]) -> list[tuple[Source, str]]:
-        """Those of some alignments whose queries are known and whole, each with it."""
+        """Return those of some alignments whose queries are known, each with its query."""
         found = ((source, self.found.get(source.version, ("", ""))) for source in sources)
         return [(source, query) for source, (query, error) in found if query]
 
@@ -92,7 +92,7 @@ class Queries:
         tell(len(sources))
 
     def need_all(self, sources: Sequence[Source], tell: Callable[[int], None]) -> None:
-        """`need`, in an order of this part's own, so that parts that run at the same time do not read the same."""
+        """Do as `need` does, in an order of this part's own: parts that run at once then read different files."""
         self._next_look = -math.inf  # a look now saves reading what the others have read
         self._look_at_others()
         missing = [source for source in sources if source.version not in self.found]
@@ -101,7 +101,7 @@ class Queries:
         self.need([source for batch in batches for source in batch], tell)
 
     def _tasks(self, sources: Sequence[Source]) -> Iterator[Task]:
-        """Jobs, made as they are handed out: what another part has read meanwhile is no job any more."""
+        """Yield jobs as they are handed out: what another part has read meanwhile is no job any more."""
         for start in range(0, len(sources), BATCH):
             self._look_at_others()
             batch = [one for one in sources[start : start + BATCH] if one.version not in self.found]
@@ -110,7 +110,7 @@ class Queries:
                 yield self._task(batch, singles if len(batch) > 1 else ())
 
     def _task(self, batch: Sequence[Source], singles: tuple[Task, ...] = ()) -> Task:
-        names = tuple(f"query {source.name}" for source in batch)
+        names = tuple(query_job(source.version) for source in batch)
         return Task(names, (read_queries, (batch, self.options.limit)), singles)
 
     def _look_at_others(self) -> None:
@@ -118,10 +118,11 @@ class Queries:
         begun = time.monotonic()
         if begun < self._next_look:
             return
-        for path, at in list(self._others.items()):
-            if at == 0 and not is_alike(path, self.work.writer.plan):
+        for path in part_paths(self.out, self.part.count):
+            at = self._others[path]
+            if path == self.work.writer.path or (at == 0 and not is_alike(path, self.work.writer.plan)):
                 continue
-            with suppress(FileNotFoundError):  # begun this very moment
+            with suppress(OSError):  # begun or removed this very moment, or not ours to read
                 for text, length in whole_lines(path / "queries", at):
                     for name, size, changed, query, error in json.loads(text):
                         self.found[(name, size, changed)] = (query, error)
@@ -146,7 +147,7 @@ class Matching:
         for source in alignments:
             for name in source.bears:
                 self._names[name].append(source)
-        self._hits = HitsMatcher(hits, ())
+        self._hits = HitsMatcher(hits, self._queries_under)
         self._matcher: Matcher | None = None  # of all alignments, once a chain needs it
 
     def find(self, key: str, chain: str, sequence: str) -> ChainJob:
@@ -156,12 +157,14 @@ class Matching:
         found, note = of_same_protein(self.queries.known(named), sequence, self.min_identity)
         if not found:
             found, note = self._all().find(key, sequence)
-        for name in self._hits.wants(key, found):
-            bearers = self._names[name]
-            if len({query for _, query in self.queries.known(bearers)}) < 2:  # two settle that they differ
-                self.queries.need(bearers)
-            self._hits.know(name, {query for _, query in self.queries.known(bearers)})
         return ChainJob(chain, found, self._hits.find(key, sequence, found), note)
+
+    def _queries_under(self, name: str) -> set[str]:
+        """Return the queries of all alignments that bear a name; once two differ, the others need not be read."""
+        bearers = self._names[name]
+        if len({query for _, query in self.queries.known(bearers)}) < 2:
+            self.queries.need(bearers)
+        return {query for _, query in self.queries.known(bearers)}
 
     def _all(self) -> Matcher:
         if self._matcher is None:

@@ -40,7 +40,9 @@ class Structures:
         if made["match"] != _digest([_versions(self.matching.find(*chain)) for chain in made["chains"]]):
             return False
         looked_up = made["looked_up"].split()
-        return not looked_up or (bool(self.folders) and library_of(self.folders).digest(looked_up) == made["library"])
+        return not looked_up or (
+            bool(self.folders) and library_of(self.folders, self.options.limit).digest(looked_up) == made["library"]
+        )
 
     def do(self, files: Sequence[Source]) -> Iterator[Source]:
         """Yield each file when its answer is kept."""
@@ -52,7 +54,7 @@ class Structures:
             yield names[name]
 
     def _next(self, task: Task, result: Read | Built) -> Call | None:
-        """The building of what was read, if there are chains to keep."""
+        """Return the call that builds what was read, if there are chains to keep."""
         if isinstance(result, Built):
             return None
         structure = result.structure
@@ -76,7 +78,7 @@ class Structures:
         """Keep the answer of a file; `result` is None if its process died of it."""
         built = result if isinstance(result, Built) else Built([])
         if result is None:
-            dropped = [Entry(file.path.name, file.name, False, f"{file.name}: {DIED}")]
+            dropped = [Entry(file.title, file.name, False, f"{file.name}: {DIED}")]
         made = {
             "inputs": self._inputs,
             "file": [file.size, file.changed],

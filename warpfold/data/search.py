@@ -368,7 +368,7 @@ def _claim(out: Path) -> None:
 
 
 def _is_report(path: Path) -> bool:
-    """Whether this is the report of a search, and not somebody's file of such a name."""
+    """Return whether this is the report of a search, and not somebody's file of such a name."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

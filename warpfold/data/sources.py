@@ -61,6 +61,11 @@ class Source:
         return self.member or self.path.name
 
     @property
+    def title(self) -> str:
+        """Return the name of the file as a report can hold it."""
+        return _text(self.file)
+
+    @property
     def bears(self) -> set[str]:
         """Names of a chain or an entry that it may be called by, lower case: its own, and its folder's."""
         if self.chain:
@@ -76,7 +81,7 @@ class Source:
 
     @property
     def version(self) -> tuple[str, int, int]:
-        """Which file it is and what was in it: name, bytes, when it was written."""
+        """Return which file it is and what was in it: its name, its bytes, when it was written."""
         return self.name, self.size, self.changed
 
     def read_bytes(self, limit: int = LARGEST) -> bytes:
@@ -105,7 +110,7 @@ class Source:
         return head if head.strip() and len(head) <= min(_MOST, limit) else self.read_bytes(limit)
 
     def _named(self, error: UserError) -> UserError:
-        """The error with the source's own name: reports are the same wherever the files lie."""
+        """Return the error with the source's own name: reports are the same wherever the files lie."""
         return UserError(str(error).replace(str(self.path), self.name))
 
 
@@ -138,7 +143,7 @@ def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Sour
         for file in _walk(here, endings) if path.is_dir() else [here]:
             below = file.relative_to(here.parent) if path.is_dir() else PurePosixPath(here.parent.name, file.name)
             status = file.stat()
-            source = Source(str(below), file, status.st_size, status.st_mtime_ns)
+            source = Source(_text(str(below)), file, status.st_size, status.st_mtime_ns)
             for one in _members(source, suffixes) if file.name.endswith(DATABASE) else [source]:
                 found.setdefault(one.identity, one)
     if not found:
@@ -149,7 +154,12 @@ def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Sour
 
 def _longer(source: Source) -> str:
     """A name for one of several that would have the same."""
-    return f"{source.path}:{source.chain}/{source.member}" if source.chain else str(source.path)
+    return _text(f"{source.path}:{source.chain}/{source.member}" if source.chain else str(source.path))
+
+
+def _text(name: str) -> str:
+    """Return a name as a report can hold it: with \\udcff for a byte that is no UTF-8, as file names may have."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _members(index: Source, suffixes: Sequence[str]) -> Iterator[Source]:
@@ -160,7 +170,7 @@ def _members(index: Source, suffixes: Sequence[str]) -> Iterator[Source]:
     for chain in database.chains():
         for member, slice in database.files(chain).items():
             if member.lower().endswith(tuple(suffixes)):
-                name = f"{index.name}:{chain}/{member}"
+                name = _text(f"{index.name}:{chain}/{member}")
                 yield replace(index, name=name, size=slice.size, chain=chain, member=member, slice=slice)
 
 

@@ -277,7 +277,7 @@ def template_from_file(query: str, path: str | Path, chain: str | None = None) -
 def _put_on(
     length: int, query_index: np.ndarray, chain: Chain, places: np.ndarray, name: str, sum_probs: float
 ) -> Templates:
-    """One template: residue `places[c]` of a chain on residue `query_index[c]` of a query of `length`.
+    """Return one template: residue `places[c]` of a chain on residue `query_index[c]` of a query of `length`.
 
     Errors: UserError for a chain with a jump in it, or too few atoms.
     """

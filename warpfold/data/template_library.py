@@ -9,6 +9,7 @@ from typing import Any
 
 from warpfold.data.mmcif import Structure, read_release_date, read_structure
 from warpfold.errors import UserError
+from warpfold.files import LARGEST, within_memory
 
 ENDINGS = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz")
 
@@ -22,10 +23,11 @@ class Library:
 
     A file is named by its id, in lower or upper case: `1abc.cif`, `ab/1abc.cif.gz`, `1ABC.cif`.  The last `keep`
     structures stay in memory, and every release date.  Pickles without them.
+    limit: bytes that a file may have when it is unpacked.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 16) -> None:
-        self.folder, self.keep = Path(folder), keep
+    def __init__(self, folder: str | Path, keep: int = 16, limit: int = LARGEST) -> None:
+        self.folder, self.keep, self.limit = Path(folder), keep, limit
         if not self.folder.is_dir():
             raise UserError(f"{folder}: is no folder; give the folder of the templates' mmCIF files")
         self._paths: dict[str, Path] | None = None  # of all files, once one was not where PDB mirrors have it
@@ -36,7 +38,7 @@ class Library:
         return self.__dict__ | {"_structures": OrderedDict(), "_dates": {}}
 
     def find(self, pdb_id: str) -> Path:
-        """The file of an entry; the first by path where there are several.  MissingStructure if there is none."""
+        """Return the file of an entry, of several the first by path.  Errors: MissingStructure if there is none."""
         pdb_id = pdb_id.lower()
         if re.fullmatch(r"[a-z0-9]{4}", pdb_id):
             for folder in (self.folder, self.folder / pdb_id[1:3]):
@@ -73,7 +75,8 @@ class Library:
         found = self._structures.pop(pdb_id, None)
         if found is None:
             try:
-                found = read_structure(self.find(pdb_id))
+                with within_memory(str(path := self.find(pdb_id))):
+                    found = read_structure(path, limit=self.limit)
             except UserError as error:
                 found = error
         self._structures[pdb_id] = found  # the last used at the end
@@ -84,7 +87,8 @@ class Library:
         return found
 
     def release_date(self, pdb_id: str) -> date | None:
-        """When an entry came out; None where its file does not say.  Errors as in `read`."""
+        """Return when an entry came out; None where its file does not say.  Errors as in `read`."""
         if pdb_id not in self._dates:
-            self._dates[pdb_id] = read_release_date(self.find(pdb_id))
+            with within_memory(str(path := self.find(pdb_id))):
+                self._dates[pdb_id] = read_release_date(path, self.limit)
         return self._dates[pdb_id]

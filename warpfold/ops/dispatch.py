@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -93,9 +93,12 @@ def using(kernels: Kernels) -> Iterator[None]:
         choose(before)
 
 
-def refusals() -> dict[str, int]:
-    """Every refusal since the process began, "operation: reason", and how often: for a run's summary."""
-    return dict(_refused)
+def refusals(before: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return every refusal, "operation: reason", and how often: for a run's summary.
+
+    before: what this returned earlier; only what came after it is counted.  None: since the process began.
+    """
+    return dict(_refused - Counter(before or {}))
 
 
 def _note(refusal: str) -> None:
@@ -135,13 +138,19 @@ def place(x: Tensor) -> Literal["cpu", "triton"]:
 
 def implementation(name: str, x: Tensor) -> ModuleType:
     """The module of that name with the fast ways for a tensor's device; Triton is loaded here and nowhere before."""
-    return importlib.import_module(f"warpfold.ops.{place(x)}.{name}")
+    return _module(place(x), name)
+
+
+@functools.cache
+def _module(place: str, name: str) -> ModuleType:
+    return importlib.import_module(f"warpfold.ops.{place}.{name}")
 
 
 def refuses_device(*tensors: Tensor | None) -> str | None:
     """Why no fast way serves the devices and dtypes of the tensors; None if one does."""
     given = [t for t in tensors if t is not None]
-    device, kernels = given[0].device, place(given[0]) == "triton"
+    device = given[0].device
+    kernels = _interpreting or device.type == "cuda"
     for t in given:
         if t.device != device:
             return "its tensors are on several devices"

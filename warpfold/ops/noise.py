@@ -5,7 +5,7 @@ is the same on every rank; the stream says which layer draws.  So slices, ranks,
 same noise (DESIGN section 1.5), and no generator state has to be saved or restored.
 
 Because a draw needs nothing but its number, nothing has to be drawn ahead: layers pass on `DropoutFactors`, which say
-what would be drawn, and whoever multiplies by them computes them on the way (`ops.gate.tail`).
+what would be drawn, and whatever multiplies by them draws them as it goes (`ops.gate.tail`).
 """
 
 import hashlib
@@ -56,7 +56,7 @@ def _mix(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DropoutFactors:
-    """Dropout factors that are not drawn yet, of a tensor or of a slice of it: a tensor as far as layers use one.
+    """Dropout factors that are not drawn yet, of a tensor or of a slice of one, with the methods that layers need.
 
     shape, strides, offset: which element of the whole tensor each of these is, as in `keep`.
     """
@@ -96,8 +96,8 @@ Factors = Tensor | DropoutFactors
 class Noise(nn.Module):
     """Where the layers of one model draw from.  Unseeded, it falls back on torch's own generator (ordinary dropout).
 
-    The key is a buffer: it moves with the model, is written without waiting for the device, and a new one does not
-    recompile a graph.  It is replaced, never written over: a backward pass may still need the one before.
+    The key is a buffer: it moves with the model, is written without waiting for the device, and a new one recompiles
+    no graph.  It is replaced, never overwritten: a backward pass may still need the old one.
     """
 
     words: Tensor  # the key of the first pass

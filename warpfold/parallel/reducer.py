@@ -201,7 +201,7 @@ class Reducer:
         work.wait()
         return number[0]
 
-    def mean(self, total: Tensor, examples: Tensor | float) -> Tensor:
+    def mean(self, total: Tensor, examples: Tensor) -> Tensor:
         """The mean over the data ranks, and over the `examples` of each, in this rank's shard.
 
         total: each rank's sum over its examples, in the shard of its model rank; it is written over.
@@ -209,8 +209,7 @@ class Reducer:
         """
         if self.compressor is not None and not examples:  # to know it, the host waits
             return total  # 0; what the compressor carries over stays for the next step
-        examples = torch.as_tensor(examples, dtype=torch.float64)
-        examples = torch.where(examples == 0, 1, examples)
+        examples = torch.where(examples == 0, 1, examples.double())
         if self.mesh.data.size == 1:
             return total.div_(examples)
         if self.compressor is not None:

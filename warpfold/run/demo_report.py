@@ -14,7 +14,7 @@ from warpfold.data.write import write_mmcif
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run import figures, metrics
 from warpfold.run.outputs import Prediction
-from warpfold.run.predict import target_of
+from warpfold.run.predict_report import target_of
 from warpfold.run.report import Report, Section, Table, Target
 
 CA = ATOM_ORDER["CA"]

@@ -214,7 +214,8 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file; name a folder for the output")
-    if not folder.is_dir() or not any(folder.iterdir()):
+    drafts = ".summary.json."  # of `write_atomically`: all that a run leaves that is killed at its very beginning
+    if not folder.is_dir() or all(file.name.startswith(drafts) for file in folder.iterdir()):
         return None
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

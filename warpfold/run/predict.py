@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from warpfold import __version__
@@ -19,20 +18,19 @@ from warpfold.data.formats import read_alignment, read_fasta
 from warpfold.data.sources import stacking_order
 from warpfold.data.template import TemplateOutcome, Templates, count_refusals
 from warpfold.errors import UserError
-from warpfold.files import file_name, open_regular, write_atomically
-from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.files import file_name, is_given_pipe, open_regular, write_atomically
 from warpfold.model.weights import assumed_settings
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
 from warpfold.run.outputs import Prediction, claim_folder, remove_prediction
+from warpfold.run.predict_report import prediction_report
 from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, load
-from warpfold.run.report import Report, Section, Table, Target, write_report
+from warpfold.run.report import write_report
 from warpfold.run.sanity import check_geometry
 
 FORMAT = "warpfold-predictions-1"
 ALIGNMENT_ENDINGS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln")
-DRAWN = 40  # proteins that the report draws; its table lists all
 
 # What may go wrong with one protein and leave the others be: numbers, memory (torch.OutOfMemoryError is RuntimeError).
 FAILURES = (UserError, RuntimeError, MemoryError, ArithmeticError, ValueError)
@@ -90,11 +88,13 @@ def predict(
     """
     options = options or Options()
     tell = progress or (lambda done, total, name: None)
-    start = time.perf_counter()
+    start, refused_before = time.perf_counter(), refusals()
+    team = team or Team()
+    if team.launch.ranks > 1 and (pipes := list(filter(is_given_pipe, (query, *msas)))):
+        raise UserError(f"{pipes[0]}: is a pipe, which several processes cannot share; give a regular file")
     queries = read_queries(query, msas)
     tell(0, len(queries), "loading the parameters")
     params_digest = _file_digest(params)
-    team = team or Team()
     predictor = load(params, options.device, options.chunk, options.precision, team=team)
     predictor.kernels = options.kernels
     if options.max_msa is not None:
@@ -126,9 +126,9 @@ def predict(
             _write_summary(out, summary)
     tell(len(queries), len(queries), "writing the report")
     summary["status"] = "failed" if summary["failures"] else "complete"
-    summary |= {"seconds": round(time.perf_counter() - start, 3), "refused": refusals()}
+    summary |= {"seconds": round(time.perf_counter() - start, 3), "refused": refusals(refused_before)}
     if team.leads:
-        write_report(out / "report.html", _report(out, summary))
+        write_report(out / "report.html", prediction_report(out, summary))
         _write_summary(out, summary)
     return team.share(summary, "the end of the run")[0]
 
@@ -228,35 +228,6 @@ def _unknown(sequence: str) -> list[str]:
     return [f"{what} none of the twenty amino acids (X at {some}) and without atoms; give C for U to have cysteine"]
 
 
-def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
-    """An entry of the summary as the report draws it, read from its files in `out`.
-
-    `truth`: the fields of `Target` that compare it with a known structure; `numbers` among them come after its own.
-    """
-    folder, files = out / entry["folder"], entry["files"]
-    with np.load(folder / files["arrays"], allow_pickle=False) as arrays:
-        ca, plddt = arrays["positions"][:, ATOM_ORDER["CA"]], arrays["plddt"]
-        pae = arrays["pae"] if "pae" in arrays.files else None
-    numbers = [("residues", str(entry["length"])), ("mean pLDDT", f"{entry['mean_plddt']:.1f}")]
-    if entry["ptm"] is not None:
-        numbers.append(("pTM", f"{entry['ptm']:.2f}"))
-    numbers.append(("alignment rows", str(entry["msa_depth"])))
-    if "templates" in files:
-        numbers.append(("templates", str(len(entry["templates"]))))
-    numbers += truth.pop("numbers", ())
-    return Target(
-        name=entry["name"],
-        sequence=entry["sequence"],
-        plddt=plddt,
-        ca=ca,
-        mmcif=(folder / files["mmcif"]).read_text(encoding="utf-8"),
-        pae=pae,
-        numbers=numbers,
-        warnings=entry["warnings"],
-        **truth,
-    )
-
-
 def _new_summary(run: str, params: Path, digest: str, options: Options, predictor: Predictor) -> dict[str, Any]:
     return {
         "format": FORMAT,
@@ -344,59 +315,3 @@ def _write_summary(out: Path, summary: dict[str, Any]) -> None:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text[:300]}"
-
-
-def _report(out: Path, summary: dict[str, Any]) -> Report:
-    """The page of a whole run, from its summary and the files that it names."""
-    entries, failures = summary["predictions"], summary["failures"]
-    rows = [
-        [e["name"], f"{e['length']}", f"{e['msa_depth']}", f"{e['mean_plddt']:.1f}",
-         "–" if e["ptm"] is None else f"{e['ptm']:.2f}", f"{sum(e['seconds'].values()):.1f}", str(len(e["warnings"]))]
-        for e in entries
-    ]  # fmt: skip
-    header = ["protein", "residues", "alignment rows", "mean pLDDT", "pTM", "seconds", "warnings"]
-    alone = len(entries) == 1 and not failures
-    sections = [Section("All proteins", table=Table(header, rows))] if entries and not alone else []
-    if failures:
-        table = Table(["protein", "what went wrong"], [[f["name"], f["error"]] for f in failures])
-        sections.append(Section("Failed", table=table))
-    if offered := _template_rows(out, entries):
-        text = "What became of every one that was offered is in NAME_templates.json, in the protein's folder."
-        header = ["protein", "template", "residues", "identity", "note"]
-        sections.append(Section("Templates", text, table=Table(header, offered)))
-    facts = [] if alone else [("proteins folded", str(len(entries)))]
-    if failures:
-        facts.append(("failed", str(len(failures))))
-    if entries:
-        facts.append(("mean pLDDT", f"{np.mean([e['mean_plddt'] for e in entries]):.1f}"))
-    if alone and entries[0]["ptm"] is not None:
-        facts.append(("pTM", f"{entries[0]['ptm']:.2f}"))
-    facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
-    versions, params = summary["versions"], summary["params"]
-    drawn = f", the first {DRAWN} drawn" if len(entries) > DRAWN else ""
-    return Report(
-        title=entries[0]["name"] if alone else "Predicted structures",
-        lead=f"Folded by WarpFold with {params['file']}{drawn}.",
-        facts=facts,
-        sections=sections,
-        targets=[target_of(out, entry) for entry in entries[:DRAWN]],
-        footer=[
-            f"WarpFold {versions['warpfold']} · torch {versions['torch']} · {summary['device']} · "
-            f"seed {summary['settings']['seed']} · parameters sha256 {params['sha256']}"
-        ],
-    )
-
-
-def _template_rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The templates that were used, and of each protein how many were not; none where none was offered."""
-    rows: list[list[str]] = []
-    for entry in (entry for entry in entries if "templates" in entry["files"]):
-        outcomes = json.loads((out / entry["folder"] / entry["files"]["templates"]).read_text(encoding="utf-8"))
-        rows += [
-            [entry["name"], one["name"], f"{one['residues']}", f"{one['identity']:.0%}", one["note"]]
-            for one in outcomes
-            if one["used"]
-        ]
-        if unused := entry["templates_unused"]:
-            rows.append([entry["name"], f"{unused} not used", "", "", ""])
-    return rows

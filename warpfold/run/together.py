@@ -24,10 +24,11 @@ NUMBERS = ("length", "index", "loss", "norm", "lddt_ca")  # of an example, float
 
 
 def take(examples: Loader, number: int, clock: Clock, team: Team) -> Iterator[Sample]:
-    """The next examples of this process.
+    """Yield this process's examples of a step, whose time begins here.
 
     Errors: UserError on all that share one, if they have not the same: one of them could not make it.
     """
+    clock.begin()
     for _ in range(number):
         with clock.waiting():
             example = next(examples)

@@ -70,11 +70,11 @@ def train(
     """Train on a store, or on a mixture of several, into the folder `out`, or continue the run that is there.
 
     Examples are held out of the first source.  init: parameters to start from, WarpFold's or DeepMind's.  replay: the
-    order.txt of a run of the same data and seed, to be followed.  watch: called with each row of metrics.jsonl.
-    team: the processes that train together, as `config.plan` wants them; all call this, the first one writes.
+    order.txt of a run of the same data and seed.  watch: called with each row of metrics.jsonl.  team: the processes
+    that train together, as `config.plan` wants them; all call this, the first one writes.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
-    team, (sources, held_out) = team or Team(), hold_out(data, config)
+    team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
     source = origin(sources, init, team)
     model = initial_model(config, init, team).to(device)
     apply(config.plan, model, team.mesh)
@@ -93,7 +93,6 @@ def train(
         stop = heard(signals, team)
         while step < config.train.steps and not stop:
             recycles, looks = draw_recycles(config, step), []  # the same on every rank
-            clock.begin()
             for example in take(examples, optimizer.share, clock, team):
                 model.noise.seed(config.train.seed, example.index)  # of dropout
                 output = model(example.features, recycles)  # Algorithms 2 and 30 to 32
@@ -103,20 +102,19 @@ def train(
                 norm = optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
                 looks.append(look(example, output, sums, norm))
             seen = read(looks)  # here the host waits for the device, and nowhere before
-            for one, of in zip(seen, looks):
-                keep_if_not_finite(run, config, optimizer, of.example, one, step, recycles, team)
+            keep_what_is_not_finite(run, config, optimizer, looks, seen, step, recycles, team)
             told = tell(step + 1, seen, clock, ledger, signals, team)  # on its way while the optimiser works
             rate, step = optimizer.step(step), step + 1  # the mean over the examples; Adam; the moving average
-            seen, came = meet(told, clock, examples, ledger, team)  # those of all ranks
+            seen, stop = meet(told, clock, examples, ledger, team)  # those of all ranks
             log(step_row(step, seen, rate, recycles, clock))
             skipped.add(step, seen)
-            stop = came if team.launch.ranks > 1 else signals.came
+            stop = stop or (signals.came if team.launch.ranks == 1 else 0)  # it may have come since
             if step == config.train.steps or stop or due(step, config.train.save_every):
                 notes = {"loader": used_by_all(examples, team), "skipped": skipped.places, **source}
                 save(run, model, optimizer, step, notes, config, team)
-            if held_out and validates(config, step):  # once the step is safe: it may take long
+            if held_out and validates(config, step):  # after saving: it may take long
                 log(validate(model, optimizer, held_out, config, step, team))
-    ended: dict[str, Any] = {"finished": step >= config.train.steps, "signal": stop, "refused": refusals()}
+    ended: dict[str, Any] = {"finished": step >= config.train.steps, "signal": stop, "refused": refusals(before)}
     return Summary(steps=step, lddt_ca=log.lddt_ca, params=run.params, quarantined=tuple(ledger.quarantined), **ended)
 
 
@@ -240,40 +238,39 @@ def save(
         run.save(Checkpoint(step, tensors, notes), config.train.keep)
 
 
-def keep_if_not_finite(
+def keep_what_is_not_finite(
     run: RunFolder,
     config: RunConfig,
     optimizer: Optimizer,
-    example: Sample,
-    seen: Seen,
+    looks: Sequence["Look"],
+    seen: Sequence[Seen],
     step: int,
     recycles: int,
     team: Team,
 ) -> None:
-    """Of a loss or gradient that is not finite, save what reproduces it; UserError unless the settings say to skip it.
+    """Save what reproduces a loss or gradient that is not finite; UserError unless the settings say to skip it.
 
-    Of those that share the example, the first saves; the message of the UserError reaches all ranks.
+    Of those that share an example, the first saves; the message of the UserError reaches all ranks.
     """
-    if seen.finite:
-        return
-    notes = {
-        **asdict(seen),
-        "step": step,
-        "index": example.index,
-        "seed": config.train.seed,
-        "recycles": recycles,
-        "plan": settings.to_dict(config.plan),
-    }
-    where = ""
-    if team.speaks:
-        arrays = {name: tensor.numpy(force=True) for name, tensor in example.features.items()}
-        where = str(run.save_failure(example.index, arrays, optimizer.named_weights(), notes))
-    where = team.share_example(where, "saving what is not finite")[0]
-    if config.train.on_nonfinite == "stop":
-        raise UserError(
-            f"step {step}: the loss or gradient of {seen.key} is not finite; see {where} for what "
-            'reproduces it; train.on_nonfinite = "skip" goes on without such examples'
-        )
+    for example, one in ((look.example, one) for look, one in zip(looks, seen) if not one.finite):
+        notes = {
+            **asdict(one),
+            "step": step,
+            "index": example.index,
+            "seed": config.train.seed,
+            "recycles": recycles,
+            "plan": settings.to_dict(config.plan),
+        }
+        where = ""
+        if team.speaks:
+            arrays = {name: tensor.numpy(force=True) for name, tensor in example.features.items()}
+            where = str(run.save_failure(example.index, arrays, optimizer.named_weights(), notes))
+        where = team.share_example(where, "saving what is not finite")[0]
+        if config.train.on_nonfinite == "stop":
+            raise UserError(
+                f"step {step}: the loss or gradient of {one.key} is not finite; see {where} for what "
+                'reproduces it; train.on_nonfinite = "skip" goes on without such examples'
+            )
 
 
 # Looking at what came out

@@ -13,6 +13,7 @@ from torch import Tensor
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
 from warpfold.ops.gate import gate, tail
+from warpfold.ops.noise import DropoutFactors, Factors, Noise
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
@@ -36,6 +37,7 @@ OPS: Mapping[Name, Op[..., Tensor]] = {
 NAMES: tuple[Name, ...] = get_args(Name)
 MASKED = 0.15  # of the keys, in checks; and the last row throughout
 DROPPED = 0.25  # of a tail's update
+Argument = Tensor | DropoutFactors | None  # of an operation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class Case:
     bias: bool = False  # of attention
     turned: bool = False  # rows and positions lie in memory the other way round
     dropped: bool = False  # a tail with dropout
+    drawn: bool = False  # whose factors it draws itself, from seeded noise, as in every training run
     spread: bool = False  # a tail whose o is the same at all positions of a row, through a stride of zero
     batches: int = 1  # over which rows are spread, each with a bias of its own
     cut_from: int = 0  # the model has so many rows; 0: these
@@ -84,7 +87,8 @@ class Case:
             return f"{rows}, {self.attended} columns, {self.length} sequences, {self.channels} -> {self.outputs}"
         wide = f"{self.channels} -> {self.outputs}" if self.op == "norm_linear" else f"{self.channels} channels"
         inner = f", inner {self.outputs}" if self.op in ("tail", "transition") else ""
-        return f"{rows} of {self.length}, {wide}{inner}"
+        dropout = ", dropout drawn" if self.drawn else ", dropout" if self.dropped else ""
+        return f"{rows} of {self.length}, {wide}{inner}{dropout}"
 
     def fewer(self, rows: int) -> "Case":
         """The same with about that many rows, whole batches of them; lengths stay."""
@@ -101,19 +105,14 @@ class Inputs:
     """The arguments of one call, in order, and which of them have a gradient."""
 
     case: Case
-    args: tuple[Tensor | None, ...]
+    args: tuple[Argument, ...]
     names: tuple[str, ...]  # of those with a gradient
     grad: Tensor  # that of the output
 
     @property
     def wanted(self) -> list[Tensor]:
         """Those with a gradient."""
-        return [t for t in self.args if t is not None and t.requires_grad]
-
-    def double(self) -> "Inputs":
-        """The same numbers in fp64."""
-        wide = tuple(None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in self.args)
-        return replace(self, args=wide, grad=self.grad.double())
+        return [t for t in self.args if isinstance(t, Tensor) and t.requires_grad]
 
 
 ARGUMENTS: Mapping[Name, tuple[str, ...]] = {
@@ -151,6 +150,15 @@ class _Draw:
         """Parameters stay in fp32, as the model's."""
         return self.normal(*shape, scale=scale, dtype=torch.float32) + mean
 
+    def factors(self, *shape: int, drawn: bool) -> Factors:
+        """Dropout factors; drawn: left to the operation to draw, from seeded noise."""
+        if drawn:
+            noise = Noise().to(self.device)
+            noise.seed(self.seed)
+            return noise.factors(shape, DROPPED, 0, torch.empty((), dtype=self.dtype, device=self.device))
+        kept = torch.rand(*shape, generator=self.generator, device=self.device) > DROPPED
+        return (kept / (1 - DROPPED)).to(self.dtype)
+
     def positions(self, case: Case, channels: int) -> Tensor:
         """[rows, length, channels] or [batches, rows, ...], laid out as that layer's tensors; each position's numbers
         begin at a multiple of eight, as projections do (ops/library/norm.py)."""
@@ -169,11 +177,11 @@ def inputs(
     args = _MAKE[case.op](case, draw, masked)
     names = []
     for name, t in zip(ARGUMENTS[case.op], args):
-        if t is not None and name not in CONSTANT:
+        if isinstance(t, Tensor) and name not in CONSTANT:
             t.requires_grad_()
             names.append(name)
     with torch.no_grad():
-        out = OPS[case.op].definition(*(None if t is None else t.to("meta") for t in args))
+        out = OPS[case.op].definition(*(t.to("meta") if isinstance(t, Tensor) else None for t in args))
     return Inputs(case, args, tuple(names), draw.normal(*out.shape))
 
 
@@ -230,16 +238,13 @@ def _gate(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
     return y[..., : case.channels].detach(), y[..., case.channels :].detach()
 
 
-def _tail(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
+def _tail(case: Case, draw: _Draw, _: bool) -> tuple[Argument, ...]:
     x, o = draw.positions(case, case.channels), draw.positions(case, case.outputs)
     if case.spread:
         o = o[..., :1, :].expand(o.shape).detach()
     g = draw.positions(case, 4 * case.outputs)[..., 3 * case.outputs :].detach()
     weight = draw.parameter(case.channels, case.outputs, scale=case.outputs**-0.5)
-    factors = None
-    if case.dropped:
-        kept = torch.rand(1, case.length, case.channels, generator=draw.generator, device=draw.device) > DROPPED
-        factors = (kept / (1 - DROPPED)).to(draw.dtype)
+    factors = draw.factors(1, case.length, case.channels, drawn=case.drawn) if case.dropped else None
     return x, o, g, weight, draw.parameter(case.channels), factors
 
 
@@ -262,7 +267,7 @@ def _outer(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
     return a, b, weight, draw.parameter(z), count
 
 
-_MAKE: Mapping[Name, Callable[[Case, _Draw, bool], tuple[Tensor | None, ...]]] = {
+_MAKE: Mapping[Name, Callable[[Case, _Draw, bool], tuple[Argument, ...]]] = {
     "attention": _attention,
     "global_attention": _global,
     "layer_norm": _layer_norm,

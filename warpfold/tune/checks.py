@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warpfold.ops.dispatch import place
+from warpfold.ops.dispatch import place, using
+from warpfold.ops.noise import DropoutFactors
 from warpfold.ops.precision import wide
-from warpfold.tune.cases import OPS, Case, Inputs, inputs
+from warpfold.tune.cases import OPS, Argument, Case, Inputs, inputs
 from warpfold.tune.sizes import ODD
 
 BAR = 2.0  # of the worst draw's error, in the root of the mean square
@@ -161,22 +162,24 @@ def run(way: Callable[..., Tensor], given: Inputs) -> list[Tensor]:
     return answer(way, given.args, given.grad)
 
 
-def answer(way: Callable[..., Tensor], args: Sequence[Tensor | None], grad: Tensor) -> list[Tensor]:
+def answer(way: Callable[..., Tensor], args: Sequence[Argument], grad: Tensor) -> list[Tensor]:
     """The output of a way, and the gradient of every argument that wants one."""
     out = way(*args)
-    wanted = [t for t in args if t is not None and t.requires_grad]
+    wanted = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
     return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
 
 
 def truth(
     definition: Callable[..., Tensor],
-    args: Sequence[Tensor | None],
+    args: Sequence[Argument],
     grad: Tensor,
     names: Sequence[str] = (),
     draws: int = DRAWS,
 ) -> Truth:
     """Compute in fp64, and in draws, what a definition makes of arguments; names: of those with a gradient."""
-    doubles = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in args]
+    with using("definition"):  # what is drawn is exact, and no kernel's
+        args = [t.draw() if isinstance(t, DropoutFactors) else t for t in args]
+    doubles = [t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else None for t in args]
     exact = answer(definition, doubles, grad.double())
     off: list[list[tuple[float, float]]] = [[] for _ in exact]
     for seed in range(draws):
@@ -190,7 +193,7 @@ def truth(
 
 
 def wrong(
-    definition: Callable[..., Tensor], args: Sequence[Tensor | None], grad: Tensor, ours: Sequence[Tensor]
+    definition: Callable[..., Tensor], args: Sequence[Argument], grad: Tensor, ours: Sequence[Tensor]
 ) -> list[str]:
     """What is over the bar in the results (`answer`) of a way of computing a definition; in words."""
     return [str(e) for e in truth(definition, args, grad).errors(ours) if e.red]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from warpfold.ops.noise import DropoutFactors
 from warpfold.tune.cases import OPS, Inputs
 from warpfold.tune.timing import Subject
 
@@ -61,7 +62,7 @@ def _refuses_compiled(given: Inputs) -> str | None:
 
 def _heads_first(given: Inputs) -> tuple[Tensor, ...]:
     """q, k, v as SDPA takes them, [*, h, n, d]; of global attention, heads are the queries of one head."""
-    q, k, v = (t for t in given.args[:3] if t is not None)
+    q, k, v = (t for t in given.args[:3] if isinstance(t, Tensor))
     if given.case.op == "global_attention":
         return q[..., None, :, :], k[..., None, :, :], v[..., None, :, :]
     return q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
@@ -74,6 +75,7 @@ def _back(given: Inputs, out: Tensor) -> Tensor:
 def _expanded(given: Inputs) -> Subject:
     """With the bias shared by the rows, laid out for it; no mask (the bench masks nothing)."""
     bias = given.args[4] if len(given.args) > 4 else None
+    assert not isinstance(bias, DropoutFactors)
 
     def forward() -> Tensor:
         q, k, v = _heads_first(given)
@@ -86,7 +88,8 @@ def _expanded(given: Inputs) -> Subject:
 def _materialised(given: Inputs) -> Subject:
     """With bias and mask added to one tensor of all rows, as a model with masks has to."""
     mask, bias = given.args[3], given.args[4]
-    assert mask is not None
+    assert isinstance(mask, Tensor)
+    assert not isinstance(bias, DropoutFactors)
 
     def forward() -> Tensor:
         q, k, v = _heads_first(given)
@@ -122,10 +125,10 @@ def _refuses_trifast(given: Inputs) -> str | None:
 def _trifast(given: Inputs) -> Subject:
     """triangle_attention(q, k, v, bias, mask): q [h, n, n, d], bias [h, n, n], mask [n, n], True where hidden."""
     package: Any = importlib.import_module("trifast")
-    q, k, v = (_laid(t.movedim(-2, 0)) for t in given.args[:3] if t is not None)
+    q, k, v = (_laid(t.movedim(-2, 0)) for t in given.args[:3] if isinstance(t, Tensor))
     mask, bias = given.args[3], given.args[4]
-    assert mask is not None
-    assert bias is not None
+    assert isinstance(mask, Tensor)
+    assert isinstance(bias, Tensor)
     b = _laid(bias[..., 0, :, :, :])
     hidden, grad = mask == 0, given.grad.movedim(-2, 0).contiguous()
     return Subject("trifast", lambda: package.triangle_attention(q, k, v, b, hidden), [q, k, v, b], grad)
@@ -138,10 +141,10 @@ def _refuses_cuequivariance(given: Inputs) -> str | None:
 def _cuequivariance(given: Inputs) -> Subject:
     """triangle_attention(q, k, v, bias, mask): q [1, r, h, n, d], bias [1, 1, h, n, n], mask [1, r, 1, 1, n]."""
     package: Any = importlib.import_module("cuequivariance_torch")
-    q, k, v = (_laid(t.transpose(-2, -3)[None]) for t in given.args[:3] if t is not None)
+    q, k, v = (_laid(t.transpose(-2, -3)[None]) for t in given.args[:3] if isinstance(t, Tensor))
     mask, bias = given.args[3], given.args[4]
-    assert mask is not None
-    assert bias is not None
+    assert isinstance(mask, Tensor)
+    assert isinstance(bias, Tensor)
     b, kept = _laid(bias[None]), (mask != 0)[None, :, None, None, :]
     grad = given.grad.transpose(-2, -3)[None].contiguous()
     return Subject("cuequivariance", lambda: package.triangle_attention(q, k, v, b, kept), [q, k, v, b], grad)
@@ -158,7 +161,7 @@ def _refuses_flash(given: Inputs) -> str | None:
 def _flash(given: Inputs) -> Subject:
     """flash_attn_func(q, k, v): q [r, n, h, d]; it takes no mask."""
     package: Any = importlib.import_module("flash_attn")
-    q, k, v = (_laid(t) for t in given.args[:3] if t is not None)
+    q, k, v = (_laid(t) for t in given.args[:3] if isinstance(t, Tensor))
     return Subject("flash-attn", lambda: package.flash_attn_func(q, k, v), [q, k, v], given.grad.contiguous())
 
 

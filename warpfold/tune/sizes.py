@@ -64,7 +64,8 @@ def _msa(s: int, r: int, c: int, c_z: int, config: EvoformerConfig) -> Iterator[
         at = Case(op="attention", where=where, rows=rows, length=length, turned=turned)
         yield replace(at, heads=heads, width=c // heads, bias=not turned)
         yield replace(at, op="norm_linear", channels=c, outputs=4 * wide)
-        yield replace(at, op="tail", channels=c, outputs=wide, dropped=config.rate > 0 and not turned)
+        dropped = config.rate > 0 and not turned
+        yield replace(at, op="tail", channels=c, outputs=wide, dropped=dropped, drawn=dropped)
     yield Case(op="norm_linear", where="msa row bias", rows=r, length=r, channels=c_z, outputs=heads)
     yield Case(op="transition", where="msa transition", rows=s, length=r, channels=c, outputs=config.transition * c)
     outer = Case(op="outer_product", where="outer product", rows=r, keys=r, length=s, channels=config.c_outer)
@@ -89,7 +90,7 @@ def _pair(r: int, c: int, config: PairConfig) -> Iterator[Case]:
         one = replace(at, where=where, turned=turned)
         yield replace(one, heads=config.heads, width=width, bias=True)
         yield replace(one, op="norm_linear", channels=c, outputs=4 * wide + config.heads)
-        yield replace(one, op="tail", channels=c, outputs=wide, dropped=config.rate > 0)
+        yield replace(one, op="tail", channels=c, outputs=wide, dropped=config.rate > 0, drawn=config.rate > 0)
     yield replace(at, op="norm_linear", where="triangle product", channels=c, outputs=4 * hidden + c)
     yield replace(at, op="triangle_factor", where="triangle product", channels=hidden)
     yield replace(at, op="norm_linear", where="triangle product, out", channels=hidden, outputs=c)
@@ -135,6 +136,8 @@ ODD: tuple[Case, ...] = (
     Case(op="gate", where="turned", rows=5, length=131, channels=32, turned=True),
     Case(op="tail", where="rows, dropout", rows=7, length=19, channels=64, outputs=32, dropped=True),
     Case(op="tail", where="turned, dropout", rows=5, length=33, channels=32, outputs=64, turned=True, dropped=True),
+    Case(op="tail", where="rows", rows=7, length=19, channels=64, outputs=32, dropped=True, drawn=True),
+    Case(op="tail", where="turned", rows=5, length=33, channels=32, outputs=64, turned=True, dropped=True, drawn=True),
     Case(op="tail", where="global column", rows=9, length=21, channels=32, outputs=32, turned=True, spread=True),
     Case(op="tail", where="odd channels", rows=3, length=5, channels=24, outputs=40),
     Case(op="transition", where="rows", rows=7, length=19, channels=32, outputs=128),
@@ -158,7 +161,7 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     "layer_norm": {"pair": _PAIR, "msa": ALIGNMENTS},
     "norm_linear": {"pair": _PAIR, "msa": ALIGNMENTS},
     "gate": {"pair": _PAIR},
-    "tail": {"pair": _PAIR, "msa": ALIGNMENTS},
+    "tail": {"pair": _PAIR, "msa": ALIGNMENTS, "dropout": _PAIR},  # that of a pair, drawn by the operation
     "transition": {"pair": _PAIR, "msa": ALIGNMENTS},
     "triangle_factor": {"pair": _PAIR},
     "outer_product": {"msa": ALIGNMENTS},
@@ -210,4 +213,5 @@ def _shape(op: str, kind: str, size: str) -> Case:
         return Case(op="outer_product", where=kind, rows=r, keys=r, length=s, channels=32, outputs=128)
     name: Name = op  # type: ignore[assignment]  # KINDS has no other
     outputs = {"norm_linear": 1024 if aligned else 516, "tail": c, "transition": 4 * c}.get(op, 0)
-    return Case(op=name, where=kind, rows=s, length=r, channels=c, outputs=outputs)
+    drawn = kind == "dropout"
+    return Case(op=name, where=kind, rows=s, length=r, channels=c, outputs=outputs, dropped=drawn, drawn=drawn)

@@ -8,6 +8,7 @@ from tests.ops.triton.gate_cases import FACTORS, GATES, TAILS, factor_case, gate
 from tests.ops.triton.layouts import laid, poisoned, within
 from warpfold.ops.gate import gate, tail
 from warpfold.ops.library.attention import empty_like
+from warpfold.ops.noise import keep
 from warpfold.ops.triangle import triangle_factor
 from warpfold.tune.checks import answer, wrong
 
@@ -43,6 +44,18 @@ def test_triangle_factor(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str)
         fast = answer(triangle_factor.fast, [y, g, mask], grad)
     assert not wrong(triangle_factor.definition, [y, g, mask], grad, fast)
     assert fast[0].is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_noise_is_that_of_a_cpu(dtype: str) -> None:
+    key = torch.tensor([0xF0E1D2C3, 0xFFFFFFFF + 5 * 0x85EBCA6B])
+    for shape, strides, offset in (
+        ((1, 250, 128), (32000, 128, 1), 0),
+        ((3, 5, 8), (2**33 + 40, 8, 1), 2**40 + 3),
+        ((2, 3, 2, 3, 2), (1000, 7, 300, 1, 20), 11),  # axes that cannot be merged
+    ):
+        draw = (123_000, 0.15, shape, strides, offset, DTYPES[dtype])
+        assert torch.equal(keep.fast(key.cuda(), *draw).cpu(), keep.definition(key, *draw))
 
 
 @pytest.mark.parametrize("name", TAILS)

@@ -42,7 +42,7 @@ def warps(of: Table, *key: int) -> int:
     """Of the launch that is taken for a key."""
     found = of.nearest("_copy", key)
     assert found is not None
-    return found.warps
+    return found.launch.warps
 
 
 def test_the_nearest_entry_is_taken() -> None:
@@ -81,6 +81,26 @@ def test_sizes_of_another_version_are_refused(monkeypatch) -> None:
     old = Table(Path("toy.json"), {}, (Entry("_copy", (1,), Launch({"TILE": 64}, 1, 1)),))
     with table_used(old), pytest.raises(UserError, match="sizes TILE, of another version"):
         launch("_copy", (1,), CPU)
+
+
+def test_an_entry_for_the_very_key_goes_before_a_near_one(monkeypatch) -> None:
+    """A table tuned at a few sizes says nothing about others, whose tiles may not fit: default.json may have them."""
+    partial, default = table((32, 256)), table((64, 256), (32, 512))
+    monkeypatch.setattr(launches, "read", lambda path: default)
+    by_default = {e.key: e.launch for e in default.entries}
+    with table_used(partial):
+        assert launch("_copy", (64, 256), CPU) is by_default[64, 256]
+        assert launch("_copy", (32, 512), CPU) is by_default[32, 512]
+        assert launch("_copy", (32, 256), CPU) is partial.entries[0].launch
+        assert launch("_copy", (64, 300), CPU) is partial.entries[0].launch  # nobody has it: the nearest of the first
+
+
+def test_the_interpreter_gets_no_tiles_of_a_gpu() -> None:
+    kernel, key = "tail", (64, 64)
+    exact = {e.key: e.launch for e in read(SHIPPED / "default.json").entries if e.kernel == kernel}
+    own = [e.launch for e in read(SHIPPED / "interpreter.json").entries if e.kernel == kernel]
+    assert key in exact
+    assert launch(kernel, key, CPU) in own
 
 
 def test_a_table_in_use_and_forced_launches() -> None:

@@ -92,6 +92,6 @@ def tail_backward(
 
 
 def _draw(x: Tensor, key: Tensor, strides: Sequence[int], offset: int, stream: int, rate: float) -> Tensor:
-    """The factors for x, of size 1 where draws are shared: few beside x, so all at once."""
+    """The factors for x, of size 1 where a draw is shared: so few beside x that they are drawn all at once."""
     shape = [1 if stride == 0 else size for size, stride in zip(x.shape, strides)]
     return noise.keep(key, stream, rate, shape, strides, offset, x.dtype)

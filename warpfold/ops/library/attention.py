@@ -12,19 +12,19 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
 from warpfold.ops.precision import wide
-from warpfold.ops.shapes import Operand, refusal, require, spreads, together, with_axes
+from warpfold.ops.shapes import Operand, Shape, refusal, require, shape_of, spreads, together, with_axes
 
 WIDTHS = (8, 16, 32, 64)  # of a head, that the Triton kernels serve
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `ops.attention.attention`."""
-    lead = _lead(q, k, v, mask)
+    lead = together(tuple(q.shape)[:-3], tuple(k.shape)[:-3], tuple(v.shape)[:-3], tuple(mask.shape)[:-1])
     if lead is None:
         raise ValueError("warpfold::attention: the leading axes of q, k, v and the mask do not broadcast")
-    q5, k5, v5 = (_flat(t, lead, 3) for t in (q, k, v))
-    out, _ = torch.ops.warpfold.attention(q5, k5, v5, _flat(mask, lead, 1), _shared(bias, lead, q, k))
-    return out.reshape(*lead, *out.shape[2:])
+    q5, k5, v5, mask3 = _flat(q, lead, 3), _flat(k, lead, 3), _flat(v, lead, 3), _flat(mask, lead, 1)
+    out: Tensor = torch.ops.warpfold.attention(q5, k5, v5, mask3, _shared(bias, lead, q, k))[0]
+    return out.squeeze(0) if len(lead) == 1 else out.reshape(*lead, *out.shape[2:])
 
 
 def global_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -46,21 +46,24 @@ def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None =
     """Why the fast way does not take these, or None."""
     if reason := refuses_device(q, k, v, mask, bias):
         return reason
-    if reason := refusal(*_operands(q, k, v, mask)):
+    of_q, of_k, of_v, of_mask = tuple(q.shape), tuple(k.shape), tuple(v.shape), tuple(mask.shape)
+    if reason := refusal(*_operands(of_q, of_k, of_v, of_mask)):
         return reason
-    lead = _lead(q, k, v, mask)
+    lead = together(of_q[:-3], of_k[:-3], of_v[:-3], of_mask[:-1])
     if lead is None:
         return "the leading axes of q, k, v and mask do not broadcast"
-    if bias is not None and bias.dim() > 3 and bias.shape[-4] != 1:
-        return "the bias differs from row to row"
-    heads, queries, keys = q.shape[-2], q.shape[-3], k.shape[-3]
-    if bias is not None and not spreads(bias.shape, (*lead, heads, queries, keys)):
-        return "bias is not [*, h, Q, K] beside the others"
+    queries, heads, width = of_q[-3:]
+    if bias is not None:
+        of_bias = tuple(bias.shape)
+        if len(of_bias) > 3 and of_bias[-4] != 1:
+            return "the bias differs from row to row"
+        if not spreads(of_bias, (*lead, heads, queries, of_k[-3])):
+            return "bias is not [*, h, Q, K] beside the others"
     if not (q.dtype == k.dtype == v.dtype):
         return "q, k and v differ in dtype"
-    if place(q) == "triton" and not (q.shape[-1] in WIDTHS and v.shape[-1] == q.shape[-1]):
-        return f"heads {q.shape[-1]} wide (kernels are for {', '.join(map(str, WIDTHS))})"
-    return EMPTY if 0 in (*lead, *q.shape, *k.shape, *v.shape) else None
+    if place(q) == "triton" and not (width in WIDTHS and of_v[-1] == width):
+        return f"heads {width} wide (kernels are for {', '.join(map(str, WIDTHS))})"
+    return EMPTY if 0 in lead or 0 in of_q or 0 in of_k or 0 in of_v else None
 
 
 def refuses_global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> str | None:
@@ -70,46 +73,47 @@ def refuses_global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> str | None:
     return refuses(q.unsqueeze(-2), k.unsqueeze(-2), v.unsqueeze(-2), mask)
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Operand, ...]:
+def _operands(q: Shape, k: Shape, v: Shape, mask: Shape) -> tuple[Operand, ...]:
     """q [*, Q, h, d], k [*, K, h, d], v [*, K, h, e], mask [*, K]; what their leading axes are is not said here."""
-    heads, keys = q.shape[-2:-1], k.shape[-3:-2]
+    heads, keys = q[-2:-1], k[-3:-2]
     return (
         ("q", "[*, Q, h, d]", q, with_axes(q, 3)),
-        ("k", "[*, K, h, d]", k, k.shape[:-2] + q.shape[-2:]),
-        ("v", "[*, K, h, e]", v, v.shape[:-3] + keys + heads + v.shape[-1:]),
-        ("mask", "[*, K]", mask, mask.shape[:-1] + keys),
+        ("k", "[*, K, h, d]", k, k[:-2] + q[-2:]),
+        ("v", "[*, K, h, e]", v, v[:-3] + keys + heads + v[-1:]),
+        ("mask", "[*, K]", mask, mask[:-1] + keys),
     )
 
 
 def _require(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> None:
     """As `_operands`, with the leading axes [B, R], a bias [B, h, Q, K], and e = d where kernels read them alike."""
-    lead, heads, keys = q.shape[:2], q.shape[3:4], k.shape[2:3]
-    width = q.shape[4:] if place(q) == "triton" else v.shape[-1:]
+    of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    lead, heads, keys = of_q[:2], of_q[3:4], of_k[2:3]
+    width = of_q[4:] if place(q) == "triton" else of_v[-1:]
     require(
         op,
-        ("q", "[B, R, Q, h, d]", q, with_axes(q, 5)),
-        ("k", "[B, R, K, h, d]", k, lead + keys + q.shape[3:]),
-        ("v", "[B, R, K, h, e]", v, lead + keys + heads + width),
-        ("mask", "[B, R, K]", mask, lead + keys),
-        ("bias", "[B, h, Q, K]", bias, q.shape[:1] + heads + q.shape[2:3] + keys),
+        ("q", "[B, R, Q, h, d]", of_q, with_axes(of_q, 5)),
+        ("k", "[B, R, K, h, d]", of_k, lead + keys + of_q[3:]),
+        ("v", "[B, R, K, h, e]", of_v, lead + keys + heads + width),
+        ("mask", "[B, R, K]", tuple(mask.shape), lead + keys),
+        ("bias", "[B, h, Q, K]", shape_of(bias), of_q[:1] + heads + of_q[2:3] + keys),
     )
 
 
-def _lead(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[int, ...] | None:
-    return together(q.shape[:-3], k.shape[:-3], v.shape[:-3], mask.shape[:-1])
-
-
-def _flat(t: Tensor, lead: tuple[int, ...], own: int) -> Tensor:
+def _flat(t: Tensor, lead: Shape, own: int) -> Tensor:
     """[*, own axes] -> [B, R, own axes]: a view, but where more than one axis of B has to be merged and cannot."""
+    if len(lead) == 1 and t.dim() == own + 1 and t.shape[0] == lead[0]:  # as nearly always: the quickest of the views
+        return t.unsqueeze(0)
     wide = t.expand(*lead, *t.shape[t.dim() - own :])
     return wide.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, *wide.shape[len(lead) :])
 
 
-def _shared(bias: Tensor | None, lead: tuple[int, ...], q: Tensor, k: Tensor) -> Tensor | None:
+def _shared(bias: Tensor | None, lead: Shape, q: Tensor, k: Tensor) -> Tensor | None:
     """[*, 1, h, Q, K] -> [B, h, Q, K], a view where it can be."""
     if bias is None:
         return None
     own = (q.shape[-2], q.shape[-3], k.shape[-3])
+    if len(lead) == 1 and tuple(bias.shape) == (1, *own):
+        return bias
     outer = (*lead[:-1], 1) if lead else ()
     return bias.expand(*outer, *own).reshape(math.prod(lead[:-1]), *own)
 
@@ -138,11 +142,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> the gradients of q, k, v and the bias; the last without elements where it is not wanted."""
     _require("warpfold::attention_backward", q, k, v, mask, bias)
+    of_q, of_out = tuple(q.shape), tuple(q.shape)[:4] + tuple(v.shape)[4:]
     require(
         "warpfold::attention_backward",
-        ("grad", "[B, R, Q, h, e]", grad, q.shape[:4] + v.shape[4:]),
-        ("out", "[B, R, Q, h, e]", out, q.shape[:4] + v.shape[4:]),
-        ("lse", "[B, R, h, Q]", lse, q.shape[:2] + q.shape[3:4] + q.shape[2:3]),
+        ("grad", "[B, R, Q, h, e]", tuple(grad.shape), of_out),
+        ("out", "[B, R, Q, h, e]", tuple(out.shape), of_out),
+        ("lse", "[B, R, h, Q]", tuple(lse.shape), of_q[:2] + of_q[3:4] + of_q[2:3]),
     )
     dq, dk, dv, dbias = implementation("attention", q).backward(grad, q, k, v, mask, bias, out, lse, bias_wanted)
     return dq, dk, dv, dbias

@@ -9,7 +9,7 @@ from torch import Tensor
 from warpfold.ops.dispatch import EMPTY, implementation, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.noise import DropoutFactors, Factors
-from warpfold.ops.shapes import Operand, refusal, require, with_axes
+from warpfold.ops.shapes import Operand, refusal, require, shape_of, spreads, with_axes
 
 
 def gate(x: Tensor, g: Tensor) -> Tensor:
@@ -23,7 +23,8 @@ def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors:
     drawn: tuple[Any, ...] = (None, [], 0, 0, 0.0)
     if isinstance(factors, DropoutFactors):
         if factors.dtype == x.dtype:
-            strides = [0 if size == 1 else stride for size, stride in zip(factors.shape, factors.strides)]
+            strides = [0] * (x.dim() - len(factors.shape))
+            strides += [0 if size == 1 else stride for size, stride in zip(factors.shape, factors.strides)]
             drawn = (factors.key, strides, factors.offset, factors.stream, factors.rate)
             factors = None
         else:
@@ -52,7 +53,8 @@ def refuses_gate(x: Tensor, g: Tensor) -> str | None:
 
 
 def _of_gate(x: Tensor, g: Tensor) -> tuple[Operand, ...]:
-    return ("x", "[*, c]", x, with_axes(x, 1)), ("g", "[*, c]", g, x.shape)
+    of_x = tuple(x.shape)
+    return ("x", "[*, c]", of_x, with_axes(of_x, 1)), ("g", "[*, c]", tuple(g.shape), of_x)
 
 
 def refuses_tail(
@@ -64,26 +66,21 @@ def refuses_tail(
         return reason
     if not (x.dtype == o.dtype == g.dtype):
         return "x, o and g differ in dtype"
-    if factors is not None and not _reaches(x, factors.shape):
+    if factors is not None and not spreads(tuple(factors.shape), tuple(x.shape)):
         return "the factors are not [*, c] beside the others, or 1 on an axis"
     return EMPTY if 0 in (*x.shape, *o.shape) else None
 
 
 def _of_tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor) -> tuple[Operand, ...]:
-    there = x.dim() >= 1 and o.dim() >= 1
-    c, inputs = (x.shape[-1], o.shape[-1]) if there else (0, 0)
+    of_x, of_o = tuple(x.shape), tuple(o.shape)
+    c, inputs = of_x[-1:], of_o[-1:]
     return (
-        ("x", "[*, c]", x, with_axes(x, 1)),
-        ("o", "[*, i]", o, (*x.shape[:-1], inputs) if there else None),
-        ("g", "[*, i]", g, o.shape),
-        ("weight", "[c, i]", weight, (c, inputs)),
-        ("bias", "[c]", bias, (c,)),
+        ("x", "[*, c]", of_x, with_axes(of_x, 1)),
+        ("o", "[*, i]", of_o, of_x[:-1] + inputs if inputs else None),
+        ("g", "[*, i]", tuple(g.shape), of_o),
+        ("weight", "[c, i]", tuple(weight.shape), c + inputs),
+        ("bias", "[c]", tuple(bias.shape), c),
     )
-
-
-def _reaches(x: Tensor, shape: Sequence[int]) -> bool:
-    """Whether what has this shape can be expanded to that of x."""
-    return len(shape) <= x.dim() and all(n in (1, m) for n, m in zip(reversed(shape), reversed(x.shape)))
 
 
 def _check_tail(
@@ -98,8 +95,8 @@ def _check_tail(
     strides: Sequence[int],
 ) -> None:
     """Raise ValueError for operands of other sizes; x: or its gradient."""
-    require(op, *_of_tail(x, o, g, weight, bias), ("key", "[2]", key, (2,)))
-    if factors is not None and not _reaches(x, factors.shape):
+    require(op, *_of_tail(x, o, g, weight, bias), ("key", "[2]", shape_of(key), (2,)))
+    if factors is not None and not spreads(tuple(factors.shape), tuple(x.shape)):
         raise ValueError(f"{op}: factors is {list(factors.shape)}, not [*, c] = {list(x.shape)} or 1 on an axis")
     if key is not None and len(strides) != x.dim():
         raise ValueError(f"{op}: {len(strides)} strides of the numbers drawn for, but x has {x.dim()} axes")
@@ -115,7 +112,7 @@ def _gate(x: Tensor, g: Tensor) -> Tensor:
 @torch.library.custom_op("warpfold::gate_backward", mutates_args=())
 def _gate_backward(grad: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """-> the gradients of x and g."""
-    require("warpfold::gate_backward", ("grad", "[*, c]", grad, x.shape), *_of_gate(x, g))
+    require("warpfold::gate_backward", ("grad", "[*, c]", tuple(grad.shape), tuple(x.shape)), *_of_gate(x, g))
     dx, dg = implementation("gate", x).gate_backward(grad, x, g)
     return dx, dg
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
 from warpfold.ops.library.attention import empty_like
 from warpfold.ops.precision import wide
-from warpfold.ops.shapes import Operand, refusal, require, with_axes
+from warpfold.ops.shapes import Operand, Shape, refusal, require, shape_of, with_axes
 
 CHANNELS = (16, 1024)  # the fewest and the most that the Triton kernels serve
 
@@ -63,18 +63,28 @@ def _refuses_channels(x: Tensor) -> str | None:
 
 
 def _of_norm(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Operand, ...]:
-    c = x.shape[-1:]
-    return ("x", "[*, c]", x, with_axes(x, 1)), ("norm's weight", "[c]", weight, c), ("norm's bias", "[c]", bias, c)
+    of_x = tuple(x.shape)
+    c = of_x[-1:]
+    return (
+        ("x", "[*, c]", of_x, with_axes(of_x, 1)),
+        ("norm's weight", "[c]", tuple(weight.shape), c),
+        ("norm's bias", "[c]", tuple(bias.shape), c),
+    )
 
 
 def _of_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Operand, ...]:
-    o = weight.shape[:1]
-    return ("weight", "[o, c]", weight, o + x.shape[-1:]), ("bias", "[o]", bias, o)
+    of_weight = tuple(weight.shape)
+    o = of_weight[:1]
+    return ("weight", "[o, c]", of_weight, o + tuple(x.shape)[-1:]), ("bias", "[o]", shape_of(bias), o)
 
 
-def _of_backward(grad: Tensor, x: Tensor, outputs: tuple[int, ...], mean: Tensor, scale: Tensor) -> tuple[Operand, ...]:
-    at = x.shape[:-1]
-    return ("grad", "[*, o]", grad, at + outputs), ("mean", "[*]", mean, at), ("scale", "[*]", scale, at)
+def _of_backward(grad: Tensor, x: Tensor, outputs: Shape, mean: Tensor, scale: Tensor) -> tuple[Operand, ...]:
+    at = tuple(x.shape)[:-1]
+    return (
+        ("grad", "[*, o]", tuple(grad.shape), at + outputs),
+        ("mean", "[*]", tuple(mean.shape), at),
+        ("scale", "[*]", tuple(scale.shape), at),
+    )
 
 
 @torch.library.custom_op("warpfold::layer_norm", mutates_args=())
@@ -91,7 +101,7 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> the gradients of x, weight and bias."""
     of_norm = _of_norm(x, weight, weight)
-    require("warpfold::layer_norm_backward", *of_norm, *_of_backward(grad, x, x.shape[-1:], mean, scale))
+    require("warpfold::layer_norm_backward", *of_norm, *_of_backward(grad, x, tuple(x.shape)[-1:], mean, scale))
     dx, dweight, dbias = implementation("norm", x).layer_norm_backward(grad, x, weight, mean, scale)
     return dx, dweight, dbias
 
@@ -119,7 +129,7 @@ def _linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> the gradients of x, norm_weight, norm_bias, weight and bias; the last without elements where there is none."""
     of_forward = *_of_norm(x, norm_weight, norm_bias), *_of_linear(x, weight, bias)
-    require("warpfold::norm_linear_backward", *of_forward, *_of_backward(grad, x, weight.shape[:1], mean, scale))
+    require("warpfold::norm_linear_backward", *of_forward, *_of_backward(grad, x, tuple(weight.shape)[:1], mean, scale))
     dx, dnorm_weight, dnorm_bias, dweight, dbias = implementation("norm", x).norm_linear_backward(
         grad, x, norm_weight, norm_bias, weight, bias, mean, scale
     )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.dispatch import EMPTY, implementation, place, refuses_device, small_on_cpu
-from warpfold.ops.shapes import Operand, refusal, require, with_axes
+from warpfold.ops.shapes import Operand, refusal, require, shape_of, with_axes
 
 
 def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
@@ -37,13 +37,14 @@ def refuses(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -
 
 
 def _operands(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> tuple[Operand, ...]:
-    z, products = weight.shape[:1], math.prod(a.shape[-1:] + b.shape[-1:])
+    of_a, of_b, of_weight = tuple(a.shape), tuple(b.shape), tuple(weight.shape)
+    z, products = of_weight[:1], math.prod(of_a[-1:] + of_b[-1:])
     return (
-        ("a", "[*, s, i, c]", a, with_axes(a, 3)),
-        ("b", "[*, s, j, d]", b, a.shape[:-2] + b.shape[-2:]),
-        ("weight", "[z, c d]", weight, (*z, products)),
-        ("bias", "[z]", bias, z),
-        ("count", "[*, i, j, 1]", count, (*a.shape[:-3], *a.shape[-2:-1], *b.shape[-2:-1], 1)),
+        ("a", "[*, s, i, c]", of_a, with_axes(of_a, 3)),
+        ("b", "[*, s, j, d]", of_b, of_a[:-2] + of_b[-2:]),
+        ("weight", "[z, c d]", of_weight, (*z, products)),
+        ("bias", "[z]", tuple(bias.shape), z),
+        ("count", "[*, i, j, 1]", tuple(count.shape), (*of_a[:-3], *of_a[-2:-1], *of_b[-2:-1], 1)),
     )
 
 
@@ -51,8 +52,9 @@ def _require(
     op: str, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor, grad: Tensor | None = None
 ) -> None:
     """As `_operands`, with one leading axis."""
-    out = ("grad", "[B, i, j, z]", grad, count.shape[:-1] + weight.shape[:1])
-    require(op, ("a", "[B, s, i, c]", a, with_axes(a, 4)), *_operands(a, b, weight, bias, count), out)
+    of_a, of_out = tuple(a.shape), tuple(count.shape)[:-1] + tuple(weight.shape)[:1]
+    out = ("grad", "[B, i, j, z]", shape_of(grad), of_out)
+    require(op, ("a", "[B, s, i, c]", of_a, with_axes(of_a, 4)), *_operands(a, b, weight, bias, count), out)
 
 
 @torch.library.custom_op("warpfold::outer_product", mutates_args=())

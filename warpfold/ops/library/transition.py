@@ -68,15 +68,16 @@ def refuses(
 def _operands(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
 ) -> tuple[Operand, ...]:
-    c, n = x.shape[-1:], up.shape[:1]
+    of_x, of_up = tuple(x.shape), tuple(up.shape)
+    c, n = of_x[-1:], of_up[:1]
     return (
-        ("x", "[*, c]", x, with_axes(x, 1)),
-        ("norm's weight", "[c]", norm_weight, c),
-        ("norm's bias", "[c]", norm_bias, c),
-        ("up", "[n, c]", up, n + c),
-        ("up's bias", "[n]", up_bias, n),
-        ("down", "[c, n]", down, c + n),
-        ("down's bias", "[c]", down_bias, c),
+        ("x", "[*, c]", of_x, with_axes(of_x, 1)),
+        ("norm's weight", "[c]", tuple(norm_weight.shape), c),
+        ("norm's bias", "[c]", tuple(norm_bias.shape), c),
+        ("up", "[n, c]", of_up, n + c),
+        ("up's bias", "[n]", tuple(up_bias.shape), n),
+        ("down", "[c, n]", tuple(down.shape), c + n),
+        ("down's bias", "[c]", tuple(down_bias.shape), c),
     )
 
 
@@ -113,7 +114,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> the gradients of x, norm_weight, norm_bias, up, up_bias, down and down_bias; the last as `norm_bias` is."""
     of_forward = _operands(x, norm_weight, norm_bias, up, up_bias, down, norm_bias)
-    require("warpfold::transition_backward", *of_forward, ("grad", "[*, c]", grad, x.shape))
+    require("warpfold::transition_backward", *of_forward, ("grad", "[*, c]", tuple(grad.shape), tuple(x.shape)))
     dx, dnw, dnb, dup, dup_bias, ddown, ddown_bias = implementation("transition", x).backward(
         grad, x, norm_weight, norm_bias, up, up_bias, down, residual, eps
     )

@@ -31,10 +31,11 @@ def refuses(y: Tensor, g: Tensor, mask: Tensor) -> str | None:
 
 
 def _operands(y: Tensor, g: Tensor, mask: Tensor) -> tuple[Operand, ...]:
+    of_y = tuple(y.shape)
     return (
-        ("y", "[*, i, k, c]", y, with_axes(y, 3)),
-        ("g", "[*, i, k, c]", g, y.shape),
-        ("mask", "[*, i, k]", mask, y.shape[:-1]),
+        ("y", "[*, i, k, c]", of_y, with_axes(of_y, 3)),
+        ("g", "[*, i, k, c]", tuple(g.shape), of_y),
+        ("mask", "[*, i, k]", tuple(mask.shape), of_y[:-1]),
     )
 
 
@@ -48,7 +49,8 @@ def _forward(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
 @torch.library.custom_op("warpfold::triangle_factor_backward", mutates_args=())
 def _backward(grad: Tensor, y: Tensor, g: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """-> the gradients of y and g."""
-    of_grad = ("grad", "[*, c, i, k]", grad, y.shape[:-3] + y.shape[-1:] + y.shape[-3:-1])
+    of_y = tuple(y.shape)
+    of_grad = ("grad", "[*, c, i, k]", tuple(grad.shape), of_y[:-3] + of_y[-1:] + of_y[-3:-1])
     require("warpfold::triangle_factor_backward", *_operands(y, g, mask), of_grad)
     dy, dg = implementation("triangle", y).factor_backward(grad, y, g, mask)
     return dy, dg

@@ -83,9 +83,10 @@ def gated_backward(
 
 @dataclass(frozen=True)
 class _Kept:
-    """What dropout leaves of tensors of one shape, as the kernels take it: drawn, to be drawn, or all.
+    """Dropout factors as the kernels take them: given, to be drawn by the kernel, or none.
 
-    at: the factors; or, without memory, a tensor whose strides are those of their numbers; or anything.
+    at: the factors that are given; or a tensor on "meta" whose strides are those of the numbers to be drawn for; or,
+    where nothing is dropped, any tensor of that shape.
     """
 
     at: Tensor
@@ -123,9 +124,9 @@ def _kept(
 
 
 def _walk(inputs: Tensors, kept: _Kept, outputs: Tensors) -> tuple[Positions, Tensors, _Kept, Tensors]:
-    """As `walk`, with the factors behind the inputs."""
+    """As `walk`, with the factors after the inputs."""
     p, (*read, at), written = walk((*inputs, kept.at), outputs)
-    if kept.key is not None and at is not kept.at:  # copied in order: numbers are none that can be copied
+    if kept.key is not None and at is not kept.at:  # it wants a copy in order, and "meta" holds nothing: draw it first
         shape = [1 if stride == 0 else size for size, stride in zip(kept.at.shape, kept.at.stride())]
         drawn = inputs[0].new_empty(shape)
         noise.fill(drawn, kept.key, kept.offset, kept.at.stride(), kept.draw)

@@ -99,10 +99,10 @@ class Table:
     head: Mapping[str, str]
     entries: tuple[Entry, ...]
 
-    def nearest(self, kernel: str, key: Key) -> Launch | None:
-        """The launch whose key is nearest: least sum of |log2|; of equally near ones the smallest key's."""
+    def nearest(self, kernel: str, key: Key) -> Entry | None:
+        """The entry whose key is nearest: least sum of |log2|; of equally near ones the smallest key's."""
         of_kernel = [e for e in self.entries if e.kernel == kernel]
-        return min(of_kernel, key=lambda e: (_distance(e.key, key, self.path), e.key)).launch if of_kernel else None
+        return min(of_kernel, key=lambda e: (_distance(e.key, key, self.path), e.key)) if of_kernel else None
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -126,7 +126,8 @@ def kernels() -> dict[str, Kernel]:
 
 
 def launch(kernel: str, key: Key, device: torch.device) -> Launch:
-    """How to launch a kernel there; the nearest entry of the device's table, or else of default.json.
+    """How to launch a kernel there: the entry for this very key in the device's table, or else in default.json; or the
+    nearest entry of the first of them that has the kernel.
 
     Errors: UserError for a table that cannot be read or is not of this version.
     """
@@ -153,7 +154,7 @@ def forced(launches: Mapping[str, Launch]) -> Iterator[None]:
 
 @contextmanager
 def table_used(table: Table) -> Iterator[None]:
-    """Within it launches come from this table, whatever the device; from default.json for kernels that it lacks."""
+    """Within it launches come from this table, whatever the device; from default.json as `launch` says."""
     _table.append(table)
     try:
         yield
@@ -241,22 +242,27 @@ def reset() -> None:
 
 @functools.cache
 def _launch(kernel: str, key: Key, device: torch.device) -> Launch:
-    return _find((choice_of(device).table, read(SHIPPED / "default.json")), kernel, key)
+    table = choice_of(device).table
+    # The interpreter wants large tiles, a GPU small ones: no entry of default.json is one for it.
+    return _find((table,) if device.type == "cpu" else (table, read(SHIPPED / "default.json")), kernel, key)
 
 
 def _find(tables: Sequence[Table], kernel: str, key: Key) -> Launch:
+    found = []
     for table in tables:
-        found = table.nearest(kernel, key)
-        if found is None:
+        entry = table.nearest(kernel, key)
+        if entry is None:
             continue
         known = KERNELS.get(kernel)
-        if known is not None and set(known.candidates[0].sizes) != set(found.sizes):
+        if known is not None and set(known.candidates[0].sizes) != set(entry.launch.sizes):
             raise UserError(
-                f"{table.path}: {kernel} has sizes {', '.join(sorted(found.sizes))}, of another version; "
+                f"{table.path}: {kernel} has sizes {', '.join(sorted(entry.launch.sizes))}, of another version; "
                 "remove the file, or make it anew: warpfold tune"
             )
-        return found
-    raise LookupError(f"no table has a launch for {kernel}")
+        found.append(entry)
+    if not found:
+        raise LookupError(f"no table has a launch for {kernel}")
+    return next((entry for entry in found if entry.key == key), found[0]).launch
 
 
 def _distance(a: Key, b: Key, where: Path) -> float:

@@ -1,4 +1,4 @@
-"""Dropout factors on a GPU: the hash of ops/noise.py in 32 bits, for kernels that draw on their way, and alone."""
+"""Dropout factors on a GPU: the hash of ops/noise.py in 32 bits, for kernels that draw as they go, and by itself."""
 
 import math
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from warpfold.ops.library.noise import scale
 from warpfold.ops.triton.launch import Kernel, Launch, launch, register
 from warpfold.ops.triton.positions import offsets, positions
 
-SCALARS = ["number", "word", "rate", "scale"]  # arguments of draws: no code of their own for numbers of any kind
+SCALARS = ["number", "word", "rate", "scale"]  # they differ from draw to draw: nothing is compiled anew for them
 
 
 @triton.jit
 def _mix(x: tl.tensor) -> tl.tensor:
-    """The finaliser, but for its first shift: uint32."""
-    x = tl.mul(x, 0x7FEB352D, sanitize_overflow=False)  # they wrap around, and shall
+    """The finaliser after its first shift, on uint32."""
+    x = tl.mul(x, 0x7FEB352D, sanitize_overflow=False)  # it is meant to wrap around
     x = tl.mul(x ^ (x >> 15), 0x846CA68B, sanitize_overflow=False)
     return x ^ (x >> 16)
 
@@ -51,7 +51,7 @@ def _keep(
     AXES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK factors; number: of the first element of all."""
+    """BLOCK factors; number: that of the tensor's first element."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = drawn(key, number + offsets(i, sizes, numbers_at, AXES, 1), word, rate, scale)
     tl.store(out + offsets(i, sizes, out_at, AXES, 1), kept.to(out.dtype.element_ty), mask=i < count)
@@ -61,7 +61,7 @@ KEEP = register(
     Kernel(
         "keep",
         _keep,
-        (Launch({"BLOCK": 1024}, 4, 1),),  # so little work that there is nothing to tune
+        (Launch({"BLOCK": 1024}, 4, 1),),  # too little work for the launch to matter
     )
 )
 
@@ -69,7 +69,7 @@ KEEP = register(
 def scalars(stream: int, rate: float, dtype: torch.dtype) -> tuple[int, float, float]:
     """word, rate and scale of a draw, as the kernels take them."""
     word = stream * 0x9E3779B9 & 0xFFFFFFFF
-    return word - 2**32 if word >= 2**31 else word, rate, scale(rate, dtype)  # 32 bits, for every stream
+    return word - 2**32 if word >= 2**31 else word, rate, scale(rate, dtype)  # a signed 32-bit number for any stream
 
 
 def keep(
@@ -88,7 +88,7 @@ def keep(
 
 
 def fill(out: Tensor, key: Tensor, number: int, strides: Sequence[int], draw: tuple[int, float, float]) -> None:
-    """Draw into `out`, whose first element has this number; draw: `scalars`."""
+    """Draw into `out`, whose first element has this number; draw: what `scalars` returned."""
     p = positions(out.shape, out.stride(), strides)
     if p is None:  # more than three axes that cannot be merged
         for i in range(len(out)):
