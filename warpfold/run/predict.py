@@ -97,10 +97,8 @@ def predict(
     params_digest = _file_digest(params)
     predictor = load(params, options.device, options.chunk, options.precision, team=team)
     predictor.kernels = options.kernels
-    if options.max_msa is not None:
-        predictor.sample = replace(predictor.sample, max_msa=options.max_msa)
-    if options.max_extra is not None:
-        predictor.sample = replace(predictor.sample, max_extra=options.max_extra)
+    given = {name: value for name in ("max_msa", "max_extra") if (value := getattr(options, name)) is not None}
+    predictor.sample = replace(predictor.sample, **given)
     if templates:
         tell(0, len(queries), "looking at the templates")
         queries = with_templates(queries, templates, predictor)
