@@ -140,7 +140,7 @@ def test_the_rest_of_a_deep_alignment_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\n\n", b"\x1f\x8b\x08cut", gzip.compress(b">q\nACD\n")[:-9], b"\xff\xfe>q\n"]
+    "content", [b"", b"\n\n", b"\x1f\x8b\x08cut", gzip.compress(b">q\nACD\n", mtime=0)[:-9], b"\xff\xfe>q\n"]
 )
 def test_what_holds_no_query_is_one_line_with_the_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.a3m").write_bytes(content)
