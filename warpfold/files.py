@@ -19,7 +19,7 @@ logger = logging.getLogger("warpfold")
 
 # What flock says on a file system without locks: NFS without its lock daemon, Lustre without -o flock, some of FUSE.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-LARGEST = 4 * 10**9  # bytes that a file of the user's may have when it is unpacked, unless he says otherwise
+LARGEST = 4 * 10**9  # bytes that a file of the user's may have when it is unpacked, unless told otherwise
 _PIECE = 1 << 20  # bytes unpacked at a time
 _KEPT = 1 << 28  # bytes; what unpacks to more is unpacked twice: to find its size, then to keep it
 

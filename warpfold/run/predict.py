@@ -150,17 +150,18 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"{path}: several records are called {name}; give each a name of its own")
+    as_rows = {sequence: decode(encode(sequence)) for _, sequence, _ in found}  # in the letters of an alignment
     by_sequence: dict[str, list[Alignment]] = {}
     for msa in sorted(msas, key=lambda path: stacking_order(path.name)):  # else as given
         alignment = read_alignment(msa, found[0][1] if len(found) == 1 else None)
-        if all(alignment.query != decode(encode(sequence)) for _, sequence, _ in found):
+        if alignment.query not in as_rows.values():
             raise UserError(f"{msa}: its first row is the sequence of no record in {path}; give alignments of these")
         by_sequence.setdefault(alignment.query, []).append(alignment)
     return [
         Query(
             name,
             sequence,
-            merge([*own, *by_sequence.get(decode(encode(sequence)), [])] or [Alignment.of_query(sequence, name)]),
+            merge([*own, *by_sequence.get(as_rows[sequence], [])] or [Alignment.of_query(sequence, name)]),
         )
         for name, sequence, own in found
     ]
