@@ -29,13 +29,13 @@ import torch.distributed as dist
 from link import DEVICE, Shape, enter, linked, refusal
 from torch import Tensor, nn
 
+from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.evoformer import Evoformer
 from warpfold.parallel.collectives import all_gather
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan, apply
-from warpfold.run.optim import OptimConfig, Optimizer
 from warpfold.tune.communication import Block, Link, Move, Traffic, moves, seconds
 
 RANKS, RANKS_PER_NODE = 4, 2

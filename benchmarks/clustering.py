@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from warpfold.data.choose import keyed_rng, row_budget, select, with_query
-from warpfold.data.features import RawExample, from_sequence
-from warpfold.data.formats import read_alignment
-from warpfold.data.msa_features import PROFILE, mask_msa, nearest_cluster, write_codes
-from warpfold.data.sample import SampleConfig
+from warpfold.data.example.raw import RawExample, from_sequence
+from warpfold.data.features.choose import keyed_rng, row_budget, select, with_query
+from warpfold.data.features.msa import PROFILE, mask_msa, nearest_cluster, write_codes
+from warpfold.data.features.sample import SampleConfig
+from warpfold.data.formats.sequences import read_alignment
 from warpfold.geometry.residue import GAP
 
 PAPER = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # initial training, Supp. table 4

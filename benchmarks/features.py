@@ -27,11 +27,11 @@ import numpy as np
 import torch
 
 from warpfold.batch import to_tensors
-from warpfold.data.example import StoredExample, read_example
-from warpfold.data.features import RawExample, from_sequence, profile_of
-from warpfold.data.formats import read_alignment
-from warpfold.data.sample import SampleConfig, make_features, predicted_cost
-from warpfold.data.store import Store, StoreWriter, pack_record
+from warpfold.data.example.raw import RawExample, from_sequence, profile_of
+from warpfold.data.features.sample import SampleConfig, make_features, predicted_cost
+from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.store.example import StoredExample, read_example
+from warpfold.data.store.store import Store, StoreWriter, pack_record
 
 EXACT = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # initial training, Supp. table 4
 CONFIGS = {

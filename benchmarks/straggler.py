@@ -17,8 +17,8 @@ from typing import Any
 
 def measure(store: Path | None) -> dict[str, Any]:
     """All figures, printed as they come."""
-    from warpfold.data.choose import SampleConfig
-    from warpfold.data.store import Store
+    from warpfold.data.features.choose import SampleConfig
+    from warpfold.data.store.store import Store
     from warpfold.tune.footprint import footprint
     from warpfold.tune.straggler import Case, epoch_gap, straggler
 

@@ -14,8 +14,8 @@ import pytest
 
 from warpfold import __version__, cli
 from warpfold.cli import common
-from warpfold.data.mmcif import Chain
-from warpfold.data.write import write_mmcif
+from warpfold.data.structure.mmcif import Chain
+from warpfold.data.structure.write import write_mmcif
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 
 COMMANDS = ("demo", "sample", "search", "pack", "train", "predict", "score", "golden", "bench data")

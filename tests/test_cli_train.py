@@ -10,7 +10,7 @@ from tests.run.runs import make_store, rows, tiny_run
 from warpfold import settings
 from warpfold.cli import main
 from warpfold.cli.train import sources
-from warpfold.data.store import Store
+from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 
 

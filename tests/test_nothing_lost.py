@@ -26,25 +26,26 @@ PACKAGE = Path(warpfold.__file__).parent
 OWN_DRAFT = "what it made itself, under a name that nobody else has"
 OWN_FOLDER = "in a folder that was claimed: it holds a run's own names, or was empty"
 SAFE = {
-    "data/folders.py:remove_own": "names that a writer of stores or parts has, and the folder if it is empty then",
-    "data/generate.py:_write": OWN_DRAFT,
-    "data/generate.py:generate": OWN_DRAFT + "; `out` is absent or an empty folder, which rmdir makes sure of",
-    "data/pack_part.py:PartWriter.__init__": "a part's own names, in a folder that holds nothing else",
-    "data/search_programs.py": "in a temporary folder",
-    "data/store.py:StoreWriter.__init__": "a store's own names, in a folder that holds nothing else",
-    "data/store.py:StoreWriter.add": "a store's own names, in a folder that holds nothing else",
-    "data/store.py:StoreWriter.finish": "a store's own names; then it is renamed to where nothing is",
+    "data/store/folders.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
+    "data/synthetic/proteins.py:_write": OWN_DRAFT,
+    "data/synthetic/proteins.py:generate": OWN_DRAFT
+    + "; `out` is absent or an empty folder, which rmdir makes sure of",
+    "data/pack/part.py:PartWriter.__init__": "a part's own names, in a folder that holds nothing else",
+    "data/search/programs.py": "in a temporary folder",
+    "data/store/store.py:StoreWriter.__init__": "a store's own names, in a folder that holds nothing else",
+    "data/store/store.py:StoreWriter.add": "a store's own names, in a folder that holds nothing else",
+    "data/store/store.py:StoreWriter.finish": "a store's own names; then it is renamed to where nothing is",
     "files.py:lock_file": "opens to append, and appends nothing",
     "files.py:write_atomically": "replaces one file by name, whole or not at all; callers answer for the name",
     "model/weights.py:save_params": "the file that the caller names; " + OWN_DRAFT,
-    "run/checkpoint.py:RunFolder.__enter__": "drafts of a run that was killed; " + OWN_FOLDER,
-    "run/checkpoint.py:RunFolder._prune": "a checkpoint with nothing but a checkpoint's files in it",
-    "run/checkpoint.py:RunFolder.load_latest": "renames what is damaged to a name that is free",
-    "run/checkpoint.py:RunFolder.open_log": "appends; lines of steps that are done again go; " + OWN_FOLDER,
-    "run/checkpoint.py:RunFolder.replace_file": "a run's own names; " + OWN_FOLDER,
-    "run/checkpoint.py:RunFolder.save": OWN_DRAFT + ", renamed where nothing is",
-    "run/checkpoint.py:RunFolder.save_failure": "a folder of its own; " + OWN_FOLDER,
-    "run/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
+    "engine/checkpoint.py:RunFolder.__enter__": "drafts of a run that was killed; " + OWN_FOLDER,
+    "engine/checkpoint.py:RunFolder._prune": "a checkpoint with nothing but a checkpoint's files in it",
+    "engine/checkpoint.py:RunFolder.load_latest": "renames what is damaged to a name that is free",
+    "engine/checkpoint.py:RunFolder.open_log": "appends; lines of steps that are done again go; " + OWN_FOLDER,
+    "engine/checkpoint.py:RunFolder.replace_file": "a run's own names; " + OWN_FOLDER,
+    "engine/checkpoint.py:RunFolder.save": OWN_DRAFT + ", renamed where nothing is",
+    "engine/checkpoint.py:RunFolder.save_failure": "a folder of its own; " + OWN_FOLDER,
+    "engine/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
     "run/demo.py:_put_aside": "renames into a folder that is new",
     "run/figures.py:_svg": "into memory",
     "run/ledger.py:_Appended.__init__": "takes away a line that a kill left torn; " + OWN_FOLDER,
@@ -176,7 +177,7 @@ def test_what_a_command_meets_stays(
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_what_a_training_run_meets_stays(inputs: Path, tmp_path: Path, kind: str) -> None:
-    from warpfold.data.store import Store
+    from warpfold.data.store.store import Store
 
     place(kind, tmp_path / "out")
     before = contents(tmp_path)

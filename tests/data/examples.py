@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from warpfold.data.features import RawExample, merge, profile_of
-from warpfold.data.template import Templates
+from warpfold.data.example.raw import RawExample, merge, profile_of
+from warpfold.data.example.template import Templates
 from warpfold.geometry.residue import GAP
 
 

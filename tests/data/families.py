@@ -3,9 +3,9 @@
 from functools import cache
 from pathlib import Path
 
-from warpfold.data.alignment import decode
-from warpfold.data.formats import write_fasta
-from warpfold.data.generate import make_protein
+from warpfold.data.formats.alignment import decode
+from warpfold.data.formats.sequences import write_fasta
+from warpfold.data.synthetic.proteins import make_protein
 from warpfold.geometry.residue import GAP
 
 UNLIKE = (0, 1, 3, 4)  # sample proteins of folds that no search takes for one another's

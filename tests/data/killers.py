@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from warpfold.data.pack_build import BuildJob, Built, Options, Read
-    from warpfold.data.sources import Source
+    from warpfold.data.formats.sources import Source
+    from warpfold.data.pack.build import BuildJob, Built, Options, Read
 
 
 def _die_of(name: str, word: str) -> None:
@@ -24,7 +24,7 @@ def upper(names: list[str]) -> list[str]:
 
 def read_chains(job: "tuple[Source, Options]") -> "Read":
     """The original, but for files called `readkill`."""
-    from warpfold.data import pack_build
+    from warpfold.data.pack import build as pack_build
 
     _die_of(job[0].name, "readkill")
     return pack_build.read_chains(job)
@@ -32,7 +32,7 @@ def read_chains(job: "tuple[Source, Options]") -> "Read":
 
 def build(job: "BuildJob") -> "Built":
     """The original, but for files called `buildkill`."""
-    from warpfold.data import pack_build
+    from warpfold.data.pack import build as pack_build
 
     _die_of(job.file.name, "buildkill")
     return pack_build.build(job)
@@ -40,7 +40,7 @@ def build(job: "BuildJob") -> "Built":
 
 def read_queries(job: "tuple[Sequence[Source], int]") -> list[tuple[str, str]]:
     """The original, but for files called `querykill`."""
-    from warpfold.data import pack_build
+    from warpfold.data.pack import build as pack_build
 
     for source in job[0]:
         _die_of(source.name, "querykill")

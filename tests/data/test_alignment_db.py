@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from warpfold.data.alignment_db import AlignmentDB, Slice
+from warpfold.data.formats.alignment_db import AlignmentDB, Slice
 from warpfold.errors import UserError
 
 FILES = {

@@ -17,11 +17,11 @@ from tests.helpers import tiny_model
 from tests.run.runs import tiny_run
 from warpfold import cli, settings
 from warpfold.bulk import Part
-from warpfold.data import store as store_module
-from warpfold.data.folders import lock_folder
-from warpfold.data.pack import pack
-from warpfold.data.pack_part import part_path
-from warpfold.data.store import Store
+from warpfold.data.pack.pack import pack
+from warpfold.data.pack.part import part_path
+from warpfold.data.store import store as store_module
+from warpfold.data.store.folders import lock_folder
+from warpfold.data.store.store import Store
 from warpfold.geometry.residue import RESTYPES
 from warpfold.model.weights import save_params
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpfold.data.choose import (
+from warpfold.data.features.choose import (
     RUN,
     SampleConfig,
     crop_start,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpfold.data import clusters
-from warpfold.data.clusters import cluster_sequences, read_clusters, rost_identity, similar
+from warpfold.data.similar import clusters
+from warpfold.data.similar.clusters import cluster_sequences, read_clusters, rost_identity, similar
 from warpfold.errors import UserError
 
 LETTERS = np.array(list("ARNDCQEGHILKMFPSTWYV"))

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import warpfold
-from warpfold.data.dates import given_date, parse_date
-from warpfold.data.mmcif import Structure, parse_structure
-from warpfold.data.pack_build import Options
+from warpfold.data.formats.dates import given_date, parse_date
+from warpfold.data.pack.build import Options
+from warpfold.data.structure.mmcif import Structure, parse_structure
 from warpfold.errors import UserError
 
 SPELLINGS = (
@@ -89,21 +89,25 @@ def test_an_option_that_is_no_date_is_refused() -> None:
 
 
 # Where dates are ordered, as "module: expression".  All of these are `datetime.date`; mypy refuses to order one against
-# text.  Whoever adds a place sees to it that both sides come from `data.dates`, and names it here.
+# text.  Whoever adds a place sees to it that both sides come from `data.formats.dates`, and names it here.
 ORDERED = {
-    "data/mmcif.py: min(dates)",
-    "data/pack_build.py: min(dates, default=None)",
-    "data/pack_build.py: released < after",
-    "data/pack_build.py: released >= before",
-    "data/pack_report.py: max(days)",
-    "data/pack_report.py: min(days)",
-    "data/template.py: released > max_date",
+    "data/structure/mmcif.py: min(dates)",
+    "data/pack/build.py: min(dates, default=None)",
+    "data/pack/build.py: released < after",
+    "data/pack/build.py: released >= before",
+    "data/pack/report.py: max(days)",
+    "data/pack/report.py: min(days)",
+    "data/example/template.py: released > max_date",
 }
 # What is text and is called a date: columns and notes in files, options as they were given.
 TEXT = {
-    *("data/features.py: release_date", "data/pack_report.py: release_date", "data/write.py: release_date"),
-    *("data/pack_build.py: released_after", "data/pack_build.py: released_before"),
-    *("data/pack_build.py: max_template_date", "cli/pack.py: released_after", "cli/pack.py: released_before"),
+    *(
+        "data/example/raw.py: release_date",
+        "data/pack/report.py: release_date",
+        "data/structure/write.py: release_date",
+    ),
+    *("data/pack/build.py: released_after", "data/pack/build.py: released_before"),
+    *("data/pack/build.py: max_template_date", "cli/pack.py: released_after", "cli/pack.py: released_before"),
     *("cli/pack.py: max_template_date", "cli/predict.py: max_template_date", "run/predict_templates.py: max_date"),
 }
 WORDS = {"date", "dates", "day", "days", "released"}  # of a name that is a date's

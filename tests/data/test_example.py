@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.data.examples import example, templates
-from warpfold.data.example import StoredExample, read_example
-from warpfold.data.features import RawExample
-from warpfold.data.layout import TILE, to_columns, to_tiles
-from warpfold.data.sample import SampleConfig, make_features
-from warpfold.data.store import Record, Store, StoreWriter, pack_record
+from warpfold.data.example.layout import TILE, to_columns, to_tiles
+from warpfold.data.example.raw import RawExample
+from warpfold.data.features.sample import SampleConfig, make_features
+from warpfold.data.store.example import StoredExample, read_example
+from warpfold.data.store.store import Record, Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 
 EXAMPLES = {

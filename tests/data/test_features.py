@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from warpfold.batch import to_tensors
-from warpfold.data.alignment import Alignment, decode, encode
-from warpfold.data.features import (
+from warpfold.data.example.raw import (
     add_labels,
     atom_masks,
     check_map,
@@ -18,10 +17,11 @@ from warpfold.data.features import (
     place,
     profile_of,
 )
-from warpfold.data.formats import parse_a3m
-from warpfold.data.mmcif import Chain, Structure
-from warpfold.data.pairwise import column_map
-from warpfold.data.sample import SampleConfig, make_features
+from warpfold.data.features.sample import SampleConfig, make_features
+from warpfold.data.formats.alignment import Alignment, decode, encode
+from warpfold.data.formats.sequences import parse_a3m
+from warpfold.data.similar.pairwise import column_map
+from warpfold.data.structure.mmcif import Chain, Structure
 from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from warpfold.data.alignment import Alignment, decode, encode, is_nucleic, merge
-from warpfold.data.formats import (
+from warpfold.data.formats.alignment import Alignment, decode, encode, is_nucleic, merge
+from warpfold.data.formats.sequences import (
     parse_a3m,
     parse_alignment,
     parse_fasta,

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from warpfold.data.formats import read_alignment
-from warpfold.data.generate import Protein, generate, make_protein, to_chain
-from warpfold.data.generate_backbone import (
+from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.structure.mmcif import read_structure
+from warpfold.data.synthetic.backbone import (
     MIN_DISTANCE,
     MIN_POLAR,
     build,
@@ -17,9 +17,9 @@ from warpfold.data.generate_backbone import (
     radius_of_gyration,
     with_o_and_cb,
 )
-from warpfold.data.generate_sidechain import ROTAMERS, rotamers
-from warpfold.data.generate_tables import FOLDS, LOOPS
-from warpfold.data.mmcif import read_structure
+from warpfold.data.synthetic.proteins import Protein, generate, make_protein, to_chain
+from warpfold.data.synthetic.sidechain import ROTAMERS, rotamers
+from warpfold.data.synthetic.tables import FOLDS, LOOPS
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_MASK, ATOM14_NAMES, RESTYPE_ORDER
 

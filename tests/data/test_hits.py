@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from warpfold.data.hits import Hit, parse_hhr, parse_hits, parse_hmmsearch, read_hits
+from warpfold.data.example.hits import Hit, parse_hhr, parse_hits, parse_hmmsearch, read_hits
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.data.puppets import Puppet, Stillborn
-from warpfold.data.features import from_sequence
-from warpfold.data.loader import Loader, Maker, Quarantine, Sample
-from warpfold.data.sample import SampleConfig
-from warpfold.data.schedule import Draw, Order, Schedule, Source, State
-from warpfold.data.store import Store, StoreWriter, pack_record
+from warpfold.data.example.raw import from_sequence
+from warpfold.data.features.sample import SampleConfig
+from warpfold.data.load.loader import Loader, Maker, Quarantine, Sample
+from warpfold.data.load.schedule import Draw, Order, Schedule, Source, State
+from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 

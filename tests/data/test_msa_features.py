@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.examples import example
-from warpfold.data import msa_features as module
-from warpfold.data.choose import SampleConfig, keyed_rng
-from warpfold.data.msa_features import Deletions, deletion_value, mask_msa, msa_features, nearest_cluster
+from warpfold.data.features import msa as module
+from warpfold.data.features.choose import SampleConfig, keyed_rng
+from warpfold.data.features.msa import Deletions, deletion_value, mask_msa, msa_features, nearest_cluster
 from warpfold.geometry.residue import GAP, MASK
 
 

@@ -8,15 +8,15 @@ import pytest
 from pack_inputs import ONE, TWO, alignment, chain, make_files, packed, structure
 
 from warpfold.batch import to_tensors
-from warpfold.data.example import read_example
-from warpfold.data.mmcif import read_structure
-from warpfold.data.pack import pack
-from warpfold.data.pack_build import Options
-from warpfold.data.pack_match import HitsMatcher, Matcher
-from warpfold.data.pack_report import Report, describe, description
-from warpfold.data.sample import SampleConfig, make_features
-from warpfold.data.sources import Source
-from warpfold.data.store import Store
+from warpfold.data.features.sample import SampleConfig, make_features
+from warpfold.data.formats.sources import Source
+from warpfold.data.pack.build import Options
+from warpfold.data.pack.match import HitsMatcher, Matcher
+from warpfold.data.pack.pack import pack
+from warpfold.data.pack.report import Report, describe, description
+from warpfold.data.store.example import read_example
+from warpfold.data.store.store import Store
+from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPE_ORDER
 

@@ -10,8 +10,8 @@ import pytest
 from pack_inputs import make_files
 
 from warpfold.cli import main
-from warpfold.data import pack_structures
-from warpfold.data.pack_part import PartFolder
+from warpfold.data.pack import structures as pack_structures
+from warpfold.data.pack.part import PartFolder
 
 Result = tuple[int, str, str]
 

@@ -21,13 +21,17 @@ from pack_inputs import ONE, TWO, alignment, chain, contents, make_files, packed
 from test_sources import _stockholm
 
 from warpfold.bulk import Part, pool
-from warpfold.data import pack_build, pack_queries, pack_structures, pack_work, template_library
-from warpfold.data.pack import merge, pack
-from warpfold.data.pack_build import Options
-from warpfold.data.pack_part import PartFolder, PartWriter, part_path
-from warpfold.data.pack_report import Report
-from warpfold.data.pack_work import ATTEMPTS, DIED, Task, Work
-from warpfold.data.store import Store, StoreWriter
+from warpfold.data.pack import build as pack_build
+from warpfold.data.pack import queries as pack_queries
+from warpfold.data.pack import structures as pack_structures
+from warpfold.data.pack import work as pack_work
+from warpfold.data.pack.build import Options
+from warpfold.data.pack.pack import merge, pack
+from warpfold.data.pack.part import PartFolder, PartWriter, part_path
+from warpfold.data.pack.report import Report
+from warpfold.data.pack.work import ATTEMPTS, DIED, Task, Work
+from warpfold.data.store.store import Store, StoreWriter
+from warpfold.data.structure import library as template_library
 from warpfold.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -197,8 +201,9 @@ def test_a_file_that_kills_its_worker_costs_its_entry_whoever_does_the_work(
     code = f"""
 from pathlib import Path
 import killers
-from warpfold.data import pack_queries, pack_structures
-from warpfold.data.pack import pack
+from warpfold.data.pack import queries as pack_queries
+from warpfold.data.pack import structures as pack_structures
+from warpfold.data.pack.pack import pack
 pack_structures.read_chains, pack_structures.build = killers.read_chains, killers.build
 pack_queries.read_queries = killers.read_queries
 folder = Path({str(tmp_path)!r})

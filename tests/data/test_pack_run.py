@@ -15,13 +15,13 @@ from killers import Here
 from pack_inputs import ONE, chain, contents, make_files, packed, structure
 
 from warpfold.bulk import Part
-from warpfold.data import pack as packing
-from warpfold.data import pack_work
-from warpfold.data.pack import merge, pack
-from warpfold.data.pack_build import Options
-from warpfold.data.pack_part import PartWriter, part_path
-from warpfold.data.pack_report import Report
-from warpfold.data.store import Store
+from warpfold.data.pack import pack as packing
+from warpfold.data.pack import work as pack_work
+from warpfold.data.pack.build import Options
+from warpfold.data.pack.pack import merge, pack
+from warpfold.data.pack.part import PartWriter, part_path
+from warpfold.data.pack.report import Report
+from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 
 ROOT = Path(__file__).parents[2]

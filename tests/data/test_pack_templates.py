@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from pack_inputs import ONE, TWO, alignment, chain, structure
 
-from warpfold.data.example import read_example
-from warpfold.data.pack import find_inputs, pack
-from warpfold.data.pack_build import Options
-from warpfold.data.store import Store
+from warpfold.data.pack.build import Options
+from warpfold.data.pack.pack import find_inputs, pack
+from warpfold.data.store.example import read_example
+from warpfold.data.store.store import Store
 
 
 def hmmsearch(path: Path, *hits: tuple[str, str]) -> None:

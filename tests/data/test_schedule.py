@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpfold.data.choose import SampleConfig
-from warpfold.data.schedule import Draw, Order, Schedule, Source, State, costs, deal, split_keys
-from warpfold.data.store import Store, StoreWriter, pack_record
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.load.schedule import Draw, Order, Schedule, Source, State, costs, deal, split_keys
+from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 
 

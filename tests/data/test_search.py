@@ -11,10 +11,10 @@ import pytest
 from tests.data.families import database, family, headers, queries
 from tests.test_cli import refused, run
 from warpfold.bulk import Part
-from warpfold.data import search as searching
-from warpfold.data.formats import read_alignment, read_fasta, write_fasta
-from warpfold.data.search import Database, Options, read_queries, search
-from warpfold.data.search_hmmer import Jackhmmer
+from warpfold.data.formats.sequences import read_alignment, read_fasta, write_fasta
+from warpfold.data.search import search as searching
+from warpfold.data.search.hmmer import Jackhmmer
+from warpfold.data.search.search import Database, Options, read_queries, search
 from warpfold.errors import UserError
 from warpfold.run.predict import read_queries as predict_reads
 

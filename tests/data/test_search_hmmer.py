@@ -15,11 +15,11 @@ from pyhmmer.easel import DigitalSequenceBlock, SequenceFile, TextSequence
 from pyhmmer.plan7 import Pipeline
 
 from tests.data.families import database, family, headers
-from warpfold.data import search_hmmer
-from warpfold.data.formats import write_fasta
-from warpfold.data.hits import parse_hits
-from warpfold.data.search_database import Query, read_chunks, survey_fasta
-from warpfold.data.search_hmmer import AMINO, Hmmsearch, Jackhmmer, in_columns
+from warpfold.data.example.hits import parse_hits
+from warpfold.data.formats.sequences import write_fasta
+from warpfold.data.search import hmmer as search_hmmer
+from warpfold.data.search.database import Query, read_chunks, survey_fasta
+from warpfold.data.search.hmmer import AMINO, Hmmsearch, Jackhmmer, in_columns
 from warpfold.errors import UserError
 
 

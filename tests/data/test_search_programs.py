@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from warpfold.data.search import Database, search
-from warpfold.data.search_database import Query, Survey
-from warpfold.data.search_programs import HHblits, MMseqs2
+from warpfold.data.search.database import Query, Survey
+from warpfold.data.search.programs import HHblits, MMseqs2
+from warpfold.data.search.search import Database, search
 from warpfold.errors import UserError
 
 SEQUENCES = ("MKTAYIAKQRQISFVKSHFS", "GSHMWWLKDEYPRNQTV")

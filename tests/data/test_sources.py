@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pack_inputs import ONE, TWO, alignment, chain, structure
 
-from warpfold.data import sources
-from warpfold.data.alignment import decode
-from warpfold.data.example import read_example
-from warpfold.data.formats import read_alignment
-from warpfold.data.pack import find_inputs, pack
-from warpfold.data.sources import ALIGNMENTS, STRUCTURES, Source, find, read_query, stacked
-from warpfold.data.store import Store
+from warpfold.data.formats import sources
+from warpfold.data.formats.alignment import decode
+from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.formats.sources import ALIGNMENTS, STRUCTURES, Source, find, read_query, stacked
+from warpfold.data.pack.pack import find_inputs, pack
+from warpfold.data.store.example import read_example
+from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 
 REAL = Path(__file__).parents[3] / "shared/realdata"

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from warpfold.data.store import FOOT, HEAD, Store, StoreWriter, pack_record
+from warpfold.data.store.store import FOOT, HEAD, Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -262,7 +262,7 @@ def test_a_killed_writer_leaves_no_store_and_does_not_block_the_next(tmp_path: P
     code = f"""
 import os, signal
 from tests.data.test_store import arrays
-from warpfold.data.store import StoreWriter, pack_record
+from warpfold.data.store.store import StoreWriter, pack_record
 writer = StoreWriter({str(tmp_path / "s")!r}, shard_bytes=100_000)
 for i in range(3):
     writer.add(f"entry_{{i}}", pack_record(arrays(i), {{}}), {{}})

@@ -12,11 +12,8 @@ import pytest
 from entries import random_chain
 
 from warpfold.batch import FEATURES, to_tensors
-from warpfold.data.alignment import decode
-from warpfold.data.hits import Hit, read_hits
-from warpfold.data.mmcif import Chain, read_release_date, read_structure
-from warpfold.data.pairwise import column_map, identity
-from warpfold.data.template import (
+from warpfold.data.example.hits import Hit, read_hits
+from warpfold.data.example.template import (
     TemplateOutcome,
     Templates,
     choose_templates,
@@ -26,8 +23,11 @@ from warpfold.data.template import (
     template_from_file,
     templates_from_hits,
 )
-from warpfold.data.template_library import Library
-from warpfold.data.write import write_mmcif, write_pdb
+from warpfold.data.formats.alignment import decode
+from warpfold.data.similar.pairwise import column_map, identity
+from warpfold.data.structure.library import Library
+from warpfold.data.structure.mmcif import Chain, read_release_date, read_structure
+from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, GAP, RESTYPES
 from warpfold.run.predict_templates import TemplateSources, find_templates

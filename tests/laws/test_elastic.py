@@ -17,7 +17,7 @@ from tests.laws.test_resume import descendants
 from tests.run.runs import equal_tensors, make_store, rows
 from tests.run.test_train_ranks import assert_alike, config_for, train_on_ranks
 from warpfold import settings
-from warpfold.data.store import Store
+from warpfold.data.store.store import Store
 from warpfold.parallel.plan import Plan
 from warpfold.run.train import RunConfig, train
 

@@ -12,11 +12,16 @@ FLOORS = {
     **dict.fromkeys(("batch", "bulk", "files", "settings"), 1),
     **dict.fromkeys(("model", "data"), 2),
     "parallel": 3,
-    **dict.fromkeys(("tune", "adapt"), 4),
-    "run": 5,
-    "cli": 6,
-    **dict.fromkeys(("__init__", "__main__"), 7),  # the doors; `import warpfold` itself loads nothing (below)
+    "engine": 4,
+    **dict.fromkeys(("tune", "adapt", "golden"), 5),
+    "run": 6,
+    "cli": 7,
+    **dict.fromkeys(("__init__", "__main__"), 8),  # the doors; `import warpfold` itself loads nothing (below)
 }
+
+# The way of one protein from file to batch; what stands beside it (pack, search, synthetic) serves none of it.
+DATA = ("formats", "structure", "similar", "example", "store", "features", "load")
+BESIDE = {"pack", "search", "synthetic"}
 
 
 def _crossings() -> list[tuple[str, str, str]]:
@@ -54,6 +59,19 @@ def test_rooms_do_not_import_in_circles() -> None:
 
 def test_model_and_data_meet_in_the_feature_table_only() -> None:
     assert not _packages({"model"}, {"warpfold.data"}) + _packages({"data"}, {"warpfold.model"})
+
+
+def test_data_goes_one_way() -> None:
+    for path, tree in trees().items():
+        if room(path) != "data" or len(path.parts) < 4:
+            continue
+        here = path.parts[2]
+        assert here in {*DATA, *BESIDE}, f"{path}: name its room in DATA or BESIDE"
+        for name, line in imports(tree):
+            there = name.split(".")[2] if name.startswith("warpfold.data.") else here
+            if there != here:
+                assert there in DATA, f"{path}:{line} imports {name}, which stands beside the way"
+                assert here in BESIDE or DATA.index(there) < DATA.index(here), f"{path}:{line} imports {name}: upwards"
 
 
 def test_the_model_knows_no_cluster() -> None:

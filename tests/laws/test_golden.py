@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from warpfold.run import golden
-from warpfold.run.golden.read import Place, find
-from warpfold.run.golden.runner import run_case
+from warpfold import golden
+from warpfold.golden.read import Place, find
+from warpfold.golden.runner import run_case
 
 ROOT = Path(__file__).parents[2]
 HERE, ALL = ROOT / "tests" / "golden", ROOT.parent / "shared" / "golden"

@@ -19,7 +19,8 @@ from torch import Tensor
 from tests.helpers import random_batch, tiny_config, tiny_model
 from tests.ranks import run_ranks
 from warpfold.batch import Batch
-from warpfold.data.features import add_labels
+from warpfold.data.example.raw import add_labels
+from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model import losses
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.evoformer import EvoformerConfig
@@ -31,7 +32,6 @@ from warpfold.parallel.collectives import mine
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan, apply
-from warpfold.run.optim import OptimConfig, Optimizer
 
 LIMIT = 1e-10  # relative; TARGETS "Exactness"
 # Some gradients are zeros in exact arithmetic (a bias that softmax does not see): what is left of them is rounding of

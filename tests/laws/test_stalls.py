@@ -12,11 +12,12 @@ from tests.helpers import tiny_config
 from tests.run.runs import make_store, rows, tiny_run
 from tests.stalls import Stalls
 from warpfold.batch import FEATURES, Batch
+from warpfold.engine import rules
+from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.parallel.plan import Plan, apply
-from warpfold.run import metrics, rules
-from warpfold.run.optim import OptimConfig, Optimizer
+from warpfold.run import metrics
 from warpfold.run.train import ca_lddt, train
 from warpfold.tune.kernel_calls import one_block
 
@@ -24,7 +25,7 @@ SIZES = {"pass": 1, "res": 9, "seq": 4, "extra": 5, "tmpl": 2}
 LOSSES = LossConfig(predicted_aligned_error=0.1, experimentally_resolved=0.01, violation=1.0, scale_by_length=True)
 AT_THE_END = {  # of a step, whatever the number of its examples
     "run/train.py: a tensor is read": 1,  # losses, terms, norms and lDDT of its examples, for the log
-    "run/optim.py: a number is read": 1,  # whether there is anything to update with
+    "engine/optim.py: a number is read": 1,  # whether there is anything to update with
 }
 
 
@@ -70,7 +71,7 @@ def test_examples_wait_for_nothing_and_an_update_for_one_number(name: str) -> No
     with Stalls() as update:
         optimizer.step(0)
     assert example.found == []
-    assert by_file(update.found) == {"run/optim.py: a number is read": 1}
+    assert by_file(update.found) == {"engine/optim.py: a number is read": 1}
 
 
 def test_a_step_of_training_waits_twice(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from tests.parallel.toys import TINY, Toy, part_of_loss, trained
 from tests.ranks import RankError, run_ranks
+from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.parallel.buckets import ALIGN, make_layout
 from warpfold.parallel.exchange import Plain, Stages, SyncConfig, Weights
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.reducer import Reducer
-from warpfold.run.optim import OptimConfig, Optimizer
 
 GRIDS = [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)]
 QUICK = OptimConfig(learning_rate=0.01, warmup_steps=2, average_decay=0.9)

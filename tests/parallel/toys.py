@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import Mesh, make_mesh
-from warpfold.run.optim import OptimConfig, Optimizer
 
 ROWS = 6  # of an example: model ranks share them
 TINY = 200 / 2**20  # MiB: some 25 numbers to a bucket

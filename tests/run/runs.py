@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import tiny_config
-from warpfold.data.features import RawExample, from_sequence
-from warpfold.data.sample import SampleConfig
-from warpfold.data.store import Store, StoreWriter, pack_record
+from warpfold.data.example.raw import RawExample, from_sequence
+from warpfold.data.features.sample import SampleConfig
+from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.engine.optim import OptimConfig
 from warpfold.geometry.residue import ATOM_ORDER, RESTYPES
 from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.pair import PairConfig
 from warpfold.model.template import TemplateConfig
-from warpfold.run.optim import OptimConfig
 from warpfold.run.train import RunConfig, TrainConfig, train
 
 # A residue of a helix about the z axis, turned by 100 degrees and raised by 1.5 angstrom for the next.

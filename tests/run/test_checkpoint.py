@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from warpfold import files
+from warpfold.engine import checkpoint as module
+from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.errors import UserError
-from warpfold.run import checkpoint as module
-from warpfold.run.checkpoint import Checkpoint, RunFolder
 
 
 def checkpoint(step: int, skipped: Sequence[int] = (), size: int = 10) -> Checkpoint:
@@ -196,7 +196,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
 
 
 def test_a_second_run_waits_outside(tmp_path: Path) -> None:
-    code = "import sys; from warpfold.run.checkpoint import RunFolder\nwith RunFolder(sys.argv[1]): pass"
+    code = "import sys; from warpfold.engine.checkpoint import RunFolder\nwith RunFolder(sys.argv[1]): pass"
     command = [sys.executable, "-c", code, str(tmp_path)]
     with RunFolder(tmp_path):
         refused = subprocess.run(command, capture_output=True, text=True)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from warpfold import golden
 from warpfold.errors import UserError
-from warpfold.run import golden
-from warpfold.run.golden.compare import compare, same_sign
-from warpfold.run.golden.edges import own_error_step
-from warpfold.run.golden.read import BrokenCase, Noise, find, read
+from warpfold.golden.compare import compare, same_sign
+from warpfold.golden.edges import own_error_step
+from warpfold.golden.read import BrokenCase, Noise, find, read
 
 CASES = Path(__file__).parents[1] / "golden"
 UNIT = "units/template_pointwise_attention"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from warpfold.data.schedule import Draw, State
+from warpfold.data.load.schedule import Draw, State
 from warpfold.errors import UserError
 from warpfold.run.ledger import Ledger
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from warpfold.run.optim import OptimConfig, Optimizer, learning_rate
+from warpfold.engine.optim import OptimConfig, Optimizer, learning_rate
 
 
 def small_model() -> nn.Module:

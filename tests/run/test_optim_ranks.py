@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tests.ranks import RankError, run_ranks
 from tests.run.test_optim import example, small_model
+from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
-from warpfold.run.optim import OptimConfig, Optimizer
 
 WAYS = {
     "early": ({}, {}, 2),  # each rank's one example travels during the backward pass, and is weighed when all is there

@@ -16,15 +16,15 @@ import torch
 
 from tests.run.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold import settings
-from warpfold.data.schedule import Source
-from warpfold.data.store import Store
+from warpfold.data.load.schedule import Source
+from warpfold.data.store.store import Store
+from warpfold.engine import checkpoint
+from warpfold.engine.log import Seen
+from warpfold.engine.skipped import Skipped
 from warpfold.errors import UserError
 from warpfold.model.weights import load_model
-from warpfold.run import checkpoint
 from warpfold.run import train as module
-from warpfold.run.skipped import Skipped
 from warpfold.run.train import RunConfig, Summary, draw_recycles, split, train
-from warpfold.run.watch import Seen
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,10 @@ from tests.ranks import RankError, run_ranks
 from tests.run.runs import equal_tensors, make_store, rows, tiny_run
 from tests.run.test_train import damage
 from warpfold import settings
-from warpfold.data.loader import Sample
-from warpfold.data.store import Store
+from warpfold.data.load.loader import Sample
+from warpfold.data.store.store import Store
+from warpfold.engine import checkpoint
+from warpfold.engine.log import Clock, Seen, Watcher
 from warpfold.errors import UserError
 from warpfold.model import weights
 from warpfold.parallel import collectives, exchange, replicas
@@ -30,11 +32,9 @@ from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Launch, Team
-from warpfold.run import checkpoint
 from warpfold.run import train as module
 from warpfold.run.together import meet, tell
 from warpfold.run.train import RunConfig, Summary, train
-from warpfold.run.watch import Clock, Seen, Watcher
 
 STEPS = 4
 

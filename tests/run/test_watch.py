@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from warpfold.engine.log import Clock, Seen, progress_bar, step_row, tensorboard, validation_row
 from warpfold.errors import UserError
-from warpfold.run.watch import Clock, Seen, progress_bar, step_row, tensorboard, validation_row
 
 
 def seen(loss: float, lddt: float = 0.5) -> Seen:

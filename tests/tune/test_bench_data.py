@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from warpfold.data.generate import generate
-from warpfold.data.pack import pack
-from warpfold.data.store import Store
+from warpfold.data.pack.pack import pack
+from warpfold.data.store.store import Store
+from warpfold.data.synthetic.proteins import generate
 from warpfold.errors import UserError
 from warpfold.tune.bench_data import bench_data, rows, source_files, spread_out
 from warpfold.tune.straggler import Case

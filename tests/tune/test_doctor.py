@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from warpfold import settings
-from warpfold.data.choose import SampleConfig
+from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import UserError
 from warpfold.ops.gate import gate
 from warpfold.ops.norm import layer_norm

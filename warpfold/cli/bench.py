@@ -142,7 +142,7 @@ def data(
     from rich.console import Console
     from rich.table import Table
 
-    from warpfold.data.store import Store
+    from warpfold.data.store.store import Store
     from warpfold.tune.bench_data import bench_data, rows
     from warpfold.tune.straggler import Case
 

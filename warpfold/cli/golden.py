@@ -19,7 +19,7 @@ def golden(
     """Compare WarpFold with numbers of DeepMind's official code, array by array."""
     from rich.console import Console
 
-    from warpfold.run import golden as reference
+    from warpfold import golden as reference
 
     with progress_bar() as progress:
         results = reference.run(folder, only, progress)

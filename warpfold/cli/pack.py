@@ -15,7 +15,7 @@ from warpfold.errors import UserError
 
 if TYPE_CHECKING:
     from warpfold.bulk import Part
-    from warpfold.data.pack_report import Report
+    from warpfold.data.pack.report import Report
 
 SHOWN = 50  # lines about single entries; a large set has thousands
 
@@ -67,8 +67,8 @@ def pack(
 ) -> None:
     """Make the store that `train` reads from structures, alignments and template hits, and account for every entry."""
     from warpfold.bulk import Part
-    from warpfold.data import pack as packing
-    from warpfold.data.pack_build import Options
+    from warpfold.data.pack import pack as packing
+    from warpfold.data.pack.build import Options
 
     _one_of({"--structures": structures, "--merge": merge, "--verify": verify, "--info": info})
     if verify is not None:
@@ -134,7 +134,7 @@ def _tell(report: "Report", out: Path, part: "Part | None") -> None:
     if len(lines) > SHOWN:
         typer.echo(f"... and {len(lines) - SHOWN} more lines like these" + ("" if part else f", in {out / 'pack.tsv'}"))
     if part is not None:
-        from warpfold.data.pack_part import part_path
+        from warpfold.data.pack.part import part_path
 
         pattern = part_path(out, part).name.replace(f"part-{part.number}-", "part-*-")
         typer.echo(f"{part_path(out, part)}: part {part}, {report.summary()}")
@@ -147,7 +147,7 @@ def _tell(report: "Report", out: Path, part: "Part | None") -> None:
 
 def _verify(path: Path, as_json: bool) -> None:
     """Lists what is damaged, and exits with 1 if anything is."""
-    from warpfold.data.store import Store
+    from warpfold.data.store.store import Store
 
     with progress_bar() as bar:
         try:
@@ -167,8 +167,8 @@ def _verify(path: Path, as_json: bool) -> None:
 
 def _info(path: Path, as_json: bool) -> None:
     """Prints what is in a store."""
-    from warpfold.data.pack_report import describe, description
-    from warpfold.data.store import Store
+    from warpfold.data.pack.report import describe, description
+    from warpfold.data.store.store import Store
 
     found = describe(Store(path))
     if as_json:

@@ -18,7 +18,7 @@ def sample(
     as_json: AsJson = False,
 ) -> None:
     """Make sample proteins with alignments, to try a pipeline or a cluster without downloading anything."""
-    from warpfold.data.generate import generate
+    from warpfold.data.synthetic.proteins import generate
 
     with progress_bar() as progress:
         made = generate(out, proteins, seed, min_length=min_length, max_length=max_length, progress=progress)

@@ -51,7 +51,7 @@ def search(
 ) -> None:
     """Find alignments and template hits for proteins, in databases that you have; no server is ever called."""
     from warpfold.bulk import Part
-    from warpfold.data import search as searching
+    from warpfold.data.search import search as searching
 
     chosen = {"iterations": iterations, "e_value": e_value}
     finder = searching.ENGINES[engine.value](**{name: value for name, value in chosen.items() if value is not None})

@@ -29,7 +29,7 @@ from warpfold.cli.common import (
 from warpfold.errors import UserError
 
 if TYPE_CHECKING:
-    from warpfold.data.schedule import Source
+    from warpfold.data.load.schedule import Source
     from warpfold.run.train import Summary
 
 
@@ -55,9 +55,9 @@ def train(
     On several processes, under torchrun: docs/parallel.md.
     """
     from warpfold import settings as toml
+    from warpfold.engine import log as watch
     from warpfold.parallel.team import Launch, assembled
     from warpfold.run import train as training
-    from warpfold.run import watch
 
     plan = {
         "plan.data": examples,
@@ -98,8 +98,8 @@ def _say(result: "Summary", out: Path, as_json: bool) -> None:
 
 def sources(texts: list[str]) -> "list[Source]":
     """["pdb=0.25", "distilled=0.75"] -> stores with their weights; a store without one has weight 1."""
-    from warpfold.data.schedule import Source
-    from warpfold.data.store import Store
+    from warpfold.data.load.schedule import Source
+    from warpfold.data.store.store import Store
 
     found = []
     for text in texts:

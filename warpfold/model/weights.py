@@ -70,7 +70,7 @@ def load_model(path: Path | str) -> AlphaFold:
 
 
 def data_settings(path: Path | str) -> dict[str, Any]:
-    """Return the settings by which the examples of these parameters were drawn (keys of `data.choose.SampleConfig`).
+    """Return the settings by which the examples of these parameters were drawn (keys of `SampleConfig`).
 
     WarpFold's are in the file.  DeepMind's follow from the arrays (templates or none) and the file's name (the model's
     number); what `assumed_settings` says is assumed where the name has none.

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from warpfold.data.choose import SampleConfig
-from warpfold.data.schedule import Weights
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.load.schedule import Weights
+from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
-from warpfold.run.optim import OptimConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,11 @@ import numpy as np
 import torch
 
 from warpfold import __version__, settings
-from warpfold.data.example import read_example
-from warpfold.data.generate import generate
-from warpfold.data.pack import pack
-from warpfold.data.store import Store
+from warpfold.data.pack.pack import pack
+from warpfold.data.store.example import read_example
+from warpfold.data.store.store import Store
+from warpfold.data.synthetic.proteins import generate
+from warpfold.engine.log import Row
 from warpfold.files import write_atomically
 from warpfold.run import metrics
 from warpfold.run.demo_report import Measured, ca_pair, demo_report
@@ -36,7 +37,6 @@ from warpfold.run.predict import keep
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import write_report
 from warpfold.run.train import RunConfig, initial_model, split, train
-from warpfold.run.watch import Row
 
 FORMAT = "warpfold-demo-1"
 PRESET = "tiny"

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.features import RawExample
-from warpfold.data.mmcif import Chain
-from warpfold.data.write import write_mmcif
+from warpfold.data.example.raw import RawExample
+from warpfold.data.structure.mmcif import Chain
+from warpfold.data.structure.write import write_mmcif
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run import figures, metrics
 from warpfold.run.outputs import Prediction

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import torch
 
-from warpfold.data.choose import keyed_rng
-from warpfold.data.loader import Loader, Maker, Quarantine
-from warpfold.data.schedule import Order, Schedule, Source, State, costs, split_keys
-from warpfold.data.store import Store
+from warpfold.data.features.choose import keyed_rng
+from warpfold.data.load.loader import Loader, Maker, Quarantine
+from warpfold.data.load.schedule import Order, Schedule, Source, State, costs, split_keys
+from warpfold.data.store.store import Store
 from warpfold.device import helpers
+from warpfold.engine.checkpoint import Checkpoint, RunFolder
+from warpfold.engine.log import Log
 from warpfold.errors import UserError
 from warpfold.files import opened
 from warpfold.parallel.team import Team
-from warpfold.run.checkpoint import Checkpoint, RunFolder
 from warpfold.run.config import RunConfig
 from warpfold.run.ledger import Ledger
-from warpfold.run.watch import Log
 
 
 def origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:

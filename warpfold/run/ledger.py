@@ -17,7 +17,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from types import TracebackType
 
-from warpfold.data.schedule import Draw, State
+from warpfold.data.load.schedule import Draw, State
 from warpfold.errors import UserError
 from warpfold.parallel.mesh import Group
 from warpfold.parallel.team import Team

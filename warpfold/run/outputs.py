@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from warpfold.data.mmcif import Chain
+from warpfold.data.structure.mmcif import Chain
 from warpfold.errors import UserError
 from warpfold.files import file_name
 from warpfold.geometry.residue import ATOM_ORDER
@@ -60,13 +60,13 @@ class Prediction:
 
     def mmcif(self) -> str:
         """mmCIF text, pLDDT in the B column and as ModelCIF's metric."""
-        from warpfold.data.write import write_mmcif
+        from warpfold.data.structure.write import write_mmcif
 
         return write_mmcif(self.name, [self.chain()], b_factors=[self.plddt], predicted=True)
 
     def pdb(self) -> str:
         """PDB text, pLDDT in the B column.  Errors: UserError where the format cannot hold the structure."""
-        from warpfold.data.write import write_pdb
+        from warpfold.data.structure.write import write_pdb
 
         return write_pdb(self.name, [self.chain()], b_factors=[self.plddt])
 

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 
 from warpfold import __version__
-from warpfold.data.alignment import Alignment, decode, encode, merge
-from warpfold.data.formats import read_alignment, read_fasta
-from warpfold.data.sources import stacking_order
-from warpfold.data.template import TemplateOutcome, Templates, count_refusals
+from warpfold.data.example.template import TemplateOutcome, Templates, count_refusals
+from warpfold.data.formats.alignment import Alignment, decode, encode, merge
+from warpfold.data.formats.sequences import read_alignment, read_fasta
+from warpfold.data.formats.sources import stacking_order
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe, open_regular, write_atomically
 from warpfold.model.weights import assumed_settings

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import to_tensors
-from warpfold.data import alignment as alphabet
-from warpfold.data.alignment import Alignment
-from warpfold.data.features import RawExample, from_sequence
-from warpfold.data.formats import parse_a3m
-from warpfold.data.sample import SampleConfig, make_features
-from warpfold.data.template import Templates, choose_templates
+from warpfold.data.example.raw import RawExample, from_sequence
+from warpfold.data.example.template import Templates, choose_templates
+from warpfold.data.features.sample import SampleConfig, make_features
+from warpfold.data.formats import alignment as alphabet
+from warpfold.data.formats.alignment import Alignment
+from warpfold.data.formats.sequences import parse_a3m
 from warpfold.errors import UserError
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, Output
@@ -76,8 +76,8 @@ class Predictor:
         """Fold `sequence` (one letter per residue), given rows aligned to it as in A3M: lower case is inserted.
 
         The query's own row may be among them or not.  templates: mmCIF or PDB files, FILE or FILE:CHAIN, aligned here;
-        or ready ones (`data.template`), best first.  seed: of the alignment's sampling and masking; the same seed
-        gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
+        or ready ones (`data.example.template`), best first.  seed: of the alignment's sampling and masking; the same
+        seed gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
         single, pair and msa of the result are None.
         Errors: UserError for letters that are no residues, rows that do not fit the sequence, templates that cannot be
         used or more than the model takes.

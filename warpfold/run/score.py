@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.mmcif import Chain, Structure, read_structure
+from warpfold.data.structure.mmcif import Chain, Structure, read_structure
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_NAMES, ATOM14_SWAP, ATOM_ORDER, RESTYPES
 from warpfold.run import metrics

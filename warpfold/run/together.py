@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warpfold.data.loader import Loader, Sample
+from warpfold.data.load.loader import Loader, Sample
+from warpfold.engine.log import Clock, Seen
+from warpfold.engine.signals import StopSignals
 from warpfold.errors import UserError
 from warpfold.parallel.team import Gathering, Team
 from warpfold.run.ledger import Ledger
-from warpfold.run.signals import StopSignals
-from warpfold.run.watch import Clock, Seen
 
 KEY = 64  # bytes of an example's name that fit into a message
 NUMBERS = ("length", "index", "loss", "norm", "lddt_ca")  # of an example, float64 each: whole numbers below 2**53

@@ -16,11 +16,16 @@ from torch import Tensor
 
 from warpfold import settings
 from warpfold.batch import Batch, to_tensors
-from warpfold.data.example import StoredExample
-from warpfold.data.loader import Loader, Sample
-from warpfold.data.sample import make_features
-from warpfold.data.schedule import Source
-from warpfold.data.store import Store
+from warpfold.data.features.sample import make_features
+from warpfold.data.load.loader import Loader, Sample
+from warpfold.data.load.schedule import Source
+from warpfold.data.store.example import StoredExample
+from warpfold.data.store.store import Store
+from warpfold.engine.checkpoint import Checkpoint, RunFolder
+from warpfold.engine.log import Clock, Log, Row, Seen, Watcher, step_row, tensorboard, validation_row
+from warpfold.engine.optim import Optimizer
+from warpfold.engine.signals import StopSignals
+from warpfold.engine.skipped import Skipped
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.losses import total_loss
@@ -29,14 +34,9 @@ from warpfold.ops.dispatch import refusals
 from warpfold.parallel.plan import apply, inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run import metrics
-from warpfold.run.checkpoint import Checkpoint, RunFolder
 from warpfold.run.config import RunConfig, TrainConfig
 from warpfold.run.examples import draw_recycles, fingerprint, hold_out, load, open_ledger, origin, split
-from warpfold.run.optim import Optimizer
-from warpfold.run.signals import StopSignals
-from warpfold.run.skipped import Skipped
 from warpfold.run.together import Sums, heard, meet, summing, take, tell
-from warpfold.run.watch import Clock, Log, Row, Seen, Watcher, step_row, tensorboard, validation_row
 
 __all__ = ["RunConfig", "Summary", "TrainConfig", "draw_recycles", "initial_model", "split", "train"]
 

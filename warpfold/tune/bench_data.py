@@ -20,14 +20,14 @@ import torch
 
 from warpfold import __version__
 from warpfold.batch import to_tensors
-from warpfold.data.choose import SampleConfig
-from warpfold.data.example import StoredExample
-from warpfold.data.features import RawExample, from_chain
-from warpfold.data.formats import read_alignment
-from warpfold.data.mmcif import read_structure
-from warpfold.data.pack import pack
-from warpfold.data.sample import make_features
-from warpfold.data.store import Store
+from warpfold.data.example.raw import RawExample, from_chain
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.features.sample import make_features
+from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.pack.pack import pack
+from warpfold.data.store.example import StoredExample
+from warpfold.data.store.store import Store
+from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.tune.footprint import footprint
 from warpfold.tune.straggler import Case, epoch_gap, straggler

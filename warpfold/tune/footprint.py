@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from warpfold.data.choose import SampleConfig
-from warpfold.data.loader import Loader, Maker, Quarantine
-from warpfold.data.schedule import Order, Schedule, Source, State
-from warpfold.data.store import Store
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.load.loader import Loader, Maker, Quarantine
+from warpfold.data.load.schedule import Order, Schedule, Source, State
+from warpfold.data.store.store import Store
 
 
 def footprint(store: Store, config: SampleConfig, workers: int = 4, examples: int = 40) -> dict[str, Any]:

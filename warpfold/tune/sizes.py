@@ -19,7 +19,7 @@ DEEP = ("1024x256", "5120x384")  # of the extra MSA
 
 @dataclass(frozen=True, kw_only=True)
 class DataSizes:
-    """How large examples are: these keys of [data] (data/choose.py), with the same defaults."""
+    """How large examples are: these keys of [data] (data/features/choose.py), with the same defaults."""
 
     crop: int | None = None
     max_msa: int = 512

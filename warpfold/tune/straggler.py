@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from warpfold.batch import Arrays
-from warpfold.data.choose import keyed_rng
-from warpfold.data.loader import Loader, Quarantine
-from warpfold.data.schedule import Order, Schedule, Source, State
-from warpfold.data.store import Store, StoreWriter, pack_record
+from warpfold.data.features.choose import keyed_rng
+from warpfold.data.load.loader import Loader, Quarantine
+from warpfold.data.load.schedule import Order, Schedule, Source, State
+from warpfold.data.store.store import Store, StoreWriter, pack_record
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,206 @@
+"""What of an example is used: residues, alignment rows, templates, chosen from sizes alone (Supp. 1.2.6, 1.2.8).
+
+Nothing need be read before it is chosen.  Everything drawn is keyed: a pure function of (seed, key of the draw,
+purpose), so that one purpose never shifts another and no process, thread or order matters.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from warpfold.data.example.template import choose_templates
+
+RUN = 64  # rows left out or kept together by `thin_runs`
+# What one core of 2024 takes, in milliseconds (fitted to benchmarks/features.py): for an example, for each cell of the
+# alignment that is read, and in each pass for each cell of the clusters and of the extra MSA, for each cell of the
+# alignment that is compared with one centre, and for each of its cells that is counted.
+COST_EXAMPLE, COST_READ = 2.1, 3e-6
+COST_CENTRE, COST_EXTRA, COST_COMPARE, COST_COUNT = 7e-5, 4.5e-6, 2.6e-8, 2.3e-6
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """How examples are drawn.  The defaults are AlphaFold2's at inference; for training `crop`, `max_msa` and
+    `max_extra` are 256, 128 and 1024 at first, 384, 512 and 5120 in fine-tuning (Supp. table 4)."""
+
+    crop: int | None = None  # residues of a training crop; None: whole chains (Supp. 1.2.8)
+    max_msa: int = 512  # cluster centres, the query included (N_clust)
+    max_extra: int = 5120  # rows of the extra MSA (N_extra_seq)
+    max_templates: int = 4  # 0 for a model without template parts: then none are read (Supp. 1.2.3)
+    # What a row's nearest cluster centre is measured over: the whole "chain", as in the paper, where clusters are made
+    # before the crop (Supp. 1.2.7, 1.2.8), or the "crop" alone, which is faster for chains longer than it.
+    clustering: Literal["chain", "crop"] = "chain"
+    # 0: every row counts, as in the paper.  Otherwise the most that a training pass may cost (`predicted_cost`): of an
+    # alignment that costs more, fewer rows are used, each with the same probability, but never fewer than `max_msa` +
+    # `max_extra`.
+    max_cost: float = 0.0
+    # Which rows `max_cost` leaves out: single "rows", or "runs" of neighbours, which are related.
+    thin: Literal["rows", "runs"] = "rows"
+    resample_msa: bool = True  # each pass through the trunk sees its own sample (Supp. 1.10, 1.11.2)
+    masked_fraction: float = 0.15  # Supp. 1.2.7, step 2
+    mask_uniform: float = 0.1  # of the masked: a random amino acid
+    mask_profile: float = 0.1  # ... one drawn from the alignment's profile
+    mask_same: float = 0.1  # ... left as it is; the rest becomes the mask token
+    block_fraction: float = 0.3  # Supp. Algorithm 1: rows per deleted block
+    blocks: int = 5
+    randomize_num_blocks: bool = False
+    unclamped_fraction: float = 0.1  # of the examples, whose backbone FAPE is not clamped (Supp. 1.11.5)
+    # What stands for an extra MSA that has no row left.  AlphaFold2: one masked row, whose outer product is its bias
+    # divided by 0.001; on shallow alignments the gradient of that bias drowns all others (docs/decisions/0007).
+    empty_extra: Literal["masked", "query"] = "masked"
+    pad: bool = False  # pad residues to `crop` and rows to `max_msa` and `max_extra` (fixed shapes)
+
+    def __post_init__(self) -> None:
+        for name in ("crop", "max_msa"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1")
+        for name in ("max_extra", "max_templates", "max_cost", "blocks"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
+        for name in ("masked_fraction", "block_fraction", "unclamped_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must lie between 0 and 1")
+        kinds = (self.mask_uniform, self.mask_profile, self.mask_same)
+        if min(kinds) < 0 or sum(kinds) > 1:
+            raise ValueError("mask_uniform, mask_profile and mask_same must not be negative, nor exceed 1 together")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What of an example is used: residues [start, stop), the alignment's `rows` (int64, ascending, row 0 first) and
+    its `templates` (int64, ascending); and whether the backbone FAPE of this example is clamped."""
+
+    start: int
+    stop: int
+    rows: np.ndarray
+    templates: np.ndarray
+    clamped: bool
+
+
+def keyed_rng(seed: int, *parts: str | int) -> np.random.Generator:
+    """A generator of its own for each (seed, parts): a counter-based Philox, its key a hash of them.
+
+    Same key, same numbers, in every process; different keys are independent.
+    """
+    text = repr((int(seed), *(part if isinstance(part, str) else int(part) for part in parts)))
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def select(
+    length: int,
+    depth: int,
+    config: SampleConfig,
+    seed: int,
+    key: tuple[str | int, ...],
+    train: bool,
+    templates: int = 0,
+) -> Selection:
+    """Residues, rows and templates of an example, from its sizes alone (so that nothing else need be read).
+
+    length: residues; depth: alignment rows, the query included; templates: how many there are.  Training crops,
+    deletes blocks of rows (Algorithm 1) and keeps within `max_cost`; a prediction uses every row.
+    """
+    if not train:
+        best = choose_templates(templates, config.max_templates, None)
+        return Selection(0, length, np.arange(depth), best, clamped=True)
+    clamped = bool(keyed_rng(seed, *key, "clamp").random() >= config.unclamped_fraction)
+    size = min(config.crop or length, length)
+    start = crop_start(length, size, clamped, keyed_rng(seed, *key, "crop"))
+    rows = delete_blocks(depth, config, keyed_rng(seed, *key, "blocks"))
+    most = row_budget(length, config)
+    if most is not None and len(rows) > most:
+        thin = thin_runs if config.thin == "runs" else with_query
+        rows = thin(rows, most, keyed_rng(seed, *key, "budget"))
+    chosen = choose_templates(templates, config.max_templates, keyed_rng(seed, *key, "templates"))
+    return Selection(start, start + size, rows, chosen, clamped)
+
+
+def crop_start(length: int, size: int, clamped: bool, rng: np.random.Generator) -> int:
+    """Where a crop of `size` residues starts (0-based): uniform when FAPE is clamped; otherwise biased towards the
+    N terminus, x ~ uniform[0, n], start ~ uniform[0, n - x] with n = length - size (Supp. 1.2.8)."""
+    spare = length - size
+    if not clamped:
+        spare -= int(rng.integers(0, spare + 1))
+    return int(rng.integers(0, spare + 1))
+
+
+def delete_blocks(depth: int, config: SampleConfig, rng: np.random.Generator) -> np.ndarray:
+    """The rows that MSA block deletion keeps (Supp. Algorithm 1), int64, ascending; the query always stays.
+
+    Blocks are contiguous, and may overlap: rows stand in the order of the search, so near ones are related and a
+    block takes a whole branch of the family.
+    """
+    size = int(depth * config.block_fraction)
+    count = int(rng.integers(0, config.blocks + 1)) if config.randomize_num_blocks else config.blocks
+    kept = np.ones(depth, bool)
+    for start in rng.integers(0, depth, count):
+        kept[start : start + size] = False
+    kept[0] = True
+    return np.flatnonzero(kept)
+
+
+def with_query(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """`count` of `rows`, ascending: the first, and a uniform sample of the others without replacement."""
+    return np.concatenate([rows[:1], np.sort(rng.choice(rows[1:], count - 1, replace=False))])
+
+
+def thin_runs(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """At most `count` of `rows`, ascending: the first, and runs of about `RUN` neighbours among the others.
+
+    The others form a ring, which is turned at random and cut into runs of equal length (but for one row), of which a
+    uniform sample stays: every row stays with the same probability, and neighbours mostly together.
+    """
+    ring = np.roll(rows[1:], int(rng.integers(len(rows) - 1)))
+    runs = np.array_split(ring, -(-len(ring) // min(RUN, max(count - 1, 1))))
+    kept = rng.choice(len(runs), (count - 1) // len(runs[0]), replace=False)  # the first runs are the longest
+    return np.concatenate([rows[:1], np.sort(np.concatenate([ring[:0], *(runs[index] for index in kept)]))])
+
+
+def row_budget(length: int, config: SampleConfig) -> int | None:
+    """Return how many rows of a chain of so many residues cost `max_cost`, but at least `max_msa` + `max_extra`.
+
+    None: any number.
+    """
+    if not config.max_cost:
+        return None
+    least = config.max_msa + config.max_extra
+    cost, one_more = (_cost(length, rows, rows, 1, config) for rows in (least, least + 1))
+    return least + max(int((config.max_cost - cost) / (one_more - cost)), 0)
+
+
+def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 1, train: bool = True) -> float:
+    """The work of making one example, from its sizes: about the milliseconds that it takes one core of 2024.
+
+    The same on every machine: a formula, fitted to measurements (docs/features.md), not a clock.
+    """
+    if not train:
+        return _cost(length, depth, depth, passes, replace(config, crop=None))
+    kept = expected_rows(depth, config)
+    used = min(kept, row_budget(length, config) or kept)
+    return _cost(length, kept, used, passes, config)  # rows left out lie in the same blobs as those used
+
+
+def _cost(length: int, read: float, rows: float, passes: int, config: SampleConfig) -> float:
+    """Return the cost of an example of a chain of `length` residues, with `read` rows read and `rows` used."""
+    residues = min(config.crop or length, length)
+    columns = length if config.clustering == "chain" else residues
+    centres = min(rows, config.max_msa)
+    extra = min(rows - centres, config.max_extra)
+    written = residues * (centres * COST_CENTRE + extra * COST_EXTRA + rows * COST_COUNT)
+    compared = columns * rows * centres * COST_COMPARE
+    return COST_EXAMPLE + columns * read * COST_READ + passes * (written + compared)
+
+
+def expected_rows(depth: int, config: SampleConfig) -> float:
+    """How many of `depth` rows `delete_blocks` keeps, on average.
+
+    A block takes row r (from 0) if it starts at one of min(r + 1, size) places out of `depth`.
+    """
+    share = int(depth * config.block_fraction) / depth
+    counts = range(config.blocks + 1) if config.randomize_num_blocks else (config.blocks,)
+    kept = [(1 - share) ** (n + 1) + (1 - (1 - share) ** (n + 1)) / (n + 1) for n in counts]
+    return max(depth * sum(kept) / len(kept), 1.0)

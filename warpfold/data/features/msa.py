@@ -1,0 +1,273 @@
+"""The MSA features: clusters, masking, profiles, the extra MSA (Supp. 1.2.7, 1.2.9, table 1).
+
+The order is the paper's: cluster centres are drawn and masked, and every other row joins the nearest, over the whole
+chain; the rest is computed for the crop alone, which gives the same numbers.  Everything is counted in whole numbers
+until the last step, and written once, where the model reads it: one array per feature, with all passes in it.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
+
+import numpy as np
+import torch
+from torch.nn.functional import embedding_bag
+
+from warpfold.batch import Arrays
+from warpfold.data.example.raw import RawExample
+from warpfold.data.features.choose import SampleConfig, keyed_rng, with_query
+from warpfold.geometry.residue import GAP, MASK
+
+MSA_CLASSES = 23  # 20 residue types, X, gap, mask
+ROWS = 1024  # rows compared with the centres at a time
+PLACES = 3  # counts in one float32, whose 24 bits hold whole numbers without error
+BITS = 8  # of each count
+MOST = 2**BITS - 1  # columns that are counted at a time
+TABLES = 1 << 26  # bytes of the tables of passes that are looked up together
+PROFILE = slice(25, 48)  # channels of msa_feat
+
+
+@dataclass(frozen=True)
+class WholeChain:
+    """The chosen alignment rows over a whole chain of L residues, of which a crop takes N."""
+
+    msa: np.ndarray  # uint8 [R, L], codes 0-21
+    profile: np.ndarray  # float32 [L, 22], frequencies in the whole alignment
+    start: int  # where the crop begins
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is drawn for one pass: S cluster centres, what is masked in them, and E rows of the extra MSA."""
+
+    centres: np.ndarray  # int64 [S], ascending; the query, row 0, is the first
+    masked: np.ndarray  # uint8 [S, L], codes 0-22: the centres as the model sees them
+    bert_mask: np.ndarray  # bool [S, L]: what it must restore
+    extra: np.ndarray  # int64 [E], ascending
+
+
+@dataclass(frozen=True)
+class Deletions:
+    """The cells of an alignment, [R, N], that have deletions: K of them."""
+
+    row: np.ndarray  # int64 [K]
+    column: np.ndarray  # int64 [K]
+    count: np.ndarray  # uint16 [K]
+
+    @classmethod
+    def of(cls, deletions: np.ndarray) -> "Deletions":
+        row, column = np.divmod(np.flatnonzero(deletions != 0), deletions.shape[1])  # of bools: ten times as fast
+        return cls(row, column, deletions[row, column])
+
+    def among(self, rows: np.ndarray, depth: int) -> "Deletions":
+        """Those in `rows` (of `depth`), which are numbered anew."""
+        place = np.full(depth, -1)
+        place[rows] = np.arange(len(rows))
+        row = place[self.row]
+        kept = row >= 0
+        return Deletions(row[kept], self.column[kept], self.count[kept])
+
+
+def msa_features(
+    raw: RawExample,
+    config: SampleConfig,
+    seed: int,
+    key: tuple[str | int, ...],
+    passes: int = 1,
+    sizes: dict[str, int] | None = None,
+    chain: WholeChain | None = None,
+) -> Arrays:
+    """The MSA features of an example, with a draw of its own for each of `passes`.
+
+    raw: the chosen rows and residues.  sizes: at least so many `res`, `seq` and `extra` (the rest is zeros, masked).
+    chain: what the crop is cut from, if clusters are made before it; otherwise they are made from `raw` alone.
+    Whole numbers and masks are narrower than in the feature table (`batch.to_tensors` widens them on the device):
+    masks and codes uint8, the others float32.
+    """
+    chain = chain or WholeChain(raw.msa, raw.profile, 0)
+    depth, length = raw.msa.shape
+    draws = [_draw(chain, config, seed, (*key, index)) for index in range(passes)]
+    seq, extra = len(draws[0].centres), max(len(draws[0].extra), 1)
+    if seq < depth:
+        clusters = nearest_cluster(chain.msa, np.stack([draw.masked for draw in draws]))
+    else:
+        clusters = np.zeros((passes, depth), np.int64)  # every row is a centre
+    # A row of gaps agrees with no centre, and would join the query's cluster by default.  Of a whole chain no packed
+    # alignment has one; of a crop alone there may be many.
+    silent = (chain.msa == GAP).all(1)
+    sizes = sizes or {}
+    shape = [max(size, sizes.get(axis, 0)) for axis, size in (("seq", seq), ("extra", extra), ("res", length))]
+    features = _zeros(passes, *shape)
+    deletions = Deletions.of(raw.deletions)
+    crop = slice(chain.start, chain.start + length)
+    for index, (draw, cluster) in enumerate(zip(draws, clusters)):
+        cluster[silent] = seq  # none
+        cluster[draw.centres] = np.arange(seq)
+        cut = replace(draw, masked=draw.masked[:, crop], bert_mask=draw.bert_mask[:, crop])
+        _fill({name: array[index] for name, array in features.items()}, raw.msa, deletions, cut, cluster)
+    return features
+
+
+def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...]) -> Draw:
+    """Draw what one pass needs: centres, masking, extra rows."""
+    depth = len(chain.msa)
+    centres = np.arange(depth)
+    if depth > config.max_msa:
+        centres = with_query(centres, config.max_msa, keyed_rng(seed, *key, "clusters"))
+    masked, bert_mask = mask_msa(chain.msa[centres], chain.profile, config, keyed_rng(seed, *key, "mask"))
+    other = np.ones(depth, bool)
+    other[centres] = False
+    extra = np.flatnonzero(other)
+    if len(extra) > config.max_extra:
+        extra = np.sort(keyed_rng(seed, *key, "extra").choice(extra, config.max_extra, replace=False))
+    elif not len(extra) and config.empty_extra == "query":
+        extra = np.zeros(1, np.int64)
+    return Draw(centres, masked, bert_mask, extra)
+
+
+def _zeros(passes: int, seq: int, extra: int, length: int) -> Arrays:
+    clustered = dict.fromkeys(("msa_mask", "bert_mask", "true_msa"), np.uint8)
+    unclustered = dict.fromkeys(("extra_msa", "extra_msa_mask", "extra_has_deletion"), np.uint8)
+    return {
+        "msa_feat": np.zeros((passes, seq, length, 49), np.float32),
+        **{name: np.zeros((passes, seq, length), dtype) for name, dtype in clustered.items()},
+        **{name: np.zeros((passes, extra, length), dtype) for name, dtype in unclustered.items()},
+        "extra_deletion_value": np.zeros((passes, extra, length), np.float32),
+    }
+
+
+def _fill(features: Arrays, msa: np.ndarray, deletions: Deletions, draw: Draw, cluster: np.ndarray) -> None:
+    """Write the features of one pass.
+
+    msa: uint8 [R, N], the rows in the crop; draw: cut to the crop; cluster: int64 [R], S for none.
+    """
+    depth, length = msa.shape
+    count = len(draw.centres)
+    features["true_msa"][:count, :length] = msa[draw.centres]
+    features["bert_mask"][:count, :length] = draw.bert_mask
+    features["msa_mask"][:count, :length] = 1
+    rows = msa.copy()
+    rows[draw.centres] = draw.masked
+    members = (np.bincount(cluster, minlength=count)[:count] + 1e-6).astype(np.float32)  # as official
+    feat = features["msa_feat"][:count, :length]
+    write_codes(feat, draw.masked, rows, cluster, members)
+    own = deletions.among(draw.centres, depth)
+    feat[own.row, own.column, 23] = 1
+    feat[own.row, own.column, 24] = deletion_value(own.count)
+    mean = deletion_means(deletions, cluster, members, length)
+    row, column = np.nonzero(mean)
+    feat[row, column, 48] = deletion_value(mean[row, column])
+
+    count = len(draw.extra)
+    features["extra_msa"][:count, :length] = msa[draw.extra]
+    features["extra_msa_mask"][:count, :length] = 1
+    own = deletions.among(draw.extra, depth)
+    features["extra_has_deletion"][own.row, own.column] = 1
+    features["extra_deletion_value"][own.row, own.column] = deletion_value(own.count)
+
+
+def mask_msa(
+    msa: np.ndarray, profile: np.ndarray, config: SampleConfig, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """BERT masking (Supp. 1.2.7, step 2): what the model sees, uint8 [S, N], and which positions it must restore, bool.
+
+    msa: uint8 [S, N]; profile: [N, 22], the frequencies of residue types, X and gap in each column.
+    """
+    bert_mask = rng.random(msa.shape, np.float32) < config.masked_fraction
+    cell = np.flatnonzero(bert_mask)
+    kind, level = rng.random((2, len(cell)))
+    uniform = rng.integers(0, 20, len(cell))
+    to_uniform, to_profile, to_same = np.cumsum([config.mask_uniform, config.mask_profile, config.mask_same])
+    new = np.where(kind < to_uniform, uniform, MASK).astype(np.uint8)
+    drawn = np.flatnonzero((kind >= to_uniform) & (kind < to_profile))
+    cumulative = np.cumsum(profile, axis=1, dtype=np.float64)[cell[drawn] % msa.shape[1]]
+    new[drawn] = (level[drawn, None] * cumulative[:, -1:] >= cumulative[:, :-1]).sum(1)
+    masked = msa.copy()
+    changed = (kind < to_profile) | (kind >= to_same)
+    masked.reshape(-1)[cell[changed]] = new[changed]
+    return masked, bert_mask
+
+
+def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """Return the cluster of each row: the centre that agrees in most positions, the first of equals (int64 [P, R]).
+
+    rows: uint8 [R, L], codes 0-21; centres: uint8 [P, S, L], codes 0-22, those of P passes.  Gaps and masked positions
+    agree with nothing (Supp. 1.2.7, step 3).  For each column and code a table says which centres have it there; a row
+    adds up its lines of the table.  That is the product with one-hot rows without the zeros, and exact: a float32 adds
+    up three counts, none of which outgrows its eight bits.  Passes share the codes of the rows, as many at a time as
+    have tables of `TABLES` bytes (of a long chain one: a table has 20 MB for 5,000 residues and 128 centres).
+    """
+    passes, depth, length = centres.shape
+    together = max(TABLES // (4 * length * MSA_CLASSES * ceil(depth / PLACES)), 1)
+    starts = range(0, passes, together)
+    return np.concatenate([_nearest_cluster(rows, centres[start : start + together]) for start in starts])
+
+
+def _nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """Do as `nearest_cluster` does, for passes whose tables are held together."""
+    passes, depth, length = centres.shape
+    width = ceil(length / ceil(length / MOST))
+    spans = [slice(start, start + width) for start in range(0, length, width)]
+    tables = [[_agreement_table(each[:, span]) for each in centres] for span in spans]
+    line = np.arange(width, dtype=np.int32) * MSA_CLASSES
+    nearest = np.empty((passes, len(rows)), np.int64)
+    for start in range(0, len(rows), ROWS):
+        block = rows[start : start + ROWS]
+        counts = np.zeros((passes, len(block), PLACES, tables[0][0].shape[1]), np.int32)
+        for span, of_passes in zip(spans, tables):
+            part = block[:, span]
+            lines = torch.from_numpy(part + line[: part.shape[1]])
+            for table, count in zip(of_passes, counts):
+                sums = embedding_bag(lines, table, mode="sum").int().numpy()
+                for place in range(PLACES):
+                    count[:, place] += (sums >> (BITS * place)) & MOST
+        nearest[:, start : start + ROWS] = counts.reshape(passes, len(block), -1)[..., :depth].argmax(-1)
+    return nearest
+
+
+def _agreement_table(centres: np.ndarray) -> torch.Tensor:
+    """Return which centres have a code in a column, gaps excepted: float32 [N * 23, G], for G = S / 3 groups of three.
+
+    Group g has the centres g, G + g and 2 G + g, each worth 256 times the one before.
+    """
+    depth, length = centres.shape
+    groups = ceil(depth / PLACES)
+    table = np.zeros((length, MSA_CLASSES, groups), np.float32)
+    for place in range(PLACES):
+        part = centres[place * groups : (place + 1) * groups]
+        table[np.arange(length), part, np.arange(len(part))[:, None]] += 2 ** (BITS * place)
+    table[:, GAP] = 0
+    return torch.from_numpy(table.reshape(-1, groups))
+
+
+def write_codes(
+    feat: np.ndarray, masked: np.ndarray, rows: np.ndarray, cluster: np.ndarray, members: np.ndarray
+) -> None:
+    """The code of each centre, one-hot, and the frequencies of codes in its cluster, into `feat`, float32 [S, N, 49].
+
+    masked: uint8 [S, N], the centres as the model sees them; rows: uint8 [R, N], codes 0-22, the centres (masked) among
+    them; cluster: int64 [R], S for none; members: float32 [S], what to divide by.
+    """
+    count, length = masked.shape
+    feat[np.arange(count)[:, None], np.arange(length), masked] = 1
+    order = np.argsort(cluster, kind="stable")
+    bounds = np.searchsorted(cluster[order], np.arange(count + 1)).tolist()
+    rows, column = rows[order], np.arange(0, length * MSA_CLASSES, MSA_CLASSES)
+    for one, number, (start, stop) in zip(feat, members, pairwise(bounds)):  # counts of a cluster stay in the cache
+        found = np.bincount((rows[start:stop] + column).ravel(), minlength=length * MSA_CLASSES)
+        np.divide(
+            found.reshape(length, MSA_CLASSES), number, out=one[:, PROFILE], dtype=np.float32, casting="same_kind"
+        )
+
+
+def deletion_means(deletions: Deletions, cluster: np.ndarray, members: np.ndarray, length: int) -> np.ndarray:
+    """Mean deletions before each column of each cluster: float64 [S, N]; arguments as in `write_codes`."""
+    count = len(members)
+    cell = cluster[deletions.row] * length + deletions.column
+    total = np.bincount(cell, deletions.count, minlength=count * length)[: count * length]
+    return total.reshape(count, length) / members[:, None]
+
+
+def deletion_value(count: np.ndarray) -> np.ndarray:
+    """A number of deleted residues, d >= 0, squeezed into [0, 1): 2/pi arctan(d / 3) (Supp. table 1).  float32."""
+    return np.arctan(count.astype(np.float32) / 3) * np.float32(2 / np.pi)

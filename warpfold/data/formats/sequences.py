@@ -1,0 +1,394 @@
+"""Sequences and alignments in and out: FASTA, A3M, A2M, aligned FASTA, Stockholm, one sequence per line.
+
+All of them become one `Alignment`: rows of residue codes on the query's residues, and beside each residue the number
+of residues that the row inserts before it (AlphaFold2's `deletion_matrix`).  No loop runs over characters.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from warpfold.data.formats.alignment import LETTERS, Alignment, decode, encode
+from warpfold.errors import UserError
+from warpfold.files import LARGEST, read_file
+from warpfold.geometry.residue import GAP
+
+_INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
+# Headers of the HH-suite's rows that are no sequences: >ss_pred, >ss_conf, >aa_dssp ..., >Consensus, >NAME_consensus.
+_ANNOTATION = re.compile(r"((ss|sa|aa)_(pred|conf|dssp)|(\S*_)?consensus)(\s|$)", re.IGNORECASE)
+_BLANKS = b" \t\n\r\v\f"
+_GAPS = b"-._~"  # Stockholm's
+_AT_A_TIME = 1 << 22  # characters of an alignment whose insertions are counted together: bounds memory
+
+
+def _table(lower: bool, dash: int, dot: int, gaps: bytes = b"-") -> np.ndarray:
+    """uint8 [256], byte -> code; lower-case letters as insertions, or as their upper case."""
+    table = np.full(256, _ILLEGAL, dtype=np.uint8)
+    for letter, code in LETTERS.items():
+        table[ord(letter)] = code
+        table[ord(letter.lower())] = code if lower else _INSERTED
+    table[list(gaps)] = dash
+    table[ord(".")] = dot
+    return table
+
+
+_SEQUENCE = _table(lower=True, dash=_ILLEGAL, dot=_ILLEGAL)  # FASTA: lower case is masking
+_ALIGNED = _table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)  # every character a column
+_A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
+
+
+def read_bytes(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
+    """Read a file, unpacked if it is gzipped.  UserError if it cannot be read, is empty, cut short or over `limit`.
+
+    pipe: as of `files.read_file`.
+    """
+    data = read_file(Path(path), limit, pipe)
+    if not data.strip():
+        raise UserError(f"{path}: is empty; fetch or write the file again")
+    return data
+
+
+def _plain_text(data: bytes | str, source: str) -> bytes:
+    """UTF-8 with plain line ends and no byte-order mark, or UserError."""
+    if isinstance(data, str):
+        data = data.encode()
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(f"{source}: line {line} is not UTF-8 text; save the file as UTF-8") from None
+    return data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+
+def read_fasta(path: str | Path) -> list[tuple[str, str]]:
+    """Header line and sequence (upper case, letters as in the file) of every record of a FASTA file, gz or not.
+
+    It may be a pipe that this process was given, such as /dev/stdin.
+    Errors: UserError if it is not FASTA, has a record without a sequence, or a character that is no residue.
+    """
+    return parse_fasta(read_bytes(path, pipe=True), str(path))
+
+
+def parse_fasta(data: bytes | str, source: str = "<fasta>") -> list[tuple[str, str]]:
+    """`read_fasta` for text in memory; `source` is its name in errors."""
+    data = _plain_text(data, source)
+    if b"\0" in data:
+        raise UserError(f"{source}: has NUL bytes, so it is no FASTA text; export it again")
+    names, sequences = _records(data, source)
+    joined, starts = _join(sequences)
+    _refuse_illegal(_SEQUENCE[np.frombuffer(joined, dtype=np.uint8)], starts, joined, names, source)
+    for name, sequence in zip(names, sequences):
+        if not sequence:
+            raise UserError(f"{source}: record {_short(name)} has no sequence; remove it or complete the file")
+    return [(name, sequence.decode().upper()) for name, sequence in zip(names, sequences)]
+
+
+def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
+    """An alignment in A3M, A2M, aligned FASTA, Stockholm or one row per line (told by content), gz or not.
+
+    With `query`, the sequence that it must be an alignment of: row 0 is checked against it, a Stockholm file without
+    that row is projected on its match columns, and of several alignments in one file (ColabFold's complexes, MMseqs2
+    databases with NUL between entries) the query's own is taken.  It may be a pipe that this process was given.
+
+    Errors: UserError, naming file and row, for text that is not UTF-8, rows of different length, characters outside
+    the alphabet, nucleic acids, a first row with gaps or other than the query.
+    """
+    return parse_alignment(read_bytes(path, pipe=True), str(path), query)
+
+
+def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str | None = None) -> Alignment:
+    """`read_alignment` for text in memory; `source` is its name in errors."""
+    data = _plain_text(data, source).lstrip(b"\n")
+    if not data.strip(b"\0" + _BLANKS):
+        raise UserError(f"{source}: is empty; give an alignment with at least the query's row")
+    if data.startswith(b"# STOCKHOLM"):
+        return parse_stockholm(data, source, query)
+    if data[:1] in b">#":
+        return parse_a3m(data, source, query)
+    return _parse_rows(data, source, query)
+
+
+def write_fasta(records: Iterable[tuple[str, str]], width: int = 80) -> str:
+    """FASTA text of (header, sequence) pairs, lines of `width` letters (0: one line each, as A3M wants it).
+
+    Sequences are written as they are, so rows with gaps and lower-case insertions make an A3M.
+    """
+    lines = []
+    for name, sequence in records:
+        lines.append(f">{name}")
+        step = width or max(len(sequence), 1)
+        lines += [sequence[i : i + step] for i in range(0, len(sequence), step)]
+    return "\n".join([*lines, ""])
+
+
+def write_a3m(alignment: Alignment) -> str:
+    """A3M text that `read_alignment` reads back as it is; what was inserted is not known, so it is written as x."""
+    records = []
+    for name, row, deletions in zip(alignment.names, alignment.rows, alignment.deletions):
+        pieces, last = [], 0
+        letters = decode(row)
+        for i in np.flatnonzero(deletions).tolist():
+            pieces += [letters[last:i], "x" * int(deletions[i])]
+            last = i
+        records.append((name, "".join([*pieces, letters[last:]])))
+    return write_fasta(records, width=0)
+
+
+def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None) -> Alignment:
+    """A3M (also A2M and aligned FASTA) text -> Alignment.  See `read_alignment`.
+
+    Secondary structure, confidence and consensus rows of the HH-suite are left out; a first line "#lengths
+    cardinalities" is ColabFold's.
+    """
+    data = _own_entry(_plain_text(data, source), source, query)
+    lengths: list[int] = []
+    while data.startswith(b"#"):
+        line, _, data = data.partition(b"\n")
+        if re.fullmatch(rb"#[\d,]+\t[\d,]+\s*", line):
+            parts = [n for n in line[1:].split(b"\t")[0].split(b",") if n]
+            if max(map(len, parts), default=0) > 9:
+                raise UserError(f"{source}: its first line announces impossible lengths; make the alignment again")
+            lengths = [int(n) for n in parts]
+    records = [(n, s) for n, s in zip(*_records(data, source)) if not _ANNOTATION.match(n)]
+    if not records:
+        raise UserError(f"{source}: holds no sequence; give an alignment with at least the query's row")
+    names, sequences = [name for name, _ in records], [sequence for _, sequence in records]
+    if query is not None and _has_lowered_query(sequences, query):
+        alignment = _in_columns(names, sequences, source)
+        return _checked(_project(alignment, alignment.rows[0] != GAP), source, query)
+    rows, deletions = _match_columns(names, sequences, source)
+    alignment = Alignment(rows, deletions, names)
+    if lengths and sum(lengths) != rows.shape[1]:
+        raise UserError(
+            f"{source}: its first line announces {sum(lengths)} columns, the rows have {rows.shape[1]}; "
+            "make the alignment again"
+        )
+    if len(lengths) > 1:
+        alignment = _chain_of_complex(alignment, lengths, source, query)
+    if (alignment.rows[0] == GAP).any():
+        if deletions.any():
+            raise UserError(f"{source}: its first row, the query, has gaps; put the query's own sequence first")
+        alignment = _project(alignment, alignment.rows[0] != GAP)
+    return _checked(alignment, source, query)
+
+
+def _has_lowered_query(sequences: Sequence[bytes], query: str) -> bool:
+    """An A2M whose row 0 is the query with some of it in lower case (EVcouplings', where few rows have residues)."""
+    first = sequences[0].translate(None, _GAPS)
+    return first != first.upper() == query.upper().encode() and len(set(map(len, sequences))) == 1
+
+
+def _records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
+    """Header lines without >, and sequences without blanks, of FASTA-like text."""
+    data = data.lstrip()
+    if not data.startswith(b">"):
+        raise UserError(f"{source}: does not start with a '>' header line; give FASTA or an alignment")
+    names, sequences = [], []
+    for record in data[1:].split(b"\n>"):
+        name, _, sequence = record.partition(b"\n")
+        names.append(name.decode().strip())
+        sequences.append(sequence.translate(None, _BLANKS))
+    return names, sequences
+
+
+def _join(sequences: Sequence[bytes]) -> tuple[bytes, np.ndarray]:
+    """All letters in one, and int64 [R + 1] where each sequence begins and the last ends."""
+    return b"".join(sequences), np.cumsum([0, *map(len, sequences)])
+
+
+def _match_columns(names: list[str], sequences: list[bytes], source: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [R, N] and deletions [R, N] of A3M sequences; a dot pads an insertion (A2M) or else is a gap."""
+    joined, starts = _join(sequences)
+    codes = _A3M[np.frombuffer(joined, dtype=np.uint8)]
+    _refuse_illegal(codes, starts, joined, names, source)
+    widths = _widths(codes <= GAP, starts)
+    if (widths != widths[0]).any() and (codes == _DOT).any():
+        codes[codes == _DOT] = GAP
+        widths = _widths(codes <= GAP, starts)
+    _refuse_widths(widths, names, source, "upper-case letters and gaps")
+    rows = codes[codes <= GAP].reshape(len(names), -1)
+    return rows, _insertions(codes, starts, rows.shape[1])
+
+
+def _widths(match: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    return np.array([np.count_nonzero(match[start:stop]) for start, stop in pairwise(starts.tolist())])
+
+
+def _insertions(codes: np.ndarray, starts: np.ndarray, width: int) -> np.ndarray:
+    """How many characters are inserted before each of the `width` columns of each row, int32 [R, width]."""
+    deletions = np.zeros((len(starts) - 1, width), np.int32)
+    for block in _blocks(len(deletions), width):
+        rows, begins = deletions[block], starts[block.start : block.stop + 1]
+        part = codes[begins[0] : begins[-1]]
+        inserted = np.flatnonzero(part == _INSERTED)
+        column = np.cumsum(part <= GAP)[inserted]  # the next one, counted through the rows
+        ends = np.searchsorted(begins - begins[0], inserted, side="right") * width
+        cells, counts = np.unique(column[column < ends], return_counts=True)  # what follows the last column is lost
+        rows.reshape(-1)[cells] = counts
+    return deletions
+
+
+def _blocks(rows: int, width: int) -> list[slice]:
+    step = max(_AT_A_TIME // max(width, 1), 1)
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def _own_entry(data: bytes, source: str, query: str | None) -> bytes:
+    """MMseqs2 ends each database entry with NUL: the only entry, or the one whose first row is the query."""
+    entries = [entry.strip(b"\n") for entry in data.split(b"\0") if entry.strip()]
+    if len(entries) == 1:
+        return entries[0]
+    if query is not None:
+        wanted = encode(query, source="query").tobytes()
+        firsts = [_A3M[np.frombuffer(_records(_body(e), source)[1][0], dtype=np.uint8)].tobytes() for e in entries]
+        own = [entry for entry, first in zip(entries, firsts) if first == wanted]
+        if len(own) == 1:
+            return own[0]
+    raise UserError(
+        f"{source}: holds {len(entries)} alignments with NUL bytes between them (an MMseqs2 database), "
+        f"{'none or several' if query else 'and it is not said which'} of the query; write one file per query"
+    )
+
+
+def _body(entry: bytes) -> bytes:
+    return re.sub(rb"\A(#[^\n]*\n)+", b"", entry)
+
+
+def _chain_of_complex(alignment: Alignment, lengths: Sequence[int], source: str, query: str | None) -> Alignment:
+    """The columns of the query in ColabFold's alignment of a complex, without the rows that are empty there."""
+    stops = np.cumsum(lengths)
+    for start, stop in zip((stops - lengths).tolist(), stops.tolist()):
+        if query is not None and decode(alignment.rows[0, start:stop]) == decode(encode(query, source="query")):
+            rows = alignment.rows[:, start:stop]
+            kept = (rows != GAP).any(1)
+            return Alignment(rows, alignment.deletions[:, start:stop], alignment.names).select(kept)
+    raise UserError(
+        f"{source}: is the alignment of a complex of {len(lengths)} chains ({', '.join(map(str, lengths))} residues)"
+        f"{', none of them the query' if query else ''}; give the alignment of one chain"
+    )
+
+
+def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str | None = None) -> Alignment:
+    """Stockholm text, interleaved or not -> Alignment on the residues of the query.
+
+    The query is the row whose residues are `query`; without `query` the first row, if it fills the match columns (#=GC
+    RF) where the file has them.  If no row is `query` but the match columns are as many as its residues (a search
+    with a profile of it), it is put on top of them.  Errors as in `read_alignment`, and for a file cut short.
+    """
+    chunks, reference = _stockholm_rows(_plain_text(data, source), source)
+    names, sequences = list(chunks), [b"".join(c) for c in chunks.values()]
+    alignment = _in_columns(names, sequences, source)
+    rows = alignment.rows
+    match = np.isin(np.frombuffer(reference, dtype=np.uint8), list(_GAPS), invert=True)
+    if reference and len(match) != rows.shape[1]:
+        raise UserError(f"{source}: #=GC RF has {len(match)} columns, the rows {rows.shape[1]}; make the file again")
+    if query is None:
+        if reference and not np.array_equal(match, rows[0] != GAP):
+            raise UserError(
+                f"{source}: has no row of the query (the first, {_short(names[0])}, does not fill the match columns); "
+                "give the query's sequence with it"
+            )
+        return _checked(_project(alignment, rows[0] != GAP), source, None)
+    wanted = encode(query, source="query")
+    for i in np.flatnonzero((rows != GAP).sum(1) == len(wanted)):
+        if np.array_equal(rows[i][rows[i] != GAP], wanted):
+            order = np.argsort(np.arange(len(rows)) != i, kind="stable")
+            return _checked(_project(alignment.select(order), rows[i] != GAP), source, query)
+    if reference and match.sum() == len(wanted):
+        projected = _project(alignment, match)
+        top = Alignment.of_query(query)
+        both = [np.concatenate(pair) for pair in zip((top.rows, top.deletions), (projected.rows, projected.deletions))]
+        return _checked(Alignment(both[0], both[1], top.names + projected.names), source, query)
+    raise UserError(
+        f"{source}: none of its {len(rows)} rows is the query ({len(wanted)} residues), and its match columns are "
+        f"{int(match.sum()) if reference else 'not marked'}; give the alignment that was made for this query"
+    )
+
+
+def _stockholm_rows(data: bytes, source: str) -> tuple[dict[str, list[bytes]], bytes]:
+    """Row name -> its pieces, and the whole #=GC RF line (empty if there is none)."""
+    body, end, rest = data.partition(b"\n//")
+    if not end:
+        raise UserError(f"{source}: does not end with '//', so it is cut short; fetch or make it again")
+    if rest.strip():
+        raise UserError(f"{source}: holds several alignments; write one file for each")
+    chunks: dict[str, list[bytes]] = {}
+    reference = []
+    for number, line in enumerate(body.split(b"\n")):
+        if line.startswith(b"#=GC RF"):
+            reference.append(line.split()[-1])
+        if not line.strip() or line.startswith(b"#"):
+            continue
+        words = line.split()
+        if len(words) != 2:
+            raise UserError(f"{source}: line {number + 1} is not a name and a row; make the file again")
+        chunks.setdefault(words[0].decode(), []).append(words[1])
+    if not chunks:
+        raise UserError(f"{source}: holds no rows; give an alignment with at least the query's row")
+    return chunks, b"".join(reference)
+
+
+def _parse_rows(data: bytes, source: str, query: str | None) -> Alignment:
+    """One row per line, nothing else (PSICOV's .aln)."""
+    sequences = data.split()
+    if b"\0" in data or any(not re.fullmatch(rb"[A-Za-z.\-]+", s) for s in sequences[:2]) or b" " in data.strip():
+        kind = "a CLUSTAL file" if data.startswith(b"CLUSTAL") else "no alignment that WarpFold knows"
+        raise UserError(f"{source}: is {kind}; give A3M, Stockholm or aligned FASTA")
+    names = [f"row {i + 1}" for i in range(len(sequences))]
+    alignment = _in_columns(names, sequences, source)
+    return _checked(_project(alignment, alignment.rows[0] != GAP), source, query)
+
+
+def _in_columns(names: list[str], sequences: list[bytes], source: str) -> Alignment:
+    """Rows in which every character is a column, [R, W], not yet on the query."""
+    joined, starts = _join(sequences)
+    codes = _ALIGNED[np.frombuffer(joined, dtype=np.uint8)]
+    _refuse_illegal(codes, starts, joined, names, source)
+    _refuse_widths(np.diff(starts), names, source, "columns")
+    rows = codes.reshape(len(names), -1)
+    return Alignment(rows, np.zeros(rows.shape, dtype=np.int32), names)
+
+
+def _project(alignment: Alignment, kept: np.ndarray) -> Alignment:
+    """Only the columns `kept` [W]; residues in the others become insertions before the next kept one."""
+    rows = np.ascontiguousarray(alignment.rows[:, kept])
+    deletions = np.zeros(rows.shape, np.int32)
+    for part in _blocks(len(rows), len(kept)):
+        residues = np.cumsum((alignment.rows[part] != GAP) & ~kept, axis=1, dtype=np.int32)[:, kept]
+        deletions[part] = np.diff(residues, axis=1, prepend=0)
+    return Alignment(rows, deletions, alignment.names)
+
+
+def _checked(alignment: Alignment, source: str, query: str | None) -> Alignment:
+    alignment.check_query(query, source)
+    return alignment
+
+
+def _refuse_illegal(codes: np.ndarray, starts: np.ndarray, letters: bytes, names: Sequence[str], source: str) -> None:
+    """UserError for the first character outside the alphabet: file, record, character, position from 1."""
+    bad = np.flatnonzero(codes == _ILLEGAL)
+    if not bad.size:
+        return
+    row = int(np.searchsorted(starts, bad[0], side="right")) - 1
+    character = letters[bad[0] :].decode(errors="ignore")[:1]
+    where = f"record {row + 1}, {_short(names[row])}, position {bad[0] - starts[row] + 1}"
+    raise UserError(f"{source}: {where} has {character!r}, which is no amino acid; correct or remove it")
+
+
+def _refuse_widths(widths: np.ndarray, names: Sequence[str], source: str, what: str) -> None:
+    """UserError naming the first row that is not as wide as the query's."""
+    other = np.flatnonzero(widths != widths[0])
+    if other.size:
+        i = int(other[0])
+        raise UserError(
+            f"{source}: row {i + 1}, {_short(names[i])}, has {widths[i]} {what}, the first row {widths[0]}; "
+            "rows must be aligned to the query"
+        )
+
+
+def _short(name: str) -> str:
+    """A header as errors show it."""
+    return repr(name if len(name) <= 40 else name[:37] + "...")

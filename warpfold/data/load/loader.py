@@ -1,0 +1,293 @@
+"""From stores to batches on the device, without a step ever waiting: docs/loader.md.
+
+A `Schedule` says which examples this process works on, in which order.  `Workers` make them, ahead of time and across
+epochs; a ready example may pass a slow one, within a window; the next batch is copied to the device while the step
+at hand computes.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warpfold.batch import Arrays, Batch, to_tensors
+from warpfold.data.features.sample import SampleConfig, make_features
+from warpfold.data.load.schedule import Draw, Entry, Order, Schedule, State
+from warpfold.data.load.workers import Layout, Made, Make, Outcome, Refused, Workers
+from warpfold.data.store.example import StoredExample
+from warpfold.data.store.store import Store
+from warpfold.device import Upload, Uploads
+from warpfold.errors import UserError
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the features of examples: what each worker has."""
+
+    stores: tuple[Store, ...]
+    config: SampleConfig
+    seed: int
+    train: bool = True
+
+    def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
+        """Features of the entry `key` of a store, drawn for example `index`, for so many passes through the trunk.
+
+        Arrays of the feature table.  Errors: UserError for a damaged entry.
+        """
+        example = StoredExample(self.stores[source], key)
+        return make_features(example, self.config, self.seed, (key, index), passes, self.train)
+
+
+class Quarantine:
+    """Entries that could not be used and are set aside for the rest of a run, by name.
+
+    limit: how many at most; one more is an error.  known: those of before.  tell: called with the name, the number of
+    the example, and the reason of each.
+    """
+
+    def __init__(
+        self, limit: int, known: Iterable[str] = (), tell: Callable[[str, int, str], None] = lambda *_: None
+    ) -> None:
+        self.limit, self.names, self._tell = limit, dict.fromkeys(known), tell
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def add(self, name: str, index: int, reason: str) -> None:
+        """Set an entry aside.  Errors: UserError if that is one too many."""
+        if name not in self.names:
+            self.names[name] = None
+            self._tell(name, index, reason)
+        if len(self.names) > self.limit:
+            raise UserError(
+                f"entries that cannot be used: {len(self.names)}, the last one {name}: {reason}; more than "
+                f"{self.limit} stop a run (train.quarantine); see quarantine.jsonl, and mend or pack the data again"
+            )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An example, ready to be used."""
+
+    index: int
+    name: str
+    features: Batch
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """An example under way.  place: its number among this process's; it is the ticket of its job."""
+
+    place: int
+    draw: Draw
+    entry: Entry
+    passes: int
+    fixed: bool  # stands at its place for good
+    died: bool = False  # once, with its process
+
+    @property
+    def kind(self) -> tuple[bool, int]:
+        """What it may change places with: examples of the same kind.
+
+        All examples of a step have the step's number of passes; so those of one number may change places, and none
+        is ever made with passes that it lacks or does not need.
+        """
+        return (True, self.place) if self.fixed else (False, self.passes)
+
+
+class Loader:
+    """The examples of `schedule`, in the order of their use: an iterator, and a context that ends its workers.
+
+    make: called with source, key, index, passes (a `Maker`).  passes: the number of passes of step 0, 1, ... of the
+    schedule.  workers: processes; with 0 the work is done here, when asked for.  ahead: examples per worker that are
+    made ahead at most.  window: how many places an example may come earlier or later than planned; with 0, or without
+    workers, all come as planned.  used: called with each example before it is used.
+    The window apart, what comes does not depend on the number of workers.
+    Errors while iterating: UserError from `quarantine`, or if its last source has no entry left.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        make: Make,
+        schedule: Schedule,
+        quarantine: Quarantine,
+        *,
+        passes: Callable[[int], int] = lambda step: 1,
+        workers: int = 0,
+        ahead: int = 4,
+        window: int = 0,
+        device: torch.device | str = "cpu",
+        used: Callable[[Draw], None] = lambda draw: None,
+    ) -> None:
+        self.order, self.schedule, self.quarantine = order, schedule, quarantine
+        self._make, self._passes, self._used = make, passes, used
+        self._window, self._limit = window, max(1, workers * ahead)
+        self._queue = enumerate(schedule)
+        self._planned: dict[int, _Planned] = {}  # by place, ascending: what was planned and is not chosen yet
+        self._kinds: deque[tuple[bool, int]] = deque()  # of the places that no example is chosen for yet
+        self._next: tuple[_Planned, Upload, Layout] | None = None  # chosen, and on its way to the device
+        self._given = 0  # examples given out
+        self._early: dict[int, int] = {}  # of these, place and number of those that were planned for later
+        self._device, self._uploads = device, Uploads(device)
+        self.workers = Workers(make, workers, self._uploads.host) if workers > 0 and len(schedule) else None
+        with ExitStack() as unless_begun:
+            unless_begun.callback(self.close)
+            self._plan()
+            unless_begun.pop_all()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        if self.workers is not None:
+            self.workers.close()
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    def __next__(self) -> Sample:
+        if self._given == len(self.schedule):
+            raise StopIteration
+        if self.workers is None:
+            planned = self._planned[self._given]
+            planned, features = self._make_here(planned)
+            self._choose(planned)
+        else:
+            chosen = self._next or self._take(self.workers, wait=True)
+            assert chosen is not None
+            planned, upload, layout = chosen
+            features = to_tensors(views(upload.wait(), layout))
+        if planned.place > self._given:
+            self._early[planned.place] = planned.draw.number
+        self._early.pop(self._given, None)
+        self._given += 1
+        self._plan()
+        if self.workers is not None:
+            self._next = self._take(self.workers, wait=False)
+        return Sample(planned.draw.number, self.order.name(planned.entry), features)
+
+    def exchanged(self) -> tuple[list[int], list[int]]:
+        """What this rank was to have used by now and has not, and what it has used that was planned for later."""
+        waiting = [*self._planned.values(), *([self._next[0]] if self._next else [])]
+        return [p.draw.number for p in waiting if p.place < self._given], list(self._early.values())
+
+    def state(self, exchanged: Iterable[tuple[list[int], list[int]]] = ()) -> State:
+        """What has been used; at the end of a step.  exchanged: that of every rank, where there are several."""
+        steps, rest = divmod(self._given, self.schedule.per_rank)
+        assert not rest, "in the middle of a step"
+        every = list(exchanged) or [self.exchanged()]
+        late, early = ([index for lists in every for index in lists[which]] for which in (0, 1))
+        return self.schedule.state(steps, late, early)
+
+    def _plan(self) -> None:
+        """Have examples made, up to the limit."""
+        while len(self._planned) < self._limit and (item := next(self._queue, None)):
+            place, (draw, fixed) = item
+            passes = self._passes(place // self.schedule.per_rank)
+            planned = _Planned(place, draw, self.order.entry(*draw), passes, fixed)
+            if not fixed and self.order.name(planned.entry) in self.quarantine:
+                planned = self._redrawn(planned)
+            self._kinds.append(planned.kind)
+            self._submit(planned)
+
+    def _submit(self, planned: _Planned) -> None:
+        self._planned[planned.place] = planned
+        if self.workers is not None:
+            self.workers.submit(planned.place, self._job(planned))
+
+    def _job(self, planned: _Planned) -> tuple[int, str, int, int]:
+        return planned.entry.source, self.order.key(planned.entry), planned.draw.number, planned.passes
+
+    def _redrawn(self, planned: _Planned) -> _Planned:
+        """With another entry in the place of one that is in quarantine."""
+        keys = self.order.sources[planned.entry.source].keys or ()
+        entries = (Entry(planned.entry.source, place) for place in range(len(keys)))
+        if all(self.order.name(entry) in self.quarantine for entry in entries):
+            raise UserError(f"{self.order.sources[planned.entry.source].store.path}: none of its entries can be used")
+        draw, entry = planned.draw, planned.entry
+        while self.order.name(entry) in self.quarantine:
+            draw = Draw(draw.number, draw.again + 1)
+            entry = self.order.entry(*draw)
+        return replace(planned, draw=draw, entry=entry, died=False)
+
+    def _take(self, workers: Workers, wait: bool) -> tuple[_Planned, Upload, Layout] | None:
+        """The example for the next place, on its way to the device; None if there is none (yet, unless `wait`)."""
+        if not self._kinds:
+            return None
+        with workers.changed:
+            while True:
+                self._settle(workers.outcomes)
+                planned = self._first_ready(workers.outcomes)
+                if planned is not None or not wait:
+                    break
+                workers.wait()
+            if planned is None:
+                return None
+            made = workers.outcomes.pop(planned.place)
+        assert isinstance(made, Made)
+        self._choose(planned)
+        return planned, self._uploads.start(made.buffer), made.layout
+
+    def _choose(self, planned: _Planned) -> None:
+        self._used(planned.draw)
+        self._kinds.popleft()
+        del self._planned[planned.place]
+
+    def _first_ready(self, outcomes: Mapping[int, Outcome]) -> _Planned | None:
+        """The first example that is made, of those that may stand at the next place.
+
+        None is more than `window` places behind the oldest that was not chosen: so none comes more than so many places
+        late, nor early.
+        """
+        alike = [planned for planned in self._planned.values() if planned.kind == self._kinds[0]]
+        near = (planned for planned in alike if planned.place <= alike[0].place + self._window)
+        return next((planned for planned in near if planned.place in outcomes), None)
+
+    def _settle(self, outcomes: dict[int, Outcome]) -> None:
+        """Have made again what was not made: once the same, if its process died; otherwise another entry."""
+        for place in [place for place, outcome in outcomes.items() if not isinstance(outcome, Made)]:
+            outcome, planned = outcomes.pop(place), self._planned[place]
+            assert not isinstance(outcome, Made)
+            if isinstance(outcome, Refused):
+                planned = self._set_aside(planned, outcome.reason)
+            elif planned.died:
+                planned = self._set_aside(planned, f"{outcome.reason}, twice")
+            else:
+                planned = replace(planned, died=True)
+            self._submit(planned)
+
+    def _set_aside(self, planned: _Planned, reason: str) -> _Planned:
+        self.quarantine.add(self.order.name(planned.entry), planned.draw.number, reason)
+        return self._redrawn(planned)
+
+    def _make_here(self, planned: _Planned) -> tuple[_Planned, Batch]:
+        while True:
+            try:
+                arrays = self._make(*self._job(planned))
+            except (UserError, MemoryError) as error:
+                planned = self._set_aside(planned, str(error) or "too little memory")
+            else:
+                return planned, to_tensors(arrays, self._device)
+
+
+def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The arrays that lie in a buffer (uint8), as tensors of their dtypes that share its memory."""
+    batch = {}
+    for name, dtype, shape, offset in layout:
+        kind = torch.from_numpy(np.empty(0, dtype)).dtype
+        batch[name] = buffer[offset : offset + math.prod(shape) * kind.itemsize].view(kind).reshape(shape)
+    return batch

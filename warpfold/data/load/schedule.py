@@ -1,0 +1,292 @@
+"""Which example comes at which step and on which rank: pure functions of the data, the seed and the settings.
+
+A run's examples are numbered 0, 1, 2 ... without end.  `Order` says which entry of which store a number stands for,
+`State` which numbers have been used, and `Schedule` deals those that have not to steps and ranks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from warpfold.data.features.choose import SampleConfig, keyed_rng, predicted_cost
+from warpfold.data.store.store import Store
+from warpfold.errors import UserError
+
+Weights = Literal["uniform", "paper"]
+MIXTURE_BLOCK = 4096  # numbers whose stores are drawn at a time
+
+
+@dataclass(frozen=True)
+class Source:
+    """Entries of a store to draw from, and how often among the examples of all sources.
+
+    keys: default, all of the store.  weight: relative to those of the other sources (Supp. 1.3: 0.25 for the PDB,
+    0.75 for self-distillation).
+    """
+
+    store: Store
+    keys: Sequence[str] | None = None
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        keys = list(self.store.keys if self.keys is None else self.keys)
+        object.__setattr__(self, "keys", keys)
+        for key in keys:
+            if key not in self.store:
+                raise UserError(f"{self.store.path}: has no entry {key!r}")
+        if not keys:
+            raise UserError(f"{self.store.path}: no entries to draw from")
+        if not 0 < self.weight < float("inf"):
+            raise UserError(f"{self.store.path}: weight {self.weight}; give a positive number")
+
+    def column(self, name: str) -> list:
+        """One value of the index for each of `keys`."""
+        values = dict(zip(self.store.keys, self.store.column(name)))
+        return [values[key] for key in self.keys or ()]
+
+
+class Entry(NamedTuple):
+    """An entry to draw: which source, and which of its keys."""
+
+    source: int
+    place: int
+
+
+class Order:
+    """Which entry the example of each number is.
+
+    With several sources each number draws its source by weight; each source has an order of its own.
+    weights: "uniform" goes through a new seeded permutation of a source in every epoch of it; "paper" draws with
+    replacement, a chain with probability max(min(length, 512), 256) / 512 divided by the number of chains in its
+    cluster (Supp. 1.2.5).
+    """
+
+    def __init__(self, sources: Sequence[Source], seed: int, weights: Weights = "uniform") -> None:
+        self.sources, self.seed = list(sources), seed
+        names = [source.store.path.resolve().name for source in sources]
+        alike = len(set(names)) < len(names)
+        self._names = [str(source.store.path) for source in sources] if alike else names
+        total = sum(source.weight for source in sources)
+        self._shares = np.cumsum([source.weight / total for source in sources])
+        self._cumulative = [np.cumsum(paper_weights(s)) for s in sources] if weights == "paper" else None
+        self._permutations: dict[int, tuple[int, np.ndarray]] = {}  # source: epoch, permutation
+        self._before = [np.zeros(len(sources), np.int64)]  # how often each source was drawn before each block
+        self._block: tuple[int, np.ndarray] = -1, np.empty(0, np.int64)  # sources drawn in one block
+
+    def __len__(self) -> int:
+        """Entries of all sources."""
+        return sum(len(source.keys or ()) for source in self.sources)
+
+    def entry(self, index: int, draw: int = 0) -> Entry:
+        """The entry of example `index`; with `draw` 1, 2 ... other entries of its source, for one that cannot be used.
+
+        Replacements are drawn with replacement, by the weights of the order.
+        """
+        source, number = self._source(index)
+        if self._cumulative is not None:
+            parts = (index, draw) if draw else (index,)
+            return Entry(source, self._weighted(source, parts))
+        size = len(self.sources[source].keys or ())
+        if draw:
+            return Entry(source, int(self._rng(source, "replacement", index, draw).integers(size)))
+        epoch, place = divmod(number, size)
+        if self._permutations.get(source, (-1,))[0] != epoch:
+            self._permutations[source] = epoch, self._rng(source, epoch).permutation(size)
+        return Entry(source, int(self._permutations[source][1][place]))
+
+    def key(self, entry: Entry) -> str:
+        """Its key in its store."""
+        return (self.sources[entry.source].keys or ())[entry.place]
+
+    def name(self, entry: Entry) -> str:
+        """What it is called in a run: its key, behind the name of its store where there are several."""
+        key = self.key(entry)
+        return key if len(self.sources) == 1 else f"{self._names[entry.source]}:{key}"
+
+    def _rng(self, source: int, *parts: str | int) -> np.random.Generator:
+        return keyed_rng(self.seed, "order", *([f"source {source}"] if source else []), *parts)
+
+    def _weighted(self, source: int, parts: tuple[int, ...]) -> int:
+        assert self._cumulative is not None
+        cumulative = self._cumulative[source]
+        return int(np.searchsorted(cumulative, self._rng(source, *parts).random() * cumulative[-1], side="right"))
+
+    def _source(self, index: int) -> tuple[int, int]:
+        """The source of an example, and how many before it are of the same one."""
+        if len(self.sources) == 1:
+            return 0, index
+        block, place = divmod(index, MIXTURE_BLOCK)
+        while len(self._before) <= block:  # counted once; ten million examples take a third of a second
+            drawn = self._sources_of(len(self._before) - 1)
+            self._before.append(self._before[-1] + np.bincount(drawn, minlength=len(self.sources)))
+        if self._block[0] != block:
+            self._block = block, self._sources_of(block)
+        drawn = self._block[1]
+        source = int(drawn[place])
+        return source, int(self._before[block][source] + np.count_nonzero(drawn[:place] == source))
+
+    def _sources_of(self, block: int) -> np.ndarray:
+        levels = keyed_rng(self.seed, "mixture", block).random(MIXTURE_BLOCK)
+        return np.minimum(np.searchsorted(self._shares, levels, side="right"), len(self.sources) - 1)
+
+
+def paper_weights(source: Source) -> np.ndarray:
+    """How likely the supplement draws each chain, up to a factor (Supp. 1.2.5)."""
+    _, cluster, sizes = np.unique(source.column("cluster"), return_inverse=True, return_counts=True)
+    return np.clip(np.array(source.column("length")), 256, 512) / 512 / sizes[cluster]
+
+
+def split_keys(store: Store, held_out: int, seed: int) -> tuple[list[str], list[str]]:
+    """Keys to train on and keys held out, in the store's order; a cluster is never on both sides.
+
+    held_out: how many to hold out at least; whole clusters, drawn by the seed, until that many.
+    Errors: UserError if nothing would remain to train on.
+    """
+    clusters = store.column("cluster")
+    order = keyed_rng(seed, "held out").permutation(sorted(set(clusters)))
+    names, counts = np.unique(clusters, return_counts=True)
+    sizes = dict(zip(names.tolist(), counts.tolist()))
+    taken: set[str] = set()
+    held = 0
+    for cluster in order.tolist():
+        if held >= held_out:
+            break
+        taken.add(cluster)
+        held += sizes[cluster]
+    rest = [key for key, cluster in zip(store.keys, clusters) if cluster not in taken]
+    if not rest:
+        raise UserError(f"{store.path}: holding out {held_out} of {len(store)} leaves none to train on; hold out fewer")
+    return rest, [key for key, cluster in zip(store.keys, clusters) if cluster in taken]
+
+
+@dataclass(frozen=True)
+class State:
+    """Which examples have been used: all below `first`, and those `early` ones above it (ascending)."""
+
+    first: int = 0
+    early: tuple[int, ...] = ()
+
+    def remaining(self) -> Iterator[int]:
+        """Those that have not been used, ascending, without end."""
+        early = set(self.early)
+        return (index for index in count(self.first) if index not in early)
+
+    def after(self, number: int) -> "State":
+        """When so many of the remaining ones have been used, in order."""
+        end = self.first + number
+        for index in self.early:
+            end += index < end
+        return State(end, tuple(index for index in self.early if index >= end)).changed()
+
+    def changed(self, late: Iterable[int] = (), early: Iterable[int] = ()) -> "State":
+        """When `late` ones have not been used after all, and `early` ones have."""
+        back = set(late)
+        first = min([self.first, *back])
+        used = {*self.early, *early, *range(first, self.first)} - back
+        while first in used:
+            used.remove(first)
+            first += 1
+        return State(first, tuple(sorted(index for index in used if index > first)))
+
+
+class Draw(NamedTuple):
+    """An example as it was used: its number, and how often its entry was drawn anew because it could not be used."""
+
+    number: int
+    again: int = 0
+
+
+class Schedule:
+    """What one rank works on, step after step: each step deals the next examples to the ranks, by predicted cost.
+
+    start: what has been used before.  steps: how many follow.  per_rank: examples per step and rank.
+    cost: example -> its predicted cost (`costs`), which is balanced over the ranks; default: all cost the same.
+    replay: for each rank what it used at these steps in an earlier run, in that order; as many steps as all have whole
+    are repeated, before the others are dealt.
+    The examples of a step are the same whatever the number of ranks, as long as per_rank x ranks is.
+    """
+
+    def __init__(
+        self,
+        start: State,
+        steps: int,
+        per_rank: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        cost: Callable[[int], float] | None = None,
+        replay: Sequence[Sequence[Draw]] = (),
+    ) -> None:
+        self.start, self.steps, self.per_rank, self.rank, self.ranks = start, steps, per_rank, rank, ranks
+        self.cost = cost or (lambda index: 1.0)
+        self.repeated = min([steps, *(len(draws) // per_rank for draws in replay)]) if replay else 0
+        self._replay = [list(draws[: self.repeated * per_rank]) for draws in replay]
+        self._then = start.changed(early=(draw.number for draws in self._replay for draw in draws))
+
+    def __len__(self) -> int:
+        """Examples of this rank."""
+        return self.steps * self.per_rank
+
+    def __iter__(self) -> Iterator[tuple[Draw, bool]]:
+        """This rank's examples, and whether each stands at its place for good, being a repetition."""
+        if self._replay:
+            yield from ((draw, True) for draw in self._replay[self.rank])
+        remaining = self._then.remaining()
+        for _ in range(self.steps - self.repeated):
+            indices = list(islice(remaining, self.per_rank * self.ranks))
+            if self.ranks > 1:
+                mine = deal([self.cost(index) for index in indices], self.ranks)[self.rank]
+                indices = [indices[place] for place in mine]
+            yield from ((Draw(index), False) for index in indices)
+
+    def state(self, steps: int, late: Iterable[int] = (), early: Iterable[int] = ()) -> State:
+        """What has been used after so many steps of all ranks.
+
+        late, early: what the ranks, all together, have not used yet though it was planned for these steps, and used
+        though it was planned for later ones.
+        """
+        if steps <= self.repeated:
+            draws = (draw for rank in self._replay for draw in rank[: steps * self.per_rank])
+            state = self.start.changed(early=(draw.number for draw in draws))
+        else:
+            state = self._then.after((steps - self.repeated) * self.per_rank * self.ranks)
+        return state.changed(late, early)
+
+
+def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
+    """Example -> its predicted cost: that of making it, and that of computing with it, as the square of its residues.
+
+    Both relative to their mean over the data, since a step is held up by either.
+    """
+    lengths = [np.array(source.column("length")) for source in order.sources]
+    depths = [source.column("depth") for source in order.sources]
+    making = [
+        np.array([predicted_cost(*sizes, config) for sizes in zip(length.tolist(), depth)])
+        for length, depth in zip(lengths, depths)
+    ]
+    computing = [np.minimum(length, config.crop or length) ** 2.0 for length in lengths]
+    means = [float(np.concatenate(kind).mean()) for kind in (making, computing)]
+
+    def cost(index: int) -> float:
+        source, place = order.entry(index)
+        return float(making[source][place] / means[0] + computing[source][place] / means[1])
+
+    return cost
+
+
+def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Places 0 .. len(costs) - 1 dealt to ranks, equally many to each (ascending), so that the dearest hand is cheap.
+
+    The dearest first, each to the rank that has the least so far and is not full (Graham's LPT rule); of equals the
+    first, so that every rank comes to the same result.
+    """
+    size = -(-len(costs) // ranks)
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    sums = [0.0] * ranks
+    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+        rank = min((r for r in range(ranks) if len(hands[r]) < size), key=lambda r: (sums[r], r))
+        hands[rank].append(place)
+        sums[rank] += costs[place]
+    return [sorted(hand) for hand in hands]

@@ -1,0 +1,144 @@
+"""The end of packing: the answers of all parts -> clusters, a report, and the store."""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from warpfold.data.pack.part import Answer, PartFolder, Plan, differences
+from warpfold.data.pack.report import Entry, Report, order
+from warpfold.data.similar.clusters import cluster_sequences, read_clusters
+from warpfold.data.store.store import Packed, StoreWriter
+from warpfold.errors import UserError
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+Found = dict[str, Any]  # what `pack_build.Built.entries` holds
+_ENTRY = [field.name for field in fields(Entry)]
+
+
+def finished(out: Path, plan: Plan) -> Report | None:
+    """The report of the store `out`, if it is there; None if nothing is.
+
+    Errors: UserError for anything else of that name, or a store of other inputs or options.
+    """
+    if not out.exists():
+        return None
+    try:
+        origin = json.loads((out / "sources.json").read_text(encoding="utf-8"))
+        report = Report.from_json(json.loads((out / "pack.json").read_text(encoding="utf-8")))
+        found = differences(origin, plan)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{out}: exists already; remove it, or choose another name") from None
+    if found:
+        raise UserError(
+            f"{out}: exists already, packed from other inputs or options ({', '.join(found)}); remove it, or choose "
+            "another name"
+        )
+    return report
+
+
+def report_part(part: PartFolder) -> Report:
+    """The report of one part among several: what was kept and dropped, not yet what is unused."""
+    entries = [_entry(found) for _, _, each in _settled([part]) for found in each]
+    return Report(sorted(entries, key=order), {})
+
+
+def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | None, tell: Progress) -> Report:
+    """Writes the store `out` from parts that belong together and are whole; without chains to keep, nothing.
+
+    Where two files have a chain of one name, the first file (by name) has it.
+    Errors: UserError if `out` exists or the disk refuses, or for the file of clusters.
+    """
+    settled = _settled(parts)
+    everything = [found for _, _, each in settled for found in each]
+    kept = [found for found in everything if found["kept"]]
+    if kept:
+        tell("clustering", 0, 1)
+        for found, cluster in zip(kept, _clusters(kept, parts[0].plan, executor)):
+            found["cluster"] = cluster
+    bad = {name: why for _, answer, _ in settled for name, why in answer.data["bad"].items()}
+    report = Report(
+        sorted(map(_entry, everything), key=order),
+        _unused_alignments(parts, kept, bad),
+        _unused_hits(parts[0], kept, bad),
+    )
+    if not kept:
+        return report
+    with StoreWriter(out) as writer:
+        done = 0
+        for part, answer, each in settled:
+            for found in each:
+                if found["kept"]:
+                    place = found["record"]
+                    record = Packed(part.record(answer, place["number"]), place["header"], place["crc"])
+                    writer.add(found["name"], record, found["meta"] | {"cluster": found["cluster"]})
+                    done += 1
+                    tell("writing", done, len(kept))
+        origin = {name: parts[0].plan[name] for name in ("warpfold", "options", "inputs")}
+        texts = {"pack.json": report.text(), "pack.tsv": report.table()}
+        writer.finish(texts | {"sources.json": json.dumps(origin, indent=1) + "\n"})
+    return report
+
+
+def _entry(found: Found) -> Entry:
+    return Entry(**{name: found[name] for name in _ENTRY})
+
+
+def _settled(parts: Sequence[PartFolder]) -> list[tuple[PartFolder, Answer, list[Found]]]:
+    """The structure files of all parts in the order of their names, each with its entries; no two kept of one name."""
+    jobs = sorted(((job, part, answer) for part in parts for job, answer in part.jobs("structure")), key=lambda j: j[0])
+    holders: dict[str, str] = {}
+    settled = []
+    for _, part, answer in jobs:
+        each: list[Found] = [dict(found) for found in answer.data["entries"]]
+        gone = {found["name"]: holders[found["name"]] for found in each if found["kept"] and found["name"] in holders}
+        for found in each:
+            name, shares = found["name"], found.get("shares", "")
+            if found["kept"] and name in gone:
+                found |= {"kept": False, "reason": f"the same name as in {gone[name]}"}
+            elif found["kept"] and shares in gone:
+                found |= {"kept": False, "reason": f"a copy of {shares}, which is also in {gone[shares]}"}
+            elif found["kept"]:
+                holders[name] = found["file"]
+        settled.append((part, answer, each))
+    return settled
+
+
+def _clusters(kept: Sequence[Found], plan: Plan, executor: Executor | None) -> list[str]:
+    """The name of each chain's cluster: as a file has it, or of the chain that stands for it."""
+    keys, sequences = [found["name"] for found in kept], [found["sequence"] for found in kept]
+    first: dict[str, str] = {}
+    for key, sequence in zip(keys, sequences):
+        first.setdefault(sequence, key)
+    alone = [first[sequence] for sequence in sequences]
+    if plan["clusters"]:
+        named = read_clusters(plan["clusters"], keys, {found["name"]: found["entity"] for found in kept})
+        return [named.get(key, other) for key, other in zip(keys, alone)]
+    identity = plan["options"]["cluster_identity"]
+    if identity >= 1:
+        return alone
+    return [keys[index] for index in cluster_sequences(sequences, identity, executor)]
+
+
+def _unused_alignments(parts: Sequence[PartFolder], kept: Sequence[Found], bad: dict[str, str]) -> dict[str, str]:
+    used = {name for found in kept for name in found["alignments"]}
+    sequences = {found["sequence"] for found in kept}
+    unused = {}
+    for name, query, error in sorted(row for part in parts for row in part.answers["alignments"].data):
+        if name not in used:
+            alike = "its chains have alignments that bear their names"
+            none = "no chain that is kept has this sequence"
+            unused[name] = error or bad.get(name) or (alike if query in sequences else none)
+    return unused
+
+
+def _unused_hits(part: PartFolder, kept: Sequence[Found], bad: dict[str, str]) -> dict[str, str]:
+    used = {name for found in kept for name in found["hits"]}
+    hits = part.answers["hits"].data if "hits" in part.answers else []
+    return {
+        name: why or bad.get(name, "no chain that is kept has this name")
+        for name, why in hits
+        if name not in used or name in bad
+    }

@@ -1,0 +1,184 @@
+"""The account of a packing run: what became of every chain and file, as JSON, as a table and in a line."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from warpfold.data.formats.dates import parse_date
+from warpfold.data.store.store import VERSION, Store
+
+TABLE = (
+    *("name", "status", "reason", "length", "depth", "templates", "resolution", "release_date", "cluster"),
+    *("templates_refused", "alignments", "hits", "file"),
+)
+
+
+@dataclass
+class Entry:
+    """What became of one chain, or of one file that could not be read."""
+
+    name: str
+    file: str
+    kept: bool
+    reason: str = ""  # why it was dropped, or what is to be noted
+    length: int = 0
+    depth: int = 0  # alignment rows
+    templates: int = 0
+    resolution: float | None = None
+    release_date: str | None = None  # YYYY-MM-DD: a column of a table
+    cluster: str | None = None
+    alignments: list[str] = field(default_factory=list)
+    hits: list[str] = field(default_factory=list)
+    templates_refused: dict[str, int] = field(default_factory=dict)  # reason, how many
+
+
+@dataclass(frozen=True)
+class Report:
+    """The account of a run; `pack.json` and `pack.tsv` in the store hold the same."""
+
+    entries: list[Entry]
+    unused: dict[str, str]  # alignment file -> why no chain uses it
+    unused_hits: dict[str, str] = field(default_factory=dict)
+    finished_before: bool = False  # nothing was to do: the store was there, of the same inputs and options
+
+    @property
+    def kept(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.kept]
+
+    @property
+    def dropped(self) -> list[Entry]:
+        return [entry for entry in self.entries if not entry.kept]
+
+    def to_json(self) -> dict[str, Any]:
+        """Kept and dropped entries, how often each reason occurs, and unused files, as JSON can hold them."""
+        return {
+            "kept": [asdict(entry) for entry in self.kept],
+            "dropped": [asdict(entry) for entry in self.dropped],
+            "reasons": dict(Counter(entry.reason for entry in self.dropped).most_common()),
+            "unused_alignments": self.unused,
+            "unused_hits": self.unused_hits,
+        }
+
+    def text(self) -> str:
+        """`to_json` as text, an entry per line."""
+        parts = []
+        for name, value in self.to_json().items():
+            rows = value if isinstance(value, list) else [{key: one} for key, one in value.items()]
+            lines = [json.dumps(row, separators=(", ", ": "), ensure_ascii=False) for row in rows]
+            lines = lines if isinstance(value, list) else [line[1:-1] for line in lines]
+            open_, close = "[]" if isinstance(value, list) else "{}"
+            parts.append(f'"{name}": {open_}' + ",".join(f"\n  {line}" for line in lines) + f"\n {close}")
+        return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Report":
+        """The inverse, of a store that was finished before."""
+        entries = sorted((Entry(**entry) for entry in [*data["kept"], *data["dropped"]]), key=order)
+        return cls(entries, data["unused_alignments"], data["unused_hits"], finished_before=True)
+
+    def table(self) -> str:
+        """Tab-separated text, a line per entry and per unused file, with a header."""
+        lines: list[tuple[str, ...]] = [TABLE]
+        for entry in self.entries:
+            values = asdict(entry) | {"status": "kept" if entry.kept else "dropped"}
+            values["templates_refused"] = "; ".join(f"{n} x {why}" for why, n in entry.templates_refused.items())
+            lines.append(tuple(_cell(values[name]) for name in TABLE))
+        for what, unused in (("alignment", self.unused), ("hits", self.unused_hits)):
+            row = dict.fromkeys(TABLE, "") | {"status": f"unused {what}"}
+            lines += [tuple((row | {"file": file, "reason": _cell(why)}).values()) for file, why in unused.items()]
+        return "".join("\t".join(line) + "\n" for line in lines)
+
+    def summary(self) -> str:
+        """One line of numbers."""
+        alone = sum(not entry.alignments for entry in self.kept)
+        parts = [
+            f"{len(self.kept)} chains kept ({alone} with their sequence alone), {len(self.dropped)} dropped",
+            f"{len(self.unused)} alignments unused",
+        ]
+        if any(entry.hits for entry in self.kept):
+            count = sum(entry.templates for entry in self.kept)
+            parts.append(f"{count} templates" + ("" if count else self._no_templates()))
+        return ", ".join(parts)
+
+    def _no_templates(self) -> str:
+        """Return why none of the hits became a template, with how often."""
+        reasons: Counter[str] = Counter()
+        for entry in self.kept:
+            reasons.update(entry.templates_refused)
+        return f" ({'; '.join(f'{n} x {why}' for why, n in reasons.most_common()) or 'the files hold no hits'})"
+
+
+def order(entry: Entry) -> tuple[str, str]:
+    """How entries of a report are sorted."""
+    return entry.file, entry.name
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        value = " ".join(value)
+    return "" if value is None else " ".join(str(value).split())
+
+
+def describe(store: Store) -> dict[str, Any]:
+    """What is in a store, as JSON can hold it; "packed" says of what inputs and options, if `pack` made it."""
+
+    def column(name: str) -> list[Any]:
+        return [value for value in store.column(name) if value is not None] if name in store.columns else []
+
+    lengths, depths, templates, dates = map(column, ("length", "depth", "templates", "release_date"))
+    days = [day for text in dates if (day := parse_date(text)) is not None]
+    origin = store.path / "sources.json"
+    files = list(store.path.iterdir())
+    return {
+        "path": str(store.path),
+        "format": VERSION,
+        "bytes": sum(file.stat().st_size for file in files),
+        "shards": sum(file.suffix == ".wfs" for file in files),
+        "entries": len(store),
+        "residues": sum(lengths),
+        "length": spread(lengths),
+        "depth": spread(depths),
+        "alone": sum(depth <= 1 for depth in depths),
+        "templates": spread(templates),
+        "with_templates": sum(count > 0 for count in templates),
+        "clusters": len(set(column("cluster"))),
+        "resolution": spread(column("resolution")),
+        "release_date": [min(days).isoformat(), max(days).isoformat()] if days else None,
+        "packed": json.loads(origin.read_text(encoding="utf-8")) if origin.exists() else None,
+    }
+
+
+def description(found: Mapping[str, Any]) -> str:
+    """What `describe` found, for people."""
+
+    def values(name: str) -> str:
+        return ", ".join(f"{key} {value:g}" for key, value in (found[name] or {}).items()) or "unknown"
+
+    rows = {
+        "entries": f"{found['entries']:,} in {found['clusters']:,} clusters, {found['residues']:,} residues",
+        "length": values("length"),
+        "alignment rows": f"{values('depth')}; {found['alone']:,} entries with their sequence alone",
+        "templates": f"{values('templates')}; {found['with_templates']:,} entries with any",
+        "resolution (Å)": values("resolution"),
+        "released": " to ".join(found["release_date"] or ["unknown"]),
+        "size": f"{found['bytes'] / 1e6:,.1f} MB in {found['shards']} shards, format {found['format']}",
+    }
+    if packed := found["packed"]:
+        inputs = {name: one for name, one in packed["inputs"].items() if one["files"]}
+        rows["packed by"] = f"WarpFold {packed['warpfold']}"
+        sizes = (f"{one['files']:,} {name} ({one['bytes'] / 1e6:,.1f} MB)" for name, one in inputs.items())
+        rows["from"] = ", ".join(sizes)
+        given = {name: one for name, one in packed["options"].items() if one is not None}
+        rows["options"] = ", ".join(f"{name.replace('_', '-')} {one}" for name, one in given.items())
+    return "\n".join(f"{name:16s}{text}" for name, text in rows.items())
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """The least, the quartiles and the largest of some numbers; None without any."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    places = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
+    return {name: ordered[round(place * (len(ordered) - 1))] for name, place in places.items()}

@@ -1,0 +1,159 @@
+"""MMseqs2 and HH-suite, where they are installed: searches by programs on PATH, in databases of their own formats."""
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from warpfold.data.formats.sequences import parse_alignment, write_fasta
+from warpfold.data.search.database import Query, Survey, Tell, survey_files
+from warpfold.errors import UserError
+
+SHOWN = 3  # last lines of a failed program's words
+
+
+@dataclass(frozen=True)
+class MMseqs2:
+    """`mmseqs search`, iterated with profiles, then `result2msa`; all queries of a pass in one call.
+
+    sensitivity: MMseqs2's -s.  e_value: to be in the alignment, and in the profile of the next iteration.
+    """
+
+    iterations: int = 3
+    e_value: float = 1e-3
+    sensitivity: float = 7.5
+    name = "mmseqs2"
+
+    def per_pass(self, threads: int) -> int:
+        """Queries of one call: its start takes seconds, whatever their number."""
+        return 256
+
+    def identity(self) -> dict[str, Any]:
+        """All that its results depend on but query and database.  Errors: UserError without the program."""
+        program = _program("mmseqs", self.name, "apt install mmseqs2, or conda install -c bioconda mmseqs2")
+        return {"engine": self.name, "program": _run([program, "version"]).strip(), **asdict(self)}
+
+    def survey(self, path: Path, tell: Tell) -> Survey:
+        """Of the files `mmseqs createdb` made.  Errors: UserError if `path` is no such database."""
+        return _survey(path, ".dbtype", f"make one with `mmseqs createdb {path} DATABASE` and name that")
+
+    def search(
+        self, queries: Sequence[Query], path: Path, survey: Survey, most: int, threads: int, tell: Tell
+    ) -> list[str | UserError]:
+        """A3M rows of what is found for each query, best first, without the query's own row.
+
+        most: rows of one alignment, the query's included.
+        Errors: UserError if the program fails, with its last words: then all these queries have failed.
+        """
+        with tempfile.TemporaryDirectory(prefix="warpfold-mmseqs-") as folder:
+            where = Path(folder)
+            records = [(str(i), query.sequence) for i, query in enumerate(queries)]
+            (where / "queries.fasta").write_text(write_fasta(records), encoding="utf-8")
+            query, hits, msa, rows = (str(where / name) for name in ("query", "hits", "msa", "rows"))
+            quiet, parallel = ["-v", "1"], ["--threads", str(threads)]
+            _run(["mmseqs", "createdb", str(where / "queries.fasta"), query, *quiet])
+            search = ["mmseqs", "search", query, str(path), hits, str(where / "work"), "-a", "1"]
+            search += ["--num-iterations", str(self.iterations), "-s", str(self.sensitivity)]
+            search += ["-e", str(self.e_value), "--e-profile", str(self.e_value), "--max-seqs", str(most)]
+            _run([*search, *parallel, *quiet])
+            # 6: A3M, its headers with E-value and ranges
+            _run(["mmseqs", "result2msa", query, str(path), hits, msa, "--msa-format-mode", "6", *parallel, *quiet])
+            _run(["mmseqs", "unpackdb", msa, rows, "--unpack-name-mode", "0", "--unpack-suffix", ".a3m", *quiet])
+            results: dict[int, str | UserError] = {}
+            for file in sorted(Path(rows).glob("*.a3m")):
+                text = file.read_text(encoding="utf-8").strip("\0\n")
+                number = int(text.partition("\n")[0].removeprefix(">"))  # the first row is the query's
+                results[number] = _found(text, queries[number], most, "mmseqs")
+        return [results.get(i, "") for i in range(len(queries))]
+
+
+@dataclass(frozen=True)
+class HHblits:
+    """hhblits as AlphaFold2 calls it for BFD and UniRef30 (Supp. 1.2.2; the command that it logs): -n 3 -e 1e-3
+    -maxseq 1e6 -realign_max 1e5 -maxfilt 1e5 -min_prefilter_hits 1000.
+    """
+
+    iterations: int = 3
+    e_value: float = 1e-3
+    name = "hhblits"
+
+    def per_pass(self, threads: int) -> int:
+        """hhblits takes one query at a time."""
+        return 1
+
+    def identity(self) -> dict[str, Any]:
+        """All that its results depend on but query and database.  Errors: UserError without the program."""
+        program = _program("hhblits", self.name, "apt install hhsuite, or conda install -c bioconda hhsuite")
+        return {"engine": self.name, "program": _run([program, "-h"]).partition(":")[0].strip(), **asdict(self)}
+
+    def survey(self, path: Path, tell: Tell) -> Survey:
+        """Of an HH-suite database's files.  Errors: UserError if `path` is none (without _a3m.ffdata)."""
+        return _survey(path, "_a3m.ffdata", "name an HH-suite database without this ending")
+
+    def search(
+        self, queries: Sequence[Query], path: Path, survey: Survey, most: int, threads: int, tell: Tell
+    ) -> list[str | UserError]:
+        """A3M rows of what is found for each query, without the query's own row, or why there are none.
+
+        most: rows of one alignment, the query's included.
+        """
+        return [self._one(query, path, most, threads) for query in queries]
+
+    def _one(self, query: Query, path: Path, most: int, threads: int) -> str | UserError:
+        with tempfile.TemporaryDirectory(prefix="warpfold-hhblits-") as folder:
+            source, rows = Path(folder, "query.fasta"), Path(folder, "rows.a3m")
+            source.write_text(write_fasta([("query", query.sequence)]), encoding="utf-8")
+            command = ["hhblits", "-i", str(source), "-d", str(path), "-oa3m", str(rows), "-o", "/dev/null"]
+            command += ["-cpu", str(threads), "-n", str(self.iterations), "-e", str(self.e_value)]
+            command += ["-maxseq", "1000000", "-realign_max", "100000", "-maxfilt", "100000"]
+            try:
+                _run([*command, "-min_prefilter_hits", "1000", "-v", "1"])
+                return _found(rows.read_text(encoding="utf-8"), query, most, "hhblits")
+            except UserError as error:
+                return error
+
+
+def _program(program: str, engine: str, cure: str) -> str:
+    """Where the program is, or UserError."""
+    found = shutil.which(program)
+    if found is None:
+        raise UserError(f"--engine {engine}: `{program}` is not on PATH; install it ({cure}), or use jackhmmer")
+    return found
+
+
+def _run(command: Sequence[str]) -> str:
+    """What a program prints; UserError with its last words if it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except FileNotFoundError:
+        raise UserError(f"`{command[0]}` is not on PATH of the machine that does this job; install it there") from None
+    if done.returncode:
+        words = [line.strip() for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
+        name = " ".join([Path(command[0]).name, *command[1:2]])
+        raise UserError(f"`{name}` failed ({done.returncode}): {' / '.join(words[-SHOWN:]) or 'without a word'}")
+    return done.stdout
+
+
+def _survey(path: Path, ending: str, cure: str) -> Survey:
+    if not path.with_name(path.name + ending).exists():
+        raise UserError(f"{path}: no database of this engine ({path.name}{ending} is not there); {cure}")
+    return survey_files(sorted(file for file in path.parent.glob(f"{path.name}*") if file.is_file()))
+
+
+def _found(text: str, query: Query, most: int, program: str) -> str | UserError:
+    """The rows of a program's A3M below the query's; a range that MMseqs2 put into a header as HMMER would write it."""
+    try:
+        parse_alignment(text, program, query.sequence)
+    except UserError as error:
+        return error
+    rows = []
+    for record in text.lstrip(">").strip("\n").split("\n>")[1:most]:
+        header, _, letters = record.partition("\n")
+        fields = header.split("\t")  # name, bits, identity, E-value, query's start, end, length, target's start, ...
+        if len(fields) == 10:
+            header = f"{fields[0]}/{int(fields[7]) + 1}-{int(fields[8]) + 1}"
+        rows.append(f">{header}\n{letters.translate({10: None})}\n")
+    return "".join(rows)

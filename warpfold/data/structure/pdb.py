@@ -1,0 +1,205 @@
+"""PDB files, and mmCIF files without SEQRES, as the complete mmCIF that `data/structure/mmcif.py` reads.
+
+gemmi finds the polymers; what is added is the place of each residue in its chain's sequence.
+"""
+
+import re
+from collections.abc import Sequence
+
+import gemmi
+import numpy as np
+from gemmi import cif
+
+from warpfold.errors import UserError
+
+BOND = 2.0  # angstrom; C to N of the next residue: nearer is bonded (1.33 in a peptide, more in poor models)
+LONGEST_GAP = 200  # residues: a longer jump in the numbers is a change of numbering rather than a missing part
+
+
+def is_pdb(data: bytes) -> bool:
+    """Whether a file is in PDB format: its lines begin with record names, ATOM or HETATM among them."""
+    return b"_atom_site." not in data and re.search(rb"^(ATOM  |HETATM|HEADER    )", data, re.MULTILINE) is not None
+
+
+def read(data: bytes, source: str) -> cif.Block:
+    """The first model of a PDB file as an mmCIF block with SEQRES, method, resolution and release date.
+
+    Errors: UserError for a file that gemmi cannot read, or that was cut short.
+    """
+    _refuse_cut(data, source)
+    model = data.partition(b"\nENDMDL")[0]
+    _refuse_no_numbers(model, source)
+    try:
+        structure = gemmi.read_pdb_string(model.decode("latin-1"))
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{source}: is not valid PDB ({reason}); fetch the file again") from None
+    structure.name = dict(structure.info.items()).get("_entry.id", "")
+    block = _complete(structure, source)
+    if structure.resolution > 0:
+        block.set_pair("_refine.ls_d_res_high", str(structure.resolution))  # REMARK 2, whatever the method
+    if date := _release_date(data):
+        block.set_pair("_pdbx_audit_revision_history.revision_date", date)
+    return block
+
+
+def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
+    """An mmCIF block without `entity_poly_seq`, its sequences and places added from what the coordinates show.
+
+    The sequence starts with the first residue seen.  Between two residues that are not bonded, and whose numbers
+    (label_seq_id if the file has it, else the author's) leave a gap of at most 200, as many X stand, masked.
+
+    Errors: UserError for a block that gemmi cannot read.
+    """
+    try:
+        structure = gemmi.make_structure_from_block(block)
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{source}: is not valid mmCIF ({reason}); fetch the file again") from None
+    completed = _complete(structure, source)
+    for category in (
+        *("_exptl", "_refine", "_em_3d_reconstruction", "_reflns", "_pdbx_audit_revision_history"),
+        *("_database_PDB_rev", "_chem_comp", "_pdbx_struct_mod_residue"),
+    ):
+        if items := block.get_mmcif_category(category + "."):
+            completed.set_mmcif_category(category + ".", items)
+    return completed
+
+
+def _refuse_cut(data: bytes, source: str) -> None:
+    last = data.rstrip(b"\n").rpartition(b"\n")[2]
+    if last.startswith((b"ATOM  ", b"HETATM")) and len(last.rstrip()) < 54:  # its coordinates end at column 54
+        raise UserError(f"{source}: ends in the middle of an atom, so it is cut short; fetch the file again")
+    if re.search(rb"^SEQRES", data, re.MULTILINE) and not re.search(rb"^END", data, re.MULTILINE):
+        raise UserError(
+            f"{source}: has SEQRES but no END, so it is cut short; fetch it again, or add END if it is whole"
+        )
+
+
+def _refuse_no_numbers(model: bytes, source: str) -> None:
+    """gemmi takes a field of stars or blanks for 0: refuse it here."""
+    for line in model.split(b"\n"):
+        if line.startswith((b"ATOM  ", b"HETATM")):
+            try:
+                float(line[30:38]), float(line[38:46]), float(line[46:54])
+            except ValueError:
+                atom = line[6:27].decode("latin-1").strip()
+                raise UserError(
+                    f"{source}: atom {atom} has a position that is no number; correct the file or leave the atom out"
+                ) from None
+
+
+def _release_date(data: bytes) -> str | None:
+    """The date of the first revision (REVDAT 1) as YYYY-MM-DD."""
+    months = b"JANFEBMARAPRMAYJUNJULAUGSEPOCTNOVDEC"
+    found = re.search(rb"^REVDAT   1   (\d\d)-([A-Z]{3})-(\d\d)", data, re.MULTILINE)
+    if found is None or months.find(found[2]) % 3 != 0:
+        return None
+    year = int(found[3]) + (1900 if int(found[3]) > 70 else 2000)  # the PDB began in 1971
+    return f"{year}-{months.index(found[2]) // 3 + 1:02d}-{int(found[1]):02d}"
+
+
+def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
+    """The first model as mmCIF, every polymer residue with its place in the sequence."""
+    if not len(structure) or not structure[0].count_atom_sites():
+        raise UserError(f"{source}: has no atoms; give a file with coordinates")
+    names = {residue.name for chain in structure[0] for residue in chain}
+    if any("'" in name or '"' in name for name in names):
+        raise UserError(f"{source}: is damaged, a residue's name has a quote in it; fetch the file again")
+    while len(structure) > 1:
+        del structure[-1]
+    _name_chains(structure)
+    structure.setup_entities()
+    for chain in structure[0]:
+        polymer = chain.get_polymer()
+        residues = list(polymer.first_conformer())
+        if not residues:
+            continue
+        entity = structure.get_entity_of(polymer)
+        sequence = [names.split(",")[0] for names in entity.full_sequence] if entity else []
+        places = _places_by_number(residues, sequence) if sequence else None
+        if not sequence:
+            sequence, places = _derive_sequence(residues)
+            _give_sequence(structure, polymer, sequence)
+        if places is not None:
+            by_number = {str(residue.seqid): place for residue, place in zip(residues, places)}
+            for residue in polymer:
+                residue.label_seq = by_number[str(residue.seqid)]
+    structure.assign_label_seq_id()  # by alignment, where the numbers did not tell
+    _name_mixtures(structure)
+    return structure.make_mmcif_block()
+
+
+def _name_mixtures(structure: gemmi.Structure) -> None:
+    """Add to the sequences the other residues that stand at one place (microheterogeneity), which SEQRES lacks."""
+    for chain in structure[0]:
+        polymer = chain.get_polymer()
+        entity = structure.get_entity_of(polymer)
+        names: dict[int, list[str]] = {}
+        for residue in polymer:
+            if residue.label_seq is not None:
+                names.setdefault(residue.label_seq, []).append(residue.name)
+        if entity is None or all(len(set(found)) == 1 for found in names.values()):
+            continue
+        sequence = list(entity.full_sequence)
+        for place, found in names.items():
+            known = sequence[place - 1].split(",") if 0 < place <= len(sequence) else []
+            if len(set(found)) > 1 and set(found) & set(known):
+                sequence[place - 1] = ",".join(dict.fromkeys([*known, *found]))
+        entity.full_sequence = sequence
+
+
+def _name_chains(structure: gemmi.Structure) -> None:
+    """Chains without a name, as old programs write them, become A (or the next free letter)."""
+    taken = {chain.name for chain in structure[0]}
+    for chain in structure[0]:
+        if not chain.name.strip():
+            chain.name = next(letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in taken)
+            taken.add(chain.name)
+
+
+def _places_by_number(residues: Sequence[gemmi.Residue], sequence: Sequence[str]) -> list[int] | None:
+    """Places from 1 if the author's numbers, all shifted alike, fit the sequence: no shift first, then the least."""
+    numbers = [_number(residue) for residue in residues]
+    if any(residue.seqid.icode != " " for residue in residues):
+        return None
+    for shift in (0, *range(1 - min(numbers), len(sequence) - max(numbers) + 1)):
+        places = [number + shift for number in numbers]
+        if all(0 < p <= len(sequence) and sequence[p - 1] == r.name for p, r in zip(places, residues)):
+            return places
+    return None
+
+
+def _number(residue: gemmi.Residue) -> int:
+    return residue.seqid.num or 0
+
+
+def _derive_sequence(residues: Sequence[gemmi.Residue]) -> tuple[list[str], list[int]]:
+    """What the coordinates show of a sequence, X in its gaps, and the place from 1 of each residue."""
+    labels = [residue.label_seq for residue in residues]
+    numbers = [_number(r) if None in labels or label is None else label for r, label in zip(residues, labels)]
+    sequence, places = [residues[0].name], [1]
+    for before, residue, jump in zip(residues, residues[1:], np.diff(numbers).tolist()):
+        if 1 < jump <= LONGEST_GAP + 1 and not _bonded(before, residue):
+            sequence += ["UNK"] * (jump - 1)
+        sequence.append(residue.name)
+        places.append(len(sequence))
+    return sequence, places
+
+
+def _bonded(before: gemmi.Residue, after: gemmi.Residue) -> bool:
+    carbon, nitrogen = before.find_atom("C", "*"), after.find_atom("N", "*")
+    return bool(carbon and nitrogen and carbon.pos.dist(nitrogen.pos) < BOND)
+
+
+def _give_sequence(structure: gemmi.Structure, polymer: gemmi.ResidueSpan, sequence: list[str]) -> None:
+    """An entity of its own for a chain: chains of one protein differ in what of it was seen."""
+    subchain = polymer.subchain_id()
+    for other in structure.entities:
+        other.subchains = [name for name in other.subchains if name != subchain]
+    entity = gemmi.Entity(f"polymer-{subchain}")
+    entity.entity_type = gemmi.EntityType.Polymer
+    entity.polymer_type = polymer.check_polymer_type()
+    entity.subchains = [subchain]
+    entity.full_sequence = sequence
+    structure.entities.append(entity)

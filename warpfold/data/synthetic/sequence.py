@@ -1,0 +1,199 @@
+"""Sequences that follow a structure, and their evolution: site preferences from the fold, pairs in contact together.
+
+Every site has a preference for each residue type, from its element, its burial and how much room there is.  Residues
+in contact are paired off, and a pair's two types are drawn together: charges attract, small goes with large.  The
+query and all its relatives are draws from this one distribution, so contacts covary.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfold.data.formats.alignment import Alignment, encode
+from warpfold.data.synthetic.backbone import Floats, Plan, distances
+from warpfold.geometry.residue import RESTYPE_ORDER, RESTYPES
+
+GAP = 21
+
+# Relative preferences by element and layer (c core, b boundary, s surface), in the spirit of Chou & Fasman,
+# Biochemistry 13, 211 (1974), and of the layer design of Koga et al. (2012).
+PREFERENCES = {
+    "Hc": "L10 A5 I5 M2 F3 V2 W0.5",
+    "Hb": "A6 L4 K3 E3 R2 Q2 M1 I1",
+    "Hs": "E8 K7 R3 Q3 A2 D1 S0.5",
+    "Ec": "V8 I8 F4 Y2 L2 W1 A1",
+    "Eb": "T5 V5 Y3 I3 K2 R2 W1",
+    "Es": "T8 K4 R3 Y2 S2 Q2 V1 E1",
+    "Ls": "S4 G4 N4 D3 T2 K2",
+    "Ts": "S4 K4 T2 G2",
+}
+HELIX_FIRST, HELIX_LAST = "E8 P4 D4 S2 A1", "K8 R5 N2 Q1 A1"  # exposed ends of a helix: its dipole, proline at N1
+EXACT = 0.85  # how often a position that asks for letters gets the first of its choices
+BACKGROUND = 0.002  # for every type everywhere, so that nothing is impossible
+
+CORE, BOUNDARY = 0.34, 0.56  # the most buried shares of helices and strands
+TIGHT, ROOMY = 5.2, 6.6  # angstrom from CB to the nearest CB of another body
+SMALL = {"A": 6.0, "G": 0.4, "S": 1.5, "V": 0.7, "L": 0.15, "I": 0.15, "M": 0.1, "F": 0.02, "W": 0.005, "Y": 0.02}
+LARGE = {"A": 0.3, "L": 1.5, "F": 2.5, "W": 2.5, "Y": 2.0, "M": 1.5, "V": 0.7}
+
+# Side-chain volumes, angstrom^3 (Zamyatnin, Prog. Biophys. Mol. Biol. 24, 107 (1972)), in the order of RESTYPES.
+VOLUMES = np.array([89, 174, 114, 111, 109, 144, 138, 60, 153, 167, 167, 169, 163, 190, 113, 89, 116, 228, 194, 140.0])
+CHARGES = np.array([{"K": 1, "R": 1, "D": -1, "E": -1}.get(letter, 0) for letter in RESTYPES])
+GREASY = np.array([letter in "AVILMFWYC" for letter in RESTYPES])
+PAIR_REACH = 7.5  # angstrom between CB of a pair
+CHARGE_GAIN, GREASE_GAIN, VOLUME_SPREAD = 2.0, 1.0, 22.0
+
+
+@dataclass(frozen=True)
+class Sites:
+    """What evolution may do with a fold.
+
+    preferences: [N, 20], rows sum to 1.  fixed: [N], sites whose type their loop asks for.  pairs: sites that evolve
+    together, each in one pair at most.  couplings: of each pair, the probabilities of its two types [20, 20].
+    """
+
+    preferences: Floats
+    fixed: NDArray[np.bool_]
+    pairs: tuple[tuple[int, int], ...]
+    couplings: tuple[Floats, ...]
+
+
+def sites(plan: Plan, backbone: Floats) -> Sites:
+    """What each site of a fold prefers and which sites are paired.  backbone: N, CA, C, O, CB [N, 5, 3], angstrom."""
+    ca, cb = backbone[:, 1], backbone[:, 4]
+    layers = _layers(plan, _burial(ca, cb))
+    across = (plan.bodies[:, None] != plan.bodies[None, :]) & (plan.bodies >= 0)[:, None] & (plan.bodies >= 0)[None, :]
+    cb_cb = distances(cb, cb)
+    room = np.where(across, cb_cb, np.inf).min(1)
+    rows = np.stack([_preferences(plan, i, layers[i], float(room[i])) for i in range(len(ca))])
+    fixed = np.array([letters != "" for letters in plan.letters])
+    pairs = _pairs(cb_cb, across | _strand_pairs(plan), fixed)
+    couplings = []
+    for i, j in pairs:
+        joint = rows[i][:, None] * rows[j][None, :] * _coupling(rows[i] @ VOLUMES + rows[j] @ VOLUMES)
+        couplings.append(joint / joint.sum())
+    return Sites(rows, fixed, pairs, tuple(couplings))
+
+
+def _burial(ca: Floats, cb: Floats) -> Floats:
+    """How many CB lie ahead of each side chain, within some 10 A: [N]."""
+    ahead = cb - ca
+    toward = cb[None, :, :] - ca[:, None, :]
+    far = np.linalg.norm(toward, axis=-1) + 1e-9
+    cosine = (toward * ahead[:, None, :]).sum(-1) / far / np.linalg.norm(ahead, axis=-1)[:, None]
+    counted = np.clip((10.5 - far) / 2.0, 0.0, 1.0) * np.clip((cosine - 0.1) / 0.5, 0.0, 1.0)
+    place = np.arange(len(ca))
+    return np.where(np.abs(place[:, None] - place[None, :]) > 4, counted, 0.0).sum(1)
+
+
+def _layers(plan: Plan, burial: Floats) -> str:
+    """Core, boundary or surface (c, b, s) of each residue, by rank among those of helices and strands."""
+    inside = np.flatnonzero(plan.bodies >= 0)
+    rank = np.ones(len(burial))
+    rank[inside] = np.argsort(np.argsort(-burial[inside], kind="stable")) / len(inside)
+    return "".join("c" if r < CORE else "b" if r < BOUNDARY else "s" for r in rank)
+
+
+def _row(text: str) -> Floats:
+    row = np.zeros(20)
+    for word in text.split():
+        row[RESTYPE_ORDER[word[0]]] = float(word[1:])
+    return row / row.sum()
+
+
+def _preferences(plan: Plan, i: int, layer: str, room: float) -> Floats:
+    """Site i's preferences [20]."""
+    if letters := plan.letters[i]:
+        row = np.full(20, BACKGROUND)
+        for k, letter in enumerate(letters):
+            row[RESTYPE_ORDER[letter]] += EXACT if k == 0 else (1.0 - EXACT) / (len(letters) - 1)
+        return row / row.sum()
+    element = plan.elements[i]
+    row = _row(PREFERENCES[element + layer])
+    if element == "H" and layer == "s":
+        if plan.elements[max(i - 3, 0)] != "H":
+            row = _row(HELIX_FIRST)
+        elif plan.elements[min(i + 3, len(plan.elements) - 1)] != "H":
+            row = _row(HELIX_LAST)
+    for letter, factor in (SMALL if room < TIGHT else LARGE if room > ROOMY and layer == "c" else {}).items():
+        row[RESTYPE_ORDER[letter]] *= factor
+    if room < TIGHT:
+        row[RESTYPE_ORDER["A"]] += 0.05
+    row = row + BACKGROUND * (np.arange(20) != RESTYPE_ORDER["P"])  # proline breaks helices and strands
+    return row / row.sum()
+
+
+def _strand_pairs(plan: Plan) -> NDArray[np.bool_]:
+    """Pairs of residues in different strands of one sheet."""
+    number = np.cumsum([a == "E" and b != "E" for a, b in zip(plan.elements, "L" + plan.elements)])
+    strand = np.array([n if e == "E" else -1 for n, e in zip(number, plan.elements)])
+    return (strand[:, None] != strand[None, :]) & (strand >= 0)[:, None] & (strand >= 0)[None, :]
+
+
+def _pairs(cb_cb: Floats, allowed: NDArray[np.bool_], fixed: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+    """Pairs off residues in contact, nearest first; each is in one pair at most."""
+    allowed = allowed & (cb_cb < PAIR_REACH) & ~fixed[:, None] & ~fixed[None, :]
+    first, second = np.nonzero(np.triu(allowed, 5))
+    free = np.ones(len(cb_cb), dtype=bool)
+    pairs = []
+    for k in np.argsort(cb_cb[first, second], kind="stable"):
+        i, j = int(first[k]), int(second[k])
+        if free[i] and free[j]:
+            pairs.append((i, j))
+            free[i] = free[j] = False
+    return tuple(pairs)
+
+
+def _coupling(volume: float) -> Floats:
+    """How much a pair of types likes to be in contact [20, 20], where the two side chains should fill `volume`."""
+    charge = -CHARGE_GAIN * CHARGES[:, None] * CHARGES[None, :]
+    grease = GREASE_GAIN * np.where(GREASY[:, None] == GREASY[None, :], 1.0, -1.0)
+    fill = -(((VOLUMES[:, None] + VOLUMES[None, :] - volume) / VOLUME_SPREAD) ** 2) / 2.0
+    fill = np.where(GREASY[:, None] & GREASY[None, :], fill, 0.0)
+    return np.exp(charge + grease + fill)
+
+
+def draw(model: Sites, start: NDArray[np.uint8], change: Floats, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Draws sites anew: start [R, N] codes, each site or pair of row r with probability change[r]; pairs jointly."""
+    rows = start.copy()
+    alone = set(range(start.shape[1])) - {i for pair in model.pairs for i in pair}
+    for i in sorted(alone):
+        anew = rng.random(len(rows)) < change
+        types = np.searchsorted(np.cumsum(model.preferences[i]), rng.random(len(rows)))
+        rows[anew, i] = np.minimum(types, 19)[anew]
+    for (i, j), joint in zip(model.pairs, model.couplings):
+        anew = rng.random(len(rows)) < change
+        both = np.minimum(np.searchsorted(np.cumsum(joint), rng.random(len(rows))), 399)
+        rows[anew, i], rows[anew, j] = (both // 20)[anew], (both % 20)[anew]
+    return rows
+
+
+def evolve(model: Sites, sequence: str, plan: Plan, depth: tuple[int, int], rng: np.random.Generator) -> Alignment:
+    """An alignment of relatives of `sequence`, the query first: between depth[0] and depth[1] rows.
+
+    A few clades part from the query at different distances, and each row from its clade; in some, loops and ends are
+    lost or grow.
+    """
+    count = int(rng.integers(depth[0], depth[1], endpoint=True)) - 1
+    query = encode(sequence).astype(np.uint8)
+    clades = max(2, count // 6)
+    ancestors = draw(model, np.tile(query, (clades, 1)), rng.uniform(0.0, 0.9, clades), rng)
+    rows = draw(model, ancestors[rng.integers(clades, size=count)], rng.uniform(0.05, 0.5, count), rng)
+    deletions = np.zeros(rows.shape, dtype=np.int32)
+    loose = np.flatnonzero([element in "LT" for element in plan.elements])
+    inner = loose[(loose > 0) & (loose < len(query) - 1)]
+    for row, inserted in zip(rows, deletions):
+        if rng.random() < 0.2:
+            row[rng.choice(inner)] = GAP
+        if rng.random() < 0.15:
+            inserted[rng.choice(inner)] = rng.integers(1, 4)
+        if rng.random() < 0.2:  # a fragment
+            row[: rng.integers(1, 7)] = GAP
+        if rng.random() < 0.2:
+            row[-rng.integers(1, 7) :] = GAP
+    return Alignment(
+        np.concatenate([query[None], rows]),
+        np.concatenate([np.zeros((1, len(query)), dtype=np.int32), deletions]),
+        ["query", *(f"relative_{k}" for k in range(1, count + 1))],
+    )

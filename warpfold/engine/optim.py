@@ -1,0 +1,248 @@
+"""AlphaFold's optimiser (Supp. 1.11.3): each example's gradient is clipped, the mean feeds Adam, weights are averaged.
+
+All parameters live in one flat buffer, and so do their gradients, Adam's moments and the moving average.  Clipping,
+Adam and averaging are then a handful of operations whatever the number of parameters: thousands of tiny steps are not
+spent in the optimiser, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.engine.rules import Adam, Lamb, Lars, Norms, Rule
+from warpfold.errors import UserError
+from warpfold.parallel.buckets import make_layout
+from warpfold.parallel.compress import CompressionConfig
+from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.mesh import Mesh
+from warpfold.parallel.reducer import Reducer
+from warpfold.parallel.replicas import check_replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """[optim]: Supp. 1.11.3 and 1.11.7; its counts of samples are steps here, one step being 128 samples there.
+
+    name: "lamb" and "lars" are for large batches; they alone know weight_decay, and lars's momentum is beta1.
+    clip: what clip_norm bounds, each "example"'s gradient (the paper's), or the "step"'s, the mean over all examples.
+    """
+
+    name: Literal["adam", "lamb", "lars"] = "adam"
+    learning_rate: float = 1e-3
+    warmup_steps: int = 1_000  # 128,000 samples
+    decay_after_steps: int = 50_000  # 6,400,000 samples
+    decay_factor: float = 0.95
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-6
+    weight_decay: float = 0.0
+    trust: float = 0.001  # lars: the share of a parameter's norm that a step of rate 1 may change
+    clip: Literal["example", "step"] = "example"
+    clip_norm: float = 0.1
+    average_decay: float = 0.999
+    accumulate: int = 1  # examples per step; data ranks have equal shares of them
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ValueError("accumulate must be at least 1")
+        if not self.clip_norm > 0:
+            raise ValueError("clip_norm must be positive; inf switches clipping off")
+        if not 0 <= self.average_decay < 1:
+            raise ValueError("average_decay must be at least 0 and below 1")
+        if self.weight_decay and self.name == "adam":
+            raise ValueError('weight_decay is for name = "lamb" and "lars"')
+        if self.clip == "step" and self.compression.method != "none":
+            raise ValueError('compression needs clip = "example": nothing that is not finite may be carried over')
+
+
+def learning_rate(config: OptimConfig, step: int) -> float:
+    """The rate of step 0, 1, ...: a linear rise, then constant, then lower by a factor (Supp. 1.11.3)."""
+    rise = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    return config.learning_rate * rise * (config.decay_factor if step >= config.decay_after_steps else 1.0)
+
+
+class Optimizer:
+    """Adam on the mean of clipped per-example gradients, and the moving average of the weights.
+
+    After `loss.backward()` of each example comes `collect(loss)`; after `share` of them comes `step(i)`.
+    The model's parameters (of one dtype, on one device) become views of one buffer; keep the model where it is from
+    then on.  A second Optimizer of a model takes its parameters over, and the first refuses to go on.
+    Where there are several ranks, all of them call everything here, at the same times; each rank updates the shard
+    that it owns, and the weights are whole again after `step`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        mesh: Mesh | None = None,
+        sync: SyncConfig | None = None,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        """mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
+
+        Errors: UserError for a way to sync or a number of examples that these ranks cannot have, ReplicaError where
+        their first weights differ.
+        """
+        self.config, self.mesh, self.sync = config, mesh or Mesh(), sync or SyncConfig()
+        self.share, rest = divmod(config.accumulate, self.mesh.data.size)  # examples per step of this rank
+        if rest:
+            raise UserError(
+                f"optim.accumulate = {config.accumulate} examples per step cannot be shared equally by plan.data = "
+                f"{self.mesh.data.size} ranks; choose a plan.data that divides it"
+            )
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.layout = make_layout(named, self.sync.bucket * 2**20, self.mesh.world.size)
+        some = next(iter(named.values()))
+        self.weights = torch.zeros(self.layout.size, device=some.device, dtype=some.dtype)
+        self.gradient = torch.zeros_like(self.weights)  # of the example at hand; every p.grad is a view of it
+        for name, p in named.items():
+            self.layout.view(self.weights, name).copy_(p.detach())
+            p.data = self.layout.view(self.weights, name)
+            p.grad = self.layout.view(self.gradient, name)
+        self._grads = [(p, p.grad) for p in named.values()]
+        check_replicas(self.weights, self.layout, self.mesh.world, "at the start")
+        compression = config.compression
+        self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
+        self.measured = self.reducer.choose(hidden=self.share == 1 or config.clip == "step")
+        self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
+        self.owned = self.reducer.own(self.weights)  # this rank's shard; the rule's moments are as long
+        self.average = self.owned.clone()
+        self.rule = self._rule()
+        self._expect(0)
+
+    def _rule(self) -> Rule:
+        c, betas = self.config, (self.config.beta1, self.config.beta2)
+        if c.name == "adam":
+            return Adam(self.owned, betas, c.eps)
+        segments = self.layout.segments(self.reducer.parts, self.reducer.index)
+        norms = Norms(segments, list(self.layout.places), self.owned, self.reducer.sum_of_shards)
+        if c.name == "lamb":
+            return Lamb(self.owned, betas, c.eps, c.weight_decay, norms)
+        return Lars(self.owned, c.beta1, c.trust, c.weight_decay, norms)
+
+    def _expect(self, examples: int, used: Tensor | None = None) -> None:
+        """Make ready for one more example; `examples` have been collected since the last step, `used` of them added.
+
+        In the last one's backward pass the data ranks' exchange may begin, unless the clipping factor of that example
+        has to be known first: contributions can be weighed when they have arrived only where it stands alone.
+        """
+        self.examples = examples
+        self.used = torch.zeros((), device=self.weights.device, dtype=torch.float64) if used is None else used
+        alone = self.share == 1
+        weighed_late = alone and self.reducer.exchange.late_weights
+        early = examples == self.share - 1 and (self.config.clip == "step" or weighed_late)
+        self.reducer.begin(early, add_to=None if alone else self.total)
+
+    def collect(self, loss: Tensor | None = None) -> Tensor:
+        """Clip the gradient of one example by its global norm, add it to the step's sum, and clear it.
+
+        Returns the norm before clipping, the same on all ranks that share the example; NaN where the `loss`, or any
+        rank's part of it, is not finite.  An example whose norm is not finite adds nothing and does not count in the
+        mean.  With clip = "step" nothing is clipped here, and such an example makes the step one that changes nothing.
+        The norm is a number on the device, and only who reads it waits for it.
+        Errors: RuntimeError where the gradients do not come here any more.
+        """
+        if any(p.grad is not grad for p, grad in self._grads):
+            raise RuntimeError(
+                "the gradients are not in this Optimizer's buffer any more: another Optimizer took the model over, or "
+                "a grad was set to None (leave zero_grad out: collect does it)"
+            )
+        gradient = self.reducer.finish()
+        norm = self.reducer.norm(gradient, data=False, loss=loss)
+        used = norm.isfinite()
+        if self.config.clip == "step":
+            if not self.reducer.early:
+                self.total.add_(gradient)
+        elif self.reducer.early:
+            self.reducer.weigh(torch.where(used, self._factor(norm), 0))
+        else:
+            gradient.masked_fill_(~used, 0)  # zero times NaN is none
+            self.total.addcmul_(gradient, torch.where(used, self._factor(norm), 0).to(gradient.dtype))
+        self.gradient.zero_()
+        self._expect(self.examples + 1, self.used + used)
+        if self.examples == self.share:
+            self.reducer.count(self.used)
+        return norm
+
+    def step(self, step: int) -> float:
+        """The rule on the mean over the examples that were used, then the moving average; returns the learning rate.
+
+        Where no example was used nothing changes, neither weights nor moments nor average, and the rate is 0.
+        Errors: ReplicaError every `sync.check_every` steps, if the ranks' weights have come apart.
+        """
+        rate = learning_rate(self.config, step)
+        used = self.reducer.used(self.used)  # by all ranks
+        mean = self.reducer.mean(self.total, used / self.mesh.data.size)
+        good = used > 0
+        if self.config.clip == "step":
+            norm = self.reducer.norm(mean, data=True)
+            mean.mul_(self._factor(norm))
+            good = (used == self.config.accumulate) & norm.isfinite()
+        if bool(good):  # the one number of an update that the host waits for
+            self.rule.step(rate, mean)
+            self.average.lerp_(self.owned, 1 - self.config.average_decay)
+            self.reducer.spread(self.owned, self.weights)
+        else:
+            rate = 0.0
+        self.total.zero_()
+        self._expect(0)
+        if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
+            check_replicas(self.weights, self.layout, self.mesh.world, f"after step {step + 1}")
+        return rate
+
+    def _factor(self, norm: Tensor) -> Tensor:
+        """Return what brings a gradient of this norm within clip_norm, float64 as Python's numbers; 1 at most."""
+        return (self.config.clip_norm / norm.double().clamp(min=1e-12)).clamp(max=1.0)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it, the model has the averaged weights (for validation and for the saved parameters)."""
+        trained = self.weights.clone()
+        self.reducer.spread(self.average, self.weights)
+        try:
+            yield
+        finally:
+            self.weights.copy_(trained)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """ "weights.NAME" of `state`; a rank may ask for them alone."""
+        return {f"weights.{name}": self.layout.view(self.weights, name) for name in self.layout.places}
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: "weights.NAME", "average.NAME", "moment1.NAME", "moment2.NAME", "steps", and
+        what the reducer adds.
+
+        Tensors are whole, however they lie on the ranks: a checkpoint fits any number of them.  World rank 0 has all.
+        """
+        named = self.named_weights()
+        for kind, shard in self._sharded().items():
+            whole = self.reducer.spread(shard, torch.empty_like(self.weights)) if self.reducer.parts > 1 else shard
+            named |= {f"{kind}.{name}": self.layout.view(whole, name) for name in self.layout.places}
+        return {**named, "steps": self.rule.steps, **self.reducer.state()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`, exact to the bit on as many ranks as it was saved on.
+
+        Errors: KeyError for a missing name, RuntimeError for one of another shape, ReplicaError where ranks were given
+        other weights than others.
+        """
+        self.reducer.restore(state)
+        for kind, shard in {"weights": self.owned, **self._sharded()}.items():
+            whole = torch.zeros_like(self.weights)
+            for name in self.layout.places:
+                self.layout.view(whole, name).copy_(state[f"{kind}.{name}"])
+            shard.copy_(self.reducer.own(whole))
+            if kind == "weights":
+                self.weights.copy_(whole)
+        self.rule.steps.copy_(state["steps"])
+        self._expect(0)
+        check_replicas(self.weights, self.layout, self.mesh.world, "after reading a checkpoint")
+
+    def _sharded(self) -> dict[str, Tensor]:
+        return {"average": self.average, **self.rule.moments}

@@ -1,0 +1,179 @@
+"""The official configuration of a module or model -> WarpFold's settings.
+
+Only what decides a result is translated.  What is fixed in WarpFold, since it is the same in every published model, has
+to have that value: anything else is a UserError, a key that is missing a KeyError.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from warpfold.errors import UserError
+from warpfold.golden.read import NotImplementedCase
+from warpfold.model.alphafold import HeadsConfig, ModelConfig
+from warpfold.model.embed import RecyclingEmbedder
+from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.losses import LossConfig
+from warpfold.model.pair import PairConfig
+from warpfold.model.structure import StructureConfig
+from warpfold.model.template import TemplateConfig, TemplatePairEmbedder
+
+Official = dict[str, Any]
+POSITION_SCALE = 10.0  # angstrom to the unit of the structure module, in the monomer
+
+
+# Of whole models: fixed in WarpFold, by their path in the official configuration.
+FIXED: dict[str, Any] = {
+    "embeddings_and_evoformer.recycle_features": True,
+    "embeddings_and_evoformer.recycle_pos": True,
+    "embeddings_and_evoformer.prev_pos.min_bin": RecyclingEmbedder.min_bin,
+    "embeddings_and_evoformer.prev_pos.max_bin": RecyclingEmbedder.max_bin,
+    "embeddings_and_evoformer.prev_pos.num_bins": RecyclingEmbedder.bins,
+    "heads.distogram.first_break": 2.3125,
+    "heads.distogram.last_break": 21.6875,
+    "heads.structure_module.fape.clamp_type": "relu",
+    "heads.structure_module.fape.loss_unit_distance": 10.0,
+    "heads.structure_module.sidechain.length_scale": 10.0,
+}
+
+
+def require(official: Official, fixed: Mapping[str, Any]) -> None:
+    """UserError where a value of the configuration, by its path, is not the one that WarpFold has."""
+    for path, value in fixed.items():
+        found: Any = official
+        for key in path.split("."):
+            found = found[key]
+        if found != value:
+            raise UserError(f"the case's config has {path} = {found!r}, WarpFold only {value!r}")
+
+
+def pair_config(official: Official, template: bool = False) -> PairConfig:
+    """From `evoformer` or `template_pair_stack`, whose blocks hold the triangle layers."""
+    attention = official["triangle_attention_starting_node"]
+    product = official["triangle_multiplication_outgoing"]
+    return PairConfig(
+        heads=attention["num_head"],
+        head_width=head_width(attention),
+        c_triangle=product["num_intermediate_channel"],
+        transition=official["pair_transition"]["num_intermediate_factor"],
+        rate=attention["dropout_rate"],
+        fused=product.get("fuse_projection_weights", False),
+        order="attention_first" if template else "multiplication_first",
+    )
+
+
+def head_width(attention: Official) -> int | None:
+    """Channels of a head where the configuration says them; None: those of the input over the heads."""
+    return attention["key_dim"] // attention["num_head"] if "key_dim" in attention else None
+
+
+def evoformer_config(official: Official, blocks: int = 1) -> EvoformerConfig:
+    """From `evoformer`, which serves the extra MSA stack too."""
+    row, column = official["msa_row_attention_with_pair_bias"], official["msa_column_attention"]
+    if row["num_head"] != column["num_head"]:
+        raise UserError(
+            f"{row['num_head']} heads along rows and {column['num_head']} along columns: WarpFold has one number"
+        )
+    outer = official["outer_product_mean"]
+    return EvoformerConfig(
+        blocks=blocks,
+        heads=row["num_head"],
+        transition=official["msa_transition"]["num_intermediate_factor"],
+        rate=row["dropout_rate"],
+        c_outer=outer["num_outer_channel"],
+        outer="first" if outer.get("first") else "middle",
+        pair=pair_config(official),
+    )
+
+
+def template_config(official: Official) -> TemplateConfig:
+    """From `embeddings_and_evoformer.template`."""
+    attention = official["attention"]
+    bins = {"min_bin": 3.25, "max_bin": 50.75, "num_bins": TemplatePairEmbedder.bins}
+    require(official, {"dgram_features": bins, "attention.gating": False})
+    return replace(
+        template_stack_config(official["template_pair_stack"]),
+        enabled=official["enabled"],
+        heads=attention["num_head"],
+        attention_width=attention["key_dim"] // attention["num_head"],
+        torsion_rows=official["embed_torsion_angles"],
+        unit_vectors=official["use_template_unit_vector"],
+    )
+
+
+def template_stack_config(official: Official) -> TemplateConfig:
+    """From `template_pair_stack`; what is outside the stack keeps its default."""
+    return TemplateConfig(
+        c=official["triangle_attention_ending_node"]["value_dim"],
+        blocks=official["num_block"],
+        pair=pair_config(official, template=True),
+    )
+
+
+def structure_config(official: Official) -> StructureConfig:
+    """From `heads.structure_module`."""
+    require(official, {"num_scalar_v": official["num_scalar_qk"]})
+    return StructureConfig(
+        layers=official["num_layer"],
+        c=official["num_channel"],
+        heads=official["num_head"],
+        c_hidden=official["num_scalar_qk"],
+        qk_points=official["num_point_qk"],
+        v_points=official["num_point_v"],
+        transition_layers=official["num_layer_in_transition"],
+        position_scale=official["position_scale"],
+        sidechain_c=official["sidechain"]["num_channel"],
+        sidechain_blocks=official["sidechain"]["num_residual_block"],
+        dropout=official["dropout"],
+    )
+
+
+def model_config(official: Official) -> ModelConfig:
+    """A whole monomer; the ensemble is not in the configuration.  Errors: NotImplementedCase for a multimer."""
+    if official["global_config"].get("multimer_mode"):
+        raise NotImplementedCase("AlphaFold-Multimer")
+    require(official, FIXED)
+    trunk, heads = official["embeddings_and_evoformer"], official["heads"]
+    pae = heads.get("predicted_aligned_error", {"weight": 0.0, "num_bins": 64})
+    return ModelConfig(
+        c_m=trunk["msa_channel"],
+        c_z=trunk["pair_channel"],
+        c_s=trunk["seq_channel"],
+        c_e=trunk["extra_msa_channel"],
+        max_relative=trunk["max_relative_feature"],
+        recycles=official["num_recycle"],
+        evoformer=evoformer_config(trunk["evoformer"], trunk["evoformer_num_block"]),
+        extra_blocks=trunk["extra_msa_stack_num_block"],
+        templates=template_config(trunk["template"]) if trunk["template"]["enabled"] else TemplateConfig(enabled=False),
+        structure=structure_config(heads["structure_module"]),
+        heads=HeadsConfig(
+            distogram_bins=heads["distogram"]["num_bins"],
+            msa_classes=heads["masked_msa"]["num_output"],
+            plddt_c=heads["predicted_lddt"]["num_channels"],
+            plddt_bins=heads["predicted_lddt"]["num_bins"],
+            pae=pae["weight"] > 0,
+            pae_bins=pae["num_bins"],
+        ),
+    )
+
+
+def loss_config(official: Official) -> LossConfig:
+    """The losses of a whole monomer, from `heads`; a head without a weight counts nothing."""
+    structure, filtered = official["structure_module"], official["experimentally_resolved"]
+    return LossConfig(
+        structure_module=structure["weight"],
+        sidechain_fraction=structure["sidechain"]["weight_frac"],
+        chi=structure["chi_weight"],
+        angle_norm=structure["angle_norm_weight"],
+        violation=structure["structural_violation_loss_weight"],
+        distogram=official["distogram"]["weight"],
+        masked_msa=official["masked_msa"]["weight"],
+        plddt=official["predicted_lddt"]["weight"],
+        experimentally_resolved=filtered["weight"],
+        predicted_aligned_error=official.get("predicted_aligned_error", {}).get("weight", 0.0),
+        fape_clamp=structure["fape"]["clamp_distance"],
+        min_resolution=filtered["min_resolution"],
+        max_resolution=filtered["max_resolution"],
+        violation_tolerance_factor=structure["violation_tolerance_factor"],
+        clash_overlap_tolerance=structure["clash_overlap_tolerance"],
+    )

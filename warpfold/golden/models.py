@@ -1,0 +1,193 @@
+"""Reference cases of whole models: recycling, ensembling, every head, every loss, gradients of the total."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warpfold.batch import FEATURES, Arrays, Batch, at_pass, to_tensors
+from warpfold.golden.answer import Answer, load, parameter_gradients
+from warpfold.golden.config import loss_config, model_config
+from warpfold.golden.edges import OWN_ERROR, differences, own_error_step, reference_structure
+from warpfold.golden.read import BrokenCase, Case
+from warpfold.golden.structure import pairs
+from warpfold.model.alphafold import AlphaFold, Output
+from warpfold.model.deepmind import PREFIX
+from warpfold.model.heads import distogram_breaks, pae_breaks
+from warpfold.model.losses import WEIGHTED, LossConfig, Terms, renamed_truth, total_loss
+from warpfold.model.structure import StructureOutput
+from warpfold.model.violations import find_violations, violation_metrics
+
+SCOPE = PREFIX.rstrip("/")
+PAE_HEAD = f"{SCOPE}/predicted_aligned_error_head/logits"
+BINNED = ("plddt", "predicted_aligned_error")  # losses whose targets are bins of what the structure is like
+STRUCTURE_LOSSES = ("fape", "sidechain_fape", "chi_loss", "angle_norm_loss")
+HEAD_LOSSES = {
+    "structure_module": "structure_module",
+    "distogram": "distogram",
+    "masked_msa": "masked_msa",
+    "plddt": "predicted_lddt",
+    "experimentally_resolved": "experimentally_resolved",
+    "predicted_aligned_error": "predicted_aligned_error",
+}
+
+
+def whole_model(case: Case) -> Answer:
+    """A monomer, run on the case's features for as many passes as they have.
+
+    Gradients flow where the case has any; without them nothing is kept for backward.
+    """
+    config = model_config(case.config)
+    features = case.inputs
+    if not case.config["resample_msa_in_recycling"]:  # every recycling has the same samples
+        features = {name: np.concatenate([x] * (config.recycles + 1)) for name, x in features.items()}
+    passes = len(features["msa_feat"])
+    ensemble, rest = divmod(passes, config.recycles + 1)
+    if rest or not ensemble:
+        raise BrokenCase(f"{case.name}: features of {passes} passes for {config.recycles} recycles")
+    last = config.recycles * ensemble  # the pass whose alignment the masked-MSA head and the losses see
+    batch = to_tensors(_features(features, last))
+    model = load(AlphaFold(replace(config, ensemble=ensemble)), case, SCOPE)
+    with torch.set_grad_enabled(bool(case.asks("grad_params"))):
+        output = model(batch)
+        steady = replace(output, structure=reference_structure(case, output.structure))
+        total, terms, notes = _losses(case, output, steady, batch, last)
+    labels = _labels(case, steady.structure, batch)
+    notes |= differences(_labels(case, output.structure, batch), labels)
+    outputs = _outputs(output, batch) | terms | labels
+    step = _own_errors(case, model, output, batch, total)
+    if step is not None:
+        notes[f"grad_params/{PAE_HEAD}//bias"] = OWN_ERROR
+    return Answer(
+        outputs,
+        gradients=parameter_gradients(model, case, SCOPE),
+        objective=total if step is None else total + step,
+        valid=_valid(outputs, batch, last),
+        quaternions=("out/structure_module/traj", "out/structure_module/final_affines"),
+        notes=notes,
+    )
+
+
+def _own_errors(case: Case, model: AlphaFold, output: Output, batch: Batch, total: Tensor) -> Tensor | None:
+    """What to add to the total loss for the reference's rounding of own errors; see `edges.own_error_step`."""
+    share = loss_config(case.config["heads"]).predicted_aligned_error
+    if not (total.requires_grad and share and model.pae is not None and output.pae_logits is not None):
+        return None
+    linear = model.pae.logits
+    weight, bias = torch.autograd.grad(total, [linear.weight, linear.bias], retain_graph=True)
+    ours = torch.cat([weight.T, bias[None]]).numpy() / share
+    theirs = np.vstack([case.expected[f"grad_params/{PAE_HEAD}//{name}"] for name in ("weights", "bias")]) / share
+    log_p = output.pae_logits.log_softmax(-1)
+    step = own_error_step(ours, theirs, output.pair, log_p, batch["backbone_affine_mask"])
+    return None if step is None else share * step
+
+
+def _losses(
+    case: Case, output: Output, steady: Output, batch: Batch, last: int
+) -> tuple[Tensor, Terms, dict[str, str]]:
+    """-> total loss, every loss by the official name, notes.  `steady` decides the bins that losses aim at."""
+    config = loss_config(case.config["heads"])
+    total, terms = total_loss(output, batch, _weighing(config, [w for w in WEIGHTED if w not in BINNED]), last)
+    notes: dict[str, str] = {}
+    if any(getattr(config, name) for name in BINNED):
+        aims = _weighing(config, BINNED)
+        more, binned = total_loss(steady, batch, aims, last)
+        total, terms = total + more, terms | binned
+        own = {f"{HEAD_LOSSES[name]}/loss": x for name, x in total_loss(output, batch, aims, last)[1].items()}
+        notes = differences(own, {f"{HEAD_LOSSES[name]}/loss": x for name, x in binned.items()})
+    losses = {f"{theirs}/loss": terms[ours] for ours, theirs in HEAD_LOSSES.items() if ours in terms}
+    losses |= {f"structure_module/{name}": terms[name] for name in STRUCTURE_LOSSES if name in terms}
+    return total, losses | {"total_loss": total}, notes
+
+
+def _weighing(config: LossConfig, names: Sequence[str]) -> LossConfig:
+    """The same with no other losses than these."""
+    changes: dict[str, Any] = {name: 0.0 for name in WEIGHTED if name not in names}
+    return replace(config, **changes)
+
+
+def _features(features: Arrays, last: int) -> Arrays:
+    """The official features, each with a leading axis of passes -> the feature table's.
+
+    Those that the table has no passes for must be the same in every pass.  The labels are the last pass's.
+    """
+    table: Arrays = {}
+    for name, array in features.items():
+        if name not in FEATURES:
+            continue
+        if FEATURES[name].per_pass:
+            table[name] = array
+            continue
+        if not all(np.array_equal(array[0], other) for other in array[1:]):
+            raise BrokenCase(f"features.npz: {name} differs between passes")
+        table[name] = array[last]
+    return table
+
+
+def _outputs(output: Output, batch: Batch) -> dict[str, Tensor]:
+    """Representations, logits and structure by the official code's names."""
+    s = output.structure
+    outputs = {
+        "representations/msa": output.msa,
+        "representations/pair": output.pair,
+        "representations/single": output.single,
+        "representations/msa_first_row": output.msa_first_row,
+        "representations/structure_module": s.single,
+        "distogram/logits": output.distogram_logits,
+        "distogram/bin_edges": distogram_breaks(output.distogram_logits.shape[-1]),
+        "masked_msa/logits": output.masked_msa_logits,
+        "predicted_lddt/logits": output.plddt_logits,
+        "experimentally_resolved/logits": output.resolved_logits,
+        "structure_module/traj": s.traj,
+        "structure_module/final_affines": s.traj[-1],
+        "structure_module/final_atom14_positions": s.final_atom14,
+        "structure_module/final_atom_positions": s.final_atom37,
+        "structure_module/sidechains/angles_sin_cos": s.angles,
+        "structure_module/sidechains/unnormalized_angles_sin_cos": s.unnormalized_angles,
+        "structure_module/sidechains/atom_pos": s.atom14,
+    }
+    if output.pae_logits is not None:
+        outputs["predicted_aligned_error/logits"] = output.pae_logits
+        outputs["predicted_aligned_error/breaks"] = pae_breaks(output.pae_logits.shape[-1])
+    beta = batch["pseudo_beta"]
+    outputs["distogram/true_dist"] = torch.sqrt(1e-6 + (beta[:, None] - beta[None]).square().sum(-1))
+    return outputs
+
+
+def _labels(case: Case, structure: StructureOutput, batch: Batch) -> dict[str, Tensor]:
+    """What follows from comparing the structure with its labels, and its violations."""
+    atom14, exists, index = structure.final_atom14, batch["atom14_atom_exists"], batch["residue_index"]
+    renamed = renamed_truth(atom14, batch)
+    with torch.no_grad():
+        config = loss_config(case.config["heads"])
+        factor, overlap = config.violation_tolerance_factor, config.clash_overlap_tolerance
+        found = find_violations(
+            atom14, exists, batch["aatype"], index, tolerance_factor=factor, overlap_tolerance=overlap
+        )
+        metrics = violation_metrics(found, atom14, exists, index, batch["seq_mask"])
+    return {
+        "structure_module/alt_naming_is_better": renamed.swapped.float(),
+        "structure_module/renamed_atom14_gt_positions": renamed.positions,
+        "structure_module/renamed_atom14_gt_exists": renamed.mask,
+        **{f"structure_module/metrics/{name}": value for name, value in metrics.items()},
+    }
+
+
+def _valid(outputs: dict[str, Tensor], batch: Batch, last: int) -> dict[str, Tensor]:
+    """Which entries of each output belong to residues and alignment rows that are there."""
+    residues, msa = batch["seq_mask"] > 0, at_pass(batch, last, ["msa_mask"])["msa_mask"] > 0
+    r = len(residues)
+    valid: dict[str, Tensor] = {}
+    for name, x in outputs.items():
+        if name in ("representations/msa", "masked_msa/logits"):
+            valid[f"out/{name}"] = msa
+        elif x.shape[:2] == (r, r):
+            valid[f"out/{name}"] = pairs(batch["seq_mask"])
+        elif x.shape[:1] == (r,):
+            valid[f"out/{name}"] = residues
+        elif name == "structure_module/traj" or name.startswith("structure_module/sidechains/"):
+            valid[f"out/{name}"] = residues.expand(len(x), r)
+    return valid
