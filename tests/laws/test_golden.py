@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from warpfold import golden
-from warpfold.golden.read import Place, find
-from warpfold.golden.runner import run_case
+from warpfold.golden import run_case
+from warpfold.golden.read import CaseFiles, find
 
 ROOT = Path(__file__).parents[2]
 HERE, ALL = ROOT / "tests" / "golden", ROOT.parent / "shared" / "golden"
@@ -14,8 +14,8 @@ SELECTED = find(HERE)
 OTHERS = [p for p in find(ALL) if p.name not in {s.name for s in SELECTED}] if ALL.is_dir() else []
 
 
-def _check(place: Place) -> None:
-    result = run_case(place)
+def _check(files: CaseFiles) -> None:
+    result = run_case(files)
     if result.verdict == golden.NOT_IMPLEMENTED:
         assert "multimer" in result.case, f"{result.case}: {result.reason}"
         pytest.skip(f"{result.case}: {result.reason}")
@@ -23,13 +23,13 @@ def _check(place: Place) -> None:
     assert result.verdict == golden.PASS, f"{result.case} {result.verdict}: {result.reason or bad}"
 
 
-@pytest.mark.parametrize("place", SELECTED, ids=lambda place: place.name)
-def test_selected_case(place: Place) -> None:
-    _check(place)
+@pytest.mark.parametrize("files", SELECTED, ids=lambda files: files.name)
+def test_selected_case(files: CaseFiles) -> None:
+    _check(files)
 
 
-@pytest.mark.parametrize("place", OTHERS or [None], ids=lambda place: getattr(place, "name", "none"))
-def test_shared_case(place: Place | None) -> None:
-    if place is None:
+@pytest.mark.parametrize("files", OTHERS or [None], ids=lambda files: getattr(files, "name", "none"))
+def test_shared_case(files: CaseFiles | None) -> None:
+    if files is None:
         pytest.skip("no ../shared/golden beside this checkout; tests/golden holds a selection of it")
-    _check(place)
+    _check(files)

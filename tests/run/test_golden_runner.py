@@ -11,8 +11,8 @@ import torch
 from warpfold import golden
 from warpfold.errors import UserError
 from warpfold.golden.compare import compare, same_sign
-from warpfold.golden.edges import own_error_step
-from warpfold.golden.read import BrokenCase, Noise, find, read
+from warpfold.golden.models import own_error_step
+from warpfold.golden.read import BrokenCase, RoundingNoise, find, read
 
 CASES = Path(__file__).parents[1] / "golden"
 UNIT = "units/template_pointwise_attention"
@@ -185,7 +185,7 @@ def test_results_are_shown_and_told(folder: Path) -> None:
 
 def test_bound_is_ten_times_the_noise_and_a_millionth_of_the_scale() -> None:
     theirs = np.array([1.0, 100.0])
-    noise = Noise(max_abs_diff=1e-5, max_abs=100.0)
+    noise = RoundingNoise(max_abs_diff=1e-5, max_abs=100.0)
     assert compare("x", theirs + 1.9e-4, theirs, noise).ok
     assert not compare("x", theirs + 2.1e-4, theirs, noise).ok
 
@@ -199,12 +199,12 @@ def test_without_noise_the_relative_norm_decides() -> None:
 
 
 def test_noise_of_undefined_entries_is_no_excuse() -> None:
-    theirs, noise = np.ones(4), Noise(max_abs_diff=0.9, max_abs=1.0)
+    theirs, noise = np.ones(4), RoundingNoise(max_abs_diff=0.9, max_abs=1.0)
     assert not compare("x", theirs * 1.1, theirs, noise).ok
 
 
 def test_noise_of_a_zero_gradient_is_its_bound() -> None:
-    noise = Noise(max_abs_diff=1e-6, max_abs=1e-16)
+    noise = RoundingNoise(max_abs_diff=1e-6, max_abs=1e-16)
     assert compare("x", np.full(4, 2e-6), np.full(4, -1e-6), noise).ok
     assert not compare("x", np.full(4, 2e-5), np.full(4, -1e-6), noise).ok
 
@@ -213,13 +213,13 @@ def test_masked_entries_are_reported_and_not_judged() -> None:
     theirs = np.zeros((2, 3))
     ours = theirs.copy()
     ours[1] = 5.0
-    check = compare("x", ours, theirs, Noise(0.0, 1.0), valid=np.array([True, False]))
+    check = compare("x", ours, theirs, RoundingNoise(0.0, 1.0), valid=np.array([True, False]))
     assert check.ok
     assert check.masked_error == 5.0
 
 
 def test_what_is_not_finite_fails() -> None:
-    assert not compare("x", np.array([np.nan, 1.0]), np.ones(2), Noise(1.0, 1.0)).ok
+    assert not compare("x", np.array([np.nan, 1.0]), np.ones(2), RoundingNoise(1.0, 1.0)).ok
     assert not compare("x", np.array([np.inf, 1.0]), np.ones(2)).ok
     with pytest.raises(ValueError, match="shape"):
         compare("x", np.ones(3), np.ones(2))
@@ -233,8 +233,8 @@ def test_quaternions_count_up_to_sign() -> None:
 
 
 def test_every_selected_case_reads() -> None:
-    for place in find(CASES):
-        assert read(place).expected, place.name
+    for files in find(CASES):
+        assert read(files).expected, files.name
 
 
 def test_reader_refuses_a_model_without_config(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The official configuration of a module or model -> WarpFold's settings.
+"""Translate the official configuration of a module or model into WarpFold's settings.
 
 Only what decides a result is translated.  What is fixed in WarpFold, since it is the same in every published model, has
 to have that value: anything else is a UserError, a key that is missing a KeyError.
@@ -21,7 +21,6 @@ from warpfold.model.template import TemplateConfig, TemplatePairEmbedder
 Official = dict[str, Any]
 POSITION_SCALE = 10.0  # angstrom to the unit of the structure module, in the monomer
 
-
 # Of whole models: fixed in WarpFold, by their path in the official configuration.
 FIXED: dict[str, Any] = {
     "embeddings_and_evoformer.recycle_features": True,
@@ -38,7 +37,7 @@ FIXED: dict[str, Any] = {
 
 
 def require(official: Official, fixed: Mapping[str, Any]) -> None:
-    """UserError where a value of the configuration, by its path, is not the one that WarpFold has."""
+    """Raise UserError where a value of the configuration, by its path, is not the one that WarpFold has."""
     for path, value in fixed.items():
         found: Any = official
         for key in path.split("."):
@@ -48,7 +47,7 @@ def require(official: Official, fixed: Mapping[str, Any]) -> None:
 
 
 def pair_config(official: Official, template: bool = False) -> PairConfig:
-    """From `evoformer` or `template_pair_stack`, whose blocks hold the triangle layers."""
+    """Translate `evoformer` or `template_pair_stack`, whose blocks hold the triangle layers."""
     attention = official["triangle_attention_starting_node"]
     product = official["triangle_multiplication_outgoing"]
     return PairConfig(
@@ -63,12 +62,12 @@ def pair_config(official: Official, template: bool = False) -> PairConfig:
 
 
 def head_width(attention: Official) -> int | None:
-    """Channels of a head where the configuration says them; None: those of the input over the heads."""
+    """Return the channels of a head where the configuration says them; None: those of the input over the heads."""
     return attention["key_dim"] // attention["num_head"] if "key_dim" in attention else None
 
 
 def evoformer_config(official: Official, blocks: int = 1) -> EvoformerConfig:
-    """From `evoformer`, which serves the extra MSA stack too."""
+    """Translate `evoformer`, which serves the extra MSA stack too."""
     row, column = official["msa_row_attention_with_pair_bias"], official["msa_column_attention"]
     if row["num_head"] != column["num_head"]:
         raise UserError(
@@ -87,7 +86,7 @@ def evoformer_config(official: Official, blocks: int = 1) -> EvoformerConfig:
 
 
 def template_config(official: Official) -> TemplateConfig:
-    """From `embeddings_and_evoformer.template`."""
+    """Translate `embeddings_and_evoformer.template`."""
     attention = official["attention"]
     bins = {"min_bin": 3.25, "max_bin": 50.75, "num_bins": TemplatePairEmbedder.bins}
     require(official, {"dgram_features": bins, "attention.gating": False})
@@ -102,7 +101,7 @@ def template_config(official: Official) -> TemplateConfig:
 
 
 def template_stack_config(official: Official) -> TemplateConfig:
-    """From `template_pair_stack`; what is outside the stack keeps its default."""
+    """Translate `template_pair_stack`; what is outside the stack keeps its default."""
     return TemplateConfig(
         c=official["triangle_attention_ending_node"]["value_dim"],
         blocks=official["num_block"],
@@ -111,7 +110,7 @@ def template_stack_config(official: Official) -> TemplateConfig:
 
 
 def structure_config(official: Official) -> StructureConfig:
-    """From `heads.structure_module`."""
+    """Translate `heads.structure_module`."""
     require(official, {"num_scalar_v": official["num_scalar_qk"]})
     return StructureConfig(
         layers=official["num_layer"],
@@ -129,7 +128,7 @@ def structure_config(official: Official) -> StructureConfig:
 
 
 def model_config(official: Official) -> ModelConfig:
-    """A whole monomer; the ensemble is not in the configuration.  Errors: NotImplementedCase for a multimer."""
+    """Translate a whole monomer; the ensemble is not in there.  Errors: NotImplementedCase for a multimer."""
     if official["global_config"].get("multimer_mode"):
         raise NotImplementedCase("AlphaFold-Multimer")
     require(official, FIXED)
@@ -158,7 +157,7 @@ def model_config(official: Official) -> ModelConfig:
 
 
 def loss_config(official: Official) -> LossConfig:
-    """The losses of a whole monomer, from `heads`; a head without a weight counts nothing."""
+    """Translate the losses of a whole monomer, from `heads`; a head without a weight counts nothing."""
     structure, filtered = official["structure_module"], official["experimentally_resolved"]
     return LossConfig(
         structure_module=structure["weight"],

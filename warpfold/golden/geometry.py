@@ -1,44 +1,40 @@
-"""Reference cases of residue geometry, of lDDT and of confidence."""
-
-from collections.abc import Callable
+"""Reference cases of residue geometry, of confidence and of the losses, with their gradients."""
 
 import torch
 from torch import Tensor
 
-from warpfold.geometry import atoms
+from warpfold.geometry import atoms, residue
 from warpfold.geometry.rigid import Rigid, rotation_to_quaternion, update_affine
-from warpfold.golden.answer import Answer, tensors
+from warpfold.golden.compare import CaseOutputs, Compute, Tensors
 from warpfold.golden.config import POSITION_SCALE
-from warpfold.golden.read import Case
-from warpfold.model import confidence
-from warpfold.model.fape import frame_aligned_point_error
-from warpfold.model.losses import lddt
+from warpfold.golden.read import ReferenceCase
+from warpfold.model import confidence, losses
+from warpfold.model.fape import backbone_fape, frame_aligned_point_error
+from warpfold.model.violations import Violations, find_violations, violation_metrics
+
+CA = residue.ATOM_ORDER["CA"]
 
 
-def _expected(case: Case, name: str) -> Tensor:
-    """An expected output, for the cases that state in it which entries are defined."""
+def _expected(case: ReferenceCase, name: str) -> Tensor:
+    """Return an expected output, for the cases that state in it which entries are defined."""
     return torch.from_numpy(case.expected[f"out/{name}"])
 
 
-def _atom37_to_frames(case: Case) -> Answer:
-    x = tensors(case)
+def _atom37_to_frames(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     groups = atoms.atom37_to_frames(x["aatype"], x["all_atom_positions"], x["all_atom_mask"])
     defined = _expected(case, "rigidgroups_gt_exists") > 0
-    names = ("rigidgroups_gt_frames", "rigidgroups_alt_gt_frames")
-    return Answer(
-        {
-            "rigidgroups_gt_frames": groups.frames.to_flat12(),
-            "rigidgroups_alt_gt_frames": groups.alt_frames.to_flat12(),
-            "rigidgroups_gt_exists": groups.mask,
-            "rigidgroups_group_exists": groups.exists,
-            "rigidgroups_group_is_ambiguous": groups.ambiguous,
-        },
-        valid={f"out/{name}": defined for name in names},
-    )
+    outputs = {
+        "rigidgroups_gt_frames": groups.frames.to_flat12(),
+        "rigidgroups_alt_gt_frames": groups.alt_frames.to_flat12(),
+        "rigidgroups_gt_exists": groups.mask,
+        "rigidgroups_group_exists": groups.exists,
+        "rigidgroups_group_is_ambiguous": groups.ambiguous,
+    }
+    valid = {f"out/{name}": defined for name in ("rigidgroups_gt_frames", "rigidgroups_alt_gt_frames")}
+    return CaseOutputs(outputs, valid=valid)
 
 
-def _atom37_to_torsions(case: Case) -> Answer:
-    x = tensors(case)
+def _atom37_to_torsions(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     torsions = atoms.atom37_to_torsions(x["aatype"], x["all_atom_positions"], x["all_atom_mask"])
     outputs = {
         "torsion_angles_sin_cos": torsions.sin_cos[None],
@@ -46,38 +42,29 @@ def _atom37_to_torsions(case: Case) -> Answer:
         "torsion_angles_mask": torsions.mask[None],
     }
     defined = _expected(case, "torsion_angles_mask") > 0
-    names = ("torsion_angles_sin_cos", "alt_torsion_angles_sin_cos")
-    return Answer(outputs, valid={f"out/{name}": defined for name in names})
+    valid = {f"out/{name}": defined for name in ("torsion_angles_sin_cos", "alt_torsion_angles_sin_cos")}
+    return CaseOutputs(outputs, valid=valid)
 
 
-def _renamed_ground_truth(case: Case) -> Answer:
-    x = tensors(case)
-    renamed = atoms.rename_ground_truth(
-        x["atom14_pred_positions"],
-        x["atom14_gt_positions"],
-        x["atom14_gt_exists"],
-        x["atom14_alt_gt_positions"],
-        x["atom14_alt_gt_exists"],
-        x["atom14_atom_is_ambiguous"],
+def _renamed(x: Tensors, predicted: Tensor) -> Tensors:
+    """Return the ground truth with ambiguous atoms named as they fit the predicted atoms best."""
+    names = ("gt_positions", "gt_exists", "alt_gt_positions", "alt_gt_exists", "atom_is_ambiguous")
+    renamed = atoms.rename_ground_truth(predicted, *(x[f"atom14_{name}"] for name in names))
+    return {
+        "alt_naming_is_better": renamed.swapped.float(),
+        "renamed_atom14_gt_positions": renamed.positions,
+        "renamed_atom14_gt_exists": renamed.mask,
+    }
+
+
+def _distogram_bins(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    last_edge = {"rec": 20.75, "templ": 50.75}
+    return CaseOutputs(
+        {n: atoms.distogram_bins(x["p"], 3.25, end, _expected(case, n).shape[-1]) for n, end in last_edge.items()}
     )
-    return Answer(
-        {
-            "alt_naming_is_better": renamed.swapped.float(),
-            "renamed_atom14_gt_positions": renamed.positions,
-            "renamed_atom14_gt_exists": renamed.mask,
-        }
-    )
 
 
-def _distogram_bins(case: Case) -> Answer:
-    p = tensors(case)["p"]
-    recycled = atoms.distogram_bins(p, 3.25, 20.75, _expected(case, "rec").shape[-1])
-    templates = atoms.distogram_bins(p, 3.25, 50.75, _expected(case, "templ").shape[-1])
-    return Answer({"rec": recycled, "templ": templates})
-
-
-def _fape(case: Case) -> Answer:
-    x = tensors(case)
+def _fape(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     fape = frame_aligned_point_error(
         Rigid.from_flat12(x["pred_frames"]),
         x["pred_positions"],
@@ -86,77 +73,58 @@ def _fape(case: Case) -> Answer:
         x["frames_mask"],
         x["positions_mask"],
     )
-    return Answer({"fape": fape}, x)
+    return CaseOutputs({"fape": fape}, x)
 
 
-def _lddt(per_residue: bool) -> Callable[[Case], Answer]:
-    def answer(case: Case) -> Answer:
-        x = tensors(case)
+def _lddt(per_residue: bool) -> Compute:
+    def compute(case: ReferenceCase, x: Tensors) -> CaseOutputs:
         mask = x["true_points_mask"][..., 0]
-        return Answer({"lddt": lddt(x["predicted_points"], x["true_points"], mask, per_residue=per_residue)})
+        score = losses.lddt(x["predicted_points"], x["true_points"], mask, per_residue=per_residue)
+        return CaseOutputs({"lddt": score})
 
-    return answer
+    return compute
 
 
-def _three_points(case: Case) -> Answer:
-    x = tensors(case)
+def _three_points(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     frames = Rigid.from_three_points(x["n_xyz"], x["ca_xyz"], x["c_xyz"])
-    return Answer({"rot": frames.rotation, "trans": frames.translation})
+    return CaseOutputs({"rot": frames.rotation, "trans": frames.translation})
 
 
-def _pseudo_beta(case: Case) -> Answer:
-    x = tensors(case)
-    return Answer(
-        {
-            "pseudo_beta": atoms.pseudo_beta(x["aatype"], x["all_atom_positions"]),
-            "mask": atoms.pseudo_beta_mask(x["aatype"], x["all_atom_mask"]),
-        }
-    )
+def _pseudo_beta(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    positions = atoms.pseudo_beta(x["aatype"], x["all_atom_positions"])
+    return CaseOutputs({"pseudo_beta": positions, "mask": atoms.pseudo_beta_mask(x["aatype"], x["all_atom_mask"])})
 
 
-def _quat_affine(case: Case) -> Answer:
-    x = tensors(case)
-    old, new = x["affine"], update_affine(x["affine"], x["update"])
+def _quat_affine(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    new = update_affine(x["affine"], x["update"])
     frames = Rigid.from_quaternion7(new)
-    return Answer(
-        {
-            "rotation": Rigid.from_quaternion7(old).rotation,
-            "new_affine": new,
-            "new_rotation": frames.rotation,
-            "apply": frames[..., None].apply(x["points"]),
-            "invert": frames[..., None].invert_apply(x["points"]),
-            "scaled": torch.cat([new[..., :4], new[..., 4:] * POSITION_SCALE], -1),
-        },
-        x,
-        quaternions=("out/new_affine", "out/scaled"),
-    )
+    outputs = {
+        "rotation": Rigid.from_quaternion7(x["affine"]).rotation,
+        "new_affine": new,
+        "new_rotation": frames.rotation,
+        "apply": frames[..., None].apply(x["points"]),
+        "invert": frames[..., None].invert_apply(x["points"]),
+        "scaled": torch.cat([new[..., :4], new[..., 4:] * POSITION_SCALE], -1),
+    }
+    return CaseOutputs(outputs, x, quaternions=("out/new_affine", "out/scaled"))
 
 
-def _rotation_to_quaternion(case: Case) -> Answer:
-    return Answer({"quat": rotation_to_quaternion(tensors(case)["rot"])}, quaternions=("out/quat",))
+def _rotation_to_quaternion(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    return CaseOutputs({"quat": rotation_to_quaternion(x["rot"])}, quaternions=("out/quat",))
 
 
-def _torsions_to_atoms(case: Case) -> Answer:
-    x = tensors(case)
-    aatype, affine = x["aatype"], x["affine"]
-    frames = atoms.torsions_to_frames(aatype, Rigid.from_quaternion7(affine), x["torsion_angles_sin_cos"])
-    atom14 = atoms.frames_to_atom14(aatype, frames)
-    return Answer(
-        {
-            "frames": frames.to_flat12(),
-            "atom14_pos": atom14,
-            "atom37_pos": atoms.atom14_to_atom37(aatype, atom14),
-        },
-        x,
-    )
+def _torsions_to_atoms(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    frames = atoms.torsions_to_frames(x["aatype"], Rigid.from_quaternion7(x["affine"]), x["torsion_angles_sin_cos"])
+    atom14 = atoms.frames_to_atom14(x["aatype"], frames)
+    atom37 = atoms.atom14_to_atom37(x["aatype"], atom14)
+    return CaseOutputs({"frames": frames.to_flat12(), "atom14_pos": atom14, "atom37_pos": atom37}, x)
 
 
-def _confidence(case: Case) -> Answer:
-    x = tensors(case)
+def _confidence(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     plddt = confidence.plddt(x["plddt_logits"])
     ptm = confidence.ptm(x["pae_logits"], x["breaks"])
     iptm = confidence.iptm(x["pae_logits"], x["breaks"], x["asym_id"])
-    return Answer(
+    return CaseOutputs(
         {
             "plddt": plddt,
             "predicted_aligned_error": confidence.pae(x["pae_logits"], x["breaks"]),
@@ -169,10 +137,129 @@ def _confidence(case: Case) -> Answer:
     )
 
 
-GEOMETRY: dict[str, Callable[[Case], Answer]] = {
+# Losses
+
+
+def _loss(outputs: Tensors, x: Tensors) -> CaseOutputs:
+    """Return a loss's outputs, of which the residues of `seq_mask` count, where the case has one."""
+    mask = x["seq_mask"] > 0 if "seq_mask" in x else None
+    residues = {} if mask is None else {f"out/{n}": mask for n, y in outputs.items() if y.shape[:1] == mask.shape}
+    return CaseOutputs(outputs, x, valid=residues)
+
+
+def _resolved_well(x: Tensors) -> Tensor:
+    return losses.well_resolved(x["resolution"], losses.LossConfig())
+
+
+def _distogram(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    beta = x["pseudo_beta"]
+    loss = losses.distogram_loss(x["logits"], x["bin_edges"], beta, x["pseudo_beta_mask"])
+    return _loss({"loss": loss, "true_dist": true_distances(beta)}, x)
+
+
+def true_distances(beta: Tensor) -> Tensor:
+    """Return the distances [N, N] between points [N, 3] as the official distogram head reports them."""
+    return torch.sqrt(1e-6 + (beta[:, None] - beta[None]).square().sum(-1))
+
+
+def _experimentally_resolved(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    loss = losses.experimentally_resolved_loss(x["logits"], x["all_atom_mask"], x["atom37_atom_exists"])
+    return _loss({"loss": loss * _resolved_well(x)}, x)
+
+
+def _masked_msa(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    return _loss({"loss": losses.masked_msa_loss(x["logits"], x["true_msa"], x["bert_mask"])}, x)
+
+
+def _plddt(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    names = ("final_atom_positions", "all_atom_positions", "all_atom_mask")
+    ca, true_ca, mask = (x[name][:, CA] for name in names)
+    loss = losses.plddt_loss(x["logits"], ca, true_ca, mask) * _resolved_well(x)
+    return _loss({"loss": loss, "lddt_ca": losses.lddt(ca, true_ca, mask, per_residue=True)[None]}, x)
+
+
+def _predicted_aligned_error(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    frames, true_frames = (Rigid.from_quaternion7(x[name]) for name in ("final_affines", "backbone_affine_tensor"))
+    mask = x["backbone_affine_mask"]
+    loss = losses.predicted_aligned_error_loss(x["logits"], x["breaks"], frames, true_frames, mask)
+    return _loss({"loss": loss * _resolved_well(x)}, x)
+
+
+def _backbone_fape(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    layers = backbone_fape(
+        Rigid.from_quaternion7(x["traj"]),
+        Rigid.from_quaternion7(x["backbone_affine_tensor"]),
+        x["backbone_affine_mask"],
+        clamp=case.config["clamp_distance"],
+        clamped=x.get("use_clamped_fape", 1.0),
+    )
+    return _loss({"loss": layers.mean(), "fape": layers[-1]}, x)
+
+
+def _normalized(angles: Tensor) -> Tensor:
+    """Scale (sin, cos) to length one, as the structure module does (Algorithm 20, line 14)."""
+    return angles * torch.rsqrt(angles.square().sum(-1, keepdim=True).clamp(min=1e-12))
+
+
+def _sidechain_fape(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    angles = _normalized(x["unnormalized_angles"])
+    frames = atoms.torsions_to_frames(x["aatype"], Rigid.from_quaternion7(x["affine"]), angles)
+    atom14 = atoms.frames_to_atom14(x["aatype"], frames)
+    loss = losses.renamed_sidechain_fape(frames, atom14, x, case.config["atom_clamp_distance"])
+    outputs = {"loss": loss, "pred_frames": frames.to_flat12(), "pred_atom14": atom14}
+    return _loss(outputs | _renamed(x, atom14), x)
+
+
+def _torsion_angle(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    unnormalized = x["unnormalized_angles"]
+    angles = _normalized(unnormalized)
+    truth = (x[name] for name in ("chi_angles", "chi_mask", "aatype", "seq_mask"))
+    chi, norm = losses.torsion_angle_loss(angles, unnormalized, *truth)
+    loss = case.config["chi_weight"] * chi + case.config["angle_norm_weight"] * norm
+    return _loss({"angles": angles, "loss": loss, "chi_loss": chi, "angle_norm_loss": norm}, x)
+
+
+def _violation(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    positions, exists = x["atom14_pred_positions"], x["atom14_atom_exists"]
+    found = find_violations(
+        positions,
+        exists,
+        x["aatype"],
+        x["residue_index"],
+        tolerance_factor=case.config["violation_tolerance_factor"],
+        overlap_tolerance=case.config["clash_overlap_tolerance"],
+    )
+    metrics = violation_metrics(found, positions, exists, x["residue_index"], x["seq_mask"])
+    outputs = {
+        "loss": case.config["structural_violation_loss_weight"] * found.loss,
+        **{f"violations/{name}": value for name, value in _violation_parts(found).items()},
+        **{f"metrics/{name}": value for name, value in metrics.items()},
+    }
+    return _loss(outputs, x)
+
+
+def _violation_parts(found: Violations) -> Tensors:
+    """Return the violations by the official code's names."""
+    bonds, clashes, within = found.connections, found.clashes, found.within
+    return {
+        "between_residues/bonds_c_n_loss_mean": bonds.c_n_loss,
+        "between_residues/angles_ca_c_n_loss_mean": bonds.ca_c_n_loss,
+        "between_residues/angles_c_n_ca_loss_mean": bonds.c_n_ca_loss,
+        "between_residues/connections_per_residue_loss_sum": bonds.per_residue_loss,
+        "between_residues/connections_per_residue_violation_mask": bonds.per_residue_mask,
+        "between_residues/clashes_mean_loss": clashes.mean_loss,
+        "between_residues/clashes_per_atom_loss_sum": clashes.per_atom_loss,
+        "between_residues/clashes_per_atom_clash_mask": clashes.per_atom_mask,
+        "within_residues/per_atom_loss_sum": within.per_atom_loss,
+        "within_residues/per_atom_violations": within.per_atom_mask,
+        "total_per_residue_violations_mask": found.per_residue_mask,
+    }
+
+
+GEOMETRY: dict[str, Compute] = {
     "atom37_to_frames": _atom37_to_frames,
     "atom37_to_torsion_angles": _atom37_to_torsions,
-    "compute_renamed_ground_truth": _renamed_ground_truth,
+    "compute_renamed_ground_truth": lambda case, x: CaseOutputs(_renamed(x, x["atom14_pred_positions"])),
     "confidence": _confidence,
     "dgram_from_positions": _distogram_bins,
     "frame_aligned_point_error": _fape,
@@ -183,4 +270,15 @@ GEOMETRY: dict[str, Callable[[Case], Answer]] = {
     "quat_affine": _quat_affine,
     "rot_to_quat": _rotation_to_quaternion,
     "torsion_angles_to_frames_and_atom14": _torsions_to_atoms,
+}
+LOSSES: dict[str, Compute] = {
+    "distogram_loss": _distogram,
+    "experimentally_resolved_loss": _experimentally_resolved,
+    "fape_backbone": _backbone_fape,
+    "fape_sidechain": _sidechain_fape,
+    "masked_msa_loss": _masked_msa,
+    "plddt_loss": _plddt,
+    "predicted_aligned_error_loss": _predicted_aligned_error,
+    "structural_violation": _violation,
+    "torsion_angle_loss": _torsion_angle,
 }

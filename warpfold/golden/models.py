@@ -1,6 +1,20 @@
-"""Reference cases of whole models: recycling, ensembling, every head, every loss, gradients of the total."""
+"""Reference cases of whole models: recycling, ensembling, every head, every loss, gradients of the total.
 
-from collections.abc import Sequence
+Some outputs are discrete: the bins that losses aim at, the naming of ambiguous atoms, violations.  A value on an edge
+falls to either side by rounding, and losses and gradients jump (by 1e-3 and less).  Nothing is loosened for that; what
+rounding alone decides is decided as the reference did, so that the rest can be judged strictly:
+
+* Discrete quantities are computed by our functions on the reference's structure.  Ours is compared with it by itself.
+* A residue's aligned error in its own frame is zero, the edge of the first bin.  In compiled code rounding lifts most
+  of them off zero, and which ones differs even between the reference's loss and its gradient.  For the gradient the
+  choice is read off that of the one layer which the bins touch directly; all other gradients then have to follow.
+
+Either leaves a note beside the result.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +23,12 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import FEATURES, Arrays, Batch, at_pass, to_tensors
-from warpfold.golden.answer import Answer, load, parameter_gradients
+from warpfold.geometry.rigid import Rigid
+from warpfold.golden.compare import CaseOutputs, Tensors, load, parameter_gradients
 from warpfold.golden.config import loss_config, model_config
-from warpfold.golden.edges import OWN_ERROR, differences, own_error_step, reference_structure
-from warpfold.golden.read import BrokenCase, Case
-from warpfold.golden.structure import pairs
+from warpfold.golden.geometry import true_distances
+from warpfold.golden.layers import pairs
+from warpfold.golden.read import BrokenCase, ReferenceCase
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.deepmind import PREFIX
 from warpfold.model.heads import distogram_breaks, pae_breaks
@@ -24,6 +39,9 @@ from warpfold.model.violations import find_violations, violation_metrics
 SCOPE = PREFIX.rstrip("/")
 PAE_HEAD = f"{SCOPE}/predicted_aligned_error_head/logits"
 BINNED = ("plddt", "predicted_aligned_error")  # losses whose targets are bins of what the structure is like
+ON_EDGE = "on an edge: decided on the reference's structure"
+OWN_ERROR = "own errors of zero, on an edge: decided by the reference's gradient"
+AT_MOST = 200_000  # choices of residues to try
 STRUCTURE_LOSSES = ("fape", "sidechain_fape", "chi_loss", "angle_norm_loss")
 HEAD_LOSSES = {
     "structure_module": "structure_module",
@@ -35,8 +53,8 @@ HEAD_LOSSES = {
 }
 
 
-def whole_model(case: Case) -> Answer:
-    """A monomer, run on the case's features for as many passes as they have.
+def whole_model(case: ReferenceCase) -> CaseOutputs:
+    """Run a monomer on the case's features, for as many passes as they have.
 
     Gradients flow where the case has any; without them nothing is kept for backward.
     """
@@ -61,7 +79,7 @@ def whole_model(case: Case) -> Answer:
     step = _own_errors(case, model, output, batch, total)
     if step is not None:
         notes[f"grad_params/{PAE_HEAD}//bias"] = OWN_ERROR
-    return Answer(
+    return CaseOutputs(
         outputs,
         gradients=parameter_gradients(model, case, SCOPE),
         objective=total if step is None else total + step,
@@ -71,8 +89,8 @@ def whole_model(case: Case) -> Answer:
     )
 
 
-def _own_errors(case: Case, model: AlphaFold, output: Output, batch: Batch, total: Tensor) -> Tensor | None:
-    """What to add to the total loss for the reference's rounding of own errors; see `edges.own_error_step`."""
+def _own_errors(case: ReferenceCase, model: AlphaFold, output: Output, batch: Batch, total: Tensor) -> Tensor | None:
+    """Return what to add to the total loss for the reference's rounding of own errors; see `own_error_step`."""
     share = loss_config(case.config["heads"]).predicted_aligned_error
     if not (total.requires_grad and share and model.pae is not None and output.pae_logits is not None):
         return None
@@ -86,9 +104,9 @@ def _own_errors(case: Case, model: AlphaFold, output: Output, batch: Batch, tota
 
 
 def _losses(
-    case: Case, output: Output, steady: Output, batch: Batch, last: int
+    case: ReferenceCase, output: Output, steady: Output, batch: Batch, last: int
 ) -> tuple[Tensor, Terms, dict[str, str]]:
-    """-> total loss, every loss by the official name, notes.  `steady` decides the bins that losses aim at."""
+    """Return the total loss, every loss by the official name, and notes.  `steady` decides what bins losses aim at."""
     config = loss_config(case.config["heads"])
     total, terms = total_loss(output, batch, _weighing(config, [w for w in WEIGHTED if w not in BINNED]), last)
     notes: dict[str, str] = {}
@@ -104,13 +122,13 @@ def _losses(
 
 
 def _weighing(config: LossConfig, names: Sequence[str]) -> LossConfig:
-    """The same with no other losses than these."""
+    """Return the same settings with no other losses than these."""
     changes: dict[str, Any] = {name: 0.0 for name in WEIGHTED if name not in names}
     return replace(config, **changes)
 
 
 def _features(features: Arrays, last: int) -> Arrays:
-    """The official features, each with a leading axis of passes -> the feature table's.
+    """Return the features of the table from the official ones, each of which has a leading axis of passes.
 
     Those that the table has no passes for must be the same in every pass.  The labels are the last pass's.
     """
@@ -127,8 +145,8 @@ def _features(features: Arrays, last: int) -> Arrays:
     return table
 
 
-def _outputs(output: Output, batch: Batch) -> dict[str, Tensor]:
-    """Representations, logits and structure by the official code's names."""
+def _outputs(output: Output, batch: Batch) -> Tensors:
+    """Return representations, logits and structure by the official code's names."""
     s = output.structure
     outputs = {
         "representations/msa": output.msa,
@@ -152,13 +170,11 @@ def _outputs(output: Output, batch: Batch) -> dict[str, Tensor]:
     if output.pae_logits is not None:
         outputs["predicted_aligned_error/logits"] = output.pae_logits
         outputs["predicted_aligned_error/breaks"] = pae_breaks(output.pae_logits.shape[-1])
-    beta = batch["pseudo_beta"]
-    outputs["distogram/true_dist"] = torch.sqrt(1e-6 + (beta[:, None] - beta[None]).square().sum(-1))
-    return outputs
+    return outputs | {"distogram/true_dist": true_distances(batch["pseudo_beta"])}
 
 
-def _labels(case: Case, structure: StructureOutput, batch: Batch) -> dict[str, Tensor]:
-    """What follows from comparing the structure with its labels, and its violations."""
+def _labels(case: ReferenceCase, structure: StructureOutput, batch: Batch) -> Tensors:
+    """Return what follows from comparing the structure with its labels, and its violations."""
     atom14, exists, index = structure.final_atom14, batch["atom14_atom_exists"], batch["residue_index"]
     renamed = renamed_truth(atom14, batch)
     with torch.no_grad():
@@ -176,11 +192,11 @@ def _labels(case: Case, structure: StructureOutput, batch: Batch) -> dict[str, T
     }
 
 
-def _valid(outputs: dict[str, Tensor], batch: Batch, last: int) -> dict[str, Tensor]:
-    """Which entries of each output belong to residues and alignment rows that are there."""
+def _valid(outputs: Tensors, batch: Batch, last: int) -> Tensors:
+    """Return which entries of each output belong to residues and alignment rows that are there."""
     residues, msa = batch["seq_mask"] > 0, at_pass(batch, last, ["msa_mask"])["msa_mask"] > 0
     r = len(residues)
-    valid: dict[str, Tensor] = {}
+    valid: Tensors = {}
     for name, x in outputs.items():
         if name in ("representations/msa", "masked_msa/logits"):
             valid[f"out/{name}"] = msa
@@ -191,3 +207,48 @@ def _valid(outputs: dict[str, Tensor], batch: Batch, last: int) -> dict[str, Ten
         elif name == "structure_module/traj" or name.startswith("structure_module/sidechains/"):
             valid[f"out/{name}"] = residues.expand(len(x), r)
     return valid
+
+
+# What rounding alone decides
+
+
+def reference_structure(case: ReferenceCase, ours: StructureOutput) -> StructureOutput:
+    """Return our structure, but with the reference's backbone and final atoms, where the case has them."""
+    stored = {
+        name: torch.from_numpy(case.expected[f"out/structure_module/{name}"])
+        for name in ("traj", "final_atom14_positions", "final_atom_positions")
+        if f"out/structure_module/{name}" in case.expected
+    }
+    traj = stored.get("traj", ours.traj)
+    return replace(
+        ours,
+        traj=traj,
+        frames=Rigid.from_quaternion7(traj),
+        final_atom14=stored.get("final_atom14_positions", ours.final_atom14),
+        final_atom37=stored.get("final_atom_positions", ours.final_atom37),
+    )
+
+
+def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return notes, by output, on discrete quantities that our own structure decides otherwise than the reference's."""
+    return {f"out/{name}": ON_EDGE for name, x in ours.items() if not torch.equal(x, theirs[name])}
+
+
+def own_error_step(ours: np.ndarray, theirs: np.ndarray, pair: Tensor, log_p: Tensor, mask: Tensor) -> Tensor | None:
+    """Return what to add to the loss on the aligned error, so that own errors of zero are in the bins of the reference.
+
+    ours, theirs [c_z + 1, bins]: the gradient of that loss by the head's weights and bias; ours for own errors that are
+    all in the second bin.  pair [N, N, c_z] is the head's input, log_p [N, N, bins] its log-probabilities, mask [N].
+    Moving residue i to the first bin adds pair[i, i] over the number of pairs to column 1 of the gradient, and the
+    opposite to column 0.  None where no residue was moved, or too many to try.
+    """
+    pairs = float(mask.sum()) ** 2
+    moved = ((theirs - ours)[:, 1] - (theirs - ours)[:, 0]) / 2 * pairs
+    count, residues = round(float(moved[-1])), np.flatnonzero(mask.numpy() > 0)
+    if count < 1 or math.comb(len(residues), count) > AT_MOST:
+        return None
+    own = pair.detach().numpy()[residues, residues]
+    choices = np.array(list(itertools.combinations(range(len(residues)), count)))
+    miss = np.linalg.norm(own[choices].sum(1) - moved[:-1], axis=-1)
+    chosen = residues[choices[miss.argmin()]]
+    return (log_p[chosen, chosen, 1] - log_p[chosen, chosen, 0]).sum() / pairs

@@ -1,4 +1,4 @@
-"""Reads reference cases: the official code's inputs, parameters, outputs and gradients, as files of one folder.
+"""Read reference cases: the official code's inputs, parameters, outputs and gradients, as files of one folder.
 
 The layout, all of it optional (the README beside the cases in `tests/golden` says what each file holds):
 
@@ -34,7 +34,7 @@ class NotImplementedCase(UserError):
 
 
 @dataclass(frozen=True)
-class Noise:
+class RoundingNoise:
     """How far the stored fp32 run of the official code is from its own fp64 run, for one array."""
 
     max_abs_diff: float
@@ -42,8 +42,8 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one case lies.  `name` is its path under the folder asked for, without suffix; `kind` one of KINDS."""
+class CaseFiles:
+    """The files of one case.  `name` is their path under the folder asked for, without suffix; `kind` one of KINDS."""
 
     kind: str
     name: str
@@ -51,7 +51,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Case:
+class ReferenceCase:
     """One reference case, as read.
 
     inputs:     `in/*` of a unit, the features of a whole model.
@@ -70,28 +70,28 @@ class Case:
     params: Arrays = field(default_factory=dict)
     cotangents: Arrays = field(default_factory=dict)
     samples: Arrays = field(default_factory=dict)
-    noise: dict[str, Noise] = field(default_factory=dict)
+    noise: dict[str, RoundingNoise] = field(default_factory=dict)
 
     @property
     def config(self) -> dict[str, Any]:
-        """The official configuration of the module or model (empty where the case needs none)."""
+        """Return the official configuration of the module or model (empty where the case needs none)."""
         return self.meta.get("config") or {}
 
     @property
     def title(self) -> str:
-        """The last part of the name, by which the case is known."""
+        """Return the last part of the name, by which the case is known."""
         return self.name.rsplit("/", 1)[-1]
 
     def asks(self, group: str) -> list[str]:
-        """Names of the expected arrays of one group, e.g. "grad_in" -> the inputs that need a gradient."""
+        """Return the names of the expected arrays of one group, e.g. "grad_in" -> the inputs that need a gradient."""
         return [name.split("/", 1)[1] for name in self.expected if name.split("/", 1)[0] == group]
 
 
-def find(folder: Path) -> list[Place]:
-    """Every case at or below `folder`, geometry first and whole models last.  Errors: UserError if there is none."""
+def find(folder: Path) -> list[CaseFiles]:
+    """Find the cases at or below `folder`, geometry first, whole models last.  Errors: UserError if there is none."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give one that holds models/, units/, losses/ or geometry/")
-    places: dict[tuple[int, str], Place] = {}
+    found: dict[tuple[int, str], CaseFiles] = {}
     top = folder.resolve()
     for path in sorted([top, *top.rglob("*")]):
         if path.is_dir() and (path.parent.name == "models" or (path == top and (path / "config.json").is_file())):
@@ -102,20 +102,20 @@ def find(folder: Path) -> list[Place]:
             continue
         name = stem.relative_to(top).as_posix() if stem != top else stem.name
         name = name if "/" in name else f"{kind}/{name}"
-        places[KINDS.index(kind), name] = Place(kind, name, stem)
-    if not places:
+        found[KINDS.index(kind), name] = CaseFiles(kind, name, stem)
+    if not found:
         raise UserError(f"{folder}: no reference case; expected models/, units/, losses/ or geometry/ in it")
-    return [places[key] for key in sorted(places)]
+    return [found[key] for key in sorted(found)]
 
 
-def read(place: Place) -> Case:
-    """The case at `place`.  Errors: BrokenCase."""
-    return _read_model(place) if place.kind == "models" else _read_unit(place)
+def read(files: CaseFiles) -> ReferenceCase:
+    """Read a case from its files.  Errors: BrokenCase."""
+    return _read_model(files) if files.kind == "models" else _read_unit(files)
 
 
-def _read_unit(place: Place) -> Case:
-    meta = _json(place.path.with_name(place.path.name + ".json"))
-    path = place.path.with_name(place.path.name + ".npz")
+def _read_unit(files: CaseFiles) -> ReferenceCase:
+    meta = _json(files.path.with_name(files.path.name + ".json"))
+    path = files.path.with_name(files.path.name + ".npz")
     arrays = _npz(path)
     _check_shapes(path, arrays, meta.get("shapes"))
     groups: dict[str, Arrays] = {}
@@ -124,9 +124,9 @@ def _read_unit(place: Place) -> Case:
         groups.setdefault(group, {})[name] = array
     if not groups.get("in") or not groups.get("out"):
         raise BrokenCase(f"{path}: holds no {'in' if not groups.get('in') else 'out'}/* arrays")
-    return Case(
-        name=place.name,
-        kind=place.kind,
+    return ReferenceCase(
+        name=files.name,
+        kind=files.kind,
         meta=meta,
         inputs=groups["in"],
         expected={f"{group}/{name}": x for group in COMPARED for name, x in groups.get(group, {}).items()},
@@ -137,33 +137,36 @@ def _read_unit(place: Place) -> Case:
     )
 
 
-def _read_model(place: Place) -> Case:
-    folder = place.path
+def _read_model(files: CaseFiles) -> ReferenceCase:
+    folder = files.path
+
+    def optional(name: str) -> Any:
+        path = folder / name
+        return (_npz(path) if path.suffix == ".npz" else _json(path)) if path.exists() else None
+
     meta = _json(folder / "config.json")
     if not isinstance(meta.get("config"), dict):
         raise BrokenCase(f"{folder / 'config.json'}: has no 'config'")
-    stored = _npz(folder / "params.npz") if (folder / "params.npz").exists() else None
-    sums = _json(folder / "param_checksums.json") if (folder / "param_checksums.json").exists() else None
-    noise = _json(folder / "noise_fp32_vs_fp64.json") if (folder / "noise_fp32_vs_fp64.json").exists() else None
-    grads = _npz(folder / "grads.npz") if (folder / "grads.npz").exists() else {}
-    spec = _json(folder / "param_spec.json") if stored is None or (folder / "param_spec.json").exists() else None
-    return Case(
-        name=place.name,
+    stored = optional("params.npz")
+    spec = _json(folder / "param_spec.json") if stored is None else optional("param_spec.json")
+    expected = {"out": _npz(folder / "outputs.npz"), "grad_params": optional("grads.npz") or {}}
+    return ReferenceCase(
+        name=files.name,
         kind="models",
         meta=meta,
         inputs=_npz(folder / "features.npz"),
-        expected={f"out/{name}": x for name, x in _npz(folder / "outputs.npz").items()}
-        | {f"grad_params/{name}": x for name, x in grads.items()},
-        params=_params(folder, stored, spec, sums),
-        noise=_noise(folder, noise, "out/"),
+        expected={f"{group}/{name}": x for group, arrays in expected.items() for name, x in arrays.items()},
+        params=_params(folder, stored, spec, optional("param_checksums.json")),
+        noise=_noise(folder, optional("noise_fp32_vs_fp64.json"), "out/"),
     )
 
 
 def _params(
     path: Path, stored: Arrays | None, spec: Mapping[str, Any] | None, sums: Mapping[str, Any] | None
 ) -> Arrays:
-    """Parameters as stored, or made again from their recipe and checked against their sums; both, if both are there.
+    """Return the parameters as stored, or made again from their recipe and checked against their sums.
 
+    Where a parameter is stored and has a recipe, both must agree.
     The recipe: center + std * RandomState(seed).standard_normal(shape), rounded to float32.
     """
     made: Arrays = {}
@@ -189,11 +192,11 @@ def _params(
     return stored
 
 
-def _noise(path: Path, stated: Mapping[str, Any] | None, prefix: str) -> dict[str, Noise]:
-    """Noise by compared name; entries of another form (sums over all gradients) are left out."""
+def _noise(path: Path, stated: Mapping[str, Any] | None, prefix: str) -> dict[str, RoundingNoise]:
+    """Return the noise by compared name; entries of another form (sums over all gradients) are left out."""
     try:
         return {
-            prefix + name: Noise(float(entry["max_abs_diff"]), float(entry["max_abs"]))
+            prefix + name: RoundingNoise(float(entry["max_abs_diff"]), float(entry["max_abs"]))
             for name, entry in (stated or {}).items()
             if isinstance(entry, dict)
         }
