@@ -18,13 +18,14 @@ from warpfold.model.alphafold import AlphaFold
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.parallel.plan import Plan, apply
 from warpfold.run import metrics
-from warpfold.run.train import ca_lddt, train
+from warpfold.run.results import ca_lddt
+from warpfold.run.train import train
 from warpfold.tune.kernel_calls import one_block
 
 SIZES = {"pass": 1, "res": 9, "seq": 4, "extra": 5, "tmpl": 2}
 LOSSES = LossConfig(predicted_aligned_error=0.1, experimentally_resolved=0.01, violation=1.0, scale_by_length=True)
 AT_THE_END = {  # of a step, whatever the number of its examples
-    "run/train.py: a tensor is read": 1,  # losses, terms, norms and lDDT of its examples, for the log
+    "run/results.py: a tensor is read": 1,  # losses, terms, norms and lDDT of its examples, for the log
     "engine/optim.py: a number is read": 1,  # whether there is anything to update with
 }
 

@@ -19,11 +19,10 @@ from warpfold import settings
 from warpfold.data.load.schedule import Source
 from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint
-from warpfold.engine.log import Seen
-from warpfold.engine.skipped import Skipped
 from warpfold.errors import UserError
 from warpfold.model.weights import load_model
 from warpfold.run import train as module
+from warpfold.run.results import ExampleResult, SkippedExamples
 from warpfold.run.train import RunConfig, Summary, draw_recycles, split, train
 
 
@@ -319,13 +318,13 @@ def test_a_run_that_skips_too_much_stops_and_keeps_what_was_good(
 
 
 def test_few_in_a_thousand_may_be_skipped_however_long_it_takes() -> None:
-    def seen(*losses: float) -> list[Seen]:
-        return [Seen(key="", length=1, loss=loss, norm=1.0, lddt_ca=0.0, terms={}) for loss in losses]
+    def results(*losses: float) -> list[ExampleResult]:
+        return [ExampleResult(key="", length=1, loss=loss, norm=1.0, lddt_ca=0.0, terms={}) for loss in losses]
 
-    skipped = Skipped(most=2)
+    skipped = SkippedExamples(most=2)
     for step in range(1, 3_001):
-        skipped.add(step, seen(math.nan if step % 600 == 0 else 1.0))
+        skipped.add(step, results(math.nan if step % 600 == 0 else 1.0))
     with pytest.raises(UserError, match=r"step 3001: .* 3 of the last 1000"):
-        skipped.add(3_001, seen(math.nan))
+        skipped.add(3_001, results(math.nan))
     with pytest.raises(UserError, match="3 of the last 3 "):
-        Skipped(most=2).add(1, seen(*[math.nan] * 3, *[1.0] * 5_000))  # not pushed out by the rest of the step
+        SkippedExamples(most=2).add(1, results(*[math.nan] * 3, *[1.0] * 5_000))  # the rest of the step comes after

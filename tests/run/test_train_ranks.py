@@ -23,7 +23,7 @@ from warpfold import settings
 from warpfold.data.load.loader import Sample
 from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint
-from warpfold.engine.log import Clock, Seen, Watcher
+from warpfold.engine.loop import StepTimer, Watcher
 from warpfold.errors import UserError
 from warpfold.model import weights
 from warpfold.parallel import collectives, exchange, replicas
@@ -33,7 +33,8 @@ from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Launch, Team
 from warpfold.run import train as module
-from warpfold.run.together import meet, tell
+from warpfold.run.ranks import begin_end_step, end_step
+from warpfold.run.results import ExampleResult
 from warpfold.run.train import RunConfig, Summary, train
 
 STEPS = 4
@@ -180,12 +181,13 @@ def test_long_names_and_many_terms_are_told_whole(store: Store) -> None:
         mesh = make_mesh(2)
         rank, team = mesh.world.rank, Team(Launch(mesh.world.rank, 2), mesh)
         terms = {"fape": 0.1 * rank, "plddt": math.inf}
-        seen = [Seen("é" * (length + rank), 7, math.nan, 1 / 3, 0.5, terms, 2 * k + rank) for k in range(2)]
-        clock, news = Clock(), SimpleNamespace(untold=0, news=list)
-        clock.waited = float(rank)
-        told = tell(1, seen, clock, news, SimpleNamespace(came=15 * rank), team)  # type: ignore[arg-type]
-        every, came = meet(told, clock, None, news, team)  # type: ignore[arg-type]
-        assert (came, clock.waited) == (15, 1.0)
+        own = [ExampleResult("é" * (length + rank), 7, math.nan, 1 / 3, 0.5, terms, 2 * k + rank) for k in range(2)]
+        timer, ledger = StepTimer(), SimpleNamespace(unshared=0, take_unshared=list)
+        timer.waited = float(rank)
+        signals = SimpleNamespace(received=15 * rank)
+        end = begin_end_step(1, own, timer, ledger, signals, team)  # type: ignore[arg-type]
+        every, received = end_step(end, timer, None, ledger, team)  # type: ignore[arg-type]
+        assert (received, timer.waited) == (15, 1.0)
         assert all(math.isnan(one.loss) and one.norm == 1 / 3 and one.length == 7 for one in every)
         return [(one.key, one.index, one.terms) for one in every]
 
@@ -204,11 +206,11 @@ def test_other_ranks_go_on(store: Store, alone: dict[str, Path], tmp_path: Path)
 
 def poison(patch: pytest.MonkeyPatch, index: int, plan: Plan) -> None:
     """The loss of example `index` is not a number, in the part of the last rank of those that share it."""
-    take, total_loss = module.take, module.total_loss
+    next_examples, total_loss = module.next_examples, module.total_loss
     at = [-1]
 
     def noted(*args: Any) -> Iterator[Sample]:
-        for example in take(*args):
+        for example in next_examples(*args):
             at[0] = example.index
             yield example
 
@@ -217,7 +219,7 @@ def poison(patch: pytest.MonkeyPatch, index: int, plan: Plan) -> None:
         last = (dist.get_rank() + 1) % (plan.axial * plan.branch) == 0
         return (loss * math.nan if last and at == [index] else loss), terms
 
-    patch.setattr(module, "take", noted)
+    patch.setattr(module, "next_examples", noted)
     patch.setattr(module, "total_loss", poisoned)
 
 
@@ -317,7 +319,7 @@ def test_those_who_share_an_example_have_the_same_or_nobody_goes_on() -> None:
         names = ["a", f"b{mesh.world.rank}" if differ else "b"]
         examples = iter(Sample(index, name, {}) for index, name in enumerate(names))
         team = Team(Launch(mesh.world.rank, 2), mesh)
-        return [example.name for example in module.take(examples, 2, Clock(), team)]  # type: ignore[arg-type]
+        return [example.name for example in module.next_examples(examples, 2, StepTimer(), team)]  # type: ignore[arg-type]
 
     assert run_ranks(on_a_rank, 2, False) == [["a", "b"]] * 2
     with pytest.raises(RankError, match=r"example 1: rank 0 has b0, rank 1 has b1, but they share it"):

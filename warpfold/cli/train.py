@@ -55,9 +55,9 @@ def train(
     On several processes, under torchrun: docs/parallel.md.
     """
     from warpfold import settings as toml
-    from warpfold.engine import log as watch
     from warpfold.parallel.team import Launch, assembled
     from warpfold.run import train as training
+    from warpfold.run.results import training_bar
 
     plan = {
         "plan.data": examples,
@@ -69,7 +69,7 @@ def train(
     config = toml.build(training.RunConfig, toml.load(settings, changes), settings)
     launch = Launch.from_variables(os.environ)
     where = device_of(device, launch)
-    bar = watch.progress_bar(config.train.steps) if launch.rank == 0 else nullcontext()
+    bar = training_bar(config.train.steps) if launch.rank == 0 else nullcontext()
     with assembled(launch, config.plan, where) as team, bar as watcher:
         result = training.train(
             config, sources(data), out, init=init, replay=replay, device=where, watch=watcher, team=team

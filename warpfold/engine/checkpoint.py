@@ -3,13 +3,12 @@
     DIR/settings.toml                 the resolved settings
     DIR/metrics.jsonl                 one JSON object per line: steps and validations
     DIR/checkpoints/step-00000100/    state.safetensors (weights, averages, moments), state.json (the rest), and
-                                      checksums.json of both: a damaged checkpoint is passed over
+                                      checksums.json of both: a damaged checkpoint is skipped
     DIR/params.safetensors            the averaged weights at the last checkpoint: what `predict --params` takes
     DIR/failures/example-00000042/    what reproduces a loss or gradient that was not finite
 
-Of several processes that run together the first locks the folder and writes; only failures are saved by whose they are.
-
-Whatever is written is written beside its place, synced, and renamed into it.
+Of several processes that run together, rank 0 locks the folder and writes; only failures are saved by the process that
+had them.  Every file is written under another name, synced, and renamed into its place.
 """
 
 import errno
@@ -44,7 +43,7 @@ CHECKSUMS = "checksums.json"
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not what was written."""
+    """A checkpoint whose files are not what was written."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,23 @@ class Checkpoint:
 class RunFolder:
     """One run's output folder, locked while it is open (`with`), so that no second run writes into it.
 
-    writes: False for a process beside the one that writes, which only reads.
+    writes: False for a process beside the one that writes, which only reads.  score: the number in a row of a
+    validation by which checkpoints are compared, higher being better.
     """
 
-    def __init__(self, path: Path | str, writes: bool = True) -> None:
-        self.path, self._writes = Path(path), writes
+    def __init__(self, path: Path | str, writes: bool = True, score: str = "score") -> None:
+        self.path, self._writes, self._score = Path(path), writes, score
         self.checkpoints = self.path / "checkpoints"
         self._lock: TextIO | None = None
         self._log: FileIO | None = None
-        self.scores: dict[int, float] = {}  # lDDT-Ca of the validations in the log, by step
+        self.scores: dict[int, float] = {}  # of the validations in the log, by step
 
     def __enter__(self) -> "RunFolder":
         if not self._writes:
             return self
-        if self.path.is_dir() and not self._is_run():
+        found = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        # A run has its lock, and a copy of a run these two.
+        if found and ".lock" not in found and not {"settings.toml", "checkpoints"} <= found:
             raise UserError(f"{self.path}: holds something else, which is left alone; choose another --out")
         taken = UserError(f"{self.path}: another run is writing there; wait for it or choose another --out")
         try:
@@ -94,20 +96,15 @@ class RunFolder:
             if file is not None:
                 file.close()
 
-    def _is_run(self) -> bool:
-        """Whether the folder is empty or holds a run: its lock, or what a copy of a run has."""
-        found = {path.name for path in self.path.iterdir()}
-        return not found or ".lock" in found or {"settings.toml", "checkpoints"} <= found
-
     @property
     def params(self) -> Path:
-        """The averaged weights at the last checkpoint."""
+        """Return the path of the averaged weights at the last checkpoint."""
         return self.path / "params.safetensors"
 
     # Settings
 
     def settings_text(self) -> str | None:
-        """The settings that a run left here; None in a new folder.
+        """Return the text of the settings that a run left here; None in a new folder.
 
         Errors: UserError for a folder with checkpoints but without settings.
         """
@@ -124,7 +121,7 @@ class RunFolder:
     # Checkpoints
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, ascending."""
+        """Return the steps that have a checkpoint, ascending."""
         names = (STEP_FOLDER.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
         return sorted(int(name[1]) for name in names if name)
 
@@ -179,15 +176,15 @@ class RunFolder:
         return next(path for path in map(self.checkpoints.joinpath, names) if not path.exists())
 
     def save(self, checkpoint: Checkpoint, keep: int) -> None:
-        """Write a checkpoint whole or not at all, then drop old ones.
+        """Write a checkpoint whole or not at all, then delete old ones.
 
         These stay: the last `keep`; the last `keep` of those before which no example was skipped (notes: skipped), so
-        that a run in trouble does not push out what was good; and the best, whose own validation was highest (as far
-        as the log says: a step is validated after it is saved).
+        that a run in trouble does not replace what was good; and the one with the best validation (as far as the log
+        says: a step is validated after it is saved).
         Errors: UserError if it cannot be written (a full disk); the checkpoints before it are untouched.
         """
         place = self.step_path(checkpoint.step)
-        if place.exists():  # a resumed run stops where it began: the same to the bit
+        if place.exists():  # a resumed run that stops where it began: the same to the bit
             return
         draft = self.checkpoints / f".partial-{place.name}"
         try:
@@ -219,13 +216,13 @@ class RunFolder:
         for step in sorted({*steps[: -max(1, keep)]} - {*good[-max(1, keep) :], best}):
             place = self.step_path(step)
             if {path.name for path in place.iterdir()} - {*STATE, CHECKSUMS}:
-                continue  # somebody keeps something there
+                continue  # somebody keeps other files there
             doomed = self.checkpoints / f".partial-{step}"
-            place.rename(doomed)  # never a checkpoint with a part missing
+            place.rename(doomed)  # first, so that a kill never leaves a checkpoint with a file missing
             shutil.rmtree(doomed)
 
     def _notes(self, step: int) -> dict[str, Any]:
-        """Return the notes of a checkpoint; none where they are damaged, which is for `load` to say."""
+        """Return the notes of a checkpoint; none where they are damaged, which `load` reports."""
         try:
             notes = json.loads((self.step_path(step) / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -233,7 +230,7 @@ class RunFolder:
         return notes if isinstance(notes, dict) else {}
 
     def replace_file(self, name: str, write: Callable[[Path], object]) -> None:
-        """Replace a file of the folder by what `write` writes, whole or not at all.
+        """Replace a file of the folder by what `write` writes, entirely or not at all.
 
         Errors: UserError when it cannot be written.
         """
@@ -255,9 +252,9 @@ class RunFolder:
     def save_failure(
         self, index: int, arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor], notes: Mapping[str, Any]
     ) -> Path:
-        """Keep what reproduces a failure: the batch, the weights, and the rest in failure.json.  Returns the folder.
+        """Save what reproduces a failure: the batch, the weights, and the rest in failure.json; return the folder.
 
-        Of a run that goes on after failures the first MAX_FAILURES are kept.
+        Where a run goes on after failures, the first MAX_FAILURES are saved.
         """
         folder = self.path / "failures" / f"example-{index:08d}"
         if len(list(self.path.glob("failures/*"))) >= MAX_FAILURES and not folder.exists():
@@ -274,9 +271,9 @@ class RunFolder:
     # Log
 
     def open_log(self, step: int) -> dict[str, Any] | None:
-        """Begin or continue metrics.jsonl after `step` steps; lines of later steps, and a torn one, are dropped.
+        """Begin or continue metrics.jsonl after `step` steps; drop lines of later steps and a half-written one.
 
-        Returns the last validation that stays: its step and its lDDT-Ca, None where that was no number.
+        Returns the row of the last validation that stays.
         """
         path = self.path / "metrics.jsonl"
         last = None
@@ -286,22 +283,22 @@ class RunFolder:
             for row in map(json.loads, kept):
                 if row.get("kind") == "validation":
                     self._note_score(row)
-                    last = {name: row.get(name) for name in ("step", "lddt_ca")}
+                    last = row
         try:
-            # Unbuffered: what was logged survives the process, and a full disk is met here rather than on closing.
+            # Unbuffered: what was logged survives the process, and a full disk is an error now rather than on closing.
             self._log = open(path, "ab", buffering=0)  # noqa: SIM115 (closed in __exit__)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         return last
 
     def _note_score(self, row: Mapping[str, Any]) -> None:
-        if isinstance(score := row.get("lddt_ca"), float) and math.isfinite(score):
+        if isinstance(score := row.get(self._score), float) and math.isfinite(score):
             self.scores[row["step"]] = score
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Append one line.  Errors: UserError when the disk is full."""
         if self._log is None:
-            raise RuntimeError("open_log comes first")
+            raise RuntimeError("call open_log before log")
         line = (json.dumps(_finite(row)) + "\n").encode()
         try:
             if self._log.write(line) < len(line):
@@ -319,7 +316,7 @@ def checksum(path: Path) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity: they become null."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {key: _finite(v) for key, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -337,7 +334,7 @@ def _reason(error: Exception) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,8 +1,8 @@
-"""AlphaFold's optimiser (Supp. 1.11.3): each example's gradient is clipped, the mean feeds Adam, weights are averaged.
+"""AlphaFold's optimizer (Supp. 1.11.3): each example's gradient is clipped, the mean feeds Adam, weights are averaged.
 
 All parameters live in one flat buffer, and so do their gradients, Adam's moments and the moving average.  Clipping,
-Adam and averaging are then a handful of operations whatever the number of parameters: thousands of tiny steps are not
-spent in the optimiser, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
+Adam and averaging are then a handful of operations whatever the number of parameters, instead of thousands of tiny
+ones, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from warpfold.engine.rules import Adam, Lamb, Lars, Norms, Rule
+from warpfold.engine.rules import RULES, Shard
 from warpfold.errors import UserError
 from warpfold.parallel.buckets import make_layout
 from warpfold.parallel.compress import CompressionConfig
@@ -27,11 +27,11 @@ from warpfold.parallel.replicas import check_replicas
 class OptimConfig:
     """[optim]: Supp. 1.11.3 and 1.11.7; its counts of samples are steps here, one step being 128 samples there.
 
-    name: "lamb" and "lars" are for large batches; they alone know weight_decay, and lars's momentum is beta1.
+    name: one of engine.rules.RULES; "lamb" and "lars" are for large batches and know weight_decay.
     clip: what clip_norm bounds, each "example"'s gradient (the paper's), or the "step"'s, the mean over all examples.
     """
 
-    name: Literal["adam", "lamb", "lars"] = "adam"
+    name: str = "adam"
     learning_rate: float = 1e-3
     warmup_steps: int = 1_000  # 128,000 samples
     decay_after_steps: int = 50_000  # 6,400,000 samples
@@ -54,20 +54,23 @@ class OptimConfig:
             raise ValueError("clip_norm must be positive; inf switches clipping off")
         if not 0 <= self.average_decay < 1:
             raise ValueError("average_decay must be at least 0 and below 1")
-        if self.weight_decay and self.name == "adam":
-            raise ValueError('weight_decay is for name = "lamb" and "lars"')
+        if self.name not in RULES:
+            raise ValueError(f'name = "{self.name}" is none of {", ".join(RULES)}')
+        if self.weight_decay and not RULES[self.name].decays_weights:
+            others = [name for name, rule in RULES.items() if rule.decays_weights]
+            raise ValueError(f'name = "{self.name}" knows no weight_decay; {" and ".join(others)} do')
         if self.clip == "step" and self.compression.method != "none":
             raise ValueError('compression needs clip = "example": nothing that is not finite may be carried over')
 
 
 def learning_rate(config: OptimConfig, step: int) -> float:
-    """The rate of step 0, 1, ...: a linear rise, then constant, then lower by a factor (Supp. 1.11.3)."""
+    """Return the rate of step 0, 1, ...: a linear rise, then constant, then lower by a factor (Supp. 1.11.3)."""
     rise = min(1.0, (step + 1) / max(1, config.warmup_steps))
     return config.learning_rate * rise * (config.decay_factor if step >= config.decay_after_steps else 1.0)
 
 
 class Optimizer:
-    """Adam on the mean of clipped per-example gradients, and the moving average of the weights.
+    """Apply a rule to the mean of clipped per-example gradients, and keep the moving average of the weights.
 
     After `loss.backward()` of each example comes `collect(loss)`; after `share` of them comes `step(i)`.
     The model's parameters (of one dtype, on one device) become views of one buffer; keep the model where it is from
@@ -84,7 +87,9 @@ class Optimizer:
         sync: SyncConfig | None = None,
         ranks_per_node: int | None = None,
     ) -> None:
-        """mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
+        """Move the parameters of `model` into one buffer.
+
+        mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
 
         Errors: UserError for a way to sync or a number of examples that these ranks cannot have, ReplicaError where
         their first weights differ.
@@ -100,7 +105,7 @@ class Optimizer:
         self.layout = make_layout(named, self.sync.bucket * 2**20, self.mesh.world.size)
         some = next(iter(named.values()))
         self.weights = torch.zeros(self.layout.size, device=some.device, dtype=some.dtype)
-        self.gradient = torch.zeros_like(self.weights)  # of the example at hand; every p.grad is a view of it
+        self.gradient = torch.zeros_like(self.weights)  # of the current example; every p.grad is a view of it
         for name, p in named.items():
             self.layout.view(self.weights, name).copy_(p.detach())
             p.data = self.layout.view(self.weights, name)
@@ -113,24 +118,17 @@ class Optimizer:
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
         self.owned = self.reducer.own(self.weights)  # this rank's shard; the rule's moments are as long
         self.average = self.owned.clone()
-        self.rule = self._rule()
+        segments = self.layout.segments(self.reducer.parts, self.reducer.index)
+        shard = Shard(self.owned, segments, list(self.layout.places), self.reducer.sum_of_shards)
+        self.rule = RULES[config.name](config, shard)
         self._expect(0)
 
-    def _rule(self) -> Rule:
-        c, betas = self.config, (self.config.beta1, self.config.beta2)
-        if c.name == "adam":
-            return Adam(self.owned, betas, c.eps)
-        segments = self.layout.segments(self.reducer.parts, self.reducer.index)
-        norms = Norms(segments, list(self.layout.places), self.owned, self.reducer.sum_of_shards)
-        if c.name == "lamb":
-            return Lamb(self.owned, betas, c.eps, c.weight_decay, norms)
-        return Lars(self.owned, c.beta1, c.trust, c.weight_decay, norms)
-
     def _expect(self, examples: int, used: Tensor | None = None) -> None:
-        """Make ready for one more example; `examples` have been collected since the last step, `used` of them added.
+        """Get ready for one more example; `examples` have been collected since the last step, `used` of them added.
 
-        In the last one's backward pass the data ranks' exchange may begin, unless the clipping factor of that example
-        has to be known first: contributions can be weighed when they have arrived only where it stands alone.
+        The data ranks may begin to exchange gradients during the backward pass of the last example, unless its clipping
+        factor has to be known first: a contribution can be scaled after it has arrived only where it is a rank's one
+        example.
         """
         self.examples = examples
         self.used = torch.zeros((), device=self.weights.device, dtype=torch.float64) if used is None else used
@@ -144,9 +142,9 @@ class Optimizer:
 
         Returns the norm before clipping, the same on all ranks that share the example; NaN where the `loss`, or any
         rank's part of it, is not finite.  An example whose norm is not finite adds nothing and does not count in the
-        mean.  With clip = "step" nothing is clipped here, and such an example makes the step one that changes nothing.
-        The norm is a number on the device, and only who reads it waits for it.
-        Errors: RuntimeError where the gradients do not come here any more.
+        mean.  With clip = "step" nothing is clipped here, and one such example makes the whole step change nothing.
+        The norm is a tensor on the device: only reading it waits for the device.
+        Errors: RuntimeError where backward no longer writes gradients into this optimizer's buffer.
         """
         if any(p.grad is not grad for p, grad in self._grads):
             raise RuntimeError(
@@ -162,7 +160,7 @@ class Optimizer:
         elif self.reducer.early:
             self.reducer.weigh(torch.where(used, self._factor(norm), 0))
         else:
-            gradient.masked_fill_(~used, 0)  # zero times NaN is none
+            gradient.masked_fill_(~used, 0)  # NaN times zero would be NaN
             self.total.addcmul_(gradient, torch.where(used, self._factor(norm), 0).to(gradient.dtype))
         self.gradient.zero_()
         self._expect(self.examples + 1, self.used + used)
@@ -171,13 +169,13 @@ class Optimizer:
         return norm
 
     def step(self, step: int) -> float:
-        """The rule on the mean over the examples that were used, then the moving average; returns the learning rate.
+        """Apply the rule to the mean over the examples that were used, update the average; return the learning rate.
 
         Where no example was used nothing changes, neither weights nor moments nor average, and the rate is 0.
-        Errors: ReplicaError every `sync.check_every` steps, if the ranks' weights have come apart.
+        Errors: ReplicaError, every `sync.check_every` steps, if the ranks' weights have come to differ.
         """
         rate = learning_rate(self.config, step)
-        used = self.reducer.used(self.used)  # by all ranks
+        used = self.reducer.used(self.used)  # summed over all ranks
         mean = self.reducer.mean(self.total, used / self.mesh.data.size)
         good = used > 0
         if self.config.clip == "step":
@@ -197,12 +195,12 @@ class Optimizer:
         return rate
 
     def _factor(self, norm: Tensor) -> Tensor:
-        """Return what brings a gradient of this norm within clip_norm, float64 as Python's numbers; 1 at most."""
+        """Return the factor that brings a gradient of this norm within clip_norm, at most 1; float64."""
         return (self.config.clip_norm / norm.double().clamp(min=1e-12)).clamp(max=1.0)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it, the model has the averaged weights (for validation and for the saved parameters)."""
+        """Give the model the averaged weights within the block (for validation and for the saved parameters)."""
         trained = self.weights.clone()
         self.reducer.spread(self.average, self.weights)
         try:
@@ -211,23 +209,24 @@ class Optimizer:
             self.weights.copy_(trained)
 
     def named_weights(self) -> dict[str, Tensor]:
-        """ "weights.NAME" of `state`; a rank may ask for them alone."""
+        """Return the part "weights.NAME" of `state`; a rank may ask for it alone."""
         return {f"weights.{name}": self.layout.view(self.weights, name) for name in self.layout.places}
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: "weights.NAME", "average.NAME", "moment1.NAME", "moment2.NAME", "steps", and
-        what the reducer adds.
+        """Return what a checkpoint holds: "weights.NAME", "average.NAME", "moment1.NAME", "moment2.NAME", "steps",
+        and what the reducer adds.
 
-        Tensors are whole, however they lie on the ranks: a checkpoint fits any number of them.  World rank 0 has all.
+        The moments are those of Adam, other rules keep others.  Tensors are whole, however they lie on the ranks: a
+        checkpoint fits any number of them.  World rank 0 has all.
         """
         named = self.named_weights()
         for kind, shard in self._sharded().items():
             whole = self.reducer.spread(shard, torch.empty_like(self.weights)) if self.reducer.parts > 1 else shard
             named |= {f"{kind}.{name}": self.layout.view(whole, name) for name in self.layout.places}
-        return {**named, "steps": self.rule.steps, **self.reducer.state()}
+        return {**named, **self.rule.replicated, **self.reducer.state()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`, exact to the bit on as many ranks as it was saved on.
+        """Bring back a `state`, exact to the bit on as many ranks as it was saved on.
 
         Errors: KeyError for a missing name, RuntimeError for one of another shape, ReplicaError where ranks were given
         other weights than others.
@@ -240,7 +239,8 @@ class Optimizer:
             shard.copy_(self.reducer.own(whole))
             if kind == "weights":
                 self.weights.copy_(whole)
-        self.rule.steps.copy_(state["steps"])
+        for name, tensor in self.rule.replicated.items():
+            tensor.copy_(state[name])
         self._expect(0)
         check_replicas(self.weights, self.layout, self.mesh.world, "after reading a checkpoint")
 

@@ -1,37 +1,111 @@
 """Update rules on flat buffers: from the mean gradient to the weights.
 
-A buffer may be one rank's shard of all parameters.  What a rule needs of a whole parameter, its norm, is summed over
-the shards.
+A new rule is a subclass of `Rule` with its name in `RULES`.  `optim.name` then finds it, checkpoints hold its state,
+and tests/engine/test_rules.py runs it against its definition once that is written there.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from warpfold.parallel.buckets import ALIGN, Segment
 
+if TYPE_CHECKING:
+    from warpfold.engine.optim import OptimConfig
 
-class Rule(Protocol):
-    """moments: flat tensors as long as the weights, by name.  steps: taken so far, a float32 number in a tensor."""
 
-    moments: dict[str, Tensor]
-    steps: Tensor
+class Shard:
+    """The part of all weights that this rank updates, flat, and norms of whole parameters that cross shards.
 
+    weights: the shard itself.  segments: which part of which parameter lies where in it.  names: of all parameters.
+    sum_shards: sums a tensor over the ranks that hold the other shards, in place.
+    """
+
+    def __init__(
+        self,
+        weights: Tensor,
+        segments: Sequence[Segment],
+        names: Sequence[str],
+        sum_shards: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.weights, self.sum_shards = weights, sum_shards
+        self._segments, self._names = segments, names
+
+    @cached_property
+    def _runs(self) -> tuple[Tensor, Tensor, int]:
+        """Return runs of rows of `ALIGN` elements: the parameter each belongs to, its length, and the rows in all.
+
+        Parameters begin at multiples of ALIGN, so no row has two.  What lies between parameters belongs to a number of
+        its own, after the last.
+        """
+        number = {name: i for i, name in enumerate(self._names)}
+        between, end = len(self._names), 0
+        owners, lengths = [], []
+        for segment in self._segments:
+            start, stop = segment.where.start // ALIGN, -(-segment.where.stop // ALIGN)
+            owners += [between, number[segment.name]]
+            lengths += [start - end, stop - start]
+            end = stop
+        owners.append(between)
+        lengths.append(len(self.weights) // ALIGN - end)
+        device = self.weights.device
+        return torch.tensor(owners, device=device), torch.tensor(lengths, device=device), sum(lengths)
+
+    def norms(self, flat: Tensor) -> Tensor:
+        """Return the norm of each parameter's part of the whole flat vector, [parameters]; flat: this rank's shard."""
+        owners, lengths, _ = self._runs
+        rows = flat.view(-1, ALIGN).square().sum(1).double()
+        sums = torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True)  # a check would read them on the host
+        squares = sums.new_zeros(len(self._names) + 1)
+        squares[owners[1::2]] = sums[1::2]  # a shard has at most one part of a parameter
+        return self.sum_shards(squares)[:-1].sqrt().to(flat.dtype)
+
+    def per_row(self, numbers: Tensor) -> Tensor:
+        """Repeat a number for each parameter over its rows of `ALIGN` elements, [rows, 1]; 1 between parameters."""
+        owners, lengths, rows = self._runs
+        padded = torch.cat([numbers, numbers.new_ones(1)])
+        return padded[owners].repeat_interleave(lengths, output_size=rows)[:, None]
+
+
+class Rule(ABC):
+    """One way to change the weights by a gradient.
+
+    A rule may keep two kinds of state; checkpoints hold both, and fit any number of ranks:
+
+    moments     flat tensors as long as the shard, of which every rank keeps its own part; "moment1.PARAMETER" there
+    replicated  tensors of any shape, the same on every rank: the steps taken, a number for each parameter, factors of
+                a moment by row and by column (summed over the shards); under their own names there
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ()  # names of the moments
+    decays_weights: ClassVar[bool] = True  # whether it knows optim.weight_decay
+
+    def __init__(self, config: "OptimConfig", shard: Shard) -> None:
+        self.config, self.shard = config, shard
+        self.moments = {name: torch.zeros_like(shard.weights) for name in self.kept}
+        self.steps = torch.zeros((), device=shard.weights.device)  # float32, as torch's fused Adam wants it
+        self.replicated = {"steps": self.steps}
+
+    @abstractmethod
     def step(self, rate: float, gradient: Tensor) -> None:
-        """Change the weights, in place."""
-        ...
+        """Change the shard's weights in place; gradient: the mean, this rank's shard of it."""
 
 
-class Adam:
+class Adam(Rule):
     """Adam (Kingma and Ba 2015, algorithm 1), torch's fused kernel: one pass over the buffers."""
 
-    def __init__(self, weights: Tensor, betas: tuple[float, float], eps: float) -> None:
-        self.moments = {"moment1": torch.zeros_like(weights), "moment2": torch.zeros_like(weights)}
-        self.steps = torch.zeros((), device=weights.device)
-        self._weights = weights.detach()  # the same memory; its grad is its own
-        self._adam = torch.optim.Adam([self._weights], betas=betas, eps=eps, fused=True)
+    kept = ("moment1", "moment2")
+    decays_weights = False
+
+    def __init__(self, config: "OptimConfig", shard: Shard) -> None:
+        super().__init__(config, shard)
+        self._weights = shard.weights.detach()  # the same memory; its grad is its own
+        self._adam = torch.optim.Adam([self._weights], betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        # Torch would make its state at the first step; ours are the tensors that checkpoints read and write.
         self._adam.state[self._weights] = {
             "step": self.steps,
             "exp_avg": self.moments["moment1"],
@@ -44,87 +118,44 @@ class Adam:
         self._adam.step()
 
 
-class Norms:
-    """Norms of all parameters from shards of them.
-
-    segments: what of which parameter lies in this shard.  total: sums a tensor over the shards, in place.
-    """
-
-    def __init__(
-        self, segments: Sequence[Segment], names: Sequence[str], like: Tensor, total: Callable[[Tensor], Tensor]
-    ) -> None:
-        number = {name: i for i, name in enumerate(names)}
-        self._names, self._total = len(names), total
-        owners, lengths, end = [], [], 0
-        for segment in segments:
-            start, stop = segment.where.start // ALIGN, -(-segment.where.stop // ALIGN)
-            owners += [len(names), number[segment.name]]  # what lies between parameters belongs to one more
-            lengths += [start - end, stop - start]
-            end = stop
-        owners.append(len(names))
-        lengths.append(len(like) // ALIGN - end)
-        self._owners = torch.tensor(owners, device=like.device)
-        self._lengths, self._rows = torch.tensor(lengths, device=like.device), sum(lengths)
-
-    def __call__(self, flat: Tensor) -> Tensor:
-        """The norm of each parameter's part of the whole flat vector, [parameters]."""
-        rows = flat.view(-1, ALIGN).square().sum(1).double()
-        sums = torch.segment_reduce(rows, "sum", lengths=self._lengths, unsafe=True)  # to check them is to read them
-        squares = sums.new_zeros(self._names + 1)
-        squares[self._owners[1::2]] = sums[1::2]  # a shard has at most one part of a parameter
-        return self._total(squares)[:-1].sqrt().to(flat.dtype)
-
-    def spread(self, numbers: Tensor) -> Tensor:
-        """A number for each parameter -> for every row of `ALIGN` elements, [rows, 1]; 1 between the parameters."""
-        padded = torch.cat([numbers, numbers.new_ones(1)])
-        return padded[self._owners].repeat_interleave(self._lengths, output_size=self._rows)[:, None]
-
-
-class Lamb:
+class Lamb(Rule):
     """LAMB (You et al. 2020, algorithm 2): Adam's step, scaled in each parameter to the norm of its weights.
 
     The scaling function of norms is the identity; a parameter that is zero, or whose step is, is not scaled.
     """
 
-    def __init__(
-        self, weights: Tensor, betas: tuple[float, float], eps: float, weight_decay: float, norms: Norms
-    ) -> None:
-        self.moments = {"moment1": torch.zeros_like(weights), "moment2": torch.zeros_like(weights)}
-        self.steps = torch.zeros((), device=weights.device)
-        self._weights, self._betas, self._eps, self._decay, self._norms = weights, betas, eps, weight_decay, norms
+    kept = ("moment1", "moment2")
 
     def step(self, rate: float, gradient: Tensor) -> None:
-        """Moments, their ratio without bias, plus weight decay; scaled, and subtracted."""
-        beta1, beta2 = self._betas
+        """Update the moments; subtract their unbiased ratio plus weight decay, scaled."""
+        c, weights = self.config, self.shard.weights
         m, v = self.moments["moment1"], self.moments["moment2"]
         self.steps += 1
-        m.lerp_(gradient, 1 - beta1)
-        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        steps = self.steps.double()  # on the device: a number that is read is waited for
-        root = (v / (1 - beta2**steps)).sqrt_().add_(self._eps)
-        update = (m / (1 - beta1**steps)).div_(root).add_(self._weights, alpha=self._decay)
-        have, want = self._norms(self._weights), self._norms(update)
+        m.lerp_(gradient, 1 - c.beta1)
+        v.mul_(c.beta2).addcmul_(gradient, gradient, value=1 - c.beta2)
+        steps = self.steps.double()  # stays on the device: the host would wait for a number that it reads
+        root = (v / (1 - c.beta2**steps)).sqrt_().add_(c.eps)
+        update = (m / (1 - c.beta1**steps)).div_(root).add_(weights, alpha=c.weight_decay)
+        have, want = self.shard.norms(weights), self.shard.norms(update)
         trust = torch.where((have > 0) & (want > 0), have / want, 1)
-        self._weights.view(-1, ALIGN).sub_(update.view(-1, ALIGN).mul_(rate * self._norms.spread(trust)))
+        weights.view(-1, ALIGN).sub_(update.view(-1, ALIGN).mul_(rate * self.shard.per_row(trust)))
 
 
-class Lars:
+class Lars(Rule):
     """LARS (You et al. 2017, algorithm 1): momentum SGD whose rate in each parameter is trust |w| / (|g| + decay |w|).
 
-    A parameter that is zero, or has no gradient, keeps the global rate.
+    A parameter that is zero, or has no gradient, keeps the global rate.  The momentum is beta1.
     """
 
-    def __init__(self, weights: Tensor, momentum: float, trust: float, weight_decay: float, norms: Norms) -> None:
-        self.moments = {"moment1": torch.zeros_like(weights)}
-        self.steps = torch.zeros((), device=weights.device)
-        self._weights, self._momentum, self._trust, self._decay = weights, momentum, trust, weight_decay
-        self._norms = norms
+    kept = ("moment1",)
 
     def step(self, rate: float, gradient: Tensor) -> None:
+        c, weights = self.config, self.shard.weights
         self.steps += 1
-        weight, slope = self._norms(self._weights), self._norms(gradient)
-        local = self._trust * weight / (slope + self._decay * weight)
-        local = torch.where((weight > 0) & (slope > 0), local, 1)
-        update = gradient.add(self._weights, alpha=self._decay).view(-1, ALIGN).mul_(rate * self._norms.spread(local))
-        velocity = self.moments["moment1"].mul_(self._momentum).add_(update.view(-1))
-        self._weights.sub_(velocity)
+        have, slope = self.shard.norms(weights), self.shard.norms(gradient)
+        local = torch.where((have > 0) & (slope > 0), c.trust * have / (slope + c.weight_decay * have), 1)
+        update = gradient.add(weights, alpha=c.weight_decay).view(-1, ALIGN).mul_(rate * self.shard.per_row(local))
+        weights.sub_(self.moments["moment1"].mul_(c.beta1).add_(update.view(-1)))
+
+
+RULES: dict[str, type[Rule]] = {"adam": Adam, "lamb": Lamb, "lars": Lars}

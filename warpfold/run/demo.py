@@ -28,7 +28,7 @@ from warpfold.data.pack.pack import pack
 from warpfold.data.store.example import read_example
 from warpfold.data.store.store import Store
 from warpfold.data.synthetic.proteins import generate
-from warpfold.engine.log import Row
+from warpfold.engine.loop import Row
 from warpfold.files import write_atomically
 from warpfold.run import metrics
 from warpfold.run.demo_report import Measured, ca_pair, demo_report

@@ -14,7 +14,7 @@ from warpfold.data.load.schedule import Order, Schedule, Source, State, costs, s
 from warpfold.data.store.store import Store
 from warpfold.device import helpers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
-from warpfold.engine.log import Log
+from warpfold.engine.loop import Log
 from warpfold.errors import UserError
 from warpfold.files import opened
 from warpfold.parallel.team import Team

@@ -1,11 +1,11 @@
-"""What a run remembers of its examples: the order in which they were used, and the entries that could not be.
+"""What a run remembers of its examples: the order in which it used them, and the entries that it could not use.
 
-    DIR/order.txt           "PLACE EXAMPLE AGAIN" for each example, written before it is used: the how manieth it was,
-                            its number, how often its entry was drawn anew; of equal places the last line counts.
-                            Of D data ranks each has its own file, order-0-of-D.txt ...
+    DIR/order.txt           "PLACE EXAMPLE AGAIN" for each example, written before it is used: its position, its
+                            number, how often its entry was drawn again; of equal positions the last line counts.
+                            With D data ranks each has its own file, order-0-of-D.txt ...
     DIR/quarantine.jsonl    the entries that were set aside, with the reason
 
-Both are only ever added to, so that a `kill -9` loses nothing that was used.
+Both are only appended to, so that a `kill -9` loses no example that was used.
 """
 
 import errno
@@ -28,9 +28,8 @@ HEADER = "# warpfold order 1 "
 class Ledger:
     """The files of the run in `folder`; each data rank has used `place` examples, all together those in `state`.
 
-    data: a fingerprint of all that decides which entry an example is.  replay: another run's order.txt to follow; of
-    several data ranks each follows the file beside it that is its own.
-    All processes of `team` must make theirs at the same time.
+    data: a fingerprint of all that decides which entry an example is.  replay: another run's order.txt to follow; with
+    several data ranks, each follows its own file beside it.  All processes of `team` must make theirs at the same time.
     Errors: UserError for an order of other data, or a `replay` that does not continue this run.
     """
 
@@ -53,8 +52,8 @@ class Ledger:
         if not _follows(self.replay, state):
             if replay is not None:
                 raise UserError(f"{replay}: has examples twice, or some that this run has used already")
-            self.replay = []  # the files are of a time when the run had other ranks
-        self._fresh: list[tuple[str, int, str]] = []  # set aside here, and the other ranks have not heard of it
+            self.replay = []  # the files are from when the run had other ranks
+        self._unshared: list[tuple[str, int, str]] = []  # set aside here; the other ranks do not know yet
 
     def __enter__(self) -> "Ledger":
         return self
@@ -65,48 +64,48 @@ class Ledger:
                 file.close()
 
     def use(self, draw: Draw) -> None:
-        """The next example is this one."""
+        """Note that this is the next example."""
         if self._order is not None and self._known.get(self._place) != draw:
             self._order.write(f"{self._place} {draw.number} {draw.again}\n")
         self._place += 1
 
     def set_aside(self, name: str, index: int, reason: str) -> None:
-        """An entry cannot be used; `index` is the example that it was."""
+        """Note an entry that cannot be used; `index` is the example that it was to be."""
         if self._aside is not None:
             self._aside.write(json.dumps({"name": name, "example": index, "reason": reason}) + "\n")
         self.quarantined.append(name)
-        self._fresh.append((name, index, reason))
+        self._unshared.append((name, index, reason))
 
     @property
-    def untold(self) -> int:
-        """How many entries were set aside here since `news` was last asked for."""
-        return len(self._fresh)
+    def unshared(self) -> int:
+        """Return how many entries were set aside since the last `take_unshared`."""
+        return len(self._unshared)
 
-    def news(self) -> list[tuple[str, int, str]]:
-        """What was set aside here since this was last asked."""
-        fresh, self._fresh = self._fresh, []
-        return fresh
+    def take_unshared(self) -> list[tuple[str, int, str]]:
+        """Return the entries that were set aside since the last call: name, index, reason."""
+        taken, self._unshared = self._unshared, []
+        return taken
 
 
 def order_name(ranks: Group) -> str:
-    """The name of the file with the order of a data rank."""
+    """Return the name of the file with the order of a data rank."""
     return "order.txt" if ranks.size == 1 else f"order-{ranks.rank}-of-{ranks.size}.txt"
 
 
 def _follows(replay: Sequence[Sequence[Draw]], state: State) -> bool:
-    """Whether a run that has used what is in `state` can use these next."""
+    """Return whether a run that has used what is in `state` can use these next."""
     numbers = [draw.number for draws in replay for draw in draws]
     used = (number for number in numbers if number < state.first or number in state.early)
     return len(set(numbers)) == len(numbers) and next(used, None) is None
 
 
 class _Appended:
-    """A text file that is added to, line by line, each on the disk's way before `write` returns."""
+    """A text file that is appended to line by line; `write` returns once the system has the line."""
 
     def __init__(self, path: Path, header: str = "") -> None:
         self.path = path
         try:
-            with suppress(FileNotFoundError), open(path, "rb+") as file:  # a line that a kill left torn goes
+            with suppress(FileNotFoundError), open(path, "rb+") as file:  # remove a line that a kill cut off
                 text = file.read()
                 file.truncate(text.rfind(b"\n") + 1)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by the ledger)
@@ -128,7 +127,7 @@ class _Appended:
 
 
 def _lines(path: Path, data: str, place: int) -> Iterator[tuple[int, Draw]]:
-    """What was used from `place` on, place by place."""
+    """Yield what was used from `place` on, position by position."""
     try:
         with open(path, encoding="ascii") as file:
             header = file.readline()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.test_optim import example, small_model
 from tests.ranks import RankError, run_ranks
-from tests.run.test_optim import example, small_model
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig

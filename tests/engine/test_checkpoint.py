@@ -33,14 +33,14 @@ def test_a_checkpoint_comes_back_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
-    with RunFolder(tmp_path) as run:
+    with RunFolder(tmp_path, score="lddt_ca") as run:
         run.open_log(0)
         for step, lddt in [(1, 0.2), (2, 0.5), (3, 0.4)]:
             run.save(checkpoint(step), keep=2)
             run.log({"kind": "validation", "step": step, "lddt_ca": lddt})  # after it is saved
         run.save(checkpoint(4), keep=2)
-    with RunFolder(tmp_path) as run:
-        assert run.open_log(4) == {"step": 3, "lddt_ca": 0.4}
+    with RunFolder(tmp_path, score="lddt_ca") as run:
+        assert run.open_log(4) == {"kind": "validation", "step": 3, "lddt_ca": 0.4}
         run.save(checkpoint(5), keep=2)
         assert run.steps() == [2, 4, 5]
         assert run.latest() == 5

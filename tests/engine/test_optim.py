@@ -104,7 +104,7 @@ def test_norms_of_large_parameters_are_right_in_float32() -> None:
     """Millions of squares added one after the other in float32 would be off by per cents."""
     model = nn.ParameterList([torch.ones(3), torch.full((1500, 1500), 0.37), torch.full((5,), 1e-3)])
     optimizer = Optimizer(model, OptimConfig(name="lamb"))
-    norms = optimizer.rule._norms(optimizer.weights)
+    norms = optimizer.rule.shard.norms(optimizer.weights)
     expected = torch.stack([torch.linalg.vector_norm(p.detach().double()) for p in model])
     torch.testing.assert_close(norms.double(), expected, rtol=1e-6, atol=0)
 

@@ -1,0 +1,126 @@
+"""What the processes of a run exchange in each step.  One that is alone exchanges with itself, in the same code.
+
+No step waits for it: numbers of fixed size travel while the backward pass or the optimizer works.  Where there is more
+to say (an entry that was set aside, a long name), these numbers say so, and all ranks gather the rest.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warpfold.data.load.loader import Loader, Sample
+from warpfold.engine.loop import StepTimer, StopSignals
+from warpfold.errors import UserError
+from warpfold.parallel.team import Gathering, Team
+from warpfold.run.ledger import Ledger
+from warpfold.run.results import ExampleResult
+
+KEY = 64  # bytes of an example's name that fit into a message
+NUMBERS = ("length", "index", "loss", "norm", "lddt_ca")  # of an example, float64 each: whole numbers below 2**53
+
+
+def next_examples(examples: Loader, number: int, timer: StepTimer, team: Team) -> Iterator[Sample]:
+    """Begin a step and yield this process's examples of it.
+
+    Errors: UserError on all ranks that share an example, if they do not have the same: one could not make it.
+    """
+    timer.begin()
+    for _ in range(number):
+        with timer.waiting():
+            example = next(examples)
+        # Compared before anything is computed: slices of different examples do not fit together.
+        own = torch.tensor([example.index, zlib.crc32(example.name.encode())])
+        every = team.gather_example(own, "the next example").wait()
+        if bool((every != own).any()):
+            names = team.share_example([example.index, example.name], "the next example")
+            said = ", ".join(f"rank {rank} has {name}" for rank, (_, name) in zip(team.mesh.model.ranks, names))
+            raise UserError(
+                f"example {example.index}: {said}, but they share it; one of them could not make it, for lack of "
+                "memory perhaps; the same command continues from the last checkpoint"
+            )
+        yield example
+
+
+@dataclass(frozen=True)
+class ExampleSums:
+    """Numbers of an example, of which each rank that shares it has a part of the sum, on their way."""
+
+    names: tuple[str, ...]
+    parts: Gathering
+
+    def wait(self) -> Tensor:
+        """Return the sums [names], the same on all ranks that share the example; float64, on the device."""
+        first, *others = self.parts.wait()
+        return sum(others, first)
+
+
+def begin_sums(parts: Mapping[str, Tensor], team: Team) -> ExampleSums:
+    """Begin to sum an example's numbers over the ranks that share it; they travel during the backward pass."""
+    own = torch.stack([part.detach().double() for part in parts.values()])
+    return ExampleSums(tuple(parts), team.gather_example(own, "the losses"))
+
+
+def stop_requested(signals: StopSignals, team: Team) -> int:
+    """Return the signal on which the run is to stop, whichever rank received it; 0: none.  All ranks wait here."""
+    return max(team.share(signals.received, "stopping or going on"))
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What this rank sent at the end of a step, and what the others send, on its way."""
+
+    step: int
+    results: list[ExampleResult]
+    gathering: Gathering
+
+
+def begin_end_step(
+    step: int, results: list[ExampleResult], timer: StepTimer, ledger: Ledger, signals: StopSignals, team: Team
+) -> StepEnd:
+    """Begin to send the others what this rank's examples of a step came to; `end_step` returns those of all ranks."""
+    keys = [example.key.encode() for example in results]
+    head = [signals.received, timer.waited, ledger.unshared, max(map(len, keys))]
+    numbers = [[getattr(example, name) for name in NUMBERS] + list(example.terms.values()) for example in results]
+    # Names travel as bytes under the guise of float64, so that one tensor holds it all.
+    names = np.frombuffer(b"".join(key[:KEY].ljust(KEY, b"\0") for key in keys), np.float64)
+    own = np.concatenate([np.array(head, np.float64), np.array(numbers, np.float64).ravel(), names])
+    return StepEnd(step, results, team.gather(torch.from_numpy(own), f"the end of step {step}"))
+
+
+def end_step(
+    end: StepEnd, timer: StepTimer, examples: Loader, ledger: Ledger, team: Team
+) -> tuple[list[ExampleResult], int]:
+    """End a step: return the results of all ranks, by number, and the signal on which the run is to stop (0: none).
+
+    Afterwards the timer has waited as long as the rank that waited longest, and all know which entries any set aside.
+    A signal that came to any rank before `begin_end_step` is known to all; a later one after the next step.
+    """
+    every = end.gathering.wait()
+    received, timer.waited, aside, longest = every[:, :4].amax(0).tolist()
+    if aside:
+        for entries in team.share(ledger.take_unshared(), f"entries that were set aside until step {end.step}"):
+            for name, index, reason in entries:
+                examples.quarantine.add(name, index, reason)
+        ledger.take_unshared()  # those of the others, which `add` has just put into this rank's ledger
+    if longest > KEY:
+        said = team.share([asdict(one) for one in end.results], f"long names of step {end.step}")
+        found = [ExampleResult(**example) for one in team.spoken(said) for example in one]
+    else:
+        # Ranks that share an example send the same.
+        rows = every[:: team.mesh.model.size, 4:].contiguous().numpy()
+        found = [one for row in rows for one in _unpack(row, len(end.results), tuple(end.results[0].terms))]
+    return sorted(found, key=lambda example: example.index), int(received)
+
+
+def _unpack(row: np.ndarray, count: int, terms: tuple[str, ...]) -> Iterator[ExampleResult]:
+    """Yield the `count` results of one rank's message."""
+    width = len(NUMBERS) + len(terms)
+    keys = row[count * width :].tobytes()
+    for number, values in enumerate(row[: count * width].reshape(count, width).tolist()):
+        length, index, loss, norm, lddt_ca, *rest = values
+        key = keys[number * KEY : (number + 1) * KEY].rstrip(b"\0").decode()
+        yield ExampleResult(key, int(length), loss, norm, lddt_ca, dict(zip(terms, rest)), int(index))

@@ -1,0 +1,166 @@
+"""What the examples of a step came to: numbers on the device, then on the host, then rows of the log."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from warpfold.batch import Batch
+from warpfold.data.load.loader import Sample
+from warpfold.engine.loop import Row, StepTimer, Watcher
+from warpfold.errors import UserError
+from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.model.alphafold import Output
+from warpfold.progress import progress_bar
+from warpfold.run import metrics
+
+CA = ATOM_ORDER["CA"]
+WINDOW = 1_000  # examples in a row of which train.max_skipped may be skipped
+
+
+@dataclass(frozen=True)
+class ExampleResult:
+    """What one example of a step came to."""
+
+    key: str
+    length: int
+    loss: float
+    norm: float  # of its gradient, before clipping
+    lddt_ca: float
+    terms: dict[str, float]
+    index: int = 0  # its number among the run's examples
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+@dataclass(frozen=True)
+class DeviceResult:
+    """The same while it is on the device: the loss "" and its terms by `names`, the gradient's norm, lDDT-Ca."""
+
+    example: Sample
+    names: tuple[str, ...]
+    numbers: Tensor  # float64 [len(names) + 2]
+
+
+def read_results(results: Sequence[DeviceResult]) -> list[ExampleResult]:
+    """Return the results of a step's examples as plain numbers: one copy from the device, which the host waits for."""
+    found = []
+    for one, (*losses, norm, lddt) in zip(results, torch.stack([each.numbers for each in results]).tolist()):
+        terms = dict(zip(one.names, losses))
+        loss, length = terms.pop(""), len(one.example.features["aatype"])
+        found.append(ExampleResult(one.example.name, length, loss, norm, lddt, terms, one.example.index))
+    return found
+
+
+@torch.no_grad()
+def ca_lddt(output: Output, batch: Batch) -> Tensor:
+    """Return lDDT-Ca of the predicted structure, 0 to 1; NaN where the truth has no two Ca that count.
+
+    The same as `metrics.lddt`, but on the device, where it costs a training step next to nothing; float64.
+    """
+    points, truth = output.structure.final_atom37[:, CA].double(), batch["all_atom_positions"][:, CA].double()
+    # cdist through matrix products would lose the digits of near points
+    moved, distance = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (points, truth))
+    known = batch["all_atom_mask"][:, CA] > 0
+    pairs = (distance < metrics.LDDT_RADIUS) & known[:, None] & known
+    pairs = pairs & ~torch.eye(len(known), dtype=torch.bool, device=known.device)
+    error = (moved - distance).abs()
+    kept = torch.stack([(error < tolerance) & pairs for tolerance in metrics.LDDT_TOLERANCES])
+    return kept.sum().double() / (len(kept) * pairs.sum())
+
+
+def step_row(step: int, results: Sequence[ExampleResult], rate: float, recycles: int, timer: StepTimer) -> Row:
+    """Return the row of a training step, which ends here: means over its examples that were finite."""
+    seconds, waiting, waiting_so_far = timer.end()
+    finite = [example for example in results if example.finite]
+    names = finite[0].terms if finite else {}
+    return {
+        "kind": "step",
+        "step": step,
+        "loss": _mean([example.loss for example in finite]),
+        "lddt_ca": _mean([example.lddt_ca for example in finite]),
+        "terms": {name: _mean([example.terms[name] for example in finite]) for name in names},
+        "grad_norm": _mean([example.norm for example in finite]),
+        "learning_rate": rate,
+        "recycles": recycles,
+        "examples": [example.key for example in results],
+        "lengths": [example.length for example in results],
+        "skipped": len(results) - len(finite),
+        "samples_per_second": len(results) / seconds,
+        "waiting": waiting,
+        "waiting_so_far": waiting_so_far,
+    }
+
+
+def validation_row(step: int, lddt_ca: Mapping[str, float]) -> Row:
+    """Return the row of a validation: each example's lDDT-Ca, and their mean."""
+    return {"kind": "validation", "step": step, "lddt_ca": _mean(list(lddt_ca.values())), "examples": dict(lddt_ca)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean of those that are numbers; NaN if none is."""
+    numbers = [value for value in values if not math.isnan(value)]
+    return float(np.mean(numbers)) if numbers else float("nan")
+
+
+@contextmanager
+def training_bar(steps: int, console: Console | None = None) -> Iterator[Watcher]:
+    """Show a bar with the loss, the held-out lDDT-Ca, the speed, and the share of the time that steps wait for data.
+
+    Where the console is no terminal, only entries that cannot be used are named.
+    """
+    console = console or Console(stderr=True)
+    shown = {"loss": "-", "lddt": "-", "speed": ""}
+    with progress_bar(console=console, transient=False) as move:
+
+        def watch(row: Row) -> None:
+            """Show a row."""
+            if row["kind"] == "quarantine":
+                said = f"set aside {row['example']}: {row['reason']}"
+                console.print(said, markup=False, highlight=False, soft_wrap=True)
+                return
+            if row["kind"] == "validation":
+                shown["lddt"] = f"{row['lddt_ca']:.3f}"
+            else:
+                shown["loss"] = f"{row['loss']:.3f}"
+                shown["speed"] = f"{row['samples_per_second']:.2g} samples/s, {row['waiting_so_far']:.1%} waiting"
+            move(row["step"], steps, "loss {loss}  lDDT-Cα {lddt}  {speed}".format(**shown))
+
+        yield watch
+
+
+class SkippedExamples:
+    """Which of the last WINDOW examples were skipped since they were not finite; the same on all ranks.
+
+    A few are bad luck, many are divergence.  They add nothing to a step (engine/optim.py).  Part of a checkpoint.
+    """
+
+    def __init__(self, most: int, places: Sequence[int] = ()) -> None:
+        """most: train.max_skipped.  places: `places` of the checkpoint that the run continues from."""
+        self.most = most
+        self.places = list(places)  # how many examples the run had used before each
+
+    def add(self, step: int, results: Sequence[ExampleResult]) -> None:
+        """Count the examples of all ranks in one order that is the same on all; step: how many are done with this one.
+
+        Errors: UserError when more than `most` of any WINDOW in a row were skipped.
+        """
+        end = step * len(results)
+        for place, example in enumerate(results, end - len(results)):
+            if example.finite:
+                continue
+            self.places = [*(p for p in self.places if p > place - WINDOW), place]
+            if len(self.places) > self.most:
+                raise UserError(
+                    f"step {step}: the loss or gradient of {len(self.places)} of the last {min(place + 1, WINDOW)} "
+                    f"examples is not finite, and train.max_skipped = {self.most}: the run diverges; its failures "
+                    "folder has what reproduces the first of them, and the checkpoints from before them are kept"
+                )
+        self.places = [p for p in self.places if p >= end - WINDOW]
