@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from warpfold.engine.optim import OptimConfig, Optimizer, learning_rate
+from warpfold.engine.rules import RULES
 
 
 def small_model() -> nn.Module:
@@ -58,55 +59,6 @@ def test_steps_are_those_of_the_supplement() -> None:
     with optimizer.averaged():
         for ours, theirs in zip(model.parameters(), average):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-7)
-
-
-def large_batch(name: str, plain: nn.Module, steps: range) -> None:
-    """LAMB (You et al. 2020, algorithm 2) and LARS (You et al. 2017, algorithm 1), parameter by parameter."""
-    m = [torch.zeros_like(p) for p in plain.parameters()]
-    v = [torch.zeros_like(p) for p in plain.parameters()]
-    for step in steps:
-        gradients = torch.autograd.grad(
-            plain(example(10 * step).to(m[0].dtype)).square().sum(), list(plain.parameters())
-        )
-        rate = 1e-2 * min(1, (step + 1) / 4)
-        with torch.no_grad():
-            for i, (p, g) in enumerate(zip(plain.parameters(), gradients)):
-                if name == "lamb":
-                    m[i] = 0.9 * m[i] + 0.1 * g
-                    v[i] = 0.999 * v[i] + 0.001 * g**2
-                    r = (m[i] / (1 - 0.9 ** (step + 1))) / ((v[i] / (1 - 0.999 ** (step + 1))).sqrt() + 1e-6)
-                    u = r + 0.01 * p
-                    p -= rate * (p.norm() / u.norm() if p.any() and u.any() else 1) * u
-                else:
-                    trust = 0.02 * p.norm() / (g.norm() + 0.01 * p.norm()) if p.any() and g.any() else 1
-                    m[i] = 0.9 * m[i] + rate * trust * (g + 0.01 * p)
-                    p -= m[i]
-
-
-@pytest.mark.parametrize("name", ["lamb", "lars"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rules_for_large_batches_are_those_of_the_papers(name: str, dtype: torch.dtype) -> None:
-    config = OptimConfig(
-        name=name, learning_rate=1e-2, warmup_steps=4, weight_decay=0.01, trust=0.02, clip_norm=float("inf")
-    )
-    model, plain = small_model().to(dtype), small_model().double()
-    for net in (model, plain):
-        nn.init.zeros_(net[0].bias)  # what is zero is not scaled
-    run(model, Optimizer(model, config), range(7))
-    large_batch(name, plain, range(7))
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-    for ours, theirs in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
-        assert not torch.equal(ours, torch.zeros_like(ours))
-
-
-def test_norms_of_large_parameters_are_right_in_float32() -> None:
-    """Millions of squares added one after the other in float32 would be off by per cents."""
-    model = nn.ParameterList([torch.ones(3), torch.full((1500, 1500), 0.37), torch.full((5,), 1e-3)])
-    optimizer = Optimizer(model, OptimConfig(name="lamb"))
-    norms = optimizer.rule.shard.norms(optimizer.weights)
-    expected = torch.stack([torch.linalg.vector_norm(p.detach().double()) for p in model])
-    torch.testing.assert_close(norms.double(), expected, rtol=1e-6, atol=0)
 
 
 def test_clip_of_the_step_bounds_the_mean() -> None:
@@ -181,7 +133,7 @@ def test_the_mean_is_over_the_examples_that_were_used(poison: str) -> None:
     assert all(torch.equal(optimizer.state()[name], value) for name, value in without.state().items())
 
 
-@pytest.mark.parametrize("name", ["adam", "lamb", "lars"])
+@pytest.mark.parametrize("name", RULES)
 def test_a_step_without_examples_changes_nothing(name: str) -> None:
     model = small_model()
     optimizer = Optimizer(model, OptimConfig(name=name))
@@ -206,7 +158,7 @@ def test_a_second_optimizer_takes_the_model_over() -> None:
         first.collect()
 
 
-@pytest.mark.parametrize("name", ["adam", "lamb", "lars"])
+@pytest.mark.parametrize("name", RULES)
 def test_state_goes_round_to_the_bit(name: str) -> None:
     config = OptimConfig(name=name, accumulate=2)
     straight, broken = small_model(), small_model()
@@ -249,7 +201,7 @@ def test_learning_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"accumulate": 0}, {"clip_norm": 0.0}, {"average_decay": 1.0}, {"weight_decay": 0.1}]
+    "wrong", [{"accumulate": 0}, {"clip_norm": 0.0}, {"average_decay": 1.0}, {"weight_decay": 0.1}, {"name": "adma"}]
 )
 def test_settings_that_make_no_sense(wrong: dict) -> None:
     with pytest.raises(ValueError):

@@ -6,7 +6,6 @@ and tests/engine/test_rules.py runs it against its definition once that is writt
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -32,43 +31,33 @@ class Shard:
         names: Sequence[str],
         sum_shards: Callable[[Tensor], Tensor],
     ) -> None:
-        self.weights, self.sum_shards = weights, sum_shards
-        self._segments, self._names = segments, names
-
-    @cached_property
-    def _runs(self) -> tuple[Tensor, Tensor, int]:
-        """Return runs of rows of `ALIGN` elements: the parameter each belongs to, its length, and the rows in all.
-
-        Parameters begin at multiples of ALIGN, so no row has two.  What lies between parameters belongs to a number of
-        its own, after the last.
-        """
-        number = {name: i for i, name in enumerate(self._names)}
-        between, end = len(self._names), 0
-        owners, lengths = [], []
-        for segment in self._segments:
+        self.weights, self._sum_shards, self._names = weights, sum_shards, len(names)
+        number = {name: i for i, name in enumerate(names)}
+        # Runs of rows of ALIGN elements: parameters begin at multiples of ALIGN, so no row has two.  What lies between
+        # parameters belongs to one more, after the last.
+        owners, lengths, end = [], [], 0
+        for segment in segments:
             start, stop = segment.where.start // ALIGN, -(-segment.where.stop // ALIGN)
-            owners += [between, number[segment.name]]
+            owners += [len(names), number[segment.name]]
             lengths += [start - end, stop - start]
             end = stop
-        owners.append(between)
-        lengths.append(len(self.weights) // ALIGN - end)
-        device = self.weights.device
-        return torch.tensor(owners, device=device), torch.tensor(lengths, device=device), sum(lengths)
+        owners.append(len(names))
+        lengths.append(len(weights) // ALIGN - end)
+        self._owners = torch.tensor(owners, device=weights.device)
+        self._lengths, self._rows = torch.tensor(lengths, device=weights.device), sum(lengths)
 
     def norms(self, flat: Tensor) -> Tensor:
         """Return the norm of each parameter's part of the whole flat vector, [parameters]; flat: this rank's shard."""
-        owners, lengths, _ = self._runs
         rows = flat.view(-1, ALIGN).square().sum(1).double()
-        sums = torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True)  # a check would read them on the host
-        squares = sums.new_zeros(len(self._names) + 1)
-        squares[owners[1::2]] = sums[1::2]  # a shard has at most one part of a parameter
-        return self.sum_shards(squares)[:-1].sqrt().to(flat.dtype)
+        sums = torch.segment_reduce(rows, "sum", lengths=self._lengths, unsafe=True)  # a check reads them on the host
+        squares = sums.new_zeros(self._names + 1)
+        squares[self._owners[1::2]] = sums[1::2]  # a shard has at most one part of a parameter
+        return self._sum_shards(squares)[:-1].sqrt().to(flat.dtype)
 
     def per_row(self, numbers: Tensor) -> Tensor:
         """Repeat a number for each parameter over its rows of `ALIGN` elements, [rows, 1]; 1 between parameters."""
-        owners, lengths, rows = self._runs
         padded = torch.cat([numbers, numbers.new_ones(1)])
-        return padded[owners].repeat_interleave(lengths, output_size=rows)[:, None]
+        return padded[self._owners].repeat_interleave(self._lengths, output_size=self._rows)[:, None]
 
 
 class Rule(ABC):
