@@ -13,8 +13,8 @@ from warpfold.progress import progress_bar
 @app.command(epilog="Example:  warpfold golden tests/golden --only units/*")
 def golden(
     folder: Annotated[Path, argument("Folder of reference cases.")],
-    only: Annotated[str | None, reads("A pattern on the cases' paths.")] = None,
-    strict: Annotated[bool, decides("Cases of models that are not implemented fail too.")] = False,
+    only: Annotated[str | None, reads("A pattern for the cases' paths.")] = None,
+    strict: Annotated[bool, decides("Count cases of parts that are not implemented as failures.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare WarpFold with numbers of DeepMind's official code, array by array."""

@@ -47,15 +47,15 @@ def predict(
         reads("FILE or FILE:CHAIN: mmCIF or PDB structures to use as templates, whatever their name."),
     ] = None,
     hits: Annotated[
-        list[Path] | None, reads("Template hits, .hhr or hmmsearch's; of several records, NAME.hhr for each.")
+        list[Path] | None, reads("Template hits, .hhr or hmmsearch's; with several records, NAME.hhr for each.")
     ] = None,
     template_structures: Annotated[Path | None, reads("Folder of mmCIF files that the hits point to.")] = None,
     max_template_date: Annotated[
         str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")
     ] = None,
     seed: Seed = 0,
-    recycles: Annotated[int | None, decides("Passes through the trunk, less one; default: the model's.", min=0)] = None,
-    ensemble: Annotated[int | None, decides("Samples of the alignment averaged in each pass.", min=1)] = None,
+    recycles: Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)] = None,
+    ensemble: Annotated[int | None, decides("Samples of the alignment that each pass averages.", min=1)] = None,
     max_msa: Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)] = None,
     max_extra: Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)] = None,
     representations: Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")] = False,
@@ -101,7 +101,7 @@ def _lacks_templates(entry: dict[str, Any]) -> bool:
 
 
 def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
-    """The summary, or a line for each protein; what failed in any case."""
+    """Print the summary, or a line for each protein; and in any case what failed."""
     say_refused(summary["refused"])
     if as_json:
         show(summary)

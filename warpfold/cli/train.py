@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 def train(
     settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
     data: Annotated[list[str], reads("Stores that `warpfold pack` made: STORE or STORE=WEIGHT.")],
-    out: Annotated[Path, writes("Folder of the run; the same command continues a stopped one, bit for bit.")],
+    out: Annotated[Path, writes("Folder of the run; the same command continues a stopped run, bit for bit.")],
     init: Annotated[Path | None, reads("Parameters to start from; default: random ones.")] = None,
-    replay: Annotated[Path | None, reads("order.txt of a run of the same data and seed, to be followed.")] = None,
+    replay: Annotated[Path | None, reads("order.txt of a run of the same data and seed, to follow.")] = None,
     change: Annotated[list[str] | None, decides("Settings over those of the file, KEY=VALUE.", "--set")] = None,
     examples: Annotated[
         int | None, runs("Proteins at a time, each on processes of its own.", "--plan.data", min=1)
@@ -50,7 +50,7 @@ def train(
     strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train or fine-tune; Ctrl-C or kill -9 loses nothing but the steps since the last checkpoint.
+    """Train or fine-tune; Ctrl-C or kill -9 loses only the steps since the last checkpoint.
 
     On several processes, under torchrun: docs/parallel.md.
     """
@@ -80,7 +80,7 @@ def train(
 
 
 def _say(result: "Summary", out: Path, as_json: bool) -> None:
-    """How a run ended."""
+    """Say how a run ended."""
     if result.quarantined:
         names = ", ".join(result.quarantined[:3]) + (" ..." if len(result.quarantined) > 3 else "")
         count = len(result.quarantined)
@@ -97,7 +97,7 @@ def _say(result: "Summary", out: Path, as_json: bool) -> None:
 
 
 def sources(texts: list[str]) -> "list[Source]":
-    """["pdb=0.25", "distilled=0.75"] -> stores with their weights; a store without one has weight 1."""
+    """Open stores with their weights, from ["pdb=0.25", "distilled=0.75"]; a store without one has weight 1."""
     from warpfold.data.load.schedule import Source
     from warpfold.data.store.store import Store
 

@@ -1,4 +1,4 @@
-"""All settings of a run: what a TOML file of settings/ may say."""
+"""All settings of a run: what a TOML file in settings/ may contain."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,19 +16,19 @@ class TrainConfig:
     """[train]: how long, on what, how it is watched, and what happens when something goes wrong."""
 
     steps: int = 78_125  # Supp. table 4: about 10 million samples, 128 per step
-    seed: int = 0  # of the weights, the order of the examples, and all that is drawn
+    seed: int = 0  # of the first weights, the order of the examples, and everything random
     order: Weights = "paper"  # Supp. 1.2.5; "uniform": each example once per epoch
     validation: float | tuple[str, ...] | str = 0.02  # share of the store or keys, held out; or another store's folder
     validation_examples: int = 64  # at most so many of them
-    validation_residues: int = 512  # of each at most so many, from its start
+    validation_residues: int = 512  # of each at most so many, from the first on
     validate_every: int = 1_000  # steps; 0: at the beginning and the end only
     save_every: int = 500  # steps
-    keep: int = 2  # last checkpoints that stay; the best stays too
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # what follows a loss or gradient that is not finite
+    keep: int = 2  # how many last checkpoints stay; the best stays too
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is not finite
     max_skipped: int = 10  # examples of any 1,000 in a row that "skip" may leave out before the run stops
-    workers: int | None = None  # processes that prepare examples; none: some for a GPU, else the training process
+    workers: int | None = None  # processes that prepare examples; None: some for a GPU, else none but this one
     ahead: int = 4  # examples per worker that are prepared ahead
-    window: int = 0  # places that a ready example may come early, or a slow one late; 0: all as planned
+    window: int = 0  # positions that a ready example may come early, or a slow one late; 0: none
     quarantine: float = 0.01  # share of the data that may turn out unusable before the run stops
     tensorboard: bool = False
 
@@ -45,7 +45,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All settings of a run, a section of the TOML file each."""
+    """All settings of a run, each a section of the TOML file."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -57,7 +57,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         plan, examples = self.plan, self.optim.accumulate
         if plan.in_place:
-            raise ValueError("plan.in_place is for inference: training needs what it would write over; leave it out")
+            raise ValueError("plan.in_place is for inference: training still needs what it overwrites; leave it out")
         if reason := plan.refuses(self.model.evoformer.outer):
             raise ValueError(reason)
         if examples % plan.data:

@@ -1,13 +1,13 @@
-"""`warpfold demo`: the whole of WarpFold on two CPU cores, from made-up proteins to a report on what was learnt.
+"""Run all of WarpFold on two CPU cores: from made-up proteins to a report on what was learnt.
 
     OUT/proteins/      mmCIF and A3M files, made here
     OUT/store/         the same, packed
     OUT/run/           the training run (docs/training.md)
     OUT/predictions/   held-out proteins, folded (docs/outputs.md)
-    OUT/report.html    what came of it, for people
-    OUT/summary.json   the same for programs
+    OUT/report.html    the result, for people
+    OUT/summary.json   the same, for programs
 
-Each part is finished before the next begins and is kept: the same command continues a demo that was stopped.
+Each part is finished before the next begins, and stays: the same command continues a demo that was stopped.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from warpfold.data.store.store import Store
 from warpfold.data.synthetic.proteins import generate
 from warpfold.engine.loop import Row
 from warpfold.files import write_atomically
+from warpfold.progress import Progress, no_progress
 from warpfold.run import metrics
 from warpfold.run.demo_report import Measured, ca_pair, demo_report
 from warpfold.run.outputs import claim_folder
@@ -48,8 +49,6 @@ PARTS = ("proteins", "store", "run", "predictions", "report.html")
 # Where each stage ends on the progress bar, in percent of the usual time.
 PERCENT = {"making proteins": 5, "packing": 6, "training": 94, "folding": 98, "writing the report": 100}
 
-Progress = Callable[[int, int, str], None]
-
 
 def run_demo(
     out: Path,
@@ -60,11 +59,10 @@ def run_demo(
     changes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Make proteins, train, fold, report; returns what is in `out/summary.json`.
+    """Make proteins, train, fold, report; return what is in `out/summary.json`.
 
     proteins: how many to make.  changes: settings over those of the preset, "train.steps=10".
-    A demo that was stopped is continued; with `force` one of other settings is put aside
-    (OUT/earlier-1).
+    A demo that was stopped is continued; with `force`, one with other settings is moved to OUT/earlier-1.
     Errors: UserError for an `out` that holds something else; KeyboardInterrupt when training is stopped by a signal.
     """
     tell = Stages(progress)
@@ -105,10 +103,10 @@ def run_demo(
 
 
 class Stages:
-    """Turns stages, and the steps of training, into percents of the whole; remembers how long each stage took."""
+    """Turn stages, and the steps of training, into percents of the whole, and time each stage."""
 
     def __init__(self, progress: Progress | None) -> None:
-        self.progress = progress or (lambda done, total, what: None)
+        self.progress = progress or no_progress
         self.seconds: dict[str, float] = {}
         self.stage, self.news, self.percent, self.began = "", "", 0, time.perf_counter()
 
@@ -118,13 +116,13 @@ class Stages:
         self.part(0.0)
 
     def training(self, row: Row, steps: int) -> None:
-        """A row of the training's log."""
+        """Show a row of the training's log."""
         if row["kind"] == "validation":
             self.news = f", lDDT-Cα of held-out proteins {row['lddt_ca']:.2f}"
         self.part(row["step"] / steps)
 
     def part(self, share: float) -> None:
-        """How much of the current stage is done, 0 to 1."""
+        """Show how much of the current stage is done, 0 to 1."""
         end = PERCENT[self.stage]
         self.progress(int(self.percent + share * (end - self.percent)), 100, self.stage + self.news)
 
@@ -196,7 +194,7 @@ def _result(
 
 
 def _put_aside(out: Path) -> None:
-    """Move what an earlier demo made into OUT/earlier-N: somebody may have put something into its folders."""
+    """Move the output of an earlier demo into OUT/earlier-N: somebody may have put files into its folders."""
     made = [out / name for name in PARTS if os.path.lexists(out / name)]
     if made:
         aside = next(path for n in itertools.count(1) if not os.path.lexists(path := out / f"earlier-{n}"))

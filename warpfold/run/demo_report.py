@@ -1,4 +1,4 @@
-"""The page that `warpfold demo` ends with: what was learnt, and what it looks like."""
+"""Write the report of `warpfold demo`: what was learnt, and what it looks like."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,14 +33,14 @@ class Measured:
 
 
 def ca_pair(prediction: Prediction, raw: RawExample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Predicted and true Cα [N, 1, 3] of an example with coordinates, and which are known [N, 1]."""
+    """Return predicted and true Cα [N, 1, 3] of an example with coordinates, and which are known [N, 1]."""
     assert raw.positions is not None
     assert raw.mask is not None
     return prediction.positions[:, [CA]], raw.positions[:, [CA]], raw.mask[:, [CA]]
 
 
 def demo_report(out: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]]) -> Report:
-    """The page: `result` is the summary, whose predictions lie in `out/predictions`, in the order of `measured`."""
+    """Return the page: `result` is the summary, whose predictions are in `out/predictions`, ordered as `measured`."""
     held_out = measured["held_out"]
     drawn = sorted(range(len(held_out)), key=lambda i: -held_out[i].after)[:: max(1, len(held_out) // DRAWN)][:DRAWN]
     scores, seconds, versions = result["held_out"], result["seconds"], result["versions"]
@@ -141,7 +141,7 @@ def _held_out(measured: Sequence[Measured]) -> Section:
 
 
 def _target(predictions: Path, entry: Mapping[str, Any], measured: Measured) -> Target:
-    """A prediction with its truth laid over it."""
+    """Return a prediction with its truth superposed on it."""
     raw, prediction = measured.raw, measured.prediction
     assert raw.positions is not None
     assert raw.mask is not None

@@ -1,4 +1,4 @@
-"""The examples of a run: which are held out, which it has used, and how the next ones come."""
+"""Choose the examples of a run: which are held out, which it has used, and which come next."""
 
 import hashlib
 import math
@@ -23,37 +23,35 @@ from warpfold.run.ledger import Ledger
 
 
 def origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
-    """Return fingerprints of the data and of the first weights; a store's manifest holds its contents' checksums.
+    """Return fingerprints of the data and of the first weights; a store's manifest holds checksums of its contents.
 
-    The first process alone reads `init`.
+    Rank 0 alone reads `init`.
     """
     data = b"".join((source.store.path / "store.json").read_bytes() for source in sources)
     if len(sources) > 1:
         total = sum(source.weight for source in sources)
         data += repr([source.weight / total for source in sources]).encode()
-    first = fingerprint(_content(init)) if init and team.leads else "none"
+    first = "none"
+    if init and team.leads:
+        with opened(init, unpack=False) as file:
+            first = fingerprint(file.read())
     return {"store": fingerprint(data), "init": team.from_first(first, "the first parameters")}
 
 
-def _content(path: Path) -> bytes:
-    with opened(path, unpack=False) as file:
-        return file.read()
-
-
 def fingerprint(data: bytes) -> str:
-    """A short hash."""
+    """Return a short hash."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[Source], list[tuple[Store, str]]]:
-    """The sources to train on, and the examples held out of the first for validation."""
+    """Return the sources to train on, and the examples held out of the first for validation."""
     first, *others = [Source(data)] if isinstance(data, Store) else data
     training, held_out = split(first.store, config)
     return [replace(first, keys=training), *others], held_out
 
 
 def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store, str]]]:
-    """Keys to train on, and the examples held out for validation."""
+    """Return the keys to train on, and the examples held out for validation."""
     wanted = config.train.validation
     if isinstance(wanted, str):
         training, other = store.keys, Store(wanted)
@@ -71,21 +69,21 @@ def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store,
 
 
 def draw_recycles(config: RunConfig, step: int) -> int:
-    """How often the examples of a step are recycled: uniform from 0 to the model's number, one draw for all of them."""
+    """Draw how often the examples of a step are recycled: uniform from 0 to the model's number, the same for all."""
     return int(keyed_rng(config.train.seed, "recycles", step).integers(config.model.recycles + 1))  # Algorithm 31
 
 
 def open_ledger(
     run: RunFolder, config: RunConfig, state: Checkpoint, origin: Mapping[str, str], replay: Path | None, team: Team
 ) -> Ledger:
-    """What the run has used so far, and what to use again: all that it used after its last checkpoint, or `replay`."""
+    """Open the record of what the run has used and is to use again: all after its last checkpoint, or `replay`."""
     decides = [origin["store"], config.train.seed, config.train.order, config.train.validation]
     place = state.step * config.optim.accumulate // team.mesh.data.size
     return Ledger(run.path, fingerprint(repr(decides).encode()), place, used(config, state), replay, team)
 
 
 def used(config: RunConfig, state: Checkpoint) -> State:
-    """Which examples a run had used at a checkpoint."""
+    """Return which examples a run had used at a checkpoint."""
     notes = state.notes.get("loader", {"first": state.step * config.optim.accumulate, "early": ()})
     return State(notes["first"], tuple(notes["early"]))
 
@@ -99,7 +97,7 @@ def load(
     device: torch.device | str,
     team: Team,
 ) -> Loader:
-    """This process's examples of the steps that remain, on the device; those that share them make the same."""
+    """Return this rank's examples of the steps that remain, on the device; ranks that share them make the same."""
     order = Order(sources, config.train.seed, config.train.order)
     ranks, steps = team.mesh.data, max(0, config.train.steps - state.step)
     schedule = Schedule(

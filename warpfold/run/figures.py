@@ -1,6 +1,6 @@
-"""The drawings of a report: each function returns one SVG text, ready to stand inside an HTML page.
+"""Draw the figures of a report: each function returns one SVG text, to be put into an HTML page.
 
-Colours are safe for the colour-blind and fall in lightness with what they mean, so that a grey print still reads.
+Colours are safe for the colour-blind and get lighter in the order of what they mean, so that a grey print is legible.
 """
 
 import io
@@ -57,13 +57,13 @@ class Curve:
 
 
 def plddt_color(value: float) -> str:
-    """The colour of a pLDDT (0 to 100)."""
+    """Return the colour of a pLDDT (0 to 100)."""
     return next((color for bound, color, _ in CLASSES if value >= bound), CLASSES[-1][1])
 
 
 @mpl.rc_context(STYLE)
 def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, float] | None = None) -> str:
-    """Quantities over training steps; a curve of many values is drawn faint, with its running mean over it."""
+    """Draw quantities over training steps; a curve of many values is drawn faint, with its running mean over it."""
     figure, axes = _canvas(4.7, 2.8)
     for curve, color, dashes in zip(curves, (BLUE, AMBER, GREY, INK), ("-", "--", "-.", ":")):
         x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
@@ -84,7 +84,7 @@ def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, flo
 
 @mpl.rc_context(STYLE)
 def draw_plddt(plddt: np.ndarray, lddt: np.ndarray | None = None) -> str:
-    """pLDDT [N] along the chain on its four classes; `lddt` [N], 0 to 100, is the measured value beside it."""
+    """Draw pLDDT [N] along the chain over its four classes; `lddt` [N], 0 to 100, is the measured value beside it."""
     figure, axes = _canvas(5.0, 2.6)
     residues = np.arange(1, len(plddt) + 1)
     upper = 100.0
@@ -104,7 +104,7 @@ def draw_plddt(plddt: np.ndarray, lddt: np.ndarray | None = None) -> str:
 
 @mpl.rc_context(STYLE)
 def draw_pae(pae: np.ndarray) -> str:
-    """Predicted aligned error [N, N] in angstrom; dark is sure.  Rows: aligned on; columns: scored."""
+    """Draw the predicted aligned error [N, N] in angstrom; dark is sure.  Rows: aligned on; columns: scored."""
     figure, axes = _canvas(3.5, 2.9)
     size = len(pae)
     image = axes.imshow(
@@ -119,7 +119,7 @@ def draw_pae(pae: np.ndarray) -> str:
 
 @mpl.rc_context(STYLE)
 def draw_improvement(names: Sequence[str], before: Sequence[float], after: Sequence[float]) -> str:
-    """lDDT-Cα (0 to 1) of each protein by the untrained and by the trained model, as two dots and what lies between."""
+    """Draw lDDT-Cα (0 to 1) of each protein by the untrained and the trained model, as two dots and a line."""
     order = np.argsort(after)
     figure, axes = _canvas(4.7, 0.9 + 0.26 * len(names))
     rows, b, a = np.arange(len(names)), np.asarray(before, float)[order], np.asarray(after, float)[order]
@@ -136,7 +136,7 @@ def draw_improvement(names: Sequence[str], before: Sequence[float], after: Seque
 
 @mpl.rc_context(STYLE)
 def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -> str:
-    """What the model expects (pLDDT) against what is measured (lDDT-Cα), both 0 to 100; `each` names what a dot is."""
+    """Draw what the model expects (pLDDT) against the measured lDDT-Cα, both 0 to 100; `each` names what a dot is."""
     figure, axes = _canvas(3.5, 2.9)
     axes.plot([0, 100], [0, 100], ":", color=GREY, linewidth=1)
     axes.text(6, 2, "as expected", rotation=45, rotation_mode="anchor", fontsize=8, color=GREY)
@@ -151,7 +151,7 @@ def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -
 
 @mpl.rc_context(STYLE)
 def draw_trace(ca: np.ndarray, plddt: np.ndarray, truth: np.ndarray | None = None) -> str:
-    """The Cα trace [N, 3] seen flat, coloured by pLDDT, over `truth` [M, 3] in grey: what paper can show."""
+    """Draw the Cα trace [N, 3] in a plane, coloured by pLDDT, over `truth` [M, 3] in grey, for print."""
     figure, axes = _canvas(3.8, 3.4)
     center = ca.mean(0)
     _, _, turn = np.linalg.svd(ca - center, full_matrices=False) if len(ca) > 2 else (0, 0, np.eye(3))
@@ -165,7 +165,7 @@ def draw_trace(ca: np.ndarray, plddt: np.ndarray, truth: np.ndarray | None = Non
 
 
 def _draw_chain(axes: Axes, points: np.ndarray, colors: Sequence[str], width: float) -> None:
-    """A chain, far segments first and paler; segments longer than a peptide bond allows are left out."""
+    """Draw a chain, far segments first and paler; segments longer than a peptide bond allows are left out."""
     segments = np.stack([points[:-1], points[1:]], 1)
     depth = segments[:, :, 2].mean(1)
     whole = np.linalg.norm(segments[:, 0] - segments[:, 1], axis=-1) < 5
@@ -183,7 +183,7 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _legend(axes: Axes) -> None:
-    """The key over the plot, out of the way of what is drawn."""
+    """Put the key above the plot, where it covers nothing."""
     place = (-0.01, 1.0)
     axes.legend(fontsize=8.5, ncols=3, frameon=False, loc="lower left", bbox_to_anchor=place, borderaxespad=0.2)
 
@@ -194,7 +194,7 @@ def _grid(axes: Axes, axis: str = "both") -> None:
 
 
 def _svg(figure: Figure, label: str) -> str:
-    """The figure as an <svg> element that a screen reader can name; no XML prologue, no date."""
+    """Return the figure as an <svg> element that a screen reader can name; no XML prologue, no date."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()

@@ -1,4 +1,4 @@
-"""How alike two structures are: lDDT, RMSD, TM-score, GDT; and the sequence alignment that pairs their residues.
+"""Measure how similar two structures are: lDDT, RMSD, TM-score, GDT; align the sequences to pair residues.
 
 NumPy only, float64 inside, angstrom.  Everything compares a prediction with a reference residue by residue: row i of
 one belongs to row i of the other, and masks say which atoms each of them has.
@@ -18,7 +18,7 @@ Array = np.ndarray
 
 
 def lddt(predicted: Array, truth: Array, mask: Array, predicted_mask: Array | None = None) -> float:
-    """lDDT over all pairs of atoms of different residues, 0 to 1 (Mariani et al. 2013, without stereochemical checks).
+    """Return lDDT over pairs of atoms of different residues, 0 to 1 (Mariani et al. 2013, no stereochemical checks).
 
     predicted, truth [N, A, 3]; mask [N, A] atoms of the reference; predicted_mask [N, A] those of the prediction (its
     missing atoms count as wrong; default: it has all).  A = 1 with the Ca gives lDDT-Ca.  NaN where no pair counts.
@@ -28,7 +28,7 @@ def lddt(predicted: Array, truth: Array, mask: Array, predicted_mask: Array | No
 
 
 def lddt_per_residue(predicted: Array, truth: Array, mask: Array, predicted_mask: Array | None = None) -> Array:
-    """lDDT of each residue's own pairs [N], as `lddt`; NaN for a residue that has none."""
+    """Return lDDT of each residue's own pairs [N], as `lddt`; NaN for a residue that has none."""
     kept, pairs = lddt_counts(predicted, truth, mask, predicted_mask)
     return np.divide(kept, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
 
@@ -36,7 +36,7 @@ def lddt_per_residue(predicted: Array, truth: Array, mask: Array, predicted_mask
 def lddt_counts(
     predicted: Array, truth: Array, mask: Array, predicted_mask: Array | None = None, others: Array | None = None
 ) -> tuple[Array, Array]:
-    """Per residue [N]: how many of its pairs are preserved (mean over the tolerances), and how many there are.
+    """Count for each residue [N] how many of its pairs are preserved (mean over the tolerances), and how many it has.
 
     `others` [N, A] restricts the far end of each pair to these atoms; the rest as in `lddt`.
     """
@@ -63,7 +63,7 @@ def lddt_counts(
 
 
 def rename_symmetric(predicted: Array, truth: Array, mask: Array, predicted_mask: Array, swap: Array) -> Array:
-    """The prediction with atoms of symmetric side chains named so that each residue's lDDT is best.
+    """Return the prediction with atoms of symmetric side chains named so that each residue's lDDT is best.
 
     swap [N, A]: for every atom the index of its twin, itself if it has none (Asp, Glu, Phe, Tyr).  Each residue is
     judged by its pairs with the unambiguous atoms of the others (Mariani et al. 2013).  Shapes as in `lddt`.
@@ -81,7 +81,7 @@ def rename_symmetric(predicted: Array, truth: Array, mask: Array, predicted_mask
 
 
 def superpose(mobile: Array, target: Array, weights: Array | None = None) -> tuple[Array, Array]:
-    """The rotation [*, 3, 3] and translation [*, 3] that bring mobile [*, N, 3] nearest to target (Kabsch 1976).
+    """Return the rotation [*, 3, 3] and translation [*, 3] that bring mobile [*, N, 3] nearest to target (Kabsch 1976).
 
     weights [*, N], not negative; `mobile @ rotation.T + translation` is then nearest in weighted least squares.
     """
@@ -100,7 +100,7 @@ def superpose(mobile: Array, target: Array, weights: Array | None = None) -> tup
 
 
 def rmsd(predicted: Array, truth: Array) -> float:
-    """Root mean square deviation [N, 3] after the best superposition, in angstrom; NaN without points."""
+    """Return the root mean square deviation [N, 3] after the best superposition, in angstrom; NaN without points."""
     if not len(truth):
         return float("nan")
     rotation, translation = superpose(predicted, truth)
@@ -110,7 +110,7 @@ def rmsd(predicted: Array, truth: Array) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What the best superpositions reach, each 0 to 1."""
+    """Scores at the superposition that is best for each, 0 to 1."""
 
     tm: float
     gdt_ts: float
@@ -118,22 +118,22 @@ class Overlap:
 
 
 def tm_d0(length: int) -> float:
-    """The distance that TM-score counts as half, for a reference of so many residues (Zhang & Skolnick 2004, eq. 5)."""
+    """Return the distance that TM-score counts as half, by the reference's length (Zhang & Skolnick 2004, eq. 5)."""
     return max(0.5, 1.24 * np.cbrt(length - 15) - 1.8)
 
 
 def overlap(predicted: Array, truth: Array, length: int | None = None, starts: int = 256) -> Overlap:
-    """TM-score, GDT-TS and GDT-HA of paired Ca atoms [N, 3], each at the superposition that is best for it.
+    """Return TM-score, GDT-TS and GDT-HA of paired Ca atoms [N, 3], each at the superposition that is best for it.
 
     Normalised by `length` (default N): the residues of the reference, paired or not.  The search is that of Zhang &
-    Skolnick 2004: start from fragments of N, N/2, N/4, ... residues at every place (at most `starts` places for each
-    size), superpose, take in whatever came near, repeat until the set stays.
+    Skolnick 2004: start from fragments of N, N/2, N/4, ... residues at every position (at most `starts` for each
+    size), superpose, select all residues that came near, repeat until the selection does not change.
     """
     n = len(truth)
     length = n if length is None else length
     if n == 0:
         return Overlap(tm=0.0, gdt_ts=0.0, gdt_ha=0.0)
-    # Centred once, so that no digits are lost far from the origin.
+    # Centered once, so that no digits are lost far from the origin.
     predicted = np.asarray(predicted, np.float64) - np.mean(predicted, 0, dtype=np.float64)
     truth = np.asarray(truth, np.float64) - np.mean(truth, 0, dtype=np.float64)
     best = np.zeros(1 + len({*GDT_TS, *GDT_HA}))
@@ -166,27 +166,27 @@ def overlap(predicted: Array, truth: Array, length: int | None = None, starts: i
 
 
 def _distances(predicted: Array, truth: Array, chosen: Array) -> Array:
-    """[S, N] distances after superposing on each of S sets of residues, bool [S, N]."""
+    """Return distances [S, N] after superposing on each of S sets of residues, bool [S, N]."""
     rotation, translation = superpose(predicted[None], truth[None], chosen)
     return np.linalg.norm(predicted @ np.swapaxes(rotation, -1, -2) + translation[:, None] - truth, axis=-1)
 
 
 def _nearest(distance: Array, within: float) -> Array:
-    """Residues nearer than `within` [S, N], and never fewer than three: the three nearest then."""
+    """Return which residues are nearer than `within`, bool [S, N]; the three nearest if fewer are."""
     k = min(2, distance.shape[-1] - 1)
     third = np.partition(distance, k, axis=-1)[:, k, None]
     return distance <= np.maximum(within, third)
 
 
-# What an alignment is worth.  The pairs are versions of one protein or near relatives: identity is all that counts.
+# Scores of an alignment.  The sequences are versions of one protein or close relatives: only identity counts.
 MATCH, MISMATCH, GAP_OPENING, GAP_EXTENSION = 2.0, -1.0, 5.0, 0.5
 
 
 def align(a: str, b: str) -> Array:
-    """Pairs [K, 2] of indices into two sequences: their best global alignment with affine gaps, free at the ends.
+    """Return pairs [K, 2] of indices into two sequences: the best global alignment, gaps affine and free at the ends.
 
     A gap of k costs GAP_OPENING + GAP_EXTENSION * (k - 1) (Gotoh 1982).  X matches nothing and mismatches nothing.
-    Time and memory are len(a) * len(b).
+    Time and memory grow as len(a) * len(b).
     """
     codes = [np.frombuffer(s.encode("latin-1", "replace"), np.uint8) for s in (a, b)]
     n, m = map(len, codes)
@@ -223,7 +223,7 @@ def align(a: str, b: str) -> Array:
 
 
 def _trace(steps: Array, up_opens: Array, left_from: Array) -> Array:
-    """The pairs along the best path, from the last corner back to an edge."""
+    """Return the pairs along the best path, from the last corner back to an edge."""
     i, j = steps.shape[0] - 1, steps.shape[1] - 1
     pairs = []
     while i > 0 and j > 0:

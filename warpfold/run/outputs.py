@@ -1,4 +1,4 @@
-"""What a prediction is, and how it becomes files: structures, confidence, arrays; whole or not at all."""
+"""A prediction, and how it becomes files: structures, confidence, arrays; all of them or none."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ CATEGORIES = ((90.0, "H"), (70.0, "M"), (50.0, "L"), (0.0, "D"))
 class Prediction:
     """One folded protein of N residues; arrays are float32 NumPy, lengths in angstrom.
 
-    Representations, None where they were not asked for: single [N, c_s], pair [N, N, c_z], msa [S, N, c_m].
+    Representations, None unless asked for: single [N, c_s], pair [N, N, c_z], msa [S, N, c_m].
     """
 
     name: str
@@ -41,11 +41,11 @@ class Prediction:
     pair: np.ndarray | None = None
     msa: np.ndarray | None = None
     details: Mapping[str, Any] = field(default_factory=dict)  # for summary.json: seed, recycles, seconds, ...
-    templates: Sequence[Mapping[str, Any]] = ()  # what became of each template that was offered
+    templates: Sequence[Mapping[str, Any]] = ()  # the outcome of each template that was offered
 
     @property
     def ca(self) -> np.ndarray:
-        """Cα positions [N, 3], angstrom."""
+        """Return the Cα positions [N, 3], angstrom."""
         return self.positions[:, ATOM_ORDER["CA"]]
 
     @property
@@ -53,32 +53,32 @@ class Prediction:
         return float(self.plddt.mean())
 
     def chain(self) -> Chain:
-        """The prediction as chain A, numbered from 1."""
+        """Return the prediction as chain A, numbered from 1."""
         n = len(self.sequence)
         numbers = tuple(str(i + 1) for i in range(n))
         return Chain("A", self.sequence, self.positions, self.mask, np.arange(n), numbers)
 
     def mmcif(self) -> str:
-        """mmCIF text, pLDDT in the B column and as ModelCIF's metric."""
+        """Return mmCIF text, pLDDT in the B column and as ModelCIF's metric."""
         from warpfold.data.structure.write import write_mmcif
 
         return write_mmcif(self.name, [self.chain()], b_factors=[self.plddt], predicted=True)
 
     def pdb(self) -> str:
-        """PDB text, pLDDT in the B column.  Errors: UserError where the format cannot hold the structure."""
+        """Return PDB text, pLDDT in the B column.  Errors: UserError where the format cannot hold the structure."""
         from warpfold.data.structure.write import write_pdb
 
         return write_pdb(self.name, [self.chain()], b_factors=[self.plddt])
 
     def save(self, folder: Path | str, overwrite: bool = False) -> dict[str, str]:
-        """Write all files of this prediction into `folder` (docs/outputs.md lists them); returns kind -> file name.
+        """Write all files of this prediction into `folder` (docs/outputs.md lists them); return kind -> file name.
 
-        The files are called after the protein, so a folder may hold many predictions, and whatever else is in it is
-        left alone.  A new folder appears whole or not at all; in one that exists each file does.
+        The files are named after the protein, so a folder may hold many predictions, and whatever else is in it is
+        left alone.  A new folder appears complete or not at all; in one that exists, each file does.
         overwrite: replace an earlier prediction of a protein of this name.  The PDB file is left out where the format
         cannot hold the structure.
-        Errors: UserError where a file of such a name exists (with `overwrite`, one that is no prediction's), or when
-        the folder cannot be written.
+        Errors: UserError where a file of such a name exists (with `overwrite`, one that does not belong to a
+        prediction), or when the folder cannot be written.
         """
         folder = Path(folder)
         names = file_names(self.name)
@@ -97,14 +97,14 @@ class Prediction:
                 np.savez_compressed(draft / names["arrays"], **arrays)
                 for kind, text in texts.items():
                     (draft / names[kind]).write_text(text, encoding="utf-8")
-                _place(draft, folder, names)
+                _move_into(draft, folder, names)
         except OSError as error:
             raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
         return {kind: name for kind, name in names.items() if kind in texts or kind == "arrays"}
 
 
 def file_names(protein: str) -> dict[str, str]:
-    """What the files of a protein's prediction are called, by kind; the arrays first, by which it is known as one."""
+    """Return the names of a prediction's files, by kind; the arrays first, by which a prediction is recognized."""
     stem = file_name(protein)
     endings = {
         "arrays": ".npz",
@@ -118,9 +118,9 @@ def file_names(protein: str) -> dict[str, str]:
 
 
 def remove_prediction(folder: Path, protein: str) -> None:
-    """Remove the files of a prediction from its folder, and the folder if nothing else is in it.
+    """Delete the files of a prediction from its folder, and the folder if nothing else is in it.
 
-    What is not a prediction of this name stays.  Errors: UserError when something cannot be removed.
+    Whatever is not a prediction of this name stays.  Errors: UserError when something cannot be removed.
     """
     names = file_names(protein)
     if folder.is_symlink() or not _is_prediction(folder / names["arrays"]):
@@ -136,7 +136,7 @@ def remove_prediction(folder: Path, protein: str) -> None:
 
 
 def _check_free(folder: Path, names: Mapping[str, str], overwrite: bool) -> None:
-    """UserError unless all of `names` are free in `folder`, or of a prediction that may be replaced."""
+    """Raise UserError unless all of `names` are free in `folder`, or belong to a prediction that may be replaced."""
     taken = [folder / name for name in names.values() if os.path.lexists(folder / name)]
     if not taken:
         return
@@ -148,13 +148,13 @@ def _check_free(folder: Path, names: Mapping[str, str], overwrite: bool) -> None
     links = [path for path in taken if path.is_symlink() or not path.is_file()]
     if links or not _is_prediction(folder / names["arrays"]):
         raise UserError(
-            f"{(links or taken)[0]}: is no prediction's file, and left alone; save into another folder, or fold with "
-            "another name="
+            f"{(links or taken)[0]}: does not belong to a prediction and is left alone; save into another "
+            "folder, or fold with another name="
         )
 
 
 def _is_prediction(path: Path) -> bool:
-    """Whether this is a prediction's file of arrays."""
+    """Return whether this is a prediction's file of arrays."""
     try:
         with zipfile.ZipFile(path) as file:
             return {"positions.npy", "mask.npy", "plddt.npy"} <= set(file.namelist())
@@ -164,7 +164,7 @@ def _is_prediction(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _draft(folder: Path) -> Iterator[Path]:
-    """An empty folder on the disk that `folder` is on, or will be on; it vanishes afterwards."""
+    """Make an empty folder on the same disk as `folder`; it is deleted afterwards."""
     beside = folder if folder.is_dir() else folder.parent
     beside.mkdir(parents=True, exist_ok=True)
     draft = beside / f".{folder.name}.{uuid4().hex}.partial"
@@ -175,13 +175,13 @@ def _draft(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _place(draft: Path, folder: Path, names: Mapping[str, str]) -> None:
-    """Move a prediction's files to where they belong; those of the earlier one that it has not any more vanish.
+def _move_into(draft: Path, folder: Path, names: Mapping[str, str]) -> None:
+    """Move a prediction's files to where they belong, and delete those that only the earlier prediction had.
 
-    The arrays go first and vanish never: what a kill leaves half-replaced is still known as a prediction.
+    The arrays go first and are never deleted: what a kill leaves half-replaced is still recognized as a prediction.
     """
     if not folder.is_dir():
-        os.rename(draft, folder)  # fails where something has come there meanwhile
+        os.rename(draft, folder)  # fails where another process has made it meanwhile
         return
     for name in names.values():
         if (draft / name).exists():
@@ -191,7 +191,7 @@ def _place(draft: Path, folder: Path, names: Mapping[str, str]) -> None:
 
 
 def plddt_json(plddt: np.ndarray) -> dict[str, list[Any]]:
-    """pLDDT [N] in the layout of AlphaFold DB's confidence files."""
+    """Return pLDDT [N] in the layout of AlphaFold DB's confidence files."""
     return {
         "residueNumber": list(range(1, len(plddt) + 1)),
         "confidenceScore": [round(float(value), 2) for value in plddt],
@@ -200,21 +200,21 @@ def plddt_json(plddt: np.ndarray) -> dict[str, list[Any]]:
 
 
 def pae_json(pae: np.ndarray, max_pae: float) -> list[dict[str, Any]]:
-    """PAE [N, N] in the layout of AlphaFold DB's files: whole angstroms, in a list of one."""
+    """Return PAE [N, N] in the layout of AlphaFold DB's files: whole angstroms, in a list of one."""
     rounded = np.rint(pae).astype(int).tolist()
     return [{"predicted_aligned_error": rounded, "max_predicted_aligned_error": round(float(max_pae), 2)}]
 
 
 def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict[str, Any] | None:
-    """See that an output folder is ours to write: None for a new or empty one, else the summary that is in it.
+    """Check that an output folder is ours to write: return None for a new or empty one, else the summary in it.
 
-    `kind` is the summary's "format", `run` the digest that tells one run's inputs from another's.  With `force` a
-    folder of another run of that kind will do.  Nothing is written.
+    `kind` is the summary's "format", `run` the digest of a run's inputs.  With `force`, a folder of another run of
+    that kind is accepted.  Nothing is written.
     Errors: UserError for a file in its place, or for a folder that holds something else.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file; name a folder for the output")
-    drafts = ".summary.json."  # of `write_atomically`: all that a run leaves that is killed at its very beginning
+    drafts = ".summary.json."  # of `write_atomically`: all that is there when a run is killed at its very beginning
     if not folder.is_dir() or all(file.name.startswith(drafts) for file in folder.iterdir()):
         return None
     try:

@@ -1,11 +1,11 @@
-"""`warpfold predict`: many sequences, one resident model, a folder that is never half-written (docs/outputs.md)."""
+"""Fold many sequences with one resident model, into a folder that is never half-written (docs/outputs.md)."""
 
 import hashlib
 import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from warpfold.files import file_name, is_given_pipe, open_regular, write_atomica
 from warpfold.model.weights import assumed_settings
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
+from warpfold.progress import Progress, no_progress
 from warpfold.run.outputs import Prediction, claim_folder, remove_prediction
 from warpfold.run.predict_report import prediction_report
 from warpfold.run.predict_templates import TemplateSources, find_templates
@@ -32,17 +33,15 @@ from warpfold.run.sanity import check_geometry
 FORMAT = "warpfold-predictions-1"
 ALIGNMENT_ENDINGS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln")
 
-# What may go wrong with one protein and leave the others be: numbers, memory (torch.OutOfMemoryError is RuntimeError).
+# What may fail for one protein while the others go on: numbers, memory (torch.OutOfMemoryError is a RuntimeError).
 FAILURES = (UserError, RuntimeError, MemoryError, ArithmeticError, ValueError)
-
-Progress = Callable[[int, int, str], None]  # done, of how many, which now
 
 
 @dataclass(frozen=True)
 class Query:
-    """What to fold: a name that is unique and safe as a file's, a sequence, an alignment of it, templates.
+    """What to fold: a name that is unique and safe in a path, a sequence, an alignment of it, templates.
 
-    outcomes: what became of each template that was offered.
+    outcomes: of each template that was offered.
     """
 
     name: str
@@ -54,7 +53,7 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to fold.  What changes the result is part of the run's identity; device, chunk and kernels are not."""
+    """How to fold.  Whatever changes the result is part of the run's identity; device, chunk and kernels are not."""
 
     seed: int = 0
     recycles: int | None = None  # None: the model's own
@@ -79,15 +78,15 @@ def predict(
     templates: TemplateSources | None = None,
     team: Team | None = None,
 ) -> dict[str, Any]:
-    """Fold every record of `query` into `out`; returns what is in `out/summary.json`.
+    """Fold every record of `query` into `out`; return what is in `out/summary.json`.
 
-    A protein that fails is named under "failures" and leaves the others be.  A run that was stopped continues: what
-    is done is kept.  team: processes that share each protein; all call this, and the first writes.  What goes wrong on
-    one of them, other than bad input, ends the run.
+    A protein that fails is named under "failures" and the others go on.  A run that was stopped continues: what is
+    done is kept.  team: processes that share each protein; all call this, and rank 0 writes.  An error on one of them,
+    other than bad input, ends the run.
     Errors: UserError for bad input (then nothing is written), or an `out` that holds something else.
     """
     options = options or Options()
-    tell = progress or (lambda done, total, name: None)
+    tell = progress or no_progress
     start, refused_before = time.perf_counter(), refusals()
     team = team or Team()
     if team.launch.ranks > 1 and (pipes := list(filter(is_given_pipe, (query, *msas)))):
@@ -109,7 +108,7 @@ def predict(
         _begin(out, summary, options.force)
     summary = team.share(summary, "the beginning of the run")[0]
     done = {entry["name"] for entry in summary["predictions"]}
-    # Where one fails in the middle of a protein, those that share it wait for it: the run is over.
+    # If one rank fails in the middle of a protein, the others wait for it: the run cannot go on.
     failures = FAILURES if team.launch.ranks == 1 else UserError
     for index, one in enumerate(queries):
         tell(index, len(queries), one.name)
@@ -132,11 +131,11 @@ def predict(
 
 
 def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
-    """The proteins of a FASTA file, or the one of an alignment, with their alignments from `msas`.
+    """Read the proteins of a FASTA file, or the one of an alignment, with their alignments from `msas`.
 
-    With one protein every file of `msas` must be an alignment of it; with several, each file belongs to the protein
-    that is its first row.  They are stacked in the official order where their names tell (`sources.stacking_order`).
-    Errors: UserError for whatever cannot be read, two records of one name, an alignment that belongs to none.
+    With one protein, every file of `msas` must be an alignment of it; with several, each file belongs to the protein
+    in its first row.  They are stacked in the official order where names say which it is (`sources.stacking_order`).
+    Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
     """
     endings = [ending.lower() for ending in path.suffixes]
     if any(ending in ALIGNMENT_ENDINGS for ending in endings):
@@ -146,13 +145,13 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
     else:
         records = [(file_name((header.split() or ["query"])[0]), seq) for header, seq in read_fasta(path)]
         found = [(name, seq, []) for name, seq in records]
-    names = [name.lower() for name, _, _ in found]  # some file systems do not tell A from a
+    names = [name.lower() for name, _, _ in found]  # some file systems ignore case
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"{path}: several records are called {name}; give each a name of its own")
     as_rows = {sequence: decode(encode(sequence)) for _, sequence, _ in found}  # in the letters of an alignment
     by_sequence: dict[str, list[Alignment]] = {}
-    for msa in sorted(msas, key=lambda path: stacking_order(path.name)):  # else as given
+    for msa in sorted(msas, key=lambda path: stacking_order(path.name)):  # otherwise as given
         alignment = read_alignment(msa, found[0][1] if len(found) == 1 else None)
         if alignment.query not in as_rows.values():
             raise UserError(f"{msa}: its first row is the sequence of no record in {path}; give alignments of these")
@@ -168,7 +167,7 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
 
 
 def with_templates(queries: Sequence[Query], sources: TemplateSources, predictor: Predictor) -> list[Query]:
-    """The queries with templates, as many as the model takes.
+    """Return the queries with templates, as many as the model takes.
 
     Errors: UserError as in `find_templates`, and for a model that takes none, or fewer than the user's files.
     """
@@ -178,7 +177,7 @@ def with_templates(queries: Sequence[Query], sources: TemplateSources, predictor
 
 
 def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) -> dict[str, Any] | None:
-    """Fold one protein and write its folder; returns its entry in the summary, or None where another process writes."""
+    """Fold one protein and write its folder; return its entry in the summary, or None where another rank writes."""
     prediction = predictor.fold(
         query.sequence,
         query.alignment,
@@ -195,11 +194,11 @@ def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) ->
 
 
 def keep(prediction: Prediction, out: Path) -> dict[str, Any]:
-    """Look at a prediction's geometry and write it into a folder of its own in `out`; returns its summary entry."""
+    """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary."""
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     geometry = check_geometry(prediction.positions, prediction.mask)
     folder = file_name(prediction.name)
-    files = prediction.save(out / folder, overwrite=True)  # of a run that was killed, or is replaced with --force
+    files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
     return {
         "name": prediction.name,
         "folder": folder,
@@ -238,19 +237,19 @@ def _new_summary(run: str, params: Path, digest: str, options: Options, predicto
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "predictions": [],
         "failures": [],
-        "refused": {},  # what fast operations refused, and how often
+        "refused": {},  # why fast operations were not used, and how often
         "seconds": 0.0,
     }
 
 
 def _settings(options: Options) -> dict[str, Any]:
-    """What decides the result, beside parameters and queries."""
+    """Return what decides the result, beside parameters and queries."""
     names = ("seed", "recycles", "ensemble", "max_msa", "max_extra", "precision", "representations")
     return {name: getattr(options, name) for name in names}
 
 
 def _effective(options: Options, predictor: Predictor) -> dict[str, Any]:
-    """What was left to the parameters, as it was in the end."""
+    """Return the values that were used for what the options left to the parameters."""
     model, sample = predictor.model.config, predictor.sample
     return {
         "recycles": model.recycles if options.recycles is None else options.recycles,
@@ -261,7 +260,7 @@ def _effective(options: Options, predictor: Predictor) -> dict[str, Any]:
 
 
 def _run_digest(queries: Sequence[Query], params_digest: str, settings: Mapping[str, Any]) -> str:
-    """One text that is equal for equal inputs."""
+    """Return a text that is equal for equal inputs."""
     digest = hashlib.sha256(json.dumps([params_digest, settings]).encode())
     for query in queries:
         digest.update(f"{query.name}\n{query.sequence}\n".encode())
@@ -282,9 +281,9 @@ def _file_digest(path: Path) -> str:
 
 
 def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:
-    """Make `out` this run's: of an earlier one keep what is done if it is the same, remove its predictions if not.
+    """Take over `out`: keep the predictions of an earlier run if it is the same, delete them if not.
 
-    What else somebody put into their folders stays.
+    Other files that somebody put into their folders stay.
     """
     earlier = claim_folder(out, FORMAT, summary["run"], force) or {}
     for entry in earlier.get("predictions", []):

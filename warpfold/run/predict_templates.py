@@ -1,4 +1,4 @@
-"""Templates for `predict`: files that the user gives, and hits of a search with the folder of their structures."""
+"""Find templates for `predict`: files that the user gives, and hits of a search with a folder of structures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ Found = tuple[Templates | None, list[TemplateOutcome]]
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateSources:
-    """Where templates come from.
+    """The files from which templates are taken.
 
-    files: FILE or FILE:CHAIN, mmCIF or PDB, used as they are for every query.  hits: files of HHsearch or hmmsearch;
-    with several queries each is named by its query (NAME.hhr).  structures: the mmCIF files that hits point to.
-    max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: no such rule.
+    files: FILE or FILE:CHAIN, mmCIF or PDB, used for every query whatever their date.  hits: files of HHsearch or
+    hmmsearch; with several queries each is named after its query (NAME.hhr).  structures: the mmCIF files that hits
+    point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: none is.
     """
 
     files: Sequence[str] = ()
@@ -33,18 +33,18 @@ class TemplateSources:
             raise UserError("hits need the mmCIF files they point to; give their folder (--template-structures)")
         if not self.hits and (self.structures is not None or self.max_date is not None):
             raise UserError("a folder or a date for templates is of no use without hits; give --hits, or --template")
-        given_date(self.max_date, MAX_DATE)  # refused before any work is done
+        given_date(self.max_date, MAX_DATE)  # a wrong one is an error before any work is done
 
     def __bool__(self) -> bool:
         return bool(self.files or self.hits)
 
 
 def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: int) -> dict[str, Found]:
-    """Of each query, name -> sequence, its templates and what became of each: all files of the user, then hits, until
-    there are `most`.
+    """Find each query's templates and the outcome of each: the user's files first, then hits, up to `most`.
 
+    queries: name -> sequence.  A hit that cannot be used is among the outcomes.
     Errors: UserError for a file of the user that cannot be used, a file of hits that cannot be read or belongs to no
-    query, and hits of which not one has its structure in the folder.  A hit that cannot be used is among the outcomes.
+    query, and for hits none of which has its structure in the folder.
     """
     hits = _hits_by_query(queries, sources.hits)
     newest = given_date(sources.max_date, MAX_DATE)
@@ -66,7 +66,7 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
 
 
 def _refuse_wrong_folder(library: Library, entries: Sequence[str]) -> None:
-    """Raise UserError if the library has the structure of none of the entries: it is another folder than was meant."""
+    """Raise UserError if the library has the structure of none of the entries: probably it is the wrong folder."""
     if entries and not any(library.has(entry) for entry in entries):
         some = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
         raise UserError(
@@ -76,7 +76,7 @@ def _refuse_wrong_folder(library: Library, entries: Sequence[str]) -> None:
 
 
 def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
-    """The templates in `files`, FILE or FILE:CHAIN each, aligned to a sequence, in that order.
+    """Read the templates in `files`, each FILE or FILE:CHAIN, aligned to a sequence, in that order.
 
     Errors: as in `data.example.template.template_from_file`.
     """
@@ -97,7 +97,7 @@ def _path_and_chain(text: str) -> tuple[Path, str | None]:
 
 
 def _hits_by_query(queries: Mapping[str, str], files: Sequence[Path]) -> dict[str, list[Hit]]:
-    """The hits of each query; of one query all files are."""
+    """Read the hits of each query; if there is one query, all files are its own."""
     hits: dict[str, list[Hit]] = {}
     for file in files:
         name = next(iter(queries)) if len(queries) == 1 else file.name.split(".")[0]

@@ -1,4 +1,4 @@
-"""Folding from Python: parameters that stay loaded, sequences in, predictions out."""
+"""Fold from Python: parameters stay loaded, sequences go in, predictions come out."""
 
 import logging
 import time
@@ -36,8 +36,8 @@ class Predictor:
     """A model ready to fold; make one with `load`, or from a model in memory.
 
     chunk: rows computed at a time; None chooses for each protein, so that long ones fit; 0 is all.  precision: of the
-    trunk's activations.  sample: how the alignment is sampled, AlphaFold2's way by default.  team: processes that share
-    each protein; all call everything here, and of a prediction the first alone has what is large, the others None.
+    trunk's activations.  sample: how the alignment is sampled, by default as AlphaFold2 does.  team: processes that
+    share each protein; all call everything here, and only rank 0 gets the large arrays of a prediction.
     kernels: as `Plan.kernels`.
     Errors: UserError for a model that such a team cannot share.
     """
@@ -73,16 +73,16 @@ class Predictor:
         ensemble: int | None = None,
         representations: bool = True,
     ) -> Prediction:
-        """Fold `sequence` (one letter per residue), given rows aligned to it as in A3M: lower case is inserted.
+        """Fold `sequence` (one letter per residue), given rows aligned to it as in A3M: lower case is an insertion.
 
         The query's own row may be among them or not.  templates: mmCIF or PDB files, FILE or FILE:CHAIN, aligned here;
-        or ready ones (`data.example.template`), best first.  seed: of the alignment's sampling and masking; the same
+        or `Templates` that are aligned already, best first.  seed: of the alignment's sampling and masking; the same
         seed gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
         single, pair and msa of the result are None.
-        Errors: UserError for letters that are no residues, rows that do not fit the sequence, templates that cannot be
-        used or more than the model takes.
+        Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
+        be used, or more of them than the model takes.
         """
-        alphabet.encode(sequence, name)  # refuses what is no residue
+        alphabet.encode(sequence, name)  # an error for letters that are not residues
         query = sequence.upper()
         if not isinstance(alignment, Alignment):
             rows = "".join(f">alignment[{i}]\n{row}\n" for i, row in enumerate(alignment))
@@ -94,7 +94,7 @@ class Predictor:
         return self.fold_example(raw, seed=seed, recycles=recycles, ensemble=ensemble, representations=representations)
 
     def check_templates(self, count: int) -> None:
-        """UserError unless the model takes `count` templates."""
+        """Raise UserError unless the model takes `count` templates."""
         if count and self.model.templates is None:
             raise UserError(
                 "these parameters have no template parts (of AlphaFold2's, model_3 to model_5 have none); "
@@ -113,7 +113,7 @@ class Predictor:
         ensemble: int | None = None,
         representations: bool = True,
     ) -> Prediction:
-        """`fold` for an example that is already in codes; what it knows of coordinates is not looked at."""
+        """Fold an example that is encoded already, as `fold` does; coordinates that it has are ignored."""
         start = time.perf_counter()
         settings = self.model.config
         recycles = settings.recycles if recycles is None else recycles
@@ -147,7 +147,7 @@ class Predictor:
 
     def _prediction(self, raw: RawExample, output: Output, atoms: Tensor, representations: bool) -> Prediction:
         def whole(x: Tensor, axis: int) -> np.ndarray | None:
-            """Of a tensor that is cut along residues."""
+            """Collect a tensor that is sharded along residues; None on ranks other than 0."""
             found = self.team.collect(x.float(), axis, len(raw.aatype))
             return None if found is None else found.numpy()
 
@@ -185,12 +185,12 @@ def load(
     sample: SampleConfig | None = None,
     team: Team | None = None,
 ) -> Predictor:
-    """Parameters from a file: WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm).
+    """Load parameters from a file: WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm).
 
-    device: the first GPU where there is one, by default.  sample: by default as the parameters were trained; of
-    DeepMind's as their arrays and name say (`model.weights.data_settings`), and what is assumed is logged.  The rest as
-    in `Predictor`.
-    Errors: UserError for a file that is neither, or whose arrays do not fit, all named.
+    device: by default the first GPU if there is one.  sample: by default as the parameters were trained; for
+    DeepMind's this follows from their arrays and name (`model.weights.data_settings`), and what has to be assumed is
+    logged.  The rest is as in `Predictor`.
+    Errors: UserError for a file that is neither, or whose arrays do not fit, naming all of them.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

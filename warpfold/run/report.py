@@ -1,7 +1,7 @@
-"""A run as one HTML page that needs nothing else: figures, numbers, and the structures to turn with the mouse.
+"""Write a run as one HTML page that needs nothing else: figures, numbers, structures to turn with the mouse.
 
-The page holds its own viewer (3Dmol.js, vendored) and forbids itself every request, so it opens from a disk, a mail or
-an air-gapped machine.  `report.html` beside this file is its frame.
+The page contains its viewer (3Dmol.js, vendored) and allows itself no request, so it opens from a disk, a mail or on
+an air-gapped machine.  `report.html` beside this file is its template.
 """
 
 import html
@@ -76,7 +76,7 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def render(report: Report) -> str:
-    """The page as text.  Everything that came from a user (names, sequences, messages) is escaped."""
+    """Return the page as text.  Everything that came from a user (names, sequences, messages) is escaped."""
     frame = string.Template((HERE / "report.html").read_text(encoding="utf-8"))
     anchors = {target.name: f"target-{i}" for i, target in enumerate(report.targets)}
     sections = [_section(section, anchors) for section in report.sections]

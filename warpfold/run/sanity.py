@@ -1,4 +1,4 @@
-"""Does a predicted structure look like a protein?  Chain breaks, clashes, mirrored residues, in NumPy."""
+"""Check that a predicted structure looks like a protein: chain breaks, clashes, mirrored residues, in NumPy."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ BLOCK = 256  # atoms compared with all others at once
 
 @dataclass(frozen=True)
 class Geometry:
-    """Counts of what is not as in a real protein; all zero for a sound one."""
+    """Counts of flaws that a real protein does not have."""
 
     chain_breaks: int  # neighbours whose Cα are not 2.6 to 4.2 angstrom apart
     clashes: int  # pairs of atoms of different residues that overlap by more than 1.5 angstrom
     mirrored: int  # residues with a Cβ on the wrong side (D instead of L)
 
     def warnings(self) -> list[str]:
-        """One sentence for each kind that occurs."""
+        """Return one sentence for each kind of flaw that occurs."""
         found = (
             (self.chain_breaks, "chain break(s): neighbouring Cα too near or too far"),
             (self.clashes, "clash(es) between atoms of different residues"),
@@ -31,7 +31,7 @@ class Geometry:
 
 
 def check_geometry(positions: np.ndarray, mask: np.ndarray) -> Geometry:
-    """Look at a chain of N residues: positions [N, 37, 3] in angstrom, mask [N, 37]; consecutive rows are bonded.
+    """Check a chain of N residues: positions [N, 37, 3] in angstrom, mask [N, 37]; consecutive rows are bonded.
 
     Errors: FloatingPointError when a position that counts is not finite.
     """
@@ -49,7 +49,7 @@ def _chain_breaks(positions: np.ndarray, present: np.ndarray) -> int:
 
 
 def _mirrored(positions: np.ndarray, present: np.ndarray) -> int:
-    """Seen along N, C and Cβ from Cα the triple product is positive for L residues, about 2.6 cubic angstrom."""
+    """Count D residues: from Cα, the triple product of N, C and Cβ is about +2.6 cubic angstrom for L residues."""
     n, ca, c, cb = (positions[:, ATOM_ORDER[name]] for name in ("N", "CA", "C", "CB"))
     volume = np.einsum("id,id->i", np.cross(n - ca, c - ca), cb - ca)
     whole = present[:, [ATOM_ORDER[name] for name in ("N", "CA", "C", "CB")]].all(1)

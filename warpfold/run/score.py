@@ -1,8 +1,8 @@
-"""`warpfold score PREDICTED REFERENCE`: which residue belongs to which, and then the metrics over them.
+"""Score a predicted structure against a reference: pair their residues, then measure.
 
 Chains are paired by sequence, and among equal ones by where they stand; residues by alignment or by number.  Names and
-numbering of chains need not agree.  What the reference has and the prediction lacks counts against the prediction;
-a whole chain of the reference that has no counterpart is left out, and said so.
+numbering of chains need not agree.  Residues that the prediction lacks count against it; a whole chain of the
+reference that has no counterpart is left out, and named.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ SAME_PROTEIN = 0.9  # chains this near to the best match are equally good, and p
 class Score:
     """A prediction against a reference; scores from 0 to 1, RMSD in angstrom.
 
-    lddt is None where one of the two has nothing but Ca.
+    lddt is None where one of the two has only Ca.
     """
 
     lddt_ca: float
@@ -42,11 +42,11 @@ class Score:
     left_out: list[str]  # chains of the reference that have no counterpart
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it; a score that is not a number becomes null."""
+        """Return it as JSON can hold it; NaN becomes null."""
         return {k: None if isinstance(v, float) and np.isnan(v) else v for k, v in asdict(self).items()}
 
     def rows(self) -> list[tuple[str, str]]:
-        """Lines of a table for people: what, value."""
+        """Return the lines of a table for people: what, value."""
         shown = [
             ("lDDT-Ca", f"{self.lddt_ca:.4f}"),
             ("lDDT, all atoms", "- (Ca only)" if self.lddt is None else f"{self.lddt:.4f}"),
@@ -79,7 +79,7 @@ def score(predicted: Structure, reference: Structure, chains: Mapping[str, str] 
     Errors: UserError where no chains match, or a named one does not exist.
     """
     found = _named_chains(predicted, reference, chains) if chains else _match_chains(predicted, reference)
-    sides = [_beside(predicted.chains[p], reference.chains[r]) for p, r in found.items()]
+    sides = [_paired(predicted.chains[p], reference.chains[r]) for p, r in found.items()]
     positions, known, truth, mask, swap = (np.concatenate(parts) for parts in zip(*(side.arrays for side in sides)))
     both = known[:, CA]
     overlap = metrics.overlap(positions[both, CA], truth[both, CA], length=len(truth))
@@ -104,7 +104,7 @@ def score(predicted: Structure, reference: Structure, chains: Mapping[str, str] 
 
 @dataclass(frozen=True)
 class _Sides:
-    """The reference's residues with Ca, and what the prediction has in their place.
+    """The reference's residues that have Ca, and the predicted ones paired with them.
 
     arrays: predicted positions [N, 37, 3] and mask, true positions and mask, each atom's symmetric twin [N, 37].
     """
@@ -113,8 +113,8 @@ class _Sides:
     equal: int  # residues that are the same amino acid
 
 
-def _beside(a: Chain, b: Chain) -> _Sides:
-    """Atoms meet by name; of different amino acids those are the backbone and some more."""
+def _paired(a: Chain, b: Chain) -> _Sides:
+    """Pair the atoms of two chains by name; different amino acids share the backbone and some more."""
     i, j = pair_residues(a, b).T
     positions, known = np.zeros_like(b.positions), np.zeros_like(b.mask)
     positions[j], known[j] = a.positions[i], a.mask[i]
@@ -129,7 +129,7 @@ def _equal(a: Chain, b: Chain, i: np.ndarray, j: np.ndarray) -> int:
 
 
 def pair_residues(a: Chain, b: Chain) -> np.ndarray:
-    """Pairs [K, 2] of residues of two chains that have a Ca in both: by alignment, or by number if that fits as well.
+    """Return pairs [K, 2] of residues that have Ca in both chains: by alignment, or by number if that fits as well.
 
     Numbers decide where an alignment cannot, for example on which side of a gap a repeated residue stands.
     """
@@ -150,7 +150,7 @@ def _named_chains(predicted: Structure, reference: Structure, chains: Mapping[st
 
 
 def _match_chains(predicted: Structure, reference: Structure) -> dict[str, str]:
-    """Predicted -> reference chains: the same sequence; of several such assignments, the one that superposes best."""
+    """Assign predicted to reference chains of the same sequence; where several fit, take what superposes best."""
     pairs, identity = {}, {}
     for p, a in predicted.chains.items():
         for r, b in reference.chains.items():
@@ -178,7 +178,7 @@ def _assign(
     predicted: Structure,
     reference: Structure,
 ) -> tuple[dict[str, str], float]:
-    """Superpose on the `seed` pair, then take the nearest pairs one by one; with the sum of their TM-score terms."""
+    """Superpose on the `seed` pair, then assign the nearest pairs one by one; also return the sum of their TM terms."""
 
     def points(key: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
         i, j = pairs[key].T
@@ -200,7 +200,7 @@ def _assign(
 
 
 def _swap37() -> np.ndarray:
-    """int64 [21, 37]: the twin of each atom of a symmetric side chain, itself for the others; the last row is X's."""
+    """Return int64 [21, 37]: the twin of each atom of a symmetric side chain, itself for others; the last row is X."""
     swap = np.tile(np.arange(len(ATOM_ORDER)), (21, 1))
     for restype, names in enumerate(ATOM14_NAMES):
         for slot, name in enumerate(names):
