@@ -150,7 +150,7 @@ def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
     prediction().save(tmp_path / "out")
     (tmp_path / "out" / "test.cif").unlink()
     (tmp_path / "out" / "test.cif").symlink_to(tmp_path / "precious")
-    with pytest.raises(UserError, match=r"test\.cif: is no prediction's"):
+    with pytest.raises(UserError, match=r"test\.cif: does not belong to a prediction"):
         prediction().save(tmp_path / "out", overwrite=True)
     assert (tmp_path / "precious").read_text() == "mine"
 

@@ -16,7 +16,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,26 @@ import numpy as np
 import torch
 
 from warpfold import __version__, settings
+from warpfold.data.example.raw import RawExample
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.example import read_example
 from warpfold.data.store.store import Store
+from warpfold.data.structure.mmcif import Chain
+from warpfold.data.structure.write import write_mmcif
 from warpfold.data.synthetic.proteins import generate
 from warpfold.engine.loop import Row
 from warpfold.files import write_atomically
+from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.progress import Progress, no_progress
-from warpfold.run import metrics
-from warpfold.run.demo_report import Measured, ca_pair, demo_report
-from warpfold.run.outputs import claim_folder
+from warpfold.run import figures, metrics
+from warpfold.run.outputs import Prediction, claim_folder
 from warpfold.run.predict import keep
 from warpfold.run.predictor import Predictor, load
-from warpfold.run.report import write_report
+from warpfold.run.report import Report, Section, Table, Target, target_of, write_report
 from warpfold.run.train import RunConfig, initial_model, split, train
 
+CA = ATOM_ORDER["CA"]
+DRAWN = 4  # held-out proteins shown in 3D
 FORMAT = "warpfold-demo-1"
 PRESET = "tiny"
 PROTEINS = 240
@@ -48,6 +54,17 @@ PARTS = ("proteins", "store", "run", "predictions", "report.html")
 
 # Where each stage ends on the progress bar, in percent of the usual time.
 PERCENT = {"making proteins": 5, "packing": 6, "training": 94, "folding": 98, "writing the report": 100}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One protein folded by the untrained and by the trained model."""
+
+    raw: RawExample
+    before: float  # lDDT-Ca, 0 to 1
+    after: float
+    prediction: Prediction  # the trained model's
+    lddt: np.ndarray  # [N], 0 to 1, of the trained model, NaN where nothing is known
 
 
 def run_demo(
@@ -205,3 +222,134 @@ def _put_aside(out: Path) -> None:
 
 def _write_summary(out: Path, summary: dict[str, Any]) -> None:
     write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+# The report
+
+
+def ca_pair(prediction: Prediction, raw: RawExample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return predicted and true Cα [N, 1, 3] of an example with coordinates, and which are known [N, 1]."""
+    assert raw.positions is not None
+    assert raw.mask is not None
+    return prediction.positions[:, [CA]], raw.positions[:, [CA]], raw.mask[:, [CA]]
+
+
+def demo_report(out: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]]) -> Report:
+    """Return the page: `result` is the summary, whose predictions are in `out/predictions`, ordered as `measured`."""
+    held_out = measured["held_out"]
+    drawn = sorted(range(len(held_out)), key=lambda i: -held_out[i].after)[:: max(1, len(held_out) // DRAWN)][:DRAWN]
+    scores, seconds, versions = result["held_out"], result["seconds"], result["versions"]
+    return Report(
+        title="WarpFold learns to fold",
+        lead="A small AlphaFold2, trained here and now on made-up proteins, folds some that it has never seen.",
+        facts=[
+            ("lDDT-Cα of held-out proteins, trained", f"{scores['trained']:.2f}"),
+            ("the same, untrained", f"{scores['untrained']:.2f}"),
+            ("training steps", f"{result['steps']:,}"),
+            ("parameters", f"{result['parameters']:,}"),
+            ("minutes in all", f"{sum(seconds.values()) / 60:.1f}"),
+        ],
+        sections=[_training(out / "run" / "metrics.jsonl", result), _held_out(held_out)],
+        targets=[_target(out / "predictions", result["predictions"][i], held_out[i]) for i in drawn],
+        footer=[
+            f"WarpFold {versions['warpfold']} · torch {versions['torch']} · seed {result['seed']} · "
+            + " · ".join(f"{stage} {value:.0f} s" for stage, value in seconds.items()),
+            "Everything on this page is in this folder: summary.json, run/metrics.jsonl, predictions/.",
+        ],
+    )
+
+
+def _training(log: Path, result: Mapping[str, Any]) -> Section:
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if row["kind"] == "step" and row["loss"] is not None]
+    validations = [row for row in rows if row["kind"] == "validation"]
+    x = [row["step"] for row in steps]
+    lddt = [
+        figures.Curve("training", x, [row["lddt_ca"] for row in steps]),
+        figures.Curve("held out", [v["step"] for v in validations], [v["lddt_ca"] for v in validations], points=True),
+    ]
+    trained, held_out = result["training"], result["held_out"]
+    return Section(
+        "Training",
+        f"{result['proteins']} proteins were made from ideal bond geometry, with alignments that vary as contacts "
+        f"allow; some were held out, new sequences and structures of the same kinds of fold. lDDT-Cα, 0 to 1, is the "
+        f"share of distances between Cα that are right. "
+        f"Afterwards it is {trained['trained']:.2f} on {trained['proteins']} proteins of the training set "
+        f"({trained['untrained']:.2f} before) and {held_out['trained']:.2f} on {held_out['proteins']} held out "
+        f"({held_out['untrained']:.2f} before).",
+        [
+            (
+                figures.draw_curves(lddt, "lDDT-Cα", (0, 1)),
+                "Held out: with the averaged weights. Training: of each step's crops, before its update.",
+            ),
+            (
+                figures.draw_curves([figures.Curve("training loss", x, [row["loss"] for row in steps])], "loss"),
+                "AlphaFold2's loss: frames, torsions, distances, masked alignment, confidence.",
+            ),
+        ],
+    )
+
+
+def _held_out(measured: Sequence[Measured]) -> Section:
+    known = [(m.prediction.plddt[i], 100 * m.lddt[i]) for m in measured for i in np.flatnonzero(~np.isnan(m.lddt))]
+    names = [m.raw.name for m in measured]
+    rows = []
+    for m in measured:
+        predicted, truth, mask = (array[:, 0] for array in ca_pair(m.prediction, m.raw))
+        there = mask > 0
+        overlap = metrics.overlap(predicted[there], truth[there])
+        rmsd = metrics.rmsd(predicted[there], truth[there])
+        values = [
+            f"{m.before:.2f}",
+            f"{m.after:.2f}",
+            f"{m.prediction.mean_plddt:.0f}",
+            f"{overlap.tm:.2f}",
+            f"{rmsd:.1f}",
+        ]
+        rows.append([m.raw.name, str(len(m.raw.aatype)), str(len(m.raw.msa)), *values])
+    return Section(
+        "Proteins it never saw",
+        figures=[
+            (
+                figures.draw_improvement(names, [m.before for m in measured], [m.after for m in measured]),
+                "Each held-out protein, before and after training.",
+            ),
+            (
+                figures.draw_calibration([p for p, _ in known], [v for _, v in known], "residue"),
+                "Does it know what it knows? Expected against measured, residue by residue.",
+            ),
+        ],
+        table=Table(
+            [
+                "protein",
+                "residues",
+                "alignment rows",
+                "lDDT-Cα before",
+                "lDDT-Cα after",
+                "pLDDT",
+                "TM-score",
+                "RMSD, Å",
+            ],
+            rows,
+        ),
+    )
+
+
+def _target(predictions: Path, entry: Mapping[str, Any], measured: Measured) -> Target:
+    """Return a prediction with its truth superposed on it."""
+    raw, prediction = measured.raw, measured.prediction
+    assert raw.positions is not None
+    assert raw.mask is not None
+    there = raw.mask[:, CA] > 0
+    rotation, translation = metrics.superpose(raw.positions[there, CA], prediction.ca[there])
+    moved = ((raw.positions @ rotation.T + translation) * raw.mask[..., None]).astype(np.float32)
+    numbers = tuple(str(i + 1) for i in range(len(raw.aatype)))
+    truth = Chain("A", raw.sequence, moved, raw.mask.astype(np.float32), raw.residue_index, numbers)
+    return target_of(
+        predictions,
+        entry,
+        numbers=[("lDDT-Cα", f"{measured.after:.2f}"), ("untrained", f"{measured.before:.2f}")],
+        truth_mmcif=write_mmcif(f"{raw.name} truth", [truth]),
+        truth_ca=moved[there, CA],
+        lddt=100 * measured.lddt,
+    )

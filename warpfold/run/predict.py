@@ -24,10 +24,9 @@ from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
 from warpfold.progress import Progress, no_progress
 from warpfold.run.outputs import Prediction, claim_folder, remove_prediction
-from warpfold.run.predict_report import prediction_report
 from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, load
-from warpfold.run.report import write_report
+from warpfold.run.report import prediction_report, write_report
 from warpfold.run.sanity import check_geometry
 
 FORMAT = "warpfold-predictions-1"
