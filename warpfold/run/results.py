@@ -42,17 +42,20 @@ class ExampleResult:
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """The same while it is on the device: the loss "" and its terms by `names`, the gradient's norm, lDDT-Ca."""
+    """The same while it is on the device."""
 
     example: Sample
-    names: tuple[str, ...]
-    numbers: Tensor  # float64 [len(names) + 2]
+    names: tuple[str, ...]  # of the losses: "", the whole, and its terms
+    losses: Tensor  # float64
+    norm: Tensor
+    lddt_ca: Tensor
 
 
 def read_results(results: Sequence[DeviceResult]) -> list[ExampleResult]:
     """Return the results of a step's examples as plain numbers: one copy from the device, which the host waits for."""
+    numbers = [torch.cat([one.losses, torch.stack([one.norm.double(), one.lddt_ca])]) for one in results]
     found = []
-    for one, (*losses, norm, lddt) in zip(results, torch.stack([each.numbers for each in results]).tolist()):
+    for one, (*losses, norm, lddt) in zip(results, torch.stack(numbers).tolist()):
         terms = dict(zip(one.names, losses))
         loss, length = terms.pop(""), len(one.example.features["aatype"])
         found.append(ExampleResult(one.example.name, length, loss, norm, lddt, terms, one.example.index))

@@ -74,7 +74,7 @@ def train(
 
     Examples are held out of the first source.  init: parameters to start from, WarpFold's or DeepMind's.  replay: the
     order.txt of a run of the same data and seed.  watch: called with each row of metrics.jsonl.  team: the processes
-    that train together, as `config.plan` asks for them; all call this, rank 0 writes.
+    of `config.plan`; all call this, rank 0 writes.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
@@ -83,8 +83,7 @@ def train(
     apply(config.plan, model, team.mesh)
     optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.launch.ranks_per_node)
     with ExitStack() as stack:
-        run = stack.enter_context(RunFolder(out, team.leads, score="lddt_ca"))
-        signals = stack.enter_context(StopSignals())
+        run, signals = stack.enter_context(RunFolder(out, team.leads, "lddt_ca")), stack.enter_context(StopSignals())
         claim(run, config, source, team)
         state = restore(run, optimizer, source, team)
         skipped = SkippedExamples(config.train.max_skipped, state.notes.get("skipped", ()))
@@ -104,8 +103,9 @@ def train(
                 sums = begin_sums({"": loss, **terms}, team)  # over the ranks that share the example
                 loss.backward()
                 norm = optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
-                measured = torch.stack([norm.double(), ca_lddt(output, example.features)])
-                on_device.append(DeviceResult(example, sums.names, torch.cat([sums.wait(), measured])))
+                on_device.append(
+                    DeviceResult(example, sums.names, sums.wait(), norm, ca_lddt(output, example.features))
+                )
             results = read_results(on_device)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, on_device, results, step, recycles, team)
             end = begin_end_step(step + 1, results, timer, ledger, signals, team)  # travels while the optimizer works
@@ -115,19 +115,12 @@ def train(
             skipped.add(step, results)
             stop = stop or (signals.received if team.launch.ranks == 1 else 0)  # one may have come since
             if step == config.train.steps or stop or due(step, config.train.save_every):
-                notes = {"loader": used_by_all(examples, team), "skipped": skipped.places, **source}
-                save(run, model, optimizer, step, notes, config, team)
+                save(run, model, optimizer, step, examples, {"skipped": skipped.places, **source}, config, team)
             if held_out and validates(config, step):  # after saving: it may take long
                 log(validate(model, optimizer, held_out, config, step, team))
-    return Summary(
-        steps=step,
-        finished=step >= config.train.steps,
-        lddt_ca=log.validation["lddt_ca"] if log.validation else None,
-        params=run.params,
-        quarantined=tuple(ledger.quarantined),
-        signal=stop,
-        refused=refusals(before),
-    )
+    ended: dict[str, Any] = {"finished": step >= config.train.steps, "signal": stop, "refused": refusals(before)}
+    lddt_ca = log.validation["lddt_ca"] if log.validation else None
+    return Summary(steps=step, lddt_ca=lddt_ca, params=run.params, quarantined=tuple(ledger.quarantined), **ended)
 
 
 def due(step: int, every: int) -> bool:
@@ -227,27 +220,25 @@ def restore(run: RunFolder, optimizer: Optimizer, origin: Mapping[str, str], tea
     return state
 
 
-def used_by_all(examples: Loader, team: Team) -> dict[str, Any]:
-    """Return which examples all ranks together have used, as a checkpoint notes it; at the end of a step."""
-    return asdict(examples.state(team.spoken(team.share(examples.exchanged(), "a checkpoint"))))
-
-
 def save(
     run: RunFolder,
     model: AlphaFold,
     optimizer: Optimizer,
     step: int,
+    examples: Loader,
     notes: dict[str, Any],
     config: RunConfig,
     team: Team,
 ) -> None:
     """Write params.safetensors (averaged weights), then the checkpoint: a run is finished only when both are there."""
+    # What all ranks together have used: it lets any other number of ranks go on.
+    used = examples.state(team.spoken(team.share(examples.exchanged(), "a checkpoint")))
     with optimizer.averaged():
         if team.leads:
             run.replace_file("params.safetensors", lambda path: save_params(path, model, settings.to_dict(config.data)))
     tensors = optimizer.state()
     if team.leads:
-        run.save(Checkpoint(step, tensors, notes), config.train.keep)
+        run.save(Checkpoint(step, tensors, {"loader": asdict(used), **notes}), config.train.keep)
 
 
 def save_failures(
