@@ -22,7 +22,7 @@ from warpfold.model.weights import save_params
 from warpfold.parallel.plan import inference_plan
 from warpfold.parallel.team import Launch, Team
 from warpfold.run import predict as module
-from warpfold.run.predict import Options, predict, read_queries
+from warpfold.run.predict import PredictOptions, predict, read_queries
 from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, load
 
@@ -96,14 +96,14 @@ def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_par
 
 def test_same_seed_same_files_other_seed_others(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        predict(a3m, [], tiny_params, tmp_path / name, Options(seed=seed))
+        predict(a3m, [], tiny_params, tmp_path / name, PredictOptions(seed=seed))
     a, b, c = (contents(tmp_path / name / "one") for name in "abc")
     assert a == b
     assert a["one.cif"] != c["one.cif"]
 
 
 def test_recycles_ensemble_and_representations(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
-    options = Options(recycles=0, ensemble=2, representations=True)
+    options = PredictOptions(recycles=0, ensemble=2, representations=True)
     entry = predict(a3m, [], tiny_params, tmp_path / "out", options)["predictions"][0]
     assert (entry["recycles"], entry["ensemble"]) == (0, 2)
     with np.load(tmp_path / "out" / "one" / "one.npz", allow_pickle=False) as arrays:
@@ -142,7 +142,7 @@ def test_a_stopped_run_continues(
 ) -> None:
     out, one = tmp_path / "out", module.fold_one
 
-    def stopped(predictor: Predictor, query: module.Query, *args: object) -> dict[str, object]:
+    def stopped(predictor: Predictor, query: module.FoldQuery, *args: object) -> dict[str, object]:
         if query.name == "two":
             raise KeyboardInterrupt
         return one(predictor, query, *args)  # type: ignore[arg-type]
@@ -166,10 +166,10 @@ def test_another_run_is_refused_and_replaced_by_force(
     with pytest.raises(UserError, match="another run"):
         predict(a3m, [], tiny_params, out)
     assert contents(out) == before
-    predict(a3m, [], tiny_params, out, Options(force=True))
+    predict(a3m, [], tiny_params, out, PredictOptions(force=True))
     assert {p.name for p in out.iterdir()} == {"one", "summary.json", "report.html"}
     with pytest.raises(UserError, match="something else"):
-        predict(a3m, [], tiny_params, tmp_path, Options(force=True))
+        predict(a3m, [], tiny_params, tmp_path, PredictOptions(force=True))
 
 
 def test_alignments_find_their_records(tmp_path: Path, fasta: Path, a3m: Path) -> None:

@@ -18,7 +18,7 @@ from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.weights import save_params
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.team import Launch, Team
-from warpfold.run.predict import Options, predict
+from warpfold.run.predict import PredictOptions, predict
 from warpfold.run.predictor import Predictor
 
 LONG, SHORT = "MKTAYIAKQRQISFVKSHFSR", "GS"  # fewer residues than ranks
@@ -31,7 +31,7 @@ def folded_on_ranks(
     def on_a_rank() -> dict[str, Any]:
         mesh = make_mesh(1, axial, branch)
         team = Team(Launch(mesh.world.rank, axial * branch), mesh)
-        found = Options(representations=True, device="cpu", **options)
+        found = PredictOptions(representations=True, device="cpu", **options)
         return predict(folder / "q.fasta", [folder / "long.a3m"], params, out, found, team=team)
 
     return run_ranks(on_a_rank, axial * branch)
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         save_params(folder / f"{outer}.safetensors", model)
         predict(folder / "q.fasta", [folder / "long.a3m"], folder / f"{outer}.safetensors", folder / outer,
-                Options(representations=True, device="cpu"))  # fmt: skip
+                PredictOptions(representations=True, device="cpu"))  # fmt: skip
     return folder
 
 

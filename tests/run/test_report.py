@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from warpfold.run import figures
-from warpfold.run.report import Report, Section, Table, Target, render, write_report
+from warpfold.run.report import ReportPage, ReportTable, Section, Target, render, write_report
 
 NASTY = '</script><script>alert("1")</script>&'
 
@@ -48,15 +48,17 @@ def target(name: str = "one", n: int = 30, truth: bool = False) -> Target:
     )
 
 
-def report(*targets: Target) -> Report:
+def report(*targets: Target) -> ReportPage:
     names = ["one", "other"]
     drawn = [
         (figures.draw_curves([figures.Curve("loss", range(100), np.linspace(4, 1, 100))], "loss"), "falls"),
         (figures.draw_improvement(names, [0.2, 0.3], [0.6, 0.5]), ""),
         (figures.draw_calibration([60, 50], [61, 47], "protein"), ""),
     ]
-    section = Section("Training", "How it went.", drawn, Table(["protein", "lDDT"], [["one", "0.6"], ["other", "0.5"]]))
-    return Report("A title & more", "A lead.", [("steps", "100")], [section], targets, ["seed 0"])
+    section = Section(
+        "Training", "How it went.", drawn, ReportTable(["protein", "lDDT"], [["one", "0.6"], ["other", "0.5"]])
+    )
+    return ReportPage("A title & more", "A lead.", [("steps", "100")], [section], targets, ["seed 0"])
 
 
 def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def predict(
         files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date
     )
     launch = Launch.from_variables(os.environ)
-    options = prediction.Options(
+    options = prediction.PredictOptions(
         seed=seed, recycles=recycles, ensemble=ensemble, max_msa=max_msa, max_extra=max_extra,
         device=device_of(device, launch), chunk=chunk, precision=precision.value,
         representations=representations, force=force, kernels="strict" if strict else "fast",

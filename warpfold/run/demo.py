@@ -40,7 +40,7 @@ from warpfold.run import figures, metrics
 from warpfold.run.outputs import Prediction, claim_folder
 from warpfold.run.predict import keep
 from warpfold.run.predictor import Predictor, load
-from warpfold.run.report import Report, Section, Table, Target, target_of, write_report
+from warpfold.run.report import ReportPage, ReportTable, Section, Target, target_of, write_report
 from warpfold.run.train import RunConfig, initial_model, split, train
 
 CA = ATOM_ORDER["CA"]
@@ -234,12 +234,12 @@ def ca_pair(prediction: Prediction, raw: RawExample) -> tuple[np.ndarray, np.nda
     return prediction.positions[:, [CA]], raw.positions[:, [CA]], raw.mask[:, [CA]]
 
 
-def demo_report(out: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]]) -> Report:
+def demo_report(out: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]]) -> ReportPage:
     """Return the page: `result` is the summary, whose predictions are in `out/predictions`, ordered as `measured`."""
     held_out = measured["held_out"]
     drawn = sorted(range(len(held_out)), key=lambda i: -held_out[i].after)[:: max(1, len(held_out) // DRAWN)][:DRAWN]
     scores, seconds, versions = result["held_out"], result["seconds"], result["versions"]
-    return Report(
+    return ReportPage(
         title="WarpFold learns to fold",
         lead="A small AlphaFold2, trained here and now on made-up proteins, folds some that it has never seen.",
         facts=[
@@ -319,7 +319,7 @@ def _held_out(measured: Sequence[Measured]) -> Section:
                 "Does it know what it knows? Expected against measured, residue by residue.",
             ),
         ],
-        table=Table(
+        table=ReportTable(
             [
                 "protein",
                 "residues",

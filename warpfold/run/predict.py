@@ -37,7 +37,7 @@ FAILURES = (UserError, RuntimeError, MemoryError, ArithmeticError, ValueError)
 
 
 @dataclass(frozen=True)
-class Query:
+class FoldQuery:
     """What to fold: a name that is unique and safe in a path, a sequence, an alignment of it, templates.
 
     outcomes: of each template that was offered.
@@ -51,7 +51,7 @@ class Query:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PredictOptions:
     """How to fold.  Whatever changes the result is part of the run's identity; device, chunk and kernels are not."""
 
     seed: int = 0
@@ -72,7 +72,7 @@ def predict(
     msas: Sequence[Path],
     params: Path,
     out: Path,
-    options: Options | None = None,
+    options: PredictOptions | None = None,
     progress: Progress | None = None,
     templates: TemplateSources | None = None,
     team: Team | None = None,
@@ -84,7 +84,7 @@ def predict(
     other than bad input, ends the run.
     Errors: UserError for bad input (then nothing is written), or an `out` that holds something else.
     """
-    options = options or Options()
+    options = options or PredictOptions()
     tell = progress or no_progress
     start, refused_before = time.perf_counter(), refusals()
     team = team or Team()
@@ -129,7 +129,7 @@ def predict(
     return team.share(summary, "the end of the run")[0]
 
 
-def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
+def read_queries(path: Path, msas: Sequence[Path]) -> list[FoldQuery]:
     """Read the proteins of a FASTA file, or the one of an alignment, with their alignments from `msas`.
 
     With one protein, every file of `msas` must be an alignment of it; with several, each file belongs to the protein
@@ -156,7 +156,7 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
             raise UserError(f"{msa}: its first row is the sequence of no record in {path}; give alignments of these")
         by_sequence.setdefault(alignment.query, []).append(alignment)
     return [
-        Query(
+        FoldQuery(
             name,
             sequence,
             merge([*own, *by_sequence.get(as_rows[sequence], [])] or [Alignment.of_query(sequence, name)]),
@@ -165,7 +165,7 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
     ]
 
 
-def with_templates(queries: Sequence[Query], sources: TemplateSources, predictor: Predictor) -> list[Query]:
+def with_templates(queries: Sequence[FoldQuery], sources: TemplateSources, predictor: Predictor) -> list[FoldQuery]:
     """Return the queries with templates, as many as the model takes.
 
     Errors: UserError as in `find_templates`, and for a model that takes none, or fewer than the user's files.
@@ -175,7 +175,7 @@ def with_templates(queries: Sequence[Query], sources: TemplateSources, predictor
     return [replace(query, templates=found[query.name][0], outcomes=found[query.name][1]) for query in queries]
 
 
-def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) -> dict[str, Any] | None:
+def fold_one(predictor: Predictor, query: FoldQuery, out: Path, options: PredictOptions) -> dict[str, Any] | None:
     """Fold one protein and write its folder; return its entry in the summary, or None where another rank writes."""
     prediction = predictor.fold(
         query.sequence,
@@ -225,7 +225,7 @@ def _unknown(sequence: str) -> list[str]:
     return [f"{what} none of the twenty amino acids (X at {some}) and without atoms; give C for U to have cysteine"]
 
 
-def _new_summary(run: str, params: Path, digest: str, options: Options, predictor: Predictor) -> dict[str, Any]:
+def _new_summary(run: str, params: Path, digest: str, options: PredictOptions, predictor: Predictor) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "status": "running",
@@ -241,13 +241,13 @@ def _new_summary(run: str, params: Path, digest: str, options: Options, predicto
     }
 
 
-def _settings(options: Options) -> dict[str, Any]:
+def _settings(options: PredictOptions) -> dict[str, Any]:
     """Return what decides the result, beside parameters and queries."""
     names = ("seed", "recycles", "ensemble", "max_msa", "max_extra", "precision", "representations")
     return {name: getattr(options, name) for name in names}
 
 
-def _effective(options: Options, predictor: Predictor) -> dict[str, Any]:
+def _effective(options: PredictOptions, predictor: Predictor) -> dict[str, Any]:
     """Return the values that were used for what the options left to the parameters."""
     model, sample = predictor.model.config, predictor.sample
     return {
@@ -258,7 +258,7 @@ def _effective(options: Options, predictor: Predictor) -> dict[str, Any]:
     }
 
 
-def _run_digest(queries: Sequence[Query], params_digest: str, settings: Mapping[str, Any]) -> str:
+def _run_digest(queries: Sequence[FoldQuery], params_digest: str, settings: Mapping[str, Any]) -> str:
     """Return a text that is equal for equal inputs."""
     digest = hashlib.sha256(json.dumps([params_digest, settings]).encode())
     for query in queries:

@@ -52,10 +52,10 @@ class ExampleSums:
     names: tuple[str, ...]
     parts: Gathering
 
-    def wait(self) -> Tensor:
-        """Return the sums [names], the same on all ranks that share the example; float64, on the device."""
+    def wait(self) -> dict[str, Tensor]:
+        """Return the sums by name, the same on all ranks that share the example; float64, on the device."""
         first, *others = self.parts.wait()
-        return sum(others, first)
+        return dict(zip(self.names, sum(others, first)))
 
 
 def begin_sums(parts: Mapping[str, Tensor], team: Team) -> ExampleSums:

@@ -44,7 +44,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Rows of text under a header; the first column is the name, and links to the target of that name."""
 
     header: Sequence[str]
@@ -58,11 +58,11 @@ class Section:
     heading: str
     text: str = ""
     figures: Sequence[tuple[str, str]] = ()
-    table: Table | None = None
+    table: ReportTable | None = None
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportPage:
     """Everything on the page; `facts` are the few numbers at its head, `footer` the lines at its foot."""
 
     title: str
@@ -73,12 +73,12 @@ class Report:
     footer: Sequence[str] = field(default_factory=tuple)
 
 
-def write_report(path: Path, report: Report) -> None:
+def write_report(path: Path, report: ReportPage) -> None:
     """Write the page to `path`, whole or not at all."""
     write_atomically(path, render(report))
 
 
-def render(report: Report) -> str:
+def render(report: ReportPage) -> str:
     """Return the page as text.  Everything that came from a user (names, sequences, messages) is escaped."""
     frame = string.Template((HERE / "report.html").read_text(encoding="utf-8"))
     anchors = {target.name: f"target-{i}" for i, target in enumerate(report.targets)}
@@ -112,7 +112,7 @@ def _section(section: Section, anchors: dict[str, str]) -> str:
     return "\n".join([*parts, "</section>"])
 
 
-def _table(table: Table, anchors: dict[str, str]) -> str:
+def _table(table: ReportTable, anchors: dict[str, str]) -> str:
     head = "".join(f'<th scope="col">{_text(name)}</th>' for name in table.header)
     rows = []
     for name, *values in table.rows:
@@ -165,7 +165,7 @@ def _text(text: str) -> str:
 # The report of `warpfold predict`
 
 
-def prediction_report(out: Path, summary: dict[str, Any]) -> Report:
+def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
     """Return the report of `warpfold predict`, from its summary and the files that it names."""
     entries, failures = summary["predictions"], summary["failures"]
     rows = [
@@ -175,14 +175,14 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> Report:
     ]  # fmt: skip
     header = ["protein", "residues", "alignment rows", "mean pLDDT", "pTM", "seconds", "warnings"]
     alone = len(entries) == 1 and not failures
-    sections = [Section("All proteins", table=Table(header, rows))] if entries and not alone else []
+    sections = [Section("All proteins", table=ReportTable(header, rows))] if entries and not alone else []
     if failures:
-        table = Table(["protein", "what went wrong"], [[f["name"], f["error"]] for f in failures])
+        table = ReportTable(["protein", "what went wrong"], [[f["name"], f["error"]] for f in failures])
         sections.append(Section("Failed", table=table))
     if offered := _template_rows(out, entries):
         text = "What became of every one that was offered is in NAME_templates.json, in the protein's folder."
         header = ["protein", "template", "residues", "identity", "note"]
-        sections.append(Section("Templates", text, table=Table(header, offered)))
+        sections.append(Section("Templates", text, table=ReportTable(header, offered)))
     facts = [] if alone else [("proteins folded", str(len(entries)))]
     if failures:
         facts.append(("failed", str(len(failures))))
@@ -193,7 +193,7 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> Report:
     facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
     versions, params = summary["versions"], summary["params"]
     drawn = f", the first {DRAWN} drawn" if len(entries) > DRAWN else ""
-    return Report(
+    return ReportPage(
         title=entries[0]["name"] if alone else "Predicted structures",
         lead=f"Folded by WarpFold with {params['file']}{drawn}.",
         facts=facts,

@@ -45,18 +45,17 @@ class DeviceResult:
     """The same while it is on the device."""
 
     example: Sample
-    names: tuple[str, ...]  # of the losses: "", the whole, and its terms
-    losses: Tensor  # float64
+    losses: dict[str, Tensor]  # "", the whole, and its terms
     norm: Tensor
     lddt_ca: Tensor
 
 
 def read_results(results: Sequence[DeviceResult]) -> list[ExampleResult]:
     """Return the results of a step's examples as plain numbers: one copy from the device, which the host waits for."""
-    numbers = [torch.cat([one.losses, torch.stack([one.norm.double(), one.lddt_ca])]) for one in results]
+    numbers = [torch.stack([*one.losses.values(), one.norm.double(), one.lddt_ca]) for one in results]
     found = []
     for one, (*losses, norm, lddt) in zip(results, torch.stack(numbers).tolist()):
-        terms = dict(zip(one.names, losses))
+        terms = dict(zip(one.losses, losses))
         loss, length = terms.pop(""), len(one.example.features["aatype"])
         found.append(ExampleResult(one.example.name, length, loss, norm, lddt, terms, one.example.index))
     return found

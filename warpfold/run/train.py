@@ -103,9 +103,7 @@ def train(
                 sums = begin_sums({"": loss, **terms}, team)  # over the ranks that share the example
                 loss.backward()
                 norm = optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
-                on_device.append(
-                    DeviceResult(example, sums.names, sums.wait(), norm, ca_lddt(output, example.features))
-                )
+                on_device.append(DeviceResult(example, sums.wait(), norm, ca_lddt(output, example.features)))
             results = read_results(on_device)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, on_device, results, step, recycles, team)
             end = begin_end_step(step + 1, results, timer, ledger, signals, team)  # travels while the optimizer works

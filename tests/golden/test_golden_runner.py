@@ -14,7 +14,7 @@ from warpfold.golden.compare import compare, same_sign
 from warpfold.golden.models import own_error_step
 from warpfold.golden.read import BrokenCase, RoundingNoise, find, read
 
-CASES = Path(__file__).parents[1] / "golden"
+CASES = Path(__file__).parent
 UNIT = "units/template_pointwise_attention"
 
 
