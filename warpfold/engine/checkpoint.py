@@ -165,15 +165,11 @@ class RunFolder:
                 )
             return None
         for step, why in damaged.items():
-            aside = self._aside(step)
+            names = (f"damaged-{self.step_path(step).name}{end}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
+            aside = next(path for path in map(self.checkpoints.joinpath, names) if not path.exists())
             self.step_path(step).rename(aside)
             logger.warning("%s; kept as %s; the run continues from step %d", why, aside.name, found.step)
         return found
-
-    def _aside(self, step: int) -> Path:
-        """Return a free path to keep a damaged checkpoint at."""
-        names = (f"damaged-{self.step_path(step).name}{again}" for again in ("", *(f"-{n}" for n in range(2, 10_000))))
-        return next(path for path in map(self.checkpoints.joinpath, names) if not path.exists())
 
     def save(self, checkpoint: Checkpoint, keep: int) -> None:
         """Write a checkpoint whole or not at all, then delete old ones.

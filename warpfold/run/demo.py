@@ -33,11 +33,10 @@ from warpfold.data.structure.mmcif import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.data.synthetic.proteins import generate
 from warpfold.engine.loop import Row
-from warpfold.files import write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.progress import Progress, no_progress
 from warpfold.run import figures, metrics
-from warpfold.run.outputs import Prediction, claim_folder
+from warpfold.run.outputs import Prediction, claim_folder, write_summary
 from warpfold.run.predict import keep
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import ReportPage, ReportTable, Section, Target, target_of, write_report
@@ -89,7 +88,7 @@ def run_demo(
     if earlier is not None and force:
         _put_aside(out)
     out.mkdir(parents=True, exist_ok=True)
-    _write_summary(out, {"format": FORMAT, "run": run, "status": "running"})
+    write_summary(out, {"format": FORMAT, "run": run, "status": "running"})
 
     tell("making proteins")
     if not (out / "proteins").is_dir():
@@ -114,7 +113,7 @@ def run_demo(
     entries = [keep(m.prediction, out / "predictions") for m in measured["held_out"]]
     result = _result(config, run, len(store), measured, entries, tell)
     write_report(out / "report.html", demo_report(out, result, measured))
-    _write_summary(out, result)
+    write_summary(out, result)
     tell.done()
     return result
 
@@ -218,10 +217,6 @@ def _put_aside(out: Path) -> None:
         aside.mkdir()
         for path in made:
             path.rename(aside / path.name)
-
-
-def _write_summary(out: Path, summary: dict[str, Any]) -> None:
-    write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 # The report

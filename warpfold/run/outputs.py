@@ -15,7 +15,7 @@ import numpy as np
 
 from warpfold.data.structure.mmcif import Chain
 from warpfold.errors import UserError
-from warpfold.files import file_name
+from warpfold.files import file_name, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
 
 # AlphaFold DB's letters for the classes of pLDDT: high, medium, low, disordered.
@@ -226,3 +226,8 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
     if found.get("run") != run and not force:
         raise UserError(f"{folder}: holds the output of another run; name a new folder, or replace it with --force")
     return found
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json`, by which `claim_folder` recognizes a folder."""
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -18,12 +18,12 @@ from warpfold.data.formats.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats.sequences import read_alignment, read_fasta
 from warpfold.data.formats.sources import stacking_order
 from warpfold.errors import UserError
-from warpfold.files import file_name, is_given_pipe, open_regular, write_atomically
+from warpfold.files import file_name, is_given_pipe, open_regular
 from warpfold.model.weights import assumed_settings
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
 from warpfold.progress import Progress, no_progress
-from warpfold.run.outputs import Prediction, claim_folder, remove_prediction
+from warpfold.run.outputs import Prediction, claim_folder, remove_prediction, write_summary
 from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import prediction_report, write_report
@@ -100,7 +100,7 @@ def predict(
     if templates:
         tell(0, len(queries), "looking at the templates")
         queries = with_templates(queries, templates, predictor)
-    run = _run_digest(queries, params_digest, _settings(options) | _effective(options, predictor))
+    run = _run_digest(queries, params_digest, _settings(options, predictor))
     summary = None
     if team.leads:
         summary = _new_summary(run, params, params_digest, options, predictor)
@@ -117,15 +117,17 @@ def predict(
             entry = fold_one(predictor, one, out, options)
             summary["predictions"] += [entry] if entry else []
         except failures as error:
-            summary["failures"].append({"name": one.name, "error": _one_line(error)})
+            text = " ".join(str(error).split()) or type(error).__name__
+            text = text if isinstance(error, UserError) else f"{type(error).__name__}: {text[:300]}"
+            summary["failures"].append({"name": one.name, "error": text})
         if team.leads:
-            _write_summary(out, summary)
+            write_summary(out, summary)
     tell(len(queries), len(queries), "writing the report")
     summary["status"] = "failed" if summary["failures"] else "complete"
     summary |= {"seconds": round(time.perf_counter() - start, 3), "refused": refusals(refused_before)}
     if team.leads:
         write_report(out / "report.html", prediction_report(out, summary))
-        _write_summary(out, summary)
+        write_summary(out, summary)
     return team.share(summary, "the end of the run")[0]
 
 
@@ -231,7 +233,7 @@ def _new_summary(run: str, params: Path, digest: str, options: PredictOptions, p
         "status": "running",
         "run": run,
         "params": {"file": params.name, "sha256": digest, "assumed": assumed_settings(params)},
-        "settings": _settings(options) | _effective(options, predictor),
+        "settings": _settings(options, predictor),
         "device": str(predictor.device),
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "predictions": [],
@@ -241,20 +243,17 @@ def _new_summary(run: str, params: Path, digest: str, options: PredictOptions, p
     }
 
 
-def _settings(options: PredictOptions) -> dict[str, Any]:
-    """Return what decides the result, beside parameters and queries."""
-    names = ("seed", "recycles", "ensemble", "max_msa", "max_extra", "precision", "representations")
-    return {name: getattr(options, name) for name in names}
-
-
-def _effective(options: PredictOptions, predictor: Predictor) -> dict[str, Any]:
-    """Return the values that were used for what the options left to the parameters."""
+def _settings(options: PredictOptions, predictor: Predictor) -> dict[str, Any]:
+    """Return what decides the result, beside parameters and queries, as it was in the end."""
     model, sample = predictor.model.config, predictor.sample
     return {
+        "seed": options.seed,
         "recycles": model.recycles if options.recycles is None else options.recycles,
         "ensemble": model.ensemble if options.ensemble is None else options.ensemble,
         "max_msa": sample.max_msa,
         "max_extra": sample.max_extra,
+        "precision": options.precision,
+        "representations": options.representations,
     }
 
 
@@ -295,13 +294,4 @@ def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{out}: cannot be made: {error.strerror}; name another folder") from error
-    _write_summary(out, summary)
-
-
-def _write_summary(out: Path, summary: dict[str, Any]) -> None:
-    write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text[:300]}"
+    write_summary(out, summary)

@@ -82,18 +82,12 @@ def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
     """
     templates, outcomes = [], []
     for file in files:
-        path, chain = _path_and_chain(str(file))
-        template, outcome = template_from_file(sequence, path, chain)
+        path, colon, chain = str(file).rpartition(":")
+        whole = not colon or Path(file).exists()  # a file's own name may have a colon
+        template, outcome = template_from_file(sequence, file if whole else path, None if whole else chain)
         templates.append(template)
         outcomes.append(outcome)
     return join(templates), outcomes
-
-
-def _path_and_chain(text: str) -> tuple[Path, str | None]:
-    path, colon, chain = text.rpartition(":")
-    if not colon or Path(text).exists():
-        return Path(text), None
-    return Path(path), chain
 
 
 def _hits_by_query(queries: Mapping[str, str], files: Sequence[Path]) -> dict[str, list[Hit]]:

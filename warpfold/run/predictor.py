@@ -135,12 +135,16 @@ class Predictor:
         finally:
             self.model.config = settings
         prediction = self._prediction(raw, output, batch["atom37_atom_exists"], representations)
+        used: list[str] = []
+        if raw.templates is not None and self.model.templates is not None:
+            chosen = choose_templates(len(raw.templates), self.sample.max_templates, None)
+            used = list(raw.templates.choose(chosen).names)
         details = {
             "seed": seed,
             "recycles": recycles,
             "ensemble": ensemble,
             "msa_depth": len(raw.msa),
-            "templates": self._templates_used(raw),
+            "templates": used,
             "seconds": {"features": round(ready - start, 3), "model": round(time.perf_counter() - ready, 3)},
         }
         return replace(prediction, details=details)
@@ -169,12 +173,6 @@ class Predictor:
             pair=whole(output.pair, -3) if representations else None,
             msa=whole(output.msa, -2) if representations else None,
         )
-
-    def _templates_used(self, raw: RawExample) -> list[str]:
-        if raw.templates is None or self.model.templates is None:
-            return []
-        chosen = choose_templates(len(raw.templates), self.sample.max_templates, None)
-        return list(raw.templates.choose(chosen).names)
 
 
 def load(
