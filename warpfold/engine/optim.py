@@ -60,7 +60,9 @@ class OptimConfig:
             others = [name for name, rule in RULES.items() if rule.decays_weights]
             raise ValueError(f'name = "{self.name}" knows no weight_decay; {" and ".join(others)} do')
         if self.clip == "step" and self.compression.method != "none":
-            raise ValueError('compression needs clip = "example": nothing that is not finite may be carried over')
+            raise ValueError(
+                'compression needs clip = "example": it carries errors over to the next step, and a step that is not finite must not do so'
+            )
 
 
 def learning_rate(config: OptimConfig, step: int) -> float:
@@ -72,11 +74,11 @@ def learning_rate(config: OptimConfig, step: int) -> float:
 class Optimizer:
     """Apply a rule to the mean of clipped per-example gradients, and keep the moving average of the weights.
 
-    After `loss.backward()` of each example comes `collect(loss)`; after `share` of them comes `step(i)`.
-    The model's parameters (of one dtype, on one device) become views of one buffer; keep the model where it is from
-    then on.  A second Optimizer of a model takes its parameters over, and the first refuses to go on.
-    Where there are several ranks, all of them call everything here, at the same times; each rank updates the shard
-    that it owns, and the weights are whole again after `step`.
+    Call `collect(loss)` after each example's `loss.backward()`, and `step(i)` after `share` of them.
+    The model's parameters (of one dtype, on one device) become views of one buffer, so do not move the model
+    afterwards.  A second Optimizer of a model takes over its parameters, and the first then raises an error.
+    With several ranks, all of them call everything here, at the same times; each updates the shard that it owns, and
+    the weights are complete again after `step`.
     """
 
     def __init__(
@@ -90,8 +92,7 @@ class Optimizer:
         """Move the parameters of `model` into one buffer.
 
         mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
-
-        Errors: UserError for a way to sync or a number of examples that these ranks cannot have, ReplicaError where
+        Errors: UserError for `sync` settings or a number of examples that do not fit the ranks, ReplicaError where
         their first weights differ.
         """
         self.config, self.mesh, self.sync = config, mesh or Mesh(), sync or SyncConfig()
@@ -108,27 +109,27 @@ class Optimizer:
         self.gradient = torch.zeros_like(self.weights)  # of the current example; every p.grad is a view of it
         for name, p in named.items():
             self.layout.view(self.weights, name).copy_(p.detach())
-            p.data = self.layout.view(self.weights, name)
+            p.data = self.layout.view(self.weights, name)  # what changes the buffer changes the parameter
             p.grad = self.layout.view(self.gradient, name)
-        self._grads = [(p, p.grad) for p in named.values()]
+        self._grads = [(p, p.grad) for p in named.values()]  # to notice when backward writes elsewhere
         check_replicas(self.weights, self.layout, self.mesh.world, "at the start")
         compression = config.compression
         self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
         self.measured = self.reducer.choose(hidden=self.share == 1 or config.clip == "step")
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
-        self.owned = self.reducer.own(self.weights)  # this rank's shard; the rule's moments are as long
+        self.owned = self.reducer.own(self.weights)  # this rank's shard
         self.average = self.owned.clone()
         segments = self.layout.segments(self.reducer.parts, self.reducer.index)
         shard = Shard(self.owned, segments, list(self.layout.places), self.reducer.sum_of_shards)
         self.rule = RULES[config.name](config, shard)
-        self._expect(0)
+        self._prepare(0)
 
-    def _expect(self, examples: int, used: Tensor | None = None) -> None:
+    def _prepare(self, examples: int, used: Tensor | None = None) -> None:
         """Get ready for one more example; `examples` have been collected since the last step, `used` of them added.
 
-        The data ranks may begin to exchange gradients during the backward pass of the last example, unless its clipping
-        factor has to be known first: a contribution can be scaled after it has arrived only where it is a rank's one
-        example.
+        The data ranks may begin to exchange gradients during the last example's backward pass, unless its clipping
+        factor has to be known first.  With one example per rank it need not be: what arrives is one example's gradient
+        and can be scaled afterwards.
         """
         self.examples = examples
         self.used = torch.zeros((), device=self.weights.device, dtype=torch.float64) if used is None else used
@@ -163,7 +164,7 @@ class Optimizer:
             gradient.masked_fill_(~used, 0)  # NaN times zero would be NaN
             self.total.addcmul_(gradient, torch.where(used, self._factor(norm), 0).to(gradient.dtype))
         self.gradient.zero_()
-        self._expect(self.examples + 1, self.used + used)
+        self._prepare(self.examples + 1, self.used + used)
         if self.examples == self.share:
             self.reducer.count(self.used)
         return norm
@@ -189,7 +190,7 @@ class Optimizer:
         else:
             rate = 0.0
         self.total.zero_()
-        self._expect(0)
+        self._prepare(0)
         if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
             check_replicas(self.weights, self.layout, self.mesh.world, f"after step {step + 1}")
         return rate
@@ -228,8 +229,8 @@ class Optimizer:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Bring back a `state`, exact to the bit on as many ranks as it was saved on.
 
-        Errors: KeyError for a missing name, RuntimeError for one of another shape, ReplicaError where ranks were given
-        other weights than others.
+        Errors: KeyError for a missing name, RuntimeError for one of another shape, ReplicaError where the ranks were
+        given different weights.
         """
         self.reducer.restore(state)
         for kind, shard in {"weights": self.owned, **self._sharded()}.items():
@@ -241,7 +242,7 @@ class Optimizer:
                 self.weights.copy_(whole)
         for name, tensor in self.rule.replicated.items():
             tensor.copy_(state[name])
-        self._expect(0)
+        self._prepare(0)
         check_replicas(self.weights, self.layout, self.mesh.world, "after reading a checkpoint")
 
     def _sharded(self) -> dict[str, Tensor]:
