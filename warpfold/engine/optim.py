@@ -60,9 +60,7 @@ class OptimConfig:
             others = [name for name, rule in RULES.items() if rule.decays_weights]
             raise ValueError(f'name = "{self.name}" knows no weight_decay; {" and ".join(others)} do')
         if self.clip == "step" and self.compression.method != "none":
-            raise ValueError(
-                'compression needs clip = "example": it carries errors over to the next step, and a step that is not finite must not do so'
-            )
+            raise ValueError('compression needs clip = "example": the error that it carries over must be finite')
 
 
 def learning_rate(config: OptimConfig, step: int) -> float:
