@@ -117,9 +117,7 @@ def predict(
             entry = fold_one(predictor, one, out, options)
             summary["predictions"] += [entry] if entry else []
         except failures as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            text = text if isinstance(error, UserError) else f"{type(error).__name__}: {text[:300]}"
-            summary["failures"].append({"name": one.name, "error": text})
+            summary["failures"].append({"name": one.name, "error": _one_line(error)})
         if team.leads:
             write_summary(out, summary)
     tell(len(queries), len(queries), "writing the report")
@@ -295,3 +293,8 @@ def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:
     except OSError as error:
         raise UserError(f"{out}: cannot be made: {error.strerror}; name another folder") from error
     write_summary(out, summary)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text[:300]}"
