@@ -9,11 +9,11 @@ import sys
 from typing import Any
 
 import pytest
+from warpfold.parallel.cut import Cut
 
 from tests.parallel.tracing import InReverse, Order, at_once, traced
 from tests.ranks import run_ranks
 from warpfold.parallel import collectives, sharded
-from warpfold.parallel.cut import Cut
 from warpfold.parallel.plan import Plan, Triangle
 
 Found = list[tuple[str, str, list[str]]]
