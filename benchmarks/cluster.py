@@ -128,7 +128,7 @@ def axial(rounds: int) -> dict[str, Any]:
             cut, whole = (seconds(moves(block, ranks, way), link) for way in (True, False))
             figures = measured[f"axial {ranks}, {residues} residues moved: channels"]
             figures["against_gather_modelled"] = round(cut / whole, 2)
-            figures["chosen_by_plan"] = Plan().by_channels(residues, ranks)
+            figures["chosen_by_plan"] = Plan().by_channels(residues, ranks, channels=128, c_z=128, itemsize=2)
         found |= {f"axial {ranks}, a call": vars(link), **measured}
         dist.barrier()
     return found

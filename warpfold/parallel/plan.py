@@ -23,10 +23,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one rank runs, and how many there are.
+    """How one rank runs, and how many there are; `parallel.execution.Execution` runs it.
 
     data: examples that are computed at the same time, each by axial x branch ranks.
-    axial: ranks that share an example, each with its slice of m and z (parallel/sharded.py).
+    axial: ranks that share an example, each with its shard of m and z (parallel/sharded.py).
     branch: 2: the two halves of a block run at the same time, each on its own ranks; for models whose halves are
     independent (`evoformer.outer` "first" or "last").
     sync: how gradients travel (parallel/exchange.py).
@@ -36,10 +36,10 @@ class Plan:
     in_place: write every slice over its part of m or z (inference only; needs a chunk).
     recompute: keep only the blocks' inputs in the forward pass, and compute the rest again in the backward pass.
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32.
-    compile: the layers' own functions by torch.compile, whatever the schedule around them; the first step then takes
-    minutes, and a CPU needs a C++ compiler.
+    compile: the layers' own functions by torch.compile, whatever else the plan says; the first step then takes minutes,
+    and a CPU needs a C++ compiler.
     kernels: "fast": operations in the fast way there is for the device, or by their definition where that refuses;
-    "strict": likewise, but a refusal is an error; "definition": plain torch throughout.  For the whole process.
+    "strict": likewise, but a refusal is an error; "definition": plain torch throughout.
     threads: of one operation on a CPU, for the whole process; None: torch's choice, all cores.  Operations on a few
     thousand numbers run faster on one (docs/decisions/0007).
     """
@@ -99,7 +99,7 @@ class Plan:
 
 
 def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | None = None) -> Plan:
-    """How to fold one example without gradients: slices in place, of a size that suits the machine, or no slices.
+    """Return a plan to fold one example without gradients: slices in place, of a size that suits the machine, or none.
 
     chunk: rows of a slice; 0: everything at once; None: as many as keep the largest temporary, an attention's logits
     (8 heads x N x N of each row), within `CACHED` numbers on a CPU and `RESIDENT` on a GPU.
