@@ -6,22 +6,22 @@ Each is a small module from one representation to logits in fp32, named part by 
 import torch
 from torch import Tensor, nn
 
+from warpfold.model.execution import Executable
 from warpfold.model.layers import LayerNorm, Linear
-from warpfold.model.residues import Resident
 from warpfold.ops.precision import island
 
 
 def distogram_breaks(bins: int = 64, first: float = 2.3125, last: float = 21.6875) -> Tensor:
-    """Inner edges [bins - 1] of the distogram's distance bins, angstrom, fp32 (Supp. 1.9.8)."""
+    """Return the inner edges [bins - 1] of the distogram's distance bins, angstrom, fp32 (Supp. 1.9.8)."""
     return torch.linspace(first, last, bins - 1)
 
 
 def pae_breaks(bins: int = 64, max_error: float = 31.0) -> Tensor:
-    """Inner edges [bins - 1] of the aligned-error bins, angstrom, fp32; the last bin is open (Supp. 1.9.7)."""
+    """Return the inner edges [bins - 1] of the aligned-error bins, angstrom, fp32; the last is open (Supp. 1.9.7)."""
     return torch.linspace(0.0, max_error, bins - 1)
 
 
-class DistogramHead(Resident):
+class DistogramHead(Executable):
     """Supp. 1.9.8: pair -> logits of the distance between beta carbons.  z [*, N, N, c_z] -> [*, N, N, bins].
 
     Symmetric in i and j by construction: half of the logits from either side.  DeepMind: `distogram_head`.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from warpfold.geometry.atoms import atom14_to_atom37, frames_to_atom14, torsions_to_frames
 from warpfold.geometry.rigid import Rigid, update_affine
-from warpfold.model.layers import LayerNorm, Linear
-from warpfold.model.residues import Resident
-from warpfold.ops.noise import Noise, dropout
+from warpfold.model.execution import Executable
+from warpfold.model.layers import DrawsNoise, LayerNorm, Linear
+from warpfold.ops.noise import dropout
 from warpfold.ops.precision import island
 
 
@@ -62,7 +62,9 @@ class StructureModule(nn.Module):
         self.fold_iteration = FoldIteration(c_s, c_z, c)
 
     def forward(self, s: Tensor, z: Tensor, aatype: Tensor, seq_mask: Tensor) -> StructureOutput:
-        """s [*, N, c_s], z [*, N, N, c_z], aatype int64 [*, N] (0-20), seq_mask [*, N] -> structure of every layer.
+        """Return the structure of every layer.
+
+        s [*, N, c_s], z [*, N, N, c_z], aatype int64 [*, N] (0-20), seq_mask [*, N].
 
         All residues start at the origin ("black hole").  The gradient does not pass from one layer to the next through
         rotations (line 20), only through translations and activations.
@@ -81,7 +83,7 @@ class StructureModule(nn.Module):
         return self._atoms(s, torch.stack(affines), torch.stack(angles), aatype)
 
     def _atoms(self, s: Tensor, affines: Tensor, unnormalized: Tensor, aatype: Tensor) -> StructureOutput:
-        """Lines 11, 14 and 24 for all layers at once: torsions, frames of the rigid groups, atoms."""
+        """Compute lines 11, 14 and 24 for all layers at once: torsions, frames of the rigid groups, atoms."""
         traj = torch.cat([affines[..., :4], affines[..., 4:] * self.config.position_scale], dim=-1)
         frames = Rigid.from_quaternion7(traj)
         angles = normalize_angles(unnormalized)
@@ -101,14 +103,13 @@ class StructureModule(nn.Module):
         )
 
 
-class FoldIteration(nn.Module):
+class FoldIteration(DrawsNoise):
     """Algorithm 20, lines 6 to 14: attention, transition, backbone update and torsion angles of one layer."""
 
     def __init__(self, c_s: int, c_z: int, config: StructureConfig) -> None:
         super().__init__()
         c = config
         self.rate = c.dropout
-        self.noise, self.stream = Noise(), 0  # where dropout draws from; two streams for every layer
         self.invariant_point_attention = InvariantPointAttention(c.c, c_z, c.heads, c.c_hidden, c.qk_points, c.v_points)
         self.attention_layer_norm = LayerNorm(c.c)
         last = c.transition_layers - 1
@@ -122,12 +123,12 @@ class FoldIteration(nn.Module):
     def forward(
         self, s: Tensor, s_initial: Tensor, z: Tensor, affine: Tensor, mask: Tensor, layer: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One layer: (s [*, N, c], affine [*, N, 7]) -> the new s and affine, and the torsion angles [*, N, 7, 2].
+        """Run one layer: (s [*, N, c], affine [*, N, 7]) -> the new s and affine, torsion angles [*, N, 7, 2].
 
         s_initial [*, N, c_s] and z [*, N, N, c_z], normalised; affine: quaternion w x y z and translation in units of
         `position_scale`; mask [*, N]; the angles (sin, cos) are not normalised; `layer` picks the dropout noise.
         """
-        stream = self.stream + 2 * layer
+        stream = self.stream + 2 * layer  # two streams for every layer
         s = s + self.invariant_point_attention(s, z, Rigid.from_quaternion7(affine), mask)
         s = self.attention_layer_norm(dropout(s, self.rate, self.noise, stream, self.training))
         s = s + self._transition(s)
@@ -142,7 +143,7 @@ class FoldIteration(nn.Module):
         return last(s)
 
 
-class InvariantPointAttention(Resident):
+class InvariantPointAttention(Executable):
     """Algorithm 22, InvariantPointAttention: attention by likeness, by pair and by distance in space.
 
     The result is the same under any rigid motion of all frames together.
@@ -160,16 +161,16 @@ class InvariantPointAttention(Resident):
         self.output_projection = Linear(heads * (c_hidden + 4 * v_points + c_z), c, init="final")
 
     def forward(self, s: Tensor, z: Tensor, frames: Rigid, mask: Tensor) -> Tensor:
-        """s [*, N, c], z [*, N, N, c_z], frames [*, N], mask [*, N] -> update of s [*, N, c].
+        """Return the update of s [*, N, c], given z [*, N, N, c_z], frames [*, N] and mask [*, N].
 
-        Of z, the rows of the residues that are here, whose queries alone are asked.
+        z: this rank's rows; only their queries are computed.
         """
         k, v = self._heads(self.kv_scalar(s)).split(self.c_hidden, dim=-1)
         kv_points = frames[..., None, None].apply(self._points(self.kv_point_local(s)))
         k_points, v_points = kv_points.split([self.qk_points, self.v_points], dim=-2)
-        mine = self.residues.mine
-        at = Rigid(mine(frames.rotation, -3), mine(frames.translation, -2))[..., None, None]
-        a = self._attention(mine(s, -2), k, k_points, z, at, mask)
+        local_shard = self.residues.local_shard
+        at = Rigid(local_shard(frames.rotation, -3), local_shard(frames.translation, -2))[..., None, None]
+        a = self._attention(local_shard(s, -2), k, k_points, z, at, mask)
 
         o = torch.einsum("...hij,...jhc->...ihc", a, v)
         o_points = at.invert_apply(torch.einsum("...hij,...jhpx->...ihpx", a, v_points))
@@ -177,10 +178,10 @@ class InvariantPointAttention(Resident):
         o_pair = torch.einsum("...hij,...ijc->...ihc", a, z)
         parts = [o, *o_points.unbind(-1), o_lengths, o_pair]
         update = self.output_projection(torch.cat([part.flatten(-2) for part in parts], dim=-1))
-        return self.residues.whole(update, -2, s.shape[-2])
+        return self.residues.all_gather(update, -2, s.shape[-2])
 
     def _attention(self, s: Tensor, k: Tensor, k_points: Tensor, z: Tensor, at: Rigid, mask: Tensor) -> Tensor:
-        """Lines 1 to 7: the weights [*, H, I, N] of I queries; k [*, N, H, c], global k_points [*, N, H, P, 3]."""
+        """Return the weights [*, H, I, N] of I queries (lines 1 to 7); k [*, N, H, c], k_points [*, N, H, P, 3]."""
         q = self._heads(self.q_scalar(s))
         scalar = torch.einsum("...ihc,...jhc->...hij", q, k) / math.sqrt(self.c_hidden)
         pair = self.attention_2d(z).movedim(-1, -3)
@@ -192,15 +193,15 @@ class InvariantPointAttention(Resident):
         gamma = nn.functional.softplus(self.trainable_point_weights.to(s.dtype))[:, None, None]
         points = gamma * distance.square() * (0.5 * math.sqrt(2 / (9 * self.qk_points)))
         # A masked residue may attend to all: nobody reads it, and its softmax has something to normalise.
-        hidden = self.residues.mine(mask, -1)[..., None, :, None] * (1 - mask[..., None, None, :])
+        hidden = self.residues.local_shard(mask, -1)[..., None, :, None] * (1 - mask[..., None, None, :])
         return torch.softmax(math.sqrt(1 / 3) * (scalar + pair - points) - 1e5 * hidden, dim=-1)
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[*, N, H c] -> [*, N, H, c]."""
+        """Split [*, N, H c] into heads: [*, N, H, c]."""
         return x.unflatten(-1, (self.heads, -1))
 
     def _points(self, x: Tensor) -> Tensor:
-        """[*, N, 3 H P] -> [*, N, H, P, 3]."""
+        """Split [*, N, 3 H P] into the points of each head: [*, N, H, P, 3]."""
         return x.unflatten(-1, (3, self.heads, -1)).movedim(-3, -1)
 
 
@@ -216,7 +217,7 @@ class AngleResnet(nn.Module):
         self.unnormalized_angles = Linear(c_hidden, 14)
 
     def forward(self, s: Tensor, s_initial: Tensor) -> Tensor:
-        """s [*, N, c], s_initial [*, N, c_initial] -> [*, N, 7, 2] (sin, cos), not normalised."""
+        """Return (sin, cos) [*, N, 7, 2], not normalised, of s [*, N, c] and s_initial [*, N, c_initial]."""
         a = self.input_projection(s.relu()) + self.input_projection_initial(s_initial.relu())
         for first, second in zip(self.resblock1, self.resblock2):
             a = a + second(first(a.relu()).relu())
@@ -224,5 +225,5 @@ class AngleResnet(nn.Module):
 
 
 def normalize_angles(unnormalized: Tensor) -> Tensor:
-    """Pairs of length one over the last axis; (0, 0) stays, with a finite gradient."""
+    """Normalise pairs to length one over the last axis; (0, 0) stays, with a finite gradient."""
     return unnormalized * torch.rsqrt(unnormalized.square().sum(-1, keepdim=True).clamp(min=1e-12))
