@@ -15,7 +15,7 @@ from warpfold.errors import UserError
 
 if TYPE_CHECKING:
     from warpfold.bulk import Part
-    from warpfold.data.pack.report import Report
+    from warpfold.data.pack.report import PackReport
 
 SHOWN = 50  # lines about single entries; a large set has thousands
 
@@ -68,7 +68,7 @@ def pack(
     """Make the store that `train` reads from structures, alignments and template hits, and account for every entry."""
     from warpfold.bulk import Part
     from warpfold.data.pack import pack as packing
-    from warpfold.data.pack.build import Options
+    from warpfold.data.pack.inputs import PackOptions
 
     _one_of({"--structures": structures, "--merge": merge, "--verify": verify, "--info": info})
     if verify is not None:
@@ -77,7 +77,7 @@ def pack(
         return _info(info, as_json)
     if out is None:
         raise UserError("pack: --out is missing; name the store to make")
-    options = Options(
+    options = PackOptions(
         max_resolution, max_single, min_length, max_length, released_after, released_before, require_msa,
         max_template_date=max_template_date, cluster_identity=cluster_identity, max_file_gb=max_file_gb,
     )  # fmt: skip
@@ -96,7 +96,7 @@ def _one_of(modes: dict[str, Any]) -> None:
         raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}; see --help")
 
 
-def _make(make: Callable[..., "Report"]) -> "Report":
+def _make(make: Callable[..., "PackReport"]) -> "PackReport":
     """Packs or merges under a progress bar."""
     try:
         with _sigterm_stops(), progress_bar() as bar:
@@ -127,7 +127,7 @@ def _sigterm_stops() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _tell(report: "Report", out: Path, part: "Part | None") -> None:
+def _tell(report: "PackReport", out: Path, part: "Part | None") -> None:
     lines = [f"dropped {entry.name or entry.file}: {entry.reason}" for entry in report.dropped]
     lines += [f"unused {file}: {why}" for file, why in (report.unused | report.unused_hits).items()]
     typer.echo("".join(f"{' '.join(line.split())}\n" for line in lines[:SHOWN]), nl=False)  # names may hold line ends
