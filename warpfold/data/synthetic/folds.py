@@ -1,5 +1,6 @@
 """The folds of sample proteins: loops and sheets as torsions, and blueprints drawn from them."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,84 +15,65 @@ JITTER = {"H": 1.5, "E": 1.5, "L": 2.5, "T": 6.0}  # standard deviation of each 
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A loop, or a sheet of antiparallel strands joined by tight turns.
-
-    trim: how many residues may be left out at both ends.
-    """
+class Motif:
+    """A loop, or a sheet of antiparallel strands joined by tight turns."""
 
     name: str
     residues: tuple[Residue, ...]
-    trim: int = 0
 
 
-def _segment(name: str, text: str, trim: int = 0) -> Segment:
-    """Parse a word for each residue: "phi,psi:LETTERS" in loops and turns (L), "phi,psi" in strands (E)."""
-    residues: list[Residue] = []
-    for word in text.split():
-        torsions, _, letters = word.partition(":")
-        phi, psi = map(int, torsions.split(","))
-        residues.append(("L" if letters else "E", (phi, psi), letters))
-    return Segment(name, tuple(residues), trim)
+def _motifs(table: str) -> dict[str, list[Motif]]:
+    """Parse a table: what a motif joins or consists of, its name, then for each residue "phi,psi:LETTERS" in loops and
+    turns (L), "phi,psi" in strands (E).
+    """
+    motifs: dict[str, list[Motif]] = {}
+    for row in re.split(r"\n(?=[EH])", table.strip()):
+        key, name, *words = row.split()
+        residues: list[Residue] = []
+        for word in words:
+            torsions, _, letters = word.partition(":")
+            phi, psi = map(int, torsions.split(","))
+            residues.append(("L" if letters else "E", (phi, psi), letters))
+        motifs.setdefault(key, []).append(Motif(name, tuple(residues)))
+    return motifs
 
 
 # Loops by the elements that they join.  Their names are the ABEGO letters of the torsions, the regions of the
 # Ramachandran plot that loops of designed proteins use (Koga et al., Nature 491, 222 (2012); Lin et al., PNAS 112,
 # E5478 (2015)).  The degrees within a region come from our own search for loops that let straight elements pack.
-LOOPS: dict[str, tuple[Segment, ...]] = {
-    "HH": (
-        _segment("GB", "81,-3:G -68,128:ST"),
-        _segment("GBA", "67,41:N -124,133:IV -62,-41:PD"),
-        _segment("BAB", "-106,123:TN -96,12:N -74,140:PS"),
-        _segment("GABB", "81,25:G -71,-50:DN -94,172:H -54,139:P"),
-    ),
-    "EH": (
-        _segment("AB", "-91,-16:D -112,129:S"),
-        _segment("GBB", "51,46:N -123,138:T -63,153:P"),
-        _segment("GBAB", "71,1:G -122,109:KR -104,-18:D -67,134:P"),
-    ),
-    "HE": (
-        _segment("GBAB", "86,9:G -92,134:V -54,-34:E -60,136:P"),
-        _segment("BAAB", "-129,123:N -76,-35:P -58,-25:D -66,142:H"),
-        _segment("GBA", "59,43:G -100,159:T -59,-32:P"),
-    ),
-}
+LOOPS = _motifs("""
+HH GB    81,-3:G -68,128:ST
+HH GBA   67,41:N -124,133:IV -62,-41:PD
+HH BAB   -106,123:TN -96,12:N -74,140:PS
+HH GABB  81,25:G -71,-50:DN -94,172:H -54,139:P
+EH AB    -91,-16:D -112,129:S
+EH GBB   51,46:N -123,138:T -63,153:P
+EH GBAB  71,1:G -122,109:KR -104,-18:D -67,134:P
+HE GBAB  86,9:G -92,134:V -54,-34:E -60,136:P
+HE BAAB  -129,123:N -76,-35:P -58,-25:D -66,142:H
+HE GBA   59,43:G -100,159:T -59,-32:P
+""")
 
 # Sheets of two and three strands, their torsions fitted so that the hydrogen bonds close.  Their names are the types of
 # the turns, of two residues each: I' (usually Asn-Gly) and II' (usually Gly-Asn): Sibanda & Thornton, Nature 316, 170
 # (1985).
-SHEETS: dict[str, tuple[Segment, ...]] = {
-    "EE": (
-        _segment(
-            "I'",
-            """-115,142 -111,127 -126,132 -106,129 -125,136 -106,125 -139,135 61,32:N
-            71,20:G -121,140 -93,124 -122,139 -108,126 -124,131 -106,123 -128,127""",
-            trim=2,
-        ),
-        _segment(
-            "II'",
-            """-115,139 -107,131 -119,129 -110,130 -119,132 -112,123 -122,109 60,-122:G
-            -98,10:ST -114,144 -120,132 -122,138 -117,130 -122,138 -115,129 -120,144""",
-            trim=2,
-        ),
-    ),
-    "EEE": (
-        _segment(
-            "I'-I'",
-            """-115,135 -114,116 -134,125 -109,127 -135,135 -102,130 -144,135 63,29:N
-            75,15:G -117,145 -94,120 -112,131 -116,128 -116,123 -150,139 63,29:N
-            74,15:G -113,134 -103,128 -122,128 -103,125 -132,154 -109,135 -115,135""",
-            trim=2,
-        ),
-        _segment(
-            "I'-II'",
-            """-115,135 -115,123 -126,125 -110,125 -134,131 -103,126 -143,136 61,33:N
-            70,22:G -123,140 -95,114 -109,125 -113,121 -113,123 -128,112 59,-125:G
-            -93,7:ST -109,135 -121,131 -125,136 -118,130 -129,147 -108,135 -115,135""",
-            trim=2,
-        ),
-    ),
-}
+SHEETS = _motifs("""
+EE I'
+-115,142 -111,127 -126,132 -106,129 -125,136 -106,125 -139,135 61,32:N
+71,20:G -121,140 -93,124 -122,139 -108,126 -124,131 -106,123 -128,127
+EE II'
+-115,139 -107,131 -119,129 -110,130 -119,132 -112,123 -122,109 60,-122:G
+-98,10:ST -114,144 -120,132 -122,138 -117,130 -122,138 -115,129 -120,144
+EEE I'-I'
+-115,135 -114,116 -134,125 -109,127 -135,135 -102,130 -144,135 63,29:N
+75,15:G -117,145 -94,120 -112,131 -116,128 -116,123 -150,139 63,29:N
+74,15:G -113,134 -103,128 -122,128 -103,125 -132,154 -109,135 -115,135
+EEE I'-II'
+-115,135 -115,123 -126,125 -110,125 -134,131 -103,126 -143,136 61,33:N
+70,22:G -123,140 -95,114 -109,125 -113,121 -113,123 -128,112 59,-125:G
+-93,7:ST -109,135 -121,131 -125,136 -118,130 -129,147 -108,135 -115,135
+""")
+TRIM = 2  # residues that may be left out at both ends of a sheet
 
 
 @dataclass(frozen=True)
@@ -143,10 +125,10 @@ def draw_blueprint(fold: Fold, rng: np.random.Generator) -> Blueprint:
             new = [HELIX] * int(rng.integers(*fold.helix, endpoint=True))
         else:
             choices = LOOPS.get(part) or SHEETS[part]
-            segment = choices[rng.integers(len(choices))]
-            cut = int(rng.integers(segment.trim, endpoint=True))
-            new = list(segment.residues[cut : len(segment.residues) - cut])
-            names.append(segment.name)
+            motif = choices[rng.integers(len(choices))]
+            cut = int(rng.integers(TRIM, endpoint=True)) if part in SHEETS else 0
+            new = list(motif.residues[cut : len(motif.residues) - cut])
+            names.append(motif.name)
         residues += new
         bodies += [-1 if part in LOOPS else body] * len(new)
     elements, torsions, letters = zip(*residues, LAST)
