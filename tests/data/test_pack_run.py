@@ -285,7 +285,7 @@ def test_the_longest_jobs_come_first(tmp_path: Path) -> None:
     for count, name in enumerate(("1aaa", "1bbb", "1ccc"), 1):
         structure(tmp_path / f"s/{name}.cif", *(chain(letter, ONE) for letter in "ABC"[:count]))
     inputs = packing.find_inputs([tmp_path / "s"])
-    ordered = sorted(inputs.structures, key=packing._work(inputs), reverse=True)
+    ordered = sorted(inputs.structures, key=packing._cost(inputs), reverse=True)
     assert [source.name for source in ordered] == ["s/1ccc.cif", "s/1bbb.cif", "s/1aaa.cif"]
 
 

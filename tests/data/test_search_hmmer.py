@@ -2,7 +2,6 @@
 
 import gzip
 from collections import Counter
-from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -48,7 +47,7 @@ def test_rows_are_those_of_hmmer(three: Path, iterations: int) -> None:
     sequence = family(1)[0]
     with SequenceFile(three, digital=True, alphabet=AMINO) as file:
         targets: DigitalSequenceBlock = file.read_block()
-    pipeline = Pipeline(AMINO, Z=len(targets), **asdict(Jackhmmer().thresholds))
+    pipeline = Pipeline(AMINO, Z=len(targets), **Jackhmmer().thresholds)
     search = pipeline.iterate_seq(TextSequence(name="query", sequence=sequence).digitize(AMINO), targets)
     *_, result = islice(search, iterations)  # fewer if it converges
     wanted = Counter(

@@ -136,9 +136,9 @@ class Matcher:
     def _find_alignments(self, key: str, sequence: str) -> tuple[list[Source], str]:
         """Return the alignments of a chain, and a note on those that bear its name but were refused.
 
-        The first that there are of: those that bear the chain's name; those of its very sequence; those that bear its
-        entry's name; those of the nearest precursor or part of it; those of the most similar query.  All must be of
-        the same protein (`check_map`).  They are in the order of `stacked`.
+        Tried in this order, until there are any: those that bear the chain's name; those of exactly its sequence; those
+        that bear its entry's name; those of the nearest precursor or part of it; those of the most similar query.  All
+        must be of the same protein (`check_map`).  They are in the order of `stacked`.
         """
         named, note = self._find_named(key, sequence)
         if found := named or stacked(self._index.sources.get(sequence, [])):
@@ -169,8 +169,12 @@ class Matcher:
         return _QueryIndex(self.queries.known(self.alignments))
 
     def _find_hits(self, key: str, sequence: str, alignments: Sequence[Source]) -> list[Source]:
-        """Return the hits that bear the name of the chain `key`; else those that bear a name of one of its alignments
-        (the same folder, as a rule), where all alignments of that name are of this sequence; else of its entry."""
+        """Return the template hits of a chain.
+
+        Tried in this order, until there are any: those that bear the name of the chain `key`; those that bear a name of
+        one of its alignments (usually the same folder), if all alignments of that name are of this sequence; those that
+        bear its entry's name.
+        """
         if named := self._hits_named.get(key.lower()):
             return sorted(named)
         names = {name for source in alignments for name in source.bears} & self._hits_named.keys()

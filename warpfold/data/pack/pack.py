@@ -123,11 +123,10 @@ def _fill(runner: JobRunner, inputs: PackInputs, options: PackOptions, part: Par
 
     queries = Queries(runner, options.limit, part, out)
     queries.read(aligned, reading(aligned))
-    alignments = inputs.alignments
-    matcher = Matcher(queries, alignments, inputs.hits, options.min_identity, reading(alignments))
+    matcher = Matcher(queries, inputs.alignments, inputs.hits, options.min_identity, reading(inputs.alignments))
     jobs = StructureJobs(runner, matcher, options, inputs.folders)
     waiting = [one for one in own if not jobs.is_done(one)]
-    waiting.sort(key=_work(inputs), reverse=True)  # the longest first, so that none is alone at the end
+    waiting.sort(key=_cost(inputs), reverse=True)  # the longest first, so that none is alone at the end
     done = len(own) - len(waiting)
     tell("packing", done, len(own))
     for _ in jobs.run(waiting):
@@ -142,8 +141,8 @@ def _keep(writer: PartWriter, job: str, data: list[list[str]]) -> None:
         writer.add(job, data)
 
 
-def _work(inputs: PackInputs) -> Callable[[Source], tuple[int, str]]:
-    """Return by what structure files are sorted: their bytes, and those of the alignments that bear their names."""
+def _cost(inputs: PackInputs) -> Callable[[Source], tuple[int, str]]:
+    """Return a sort key for structure files by cost: their bytes, and those of the alignments that bear their names."""
     sizes: dict[str, int] = defaultdict(int)
     for source in inputs.alignments:
         for name in source.bears:
@@ -162,8 +161,6 @@ class StructureJobs:
     def __init__(self, runner: JobRunner, matcher: Matcher, options: PackOptions, folders: tuple[Path, ...]) -> None:
         self.runner, self.matcher, self.options, self.folders = runner, matcher, options, folders
         self._inputs = _digest(runner.writer.manifest["inputs"])
-        # of files that are being built: what was dropped, the jobs of the other chains, and the arguments of `find`
-        self._read: dict[str, tuple[list[PackEntry], list[ChainJob], list[list[str]]]] = {}
 
     def is_done(self, file: Source) -> bool:
         """Return whether there is a result for a file, and it is what doing the job again would give."""
@@ -186,6 +183,8 @@ class StructureJobs:
         """Yield each file when its result is kept."""
         by_name = {_job_name(file): file for file in files}
         jobs = (PackJob((name,), (read_chains, (file, self.options))) for name, file in by_name.items())
+        # of files that are being built: what was dropped, the jobs of the other chains, and the arguments of `find`
+        read: dict[str, tuple[list[PackEntry], list[ChainJob], list[list[str]]]] = {}
 
         def build_next(job: PackJob, result: ReadChains | BuiltChains) -> Call | None:
             """Return the call that builds what was read, if there are chains to keep."""
@@ -193,34 +192,31 @@ class StructureJobs:
                 return None
             (name,), structure = job.names, result.structure
             if structure is None or not structure.chains:
-                self._read[name] = result.dropped, [], []
+                read[name] = result.dropped, [], []
                 return None
             keys = [[f"{structure.id}_{chain}", chain, found.sequence] for chain, found in structure.chains.items()]
             chain_jobs = [self.matcher.find(*key) for key in keys]
-            self._read[name] = result.dropped, chain_jobs, keys
+            read[name] = result.dropped, chain_jobs, keys
             return build, BuildJob(by_name[name], structure, chain_jobs, self.options, self.folders)
 
         for job, result in self.runner.run(jobs, build_next):
             (name,) = job.names
-            self._add(by_name[name], result)
-            yield by_name[name]
-
-    def _add(self, file: Source, result: ReadChains | BuiltChains | None) -> None:
-        """Keep the result of a file; it is None if the file's process died of it."""
-        built = result if isinstance(result, BuiltChains) else BuiltChains()
-        dropped, chain_jobs, keys = self._read.pop(_job_name(file), ([], [], []))
-        if result is None:
-            dropped = [PackEntry(file.title, file.name, False, f"{file.name}: {DIED}")]
-        made = {
-            "inputs": self._inputs,
-            "file": [file.size, file.changed],
-            "chains": keys,
-            "match": _match_digest(chain_jobs),
-            "looked_up": " ".join(built.looked_up),
-            "library": built.library,
-        }
-        data = {"entries": [*map(asdict, dropped), *built.entries], "bad": built.bad, "from": made}
-        self.runner.writer.add(_job_name(file), data, [record.data for record in built.records])
+            file = by_name[name]
+            dropped, chain_jobs, keys = read.pop(name, ([], [], []))
+            if result is None:
+                dropped = [PackEntry(file.title, file.name, False, f"{file.name}: {DIED}")]
+            built = result if isinstance(result, BuiltChains) else BuiltChains()
+            made = {
+                "inputs": self._inputs,
+                "file": [file.size, file.changed],
+                "chains": keys,
+                "match": _match_digest(chain_jobs),
+                "looked_up": " ".join(built.looked_up),
+                "library": built.library,
+            }
+            data = {"entries": [*map(asdict, dropped), *built.entries], "bad": built.bad, "from": made}
+            self.runner.writer.add(name, data, [record.data for record in built.records])
+            yield file
 
 
 def _job_name(file: Source) -> str:
@@ -229,12 +225,8 @@ def _job_name(file: Source) -> str:
 
 def _match_digest(jobs: Sequence[ChainJob]) -> str:
     """Return a fingerprint of what belongs to some chains."""
-    return _digest(
-        [
-            [job.chain, [one.version for one in job.alignments], [one.version for one in job.hits], job.note]
-            for job in jobs
-        ]
-    )
+    found = [(job.chain, [a.version for a in job.alignments], [h.version for h in job.hits], job.note) for job in jobs]
+    return _digest(found)
 
 
 def _digest(value: Any) -> str:

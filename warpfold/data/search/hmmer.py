@@ -8,7 +8,7 @@ it wait for the end.
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -34,20 +34,10 @@ AMINO = Alphabet.amino()
 LONGEST = 100_000  # residues of a query or target: HMMER's limit
 NO_TEMPLATES = "# STOCKHOLM 1.0\n//\n"
 Made = TypeVar("Made")
-FAILURES = (MemoryError, EaselError)  # what may go wrong with one query and leave the others be
+FAILURES = (MemoryError, EaselError)  # what may go wrong with one query without stopping the others
 
-
-@dataclass(frozen=True)
-class Thresholds:
-    """HMMER's, under its own names: E-values to report and include a target and a domain, and the three filters."""
-
-    E: float
-    domE: float
-    incE: float
-    incdomE: float
-    F1: float
-    F2: float
-    F3: float
+# HMMER's thresholds under its own names: E-values to report and include a target and a domain, and the three filters.
+Thresholds = dict[str, Any]
 
 
 class HmmerEngine(Engine):
@@ -78,11 +68,12 @@ class Jackhmmer(HmmerEngine):
 
     @property
     def thresholds(self) -> Thresholds:
-        return Thresholds(self.e_value, 10.0, self.e_value, 1e-3, 5e-4, 5e-5, 5e-7)
+        e_values = {"E": self.e_value, "domE": 10.0, "incE": self.e_value, "incdomE": 1e-3}
+        return e_values | {"F1": 5e-4, "F2": 5e-5, "F3": 5e-7}
 
     def identity(self) -> dict[str, Any]:
         versions = {"engine": self.name, "pyhmmer": pyhmmer.__version__}
-        return {**versions, "iterations": self.iterations, **asdict(self.thresholds)}
+        return {**versions, "iterations": self.iterations, **self.thresholds}
 
     def search(
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
@@ -93,7 +84,7 @@ class Jackhmmer(HmmerEngine):
         included: dict[int, set[str]] = {i: set() for i in range(len(queries))}
         profiles = _profiles({i: partial(_sequence_profile, query.sequence) for i, query in enumerate(queries)}, failed)
         for iteration in range(self.iterations):
-            best |= {i: _BestRows(max_rows - 1, survey.records, self.thresholds.incdomE) for i in profiles}
+            best |= {i: _BestRows(max_rows - 1, survey.records, self.thresholds["incdomE"]) for i in profiles}
             kept: dict[int, list[TopHits]] = {i: [] for i in profiles}
             for i, part in _scan(profiles, path, survey, self.thresholds, threads, tell):
                 hits = _attempt(i, part.result, failed)
@@ -119,10 +110,14 @@ class Hmmsearch(HmmerEngine):
     """
 
     name = "hmmsearch"
-    thresholds = Thresholds(100.0, 100.0, 100.0, 100.0, 0.1, 0.1, 0.1)
+
+    @property
+    def thresholds(self) -> Thresholds:
+        e_values = dict.fromkeys(("E", "domE", "incE", "incdomE"), 100.0)
+        return e_values | {"F1": 0.1, "F2": 0.1, "F3": 0.1}
 
     def identity(self) -> dict[str, Any]:
-        return {"engine": self.name, "pyhmmer": pyhmmer.__version__, **asdict(self.thresholds)}
+        return {"engine": self.name, "pyhmmer": pyhmmer.__version__, **self.thresholds}
 
     def search(
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
@@ -187,7 +182,7 @@ def _scan(
 
 
 def _search(hmm: "HMM[AA]", part: "DigitalSequenceBlock[AA]", thresholds: Thresholds, records: int) -> TopHits:
-    return Pipeline(AMINO, Z=records, **asdict(thresholds)).search_hmm(hmm, part)
+    return Pipeline(AMINO, Z=records, **thresholds).search_hmm(hmm, part)
 
 
 def _blocks(path: Path) -> Iterator["DigitalSequenceBlock[AA]"]:

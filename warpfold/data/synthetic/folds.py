@@ -23,8 +23,10 @@ class Motif:
 
 
 def _motifs(table: str) -> dict[str, list[Motif]]:
-    """Parse a table: what a motif joins or consists of, its name, then for each residue "phi,psi:LETTERS" in loops and
-    turns (L), "phi,psi" in strands (E).
+    """Parse a table of motifs by their elements: those that a loop joins, or a sheet consists of.
+
+    A row has the elements, the name, and a word for each residue: "phi,psi:LETTERS" in loops and turns (L), "phi,psi"
+    in strands (E).
     """
     motifs: dict[str, list[Motif]] = {}
     for row in re.split(r"\n(?=[EH])", table.strip()):
