@@ -14,7 +14,7 @@ from warpfold.data.formats.sources import Source
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.match import Matcher, Queries
 from warpfold.data.pack.pack import pack
-from warpfold.data.pack.report import PackReport, describe, description
+from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
 from warpfold.data.store.example import read_example
 from warpfold.data.store.store import Store
 from warpfold.data.structure.mmcif import read_structure
@@ -262,12 +262,12 @@ def test_hits_belong_by_name_or_stand_beside_the_alignments() -> None:
 
 def test_info(files: Path) -> None:
     packed(files)
-    found = describe(Store(files / "store"))
+    found = summarize_store(Store(files / "store"))
     assert (found["entries"], found["alone"], found["shards"]) == (6, 1, 1)
     assert found["residues"] == 5 * 30 + 35
     assert found["depth"] == {"min": 1, "25%": 2, "median": 2, "75%": 3, "max": 3}
     assert found["packed"]["inputs"]["structures"]["files"] == 10
-    text = description(found)
+    text = store_summary_text(found)
     assert "6 in 3 clusters, 185 residues" in text
     assert "10 structures" in text
 

@@ -167,11 +167,11 @@ def _verify(path: Path, as_json: bool) -> None:
 
 def _info(path: Path, as_json: bool) -> None:
     """Print what is in a store."""
-    from warpfold.data.pack.report import describe, description
+    from warpfold.data.pack.report import store_summary_text, summarize_store
     from warpfold.data.store.store import Store
 
-    found = describe(Store(path))
+    found = summarize_store(Store(path))
     if as_json:
         show(found)
     else:
-        typer.echo(description(found))
+        typer.echo(store_summary_text(found))

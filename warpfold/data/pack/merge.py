@@ -15,7 +15,7 @@ from warpfold.errors import UserError
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 Found = dict[str, Any]  # one of `BuiltChains.entries`
-Settled = list[tuple[PartFolder, JobResult, list[Found]]]
+FileResults = list[tuple[PartFolder, JobResult, list[Found]]]
 
 
 def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
@@ -41,7 +41,7 @@ def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
 
 def report_part(part: PartFolder) -> PackReport:
     """Return the report of one part among several: what was kept and dropped, not yet what is unused."""
-    return _report(_settle([part]), {}, {})
+    return _report(_drop_duplicates([part]), {}, {})
 
 
 def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | None, tell: Progress) -> PackReport:
@@ -50,19 +50,19 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
     Where two files have a chain of one name, the first file (by name) has it.
     Errors: UserError if `out` exists or the disk refuses, or for the file of clusters.
     """
-    settled = _settle(parts)
-    kept = [found for _, _, entries in settled for found in entries if found["kept"]]
+    files = _drop_duplicates(parts)
+    kept = [found for _, _, entries in files for found in entries if found["kept"]]
     if kept:
         tell("clustering", 0, 1)
         for found, cluster in zip(kept, _clusters(kept, parts[0].manifest, executor)):
             found["cluster"] = cluster
-    bad = {name: why for _, result, _ in settled for name, why in result.data["bad"].items()}
-    report = _report(settled, _unused_alignments(parts, kept, bad), _unused_hits(parts[0], kept, bad))
+    bad = {name: why for _, result, _ in files for name, why in result.data["bad"].items()}
+    report = _report(files, _unused_alignments(parts, kept, bad), _unused_hits(parts[0], kept, bad))
     if not kept:
         return report
     with StoreWriter(out) as writer:
         done = 0
-        for part, result, entries in settled:
+        for part, result, entries in files:
             for found in entries:
                 if found["kept"]:
                     place = found["record"]
@@ -76,20 +76,20 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
     return report
 
 
-def _report(settled: Settled, unused: dict[str, str], unused_hits: dict[str, str]) -> PackReport:
+def _report(files: FileResults, unused: dict[str, str], unused_hits: dict[str, str]) -> PackReport:
     names = [field.name for field in fields(PackEntry)]
-    entries = [PackEntry(**{name: found[name] for name in names}) for _, _, each in settled for found in each]
+    entries = [PackEntry(**{name: found[name] for name in names}) for _, _, each in files for found in each]
     return PackReport(sorted(entries, key=lambda entry: entry.sort_key), unused, unused_hits)
 
 
-def _settle(parts: Sequence[PartFolder]) -> Settled:
+def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
     """Return the structure files of all parts in the order of their names, each with its entries.
 
     No two entries of one name are kept.
     """
     jobs = sorted(((job, part, result) for part in parts for job, result in part.jobs("structure")), key=lambda j: j[0])
     holders: dict[str, str] = {}
-    settled = []
+    files = []
     for _, part, result in jobs:
         each: list[Found] = [dict(found) for found in result.data["entries"]]
         gone = {found["name"]: holders[found["name"]] for found in each if found["kept"] and found["name"] in holders}
@@ -101,8 +101,8 @@ def _settle(parts: Sequence[PartFolder]) -> Settled:
                 found |= {"kept": False, "reason": f"a copy of {shares}, which is also in {gone[shares]}"}
             elif found["kept"]:
                 holders[name] = found["file"]
-        settled.append((part, result, each))
-    return settled
+        files.append((part, result, each))
+    return files
 
 
 def _clusters(kept: Sequence[Found], manifest: Manifest, executor: Executor | None) -> list[str]:

@@ -118,7 +118,7 @@ def _cell(value: Any) -> str:
     return "" if value is None else " ".join(str(value).split())
 
 
-def describe(store: Store) -> dict[str, Any]:
+def summarize_store(store: Store) -> dict[str, Any]:
     """Return what is in a store, as JSON can hold it; "packed" says of what inputs and options, if `pack` made it."""
 
     def column(name: str) -> list[Any]:
@@ -147,8 +147,8 @@ def describe(store: Store) -> dict[str, Any]:
     }
 
 
-def description(found: Mapping[str, Any]) -> str:
-    """Return what `describe` found, as text for people."""
+def store_summary_text(found: Mapping[str, Any]) -> str:
+    """Return what `summarize_store` found, as text for people."""
 
     def values(name: str) -> str:
         return ", ".join(f"{key} {value:g}" for key, value in (found[name] or {}).items()) or "unknown"

@@ -16,7 +16,6 @@ CHUNK = 32 << 20  # bytes of FASTA held at a time; pyhmmer's sequences take some
 # mgnify_max_hits.
 MAX_ROWS = {"uniref90": 10_000, "mgnify": 501, "mgy": 501}
 OTHER_MAX_ROWS = 10_000
-SAMPLE = 1 << 20  # bytes at either end of a file that stand for it where the whole is too much to read
 
 _BLANKS = b" \t\n\r\v\f"
 _RESIDUES = "".join(LETTERS).encode() + "".join(LETTERS).lower().encode() + b"*"  # * is a stop codon
@@ -153,22 +152,6 @@ def survey_fasta(path: Path, tell: Tell = lambda done, total: None) -> Survey:
     if not protein:
         raise UserError(f"{path}: looks like nucleic acids (only A, C, G, T, U, N); give a protein database")
     return Survey(digest.hexdigest(), records, residues)
-
-
-def survey_files(files: list[Path]) -> Survey:
-    """Survey a database in a program's own format, often a terabyte, by names, sizes and both ends of its files.
-
-    files: those it consists of, sorted.  Errors: UserError if one cannot be read.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        with opened(file, unpack=False) as data:
-            size = file.stat().st_size
-            digest.update(f"{file.name}\0{size}\0".encode())
-            digest.update(data.read(SAMPLE))
-            data.seek(max(size - SAMPLE, 0))
-            digest.update(data.read(SAMPLE))
-    return Survey(digest.hexdigest())
 
 
 def _proteins(chunk: bytes) -> bytes:

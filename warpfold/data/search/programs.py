@@ -1,5 +1,6 @@
 """MMseqs2 and HH-suite, where they are installed: searches by programs on PATH, in databases of their own formats."""
 
+import hashlib
 import shutil
 import subprocess
 import tempfile
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from warpfold.data.formats.sequences import parse_alignment, write_fasta
-from warpfold.data.search.database import Engine, SearchQuery, Survey, Tell, survey_files
+from warpfold.data.search.database import Engine, SearchQuery, Survey, Tell
 from warpfold.errors import UserError
+from warpfold.files import opened
 
-SHOWN = 3  # last lines of a failed program's words
+SHOWN = 3  # last lines of a failed program's output
+SAMPLE = 1 << 20  # bytes at either end of a file that stand for it: the whole is too much to read
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,21 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _survey(path: Path, ending: str, cure: str) -> Survey:
+    """Survey a database in a program's own format, often a terabyte, by names, sizes and both ends of its files.
+
+    Errors: UserError if there is none, or a file cannot be read.
+    """
     if not path.with_name(path.name + ending).exists():
         raise UserError(f"{path}: no database of this engine ({path.name}{ending} is not there); {cure}")
-    return survey_files(sorted(file for file in path.parent.glob(f"{path.name}*") if file.is_file()))
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(file for file in path.parent.glob(f"{path.name}*") if file.is_file()):
+        with opened(file, unpack=False) as data:
+            size = file.stat().st_size
+            digest.update(f"{file.name}\0{size}\0".encode())
+            digest.update(data.read(SAMPLE))
+            data.seek(max(size - SAMPLE, 0))
+            digest.update(data.read(SAMPLE))
+    return Survey(digest.hexdigest())
 
 
 def _found(text: str, query: SearchQuery, max_rows: int, program: str) -> str | UserError:
