@@ -65,7 +65,7 @@ def pack(
     info: Annotated[Path | None, instead("Show what is in a store.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make the store that `train` reads from structures, alignments and template hits, and account for every entry."""
+    """Make the store that `train` reads from structures, alignments and template hits, and report on every entry."""
     from warpfold.bulk import Part
     from warpfold.data.pack import pack as packing
     from warpfold.data.pack.inputs import PackOptions

@@ -22,9 +22,9 @@ from warpfold.geometry.residue import ATOM_ORDER
 
 @dataclass(frozen=True)
 class PackOptions:
-    """What decides the content of a store.  The paper's filters are the resolution and the share of one amino acid
-    (Supp. 1.2.5), and clusters at 40 % identity.
+    """What decides the content of a store.
 
+    The paper's filters are the resolution, the share of one amino acid (Supp. 1.2.5), and clusters at 40 % identity.
     Dates are kept as text, YYYY-MM-DD however they were given, since a store records them; `day` parses one.
     Errors: UserError for what is no date.
     """

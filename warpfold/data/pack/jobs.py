@@ -1,8 +1,8 @@
 """The jobs of a part: done in this process, in several or on a cluster, each noted in the part before it is tried.
 
-A job that kills its process costs what it was to read and nothing else: the jobs that were under way when a worker
-process died, or when the whole run did, are tried again one at a time in a process of their own; what kills that one
-too is given up.
+A job that kills its process costs only the files that it was to read: the jobs that were under way when a worker
+process or the whole run died are tried again one at a time, in a process of their own; one that kills that process too
+is given up.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from warpfold.bulk import Apart, Died, Processes, deaths_on_cluster
 from warpfold.data.pack.part import PartWriter
 
 DIED = "the process that read it was killed or crashed, most likely for want of memory"
-ATTEMPTS = 3  # after so many that the whole run did not outlive, a job is given up untried
+ATTEMPTS = 3  # a job that was under way in so many runs that died is given up untried
 
 Call = tuple[Callable[[Any], Any], Any]  # a function that workers can import, and its argument
 
@@ -43,7 +43,7 @@ class _InProcess(Executor):
 
 
 class JobRunner:
-    """Does the jobs of the part that `writer` writes.
+    """Do the jobs of the part that `writer` writes.
 
     executor: of `bulk.pool`.  ahead: how many jobs are handed out at a time.
     """
@@ -53,7 +53,7 @@ class JobRunner:
         self._executor, self._ahead = (_InProcess(), 1) if executor is None else (executor, ahead)
 
     def run(self, jobs: Iterable[PackJob], then: NextCall = lambda job, result: None) -> Iterator[tuple[PackJob, Any]]:
-        """Yield each job as it is done, with what its last call returned, or None if its process died of it.
+        """Yield each job as it is done, with what its last call returned, or None if it killed its process.
 
         A job of several pieces is yielded as its `singles` if one of them may have killed a process.  Where the workers
         are a cluster's, the cluster itself tries a job again elsewhere.

@@ -1,4 +1,4 @@
-"""Which alignments and template hits belong to a chain, and the queries of alignments that this takes.
+"""Match alignments and template hits to chains, reading the queries of alignments as far as needed.
 
 Every query is read once by all tasks of a job array together.  A part reads the queries of its own alignments and
 writes them into its folder.  For most chains these are enough, since an alignment that bears a chain's name comes
@@ -26,8 +26,8 @@ from warpfold.data.pack.part import FileVersion, QueryOrError, has_same_options,
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
 
 BATCH = 64  # alignments whose queries one job reads
-LOOK = 10.0  # seconds after which the folders of the other parts are looked at again, if that takes no time
-SELDOM = 20  # times as long as a look takes is spent otherwise
+# The folders of the other parts are looked at every 10 seconds, but for no more than a twentieth of the time.
+LOOK, SELDOM = 10.0, 20
 KMER = 6  # residues: alignments that share none with a chain are not tried
 TRIED = 5  # similar alignments to compare with a chain
 
@@ -107,9 +107,9 @@ class Queries:
 
 
 class Matcher:
-    """Finds the alignments and the template hits of a chain, by names and sequences, with as few queries as it takes.
+    """Find the alignments and the template hits of a chain by names and sequences, reading as few queries as possible.
 
-    tell: hears of the reading of all queries, if it comes to that.
+    tell: called while all queries are read, if that is necessary.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Structures, alignments and template hits -> a packed store, with an account of all kept and dropped (Supp. 1.2).
+"""Structures, alignments and template hits -> a packed store, and a report of all kept and dropped (Supp. 1.2).
 
 Four steps: find the files (`inputs`); read the queries of the alignments (`match`); read each structure, match its
 chains to alignments and hits by name and sequence, and make their records (`build`); merge.  Workers do the reading and
-making, in any order (`jobs`), and what they have done is kept in a part (`part`) that outlives a kill; merging
+making, in any order (`jobs`), and what they have done is kept in a part (`part`) that survives a kill; merging
 (`merge`) puts the records of one part or of many into the store, in the order of the files' names.  So the store is the
 same bytes for any number of workers, parts and kills.  One bad file is an entry of the report, never the end of the
 run.
@@ -74,7 +74,7 @@ def pack(
                 return report_part(writer)
             report = merge_parts([writer], out, executor, tell)
             remove_part(folder)
-        finally:  # before the workers end what they are at: a stop that has to be quick is a stop, and not a death
+        finally:  # before the workers finish their jobs: a stop that has no time for that must not look like a death
             if not writer.results:
                 remove_part(folder)
             writer.close()

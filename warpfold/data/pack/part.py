@@ -1,9 +1,9 @@
-"""A part of a store in the making: a folder with the results of all jobs that are done, which outlives a kill.
+"""A part of a store that is being packed: a folder with the results of all finished jobs, which survives a kill.
 
 `plan.json` is its manifest: of what inputs and options it is made.  `records` holds bytes, and `journal` a line for
-each job: its result, and where its records lie.  A line is written after its records and under a checksum, so that
-whatever a kill leaves, what is whole is known.  Another line says that a job was begun: one that kills every process
-that tries it is known by it.  `queries` has the queries of the alignments that this part read; other parts of the store
+each job: its result, and where its records lie.  A line is written after its records and with a checksum, so that
+whatever a kill leaves, we know what is whole.  Another line says that a job was begun: it identifies a job that kills
+every process that tries it.  `queries` has the queries of the alignments that this part read; other parts of the store
 look there.
 """
 

@@ -1,4 +1,4 @@
-"""The account of a packing run: what became of every chain and file, as JSON, as a table and in a line."""
+"""The report of a packing run: what became of every chain and file, as JSON, as a table and in a line."""
 
 import json
 from collections import Counter
@@ -40,12 +40,12 @@ class PackEntry:
 
 @dataclass(frozen=True)
 class PackReport:
-    """The account of a run; `pack.json` and `pack.tsv` in the store hold the same."""
+    """The report of a run; `pack.json` and `pack.tsv` in the store hold the same."""
 
     entries: list[PackEntry]
     unused: dict[str, str]  # alignment file -> why no chain uses it
     unused_hits: dict[str, str] = field(default_factory=dict)
-    finished_before: bool = False  # nothing was to do: the store was there, of the same inputs and options
+    finished_before: bool = False  # there was nothing to do: the store was there, with the same inputs and options
 
     @property
     def kept(self) -> list[PackEntry]:

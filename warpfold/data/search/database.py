@@ -23,7 +23,7 @@ _NUCLEOTIDES = b"ACGTUNacgtun*"
 _NAMED_HEADER = re.compile(rb"\n>[ \t]*[^\s][^\n]*")  # a literal start makes the search some ten times faster
 _NUCLEIC_RECORD = b" mol:na "  # in pdb_seqres; some hold letters that no protein has
 
-Tell = Callable[[int, int], None]  # done, of how many
+Tell = Callable[[int, int], None]  # done, total (0 if unknown)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Engine(Protocol):
     ) -> list[str | UserError]:
         """Return what is found for each query, or why there is nothing: A3M rows, best first, without the query's own.
 
-        max_rows: of one alignment, the query's included.  `tell` hears of the records searched, of how many.
+        max_rows: of one alignment, the query's included.  tell: called with the records searched, and all there are.
         Errors: UserError if all these queries have failed.
         """
         ...
@@ -131,7 +131,7 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
 def survey_fasta(path: Path, tell: Tell = lambda done, total: None) -> Survey:
     """Read a FASTA database once: every record is looked at, so that no search fails on it hours later.
 
-    The digest is that of the text, so a file and its gzipped copy have the same.  `tell` hears records read.
+    The digest is that of the text, so a file and its gzipped copy have the same.  tell: called with the records read.
     Errors: UserError as of `read_chunks`; for a record without name, a character that is no residue, a header that is
     not UTF-8 (each with the record); for nucleic acids.
     """

@@ -227,7 +227,7 @@ def search_batch(job: SearchJob, tell: Tell = lambda done, total: None) -> tuple
 
 
 class _SearchRun:
-    """The state of one run: what is to be found, and the account of what was.
+    """The state of one run: what is to be found, and what was found.
 
     proteins: name -> sequence.  Of those that cannot be searched for, `failures` says why.
     """
