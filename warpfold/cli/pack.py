@@ -100,7 +100,7 @@ def _make(make: Callable[..., "PackReport"]) -> "PackReport":
     """Pack or merge under a progress bar."""
     try:
         with _sigterm_stops(), progress_bar() as bar:
-            return make(progress=lambda stage, done, total: bar(done, total, stage))
+            return make(progress=bar)
     except KeyboardInterrupt as stop:
         typer.echo("stopped; the same command continues", err=True)
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None

@@ -13,7 +13,7 @@ from warpfold.data.similar.clusters import cluster_sequences, read_clusters
 from warpfold.data.store.store import Packed, StoreWriter
 from warpfold.errors import UserError
 
-Progress = Callable[[str, int, int], None]  # stage, done, total
+Progress = Callable[[int, int, str], None]  # done, total, stage
 Found = dict[str, Any]  # one of `BuiltChains.entries`
 FileResults = list[tuple[PartFolder, JobResult, list[Found]]]
 
@@ -53,7 +53,7 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
     files = _drop_duplicates(parts)
     kept = [found for _, _, entries in files for found in entries if found["kept"]]
     if kept:
-        tell("clustering", 0, 1)
+        tell(0, 1, "clustering")
         for found, cluster in zip(kept, _clusters(kept, parts[0].manifest, executor)):
             found["cluster"] = cluster
     bad = {name: why for _, result, _ in files for name, why in result.data["bad"].items()}
@@ -69,7 +69,7 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
                     record = Packed(part.record(result, place["number"]), place["header"], place["crc"])
                     writer.add(found["name"], record, found["meta"] | {"cluster": found["cluster"]})
                     done += 1
-                    tell("writing", done, len(kept))
+                    tell(done, len(kept), "writing")
         origin = {name: parts[0].manifest[name] for name in ("warpfold", "options", "inputs")}
         texts = {"pack.json": report.text(), "pack.tsv": report.table()}
         writer.finish(texts | {"sources.json": json.dumps(origin, indent=1) + "\n"})

@@ -61,7 +61,7 @@ def pack(
     if part is None and (report := finished_report(out, manifest)) is not None:
         remove_part(folder)  # of a run that was killed at its very end
         return report
-    tell = progress or (lambda stage, done, total: None)
+    tell = progress or (lambda done, total, stage: None)
     template_library.cache_clear()  # of an earlier run of this process: files may have come and gone
     with pool(workers, cluster) as executor:
         writer = PartWriter(folder, manifest)
@@ -98,7 +98,7 @@ def merge(
     if (report := finished_report(out, opened[0].manifest)) is not None:
         return report
     with pool(workers, cluster) as executor:
-        report = merge_parts(opened, out, executor, progress or (lambda stage, done, total: None))
+        report = merge_parts(opened, out, executor, progress or (lambda done, total, stage: None))
     return _with_content(report, out)
 
 
@@ -119,7 +119,7 @@ def _fill(runner: JobRunner, inputs: PackInputs, options: PackOptions, part: Par
     _keep(writer, "hits", [*([one.name, ""] for one in inputs.hits), *unrequested])
 
     def reading(sources: Sequence[Source]) -> Callable[[int], None]:
-        return lambda known: tell("reading alignments", known, len(sources))
+        return lambda known: tell(known, len(sources), "reading alignments")
 
     queries = Queries(runner, options.limit, part, out)
     queries.read(aligned, reading(aligned))
@@ -128,10 +128,10 @@ def _fill(runner: JobRunner, inputs: PackInputs, options: PackOptions, part: Par
     waiting = [one for one in own if not jobs.is_done(one)]
     waiting.sort(key=_cost(inputs), reverse=True)  # the longest first, so that none is alone at the end
     done = len(own) - len(waiting)
-    tell("packing", done, len(own))
+    tell(done, len(own), "packing")
     for _ in jobs.run(waiting):
         done += 1
-        tell("packing", done, len(own))
+        tell(done, len(own), "packing")
     _keep(writer, "alignments", [[one.name, *queries.found[one.version]] for one in aligned])
 
 
