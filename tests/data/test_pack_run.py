@@ -174,7 +174,7 @@ def _interrupt(_: PartWriter) -> None:
 def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
     files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack_jobs, "Apart", Here)  # what was begun is done here: a process each would take long
+    monkeypatch.setattr(pack_jobs, "Apart", Here)  # a process for each is slow
     part = _stopped(files, monkeypatch)
     good = {name: (part / name).read_bytes() for name in ("journal", "records")}
     rng = random.Random(0)
