@@ -71,23 +71,24 @@ def make_protein(
     fold = None
     for _ in range(ATTEMPTS):
         fold = fold or FOLDS[rng.choice(len(FOLDS), p=weights / weights.sum())]
-        plans = [draw_blueprint(fold, rng) for _ in range(BATCH)]
-        plans = [plan for plan in plans if min_length <= len(plan.elements) <= max_length]
-        if not plans:  # this fold has other lengths
+        blueprints = [draw_blueprint(fold, rng) for _ in range(BATCH)]
+        blueprints = [one for one in blueprints if min_length <= len(one.elements) <= max_length]
+        if not blueprints:  # this fold has other lengths
             fold = None
             continue
-        longest = max(len(plan.elements) for plan in plans)
-        torsions = [np.pad(plan.torsions, ((0, longest - len(plan.elements)), (0, 0))) for plan in plans]
-        for plan, padded in zip(plans, build(np.stack(torsions))):
-            chain = padded[: len(plan.elements)]
-            if not is_compact(plan, chain) or clashes(backbone := with_o_and_cb(chain, plan.torsions[:, 1])):
+        longest = max(len(one.torsions) for one in blueprints)
+        torsions = [np.pad(one.torsions, ((0, longest - len(one.torsions)), (0, 0))) for one in blueprints]
+        for blueprint, padded in zip(blueprints, build(np.stack(torsions))):
+            chain = padded[: len(blueprint.elements)]
+            if not is_compact(blueprint, chain) or clashes(backbone := with_o_and_cb(chain, blueprint.torsions[:, 1])):
                 continue
-            sites = model_sites(plan, backbone)
+            sites = model_sites(blueprint, backbone)
             blank = np.zeros((1, len(chain)), dtype=np.uint8)
             drawn = decode(draw(sites, blank, np.ones(1), rng)[0])
             if (made := add_side_chains(drawn, backbone, sites.fixed)) is not None:
                 sequence, atoms = made
-                return Protein(f"sample{index:05d}", plan, sequence, atoms, evolve(sites, sequence, plan, depth, rng))
+                alignment = evolve(sites, sequence, blueprint, depth, rng)
+                return Protein(f"sample{index:05d}", blueprint, sequence, atoms, alignment)
     raise UserError(f"no fold of {min_length} to {max_length} residues was found; allow lengths from 30 to 60")
 
 

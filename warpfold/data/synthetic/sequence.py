@@ -58,17 +58,17 @@ class Sites:
     couplings: list[Floats]
 
 
-def model_sites(plan: Blueprint, backbone: Floats) -> Sites:
+def model_sites(blueprint: Blueprint, backbone: Floats) -> Sites:
     """Return what each site of a fold prefers and which are paired.  backbone: N, CA, C, O, CB [N, 5, 3], angstrom."""
     ca, cb = backbone[:, 1], backbone[:, 4]
     cb_cb = distances(cb, cb)
-    layers = _layers(plan, _burial(ca, cb))
-    between = across(plan.bodies)
+    layers = _layers(blueprint, _burial(ca, cb))
+    between = across(blueprint.bodies)
     room = np.where(between, cb_cb, np.inf).min(1)
-    rows = np.stack([_preferences(plan, i, layers[i], float(room[i])) for i in range(len(ca))])
-    fixed = np.array([letters != "" for letters in plan.letters])
-    strand_starts = [a == "E" and b != "E" for a, b in zip(plan.elements, "L" + plan.elements)]
-    strands = np.where([element == "E" for element in plan.elements], np.cumsum(strand_starts), -1)
+    rows = np.stack([_preferences(blueprint, i, layers[i], float(room[i])) for i in range(len(ca))])
+    fixed = np.array([letters != "" for letters in blueprint.letters])
+    strand_starts = [a == "E" and b != "E" for a, b in zip(blueprint.elements, "L" + blueprint.elements)]
+    strands = np.where([element == "E" for element in blueprint.elements], np.cumsum(strand_starts), -1)
     pairs = _pair_off(cb_cb, between | across(strands), fixed)
     couplings = []
     for i, j in pairs:
@@ -87,27 +87,27 @@ def _burial(ca: Floats, cb: Floats) -> Floats:
     return np.where(apart(len(ca)) > 4, counted, 0.0).sum(1)
 
 
-def _layers(plan: Blueprint, burial: Floats) -> str:
+def _layers(blueprint: Blueprint, burial: Floats) -> str:
     """Return core, boundary or surface (c, b, s) for each residue, by rank among those of helices and strands."""
-    inside = np.flatnonzero(plan.bodies >= 0)
+    inside = np.flatnonzero(blueprint.bodies >= 0)
     rank = np.ones(len(burial))
     rank[inside] = np.argsort(np.argsort(-burial[inside], kind="stable")) / len(inside)
     return "".join("c" if r < CORE else "b" if r < BOUNDARY else "s" for r in rank)
 
 
-def _preferences(plan: Blueprint, i: int, layer: str, room: float) -> Floats:
+def _preferences(blueprint: Blueprint, i: int, layer: str, room: float) -> Floats:
     """Return the preferences of site i [20]."""
-    if letters := plan.letters[i]:
+    if letters := blueprint.letters[i]:
         row = np.full(20, BACKGROUND)
         for k, letter in enumerate(letters):
             row[RESTYPE_ORDER[letter]] += EXACT if k == 0 else (1.0 - EXACT) / (len(letters) - 1)
         return row / row.sum()
-    element = plan.elements[i]
+    element = blueprint.elements[i]
     text = PREFERENCES[element + layer]
     if element == "H" and layer == "s":
-        if plan.elements[max(i - 3, 0)] != "H":
+        if blueprint.elements[max(i - 3, 0)] != "H":
             text = HELIX_FIRST
-        elif plan.elements[min(i + 3, len(plan.elements) - 1)] != "H":
+        elif blueprint.elements[min(i + 3, len(blueprint.elements) - 1)] != "H":
             text = HELIX_LAST
     row = np.zeros(20)
     for word in text.split():
@@ -158,7 +158,9 @@ def draw(model: Sites, start: NDArray[np.uint8], change: Floats, rng: np.random.
     return rows
 
 
-def evolve(model: Sites, sequence: str, plan: Blueprint, depth: tuple[int, int], rng: np.random.Generator) -> Alignment:
+def evolve(
+    model: Sites, sequence: str, blueprint: Blueprint, depth: tuple[int, int], rng: np.random.Generator
+) -> Alignment:
     """Return an alignment of relatives of `sequence`, the query first: between depth[0] and depth[1] rows.
 
     A few clades part from the query at different distances, and each row from its clade; in some, loops and ends are
@@ -170,7 +172,7 @@ def evolve(model: Sites, sequence: str, plan: Blueprint, depth: tuple[int, int],
     ancestors = draw(model, np.tile(query, (clades, 1)), rng.uniform(0.0, 0.9, clades), rng)
     rows = draw(model, ancestors[rng.integers(clades, size=count)], rng.uniform(0.05, 0.5, count), rng)
     deletions = np.zeros(rows.shape, dtype=np.int32)
-    loose = np.flatnonzero([element in "LT" for element in plan.elements])
+    loose = np.flatnonzero([element in "LT" for element in blueprint.elements])
     inner = loose[(loose > 0) & (loose < len(query) - 1)]
     for row, inserted in zip(rows, deletions):
         if rng.random() < 0.2:
