@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from warpfold.data.formats.sources import Source
-    from warpfold.data.pack.build import BuildJob, Built, Options, Read
+    from warpfold.data.pack.build import BuildJob, BuiltChains, ReadChains
+    from warpfold.data.pack.inputs import PackOptions
 
 
 def _die_of(name: str, word: str) -> None:
@@ -22,7 +23,7 @@ def upper(names: list[str]) -> list[str]:
     return [name.upper() for name in names]
 
 
-def read_chains(job: "tuple[Source, Options]") -> "Read":
+def read_chains(job: "tuple[Source, PackOptions]") -> "ReadChains":
     """The original, but for files called `readkill`."""
     from warpfold.data.pack import build as pack_build
 
@@ -30,7 +31,7 @@ def read_chains(job: "tuple[Source, Options]") -> "Read":
     return pack_build.read_chains(job)
 
 
-def build(job: "BuildJob") -> "Built":
+def build(job: "BuildJob") -> "BuiltChains":
     """The original, but for files called `buildkill`."""
     from warpfold.data.pack import build as pack_build
 

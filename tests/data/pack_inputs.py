@@ -8,7 +8,7 @@ import numpy as np
 
 from warpfold.data.formats.sequences import write_fasta
 from warpfold.data.pack.pack import pack
-from warpfold.data.pack.report import Report
+from warpfold.data.pack.report import PackReport
 from warpfold.data.structure.mmcif import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPE_ORDER
@@ -69,7 +69,7 @@ def make_files(folder: Path) -> Path:
     return folder
 
 
-def packed(files: Path, name: str = "store", **options: Any) -> Report:
+def packed(files: Path, name: str = "store", **options: Any) -> PackReport:
     """The files of `make_files` packed into the store `name` beside them."""
     return pack([files / "structures"], [files / "msas"], files / name, **options)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import warpfold
 from warpfold.data.formats.dates import given_date, parse_date
-from warpfold.data.pack.build import Options
+from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.structure.mmcif import Structure, parse_structure
 from warpfold.errors import UserError
 
@@ -70,22 +70,22 @@ def test_the_filters_of_pack_agree_with_datetime(
     file: tuple[date, str], after: tuple[date, str], before: tuple[date, str]
 ) -> None:
     structure = released(file[1])
-    options = Options(released_after=after[1], released_before=before[1], max_single=1.0)
-    assert (options.refuses(structure, structure.chains["A"]) is None) == (after[0] <= file[0] < before[0])
-    assert options == Options(released_after=str(after[0]), released_before=str(before[0]), max_single=1.0)
+    options = PackOptions(released_after=after[1], released_before=before[1], max_single=1.0)
+    assert (options.drop_reason(structure, structure.chains["A"]) is None) == (after[0] <= file[0] < before[0])
+    assert options == PackOptions(released_after=str(after[0]), released_before=str(before[0]), max_single=1.0)
 
 
 def test_a_file_whose_date_is_none_is_dropped_with_that_reason() -> None:
     structure = released("soon")
     assert structure.release_date is None
-    options = Options(released_after="19000101", max_single=1.0)
-    assert options.refuses(structure, structure.chains["A"]) == "no release date"
+    options = PackOptions(released_after="19000101", max_single=1.0)
+    assert options.drop_reason(structure, structure.chains["A"]) == "no release date"
 
 
 def test_an_option_that_is_no_date_is_refused() -> None:
     for name in ("released_after", "released_before", "max_template_date"):
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2.1.2017: is no date"):
-            Options(**{name: "2.1.2017"})
+            PackOptions(**{name: "2.1.2017"})
 
 
 # Where dates are ordered, as "module: expression".  All of these are `datetime.date`; mypy refuses to order one against
@@ -93,8 +93,8 @@ def test_an_option_that_is_no_date_is_refused() -> None:
 ORDERED = {
     "data/structure/mmcif.py: min(dates)",
     "data/pack/build.py: min(dates, default=None)",
-    "data/pack/build.py: released < after",
-    "data/pack/build.py: released >= before",
+    "data/pack/inputs.py: released < after",
+    "data/pack/inputs.py: released >= before",
     "data/pack/report.py: max(days)",
     "data/pack/report.py: min(days)",
     "data/example/template.py: released > max_date",
@@ -106,8 +106,8 @@ TEXT = {
         "data/pack/report.py: release_date",
         "data/structure/write.py: release_date",
     ),
-    *("data/pack/build.py: released_after", "data/pack/build.py: released_before"),
-    *("data/pack/build.py: max_template_date", "cli/pack.py: released_after", "cli/pack.py: released_before"),
+    *("data/pack/inputs.py: released_after", "data/pack/inputs.py: released_before"),
+    *("data/pack/inputs.py: max_template_date", "cli/pack.py: released_after", "cli/pack.py: released_before"),
     *("cli/pack.py: max_template_date", "cli/predict.py: max_template_date", "run/predict_templates.py: max_date"),
 }
 WORDS = {"date", "dates", "day", "days", "released"}  # of a name that is a date's

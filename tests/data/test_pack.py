@@ -1,6 +1,7 @@
 """Packing: files found, alignments matched to their chains, everything dropped named, copies stored once."""
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,10 @@ from pack_inputs import ONE, TWO, alignment, chain, make_files, packed, structur
 from warpfold.batch import to_tensors
 from warpfold.data.features.sample import SampleConfig, make_features
 from warpfold.data.formats.sources import Source
-from warpfold.data.pack.build import Options
-from warpfold.data.pack.match import HitsMatcher, Matcher
+from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.match import Matcher, Queries
 from warpfold.data.pack.pack import pack
-from warpfold.data.pack.report import Report, describe, description
+from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
 from warpfold.data.store.example import read_example
 from warpfold.data.store.store import Store
 from warpfold.data.structure.mmcif import read_structure
@@ -69,7 +70,7 @@ def test_the_report_lies_in_the_store_as_json_and_as_a_table(files: Path) -> Non
     report = packed(files)
     data = json.loads((files / "store/pack.json").read_text())
     assert data == report.to_json()
-    assert Report.from_json(data).entries == report.entries
+    assert PackReport.from_json(data).entries == report.entries
     assert data["reasons"]["the same name as in structures/1one.cif"] == 3
     header, *rows = [line.split("\t") for line in (files / "store/pack.tsv").read_text().splitlines()]
     table = [dict(zip(header, row, strict=True)) for row in rows]
@@ -131,7 +132,7 @@ def test_a_copy_whose_original_is_in_another_file_goes_with_it(tmp_path: Path) -
 def test_release_dates(tmp_path: Path) -> None:
     for name, day in (("1old", "1999-12-31"), ("1mid", "2000-01-01"), ("1new", "2001-01-01"), ("1not", None)):
         structure(tmp_path / f"s/{name}.cif", chain("A", ONE), released=day)
-    options = Options(released_after="2000-01-01", released_before="2001-01-01")
+    options = PackOptions(released_after="2000-01-01", released_before="2001-01-01")
     report = pack([tmp_path / "s"], [], tmp_path / "store", options)
     assert [(entry.name, entry.release_date) for entry in report.kept] == [("1mid_A", "2000-01-01")]
     assert [(entry.name, entry.reason) for entry in report.dropped] == [
@@ -152,11 +153,11 @@ def test_an_alignment_that_turns_out_bad_is_left_out_and_named(tmp_path: Path) -
     assert "row 22" in report.unused["m/late.a3m"]
     (tmp_path / "m/good.a3m").unlink()
     with pytest.raises(UserError, match=r"most often: no alignment: m/late\.a3m: row 22"):
-        pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "other", Options(require_msa=True))
+        pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "other", PackOptions(require_msa=True))
 
 
 def test_chains_without_alignment_can_be_left_out(files: Path) -> None:
-    report = packed(files, options=Options(require_msa=True))
+    report = packed(files, options=PackOptions(require_msa=True))
     assert "1non_A" not in {entry.name for entry in report.kept}
     (reason,) = [entry.reason for entry in report.dropped if entry.name == "1non_A"]
     assert reason.startswith("no alignment: msas/1non_A.a3m: its query is another protein")
@@ -170,7 +171,7 @@ def test_without_alignments_every_chain_stands_alone(files: Path) -> None:
 def test_clusters_of_equal_sequences_of_similar_ones_or_of_a_file(files: Path) -> None:
     (files / "clusters.txt").write_text("1ONE_A 1mut_A\n1two_A 1ONE_B\n")
     for name, options, expected in (
-        ("equal", {"options": Options(cluster_identity=1)}, "1mut_A 1non_A 1one_A 1one_B 1one_A 1two_A"),
+        ("equal", {"options": PackOptions(cluster_identity=1)}, "1mut_A 1non_A 1one_A 1one_B 1one_A 1two_A"),
         ("similar", {}, "1mut_A 1non_A 1mut_A 1two_A 1mut_A 1two_A"),
         ("named", {"clusters": files / "clusters.txt"}, "1ONE_A 1non_A 1ONE_A 1two_A 1one_A 1two_A"),
     ):
@@ -185,7 +186,7 @@ def test_clusters_of_equal_sequences_of_similar_ones_or_of_a_file(files: Path) -
 
 def test_nothing_kept_leaves_nothing(files: Path) -> None:
     with pytest.raises(UserError, match=r"nothing to keep, entries: \d+; most often: \d+ residues, fewer than 1000"):
-        packed(files, options=Options(min_length=1000))
+        packed(files, options=PackOptions(min_length=1000))
     assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
 
 
@@ -209,6 +210,22 @@ def source(name: str) -> Source:
     return Source(name, Path("/" + name))
 
 
+class Known(Queries):
+    """Queries that were read before."""
+
+    def __init__(self, alignments: Sequence[tuple[Source, str]]) -> None:
+        self.found = {source.version: (query, "") for source, query in alignments}
+
+    def read_all(self, sources: Sequence[Source], tell: Callable[[int], None]) -> None:
+        self.read(sources)
+
+
+def matched(alignments: Sequence[tuple[Source, str]], key: str, sequence: str) -> tuple[list[Source], str]:
+    """The alignments of a chain and the note about them."""
+    job = Matcher(Known(alignments), [source for source, _ in alignments]).find(key, key[-1], sequence)
+    return job.alignments, job.note
+
+
 def test_the_matcher_takes_the_name_then_the_sequence_then_the_entry_then_the_nearest() -> None:
     near, far = "C" + ONE[1:], ONE[:20] + "WWWWWWWWWW"
     longer, longest = "MM" + ONE, "MMMM" + ONE + "KK"
@@ -216,38 +233,41 @@ def test_the_matcher_takes_the_name_then_the_sequence_then_the_entry_then_the_ne
         source, ("m/x.a3m", "9abc_Z/y.a3m", "m/9abc.a3m", "m/n.a3m", "m/f.a3m", "m/l1.a3m", "m/l2.a3m")
     )
     all_of_them = [(x, ONE), (own, "CC" + ONE[2:]), (entry, ONE[:25]), (n, near), (f, far), (l1, longer), (l2, longest)]
-    assert Matcher(all_of_them).find("9ABC_Z", ONE) == ([own], "")
-    assert Matcher(all_of_them).find("9abc_A", ONE) == ([x], "")
-    assert Matcher(all_of_them[2:]).find("9abc_A", ONE) == ([entry], "")
-    assert Matcher(all_of_them[3:]).find("9abc_A", ONE) == ([l1], "")  # holds it, with the least else
-    assert Matcher(all_of_them[3:5]).find("9abc_A", ONE) == ([n], "")
-    found, note = Matcher([(own, far)]).find("9abc_Z", ONE)
+    assert matched(all_of_them, "9ABC_Z", ONE) == ([own], "")
+    assert matched(all_of_them, "9abc_A", ONE) == ([x], "")
+    assert matched(all_of_them[2:], "9abc_A", ONE) == ([entry], "")
+    assert matched(all_of_them[3:], "9abc_A", ONE) == ([l1], "")  # holds it, with the least else
+    assert matched(all_of_them[3:5], "9abc_A", ONE) == ([n], "")
+    found, note = matched([(own, far)], "9abc_Z", ONE)
     assert found == []
     assert note.startswith("9abc_Z/y.a3m: its query is another protein")
-    assert Matcher([(f, far)]).find("1abc_A", ONE) == ([], "")
-    assert Matcher([]).find("1abc_A", ONE) == ([], "")
-    assert Matcher([(x, ONE)]).find("1abc_A", "ACD") == ([], "")
+    assert matched([(f, far)], "1abc_A", ONE) == ([], "")
+    assert matched([], "1abc_A", ONE) == ([], "")
+    assert matched([(x, ONE)], "1abc_A", "ACD") == ([], "")
 
 
 def test_hits_belong_by_name_or_stand_beside_the_alignments() -> None:
-    alignments = [(source("9abc_Z/a3m/u.a3m"), ONE), (source("9xyz_A/a3m/u.a3m"), TWO), (source("flat/1.a3m"), ONE)]
-    alignments.append((source("flat/2.a3m"), TWO))
+    a, b, c, d = map(source, ("9abc_Z/a3m/u.a3m", "9xyz_A/a3m/u.a3m", "flat/1.a3m", "flat/2.a3m"))
     hits = [source("9abc_Z/hhr/pdb70.hhr"), source("flat/h.hhr"), source("other/1.hhr")]
-    matcher = HitsMatcher(hits, lambda name: {query for source, query in alignments if name in source.bears})
-    assert matcher.find("9abc_z", ONE, []) == [hits[0]]
-    assert matcher.find("1one_A", ONE, [alignments[0][0]]) == [hits[0]]
-    assert matcher.find("1one_A", ONE, [alignments[2][0]]) == [hits[2]]  # `flat` is of several sequences, `1` is not
-    assert matcher.find("1one_A", ONE, []) == []
+
+    def found(key: str, *alignments: tuple[Source, str]) -> list[Source]:
+        known = Known([*alignments, (b, TWO), (d, TWO)])
+        return Matcher(known, [*(one for one, _ in alignments), b, d], hits).find(key, "A", ONE).hits
+
+    assert found("9abc_z", (a, ONE)) == [hits[0]]
+    assert found("1one_A", (a, ONE)) == [hits[0]]
+    assert found("1one_A", (c, ONE)) == [hits[2]]  # `flat` is of several sequences, `1` is not
+    assert found("1one_A") == []
 
 
 def test_info(files: Path) -> None:
     packed(files)
-    found = describe(Store(files / "store"))
+    found = summarize_store(Store(files / "store"))
     assert (found["entries"], found["alone"], found["shards"]) == (6, 1, 1)
     assert found["residues"] == 5 * 30 + 35
     assert found["depth"] == {"min": 1, "25%": 2, "median": 2, "75%": 3, "max": 3}
     assert found["packed"]["inputs"]["structures"]["files"] == 10
-    text = description(found)
+    text = store_summary_text(found)
     assert "6 in 3 clusters, 185 residues" in text
     assert "10 structures" in text
 

@@ -10,7 +10,7 @@ import pytest
 from pack_inputs import make_files
 
 from warpfold.cli import main
-from warpfold.data.pack import structures as pack_structures
+from warpfold.data.pack import pack as packing
 from warpfold.data.pack.part import PartFolder
 
 Result = tuple[int, str, str]
@@ -128,7 +128,7 @@ def test_sigterm_is_a_stop_and_no_death(
     capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Schedulers send it before they kill; what was under way is not suspected of having killed the run."""
-    read = pack_structures.read_chains
+    read = packing.read_chains
 
     def interrupted(job: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -137,7 +137,7 @@ def test_sigterm_is_a_stop_and_no_death(
     handler = signal.getsignal(signal.SIGTERM)
     inputs = ("--structures", files / "structures", "--msas", files / "msas")
     with monkeypatch.context() as patch:
-        patch.setattr(pack_structures, "read_chains", interrupted)
+        patch.setattr(packing, "read_chains", interrupted)
         assert run(capsys, *inputs, "--out", files / "store") == (143, "", "stopped; the same command continues\n")
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not [job for job in PartFolder(files / "store.part-1-of-1").tried if job.startswith("structure")]

@@ -22,14 +22,14 @@ from test_sources import _stockholm
 
 from warpfold.bulk import Part, pool
 from warpfold.data.pack import build as pack_build
-from warpfold.data.pack import queries as pack_queries
-from warpfold.data.pack import structures as pack_structures
-from warpfold.data.pack import work as pack_work
-from warpfold.data.pack.build import Options
+from warpfold.data.pack import jobs as pack_jobs
+from warpfold.data.pack import match as pack_match
+from warpfold.data.pack import pack as packing
+from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.jobs import ATTEMPTS, DIED, JobRunner, PackJob
 from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import PartFolder, PartWriter, part_path
-from warpfold.data.pack.report import Report
-from warpfold.data.pack.work import ATTEMPTS, DIED, Task, Work
+from warpfold.data.pack.report import PackReport
 from warpfold.data.store.store import Store, StoreWriter
 from warpfold.data.structure import library as template_library
 from warpfold.errors import UserError
@@ -53,7 +53,7 @@ def test_files_that_unpack_to_more_than_is_allowed_cost_one_entry_each(tmp_path:
     (tmp_path / "m/1one_A/deep.sto").write_text(_stockholm([("q", ONE), *[("r", TWO)] * 3000], 30))
     (tmp_path / "h/1one_A").mkdir(parents=True)
     (tmp_path / "h/1one_A/x.hhr.gz").write_bytes(bomb)
-    options = Options(max_file_gb=90_000 / 1e9)
+    options = PackOptions(max_file_gb=90_000 / 1e9)
     report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store", options, hits=[tmp_path / "h"])
     assert [(entry.name, entry.depth) for entry in report.kept] == [("1one_A", 2)]
     too_large = "has more than 9e-05 GB when unpacked; leave it out, or allow more (pack --max-file-gb)"
@@ -104,16 +104,16 @@ def test_a_file_for_which_the_memory_does_not_suffice_is_an_entry(
 @pytest.mark.parametrize("option", ["max_resolution", "max_single", "cluster_identity", "max_file_gb"])
 def test_options_are_finite(option: str) -> None:
     with pytest.raises(UserError, match=f"pack: --{option.replace('_', '-')} nan: a finite number expected"):
-        Options(**{option: float("nan")})  # type: ignore[arg-type]
+        PackOptions(**{option: float("nan")})  # type: ignore[arg-type]
 
 
 # ---- killers
 
 
 def _killing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_structures, "read_chains", killers.read_chains)
-    monkeypatch.setattr(pack_structures, "build", killers.build)
-    monkeypatch.setattr(pack_queries, "read_queries", killers.read_queries)
+    monkeypatch.setattr(packing, "read_chains", killers.read_chains)
+    monkeypatch.setattr(packing, "build", killers.build)
+    monkeypatch.setattr(pack_match, "read_queries", killers.read_queries)
 
 
 def _writer(folder: Path) -> PartWriter:
@@ -121,12 +121,12 @@ def _writer(folder: Path) -> PartWriter:
     return PartWriter(folder / "part", {"part": "1/1", "warpfold": "x", "options": {}, "inputs": {}, "clusters": None})
 
 
-def _tasks(batches: Sequence[list[str]]) -> list[Task]:
-    def task(names: list[str]) -> Task:
-        singles = tuple(task([name]) for name in names) if len(names) > 1 else ()
-        return Task(tuple(names), (killers.upper, names), singles)
+def _jobs(batches: Sequence[list[str]]) -> list[PackJob]:
+    def job(names: list[str]) -> PackJob:
+        singles = tuple(job([name]) for name in names) if len(names) > 1 else ()
+        return PackJob(tuple(names), (killers.upper, names), singles)
 
-    return [task(names) for names in batches]
+    return [job(names) for names in batches]
 
 
 def test_jobs_that_kill_their_process_are_found_out_and_the_others_done(tmp_path: Path) -> None:
@@ -139,7 +139,8 @@ def test_jobs_that_kill_their_process_are_found_out_and_the_others_done(tmp_path
     ]
     writer = _writer(tmp_path)
     with pool(2) as executor:
-        found = {name: result for task, result in Work(writer, executor, 4).do(_tasks(batches)) for name in task.names}
+        done = JobRunner(writer, executor, 4).run(_jobs(batches))
+        found = {name: result for job, result in done for name in job.names}
     assert {name for name, result in found.items() if result is None} == {"kill1", "kill2"}
     assert set(found) == {*names, "kill1", "kill2"}
     writer.close()
@@ -160,8 +161,8 @@ def test_a_job_that_a_cluster_gives_up_is_dropped_alone(tmp_path: Path, monkeypa
             return future
 
     writer = _writer(tmp_path)
-    tasks = _tasks([["job1"], ["kill"], ["job2"]])
-    found = {task.names: result for task, result in Work(writer, Cluster(), 2).do(tasks)}
+    jobs = _jobs([["job1"], ["kill"], ["job2"]])
+    found = {job.names: result for job, result in JobRunner(writer, Cluster(), 2).run(jobs)}
     assert found == {("kill",): None, ("job1",): ["JOB1"], ("job2",): ["JOB2"]}
     writer.close()
 
@@ -173,7 +174,8 @@ def test_jobs_that_were_under_way_when_a_run_was_killed_are_tried_apart(tmp_path
     writer.close()
     writer = _writer(tmp_path)
     assert writer.tried == {"kill": 1, "job1": 1}
-    found = {task.names: result for task, result in Work(writer, None, 4).do(_tasks([["kill"], ["job1"], ["job2"]]))}
+    done = JobRunner(writer, None, 4).run(_jobs([["kill"], ["job1"], ["job2"]]))
+    found = {job.names: result for job, result in done}
     assert found == {("kill",): None, ("job1",): ["JOB1"], ("job2",): ["JOB2"]}
     writer.close()
 
@@ -201,11 +203,11 @@ def test_a_file_that_kills_its_worker_costs_its_entry_whoever_does_the_work(
     code = f"""
 from pathlib import Path
 import killers
-from warpfold.data.pack import queries as pack_queries
-from warpfold.data.pack import structures as pack_structures
+from warpfold.data.pack import match as pack_match
+from warpfold.data.pack import pack as packing
 from warpfold.data.pack.pack import pack
-pack_structures.read_chains, pack_structures.build = killers.read_chains, killers.build
-pack_queries.read_queries = killers.read_queries
+packing.read_chains, packing.build = killers.read_chains, killers.build
+pack_match.read_queries = killers.read_queries
 folder = Path({str(tmp_path)!r})
 if __name__ == "__main__":
     pack([folder / "s"], [folder / "m"], folder / "one")
@@ -234,8 +236,8 @@ def test_a_job_that_no_run_outlives_is_given_up_untried(tmp_path: Path, monkeypa
             raise Killed
         return pack_build.read_chains(job)
 
-    monkeypatch.setattr(pack_structures, "read_chains", killed)
-    monkeypatch.setattr(pack_work, "Apart", Never)
+    monkeypatch.setattr(packing, "read_chains", killed)
+    monkeypatch.setattr(pack_jobs, "Apart", Never)
     for _ in range(ATTEMPTS):
         with monkeypatch.context() as patch:
             patch.setattr(PartWriter, "close", _let_go)
@@ -259,13 +261,13 @@ def test_what_a_stop_interrupted_is_no_suspect(tmp_path: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pack_structures, "build", stop)
-        patch.setattr(PartWriter, "remove", lambda writer: None)
+        patch.setattr(packing, "build", stop)
+        patch.setattr(packing, "remove_part", lambda path: None)
         with pytest.raises(KeyboardInterrupt):
             pack([tmp_path / "s"], [], tmp_path / "store")
     part = PartFolder(part_path(tmp_path / "store", Part(1, 1)))
     assert not part.tried
-    monkeypatch.setattr(pack_work.Apart, "__call__", lambda *_: pytest.fail("was tried apart"))
+    monkeypatch.setattr(pack_jobs.Apart, "__call__", lambda *_: pytest.fail("was tried apart"))
     assert len(pack([tmp_path / "s"], [], tmp_path / "store").kept) == 2
 
 
@@ -286,7 +288,7 @@ def test_an_alignment_that_was_changed_after_it_was_read_is_a_suspect_too(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(pack_queries, "read_queries", killed)
+        patch.setattr(pack_match, "read_queries", killed)
         patch.setattr(PartWriter, "close", _let_go)
         with pytest.raises(Killed):
             packed(files)
@@ -297,7 +299,7 @@ def test_an_alignment_that_was_changed_after_it_was_read_is_a_suspect_too(
             apart.append(job)
             return function(job)
 
-    monkeypatch.setattr(pack_work, "Apart", Counted)
+    monkeypatch.setattr(pack_jobs, "Apart", Counted)
     assert [entry.depth for entry in packed(files).kept] == [2]
     assert [[source.name for source in job[0]] for job in apart] == [["msas/1one_A.a3m"]]
 
@@ -318,7 +320,7 @@ def test_templates_are_as_limited_as_other_files(tmp_path: Path, monkeypatch: py
         return killers.starve(path) if path.name == "9eat.cif" else read(path, limit=limit)
 
     monkeypatch.setattr(template_library, "read_structure", starved)
-    options = Options(max_file_gb=90_000 / 1e9)
+    options = PackOptions(max_file_gb=90_000 / 1e9)
     report = pack(
         [tmp_path / "s"], [], tmp_path / "o", options, hits=[tmp_path / "h"], template_structures=[tmp_path / "t"]
     )
@@ -388,7 +390,7 @@ def _reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         read.append(job[0].name.partition("/")[2])
         return pack_build.read_chains(job)
 
-    monkeypatch.setattr(pack_structures, "read_chains", counted)
+    monkeypatch.setattr(packing, "read_chains", counted)
     return read
 
 
@@ -463,7 +465,7 @@ def test_a_finished_part_continues_with_other_inputs(tmp_path: Path) -> None:
 # ---- shares
 
 
-def _read_by(action: Callable[[], Report]) -> tuple[int, Report]:
+def _read_by(action: Callable[[], PackReport]) -> tuple[int, PackReport]:
     """Bytes that this process reads meanwhile, from files and the like, and the report."""
     io = Path("/proc/self/io")
 
@@ -513,7 +515,7 @@ def test_a_task_of_a_job_array_reads_its_share_of_the_alignments(tmp_path: Path,
 
 def test_queries_of_parts_with_other_options_or_torn_lines_are_not_taken(tmp_path: Path) -> None:
     files = make_files(tmp_path)
-    packed(files, part=Part(1, 2), options=Options(max_file_gb=1e-9))  # in which no alignment has a query
+    packed(files, part=Part(1, 2), options=PackOptions(max_file_gb=1e-9))  # in which no alignment has a query
     part = part_path(files / "store", Part(1, 2))
     packed(files, part=Part(2, 2))
     plan = json.loads((part / "plan.json").read_text())

@@ -15,12 +15,13 @@ from killers import Here
 from pack_inputs import ONE, chain, contents, make_files, packed, structure
 
 from warpfold.bulk import Part
+from warpfold.data.pack import inputs as packing_inputs
+from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import pack as packing
-from warpfold.data.pack import work as pack_work
-from warpfold.data.pack.build import Options
+from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import PartWriter, part_path
-from warpfold.data.pack.report import Report
+from warpfold.data.pack.report import PackReport
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 
@@ -85,7 +86,7 @@ def test_parts_make_the_same_bytes(files: Path, whole: dict[str, bytes]) -> None
 
 def test_parts_that_do_not_belong_together(files: Path) -> None:
     one, two = parts_of(files, 2)
-    other = parts_of(files, 2, "other", options=Options(min_length=12, require_msa=True))
+    other = parts_of(files, 2, "other", options=PackOptions(min_length=12, require_msa=True))
     (third,) = parts_of(files, 1, "third")
     for parts, message in (
         ([one], r"of 2 parts, 2 is missing; give all"),
@@ -112,7 +113,7 @@ def test_a_finished_store_is_left_as_it_is(files: Path, monkeypatch: pytest.Monk
     assert again.entries == first.entries
     assert again.unused == first.unused
     for change, message in (
-        (lambda: packed(files, options=Options(min_length=11)), "--min-length"),
+        (lambda: packed(files, options=PackOptions(min_length=11)), "--min-length"),
         (lambda: pack([files / "structures"], [], files / "store"), "alignments files"),
         (lambda: pack([files / "structures/1one.cif"], [files / "msas"], files / "store"), "structures files"),
         (lambda: _touch(files / "structures/1one.cif") or packed(files), "structures files"),
@@ -173,7 +174,7 @@ def _interrupt(_: PartWriter) -> None:
 def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
     files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack_work, "Apart", Here)  # what was begun is done here: a process each would take long
+    monkeypatch.setattr(pack_jobs, "Apart", Here)  # a process for each is slow
     part = _stopped(files, monkeypatch)
     good = {name: (part / name).read_bytes() for name in ("journal", "records")}
     rng = random.Random(0)
@@ -198,7 +199,7 @@ def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
 
 def _plan(files: Path) -> str:
     inputs = packing.find_inputs([files / "structures"], [files / "msas"])
-    return json.dumps({"format": "warpfold-part", "version": 2, **inputs.plan(Options(), Part(1, 1))})
+    return json.dumps({"format": "warpfold-part", "version": 2, **inputs.manifest(PackOptions(), Part(1, 1))})
 
 
 def test_a_kill_while_the_store_is_written(
@@ -227,9 +228,9 @@ def test_an_unfinished_run_with_other_options_is_refused(files: Path, monkeypatc
     with pytest.raises(
         UserError, match=r"part-1-of-1: an unfinished run with other .*\(--max-single, structures files"
     ):
-        pack([files / "structures/1one.cif"], [files / "msas"], files / "store", Options(max_single=0.7))
+        pack([files / "structures/1one.cif"], [files / "msas"], files / "store", PackOptions(max_single=0.7))
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "__version__", "9.9")
+        patch.setattr(packing_inputs, "__version__", "9.9")
         with pytest.raises(UserError, match=r"\(WarpFold .*, not 9\.9\)"):
             packed(files)
     packed(files)
@@ -240,7 +241,7 @@ def test_a_run_that_did_nothing_yet_binds_nobody(files: Path) -> None:
     part = part_path(files / "store", Part(1, 1))
     part.mkdir()
     (part / "plan.json").write_text("killed here")
-    packed(files, options=Options(min_length=12))
+    packed(files, options=PackOptions(min_length=12))
     assert list(Store(files / "store").verify()) == []
 
 
@@ -284,12 +285,12 @@ def test_the_longest_jobs_come_first(tmp_path: Path) -> None:
     for count, name in enumerate(("1aaa", "1bbb", "1ccc"), 1):
         structure(tmp_path / f"s/{name}.cif", *(chain(letter, ONE) for letter in "ABC"[:count]))
     inputs = packing.find_inputs([tmp_path / "s"])
-    ordered = sorted(inputs.structures, key=packing._work(inputs), reverse=True)
+    ordered = sorted(inputs.structures, key=packing._cost(inputs), reverse=True)
     assert [source.name for source in ordered] == ["s/1ccc.cif", "s/1bbb.cif", "s/1aaa.cif"]
 
 
 def test_a_part_reports_what_it_did(files: Path) -> None:
-    reports: list[Report] = [packed(files, part=Part(number, 2)) for number in (1, 2)]
+    reports: list[PackReport] = [packed(files, part=Part(number, 2)) for number in (1, 2)]
     assert all(report.kept for report in reports)
     done = {entry.name for report in reports for entry in report.kept}
     assert done == {"1mut_A", "1non_A", "1one_A", "1one_B", "1one_C", "1two_A"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pack_inputs import ONE, TWO, alignment, chain, structure
 
-from warpfold.data.pack.build import Options
+from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.pack import find_inputs, pack
 from warpfold.data.store.example import read_example
 from warpfold.data.store.store import Store
@@ -81,9 +81,9 @@ def test_a_store_without_templates_says_why(files: Path) -> None:
 
 
 def test_no_template_is_newer_than_the_chain_or_the_day_given(files: Path) -> None:
-    store = packed(files, options=Options(max_template_date="2002-01-01"))
+    store = packed(files, options=PackOptions(max_template_date="2002-01-01"))
     assert read_example(store, "1one_A").templates.names == ("1old_A",)  # type: ignore[union-attr]
-    store = packed(files, "earlier", options=Options(max_template_date="1999-01-01"))
+    store = packed(files, "earlier", options=PackOptions(max_template_date="1999-01-01"))
     assert read_example(store, "1one_A").templates is None
 
 

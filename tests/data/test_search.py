@@ -13,8 +13,9 @@ from tests.test_cli import refused, run
 from warpfold.bulk import Part
 from warpfold.data.formats.sequences import read_alignment, read_fasta, write_fasta
 from warpfold.data.search import search as searching
+from warpfold.data.search.database import Database
 from warpfold.data.search.hmmer import Jackhmmer
-from warpfold.data.search.search import Database, Options, read_queries, search
+from warpfold.data.search.search import SearchOptions, read_queries, search
 from warpfold.errors import UserError
 from warpfold.run.predict import read_queries as predict_reads
 
@@ -72,7 +73,7 @@ def test_the_same_protein_is_searched_once(files: tuple[Path, Path], tmp_path: P
     """Under two names, in two files, in another run, in a database that was renamed or compressed."""
     again = tmp_path / "again.fasta"
     again.write_text(write_fasta([("other", family(1)[0].lower()), ("p9", family(0)[0])]))
-    cache = Options(cache=tmp_path / "kept")
+    cache = SearchOptions(cache=tmp_path / "kept")
     report = search([files[0], again], [Database("db", files[1])], tmp_path / "out", options=cache)
     assert sorted(searched) == sorted(family(i)[0] for i in range(3))
     assert len(report["proteins"]) == 5
@@ -139,11 +140,11 @@ def test_parts_and_processes_make_the_whole(
 ) -> None:
     bases = [Database("db", files[1]), Database("same", files[1], 5)]
     search([files[0]], bases, tmp_path / "whole", templates=files[1])
-    processes = Options(workers=2, threads=1)
+    processes = SearchOptions(workers=2, threads=1)
     search([files[0]], bases, tmp_path / "processes", templates=files[1], options=processes)
     monkeypatch.setattr(searching, "HELD", 1)
     for number in (1, 2):
-        part = Options(part=Part(number, 2))
+        part = SearchOptions(part=Part(number, 2))
         search([files[0]], bases, tmp_path / "parts", templates=files[1], options=part)
     assert tree(tmp_path / "processes") == tree(tmp_path / "parts") == tree(tmp_path / "whole")
     reports = [json.loads((tmp_path / f"parts/search-{i}-of-2.json").read_text()) for i in (1, 2)]
@@ -252,9 +253,9 @@ def test_the_command(files: tuple[Path, Path], tmp_path: Path, capsys: pytest.Ca
 
 
 def test_names_of_databases_and_proteins(tmp_path: Path) -> None:
-    def named(text: str, most: dict[str, int] | None = None) -> tuple[str, int]:
-        base = Database.parse(text, most)
-        return base.name, base.most
+    def named(text: str, max_rows: dict[str, int] | None = None) -> tuple[str, int]:
+        base = Database.parse(text, max_rows)
+        return base.name, base.max_rows
 
     # AlphaFold2's limits go by the name
     assert named("a/uniref90.fasta.gz") == ("uniref90", 10_000)

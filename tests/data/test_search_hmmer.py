@@ -2,7 +2,6 @@
 
 import gzip
 from collections import Counter
-from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.data.families import database, family, headers
 from warpfold.data.example.hits import parse_hits
 from warpfold.data.formats.sequences import write_fasta
 from warpfold.data.search import hmmer as search_hmmer
-from warpfold.data.search.database import Query, read_chunks, survey_fasta
+from warpfold.data.search.database import SearchQuery, read_chunks, survey_fasta
 from warpfold.data.search.hmmer import AMINO, Hmmsearch, Jackhmmer, in_columns
 from warpfold.errors import UserError
 
@@ -35,7 +34,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_family_is_found_and_no_other(three: Path) -> None:
-    for number, text in enumerate(found(Jackhmmer(), [Query(family(i)[0]) for i in range(3)], three)):
+    for number, text in enumerate(found(Jackhmmer(), [SearchQuery(family(i)[0]) for i in range(3)], three)):
         own = {name.split()[0] for name, _ in family(number)[1]}
         names = {name.rpartition("/")[0] for name in headers(text)}
         assert names <= own
@@ -48,7 +47,7 @@ def test_rows_are_those_of_hmmer(three: Path, iterations: int) -> None:
     sequence = family(1)[0]
     with SequenceFile(three, digital=True, alphabet=AMINO) as file:
         targets: DigitalSequenceBlock = file.read_block()
-    pipeline = Pipeline(AMINO, Z=len(targets), **asdict(Jackhmmer().thresholds))
+    pipeline = Pipeline(AMINO, Z=len(targets), **Jackhmmer().thresholds)
     search = pipeline.iterate_seq(TextSequence(name="query", sequence=sequence).digitize(AMINO), targets)
     *_, result = islice(search, iterations)  # fewer if it converges
     wanted = Counter(
@@ -56,13 +55,13 @@ def test_rows_are_those_of_hmmer(three: Path, iterations: int) -> None:
         for hit in result.hits.included
         for domain in hit.domains.included
     )
-    lines = found(Jackhmmer(iterations), [Query(sequence)], three)[0].splitlines()
+    lines = found(Jackhmmer(iterations), [SearchQuery(sequence)], three)[0].splitlines()
     assert wanted == Counter((a[1:].split()[0], b.strip("-")) for a, b in zip(lines[::2], lines[1::2]))
     assert len(wanted) > 20
 
 
 def test_how_the_database_is_cut_does_not_matter(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = [Query(family(i)[0]) for i in range(3)]
+    queries = [SearchQuery(family(i)[0]) for i in range(3)]
     whole = found(Jackhmmer(2), queries, three)
     templates = found(Hmmsearch(), queries, three)
     monkeypatch.setattr(search_hmmer, "read_chunks", partial(read_chunks, size=700))
@@ -72,7 +71,7 @@ def test_how_the_database_is_cut_does_not_matter(three: Path, monkeypatch: pytes
 
 
 def test_the_best_rows_are_kept(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    query = Query(family(2)[0])
+    query = SearchQuery(family(2)[0])
     every = found(Jackhmmer(), [query], three)[0].splitlines()
     monkeypatch.setattr(search_hmmer, "read_chunks", partial(read_chunks, size=700))  # cut many times
     for most in (2, 5, 17):
@@ -82,7 +81,7 @@ def test_the_best_rows_are_kept(three: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_are_on_the_query(three: Path) -> None:
     sequence, relatives = family(0)
     whole = {name.split()[0]: letters for name, letters in relatives}
-    lines = found(Jackhmmer(), [Query(sequence)], three)[0].splitlines()
+    lines = found(Jackhmmer(), [SearchQuery(sequence)], three)[0].splitlines()
     for header, row in zip(lines[::2], lines[1::2]):
         name, _, rest = header[1:].partition("/")
         first, last = map(int, rest.split()[0].split("-"))
@@ -105,11 +104,11 @@ def test_targets_that_are_odd(three: Path, tmp_path: Path) -> None:
         "low": sequence.lower(),
     }
     path.write_bytes(gzip.compress((write_fasta(odd.items()) + three.read_text()).encode()))
-    names = [name.rpartition("/")[0] for name in headers(found(Jackhmmer(), [Query(sequence)], path)[0])]
+    names = [name.rpartition("/")[0] for name in headers(found(Jackhmmer(), [SearchQuery(sequence)], path)[0])]
     assert {"stop", "unknown", "low"} <= set(names)
     assert "long" not in names
     assert survey_fasta(path).records == survey_fasta(three).records + 5
-    row = found(Jackhmmer(), [Query(sequence)], path)[0].split(">stop/")[1].split("\n")[1]
+    row = found(Jackhmmer(), [SearchQuery(sequence)], path)[0].split(">stop/")[1].split("\n")[1]
     assert row == f"{sequence[:half]}x{sequence[half:]}"
 
 
@@ -117,7 +116,7 @@ def test_domains_are_rows_in_their_order(three: Path, tmp_path: Path) -> None:
     sequence = family(0)[0]
     path = tmp_path / "twice.fasta"
     path.write_text(f">twice\nMK{sequence}{family(2)[0] * 3}{sequence}\n" + three.read_text())
-    names = headers(found(Jackhmmer(), [Query(sequence)], path)[0])
+    names = headers(found(Jackhmmer(), [SearchQuery(sequence)], path)[0])
     second = 2 + len(sequence) + 3 * len(family(2)[0])  # residues before it; "3-..." would come after "1..." by name
     assert second >= 100
     assert names[:2] == [f"twice/{start + 1}-{start + len(sequence)}" for start in (2, second)]
@@ -133,20 +132,20 @@ def test_one_query_that_fails_leaves_the_others(three: Path, monkeypatch: pytest
 
     monkeypatch.setattr(search_hmmer, "_search", fails_for_one)
     arguments = (three, survey_fasta(three), 100, 1, lambda done, total: None)
-    results = Jackhmmer(2).search([Query(family(i)[0]) for i in range(2)], *arguments)
+    results = Jackhmmer(2).search([SearchQuery(family(i)[0]) for i in range(2)], *arguments)
     assert isinstance(results[0], str)
     assert isinstance(results[1], UserError)
     assert "no room" in str(results[1])
     monkeypatch.setattr(search_hmmer, "_search", search)
-    build = search_hmmer._next
+    build = search_hmmer._next_profile
 
     def fails_to_build(sequence, hits):
         if sequence == family(0)[0]:
             raise MemoryError
         return build(sequence, hits)
 
-    monkeypatch.setattr(search_hmmer, "_next", fails_to_build)
-    results = Jackhmmer(2).search([Query(family(i)[0]) for i in range(2)], *arguments)
+    monkeypatch.setattr(search_hmmer, "_next_profile", fails_to_build)
+    results = Jackhmmer(2).search([SearchQuery(family(i)[0]) for i in range(2)], *arguments)
     assert str(results[0]) == "HMMER: MemoryError"
     assert isinstance(results[1], str)
 
@@ -157,8 +156,8 @@ def test_template_hits_are_on_the_query(tmp_path: Path) -> None:
     nucleic = ">9dna_A mol:na length:12  DNA\nACGTTGCA0123\n"  # pdb_seqres has letters in these that no protein has
     path = tmp_path / "seqres.txt"
     path.write_text(nucleic + seqres)
-    rows = found(Jackhmmer(), [Query(sequence)], database(tmp_path / "db.fasta", 3))[0]
-    hits = parse_hits(found(Hmmsearch(), [Query(sequence, rows)], path)[0], sequence)
+    rows = found(Jackhmmer(), [SearchQuery(sequence)], database(tmp_path / "db.fasta", 3))[0]
+    hits = parse_hits(found(Hmmsearch(), [SearchQuery(sequence, rows)], path)[0], sequence)
     assert {hit.name for hit in hits} == {f"{i}abc_A" for i in range(9)}
     for hit in hits:
         whole = relatives[int(hit.name[0])][1]
@@ -170,7 +169,7 @@ def test_template_hits_are_on_the_query(tmp_path: Path) -> None:
 def test_no_template_is_a_file_without_rows(tmp_path: Path) -> None:
     path = tmp_path / "other.txt"
     path.write_text(">1abc_A mol:protein\nGG\n")
-    text = found(Hmmsearch(), [Query(family(0)[0])], path)[0]
+    text = found(Hmmsearch(), [SearchQuery(family(0)[0])], path)[0]
     assert parse_hits(text, family(0)[0]) == []
 
 

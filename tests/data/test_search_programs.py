@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from warpfold.data.search.database import Query, Survey
+from warpfold.data.search.database import Database, SearchQuery, Survey
 from warpfold.data.search.programs import HHblits, MMseqs2
-from warpfold.data.search.search import Database, search
+from warpfold.data.search.search import search
 from warpfold.errors import UserError
 
 SEQUENCES = ("MKTAYIAKQRQISFVKSHFS", "GSHMWWLKDEYPRNQTV")
@@ -81,7 +81,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(engine: MMseqs2 | HHblits, path: Path) -> list[str | UserError]:
-    queries = [Query(sequence) for sequence in SEQUENCES]
+    queries = [SearchQuery(sequence) for sequence in SEQUENCES]
     return engine.search(queries, path, Survey(""), 3, 2, lambda done, total: None)
 
 

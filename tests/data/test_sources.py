@@ -199,7 +199,7 @@ def test_openproteinset_and_databases_give_what_plain_folders_give(tmp_path: Pat
     assert depths == {"flat": [2, 2, 2], "set": [2, 2, 2], "db": [2, 2, 2]}
     inputs = find_inputs([tmp_path / "s"], [tmp_path / "set"], [tmp_path / "set"])
     assert len(inputs.alignments) == len(inputs.hits) == 2
-    assert inputs.unasked == []
+    assert inputs.unrequested == []
 
 
 def test_a_damaged_database(tmp_path: Path) -> None:

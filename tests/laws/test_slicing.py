@@ -7,6 +7,7 @@ from torch import nn
 import warpfold.model.alphafold  # noqa: F401  (defines every subclass)
 from warpfold.model.attention import AttentionUpdate, Transition
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, ChannelProduct
+from warpfold.model.layers import DeferredLayerNorm
 from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 from warpfold.parallel.execution import Execution
@@ -67,7 +68,7 @@ def test_every_layer_has_a_case():
 @pytest.mark.parametrize("size", [1, 3, 64])
 def test_shared_is_the_join_of_shared_of_slices(name, size):
     layer, x, mask, other = make(name)
-    _, expected = layer.local_and_shared(layer.deferred_norm(layer.operand(x, other)), mask, other)
+    _, expected = layer.local_and_shared(DeferredLayerNorm(layer.operand(x, other), layer.norm), mask, other)
     got = shared_in_slices(layer, layer.operand(x, other), mask, other, size)
     assert len(got) == len(expected)
     for a, b in zip(got, expected):
@@ -78,14 +79,16 @@ def test_shared_is_the_join_of_shared_of_slices(name, size):
 @pytest.mark.parametrize("size", [1, 3])
 def test_update_is_the_join_of_update_of_slices(name, size):
     layer, x, mask, other = make(name)
-    n = layer.deferred_norm(layer.operand(x, other))
+    n = DeferredLayerNorm(layer.operand(x, other), layer.norm)
     _, shared = layer.local_and_shared(n, mask, other)
     expected = layer.update(layer.local(n, mask), shared, mask)
     axes = [layer.axis] if layer.axis is not None else [ROWS, COLS]  # None: anywhere
     for axis in axes:
         reads = axis if layer.operand_axis is None else layer.operand_axis
         cuts = zip(n.x.split(size, reads), mask.split(size, reads + 1))
-        local = ((layer.local(layer.deferred_norm(piece), piece_mask), piece_mask) for piece, piece_mask in cuts)
+        local = (
+            (layer.local(DeferredLayerNorm(piece, layer.norm), piece_mask), piece_mask) for piece, piece_mask in cuts
+        )
         parts = [layer.update(piece, shared, piece_mask) for piece, piece_mask in local]
         torch.testing.assert_close(torch.cat(parts, axis), expected, rtol=CLOSE, atol=CLOSE)
 
@@ -93,7 +96,7 @@ def test_update_is_the_join_of_update_of_slices(name, size):
 @pytest.mark.parametrize("name", CASES)
 def test_local_and_shared_are_both(name):
     layer, x, mask, other = make(name)
-    n = layer.deferred_norm(layer.operand(x, other))
+    n = DeferredLayerNorm(layer.operand(x, other), layer.norm)
     local, shared = layer.local_and_shared(n, mask, other)
     torch.testing.assert_close(local, tuple(layer.local(n, mask)), rtol=CLOSE, atol=CLOSE)
     expected = layer.shared_of(other) if layer.shared_from_other else layer.shared(n, mask)
@@ -105,7 +108,7 @@ def test_local_and_shared_are_both(name):
 def test_add_is_the_residual_and_the_update(name, dropped):
     layer, x, mask, other = make(name)
     layer.train(dropped)
-    local, shared = layer.local_and_shared(layer.deferred_norm(layer.operand(x, other)), mask, other)
+    local, shared = layer.local_and_shared(DeferredLayerNorm(layer.operand(x, other), layer.norm), mask, other)
     factors = layer.dropout_factors(x.shape, x)
     dx = layer.update(local, shared, mask)
     expected = x + (dx if factors is None else dx * factors)

@@ -205,6 +205,17 @@ def test_a_layer_outside_of_blocks_is_not_cut_in_silence() -> None:
         Execution(Plan(axial=2), AXIAL).bind(model)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan(), Plan(kernels="definition")])
+def test_a_bound_stack_is_one_graph(plan: Plan) -> None:
+    """Binding breaks no graph: torch.compile takes stack, blocks, layers and the choice of kernels whole."""
+    stack = Execution(plan).bind(Evoformer(8, 6, EvoformerConfig(blocks=1, heads=2, pair=PairConfig(heads=2)))).eval()
+    given = torch.randn(4, 7, 8), torch.randn(7, 7, 6), torch.ones(4, 7), torch.ones(7, 7)
+    with torch.no_grad():
+        compiled = torch.compile(stack, backend="aot_eager", fullgraph=True)(*given)
+        torch.testing.assert_close(compiled, stack(*given), rtol=1e-5, atol=1e-5)
+
+
 def test_ranks_need_a_mesh_of_their_sizes() -> None:
     with pytest.raises(ValueError, match="needs a mesh"):
         Execution(Plan(axial=2)).bind(tiny_model())

@@ -16,13 +16,13 @@ from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
     from warpfold.bulk import Part
-    from warpfold.data.pack.report import Report
+    from warpfold.data.pack.report import PackReport
 
 SHOWN = 50  # lines about single entries; a large set has thousands
 
 
 def instead(help: str, *names: str) -> Any:
-    """An option in place of packing."""
+    """Return an option that does something else in place of packing."""
     return typer.Option(*names, help=help, rich_help_panel="In place of packing")
 
 
@@ -34,16 +34,16 @@ def pack(
     structures: Annotated[list[Path] | None, reads("mmCIF or PDB files, or folders of them; gz or not.")] = None,
     msas: Annotated[
         list[Path] | None,
-        reads("A3M or Stockholm files, folders of them (OpenProteinSet's too), or .index of alignment databases."),
+        reads("A3M or Stockholm files, their folders (OpenProteinSet's too), or the .index of an alignment database."),
     ] = None,
     hits: Annotated[
-        list[Path] | None, reads("Template hits: HHR, hmmsearch's Stockholm or A3M, or where they lie.")
+        list[Path] | None, reads("Template hits: HHR, or Stockholm or A3M of hmmsearch; files or folders.")
     ] = None,
     template_structures: Annotated[
-        list[Path] | None, reads("mmCIF folders of the templates; default: those of --structures.")
+        list[Path] | None, reads("Folders of the templates' mmCIF files; default: those of --structures.")
     ] = None,
     clusters: Annotated[
-        Path | None, reads("Clusters, one per line (PDB, OpenFold) or MMseqs2's TSV; default: made here.")
+        Path | None, reads("Clusters, one per line (PDB, OpenFold) or MMseqs2's TSV; default: computed.")
     ] = None,
     out: Annotated[Path | None, writes("The store; the same command continues a stopped run.")] = None,
     max_resolution: Annotated[float, decides("Å; worse structures are dropped.")] = 9.0,
@@ -54,22 +54,22 @@ def pack(
     released_before: Annotated[str | None, decides("YYYY-MM-DD; entries up to the day before are kept.")] = None,
     require_msa: Annotated[bool, decides("Drop chains without an alignment.", "--require-msa")] = False,
     max_template_date: Annotated[
-        str | None, decides("YYYY-MM-DD; later templates are refused, as are those later than the chain.")
+        str | None, decides("YYYY-MM-DD; later templates are refused, and so are those later than their chain.")
     ] = None,
-    cluster_identity: Annotated[float, decides("Of clusters made here; 1: equal sequences.", min=0, max=1)] = 0.4,
-    max_file_gb: Annotated[float, decides("GB that a file may have when unpacked; larger ones are left out.")] = 4.0,
+    cluster_identity: Annotated[float, decides("Of computed clusters; 1: equal sequences.", min=0, max=1)] = 0.4,
+    max_file_gb: Annotated[float, decides("GB of a file when unpacked; larger files are left out.")] = 4.0,
     workers: Workers = 1,
     cluster: Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")] = None,
     shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge.")] = None,
     merge: Annotated[list[Path] | None, instead("Join the parts that --shard made into the store --out.")] = None,
     verify: Annotated[Path | None, instead("Check every byte of a store.")] = None,
-    info: Annotated[Path | None, instead("Say what is in a store.")] = None,
+    info: Annotated[Path | None, instead("Show what is in a store.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make the store that `train` reads from structures, alignments and template hits, and account for every entry."""
+    """Make the store that `train` reads from structures, alignments and template hits, and report on every entry."""
     from warpfold.bulk import Part
     from warpfold.data.pack import pack as packing
-    from warpfold.data.pack.build import Options
+    from warpfold.data.pack.inputs import PackOptions
 
     _one_of({"--structures": structures, "--merge": merge, "--verify": verify, "--info": info})
     if verify is not None:
@@ -78,7 +78,7 @@ def pack(
         return _info(info, as_json)
     if out is None:
         raise UserError("pack: --out is missing; name the store to make")
-    options = Options(
+    options = PackOptions(
         max_resolution, max_single, min_length, max_length, released_after, released_before, require_msa,
         max_template_date=max_template_date, cluster_identity=cluster_identity, max_file_gb=max_file_gb,
     )  # fmt: skip
@@ -91,14 +91,14 @@ def pack(
 
 
 def _one_of(modes: dict[str, Any]) -> None:
-    """UserError unless one of the options is given."""
+    """Raise UserError unless exactly one of the options is given."""
     chosen = [name for name, value in modes.items() if value]
     if len(chosen) != 1:
         raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}; see --help")
 
 
-def _make(make: Callable[..., "Report"]) -> "Report":
-    """Packs or merges under a progress bar."""
+def _make(make: Callable[..., "PackReport"]) -> "PackReport":
+    """Pack or merge under a progress bar."""
     try:
         with _sigterm_stops(), progress_bar() as bar:
             return make(progress=bar)
@@ -108,14 +108,14 @@ def _make(make: Callable[..., "Report"]) -> "Report":
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
+    """The process was sent SIGTERM."""
 
 
 @contextmanager
 def _sigterm_stops() -> Iterator[None]:
     """Make SIGTERM, which schedulers send some time before they kill, a stop like Ctrl-C.
 
-    So it is not taken for a death of the files that are being read.
+    Otherwise the files that are being read would be blamed for the end of the process.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -128,7 +128,7 @@ def _sigterm_stops() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _tell(report: "Report", out: Path, part: "Part | None") -> None:
+def _tell(report: "PackReport", out: Path, part: "Part | None") -> None:
     lines = [f"dropped {entry.name or entry.file}: {entry.reason}" for entry in report.dropped]
     lines += [f"unused {file}: {why}" for file, why in (report.unused | report.unused_hits).items()]
     typer.echo("".join(f"{' '.join(line.split())}\n" for line in lines[:SHOWN]), nl=False)  # names may hold line ends
@@ -147,7 +147,7 @@ def _tell(report: "Report", out: Path, part: "Part | None") -> None:
 
 
 def _verify(path: Path, as_json: bool) -> None:
-    """Lists what is damaged, and exits with 1 if anything is."""
+    """List what is damaged, and exit with 1 if anything is."""
     from warpfold.data.store.store import Store
 
     with progress_bar() as bar:
@@ -167,12 +167,12 @@ def _verify(path: Path, as_json: bool) -> None:
 
 
 def _info(path: Path, as_json: bool) -> None:
-    """Prints what is in a store."""
-    from warpfold.data.pack.report import describe, description
+    """Print what is in a store."""
+    from warpfold.data.pack.report import store_summary_text, summarize_store
     from warpfold.data.store.store import Store
 
-    found = describe(Store(path))
+    found = summarize_store(Store(path))
     if as_json:
         show(found)
     else:
-        typer.echo(description(found))
+        typer.echo(store_summary_text(found))

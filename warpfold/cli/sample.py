@@ -12,9 +12,9 @@ from warpfold.progress import progress_bar
 @app.command(epilog="Example:  warpfold sample --proteins 200 --out proteins")
 def sample(
     out: Annotated[Path, writes("Folder for mmCIF and A3M files.")],
-    proteins: Annotated[int, decides("How many.", min=1)] = 200,
-    min_length: Annotated[int, decides("Residues of the shortest.", min=1)] = 30,
-    max_length: Annotated[int, decides("Residues of the longest.", min=1)] = 60,
+    proteins: Annotated[int, decides("Number of proteins.", min=1)] = 200,
+    min_length: Annotated[int, decides("Residues of the shortest protein.", min=1)] = 30,
+    max_length: Annotated[int, decides("Residues of the longest protein.", min=1)] = 60,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:

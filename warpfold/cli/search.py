@@ -11,7 +11,7 @@ from warpfold.progress import progress_bar
 
 
 class EngineName(StrEnum):
-    """What searches."""
+    """The program that searches."""
 
     jackhmmer = "jackhmmer"
     mmseqs2 = "mmseqs2"
@@ -24,28 +24,28 @@ class EngineName(StrEnum):
     "--template-database pdb_seqres.txt --out found",
 )
 def search(
-    queries: Annotated[list[Path], argument("FASTA; every record is searched for.")],
+    queries: Annotated[list[Path], argument("FASTA files; every record is searched for.")],
     database: Annotated[
-        list[str], reads("FILE or NAME=FILE: FASTA, gz or not; of mmseqs2 and hhblits a database in their format.")
+        list[str], reads("FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits a database in their own format.")
     ],
     out: Annotated[Path, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.")],
-    template_database: Annotated[Path | None, reads("FASTA like pdb_seqres: template hits are found there.")] = None,
+    template_database: Annotated[Path | None, reads("FASTA like pdb_seqres, to find template hits in.")] = None,
     engine: Annotated[EngineName, decides("jackhmmer is built in; the others must be installed.")] = (
         EngineName.jackhmmer
     ),
     iterations: Annotated[
-        int | None, decides("1 to 3; default: 1 of jackhmmer, 3 of the others, as AlphaFold2.", min=1, max=3)
+        int | None, decides("1 to 3; default: 1 for jackhmmer, 3 for the others, as in AlphaFold2.", min=1, max=3)
     ] = None,
-    e_value: Annotated[float | None, decides("Of a hit; default: 1e-4 of jackhmmer, 1e-3 of the others.")] = None,
+    e_value: Annotated[float | None, decides("Of a hit; default: 1e-4 for jackhmmer, 1e-3 for the others.")] = None,
     max_hits: Annotated[
         list[str] | None,
-        decides("[NAME=]N rows of an alignment, the query's included; default: 501 of mgnify, else 10000."),
+        decides("[NAME=]N rows of an alignment, the query's included; default: 501 for mgnify, else 10000."),
     ] = None,
     cache: Annotated[
-        Path | None, runs("Folder where results are kept, to share among runs; default: OUT/cache.")
+        Path | None, runs("Folder where results are kept, for several runs to share; default: OUT/cache.")
     ] = None,
     workers: Workers = 1,
-    threads: Annotated[int | None, runs("Of each process; default: all cores, shared among them.", min=1)] = None,
+    threads: Annotated[int | None, runs("Of each process; default: all cores, divided among them.", min=1)] = None,
     cluster: Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")] = None,
     shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; all write to one OUT.")] = None,
     as_json: AsJson = False,
@@ -53,13 +53,14 @@ def search(
     """Find alignments and template hits for proteins, in databases that you have; no server is ever called."""
     from warpfold.bulk import Part
     from warpfold.data.search import search as searching
+    from warpfold.data.search.database import Database, parse_max_hits
 
     chosen = {"iterations": iterations, "e_value": e_value}
     finder = searching.ENGINES[engine.value](**{name: value for name, value in chosen.items() if value is not None})
-    most = searching.parse_most(max_hits or [])
-    options = searching.Options(cache, workers, threads, cluster, Part.parse(shard) if shard else None)
+    max_rows = parse_max_hits(max_hits or [])
+    options = searching.SearchOptions(cache, workers, threads, cluster, Part.parse(shard) if shard else None)
     with progress_bar() as progress:
-        databases = [searching.Database.parse(text, most) for text in database]
+        databases = [Database.parse(text, max_rows) for text in database]
         report = searching.search(queries, databases, out, finder, template_database, options, progress)
     if as_json:
         show(report)

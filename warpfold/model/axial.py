@@ -20,7 +20,7 @@ and two more say that what is done at once equals what is done in parts: `local_
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -69,10 +69,6 @@ class AxialUpdate(Executable, DrawsNoise):
         assert other is not None
         return other
 
-    def deferred_norm(self, operand: Tensor) -> DeferredLayerNorm:
-        """Return the operand, or a slice of it, with this layer's norm."""
-        return DeferredLayerNorm(operand, self.norm)
-
     def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         """Return what a slice prepares from itself alone, while `shared` may still be on its way."""
         return (n.value,)
@@ -104,7 +100,7 @@ class AxialUpdate(Executable, DrawsNoise):
 
     def delta(self, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
         """Return the residual update of all of x, before dropout: what the supplement's algorithm returns."""
-        n = self.deferred_norm(self.operand(x, other))
+        n = DeferredLayerNorm(self.operand(x, other), self.norm)
         return self.update(*self.local_and_shared(n, mask, other), mask)
 
     def dropout_factors(self, shape: Sequence[int], like: Tensor) -> Factors | None:
@@ -200,14 +196,13 @@ class Block(Executable):
         """The lines of the block, in the order of the supplement."""
         raise NotImplementedError
 
-    def forward(self, *states_and_masks: Tensor) -> Any:
-        """Return the new states: a tuple, or a tensor where there is one.
+    def forward(self, *states_and_masks: Tensor) -> Tensors:
+        """Return the new states.
 
         Called with the states, in the order of `states`, and then with their masks: block(m, z, m_mask, z_mask).
         """
         count = len(self.states)
-        new = self.execution.block(self, states_and_masks[:count], states_and_masks[count:])
-        return new if count > 1 else new[0]
+        return self.execution.block(self, states_and_masks[:count], states_and_masks[count:])
 
 
 class BlockStack(Executable):

@@ -41,12 +41,10 @@ class EvoformerBlock(Block):
     @property
     def steps(self) -> Steps:
         """The lines of Algorithm 6, with the outer product where the settings have it."""
-        outer = Step("z", self.outer, "m")
-        if self.order == "first":
-            return outer, *self.msa.steps, *self.pair.steps
-        if self.order == "middle":
-            return *self.msa.steps, outer, *self.pair.steps
-        return *self.msa.steps, *self.pair.steps, outer
+        msa = Step("m", self.msa.row, "z"), Step("m", self.msa.column), Step("m", self.msa.transition)
+        outer = (Step("z", self.outer, "m"),)
+        pair = self.pair.steps
+        return {"first": outer + msa + pair, "middle": msa + outer + pair, "last": msa + pair + outer}[self.order]
 
 
 class Evoformer(BlockStack):

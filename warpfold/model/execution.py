@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from warpfold.model.layers import DeferredLayerNorm
 from warpfold.ops.dispatch import Kernels, using
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class PlainExecution:
     def stack(self, stack: "BlockStack", states: Tensors, masks: Tensors) -> Tensors:
         """Run the blocks of a stack one after another."""
         for block in stack.blocks:
-            states = as_tuple(block(*states, *masks))
+            states = block(*states, *masks)
         return states
 
     def block(self, block: "Block", states: Tensors, masks: Tensors) -> Tensors:
@@ -70,7 +71,7 @@ class PlainExecution:
 
     def layer(self, layer: "AxialUpdate", x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
         """Return x with the layer's update, computed for all of x at once."""
-        n = layer.deferred_norm(layer.operand(x, other))
+        n = DeferredLayerNorm(layer.operand(x, other), layer.norm)
         local, shared = layer.local_and_shared(n, mask, other)
         return layer.add(x, local, shared, mask, layer.dropout_factors(x.shape, x))
 
@@ -93,8 +94,3 @@ class Executable(nn.Module):
     def residues(self) -> Residues:
         """The residues that this process holds."""
         return self.execution.residues
-
-
-def as_tuple(states: Any) -> Tensors:
-    """Return what a block or stack returned as a tuple of its states."""
-    return states if isinstance(states, tuple) else (states,)

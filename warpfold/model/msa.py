@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, Step, Steps
+from warpfold.model.axial import COLS, ROWS, AxialUpdate
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear
 from warpfold.ops.attention import global_attention, masked_mean
@@ -125,8 +125,3 @@ class MSAStack(nn.Module):
         self.row = MSARowAttention(c_m, c_z, heads, rate)
         self.column = MSAColumnGlobalAttention(c_m, heads) if global_column else MSAColumnAttention(c_m, heads)
         self.transition = Transition(c_m, factor)
-
-    @property
-    def steps(self) -> Steps:
-        """Lines 2 to 4 of Algorithm 6."""
-        return Step("m", self.row, "z"), Step("m", self.column), Step("m", self.transition)

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warpfold.errors import UserError
 from warpfold.model.axial import AxialUpdate, Block, BlockStack
-from warpfold.model.execution import Executable, PlainExecution, Tensors, as_tuple
+from warpfold.model.execution import Executable, PlainExecution, Tensors
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedStack, unsupported_reason
@@ -88,15 +88,18 @@ class Execution(PlainExecution):
             return self._sharded[stack].run(states, masks)
         for block in stack.blocks:
             if self.plan.recompute and torch.is_grad_enabled():  # dropout noise is keyed, so it repeats
-                new = checkpoint(block, *states, *masks, use_reentrant=False, preserve_rng_state=True)
+                states = checkpoint(block, *states, *masks, use_reentrant=False, preserve_rng_state=True)
             else:
-                new = block(*states, *masks)
-            states = as_tuple(new)
+                states = block(*states, *masks)
         return states
 
     def block(self, block: Block, states: Tensors, masks: Tensors) -> Tensors:
         """Run the steps of a block one after another, over several ranks if it stands alone."""
         if self.distributed:
+            if block not in self._sharded:
+                raise ValueError(
+                    f"a {type(block).__name__} is called outside of the stack or block that it was bound with"
+                )
             return self._sharded[block].run(states, masks)
         return super().block(block, states, masks)
 

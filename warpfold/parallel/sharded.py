@@ -251,7 +251,7 @@ class ShardedStack:
             operand = other
         yield [operand.pending(operand_axis)]
         held_operand = operand.along(operand_axis)
-        n, n_mask = layer.deferred_norm(held_operand), mask.along(operand_axis)
+        n, n_mask = DeferredLayerNorm(held_operand, layer.norm), mask.along(operand_axis)
         if layer.shared_axis is not None and not layer.shared_from_other:
             pending = self._share(layer, operand, mask, operand_axis, layout, n)
         local = layer.local(n, n_mask) if self.plan.chunk is None else None
@@ -306,7 +306,7 @@ class ShardedStack:
         axis = x.present
         yield [x.pending(axis)]
         held = x.along(axis)
-        n, n_mask = layer.deferred_norm(held), mask.along(axis)
+        n, n_mask = DeferredLayerNorm(held, layer.norm), mask.along(axis)
         had = axis + 1  # of the factors, which have no channels behind
         length = x.lengths[axis]
         right = turn(layer.right(n, n_mask), had, -3, length, self.group, f"{layout.name} right")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from warpfold.model.axial import ROWS, AxialUpdate
 from warpfold.model.execution import Tensors
+from warpfold.model.layers import DeferredLayerNorm
 from warpfold.ops.noise import Factors
 
 
@@ -40,7 +41,7 @@ def shared_in_slices(layer: AxialUpdate, operand: Tensor, mask: Tensor, other: T
         parts = [layer.shared_of(piece) for piece in other.split(size, layer.shared_axis)]
     else:
         cuts = zip(operand.split(size, layer.shared_axis), mask.split(size, layer.shared_axis + 1))
-        parts = [layer.shared(layer.deferred_norm(piece), piece_mask) for piece, piece_mask in cuts]
+        parts = [layer.shared(DeferredLayerNorm(piece, layer.norm), piece_mask) for piece, piece_mask in cuts]
     return tuple(torch.cat(tensors, layer.join_axis) for tensors in zip(*parts))
 
 
@@ -66,7 +67,7 @@ def add_in_slices(
     parts = []
     for start in range(0, max(x.shape[axis], 1), size):  # once where a rank has no row: it takes part in the gradient
         length = min(size, x.shape[axis] - start)
-        n = layer.deferred_norm(operand.narrow(operand_axis, start, length))
+        n = DeferredLayerNorm(operand.narrow(operand_axis, start, length), layer.norm)
         n_mask = mask.narrow(operand_axis + 1, start, length)
         part = x.narrow(axis, start, length)
         part_factors = factors

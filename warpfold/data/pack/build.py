@@ -1,11 +1,9 @@
-"""The jobs of packing, as workers do them: the queries of alignments, structures read, and the records of chains."""
+"""The jobs of packing, as workers do them: read the queries of alignments, read structures, build records of chains."""
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import date
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -16,98 +14,25 @@ import numpy as np
 from warpfold.data.example.hits import Hit, parse_hits
 from warpfold.data.example.raw import RawExample, from_chain
 from warpfold.data.example.template import count_refusals, templates_from_hits
-from warpfold.data.formats.dates import given_date
 from warpfold.data.formats.sequences import parse_alignment
 from warpfold.data.formats.sources import Source, read_query
-from warpfold.data.pack.report import Entry
-from warpfold.data.similar.pairwise import MIN_IDENTITY
+from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.report import PackEntry
 from warpfold.data.store.store import Packed, pack_record
 from warpfold.data.structure.library import Library
-from warpfold.data.structure.mmcif import Chain, Structure, parse_structure
+from warpfold.data.structure.mmcif import Structure, parse_structure
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, within_memory
-from warpfold.geometry.residue import ATOM_ORDER
 
 WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
 
 
 @dataclass(frozen=True)
-class Options:
-    """What decides the content of a store.  The paper's filters are the resolution and the share of one amino acid
-    (Supp. 1.2.5), and clusters at 40 % identity.
-
-    Dates are kept as text, YYYY-MM-DD however they were given, since a store records them; `day` parses one.
-    Errors: UserError for what is no date.
-    """
-
-    max_resolution: float = 9.0  # angstrom; structures without one (NMR) pass
-    max_single: float = 0.8  # share of the sequence that one amino acid may have
-    min_length: int = 10  # residues, and as many must have a CA
-    max_length: int | None = None
-    released_after: str | None = None  # YYYY-MM-DD, itself included
-    released_before: str | None = None  # itself not included
-    require_msa: bool = False  # otherwise a chain without alignment is kept with its sequence alone
-    min_identity: float = MIN_IDENTITY  # between a chain and an alignment's query
-    max_template_date: str | None = None  # itself included; a chain's templates are never newer than the chain
-    cluster_identity: float = 0.4  # 1: equal sequences; of no account with a file of clusters
-    max_file_gb: float = LARGEST / 1e9  # of a file when it is unpacked; larger ones are left out
-
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UserError(f"pack: --{option.name.replace('_', '-')} {value}: a finite number expected")
-        if not 0 < self.max_file_gb <= 1e6:
-            raise UserError(f"pack: --max-file-gb {self.max_file_gb:g}: expected a number over 0, and up to 1e6")
-        for name in ("released_after", "released_before", "max_template_date"):
-            if (day := self.day(name)) is not None:
-                object.__setattr__(self, name, day.isoformat())  # one day is one text: stores compare their options
-
-    @property
-    def limit(self) -> int:
-        """Return how many bytes a file may have when it is unpacked."""
-        return int(self.max_file_gb * 1e9)
-
-    def day(self, name: str) -> date | None:
-        """Return the option `name`, a date, parsed."""
-        return given_date(getattr(self, name), f"--{name.replace('_', '-')}")
-
-    def refuses(self, structure: Structure, chain: Chain) -> str | None:
-        """Why this chain is dropped, or None."""
-        length, resolved = len(chain.sequence), int((chain.mask[:, ATOM_ORDER["CA"]] > 0).sum())
-        residue, count = Counter(chain.sequence).most_common(1)[0] if length else ("", 0)
-        if structure.resolution is not None and structure.resolution > self.max_resolution:
-            return f"resolution {structure.resolution:g} Å, over {self.max_resolution:g}"
-        after, before = self.day("released_after"), self.day("released_before")
-        if after is not None or before is not None:
-            released = structure.release_date
-            if released is None:
-                return "no release date"
-            if after is not None and released < after:
-                return f"released {released}, before {after}"
-            if before is not None and released >= before:
-                return f"released {released}, not before {before}"
-        if length < self.min_length:
-            return f"{length} residues, fewer than {self.min_length}"
-        if self.max_length is not None and length > self.max_length:
-            return f"{length} residues, more than {self.max_length}"
-        if resolved < self.min_length:
-            return f"{resolved} residues with a CA, fewer than {self.min_length}"
-        if count > self.max_single * length:
-            return f"{count / length:.0%} of the sequence is {residue}, over {self.max_single:.0%}"
-        return None
-
-
-DEFAULTS = Options()
-
-
-@dataclass(frozen=True)
-class Read:
+class ReadChains:
     """A structure file as it was read: the chains to pack, and what became of the others."""
 
-    file: Source
     structure: Structure | None  # with these chains alone
-    dropped: list[Entry]
+    dropped: list[PackEntry]
 
 
 @dataclass(frozen=True)
@@ -127,20 +52,20 @@ class BuildJob:
     file: Source
     structure: Structure
     chains: list[ChainJob]
-    options: Options
-    library: tuple[Path, ...]  # folders of the templates' structures
+    options: PackOptions
+    folders: tuple[Path, ...]  # of the templates' structures
 
 
 @dataclass
-class Built:
+class BuiltChains:
     """What became of the chains of a structure file.
 
-    entries: as `Entry`, with "sequence", "entity", and of those kept "record" (its number, header and crc) and "meta".
-    bad: alignments and hits that could not be read, with the reason.  looked_up: the entries that its hits name.
-    library: what the library had of them, as `Folders.digest`.
+    entries: as `PackEntry`, with "sequence", "entity", and of those kept "record" (its number, header and crc) and
+    "meta".  bad: alignments and hits that could not be read, with the reason.  looked_up: the entries that its hits
+    name.  library: what the library had of them, as `TemplateLibrary.digest`.
     """
 
-    entries: list[dict[str, Any]]
+    entries: list[dict[str, Any]] = field(default_factory=list)
     records: list[Packed] = field(default_factory=list)
     bad: dict[str, str] = field(default_factory=dict)
     looked_up: list[str] = field(default_factory=list)
@@ -148,7 +73,7 @@ class Built:
 
 
 def read_queries(job: tuple[Sequence[Source], int]) -> list[tuple[str, str]]:
-    """Return (query, "") for each alignment, or ("", what is wrong with it).  job: alignments, `Options.limit`."""
+    """Return (query, "") for each alignment, or ("", what is wrong with it).  job: alignments, `PackOptions.limit`."""
     sources, limit = job
     found = []
     for source in sources:
@@ -160,26 +85,26 @@ def read_queries(job: tuple[Sequence[Source], int]) -> list[tuple[str, str]]:
     return found
 
 
-def read_chains(job: tuple[Source, Options]) -> Read:
-    """The chains of a structure file that the options let pass."""
+def read_chains(job: tuple[Source, PackOptions]) -> ReadChains:
+    """Read the chains of a structure file that the options let pass."""
     file, options = job
     try:
         with within_memory(file.name):
             structure = parse_structure(file.read_bytes(options.limit), file.name)
     except UserError as error:
-        return Read(file, None, [Entry(file.title, file.name, False, str(error))])
-    dropped = [Entry(f"{structure.id}_{name}", file.name, False, why) for name, why in structure.dropped.items()]
+        return ReadChains(None, [PackEntry(file.title, file.name, False, str(error))])
+    dropped = [PackEntry(f"{structure.id}_{name}", file.name, False, why) for name, why in structure.dropped.items()]
     kept = {}
     for name, chain in structure.chains.items():
-        if reason := options.refuses(structure, chain):
+        if reason := options.drop_reason(structure, chain):
             dropped.append(_entry(structure, name, file, False, reason))
         else:
             kept[name] = chain
-    return Read(file, replace(structure, chains=kept), dropped)
+    return ReadChains(replace(structure, chains=kept), dropped)
 
 
-def _entry(structure: Structure, chain: str, file: Source, kept: bool, reason: str) -> Entry:
-    return Entry(
+def _entry(structure: Structure, chain: str, file: Source, kept: bool, reason: str) -> PackEntry:
+    return PackEntry(
         name=f"{structure.id}_{chain}",
         file=file.name,
         kept=kept,
@@ -190,9 +115,9 @@ def _entry(structure: Structure, chain: str, file: Source, kept: bool, reason: s
     )
 
 
-def build(job: BuildJob) -> Built:
-    """The records of the chains; copies of a chain share one alignment and its templates."""
-    built = Built([])
+def build(job: BuildJob) -> BuiltChains:
+    """Build the records of the chains; copies of a chain share one alignment and its templates."""
+    built = BuiltChains()
     copies: dict[tuple[Any, ...], list[ChainJob]] = defaultdict(list)
     for chain in job.chains:
         sequence = job.structure.chains[chain.chain].sequence
@@ -202,9 +127,9 @@ def build(job: BuildJob) -> Built:
     return built
 
 
-def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: Built) -> None:
-    """Adds the records of chains of one sequence with the same alignments and hits to `built`."""
-    structure, first = job.structure, job.structure.chains[group[0].chain]
+def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) -> None:
+    """Add the records of chains of one sequence with the same alignments and hits to `built`."""
+    structure, name = job.structure, group[0].chain
     alignments, used, notes = [], [], [note for note in dict.fromkeys(chain.note for chain in group) if note]
     for source in group[0].alignments:
         try:
@@ -214,63 +139,64 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: Built) -> Non
         except UserError as error:
             notes.append(str(error))
             built.bad[source.name] = str(error)
-    model = _entry(structure, group[0].chain, job.file, True, "; ".join(notes))
+    model = _entry(structure, name, job.file, True, "; ".join(notes))
     model.alignments, model.hits = used, [source.name for source in group[0].hits]
+    todo = [chain.chain for chain in group]
     try:
         if job.options.require_msa and not used:
             raise UserError("no alignment" + (f": {model.reason}" if notes else ""))
         with within_memory(job.file.name):
+            first = structure.chains[name]
             raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity)
-            del alignments
+            del alignments  # they may take most of the memory, and `raw` has all of them
             if group[0].hits:
                 raw = _with_templates(raw, group[0].hits, job, model, built)
             model.depth = raw.depth
             whole = raw.to_arrays()
-            for chain in group:
-                _build_one(raw, whole, structure, chain.chain, model, built)
+            while todo:
+                _build_one(raw, whole, structure, todo[0], model, built)
+                del todo[0]
     except UserError as error:
-        done = {entry["name"] for entry in built.entries}
-        for name in (f"{structure.id}_{chain.chain}" for chain in group):
-            if name not in done:
-                entry = replace(model, name=name, kept=False, reason=str(error), alignments=[])
-                built.entries.append(asdict(entry))
+        for name in todo:
+            entry = replace(model, name=f"{structure.id}_{name}", kept=False, reason=str(error), alignments=[])
+            built.entries.append(asdict(entry))
 
 
 def _build_one(
-    raw: RawExample, whole: dict[str, np.ndarray], structure: Structure, name: str, model: Entry, built: Built
+    raw: RawExample,
+    whole: dict[str, np.ndarray],
+    structure: Structure,
+    chain: str,
+    model: PackEntry,
+    built: BuiltChains,
 ) -> None:
-    """Adds one of the copies; `raw` is the first's, `whole` its arrays."""
-    chain = structure.chains[name]
-    entry = replace(model, name=f"{structure.id}_{name}")
-    if entry.name == raw.name:
-        arrays, notes, shared = whole, raw.notes(), {}
-    else:
-        own = from_chain(entry.name, structure, chain).to_arrays()
+    """Add one of the copies; `raw` is the first's, `whole` its arrays."""
+    entry = replace(model, name=f"{structure.id}_{chain}")
+    arrays, shared = whole, {}
+    if entry.name != raw.name:
+        own = from_chain(entry.name, structure, structure.chains[chain]).to_arrays()
         arrays = {**whole, "positions": own["positions"], "mask": own["mask"]}
-        notes = {**raw.notes(), "name": entry.name}
-        shared = {
-            key: raw.name for key, array in whole.items() if arrays[key] is array and array.nbytes >= WORTH_SHARING
-        }
+        shared = {key: raw.name for key, a in whole.items() if arrays[key] is a and a.nbytes >= WORTH_SHARING}
         arrays = {key: array for key, array in arrays.items() if key not in shared}
-    record = pack_record(arrays, notes, shared)
+    record = pack_record(arrays, {**raw.notes(), "name": entry.name}, shared)
     built.records.append(record)
-    meta = {
-        "length": entry.length,
-        "depth": entry.depth,
-        "templates": entry.templates,
-        "resolution": entry.resolution,
-        "release_date": entry.release_date,
-        "method": structure.method,
-    }
-    place = {"number": len(built.records) - 1, "header": record.header, "crc": record.crc}
-    more = {"sequence": raw.sequence, "entity": f"{structure.id}_{chain.entity}", "record": place, "meta": meta}
-    built.entries.append(asdict(entry) | more | ({"shares": raw.name} if shared else {}))
+    columns = ("length", "depth", "templates", "resolution", "release_date")
+    built.entries.append(
+        asdict(entry)
+        | {
+            "sequence": raw.sequence,
+            "entity": f"{structure.id}_{structure.chains[chain].entity}",
+            "record": {"number": len(built.records) - 1, "header": record.header, "crc": record.crc},
+            "meta": {name: getattr(entry, name) for name in columns} | {"method": structure.method},
+        }
+        | ({"shares": raw.name} if shared else {})
+    )
 
 
 def _with_templates(
-    raw: RawExample, sources: Sequence[Source], job: BuildJob, entry: Entry, built: Built
+    raw: RawExample, sources: Sequence[Source], job: BuildJob, entry: PackEntry, built: BuiltChains
 ) -> RawExample:
-    """The example with its templates; counts of those used and refused go into `entry`."""
+    """Return the example with its templates; counts of those used and refused go into `entry`."""
     hits: list[Hit] = []
     for source in sources:
         try:
@@ -280,7 +206,7 @@ def _with_templates(
         except UserError as error:
             built.bad[source.name] = str(error)
     dates = [day for day in (job.options.day("max_template_date"), job.structure.release_date) if day is not None]
-    library = library_of(job.library, job.options.limit)
+    library = template_library(job.folders, job.options.limit)
     templates, outcomes = templates_from_hits(
         raw.sequence, hits, library, min(dates, default=None), exclude=(job.structure.id.lower(),)
     )
@@ -291,7 +217,7 @@ def _with_templates(
     return replace(raw, templates=templates)
 
 
-class Folders(Library):
+class TemplateLibrary(Library):
     """Several folders as one library of templates: an entry is looked for in one after another."""
 
     def __init__(self, folders: Sequence[Path], limit: int = LARGEST) -> None:
@@ -300,7 +226,7 @@ class Folders(Library):
         self._files: dict[str, str] = {}  # what `digest` saw
 
     def find(self, pdb_id: str) -> Path:
-        """The file of an entry, in the first folder that has it.  UserError if none does."""
+        """Return the file of an entry, in the first folder that has it.  Errors: UserError if none does."""
         for library in self._others:
             with suppress(UserError):
                 return library.find(pdb_id)
@@ -319,6 +245,6 @@ class Folders(Library):
 
 
 @lru_cache(maxsize=2)
-def library_of(folders: tuple[Path, ...], limit: int) -> Folders:
-    """Return the library of some folders, which this process keeps for further jobs.  limit: as of `Library`."""
-    return Folders(folders, limit)
+def template_library(folders: tuple[Path, ...], limit: int) -> TemplateLibrary:
+    """Return the library of some folders, which this process keeps for further jobs.  limit: as for `Library`."""
+    return TemplateLibrary(folders, limit)

@@ -1,59 +1,221 @@
-"""Which alignments, and which template hits, belong to a chain: by name, by sequence, by the nearest sequence."""
+"""Match alignments and template hits to chains, reading the queries of alignments as far as needed.
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+Every query is read once by all tasks of a job array together.  A part reads the queries of its own alignments and
+writes them into its folder.  For most chains these are enough, since an alignment that bears a chain's name comes
+first.  A chain without one may have any alignment: its part then takes the queries of the other parts from their
+folders, beside its own, and reads what nobody has read yet.
+"""
+
+import math
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
 
 import numpy as np
 
+from warpfold.bulk import Part
 from warpfold.data.example.raw import check_map
 from warpfold.data.formats.sources import Source, stacked
+from warpfold.data.pack.build import ChainJob, read_queries
+from warpfold.data.pack.jobs import DIED, JobRunner, PackJob
+from warpfold.data.pack.part import FileVersion, QueryOrError, has_same_options, part_paths, query_job, query_lines
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
 
+BATCH = 64  # alignments whose queries one job reads
+# The folders of the other parts are looked at every 10 seconds, but for no more than a twentieth of the time.
+LOOK, SELDOM = 10.0, 20
 KMER = 6  # residues: alignments that share none with a chain are not tried
 TRIED = 5  # similar alignments to compare with a chain
 
+Tell = Callable[[int], None]  # of how many queries are known
 
-class Matcher:
-    """Finds the alignments of a chain among many, by their names and their queries.
 
-    alignments: (source, query sequence) each.
+class Queries:
+    """The queries of alignments, read when they are asked for.
+
+    limit: bytes that a file may have.  out: the store; the folders of its other parts lie beside it, as soon as they
+    are begun.
     """
 
-    def __init__(self, alignments: Sequence[tuple[Source, str]], min_identity: float = MIN_IDENTITY) -> None:
-        self.min_identity = min_identity
-        self._sources: dict[str, list[Source]] = defaultdict(list)  # by query
-        self._names: dict[str, list[tuple[Source, str]]] = defaultdict(list)
+    def __init__(self, runner: JobRunner, limit: int, part: Part, out: Path) -> None:
+        self.runner, self.limit, self.part, self.out = runner, limit, part, out
+        self.found: dict[FileVersion, QueryOrError] = dict(runner.writer.queries)
+        self._others: Counter[Path] = Counter()  # bytes of each part's queries that were read
+        self._next_look = -math.inf
+
+    def known(self, sources: Sequence[Source]) -> list[tuple[Source, str]]:
+        """Return those of some alignments whose queries are known, each with its query."""
+        found = ((source, self.found.get(source.version, ("", ""))) for source in sources)
+        return [(source, query) for source, (query, error) in found if query]
+
+    def read(self, sources: Sequence[Source], tell: Tell = lambda known: None) -> None:
+        """Read the queries of these alignments, but for those that are known here or in another part."""
+        missing = [source for source in sources if source.version not in self.found]
+        if not missing:
+            return
+        known = len(sources) - len(missing)
+        for job, result in self.runner.run(self._jobs(missing)):
+            batch: Sequence[Source] = job.call[1][0]
+            queries = [("", f"{source.name}: {DIED}") for source in batch] if result is None else result
+            rows = [(source.version, query) for source, query in zip(batch, queries)]
+            self.runner.writer.add_queries(rows)
+            self.found.update(rows)
+            known += len(rows)
+            tell(known)
+        tell(len(sources))
+
+    def read_all(self, sources: Sequence[Source], tell: Tell) -> None:
+        """Do as `read` does, in an order of this part's own: parts that run at once then read different files."""
+        self._next_look = -math.inf  # a look now saves reading what the others have read
+        self._look_at_others()
+        missing = [source for source in sources if source.version not in self.found]
+        batches = [missing[start : start + BATCH] for start in range(0, len(missing), BATCH)]
+        random.Random(self.part.number).shuffle(batches)
+        self.read([source for batch in batches for source in batch], tell)
+
+    def _jobs(self, sources: Sequence[Source]) -> Iterator[PackJob]:
+        """Yield jobs as they are handed out: what another part has read meanwhile is no job any more."""
+
+        def job(batch: Sequence[Source], singles: tuple[PackJob, ...] = ()) -> PackJob:
+            return PackJob(tuple(query_job(one.version) for one in batch), (read_queries, (batch, self.limit)), singles)
+
+        for start in range(0, len(sources), BATCH):
+            self._look_at_others()
+            if batch := [one for one in sources[start : start + BATCH] if one.version not in self.found]:
+                yield job(batch, tuple(job([one]) for one in batch) if len(batch) > 1 else ())
+
+    def _look_at_others(self) -> None:
+        """Take what other parts of the same options and version have written since the last look."""
+        begun = time.monotonic()
+        if begun < self._next_look:
+            return
+        writer = self.runner.writer
+        for path in part_paths(self.out, self.part.count):
+            at = self._others[path]
+            if path == writer.path or (at == 0 and not has_same_options(path, writer.manifest)):
+                continue
+            with suppress(OSError):  # begun or removed this very moment, or not ours to read
+                for found, length in query_lines(path, at):
+                    self.found.update(found)
+                    self._others[path] += length
+        now = time.monotonic()
+        self._next_look = now + max(LOOK, SELDOM * (now - begun))
+
+
+class Matcher:
+    """Find the alignments and the template hits of a chain by names and sequences, reading as few queries as possible.
+
+    tell: called while all queries are read, if that is necessary.
+    """
+
+    def __init__(
+        self,
+        queries: Queries,
+        alignments: Sequence[Source],
+        hits: Sequence[Source] = (),
+        min_identity: float = MIN_IDENTITY,
+        tell: Tell = lambda known: None,
+    ) -> None:
+        self.queries, self.alignments, self.min_identity, self.tell = queries, alignments, min_identity, tell
+        self._alignments_named, self._hits_named = _by_name(alignments), _by_name(hits)
+        self._nearest = lru_cache(maxsize=4096)(self._find_nearest)  # chains of one sequence come again and again
+        self._queries_named = cache(self._find_queries)
+
+    def find(self, key: str, chain: str, sequence: str) -> ChainJob:
+        """Return the job of a chain: `key` is "1crn_A", `chain` "A".
+
+        Its note says which alignments bear its name but are of another protein.
+        """
+        alignments, note = self._find_alignments(key, sequence)
+        return ChainJob(chain, alignments, self._find_hits(key, sequence, alignments), note)
+
+    def _find_alignments(self, key: str, sequence: str) -> tuple[list[Source], str]:
+        """Return the alignments of a chain, and a note on those that bear its name but were refused.
+
+        Tried in this order, until there are any: those that bear the chain's name; those of exactly its sequence; those
+        that bear its entry's name; those of the nearest precursor or part of it; those of the most similar query.  All
+        must be of the same protein (`check_map`).  They are in the order of `stacked`.
+        """
+        named, note = self._find_named(key, sequence)
+        if found := named or stacked(self._index.sources.get(sequence, [])):
+            return found, note
+        named, more = self._find_named(key.rpartition("_")[0], sequence)
+        return named or self._nearest(sequence), "; ".join(filter(None, (note, more)))
+
+    def _find_named(self, name: str, sequence: str) -> tuple[list[Source], str]:
+        sources = self._alignments_named.get(name.lower(), [])
+        self.queries.read(sources)
+        errors = [(source, self._check(query, sequence)) for source, query in self.queries.known(sources)]
+        note = "; ".join(f"{source.name}: {error}" for source, error in errors if error)
+        return stacked(source for source, error in errors if not error), note
+
+    def _find_nearest(self, sequence: str) -> list[Source]:
+        for query in self._index.similar(sequence):
+            if self._check(query, sequence) is None:
+                return stacked(self._index.sources[query])
+        return []
+
+    def _check(self, query: str, sequence: str) -> str | None:
+        return check_map(*column_map(query, sequence), self.min_identity)
+
+    @cached_property
+    def _index(self) -> "_QueryIndex":
+        """All alignments by their queries, which are read for it: most runs never need it."""
+        self.queries.read_all(self.alignments, self.tell)
+        return _QueryIndex(self.queries.known(self.alignments))
+
+    def _find_hits(self, key: str, sequence: str, alignments: Sequence[Source]) -> list[Source]:
+        """Return the template hits of a chain.
+
+        Tried in this order, until there are any: those that bear the name of the chain `key`; those that bear a name of
+        one of its alignments (usually the same folder), if all alignments of that name are of this sequence; those that
+        bear its entry's name.
+        """
+        if named := self._hits_named.get(key.lower()):
+            return sorted(named)
+        names = {name for source in alignments for name in source.bears} & self._hits_named.keys()
+        names = {name for name in names if self._queries_named(name) == {sequence}}
+        if beside := sorted({source for name in names for source in self._hits_named[name]}):
+            return beside
+        return sorted(self._hits_named.get(key.rpartition("_")[0].lower(), []))
+
+    def _find_queries(self, name: str) -> set[str]:
+        """Return the queries of all alignments that bear a name; once two differ, the others need not be read."""
+        bearers = self._alignments_named.get(name, [])
+        if len({query for _, query in self.queries.known(bearers)}) < 2:
+            self.queries.read(bearers)
+        return {query for _, query in self.queries.known(bearers)}
+
+
+def _by_name(sources: Sequence[Source]) -> dict[str, list[Source]]:
+    named: dict[str, list[Source]] = defaultdict(list)
+    for source in sources:
+        for name in source.bears:
+            named[name].append(source)
+    return dict(named)
+
+
+class _QueryIndex:
+    """Alignments by their queries, and queries by their k-mers."""
+
+    def __init__(self, alignments: Sequence[tuple[Source, str]]) -> None:
+        self.sources: dict[str, list[Source]] = defaultdict(list)
         for source, query in alignments:
-            self._sources[query].append(source)
-            for name in source.bears:
-                self._names[name].append((source, query))
-        self._queries = sorted(self._sources)
+            self.sources[query].append(source)
+        self._queries = sorted(self.sources)
         words = [_kmers(query) for query in self._queries]
         self._sizes = np.array([len(found) for found in words], np.int64)
         kmers = np.concatenate([np.empty(0, np.int32), *words])
         order = np.argsort(kmers, kind="stable")
         self._kmers = kmers[order]
         self._holders = np.repeat(np.arange(len(words), dtype=np.int32), self._sizes)[order]
-        self._nearest = lru_cache(maxsize=4096)(self._by_sequence)  # chains of one sequence come again and again
 
-    def find(self, key: str, sequence: str) -> tuple[list[Source], str]:
-        """Alignments of the chain `key` ("1crn_A"), and a note on those that bear its name but were refused.
-
-        The first that there are of: those that bear the chain's name; those of its very sequence; those that bear its
-        entry's name; those of the nearest precursor or part of it; those of the most similar query.  All must be of
-        the same protein (`features.check_map`).  They are in the order of `sources.stacked`.
-        """
-        named, note = self._named(key, sequence)
-        if found := named or stacked(self._sources.get(sequence, [])):
-            return found, note
-        named, more = self._named(key.rpartition("_")[0], sequence)
-        return named or self._nearest(sequence), "; ".join(filter(None, (note, more)))
-
-    def _named(self, name: str, sequence: str) -> tuple[list[Source], str]:
-        return of_same_protein(self._names.get(name.lower(), []), sequence, self.min_identity)
-
-    def _by_sequence(self, sequence: str) -> list[Source]:
+    def similar(self, sequence: str) -> list[str]:
+        """Return the query that holds the sequence or is held by it best, then those that share most k-mers with it."""
         own = _kmers(sequence)
         begins, ends = (np.searchsorted(self._kmers, own, side) for side in ("left", "right"))
         holders = [self._holders[begin:end] for begin, end in zip(begins.tolist(), ends.tolist())]
@@ -63,54 +225,12 @@ class Matcher:
         held = [self._queries[i] for i in inside.tolist()]
         held = [query for query in held if query in sequence or sequence in query]
         held.sort(key=lambda query: (-min(len(query), len(sequence)), len(query), query))
-        alike = np.lexsort((np.arange(len(shared)), -shared))[:TRIED].tolist()
-        near = [self._queries[i] for i in alike if shared[i]]
-        for query in [*held[:1], *near]:
-            if self._refuses(query, sequence) is None:
-                return stacked(self._sources[query])
-        return []
-
-    def _refuses(self, query: str, sequence: str) -> str | None:
-        return check_map(*column_map(query, sequence), self.min_identity)
-
-
-def of_same_protein(
-    named: Sequence[tuple[Source, str]], sequence: str, min_identity: float
-) -> tuple[list[Source], str]:
-    """Return those of some alignments, each with its query, that are a chain's, and a note on the others."""
-    errors = [(source, check_map(*column_map(query, sequence), min_identity)) for source, query in named]
-    note = "; ".join(f"{source.name}: {error}" for source, error in errors if error)
-    return stacked(source for source, error in errors if not error), note
-
-
-class HitsMatcher:
-    """Finds the template hits of a chain: by its name, or by the name that its alignments bear.
-
-    hits: their sources.  queries: gives those of all alignments that bear a name, or two different ones; it is asked
-    once for a name.
-    """
-
-    def __init__(self, hits: Sequence[Source], queries: Callable[[str], set[str]]) -> None:
-        self._queries = cache(queries)
-        self._names: dict[str, list[Source]] = defaultdict(list)
-        for source in hits:
-            for name in source.bears:
-                self._names[name].append(source)
-
-    def find(self, key: str, sequence: str, alignments: Sequence[Source]) -> list[Source]:
-        """Hits that bear the name of the chain `key`; else those that bear a name of one of its alignments (the same
-        folder, as a rule), where all alignments of that name are of this sequence; else of its entry."""
-        if named := self._names.get(key.lower()):
-            return sorted(named)
-        names = {name for source in alignments for name in source.bears} & self._names.keys()
-        names = {name for name in names if self._queries(name) == {sequence}}
-        if beside := sorted({source for name in names for source in self._names[name]}):
-            return beside
-        return sorted(self._names.get(key.rpartition("_")[0].lower(), []))
+        most = np.lexsort((np.arange(len(shared)), -shared))[:TRIED].tolist()
+        return [*held[:1], *(self._queries[i] for i in most if shared[i])]
 
 
 def _kmers(sequence: str) -> np.ndarray:
-    """The different k-mers of a sequence, as numbers: int32 [K], ascending."""
+    """Return the different k-mers of a sequence, as numbers: int32 [K], ascending."""
     letters = np.frombuffer(sequence.encode("ascii", "replace"), np.uint8).astype(np.int32) % 32  # A to Z: 1 to 26
     windows = np.lib.stride_tricks.sliding_window_view(letters, KMER) if len(letters) >= KMER else letters[:0, None]
     return np.unique(windows @ (32 ** np.arange(windows.shape[1], dtype=np.int32)))

@@ -1,4 +1,4 @@
-"""The end of packing: the answers of all parts -> clusters, a report, and the store."""
+"""The end of packing: the results of all parts -> clusters, a report, and the store."""
 
 import json
 from collections.abc import Sequence
@@ -7,19 +7,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from warpfold.data.pack.part import Answer, PartFolder, Plan, differences
-from warpfold.data.pack.report import Entry, Report, order
+from warpfold.data.pack.part import JobResult, Manifest, PartFolder, differences
+from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.similar.clusters import cluster_sequences, read_clusters
 from warpfold.data.store.store import Packed, StoreWriter
 from warpfold.errors import UserError
 from warpfold.progress import Progress
 
-Found = dict[str, Any]  # what `pack_build.Built.entries` holds
-_ENTRY = [field.name for field in fields(Entry)]
+Found = dict[str, Any]  # one of `BuiltChains.entries`
+FileResults = list[tuple[PartFolder, JobResult, list[Found]]]
 
 
-def finished(out: Path, plan: Plan) -> Report | None:
-    """The report of the store `out`, if it is there; None if nothing is.
+def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
+    """Return the report of the store `out`, if it is there; None if nothing is.
 
     Errors: UserError for anything else of that name, or a store of other inputs or options.
     """
@@ -27,8 +27,8 @@ def finished(out: Path, plan: Plan) -> Report | None:
         return None
     try:
         origin = json.loads((out / "sources.json").read_text(encoding="utf-8"))
-        report = Report.from_json(json.loads((out / "pack.json").read_text(encoding="utf-8")))
-        found = differences(origin, plan)
+        report = PackReport.from_json(json.loads((out / "pack.json").read_text(encoding="utf-8")))
+        found = differences(origin, manifest)
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{out}: exists already; remove it, or choose another name") from None
     if found:
@@ -39,60 +39,59 @@ def finished(out: Path, plan: Plan) -> Report | None:
     return report
 
 
-def report_part(part: PartFolder) -> Report:
-    """The report of one part among several: what was kept and dropped, not yet what is unused."""
-    entries = [_entry(found) for _, _, each in _settled([part]) for found in each]
-    return Report(sorted(entries, key=order), {})
+def report_part(part: PartFolder) -> PackReport:
+    """Return the report of one part among several: what was kept and dropped, not yet what is unused."""
+    return _report(_drop_duplicates([part]), {}, {})
 
 
-def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | None, tell: Progress) -> Report:
-    """Writes the store `out` from parts that belong together and are whole; without chains to keep, nothing.
+def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | None, tell: Progress) -> PackReport:
+    """Write the store `out` from parts that belong together and are whole; without chains to keep, nothing.
 
     Where two files have a chain of one name, the first file (by name) has it.
     Errors: UserError if `out` exists or the disk refuses, or for the file of clusters.
     """
-    settled = _settled(parts)
-    everything = [found for _, _, each in settled for found in each]
-    kept = [found for found in everything if found["kept"]]
+    files = _drop_duplicates(parts)
+    kept = [found for _, _, entries in files for found in entries if found["kept"]]
     if kept:
         tell(0, 1, "clustering")
-        for found, cluster in zip(kept, _clusters(kept, parts[0].plan, executor)):
+        for found, cluster in zip(kept, _clusters(kept, parts[0].manifest, executor)):
             found["cluster"] = cluster
-    bad = {name: why for _, answer, _ in settled for name, why in answer.data["bad"].items()}
-    report = Report(
-        sorted(map(_entry, everything), key=order),
-        _unused_alignments(parts, kept, bad),
-        _unused_hits(parts[0], kept, bad),
-    )
+    bad = {name: why for _, result, _ in files for name, why in result.data["bad"].items()}
+    report = _report(files, _unused_alignments(parts, kept, bad), _unused_hits(parts[0], kept, bad))
     if not kept:
         return report
     with StoreWriter(out) as writer:
         done = 0
-        for part, answer, each in settled:
-            for found in each:
+        for part, result, entries in files:
+            for found in entries:
                 if found["kept"]:
                     place = found["record"]
-                    record = Packed(part.record(answer, place["number"]), place["header"], place["crc"])
+                    record = Packed(part.record(result, place["number"]), place["header"], place["crc"])
                     writer.add(found["name"], record, found["meta"] | {"cluster": found["cluster"]})
                     done += 1
                     tell(done, len(kept), "writing")
-        origin = {name: parts[0].plan[name] for name in ("warpfold", "options", "inputs")}
+        origin = {name: parts[0].manifest[name] for name in ("warpfold", "options", "inputs")}
         texts = {"pack.json": report.text(), "pack.tsv": report.table()}
         writer.finish(texts | {"sources.json": json.dumps(origin, indent=1) + "\n"})
     return report
 
 
-def _entry(found: Found) -> Entry:
-    return Entry(**{name: found[name] for name in _ENTRY})
+def _report(files: FileResults, unused: dict[str, str], unused_hits: dict[str, str]) -> PackReport:
+    names = [field.name for field in fields(PackEntry)]
+    entries = [PackEntry(**{name: found[name] for name in names}) for _, _, each in files for found in each]
+    return PackReport(sorted(entries, key=lambda entry: entry.sort_key), unused, unused_hits)
 
 
-def _settled(parts: Sequence[PartFolder]) -> list[tuple[PartFolder, Answer, list[Found]]]:
-    """The structure files of all parts in the order of their names, each with its entries; no two kept of one name."""
-    jobs = sorted(((job, part, answer) for part in parts for job, answer in part.jobs("structure")), key=lambda j: j[0])
+def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
+    """Return the structure files of all parts in the order of their names, each with its entries.
+
+    No two entries of one name are kept.
+    """
+    jobs = sorted(((job, part, result) for part in parts for job, result in part.jobs("structure")), key=lambda j: j[0])
     holders: dict[str, str] = {}
-    settled = []
-    for _, part, answer in jobs:
-        each: list[Found] = [dict(found) for found in answer.data["entries"]]
+    files = []
+    for _, part, result in jobs:
+        each: list[Found] = [dict(found) for found in result.data["entries"]]
         gone = {found["name"]: holders[found["name"]] for found in each if found["kept"] and found["name"] in holders}
         for found in each:
             name, shares = found["name"], found.get("shares", "")
@@ -102,21 +101,21 @@ def _settled(parts: Sequence[PartFolder]) -> list[tuple[PartFolder, Answer, list
                 found |= {"kept": False, "reason": f"a copy of {shares}, which is also in {gone[shares]}"}
             elif found["kept"]:
                 holders[name] = found["file"]
-        settled.append((part, answer, each))
-    return settled
+        files.append((part, result, each))
+    return files
 
 
-def _clusters(kept: Sequence[Found], plan: Plan, executor: Executor | None) -> list[str]:
-    """The name of each chain's cluster: as a file has it, or of the chain that stands for it."""
+def _clusters(kept: Sequence[Found], manifest: Manifest, executor: Executor | None) -> list[str]:
+    """Return the name of each chain's cluster: as a file has it, or of the chain that stands for it."""
     keys, sequences = [found["name"] for found in kept], [found["sequence"] for found in kept]
     first: dict[str, str] = {}
     for key, sequence in zip(keys, sequences):
         first.setdefault(sequence, key)
     alone = [first[sequence] for sequence in sequences]
-    if plan["clusters"]:
-        named = read_clusters(plan["clusters"], keys, {found["name"]: found["entity"] for found in kept})
+    if manifest["clusters"]:
+        named = read_clusters(manifest["clusters"], keys, {found["name"]: found["entity"] for found in kept})
         return [named.get(key, other) for key, other in zip(keys, alone)]
-    identity = plan["options"]["cluster_identity"]
+    identity = manifest["options"]["cluster_identity"]
     if identity >= 1:
         return alone
     return [keys[index] for index in cluster_sequences(sequences, identity, executor)]
@@ -126,7 +125,7 @@ def _unused_alignments(parts: Sequence[PartFolder], kept: Sequence[Found], bad: 
     used = {name for found in kept for name in found["alignments"]}
     sequences = {found["sequence"] for found in kept}
     unused = {}
-    for name, query, error in sorted(row for part in parts for row in part.answers["alignments"].data):
+    for name, query, error in sorted(row for part in parts for row in part.results["alignments"].data):
         if name not in used:
             alike = "its chains have alignments that bear their names"
             none = "no chain that is kept has this sequence"
@@ -136,7 +135,7 @@ def _unused_alignments(parts: Sequence[PartFolder], kept: Sequence[Found], bad: 
 
 def _unused_hits(part: PartFolder, kept: Sequence[Found], bad: dict[str, str]) -> dict[str, str]:
     used = {name for found in kept for name in found["hits"]}
-    hits = part.answers["hits"].data if "hits" in part.answers else []
+    hits = part.results["hits"].data if "hits" in part.results else []
     return {
         name: why or bad.get(name, "no chain that is kept has this name")
         for name, why in hits

@@ -1,9 +1,10 @@
-"""A part of a store in the making: a folder with the answers of all jobs that are done, which outlives a kill.
+"""A part of a store that is being packed: a folder with the results of all finished jobs, which survives a kill.
 
-`plan.json` says of what inputs and options it is, `records` holds bytes, and `journal` a line for each job: its
-answer, and where its records lie.  A line is written after its records and under a checksum, so that whatever a kill
-leaves, what is whole is known.  Another line says that a job was begun: one that kills every process that tries it is
-known by it.  `queries` has the queries of the alignments that this part read; other parts of the store look there.
+`plan.json` is its manifest: of what inputs and options it is made.  `records` holds bytes, and `journal` a line for
+each job: its result, and where its records lie.  A line is written after its records and with a checksum, so that
+whatever a kill leaves, we know what is whole.  Another line says that a job was begun: it identifies a job that kills
+every process that tries it.  `queries` has the queries of the alignments that this part read; other parts of the store
+look there.
 """
 
 import json
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from warpfold.bulk import Part
 from warpfold.data.store.folders import lock_folder, refuse_foreign, remove_own
@@ -22,19 +23,19 @@ from warpfold.errors import UserError
 from warpfold.files import pread
 
 FORMAT, VERSION = "warpfold-part", 2
-_END = "end"  # the job after all jobs; its answer is the inputs that were done
+_END = "end"  # the job after all jobs; its result is the inputs that were done
 _BEGUN, _STOPPED, _FORGOTTEN = "begun", "stopped", "forgotten"  # no jobs: lines that say something about some
 _OWN = ("plan.json", "plan.json.new", "journal", "records", "queries", "lock")
 _PIECE = 1 << 24  # bytes of the records that are checked at a time
 
-Identity = tuple[str, int, int]  # of an alignment: name, bytes, nanoseconds since 1970
-Query = tuple[str, str]  # of an alignment, and what is wrong with it: one of them is empty
+FileVersion = tuple[str, int, int]  # of an alignment: name, bytes, nanoseconds since 1970
+QueryOrError = tuple[str, str]  # of an alignment, and what is wrong with it: one of them is empty
 
-Plan = dict[str, Any]  # "part", "warpfold" (version), "options", "inputs", as JSON can hold them
+Manifest = dict[str, Any]  # "part", "warpfold" (version), "options", "inputs", as JSON can hold them
 
 
 @dataclass(frozen=True)
-class Answer:
+class JobResult:
     """What a job found, and where its records lie."""
 
     data: Any  # as JSON can hold it
@@ -43,7 +44,10 @@ class Answer:
 
 
 def part_path(out: Path, part: Part) -> Path:
-    """Where a part of the store `out` is made.  Errors: UserError for "." and its like, beside which nothing lies."""
+    """Return where a part of the store `out` is made.
+
+    Errors: UserError for "." and its like, beside which nothing lies.
+    """
     if out.name in ("", ".."):
         raise UserError(f"--out {out}: no name for a store; name a folder that is not there yet")
     return out.with_name(f"{out.name}.part-{part.number}-of-{part.count}")
@@ -55,22 +59,29 @@ def part_paths(out: Path, count: int) -> list[Path]:
     return [out.with_name(name) for name in os.listdir(out.parent) if name.startswith(begin) and name.endswith(end)]
 
 
-def query_job(identity: Identity) -> str:
+def query_job(version: FileVersion) -> str:
     """Return the name of the job that reads an alignment's query: of this very file, not of a later one of its name."""
-    return " ".join(map(str, ("query", *identity)))
+    return " ".join(map(str, ("query", *version)))
 
 
-def is_alike(path: Path, plan: Plan) -> bool:
+def query_lines(part: Path, at: int = 0) -> Iterator[tuple[list[tuple[FileVersion, QueryOrError]], int]]:
+    """Yield the queries that a part has read, by line of its file from byte `at` on, with the length of the line."""
+    for text, length in _whole_lines(part / "queries", at):
+        rows = json.loads(text)
+        yield [((name, size, changed), (query, error)) for name, size, changed, query, error in rows], length
+
+
+def has_same_options(path: Path, manifest: Manifest) -> bool:
     """Return whether a folder is a part that is made by this version with the same options, of whatever inputs."""
     try:
-        other = _read_plan(path)
+        other = _read_manifest(path)
     except UserError:
         return False
-    return bool(other["warpfold"] == plan["warpfold"] and other["options"] == plan["options"])
+    return bool(other["warpfold"] == manifest["warpfold"] and other["options"] == manifest["options"])
 
 
-def differences(one: Plan, other: Plan) -> list[str]:
-    """What differs between two plans, as a person would say it."""
+def differences(one: Manifest, other: Manifest) -> list[str]:
+    """Return what differs between two manifests, as a person would say it."""
     found = []
     for group, say in (("options", "--{}".format), ("inputs", "{} files".format)):
         names = [*one[group], *(name for name in other[group] if name not in one[group])]
@@ -79,61 +90,59 @@ def differences(one: Plan, other: Plan) -> list[str]:
 
 
 class PartFolder:
-    """A part, open for reading: its plan, and the answers of its jobs by name.
+    """A part, open for reading: its manifest, and the results of its jobs by name.
 
     Errors: UserError for a folder that is no part.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.plan = _read_plan(path)
-        self.answers: dict[str, Answer] = {}
-        self.tried: Counter[str] = Counter()  # jobs that were begun and have no answer: how often
+        self.manifest = _read_manifest(path)
+        self.results: dict[str, JobResult] = {}
+        self.tried: Counter[str] = Counter()  # jobs that were begun and have no result: how often
         self._whole = 0, 0  # bytes of the journal and of the records that are whole
         with open(path / "records", "rb") as records:
-            self._read_journal(records.fileno())
+            for text, length in _whole_lines(path / "journal"):
+                job, data, sizes, crc = json.loads(text)
+                journal, at = self._whole
+                if _crc(records.fileno(), sum(sizes), at) != crc:
+                    break
+                self._take(job, JobResult(data, at, sizes))
+                self._whole = journal + length, at + sum(sizes)
 
     @property
     def part(self) -> Part:
-        return Part.parse(self.plan["part"])
+        return Part.parse(self.manifest["part"])
 
     @property
     def finished(self) -> bool:
-        """Return whether all jobs are done, for the very inputs of the plan."""
-        return _END in self.answers and self.answers[_END].data == self.plan["inputs"]
+        """Return whether all jobs are done, for the very inputs of the manifest."""
+        return _END in self.results and self.results[_END].data == self.manifest["inputs"]
 
-    def jobs(self, kind: str) -> list[tuple[str, Answer]]:
-        """Names and answers of the jobs whose names begin with `kind` and a blank, in the order of the names."""
-        return sorted((job, answer) for job, answer in self.answers.items() if job.startswith(f"{kind} "))
+    def jobs(self, kind: str) -> list[tuple[str, JobResult]]:
+        """Return names and results of the jobs whose names begin with `kind` and a blank, in the order of the names."""
+        return sorted((job, result) for job, result in self.results.items() if job.startswith(f"{kind} "))
 
-    def record(self, answer: Answer, number: int) -> bytes:
-        """Return one of the records of an answer.  No file stays open: a merge may have thousands of parts."""
+    def record(self, result: JobResult, number: int) -> bytes:
+        """Return one of the records of a result.  No file stays open: a merge may have thousands of parts."""
         with open(self.path / "records", "rb") as records:
-            return pread(records.fileno(), answer.sizes[number], answer.at + sum(answer.sizes[:number]))
+            return pread(records.fileno(), result.sizes[number], result.at + sum(result.sizes[:number]))
 
-    def _read_journal(self, records: int) -> None:
-        """Takes lines as long as they, and what they say of the records, are whole."""
-        journal, at = 0, 0
-        for text, length in whole_lines(self.path / "journal"):
-            job, data, sizes, crc = json.loads(text)
-            if _crc(records, sum(sizes), at) != crc:
-                break
-            self._take(job, Answer(data, at, sizes))
-            journal, at = journal + length, at + sum(sizes)
-        self._whole = journal, at
-
-    def _take(self, job: str, answer: Answer) -> None:
+    def _take(self, job: str, result: JobResult) -> None:
         """Do what a line of the journal says."""
         if job == _BEGUN:
-            self.tried.update(answer.data)
+            self.tried.update(result.data)
         elif job == _STOPPED:
-            for name in answer.data:
-                self.tried.pop(name, None)
+            self._forget_trials(result.data)
         elif job == _FORGOTTEN:
-            for name in answer.data:
-                self.answers.pop(name, None)
+            for name in result.data:
+                self.results.pop(name, None)
         else:
-            self.answers[job] = answer
+            self.results[job] = result
+            self._forget_trials([job])
+
+    def _forget_trials(self, jobs: Sequence[str]) -> None:
+        for job in jobs:
             self.tried.pop(job, None)
 
 
@@ -148,7 +157,7 @@ def _crc(file: int, size: int, at: int) -> int | None:
     return crc
 
 
-def whole_lines(path: Path, at: int = 0) -> Iterator[tuple[bytes, int]]:
+def _whole_lines(path: Path, at: int = 0) -> Iterator[tuple[bytes, int]]:
     """Yield the lines of a journal from byte `at` on, without checksums, each with its length, until one is torn."""
     with open(path, "rb") as lines:
         lines.seek(at)
@@ -168,73 +177,68 @@ def checked_line(value: Any) -> bytes:
 class PartWriter(PartFolder):
     """A part, open for writing by this process alone; continues one that was begun with the same options.
 
-    The inputs may be others than those it was begun with: who does the jobs asks which answers still hold.
+    The inputs may be others than those it was begun with: who does the jobs asks which results still hold.
     Errors: UserError if another process is writing it, if it was begun with other options or by another version, if the
     folder holds what no part has, or the disk refuses.
     """
 
-    def __init__(self, path: Path, plan: Plan) -> None:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         refuse_foreign(path, _OWN.__contains__)
         self._lock = lock_folder(path, path)
-        plan = {"format": FORMAT, "version": VERSION, **plan}
-        file = path / "plan.json"
-        begun = _read_plan(path) if file.exists() and _size(path / "journal") else None
+        manifest = {"format": FORMAT, "version": VERSION, **manifest}
+        file, journal = path / "plan.json", path / "journal"
+        begun = _read_manifest(path) if file.exists() and journal.exists() and journal.stat().st_size else None
         if begun is not None:
-            _refuse_other(path, begun, plan)
-        if begun != plan:
+            _check_same_run(path, begun, manifest)
+        if begun != manifest:
             fresh = path / "plan.json.new"
-            fresh.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+            fresh.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
             fresh.rename(file)
         for name in ("journal", "records", "queries"):
             (path / name).touch()
         super().__init__(path)
-        self.queries: dict[Identity, Query] = {}
+        self.queries: dict[FileVersion, QueryOrError] = {}
         whole = 0
-        for text, length in whole_lines(path / "queries"):
-            self._take_queries(text)
+        for found, length in query_lines(path):
+            self._take_queries(found)
             whole += length
-        self._journal_file = open(path / "journal", "r+b")  # noqa: SIM115 (open until the end)
+        self._begun: set[str] = set()  # by this process, and not done
+        self._journal_file = open(journal, "r+b")  # noqa: SIM115 (open until the end)
         self._records_file = open(path / "records", "r+b")  # noqa: SIM115
         self._queries_file = open(path / "queries", "r+b")  # noqa: SIM115
-        self._begun: set[str] = set()  # by this process, and not done
         self._opened = (self._journal_file, self._records_file, self._queries_file)
-        for opened, size in zip(self._opened, (*self._whole, whole)):
+        for opened, size in zip(self._opened, (*self._whole, whole)):  # what a kill left torn goes
             opened.truncate(size)
             opened.seek(size)
 
-    def _take_queries(self, text: bytes) -> None:
-        for name, size, changed, query, error in json.loads(text):
-            self.queries[(name, size, changed)] = (query, error)
-            self.tried.pop(query_job((name, size, changed)), None)
-
     def add(self, job: str, data: Any, records: Sequence[bytes] = ()) -> None:
-        """Keeps the answer of a job and its records."""
-        try:
-            answer = Answer(data, self._records_file.tell(), [len(record) for record in records])
-            crc = 0
-            for record in records:
-                self._records_file.write(record)
-                crc = zlib.crc32(record, crc)
-            self._records_file.flush()
-            self._journal_file.write(checked_line([job, data, answer.sizes, crc]))
-            self._journal_file.flush()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
-        self._take(job, answer)
+        """Keep the result of a job and its records."""
+        result = JobResult(data, self._records_file.tell(), [len(record) for record in records])
+        crc = 0
+        for record in records:
+            crc = zlib.crc32(record, crc)
+        self._append(self._records_file, *records)
+        self._append(self._journal_file, checked_line([job, data, result.sizes, crc]))
+        self._take(job, result)
         self._begun.discard(job)
 
-    def add_queries(self, found: Sequence[tuple[Identity, Query]]) -> None:
+    def add_queries(self, found: Sequence[tuple[FileVersion, QueryOrError]]) -> None:
         """Keep the queries of some alignments, where the other parts of the store find them."""
+        self._append(self._queries_file, checked_line([[*version, *query] for version, query in found]))
+        self._take_queries(found)
+        self._begun.difference_update(query_job(version) for version, _ in found)
+
+    def _take_queries(self, found: Sequence[tuple[FileVersion, QueryOrError]]) -> None:
+        self.queries.update(found)
+        self._forget_trials([query_job(version) for version, _ in found])
+
+    def _append(self, file: IO[bytes], *pieces: bytes) -> None:
         try:
-            line = checked_line([[*identity, *query] for identity, query in found])
-            self._queries_file.write(line)
-            self._queries_file.flush()
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
-        self.queries.update(found)
-        for identity, _ in found:
-            self.tried.pop(query_job(identity), None)
-            self._begun.discard(query_job(identity))
 
     def begin(self, jobs: Sequence[str]) -> None:
         """Note that these jobs are tried now, so that one that ends this process is known for it afterwards."""
@@ -242,61 +246,52 @@ class PartWriter(PartFolder):
         self._begun.update(jobs)
 
     def forget(self, jobs: Sequence[str]) -> None:
-        """Drop the answers of jobs."""
+        """Drop the results of jobs."""
         if jobs:
             self.add(_FORGOTTEN, list(jobs))
 
     def finish(self) -> None:
-        """Marks the part as whole."""
+        """Mark the part as whole."""
         for file in (self._records_file, self._journal_file):
             os.fsync(file.fileno())
-        self.add(_END, self.plan["inputs"])
+        self.add(_END, self.manifest["inputs"])
 
     def close(self) -> None:
-        """Release the part; jobs that were begun and are not done are not held against their files."""
-        if self._begun:
+        """Close the files and release the lock."""
+        if self._begun:  # a stop is not held against the files of the jobs that it interrupts
             with suppress(UserError, ValueError):  # a full disk, or a folder that was removed
                 self.add(_STOPPED, sorted(self._begun))
         for file in (*self._opened, self._lock):
             with suppress(OSError):  # on a full disk; `add` has said so
                 file.close()
 
-    def remove(self) -> None:
-        """Takes the folder away; to be closed yet."""
-        remove_part(self.path)
-
 
 def remove_part(path: Path) -> None:
-    """Remove the folder of a part, and nothing that parts do not have."""
+    """Delete the folder of a part, and nothing that parts do not have; a writer of it has still to be closed."""
     remove_own(path, _OWN.__contains__)
 
 
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
-
-
-def _read_plan(path: Path) -> Plan:
-    file = path / "plan.json"
+def _read_manifest(path: Path) -> Manifest:
     try:
-        plan = json.loads(file.read_text(encoding="utf-8"))
-        known = (plan["format"], plan["version"]) == (FORMAT, VERSION)
-        whole = {"part", "warpfold", "options", "inputs"} <= plan.keys() and (path / "records").exists()
+        manifest = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        known = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
+        whole = {"part", "warpfold", "options", "inputs"} <= manifest.keys() and (path / "records").exists()
     except (OSError, ValueError, KeyError, TypeError):
         whole = known = False
     if not whole:
         raise UserError(f"{path}: no part of a store; `warpfold pack --shard I/N` makes them")
     if not known:
         raise UserError(f"{path}: a part of another version of WarpFold; remove it and pack it again")
-    return plan
+    return manifest
 
 
-def _refuse_other(path: Path, begun: Plan, plan: Plan) -> None:
+def _check_same_run(path: Path, begun: Manifest, manifest: Manifest) -> None:
     """Raise UserError for other options or another version, and say which inputs differ as well."""
-    found = differences(begun, plan)
-    version = begun["warpfold"] != plan["warpfold"]
+    found = differences(begun, manifest)
+    version = begun["warpfold"] != manifest["warpfold"]
     if version:
-        found.append(f"WarpFold {begun['warpfold']}, not {plan['warpfold']}")
-    if version or begun["options"] != plan["options"]:
+        found.append(f"WarpFold {begun['warpfold']}, not {manifest['warpfold']}")
+    if version or begun["options"] != manifest["options"]:
         raise UserError(
             f"{path}: an unfinished run with other inputs or options ({', '.join(found)}); repeat its command to "
             "finish it, or remove the folder to start over"
@@ -304,11 +299,11 @@ def _refuse_other(path: Path, begun: Plan, plan: Plan) -> None:
 
 
 def check_parts(parts: Sequence[PartFolder]) -> None:
-    """UserError unless these are all parts of one store, each once and whole."""
+    """Raise UserError unless these are all parts of one store, each once and whole."""
     first = parts[0]
     by_number: dict[int, PartFolder] = {}
     for one in parts:
-        if found := differences(first.plan, one.plan):
+        if found := differences(first.manifest, one.manifest):
             raise UserError(
                 f"{one.path}: belongs to another store than {first.path} (it differs in {', '.join(found)}); pack both "
                 "with the same inputs and options"

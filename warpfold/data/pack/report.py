@@ -1,4 +1,4 @@
-"""The account of a packing run: what became of every chain and file, as JSON, as a table and in a line."""
+"""The report of a packing run: what became of every chain and file, as JSON, as a table and in a line."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ TABLE = (
 
 
 @dataclass
-class Entry:
+class PackEntry:
     """What became of one chain, or of one file that could not be read."""
 
     name: str
@@ -33,26 +33,30 @@ class Entry:
     hits: list[str] = field(default_factory=list)
     templates_refused: dict[str, int] = field(default_factory=dict)  # reason, how many
 
+    @property
+    def sort_key(self) -> tuple[str, str]:
+        return self.file, self.name
+
 
 @dataclass(frozen=True)
-class Report:
-    """The account of a run; `pack.json` and `pack.tsv` in the store hold the same."""
+class PackReport:
+    """The report of a run; `pack.json` and `pack.tsv` in the store hold the same."""
 
-    entries: list[Entry]
+    entries: list[PackEntry]
     unused: dict[str, str]  # alignment file -> why no chain uses it
     unused_hits: dict[str, str] = field(default_factory=dict)
-    finished_before: bool = False  # nothing was to do: the store was there, of the same inputs and options
+    finished_before: bool = False  # there was nothing to do: the store was there, with the same inputs and options
 
     @property
-    def kept(self) -> list[Entry]:
+    def kept(self) -> list[PackEntry]:
         return [entry for entry in self.entries if entry.kept]
 
     @property
-    def dropped(self) -> list[Entry]:
+    def dropped(self) -> list[PackEntry]:
         return [entry for entry in self.entries if not entry.kept]
 
     def to_json(self) -> dict[str, Any]:
-        """Kept and dropped entries, how often each reason occurs, and unused files, as JSON can hold them."""
+        """Return kept and dropped entries, how often each reason occurs, and unused files, as JSON can hold them."""
         return {
             "kept": [asdict(entry) for entry in self.kept],
             "dropped": [asdict(entry) for entry in self.dropped],
@@ -62,24 +66,25 @@ class Report:
         }
 
     def text(self) -> str:
-        """`to_json` as text, an entry per line."""
-        parts = []
+        """Return `to_json` as text, an entry per line."""
+        groups = []
         for name, value in self.to_json().items():
-            rows = value if isinstance(value, list) else [{key: one} for key, one in value.items()]
-            lines = [json.dumps(row, separators=(", ", ": "), ensure_ascii=False) for row in rows]
-            lines = lines if isinstance(value, list) else [line[1:-1] for line in lines]
-            open_, close = "[]" if isinstance(value, list) else "{}"
-            parts.append(f'"{name}": {open_}' + ",".join(f"\n  {line}" for line in lines) + f"\n {close}")
-        return "{\n " + ",\n ".join(parts) + "\n}\n"
+            if isinstance(value, list):
+                (begin, end), lines = "[]", [json.dumps(row, ensure_ascii=False) for row in value]
+            else:
+                (begin, end), lines = "{}", [json.dumps({key: value[key]}, ensure_ascii=False)[1:-1] for key in value]
+            groups.append(f'"{name}": {begin}' + ",".join(f"\n  {line}" for line in lines) + f"\n {end}")
+        return "{\n " + ",\n ".join(groups) + "\n}\n"
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Report":
-        """The inverse, of a store that was finished before."""
-        entries = sorted((Entry(**entry) for entry in [*data["kept"], *data["dropped"]]), key=order)
+    def from_json(cls, data: Mapping[str, Any]) -> "PackReport":
+        """Read the report of a store that was finished before."""
+        entries = [PackEntry(**entry) for entry in [*data["kept"], *data["dropped"]]]
+        entries.sort(key=lambda entry: entry.sort_key)
         return cls(entries, data["unused_alignments"], data["unused_hits"], finished_before=True)
 
     def table(self) -> str:
-        """Tab-separated text, a line per entry and per unused file, with a header."""
+        """Return tab-separated text, a line per entry and per unused file, with a header."""
         lines: list[tuple[str, ...]] = [TABLE]
         for entry in self.entries:
             values = asdict(entry) | {"status": "kept" if entry.kept else "dropped"}
@@ -91,28 +96,20 @@ class Report:
         return "".join("\t".join(line) + "\n" for line in lines)
 
     def summary(self) -> str:
-        """One line of numbers."""
+        """Return one line of numbers."""
         alone = sum(not entry.alignments for entry in self.kept)
-        parts = [
-            f"{len(self.kept)} chains kept ({alone} with their sequence alone), {len(self.dropped)} dropped",
-            f"{len(self.unused)} alignments unused",
-        ]
+        text = f"{len(self.kept)} chains kept ({alone} with their sequence alone), {len(self.dropped)} dropped, "
+        text += f"{len(self.unused)} alignments unused"
         if any(entry.hits for entry in self.kept):
             count = sum(entry.templates for entry in self.kept)
-            parts.append(f"{count} templates" + ("" if count else self._no_templates()))
-        return ", ".join(parts)
-
-    def _no_templates(self) -> str:
-        """Return why none of the hits became a template, with how often."""
-        reasons: Counter[str] = Counter()
-        for entry in self.kept:
-            reasons.update(entry.templates_refused)
-        return f" ({'; '.join(f'{n} x {why}' for why, n in reasons.most_common()) or 'the files hold no hits'})"
-
-
-def order(entry: Entry) -> tuple[str, str]:
-    """How entries of a report are sorted."""
-    return entry.file, entry.name
+            text += f", {count} templates"
+            if not count:
+                reasons: Counter[str] = Counter()
+                for entry in self.kept:
+                    reasons.update(entry.templates_refused)
+                why = "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common())
+                text += f" ({why or 'the files hold no hits'})"
+        return text
 
 
 def _cell(value: Any) -> str:
@@ -121,8 +118,8 @@ def _cell(value: Any) -> str:
     return "" if value is None else " ".join(str(value).split())
 
 
-def describe(store: Store) -> dict[str, Any]:
-    """What is in a store, as JSON can hold it; "packed" says of what inputs and options, if `pack` made it."""
+def summarize_store(store: Store) -> dict[str, Any]:
+    """Return what is in a store, as JSON can hold it; "packed" says of what inputs and options, if `pack` made it."""
 
     def column(name: str) -> list[Any]:
         return [value for value in store.column(name) if value is not None] if name in store.columns else []
@@ -138,20 +135,20 @@ def describe(store: Store) -> dict[str, Any]:
         "shards": sum(file.suffix == ".wfs" for file in files),
         "entries": len(store),
         "residues": sum(lengths),
-        "length": spread(lengths),
-        "depth": spread(depths),
+        "length": quartiles(lengths),
+        "depth": quartiles(depths),
         "alone": sum(depth <= 1 for depth in depths),
-        "templates": spread(templates),
+        "templates": quartiles(templates),
         "with_templates": sum(count > 0 for count in templates),
         "clusters": len(set(column("cluster"))),
-        "resolution": spread(column("resolution")),
+        "resolution": quartiles(column("resolution")),
         "release_date": [min(days).isoformat(), max(days).isoformat()] if days else None,
         "packed": json.loads(origin.read_text(encoding="utf-8")) if origin.exists() else None,
     }
 
 
-def description(found: Mapping[str, Any]) -> str:
-    """What `describe` found, for people."""
+def store_summary_text(found: Mapping[str, Any]) -> str:
+    """Return what `summarize_store` found, as text for people."""
 
     def values(name: str) -> str:
         return ", ".join(f"{key} {value:g}" for key, value in (found[name] or {}).items()) or "unknown"
@@ -175,10 +172,10 @@ def description(found: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:16s}{text}" for name, text in rows.items())
 
 
-def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """The least, the quartiles and the largest of some numbers; None without any."""
+def quartiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Return the least, the quartiles and the largest of some numbers; None without any."""
     ordered = sorted(values)
     if not ordered:
         return None
-    places = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
-    return {name: ordered[round(place * (len(ordered) - 1))] for name, place in places.items()}
+    shares = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
+    return {name: ordered[round(share * (len(ordered) - 1))] for name, share in shares.items()}

@@ -1,17 +1,21 @@
-"""What is searched for, and in what: FASTA databases of any size, read some megabytes at a time, surveyed once."""
+"""What is searched for, with what and in what: FASTA databases of any size, read some megabytes at a time."""
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from warpfold.data.formats.alignment import LETTERS, is_nucleic
 from warpfold.errors import UserError
 from warpfold.files import opened
 
 CHUNK = 32 << 20  # bytes of FASTA held at a time; pyhmmer's sequences take some six times as much
-SAMPLE = 1 << 20  # bytes at either end of a file that stand for it where the whole is too much to read
+# Rows of an alignment, the query's included, by how its database is called: AlphaFold2's uniref_max_hits and
+# mgnify_max_hits.
+MAX_ROWS = {"uniref90": 10_000, "mgnify": 501, "mgy": 501}
+OTHER_MAX_ROWS = 10_000
 
 _BLANKS = b" \t\n\r\v\f"
 _RESIDUES = "".join(LETTERS).encode() + "".join(LETTERS).lower().encode() + b"*"  # * is a stop codon
@@ -19,11 +23,48 @@ _NUCLEOTIDES = b"ACGTUNacgtun*"
 _NAMED_HEADER = re.compile(rb"\n>[ \t]*[^\s][^\n]*")  # a literal start makes the search some ten times faster
 _NUCLEIC_RECORD = b" mol:na "  # in pdb_seqres; some hold letters that no protein has
 
-Tell = Callable[[int, int], None]  # done, of how many
+Tell = Callable[[int, int], None]  # done, total (0 if unknown)
 
 
 @dataclass(frozen=True)
-class Query:
+class Database:
+    """A database to search, and what its results are called."""
+
+    name: str
+    path: Path
+    max_rows: int = OTHER_MAX_ROWS  # of an alignment, the query's included
+
+    @classmethod
+    def parse(cls, text: str, max_rows: Mapping[str, int] | None = None) -> "Database":
+        """Parse "NAME=FILE", or "FILE", which is called like the file without its endings.
+
+        max_rows: by name, in place of AlphaFold2's; "" stands for every database.
+        Errors: UserError for a name that is no file's.
+        """
+        name, given, file = text.partition("=")
+        if not given or Path(text).exists():
+            file = text
+            name = re.sub(r"(\.(fasta|fas|fa|faa|fsa|txt|gz))+$", "", Path(text).name, flags=re.IGNORECASE)
+        if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name, re.ASCII):
+            raise UserError(f"--database {text}: {name!r} is no name for a file; give one, NAME={file}")
+        known = (rows for start, rows in MAX_ROWS.items() if name.lower().startswith(start))
+        given_rows = max_rows or {}
+        return cls(name, Path(file), given_rows.get(name, given_rows.get("", next(known, OTHER_MAX_ROWS))))
+
+
+def parse_max_hits(texts: Sequence[str]) -> dict[str, int]:
+    """Parse "N" and "NAME=N": rows by database name, "" for every database.  Errors: UserError for anything else."""
+    found = {}
+    for text in texts:
+        name, _, count = text.rpartition("=")
+        if not count.isdecimal() or int(count) < 2:
+            raise UserError(f"--max-hits {text}: expected N or NAME=N, a number from 2 (the query is one of them)")
+        found[name] = int(count)
+    return found
+
+
+@dataclass(frozen=True)
+class SearchQuery:
     """A protein to search for, and what was found already: A3M rows without the query's, or nothing."""
 
     sequence: str
@@ -39,8 +80,36 @@ class Survey:
     residues: int = 0
 
 
+class Engine(Protocol):
+    """What searches: `Jackhmmer`, `Hmmsearch`, `MMseqs2`, `HHblits`; picklable."""
+
+    name: str
+
+    def per_pass(self, threads: int) -> int:
+        """Return how many queries share one call of `search`."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that the results depend on but query and database.  Errors: UserError without the program."""
+        ...
+
+    def survey(self, path: Path, tell: Tell) -> Survey:
+        """Return what is known of a database.  Errors: UserError if `path` is none of this engine's."""
+        ...
+
+    def search(
+        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
+    ) -> list[str | UserError]:
+        """Return what is found for each query, or why there is nothing: A3M rows, best first, without the query's own.
+
+        max_rows: of one alignment, the query's included.  tell: called with the records searched, and all there are.
+        Errors: UserError if all these queries have failed.
+        """
+        ...
+
+
 def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
-    """Whole records of a FASTA file, gzipped or not, about `size` bytes at a time.
+    """Yield whole records of a FASTA file, gzipped or not, about `size` bytes at a time.
 
     Records that pdb_seqres calls nucleic acids (mol:na) are left out.
     Errors: UserError if it cannot be read, is empty, no FASTA, or a gzip stream cut short.
@@ -60,9 +129,9 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
 
 
 def survey_fasta(path: Path, tell: Tell = lambda done, total: None) -> Survey:
-    """Reads a FASTA database once: every record is looked at, so that no search fails on it hours later.
+    """Read a FASTA database once: every record is looked at, so that no search fails on it hours later.
 
-    The digest is that of the text, so a file and its gzipped copy have the same.  `tell` hears records read.
+    The digest is that of the text, so a file and its gzipped copy have the same.  tell: called with the records read.
     Errors: UserError as of `read_chunks`; for a record without name, a character that is no residue, a header that is
     not UTF-8 (each with the record); for nucleic acids.
     """
@@ -85,24 +154,8 @@ def survey_fasta(path: Path, tell: Tell = lambda done, total: None) -> Survey:
     return Survey(digest.hexdigest(), records, residues)
 
 
-def survey_files(files: list[Path]) -> Survey:
-    """Of a database in a program's own format, often a terabyte: names, sizes and both ends of its files.
-
-    files: those it consists of, sorted.  Errors: UserError if one cannot be read.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        with opened(file, unpack=False) as data:
-            size = file.stat().st_size
-            digest.update(f"{file.name}\0{size}\0".encode())
-            digest.update(data.read(SAMPLE))
-            data.seek(max(size - SAMPLE, 0))
-            digest.update(data.read(SAMPLE))
-    return Survey(digest.hexdigest())
-
-
 def _proteins(chunk: bytes) -> bytes:
-    """Records without those of nucleic acids."""
+    """Return records without those of nucleic acids."""
     if _NUCLEIC_RECORD not in chunk:
         return chunk
     records = chunk[1:].split(b"\n>")
@@ -119,7 +172,7 @@ def _is_text(chunk: bytes) -> bool:
 
 
 def _first_bad(chunk: bytes, before: int) -> str:
-    """What is wrong with the first bad record of a chunk, `before` records having come before it."""
+    """Return what is wrong with the first bad record of a chunk, `before` records having come before it."""
     for number, record in enumerate(chunk[1:].split(b"\n>"), before + 1):
         header, _, sequence = record.partition(b"\n")
         name = header.decode(errors="replace").split(maxsplit=1)
@@ -129,9 +182,9 @@ def _first_bad(chunk: bytes, before: int) -> str:
             return f"record {number}, {name[0]!r}, is not UTF-8 text; save the file as UTF-8"
         letters = sequence.translate(None, _BLANKS)
         if illegal := letters.translate(None, _RESIDUES):
-            place = letters.index(illegal[:1]) + 1
+            position = letters.index(illegal[:1]) + 1
             return (
-                f"record {number}, {name[0]!r}, position {place} has {chr(illegal[0])!r}, which is no amino acid; "
+                f"record {number}, {name[0]!r}, position {position} has {chr(illegal[0])!r}, which is no amino acid; "
                 "correct or remove it (a database has no gaps)"
             )
     raise AssertionError("no bad record")

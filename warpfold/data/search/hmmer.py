@@ -8,7 +8,7 @@ it wait for the end.
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,7 +19,6 @@ from pyhmmer.easel import (
     AA,
     Alphabet,
     DigitalMSA,
-    DigitalSequence,
     DigitalSequenceBlock,
     SequenceFile,
     TextMSA,
@@ -28,31 +27,35 @@ from pyhmmer.easel import (
 from pyhmmer.errors import EaselError
 from pyhmmer.plan7 import HMM, Background, Builder, Pipeline, TopHits, Trace
 
-from warpfold.data.search.database import Query, Survey, Tell, read_chunks, survey_fasta
+from warpfold.data.search.database import Engine, SearchQuery, Survey, Tell, read_chunks, survey_fasta
 from warpfold.errors import UserError
 
 AMINO = Alphabet.amino()
 LONGEST = 100_000  # residues of a query or target: HMMER's limit
 NO_TEMPLATES = "# STOCKHOLM 1.0\n//\n"
 Made = TypeVar("Made")
-FAILURES = (MemoryError, EaselError)  # what may go wrong with one query and leave the others be
+FAILURES = (MemoryError, EaselError)  # what may go wrong with one query without stopping the others
+
+# HMMER's thresholds under its own names: E-values to report and include a target and a domain, and the three filters.
+Thresholds = dict[str, Any]
+
+
+class HmmerEngine(Engine):
+    """What jackhmmer and hmmsearch have in common: databases are FASTA."""
+
+    def per_pass(self, threads: int) -> int:
+        """Return how many queries share one reading of a database.
+
+        One thread reads as fast as six search for one query, and what is on the way when a run is stopped is lost.
+        """
+        return max(4, threads)
+
+    def survey(self, path: Path, tell: Tell) -> Survey:
+        return survey_fasta(path, tell)
 
 
 @dataclass(frozen=True)
-class Thresholds:
-    """HMMER's, under its own names: E-values to report and include a target and a domain, and the three filters."""
-
-    E: float
-    domE: float
-    incE: float
-    incdomE: float
-    F1: float
-    F2: float
-    F3: float
-
-
-@dataclass(frozen=True)
-class Jackhmmer:
+class Jackhmmer(HmmerEngine):
     """Alignments as AlphaFold2 makes them of UniRef90 and MGnify (Supp. 1.2.2): jackhmmer -N 1 -E 1e-4 --incE 1e-4
     --F1 5e-4 --F2 5e-5 --F3 5e-7, the rest as jackhmmer has it (--domE 10, --incdomE 1e-3: its manual page).
 
@@ -65,38 +68,28 @@ class Jackhmmer:
 
     @property
     def thresholds(self) -> Thresholds:
-        return Thresholds(self.e_value, 10.0, self.e_value, 1e-3, 5e-4, 5e-5, 5e-7)
-
-    def per_pass(self, threads: int) -> int:
-        """See `queries_per_pass`."""
-        return queries_per_pass(threads)
+        e_values = {"E": self.e_value, "domE": 10.0, "incE": self.e_value, "incdomE": 1e-3}
+        return e_values | {"F1": 5e-4, "F2": 5e-5, "F3": 5e-7}
 
     def identity(self) -> dict[str, Any]:
-        """All that its results depend on but query and database."""
-        return {"engine": self.name, **_versions(), "iterations": self.iterations, **asdict(self.thresholds)}
-
-    def survey(self, path: Path, tell: Tell) -> Survey:
-        """See `survey_fasta`."""
-        return survey_fasta(path, tell)
+        versions = {"engine": self.name, "pyhmmer": pyhmmer.__version__}
+        return {**versions, "iterations": self.iterations, **self.thresholds}
 
     def search(
-        self, queries: Sequence[Query], path: Path, survey: Survey, most: int, threads: int, tell: Tell
+        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
     ) -> list[str | UserError]:
-        """A3M rows of what is found for each query, best first, without the query's own row, or why there are none.
-
-        most: rows of one alignment, the query's included.  `tell` hears of the records searched, of how many.
-        """
+        """Return A3M rows; see `Engine`."""
         failed: dict[int, UserError] = {}
-        found: dict[int, _Best] = {}
+        best: dict[int, _BestRows] = {}
         included: dict[int, set[str]] = {i: set() for i in range(len(queries))}
-        profiles = _profiles({i: partial(_single, query.sequence) for i, query in enumerate(queries)}, failed)
+        profiles = _profiles({i: partial(_sequence_profile, query.sequence) for i, query in enumerate(queries)}, failed)
         for iteration in range(self.iterations):
-            found |= {i: _Best(most - 1, survey.records, self.thresholds.incdomE) for i in profiles}
+            best |= {i: _BestRows(max_rows - 1, survey.records, self.thresholds["incdomE"]) for i in profiles}
             kept: dict[int, list[TopHits]] = {i: [] for i in profiles}
             for i, part in _scan(profiles, path, survey, self.thresholds, threads, tell):
                 hits = _attempt(i, part.result, failed)
                 if hits is not None:
-                    found[i].add(hits, profiles[i].M)
+                    best[i].add(hits, profiles[i].M)
                     if iteration + 1 < self.iterations:
                         kept[i].append(hits)
             following: dict[int, Callable[[], HMM[AA]]] = {}
@@ -104,42 +97,37 @@ class Jackhmmer:
                 names = {hit.name for hits in kept[i] for hit in hits.included}
                 if names - included[i]:  # else nothing new: it has converged, or this was the last
                     included[i] |= names
-                    following[i] = partial(_next, queries[i].sequence, kept[i])
+                    following[i] = partial(_next_profile, queries[i].sequence, kept[i])
             profiles = _profiles(following, failed)
-        return [failed.get(i) or found[i].a3m() for i in range(len(queries))]
+        return [failed.get(i) or best[i].a3m() for i in range(len(queries))]
 
 
 @dataclass(frozen=True)
-class Hmmsearch:
+class Hmmsearch(HmmerEngine):
     """Template hits as AlphaFold-Multimer finds them: a profile of an alignment, its columns the query's residues
     (hmmbuild --hand), against the sequences of the PDB (hmmsearch --F1 .1 --F2 .1 --F3 .1 -E 100 --domE 100 --incE 100
     --incdomE 100, the command that AlphaFold 2.2 logs).
     """
 
     name = "hmmsearch"
-    thresholds = Thresholds(100.0, 100.0, 100.0, 100.0, 0.1, 0.1, 0.1)
 
-    def per_pass(self, threads: int) -> int:
-        """See `queries_per_pass`."""
-        return queries_per_pass(threads)
+    @property
+    def thresholds(self) -> Thresholds:
+        e_values = dict.fromkeys(("E", "domE", "incE", "incdomE"), 100.0)
+        return e_values | {"F1": 0.1, "F2": 0.1, "F3": 0.1}
 
     def identity(self) -> dict[str, Any]:
-        """All that its results depend on but query and database."""
-        return {"engine": self.name, **_versions(), **asdict(self.thresholds)}
-
-    def survey(self, path: Path, tell: Tell) -> Survey:
-        """See `survey_fasta`."""
-        return survey_fasta(path, tell)
+        return {"engine": self.name, "pyhmmer": pyhmmer.__version__, **self.thresholds}
 
     def search(
-        self, queries: Sequence[Query], path: Path, survey: Survey, most: int, threads: int, tell: Tell
+        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
     ) -> list[str | UserError]:
-        """Stockholm text for each query as `hmmsearch -A` writes it: a row per domain, best first, its match columns
-        (#=GC RF) the query's residues.  `most` is of no account: a choice among templates needs their dates.
+        """Return Stockholm text for each query as `hmmsearch -A` writes it: a row per domain, best first, its match
+        columns (#=GC RF) the query's residues.  `max_rows` is ignored: a choice among templates needs their dates.
         """
         failed: dict[int, UserError] = {}
         kept: dict[int, list[TopHits]] = {i: [] for i in range(len(queries))}
-        profiles = _profiles({i: partial(_of_alignment, query) for i, query in enumerate(queries)}, failed)
+        profiles = _profiles({i: partial(_alignment_profile, query) for i, query in enumerate(queries)}, failed)
         for i, part in _scan(profiles, path, survey, self.thresholds, threads, tell):
             hits = _attempt(i, part.result, failed)
             if hits is not None:
@@ -147,33 +135,23 @@ class Hmmsearch:
         return [failed.get(i) or _stockholm(kept[i]) for i in kept]
 
 
-def queries_per_pass(threads: int) -> int:
-    """Queries that share one reading of a database: one thread reads as fast as six search for one query, and what is
-    on the way when a run is stopped is lost.
-    """
-    return max(4, threads)
+def _sequence_profile(sequence: str) -> "HMM[AA]":
+    """Return the profile of one sequence: BLOSUM62, as phmmer and jackhmmer's first iteration make it."""
+    query = TextSequence(name="query", sequence=sequence).digitize(AMINO)
+    return Builder(AMINO).build(query, Background(AMINO))[0]
 
 
-def _versions() -> dict[str, str]:
-    return {"pyhmmer": pyhmmer.__version__}
-
-
-def _single(sequence: str) -> "HMM[AA]":
-    """The profile of one sequence: BLOSUM62, as phmmer and jackhmmer's first iteration make it."""
-    return Builder(AMINO).build(_digital("query", sequence), Background(AMINO))[0]
-
-
-def _next(sequence: str, hits: Sequence[TopHits]) -> "HMM[AA]":
-    """The profile of the query and all that was included; its match columns stay the query's residues."""
-    query = _digital("query", sequence)
+def _next_profile(sequence: str, hits: Sequence[TopHits]) -> "HMM[AA]":
+    """Return the profile of the query and all that was included; its match columns stay the query's residues."""
+    query = TextSequence(name="query", sequence=sequence).digitize(AMINO)
     traces = [Trace.from_sequence(query)]
-    alignment = _merged(hits).to_msa(AMINO, [query], traces, digitize=True, all_consensus_cols=True)
+    alignment = hits[0].merge(*hits[1:]).to_msa(AMINO, [query], traces, digitize=True, all_consensus_cols=True)
     alignment.name = "query"
     return Builder(AMINO, architecture="hand").build_msa(cast("DigitalMSA[AA]", alignment), Background(AMINO))[0]
 
 
-def _of_alignment(query: Query) -> "HMM[AA]":
-    """The profile of a query and its A3M rows, a match state for every residue of the query."""
+def _alignment_profile(query: SearchQuery) -> "HMM[AA]":
+    """Return the profile of a query and its A3M rows, with a match state for every residue of the query."""
     sequences, reference = in_columns([query.sequence, *query.rows.split("\n")[1::2]])
     rows = [TextSequence(name=str(i), sequence=row) for i, row in enumerate(sequences)]
     alignment = TextMSA(name="query", sequences=rows)
@@ -181,18 +159,10 @@ def _of_alignment(query: Query) -> "HMM[AA]":
     return Builder(AMINO, architecture="hand").build_msa(alignment.digitize(AMINO), Background(AMINO))[0]
 
 
-def _digital(name: str, sequence: str) -> "DigitalSequence[AA]":
-    return TextSequence(name=name, sequence=sequence).digitize(AMINO)
-
-
-def _merged(hits: Sequence[TopHits]) -> TopHits:
-    return hits[0].merge(*hits[1:])
-
-
 def _scan(
     profiles: Mapping[int, "HMM[AA]"], path: Path, survey: Survey, thresholds: Thresholds, threads: int, tell: Tell
 ) -> Iterator[tuple[int, Future[TopHits]]]:
-    """Every profile against every part of the database, in a fixed order: which, and its hits there."""
+    """Search every part of the database with every profile; yield which, and its hits there, in a fixed order."""
     done = 0
     with ThreadPoolExecutor(threads) as pool:
         blocks = _blocks(path)
@@ -212,11 +182,11 @@ def _scan(
 
 
 def _search(hmm: "HMM[AA]", part: "DigitalSequenceBlock[AA]", thresholds: Thresholds, records: int) -> TopHits:
-    return Pipeline(AMINO, Z=records, **asdict(thresholds)).search_hmm(hmm, part)
+    return Pipeline(AMINO, Z=records, **thresholds).search_hmm(hmm, part)
 
 
 def _blocks(path: Path) -> Iterator["DigitalSequenceBlock[AA]"]:
-    """The database, `CHUNK` bytes at a time, without the sequences that are too long for HMMER."""
+    """Yield the database, `CHUNK` bytes at a time, without the sequences that are too long for HMMER."""
     for chunk in read_chunks(path):
         with SequenceFile(io.BytesIO(chunk), format="fasta", digital=True, alphabet=AMINO) as file:
             block = cast("DigitalSequenceBlock[AA]", file.read_block())
@@ -227,7 +197,7 @@ def _blocks(path: Path) -> Iterator["DigitalSequenceBlock[AA]"]:
 
 
 def _attempt(query: int, make: Callable[[], Made], failed: dict[int, UserError]) -> Made | None:
-    """What `make` makes, or None for a query that has failed, now or before."""
+    """Return what `make` makes, or None for a query that has failed, now or before."""
     try:
         made = make()
     except FAILURES as error:
@@ -236,17 +206,13 @@ def _attempt(query: int, make: Callable[[], Made], failed: dict[int, UserError])
 
 
 def _profiles(makers: "Mapping[int, Callable[[], HMM[AA]]]", failed: dict[int, UserError]) -> "dict[int, HMM[AA]]":
-    """The profiles of the queries for which one can be made."""
-    made = {}
-    for i, make in makers.items():
-        profile = _attempt(i, make, failed)
-        if profile is not None:
-            made[i] = profile
-    return made
+    """Return the profiles of the queries for which one can be made."""
+    made = ((i, _attempt(i, make, failed)) for i, make in makers.items())
+    return {i: profile for i, profile in made if profile is not None}
 
 
 @dataclass
-class _Best:
+class _BestRows:
     """The best rows of one query's alignment, out of any number."""
 
     most: int
@@ -257,37 +223,30 @@ class _Best:
     rows: list[tuple[float, str, int, float, str, str]] = field(default_factory=list)
 
     def add(self, hits: TopHits, length: int) -> None:
-        """The hits of one part of the database; rows on the `length` match states of the profile."""
+        """Add the hits of one part of the database; rows on the `length` match states of the profile."""
         self.reported += len(hits.reported)
         for hit in hits.included:
             for number, domain in enumerate(hit.domains):
                 if domain.pvalue * self.reported <= self.threshold:
-                    header, row = _row(hit.name, hit.description, domain.alignment, length)
+                    one = domain.alignment
+                    header = f"{hit.name}/{one.target_from}-{one.target_to} {hit.description or ''}".rstrip()
+                    letters = one.target_sequence.replace("*", "x")  # a stop codon inside an insertion
+                    row = "-" * (one.hmm_from - 1) + letters + "-" * (length - one.hmm_to)
                     self.rows.append((-hit.score, hit.name, number, domain.pvalue, header, row))
-        if len(self.rows) > 2 * self.most:
-            self._cut()
-
-    def _cut(self) -> None:
-        """Drops what cannot be among the best: domZ may still grow, but never beyond the records there are."""
-        self.rows.sort()
-        certain = np.cumsum([row[3] * self.records <= self.threshold for row in self.rows])
-        del self.rows[int(np.searchsorted(certain, self.most)) + 1 :]
+        if len(self.rows) > 2 * self.most:  # what cannot be among the best goes
+            self.rows.sort()
+            # domZ may still grow, but never beyond the records there are: what is below the threshold then is certain
+            certain = np.cumsum([row[3] * self.records <= self.threshold for row in self.rows])
+            del self.rows[int(np.searchsorted(certain, self.most)) + 1 :]
 
     def a3m(self) -> str:
-        """Rows as A3M, best target first, its domains in their order."""
+        """Return rows as A3M, best target first, its domains in their order."""
         good = [row for row in sorted(self.rows) if row[3] * self.reported <= self.threshold]
         return "".join(f">{header}\n{letters}\n" for *_, header, letters in good[: self.most])
 
 
-def _row(name: str, description: str | None, alignment: Any, length: int) -> tuple[str, str]:
-    """A domain as A3M: the header with its range in the target, and the row on all of the query's residues."""
-    header = f"{name}/{alignment.target_from}-{alignment.target_to} {description or ''}".rstrip()
-    letters = alignment.target_sequence.replace("*", "x")  # a stop codon inside an insertion
-    return header, "-" * (alignment.hmm_from - 1) + letters + "-" * (length - alignment.hmm_to)
-
-
 def in_columns(rows: Sequence[str]) -> tuple[list[str], str]:
-    """A3M rows as rows of one width, insertions in columns of their own, and which columns are the query's (x).
+    """Return A3M rows as rows of one width, insertions in columns of their own, and which columns are the query's (x).
 
     No loop runs over characters: every letter's column is the sum of what stands before it.
     """
@@ -311,8 +270,8 @@ def in_columns(rows: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _stockholm(hits: Sequence[TopHits]) -> str:
-    """What `hmmsearch -A` writes."""
-    merged = _merged(hits)
+    """Return what `hmmsearch -A` writes."""
+    merged = hits[0].merge(*hits[1:])
     if not any(len(hit.domains.included) for hit in merged.included):
         return NO_TEMPLATES
     alignment = merged.to_msa(AMINO, all_consensus_cols=True)

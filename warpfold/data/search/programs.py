@@ -1,5 +1,6 @@
 """MMseqs2 and HH-suite, where they are installed: searches by programs on PATH, in databases of their own formats."""
 
+import hashlib
 import shutil
 import subprocess
 import tempfile
@@ -9,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from warpfold.data.formats.sequences import parse_alignment, write_fasta
-from warpfold.data.search.database import Query, Survey, Tell, survey_files
+from warpfold.data.search.database import Engine, SearchQuery, Survey, Tell
 from warpfold.errors import UserError
+from warpfold.files import opened
 
-SHOWN = 3  # last lines of a failed program's words
+SHOWN = 3  # last lines of a failed program's output
+SAMPLE = 1 << 20  # bytes at either end of a file that stand for it: the whole is too much to read
 
 
 @dataclass(frozen=True)
-class MMseqs2:
+class MMseqs2(Engine):
     """`mmseqs search`, iterated with profiles, then `result2msa`; all queries of a pass in one call.
 
     sensitivity: MMseqs2's -s.  e_value: to be in the alignment, and in the profile of the next iteration.
@@ -28,26 +31,19 @@ class MMseqs2:
     name = "mmseqs2"
 
     def per_pass(self, threads: int) -> int:
-        """Queries of one call: its start takes seconds, whatever their number."""
-        return 256
+        return 256  # the start of a call takes seconds, whatever their number
 
     def identity(self) -> dict[str, Any]:
-        """All that its results depend on but query and database.  Errors: UserError without the program."""
         program = _program("mmseqs", self.name, "apt install mmseqs2, or conda install -c bioconda mmseqs2")
         return {"engine": self.name, "program": _run([program, "version"]).strip(), **asdict(self)}
 
     def survey(self, path: Path, tell: Tell) -> Survey:
-        """Of the files `mmseqs createdb` made.  Errors: UserError if `path` is no such database."""
         return _survey(path, ".dbtype", f"make one with `mmseqs createdb {path} DATABASE` and name that")
 
     def search(
-        self, queries: Sequence[Query], path: Path, survey: Survey, most: int, threads: int, tell: Tell
+        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
     ) -> list[str | UserError]:
-        """A3M rows of what is found for each query, best first, without the query's own row.
-
-        most: rows of one alignment, the query's included.
-        Errors: UserError if the program fails, with its last words: then all these queries have failed.
-        """
+        """Return A3M rows; see `Engine`.  Errors: UserError if the program fails, with its last words."""
         with tempfile.TemporaryDirectory(prefix="warpfold-mmseqs-") as folder:
             where = Path(folder)
             records = [(str(i), query.sequence) for i, query in enumerate(queries)]
@@ -57,7 +53,7 @@ class MMseqs2:
             _run(["mmseqs", "createdb", str(where / "queries.fasta"), query, *quiet])
             search = ["mmseqs", "search", query, str(path), hits, str(where / "work"), "-a", "1"]
             search += ["--num-iterations", str(self.iterations), "-s", str(self.sensitivity)]
-            search += ["-e", str(self.e_value), "--e-profile", str(self.e_value), "--max-seqs", str(most)]
+            search += ["-e", str(self.e_value), "--e-profile", str(self.e_value), "--max-seqs", str(max_rows)]
             _run([*search, *parallel, *quiet])
             # 6: A3M, its headers with E-value and ranges
             _run(["mmseqs", "result2msa", query, str(path), hits, msa, "--msa-format-mode", "6", *parallel, *quiet])
@@ -66,12 +62,12 @@ class MMseqs2:
             for file in sorted(Path(rows).glob("*.a3m")):
                 text = file.read_text(encoding="utf-8").strip("\0\n")
                 number = int(text.partition("\n")[0].removeprefix(">"))  # the first row is the query's
-                results[number] = _found(text, queries[number], most, "mmseqs")
+                results[number] = _found(text, queries[number], max_rows, "mmseqs")
         return [results.get(i, "") for i in range(len(queries))]
 
 
 @dataclass(frozen=True)
-class HHblits:
+class HHblits(Engine):
     """hhblits as AlphaFold2 calls it for BFD and UniRef30 (Supp. 1.2.2; the command that it logs): -n 3 -e 1e-3
     -maxseq 1e6 -realign_max 1e5 -maxfilt 1e5 -min_prefilter_hits 1000.
     """
@@ -81,43 +77,37 @@ class HHblits:
     name = "hhblits"
 
     def per_pass(self, threads: int) -> int:
-        """hhblits takes one query at a time."""
         return 1
 
     def identity(self) -> dict[str, Any]:
-        """All that its results depend on but query and database.  Errors: UserError without the program."""
         program = _program("hhblits", self.name, "apt install hhsuite, or conda install -c bioconda hhsuite")
         return {"engine": self.name, "program": _run([program, "-h"]).partition(":")[0].strip(), **asdict(self)}
 
     def survey(self, path: Path, tell: Tell) -> Survey:
-        """Of an HH-suite database's files.  Errors: UserError if `path` is none (without _a3m.ffdata)."""
         return _survey(path, "_a3m.ffdata", "name an HH-suite database without this ending")
 
     def search(
-        self, queries: Sequence[Query], path: Path, survey: Survey, most: int, threads: int, tell: Tell
+        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
     ) -> list[str | UserError]:
-        """A3M rows of what is found for each query, without the query's own row, or why there are none.
-
-        most: rows of one alignment, the query's included.
-        """
-        return [self._one(query, path, most, threads) for query in queries]
-
-    def _one(self, query: Query, path: Path, most: int, threads: int) -> str | UserError:
-        with tempfile.TemporaryDirectory(prefix="warpfold-hhblits-") as folder:
-            source, rows = Path(folder, "query.fasta"), Path(folder, "rows.a3m")
-            source.write_text(write_fasta([("query", query.sequence)]), encoding="utf-8")
-            command = ["hhblits", "-i", str(source), "-d", str(path), "-oa3m", str(rows), "-o", "/dev/null"]
-            command += ["-cpu", str(threads), "-n", str(self.iterations), "-e", str(self.e_value)]
-            command += ["-maxseq", "1000000", "-realign_max", "100000", "-maxfilt", "100000"]
-            try:
-                _run([*command, "-min_prefilter_hits", "1000", "-v", "1"])
-                return _found(rows.read_text(encoding="utf-8"), query, most, "hhblits")
-            except UserError as error:
-                return error
+        """Return A3M rows; see `Engine`.  A query for which the program fails has its last words as error."""
+        found: list[str | UserError] = []
+        for query in queries:
+            with tempfile.TemporaryDirectory(prefix="warpfold-hhblits-") as folder:
+                source, rows = Path(folder, "query.fasta"), Path(folder, "rows.a3m")
+                source.write_text(write_fasta([("query", query.sequence)]), encoding="utf-8")
+                command = ["hhblits", "-i", str(source), "-d", str(path), "-oa3m", str(rows), "-o", "/dev/null"]
+                command += ["-cpu", str(threads), "-n", str(self.iterations), "-e", str(self.e_value)]
+                command += ["-maxseq", "1000000", "-realign_max", "100000", "-maxfilt", "100000"]
+                try:
+                    _run([*command, "-min_prefilter_hits", "1000", "-v", "1"])
+                    found.append(_found(rows.read_text(encoding="utf-8"), query, max_rows, "hhblits"))
+                except UserError as error:
+                    found.append(error)
+        return found
 
 
 def _program(program: str, engine: str, cure: str) -> str:
-    """Where the program is, or UserError."""
+    """Return where the program is, or raise UserError."""
     found = shutil.which(program)
     if found is None:
         raise UserError(f"--engine {engine}: `{program}` is not on PATH; install it ({cure}), or use jackhmmer")
@@ -125,7 +115,7 @@ def _program(program: str, engine: str, cure: str) -> str:
 
 
 def _run(command: Sequence[str]) -> str:
-    """What a program prints; UserError with its last words if it fails or is not there."""
+    """Return what a program prints; raise UserError with its last words if it fails or is not there."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except FileNotFoundError:
@@ -138,19 +128,31 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _survey(path: Path, ending: str, cure: str) -> Survey:
+    """Survey a database in a program's own format, often a terabyte, by names, sizes and both ends of its files.
+
+    Errors: UserError if there is none, or a file cannot be read.
+    """
     if not path.with_name(path.name + ending).exists():
         raise UserError(f"{path}: no database of this engine ({path.name}{ending} is not there); {cure}")
-    return survey_files(sorted(file for file in path.parent.glob(f"{path.name}*") if file.is_file()))
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(file for file in path.parent.glob(f"{path.name}*") if file.is_file()):
+        with opened(file, unpack=False) as data:
+            size = file.stat().st_size
+            digest.update(f"{file.name}\0{size}\0".encode())
+            digest.update(data.read(SAMPLE))
+            data.seek(max(size - SAMPLE, 0))
+            digest.update(data.read(SAMPLE))
+    return Survey(digest.hexdigest())
 
 
-def _found(text: str, query: Query, most: int, program: str) -> str | UserError:
-    """The rows of a program's A3M below the query's; a range that MMseqs2 put into a header as HMMER would write it."""
+def _found(text: str, query: SearchQuery, max_rows: int, program: str) -> str | UserError:
+    """Return the rows of a program's A3M below the query's, a range in MMseqs2's header as HMMER would write it."""
     try:
         parse_alignment(text, program, query.sequence)
     except UserError as error:
         return error
     rows = []
-    for record in text.lstrip(">").strip("\n").split("\n>")[1:most]:
+    for record in text.lstrip(">").strip("\n").split("\n>")[1:max_rows]:
         header, _, letters = record.partition("\n")
         fields = header.split("\t")  # name, bits, identity, E-value, query's start, end, length, target's start, ...
         if len(fields) == 10:

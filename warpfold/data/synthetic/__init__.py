@@ -1,0 +1,1 @@
+"""Sample proteins with alignments, made from nothing: folds, backbones, side chains, sequences and their evolution."""

@@ -18,15 +18,15 @@ from warpfold.data.formats.alignment import Alignment, decode
 from warpfold.data.formats.sequences import write_a3m
 from warpfold.data.structure.mmcif import Chain
 from warpfold.data.structure.write import write_mmcif
-from warpfold.data.synthetic.backbone import Floats, Plan, clashes, draw_plan, packed, with_o_and_cb
-from warpfold.data.synthetic.sequence import draw, evolve, sites
-from warpfold.data.synthetic.sidechain import pack
-from warpfold.data.synthetic.tables import FOLDS
+from warpfold.data.synthetic.backbone import Floats, build, clashes, is_compact, with_o_and_cb
+from warpfold.data.synthetic.folds import FOLDS, Blueprint, draw_blueprint
+from warpfold.data.synthetic.sequence import draw, evolve, model_sites
+from warpfold.data.synthetic.sidechain import add_side_chains
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_MASK, ATOM14_TO_ATOM37, RESTYPE_ORDER
 from warpfold.progress import Progress
 
-BATCH, ATTEMPTS = 48, 40  # plans looked at together, and how often before giving up
+BATCH, ATTEMPTS = 48, 40  # blueprints built together, and how often before giving up
 SHORTEST, LONGEST = 30, 60
 RESOLUTION = 1.0  # angstrom; ideal geometry, and without a figure training would pass over the confidence losses
 
@@ -50,7 +50,7 @@ class Protein:
     """A sample protein: atoms [N, 14, 3] in angstrom (0 where there is none), and an alignment, its own row first."""
 
     name: str
-    plan: Plan
+    blueprint: Blueprint
     sequence: str
     atoms: Floats
     alignment: Alignment
@@ -59,8 +59,9 @@ class Protein:
 def make_protein(
     seed: int, index: int, min_length: int = SHORTEST, max_length: int = LONGEST, depth: tuple[int, int] = (16, 128)
 ) -> Protein:
-    """Protein `index` of the set `seed`; it depends on nothing else.
+    """Make protein `index` of the set `seed`; it depends on nothing else.
 
+    Blueprints of one fold are drawn and built, many at once, until one packs and gets side chains without clashes.
     Lengths in residues, depth in rows of the alignment, all inclusive.  Errors: UserError if no fold fits the lengths.
     """
     rng = np.random.default_rng([seed, index])
@@ -68,24 +69,24 @@ def make_protein(
     fold = None
     for _ in range(ATTEMPTS):
         fold = fold or FOLDS[rng.choice(len(FOLDS), p=weights / weights.sum())]
-        plans = [draw_plan(fold, rng) for _ in range(BATCH)]
-        plans = [plan for plan in plans if min_length <= len(plan.elements) <= max_length]
-        if not plans:  # this fold has other lengths
+        blueprints = [draw_blueprint(fold, rng) for _ in range(BATCH)]
+        blueprints = [one for one in blueprints if min_length <= len(one.elements) <= max_length]
+        if not blueprints:  # this fold has other lengths
             fold = None
             continue
-        good, atoms = packed(plans)
-        for k in np.flatnonzero(good):
-            plan = plans[k]
-            backbone = with_o_and_cb(atoms[k, : len(plan.elements)], plan.torsions[:, 1])
-            if clashes(backbone):
+        longest = max(len(one.torsions) for one in blueprints)
+        torsions = [np.pad(one.torsions, ((0, longest - len(one.torsions)), (0, 0))) for one in blueprints]
+        for blueprint, padded in zip(blueprints, build(np.stack(torsions))):
+            chain = padded[: len(blueprint.elements)]
+            if not is_compact(blueprint, chain) or clashes(backbone := with_o_and_cb(chain, blueprint.torsions[:, 1])):
                 continue
-            model = sites(plan, backbone)
-            blank = np.zeros((1, len(plan.elements)), dtype=np.uint8)
-            drawn = decode(draw(model, blank, np.ones(1), rng)[0])
-            if (done := pack(drawn, backbone, model.fixed)) is not None:
-                sequence, placed = done
-                name = f"sample{index:05d}"
-                return Protein(name, plan, sequence, placed, evolve(model, sequence, plan, depth, rng))
+            sites = model_sites(blueprint, backbone)
+            blank = np.zeros((1, len(chain)), dtype=np.uint8)
+            drawn = decode(draw(sites, blank, np.ones(1), rng)[0])
+            if (made := add_side_chains(drawn, backbone, sites.fixed)) is not None:
+                sequence, atoms = made
+                alignment = evolve(sites, sequence, blueprint, depth, rng)
+                return Protein(f"sample{index:05d}", blueprint, sequence, atoms, alignment)
     raise UserError(f"no fold of {min_length} to {max_length} residues was found; allow lengths from 30 to 60")
 
 
@@ -99,14 +100,23 @@ def generate(
     depth: tuple[int, int] = (16, 128),
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Makes a folder of sample proteins: OUT/mmcif/NAME.cif, OUT/msas/NAME_A.a3m, OUT/manifest.json, OUT/README.txt.
+    """Make a folder of sample proteins: OUT/mmcif/NAME.cif, OUT/msas/NAME_A.a3m, OUT/manifest.json, OUT/README.txt.
 
     Same seed and version, same bytes; protein i is the same however many are asked for.  Lengths in residues, depth in
     rows of the alignment (least, most), all inclusive.  `progress` is called with (done, total, what).  `out` must not
     exist or be empty; it appears when it is complete.  Returns the manifest's entries.  Errors: UserError for `out` in
     use and for arguments that make no sense.
     """
-    _check(out, proteins, seed, min_length, max_length, depth)
+    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists already; name a new folder or remove it")
+    if proteins < 1:
+        raise UserError(f"proteins = {proteins}: at least one")
+    if seed < 0:
+        raise UserError(f"seed = {seed}: not below 0")
+    if min_length > max_length or max_length < SHORTEST or min_length > LONGEST:
+        raise UserError(f"lengths {min_length} to {max_length}: within {SHORTEST} to {LONGEST}, the smaller first")
+    if not 1 <= depth[0] <= depth[1]:
+        raise UserError(f"depth {depth[0]} to {depth[1]}: at least 1, the smaller first")
     partial = out.absolute().with_name(f".{out.name}.{os.getpid()}.partial")
     entries = []
     try:
@@ -117,8 +127,7 @@ def generate(
         for folder in ("mmcif", "msas"):
             (partial / folder).mkdir()
         for index in range(proteins):
-            protein = make_protein(seed, index, min_length, max_length, depth)
-            entries.append(_write(protein, partial))
+            entries.append(_write(make_protein(seed, index, min_length, max_length, depth), partial))
             if progress is not None:
                 progress(index + 1, proteins, "making proteins")
         about = {"generator": f"WarpFold {__version__}", "seed": seed, "proteins": entries}
@@ -133,32 +142,18 @@ def generate(
     return entries
 
 
-def _check(out: Path, proteins: int, seed: int, min_length: int, max_length: int, depth: tuple[int, int]) -> None:
-    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: exists already; name a new folder or remove it")
-    if proteins < 1:
-        raise UserError(f"proteins = {proteins}: at least one")
-    if seed < 0:
-        raise UserError(f"seed = {seed}: not below 0")
-    if min_length > max_length or max_length < SHORTEST or min_length > LONGEST:
-        raise UserError(f"lengths {min_length} to {max_length}: within {SHORTEST} to {LONGEST}, the smaller first")
-    if not 1 <= depth[0] <= depth[1]:
-        raise UserError(f"depth {depth[0]} to {depth[1]}: at least 1, the smaller first")
-
-
 def _write(protein: Protein, out: Path) -> dict[str, Any]:
-    """Writes one protein's files and returns its entry of the manifest."""
+    """Write one protein's files and return its entry of the manifest."""
     structure, alignment = f"mmcif/{protein.name}.cif", f"msas/{protein.name}_A.a3m"
-    chain = to_chain(protein)
-    text = write_mmcif(protein.name, [chain], method="THEORETICAL MODEL", resolution=RESOLUTION)
+    text = write_mmcif(protein.name, [to_chain(protein)], method="THEORETICAL MODEL", resolution=RESOLUTION)
     (out / structure).write_text(text)
     (out / alignment).write_text(write_a3m(protein.alignment))
     return {
         "name": protein.name,
-        "fold": protein.plan.fold,
-        "loops": list(protein.plan.loops),
+        "fold": protein.blueprint.fold.name,
+        "loops": list(protein.blueprint.loops),
         "sequence": protein.sequence,
-        "elements": protein.plan.elements,
+        "elements": protein.blueprint.elements,
         "rows": len(protein.alignment),
         "structure": structure,
         "alignment": alignment,
@@ -166,7 +161,7 @@ def _write(protein: Protein, out: Path) -> dict[str, Any]:
 
 
 def to_chain(protein: Protein) -> Chain:
-    """The protein as the readers give it: chain A, centred, float32."""
+    """Return the protein as the readers give it: chain A, centred, float32."""
     types = np.array([RESTYPE_ORDER[letter] for letter in protein.sequence])
     count = len(types)
     residue, slot = np.nonzero(ATOM14_MASK[types])

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfold.data.formats.alignment import Alignment, encode
-from warpfold.data.synthetic.backbone import Floats, Plan, distances
-from warpfold.geometry.residue import RESTYPE_ORDER, RESTYPES
-
-GAP = 21
+from warpfold.data.synthetic.backbone import Flags, Floats, across, apart, distances
+from warpfold.data.synthetic.folds import Blueprint
+from warpfold.geometry.residue import GAP, RESTYPE_ORDER, RESTYPES
 
 # Relative preferences by element and layer (c core, b boundary, s surface), in the spirit of Chou & Fasman,
 # Biochemistry 13, 211 (1974), and of the layer design of Koga et al. (2012).
@@ -40,9 +39,9 @@ LARGE = {"A": 0.3, "L": 1.5, "F": 2.5, "W": 2.5, "Y": 2.0, "M": 1.5, "V": 0.7}
 # Side-chain volumes, angstrom^3 (Zamyatnin, Prog. Biophys. Mol. Biol. 24, 107 (1972)), in the order of RESTYPES.
 VOLUMES = np.array([89, 174, 114, 111, 109, 144, 138, 60, 153, 167, 167, 169, 163, 190, 113, 89, 116, 228, 194, 140.0])
 CHARGES = np.array([{"K": 1, "R": 1, "D": -1, "E": -1}.get(letter, 0) for letter in RESTYPES])
-GREASY = np.array([letter in "AVILMFWYC" for letter in RESTYPES])
+HYDROPHOBIC = np.array([letter in "AVILMFWYC" for letter in RESTYPES])
 PAIR_REACH = 7.5  # angstrom between CB of a pair
-CHARGE_GAIN, GREASE_GAIN, VOLUME_SPREAD = 2.0, 1.0, 22.0
+CHARGE_GAIN, HYDROPHOBIC_GAIN, VOLUME_SPREAD = 2.0, 1.0, 22.0
 
 
 @dataclass(frozen=True)
@@ -50,72 +49,70 @@ class Sites:
     """What evolution may do with a fold.
 
     preferences: [N, 20], rows sum to 1.  fixed: [N], sites whose type their loop asks for.  pairs: sites that evolve
-    together, each in one pair at most.  couplings: of each pair, the probabilities of its two types [20, 20].
+    together, each in one pair at most.  couplings: for each pair, the probabilities of its two types [20, 20].
     """
 
     preferences: Floats
-    fixed: NDArray[np.bool_]
-    pairs: tuple[tuple[int, int], ...]
-    couplings: tuple[Floats, ...]
+    fixed: Flags
+    pairs: list[tuple[int, int]]
+    couplings: list[Floats]
 
 
-def sites(plan: Plan, backbone: Floats) -> Sites:
-    """What each site of a fold prefers and which sites are paired.  backbone: N, CA, C, O, CB [N, 5, 3], angstrom."""
+def model_sites(blueprint: Blueprint, backbone: Floats) -> Sites:
+    """Return what each site of a fold prefers and which are paired.  backbone: N, CA, C, O, CB [N, 5, 3], angstrom."""
     ca, cb = backbone[:, 1], backbone[:, 4]
-    layers = _layers(plan, _burial(ca, cb))
-    across = (plan.bodies[:, None] != plan.bodies[None, :]) & (plan.bodies >= 0)[:, None] & (plan.bodies >= 0)[None, :]
     cb_cb = distances(cb, cb)
-    room = np.where(across, cb_cb, np.inf).min(1)
-    rows = np.stack([_preferences(plan, i, layers[i], float(room[i])) for i in range(len(ca))])
-    fixed = np.array([letters != "" for letters in plan.letters])
-    pairs = _pairs(cb_cb, across | _strand_pairs(plan), fixed)
+    layers = _layers(blueprint, _burial(ca, cb))
+    between = across(blueprint.bodies)
+    room = np.where(between, cb_cb, np.inf).min(1)
+    rows = np.stack([_preferences(blueprint, i, layers[i], float(room[i])) for i in range(len(ca))])
+    fixed = np.array([letters != "" for letters in blueprint.letters])
+    strand_starts = [a == "E" and b != "E" for a, b in zip(blueprint.elements, "L" + blueprint.elements)]
+    strands = np.where([element == "E" for element in blueprint.elements], np.cumsum(strand_starts), -1)
+    pairs = _pair_off(cb_cb, between | across(strands), fixed)
     couplings = []
     for i, j in pairs:
         joint = rows[i][:, None] * rows[j][None, :] * _coupling(rows[i] @ VOLUMES + rows[j] @ VOLUMES)
         couplings.append(joint / joint.sum())
-    return Sites(rows, fixed, pairs, tuple(couplings))
+    return Sites(rows, fixed, pairs, couplings)
 
 
 def _burial(ca: Floats, cb: Floats) -> Floats:
-    """How many CB lie ahead of each side chain, within some 10 A: [N]."""
+    """Return how many CB lie ahead of each side chain, within some 10 A: [N]."""
     ahead = cb - ca
     toward = cb[None, :, :] - ca[:, None, :]
     far = np.linalg.norm(toward, axis=-1) + 1e-9
     cosine = (toward * ahead[:, None, :]).sum(-1) / far / np.linalg.norm(ahead, axis=-1)[:, None]
     counted = np.clip((10.5 - far) / 2.0, 0.0, 1.0) * np.clip((cosine - 0.1) / 0.5, 0.0, 1.0)
-    place = np.arange(len(ca))
-    return np.where(np.abs(place[:, None] - place[None, :]) > 4, counted, 0.0).sum(1)
+    return np.where(apart(len(ca)) > 4, counted, 0.0).sum(1)
 
 
-def _layers(plan: Plan, burial: Floats) -> str:
-    """Core, boundary or surface (c, b, s) of each residue, by rank among those of helices and strands."""
-    inside = np.flatnonzero(plan.bodies >= 0)
+def _layers(blueprint: Blueprint, burial: Floats) -> str:
+    """Return core, boundary or surface (c, b, s) for each residue, by rank among those of helices and strands."""
+    inside = np.flatnonzero(blueprint.bodies >= 0)
     rank = np.ones(len(burial))
     rank[inside] = np.argsort(np.argsort(-burial[inside], kind="stable")) / len(inside)
     return "".join("c" if r < CORE else "b" if r < BOUNDARY else "s" for r in rank)
 
 
-def _row(text: str) -> Floats:
-    row = np.zeros(20)
-    for word in text.split():
-        row[RESTYPE_ORDER[word[0]]] = float(word[1:])
-    return row / row.sum()
-
-
-def _preferences(plan: Plan, i: int, layer: str, room: float) -> Floats:
-    """Site i's preferences [20]."""
-    if letters := plan.letters[i]:
+def _preferences(blueprint: Blueprint, i: int, layer: str, room: float) -> Floats:
+    """Return the preferences of site i [20]."""
+    if letters := blueprint.letters[i]:
         row = np.full(20, BACKGROUND)
         for k, letter in enumerate(letters):
             row[RESTYPE_ORDER[letter]] += EXACT if k == 0 else (1.0 - EXACT) / (len(letters) - 1)
         return row / row.sum()
-    element = plan.elements[i]
-    row = _row(PREFERENCES[element + layer])
+    element = blueprint.elements[i]
+    text = PREFERENCES[element + layer]
     if element == "H" and layer == "s":
-        if plan.elements[max(i - 3, 0)] != "H":
-            row = _row(HELIX_FIRST)
-        elif plan.elements[min(i + 3, len(plan.elements) - 1)] != "H":
-            row = _row(HELIX_LAST)
+        if blueprint.elements[max(i - 3, 0)] != "H":
+            text = HELIX_FIRST
+        elif blueprint.elements[min(i + 3, len(blueprint.elements) - 1)] != "H":
+            text = HELIX_LAST
+    row = np.zeros(20)
+    for word in text.split():
+        row[RESTYPE_ORDER[word[0]]] = float(word[1:])
+    row /= row.sum()
     for letter, factor in (SMALL if room < TIGHT else LARGE if room > ROOMY and layer == "c" else {}).items():
         row[RESTYPE_ORDER[letter]] *= factor
     if room < TIGHT:
@@ -124,41 +121,33 @@ def _preferences(plan: Plan, i: int, layer: str, room: float) -> Floats:
     return row / row.sum()
 
 
-def _strand_pairs(plan: Plan) -> NDArray[np.bool_]:
-    """Pairs of residues in different strands of one sheet."""
-    number = np.cumsum([a == "E" and b != "E" for a, b in zip(plan.elements, "L" + plan.elements)])
-    strand = np.array([n if e == "E" else -1 for n, e in zip(number, plan.elements)])
-    return (strand[:, None] != strand[None, :]) & (strand >= 0)[:, None] & (strand >= 0)[None, :]
-
-
-def _pairs(cb_cb: Floats, allowed: NDArray[np.bool_], fixed: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    """Pairs off residues in contact, nearest first; each is in one pair at most."""
+def _pair_off(cb_cb: Floats, allowed: Flags, fixed: Flags) -> list[tuple[int, int]]:
+    """Pair off residues in contact, nearest first; each is in one pair at most."""
     allowed = allowed & (cb_cb < PAIR_REACH) & ~fixed[:, None] & ~fixed[None, :]
     first, second = np.nonzero(np.triu(allowed, 5))
-    free = np.ones(len(cb_cb), dtype=bool)
+    taken: set[int] = set()
     pairs = []
     for k in np.argsort(cb_cb[first, second], kind="stable"):
-        i, j = int(first[k]), int(second[k])
-        if free[i] and free[j]:
-            pairs.append((i, j))
-            free[i] = free[j] = False
-    return tuple(pairs)
+        pair = int(first[k]), int(second[k])
+        if taken.isdisjoint(pair):
+            pairs.append(pair)
+            taken.update(pair)
+    return pairs
 
 
 def _coupling(volume: float) -> Floats:
-    """How much a pair of types likes to be in contact [20, 20], where the two side chains should fill `volume`."""
+    """Return how much each pair of types likes to touch [20, 20], where the two side chains should fill `volume`."""
     charge = -CHARGE_GAIN * CHARGES[:, None] * CHARGES[None, :]
-    grease = GREASE_GAIN * np.where(GREASY[:, None] == GREASY[None, :], 1.0, -1.0)
+    alike = HYDROPHOBIC_GAIN * np.where(HYDROPHOBIC[:, None] == HYDROPHOBIC[None, :], 1.0, -1.0)
     fill = -(((VOLUMES[:, None] + VOLUMES[None, :] - volume) / VOLUME_SPREAD) ** 2) / 2.0
-    fill = np.where(GREASY[:, None] & GREASY[None, :], fill, 0.0)
-    return np.exp(charge + grease + fill)
+    fill = np.where(HYDROPHOBIC[:, None] & HYDROPHOBIC[None, :], fill, 0.0)
+    return np.exp(charge + alike + fill)
 
 
 def draw(model: Sites, start: NDArray[np.uint8], change: Floats, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Draws sites anew: start [R, N] codes, each site or pair of row r with probability change[r]; pairs jointly."""
+    """Draw sites anew: start [R, N] codes, each site or pair of row r with probability change[r]; pairs jointly."""
     rows = start.copy()
-    alone = set(range(start.shape[1])) - {i for pair in model.pairs for i in pair}
-    for i in sorted(alone):
+    for i in sorted(set(range(start.shape[1])).difference(*model.pairs)):
         anew = rng.random(len(rows)) < change
         types = np.searchsorted(np.cumsum(model.preferences[i]), rng.random(len(rows)))
         rows[anew, i] = np.minimum(types, 19)[anew]
@@ -169,8 +158,10 @@ def draw(model: Sites, start: NDArray[np.uint8], change: Floats, rng: np.random.
     return rows
 
 
-def evolve(model: Sites, sequence: str, plan: Plan, depth: tuple[int, int], rng: np.random.Generator) -> Alignment:
-    """An alignment of relatives of `sequence`, the query first: between depth[0] and depth[1] rows.
+def evolve(
+    model: Sites, sequence: str, blueprint: Blueprint, depth: tuple[int, int], rng: np.random.Generator
+) -> Alignment:
+    """Return an alignment of relatives of `sequence`, the query first: between depth[0] and depth[1] rows.
 
     A few clades part from the query at different distances, and each row from its clade; in some, loops and ends are
     lost or grow.
@@ -181,7 +172,7 @@ def evolve(model: Sites, sequence: str, plan: Plan, depth: tuple[int, int], rng:
     ancestors = draw(model, np.tile(query, (clades, 1)), rng.uniform(0.0, 0.9, clades), rng)
     rows = draw(model, ancestors[rng.integers(clades, size=count)], rng.uniform(0.05, 0.5, count), rng)
     deletions = np.zeros(rows.shape, dtype=np.int32)
-    loose = np.flatnonzero([element in "LT" for element in plan.elements])
+    loose = np.flatnonzero([element in "LT" for element in blueprint.elements])
     inner = loose[(loose > 0) & (loose < len(query) - 1)]
     for row, inserted in zip(rows, deletions):
         if rng.random() < 0.2:

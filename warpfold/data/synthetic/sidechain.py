@@ -1,6 +1,5 @@
 """Side chains of sample proteins: rotamers placed by ideal geometry, chosen so that none clash."""
 
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -11,6 +10,7 @@ from warpfold.data.synthetic.backbone import (
     MIN_DISTANCE,
     MIN_NEIGHBOUR,
     MIN_POLAR,
+    Flags,
     Floats,
     distances,
     frames,
@@ -26,7 +26,6 @@ from warpfold.geometry.residue import (
     RIGID_GROUP_FRAMES,
 )
 
-Flags = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
 # chi angles, degrees, of common rotamers: Lovell et al., "The penultimate rotamer library", Proteins 40, 389 (2000).
@@ -57,7 +56,7 @@ ROTAMERS: dict[str, tuple[tuple[int, ...], ...]] = {
 SMALLER = dict(zip("WFYMLIVRKQEDNHTSCPA", "FLFLVVAKQSSSSSSAAAG"))
 
 SOFT = 0.4  # angstrom beyond the closest approach at which rotamers begin to avoid each other
-COMMONER = 0.01  # penalty per place in the table of rotamers, angstrom^2
+COMMONER = 0.01  # penalty per position in the table of rotamers, angstrom^2
 SWEEPS, ROUNDS = 4, 6
 
 # Bonds from CA to N, CA, C, O, CB of the residue before, its own (CB lies on the way out: -1), and the next.
@@ -66,27 +65,22 @@ BONDS_FROM_CA = {-1: (4, 3, 2, 3, 4), 0: (1, 0, 1, 2, -1), 1: (2, 3, 4, 5, 4)}
 BONDS_FROM_N = {-1: (3, 2, 1, 2, 3), 0: (0, 1, 2, 3, 2), 1: (3, 4, 5, 6, 5)}
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """Side-chain atoms past CB of all rotamers of a chain, one rotamer after another.
-
-    atoms: [M, 3], angstrom.  polar, depth, owner: [M], nitrogen or oxygen, bonds to CA, residue.  starts: [R], the
-    first atom of each rotamer.  option: [R], its place in the table.
-    """
-
-    atoms: Floats
-    polar: Flags
-    depth: Integers
-    owner: Integers
-    starts: Integers
-    option: Integers
+# Side-chain atoms past CB are columns 5 and on of atom14.  For each residue type: how many bonds they are from CA (as
+# the Greek letters count), and which are nitrogen or oxygen.
+SIDE = 5
+SIDE_DEPTH = [np.array(["ABGDEZH".index(name[1]) for name in names[SIDE:] if name], int) for names in ATOM14_NAMES]
+SIDE_POLAR = [np.array([name[0] in "NO" for name in names[SIDE:] if name], bool) for names in ATOM14_NAMES]
 
 
 @cache
 def rotamers(letter: str) -> Floats:
-    """Atoms of all rotamers in the frame of N, CA, C: [K, 14, 3], angstrom; O as if psi were 0 (Supp. Alg. 24)."""
+    """Return the atoms of all rotamers in the frame of N, CA, C: [K, 14, 3], angstrom; O as if psi were 0.
+
+    This is Supp. Alg. 24.
+    """
     restype = RESTYPE_ORDER[letter]
     default = RIGID_GROUP_FRAMES[restype].astype(np.float64)
+    atoms = np.concatenate([ATOM14_GROUP_POSITIONS[restype], np.ones((14, 1))], axis=-1)
     placed = []
     for chis in ROTAMERS[letter]:
         groups = np.stack([np.eye(4)] * 8)
@@ -95,32 +89,24 @@ def rotamers(letter: str) -> Floats:
             turn = np.eye(4)
             turn[1:3, 1:3] = [[np.cos(chi), -np.sin(chi)], [np.sin(chi), np.cos(chi)]]
             groups[CHI1 + k] = (groups[CHI1 + k - 1] if k else np.eye(4)) @ default[CHI1 + k] @ turn
-        atoms = np.concatenate([ATOM14_GROUP_POSITIONS[restype], np.ones((14, 1))], axis=-1)
         placed.append(np.einsum("aij,aj->ai", groups[ATOM14_GROUP[restype]], atoms)[:, :3])
     return np.stack(placed)
 
 
-@cache
-def _side_atoms(letter: str) -> tuple[Integers, Integers, Flags]:
-    """Atoms past CB: columns of atom14, bonds to CA (as the Greek letters count), which are nitrogen or oxygen."""
-    names = ATOM14_NAMES[RESTYPE_ORDER[letter]]
-    columns = [a for a in range(5, 14) if names[a]]
-    depth = ["ABGDEZH".index(names[a][1]) for a in columns]
-    polar = [names[a][0] in "NO" for a in columns]
-    return np.array(columns, dtype=np.int64), np.array(depth, dtype=np.int64), np.array(polar, dtype=np.bool_)
-
-
-def pack(sequence: str, backbone: Floats, fixed: Flags) -> tuple[str, Floats] | None:
-    """Chooses rotamers that do not clash; residues for which there are none become smaller ones.
+def add_side_chains(sequence: str, backbone: Floats, fixed: Flags) -> tuple[str, Floats] | None:
+    """Choose rotamers that do not clash; residues for which there are none become smaller ones.
 
     sequence: N letters.  backbone: N, CA, C, O, CB [N, 5, 3], angstrom.  fixed: [N], residues that must stay.
     Returns the sequence and its atoms [N, 14, 3], 0 where there is none, or None if nothing is free of clashes.
     """
     letters = list(sequence)
+    rotation, origin = frames(backbone)
     for _ in range(ROUNDS):
-        choice, clashes = _choose(letters, backbone)
+        choice, clashes = _choose_rotamers(letters, backbone)
         if not clashes:
-            return "".join(letters), _place(letters, choice, backbone)
+            atoms = np.stack([rotamers(a)[k] @ r.T + o for a, k, r, o in zip(letters, choice, rotation, origin)])
+            atoms[:, :4] = backbone[:, :4]
+            return "".join(letters), atoms * ATOM14_MASK[[RESTYPE_ORDER[letter] for letter in letters]][..., None]
         for pair in clashes:
             free = [i for i in pair if not fixed[i] and letters[i] in SMALLER]
             if not free:
@@ -130,80 +116,63 @@ def pack(sequence: str, backbone: Floats, fixed: Flags) -> tuple[str, Floats] | 
     return None
 
 
-def _choose(letters: list[str], backbone: Floats) -> tuple[list[int], list[tuple[int, ...]]]:
-    """The rotamer of each residue, and the groups of one or two residues that still clash (one: with the backbone)."""
-    found = _candidates(letters, backbone)
-    residue, starts = found.owner[found.starts], found.starts
-    own = np.maximum.reduceat(_overlap_backbone(letters, found, backbone).max(1), starts)
-    limit = np.where(found.polar[:, None] & found.polar[None, :], MIN_POLAR, MIN_DISTANCE)
-    overlap = np.maximum(limit + SOFT - distances(found.atoms, found.atoms), 0.0)
+def _choose_rotamers(letters: list[str], backbone: Floats) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Return each residue's rotamer, and the groups of one or two residues that clash (one: with the backbone).
+
+    M atoms are those past CB of all rotamers of the chain, one rotamer after another; R are the rotamers.
+    """
+    rotation, origin = frames(backbone)
+    placed, owners, options, depths, polars = [], [], [], [], []
+    for i, letter in enumerate(letters):
+        depth, polar = SIDE_DEPTH[RESTYPE_ORDER[letter]], SIDE_POLAR[RESTYPE_ORDER[letter]]
+        local = np.ascontiguousarray(rotamers(letter)[:, SIDE : SIDE + len(depth)])
+        placed.append((local @ rotation[i].T + origin[i]).reshape(-1, 3))
+        owners.append(np.full(local.shape[:2], i).ravel())
+        options.append(np.repeat(np.arange(len(local)), len(depth)))
+        depths.append(np.tile(depth, len(local)))
+        polars.append(np.tile(polar, len(local)))
+    atoms, owner, option, depth, polar = map(np.concatenate, (placed, owners, options, depths, polars))
+    starts = np.flatnonzero(np.diff(owner * 100 + option, prepend=-1))  # the first atom of each rotamer
+    residue, option = owner[starts], option[starts]
+
+    proline = np.array([letter == "P" for letter in letters])
+    own = np.maximum.reduceat(_overlap_backbone(atoms, owner, polar, depth, proline, backbone).max(1), starts)
+    limit = np.where(polar[:, None] & polar[None, :], MIN_POLAR, MIN_DISTANCE)
+    overlap = np.maximum(limit + SOFT - distances(atoms, atoms), 0.0)
     pair = np.maximum.reduceat(np.maximum.reduceat(overlap, starts, axis=0), starts, axis=1)
     pair[residue[:, None] == residue[None, :]] = 0.0
-    alone, together = own**2 + COMMONER * found.option, pair**2
+
+    # every residue in turn takes the rotamer that is best beside those that the others have
+    alone, together = own**2 + COMMONER * option, pair**2
     members = [np.flatnonzero(residue == i) for i in np.unique(residue)]
     taken = np.array([m[alone[m].argmin()] for m in members])
     for _ in range(SWEEPS):
         for k, m in enumerate(members):
             taken[k] = m[(alone[m] + together[np.ix_(m, taken)].sum(1)).argmin()]
-    choice = [0] * len(letters)
-    for r in taken:
-        choice[residue[r]] = int(found.option[r])
+
+    choice = np.zeros(len(letters), int)
+    choice[residue[taken]] = option[taken]
     clashes: list[tuple[int, ...]] = [(int(residue[r]),) for r in taken if own[r] > SOFT]
     first, second = np.nonzero(np.triu(pair[np.ix_(taken, taken)] > SOFT))
     clashes += [(int(residue[taken[a]]), int(residue[taken[b]])) for a, b in zip(first, second)]
-    return choice, clashes
+    return choice.tolist(), clashes
 
 
-def _candidates(letters: list[str], backbone: Floats) -> Candidates:
-    rotation, origin = frames(backbone)
-    atoms, polar, depth, owner, first, option = [], [], [], [], [], []
-    for i, letter in enumerate(letters):
-        columns, bonds, is_polar = _side_atoms(letter)
-        if len(columns) == 0:
-            continue
-        local = rotamers(letter)[:, columns]
-        kinds = len(local)
-        atoms.append((local @ rotation[i].T + origin[i]).reshape(-1, 3))
-        polar.append(np.tile(is_polar, kinds))
-        depth.append(np.tile(bonds, kinds))
-        owner.append(np.full(kinds * len(columns), i))
-        first.append(np.tile(np.arange(len(columns)) == 0, kinds))
-        option.append(np.arange(kinds))
-    return Candidates(
-        atoms=np.concatenate(atoms),
-        polar=np.concatenate(polar),
-        depth=np.concatenate(depth),
-        owner=np.concatenate(owner),
-        starts=np.flatnonzero(np.concatenate(first)),
-        option=np.concatenate(option),
-    )
-
-
-def _overlap_backbone(letters: list[str], found: Candidates, backbone: Floats) -> Floats:
-    """By how much side-chain atoms come too close to N, CA, C, O, CB of any residue [M, 5 N], SOFT included."""
-    length = len(letters)
-    polar = found.polar[:, None, None] & BACKBONE_POLAR
-    apart = np.abs(found.owner[:, None] - np.arange(length)[None, :])[:, :, None]
-    limit = np.where(polar, MIN_POLAR, np.where(apart <= 1, MIN_NEIGHBOUR, MIN_DISTANCE))
-    far = distances(found.atoms, backbone.reshape(-1, 3)).reshape(-1, length, 5)
+def _overlap_backbone(
+    atoms: Floats, owner: Integers, polar: Flags, depth: Integers, proline: Flags, backbone: Floats
+) -> Floats:
+    """Return by how much side-chain atoms come too close to N, CA, C, O, CB of any residue [M, 5 N], SOFT included."""
+    length = len(backbone)
+    along = np.abs(owner[:, None] - np.arange(length)[None, :])[:, :, None]
+    limit = np.where(along <= 1, MIN_NEIGHBOUR, MIN_DISTANCE)
+    limit = np.where(polar[:, None, None] & BACKBONE_POLAR, MIN_POLAR, limit)
+    far = distances(atoms, backbone.reshape(-1, 3)).reshape(-1, length, 5)
     overlap = np.maximum(limit + SOFT - far, 0.0)
-    proline = np.array([letter == "P" for letter in letters])[found.owner]
     for offset in (-1, 0, 1):
-        near = found.owner + offset
+        near = owner + offset
         m = np.flatnonzero((near >= 0) & (near < length))
-        bonds = found.depth[m, None] + np.array(BONDS_FROM_CA[offset])
-        through_n = 4 - found.depth[m, None] + np.array(BONDS_FROM_N[offset])
-        bonds = np.where(proline[m, None], np.minimum(bonds, through_n), bonds)
+        bonds = depth[m, None] + np.array(BONDS_FROM_CA[offset])
+        through_n = 4 - depth[m, None] + np.array(BONDS_FROM_N[offset])
+        bonds = np.where(proline[owner[m], None], np.minimum(bonds, through_n), bonds)
         overlap[m, near[m]] *= bonds > 3
-    return overlap.reshape(len(found.atoms), -1)
-
-
-def _place(letters: list[str], choice: list[int], backbone: Floats) -> Floats:
-    """Atoms of the chosen rotamers [N, 14, 3], 0 where there is none; N, CA, C and O as the backbone has them."""
-    rotation, origin = frames(backbone)
-    atoms = np.zeros((len(letters), 14, 3))
-    for i, letter in enumerate(letters):
-        atoms[i] = rotamers(letter)[choice[i]] @ rotation[i].T + origin[i]
-        atoms[i, :4] = backbone[i, :4]
-        atoms[i] *= ATOM14_MASK[RESTYPE_ORDER[letter]][:, None]
-    return atoms
+    return overlap.reshape(len(atoms), -1)

@@ -17,9 +17,9 @@ from warpfold.data.synthetic.backbone import (
     radius_of_gyration,
     with_o_and_cb,
 )
+from warpfold.data.synthetic.folds import FOLDS, LOOPS
 from warpfold.data.synthetic.proteins import Protein, generate, make_protein, to_chain
 from warpfold.data.synthetic.sidechain import ROTAMERS, rotamers
-from warpfold.data.synthetic.tables import FOLDS, LOOPS
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_MASK, ATOM14_NAMES, RESTYPE_ORDER
 
@@ -118,9 +118,9 @@ def test_proteins_are_compact() -> None:
     for protein in proteins():
         ratio = radius_of_gyration(protein.atoms[:, 1]) / expected_radius(len(protein.sequence))
         assert 0.75 < ratio < 1.15
-        backbone = with_o_and_cb(protein.atoms[:, :3], protein.plan.torsions[:, 1])
+        backbone = with_o_and_cb(protein.atoms[:, :3], protein.blueprint.torsions[:, 1])
         near = distances(backbone[:, 4], backbone[:, 4]) < 8.0
-        bodies = protein.plan.bodies
+        bodies = protein.blueprint.bodies
         for body in set(bodies[bodies >= 0].tolist()):
             assert near[np.ix_(bodies == body, (bodies >= 0) & (bodies != body))].sum() >= 3
 
@@ -128,7 +128,7 @@ def test_proteins_are_compact() -> None:
 def test_sequences_follow_the_structure() -> None:
     count = {kind: {letter: 0 for letter in RESTYPE_ORDER} for kind in "HELT"}
     for protein in proteins():
-        for letter, kind in zip(protein.sequence, protein.plan.elements):
+        for letter, kind in zip(protein.sequence, protein.blueprint.elements):
             count[kind][letter] += 1
 
     def share(kind: str, letters: str) -> float:
@@ -186,7 +186,7 @@ def test_contacts_covary() -> None:
             continue
         first, second = np.triu_indices(rows.shape[1], 6)
         score = mutual_information(rows)[first, second]
-        cb = with_o_and_cb(protein.atoms[:, :3], protein.plan.torsions[:, 1])[:, 4]
+        cb = with_o_and_cb(protein.atoms[:, :3], protein.blueprint.torsions[:, 1])[:, 4]
         contact = (distances(cb, cb) < 8.0)[first, second]
         ahead.append(score[contact].mean() - score[~contact].mean())
         precision.append(contact[np.argsort(-score)[: rows.shape[1] // 4]].mean())
@@ -211,12 +211,12 @@ def mutual_information(rows: np.ndarray) -> np.ndarray:
 def test_loop_types_have_their_own_letters() -> None:
     """A loop's first choice of letters tells it from the others of its kind: the sequence determines the structure."""
     for kind in LOOPS.values():
-        assert len({loop.letters for loop in kind}) == len(kind)
-        assert all(len(loop.letters) == len(loop.torsions) for loop in kind)
+        assert len({tuple(letters for *_, letters in loop.residues) for loop in kind}) == len(kind)
+        assert all(element == "L" for loop in kind for element, *_ in loop.residues)
 
 
 def test_every_fold_is_made() -> None:
-    made = {make_protein(5, index).plan.fold for index in range(4 * COUNT)}
+    made = {make_protein(5, index).blueprint.fold.name for index in range(4 * COUNT)}
     assert made == {fold.name for fold in FOLDS}
 
 

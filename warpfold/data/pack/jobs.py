@@ -1,0 +1,109 @@
+"""The jobs of a part: done in this process, in several or on a cluster, each noted in the part before it is tried.
+
+A job that kills its process costs only the files that it was to read: the jobs that were under way when a worker
+process or the whole run died are tried again one at a time, in a process of their own; one that kills that process too
+is given up.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from warpfold.bulk import Apart, Died, Processes, deaths_on_cluster
+from warpfold.data.pack.part import PartWriter
+
+DIED = "the process that read it was killed or crashed, most likely for want of memory"
+ATTEMPTS = 3  # a job that was under way in so many runs that died is given up untried
+
+Call = tuple[Callable[[Any], Any], Any]  # a function that workers can import, and its argument
+
+
+@dataclass(frozen=True)
+class PackJob:
+    """A job: its names in the journal, and the first call that it takes.  singles: its pieces, if it has several."""
+
+    names: tuple[str, ...]
+    call: Call
+    singles: tuple["PackJob", ...] = ()
+
+
+NextCall = Callable[[PackJob, Any], Call | None]  # of a job and what its last call returned
+
+
+class _InProcess(Executor):
+    """An executor that does a call when it is handed out."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+class JobRunner:
+    """Do the jobs of the part that `writer` writes.
+
+    executor: of `bulk.pool`.  ahead: how many jobs are handed out at a time.
+    """
+
+    def __init__(self, writer: PartWriter, executor: Executor | None, ahead: int) -> None:
+        self.writer = writer
+        self._executor, self._ahead = (_InProcess(), 1) if executor is None else (executor, ahead)
+
+    def run(self, jobs: Iterable[PackJob], then: NextCall = lambda job, result: None) -> Iterator[tuple[PackJob, Any]]:
+        """Yield each job as it is done, with what its last call returned, or None if it killed its process.
+
+        A job of several pieces is yielded as its `singles` if one of them may have killed a process.  Where the workers
+        are a cluster's, the cluster itself tries a job again elsewhere.
+        """
+        retries_itself = not isinstance(self._executor, _InProcess | Processes)
+        suspects: list[PackJob] = []
+        queue = iter(jobs)
+        running: dict[Future[Any], PackJob] = {}
+
+        def start(job: PackJob, call: Call) -> None:
+            function, argument = call
+            running[self._executor.submit(function, argument)] = job
+
+        while (more := list(islice(queue, max(self._ahead - len(running), 0)))) or running:
+            for job in more:
+                if not retries_itself and any(self.writer.tried[name] for name in job.names):
+                    suspects.append(job)
+                    continue
+                self.writer.begin(job.names)
+                start(job, job.call)
+            wait(running, return_when=FIRST_COMPLETED)
+            for future in [future for future in running if future.done()]:
+                job = running.pop(future)
+                try:
+                    result = future.result()
+                except BrokenProcessPool:
+                    suspects.append(job)
+                except deaths_on_cluster():
+                    yield job, None
+                else:
+                    if call := then(job, result):
+                        start(job, call)
+                    else:
+                        yield job, result
+        with Apart() as apart:
+            for suspect in suspects:
+                for single in suspect.singles or [suspect]:
+                    yield single, self._run_apart(single, then, apart)
+
+    def _run_apart(self, job: PackJob, then: NextCall, apart: Apart) -> Any:
+        """Return what the last call of a job returns, or None if its process died, now or often enough before."""
+        if max(self.writer.tried[name] for name in job.names) >= ATTEMPTS:
+            return None
+        self.writer.begin(job.names)
+        call: Call | None = job.call
+        result = None
+        try:
+            while call:
+                result = apart(*call)
+                call = then(job, result)
+        except Died:
+            return None
+        return result
