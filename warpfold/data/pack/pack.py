@@ -26,7 +26,7 @@ from warpfold.data.pack.merge import finished_report, merge_parts, report_part
 from warpfold.data.pack.part import PartFolder, PartWriter, check_parts, part_path, remove_part
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.errors import UserError
-from warpfold.progress import Progress
+from warpfold.progress import Progress, no_progress
 
 CLUSTER_AHEAD = 1024  # files handed to a cluster at a time: enough for some 500 cores, and 1 GB here at the most
 
