@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import warpfold
-from warpfold.data.formats.dates import given_date, parse_date
 from warpfold.data.pack.build import Options
-from warpfold.data.structure.mmcif import Structure, parse_structure
+from warpfold.data.structure.chain import Structure, given_date, parse_date
+from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 
 SPELLINGS = (
@@ -89,7 +89,7 @@ def test_an_option_that_is_no_date_is_refused() -> None:
 
 
 # Where dates are ordered, as "module: expression".  All of these are `datetime.date`; mypy refuses to order one against
-# text.  Whoever adds a place sees to it that both sides come from `data.formats.dates`, and names it here.
+# text.  Whoever adds a place sees to it that both sides come from `data.structure.chain`, and names it here.
 ORDERED = {
     "data/structure/mmcif.py: min(dates)",
     "data/pack/build.py: min(dates, default=None)",
@@ -97,12 +97,12 @@ ORDERED = {
     "data/pack/build.py: released >= before",
     "data/pack/report.py: max(days)",
     "data/pack/report.py: min(days)",
-    "data/example/template.py: released > max_date",
+    "data/example/templates.py: released > max_date",
 }
 # What is text and is called a date: columns and notes in files, options as they were given.
 TEXT = {
     *(
-        "data/example/raw.py: release_date",
+        "data/example/raw_example.py: release_date",
         "data/pack/report.py: release_date",
         "data/structure/write.py: release_date",
     ),

@@ -7,21 +7,14 @@ import numpy as np
 import pytest
 
 from warpfold.batch import to_tensors
-from warpfold.data.example.raw import (
-    add_labels,
-    atom_masks,
-    check_map,
-    from_chain,
-    from_sequence,
-    merge,
-    place,
-    profile_of,
-)
-from warpfold.data.features.sample import SampleConfig, make_features
+from warpfold.data.example.raw_example import check_map, from_chain, from_sequence, merge, place, profile_of
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.features.labels import add_labels, atom_masks
+from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import Alignment, decode, encode
 from warpfold.data.formats.sequences import parse_a3m
 from warpfold.data.similar.pairwise import column_map
-from warpfold.data.structure.mmcif import Chain, Structure
+from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
 

@@ -8,14 +8,15 @@ import pytest
 from pack_inputs import ONE, TWO, alignment, chain, make_files, packed, structure
 
 from warpfold.batch import to_tensors
-from warpfold.data.features.sample import SampleConfig, make_features
-from warpfold.data.formats.sources import Source
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.features.make import make_features
+from warpfold.data.formats.input_files import InputFile
 from warpfold.data.pack.build import Options
 from warpfold.data.pack.match import HitsMatcher, Matcher
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.report import Report, describe, description
-from warpfold.data.store.example import read_example
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import read_example
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPE_ORDER
@@ -205,8 +206,8 @@ def test_a_long_chain_and_a_deep_alignment(tmp_path: Path) -> None:
     assert list(Store(tmp_path / "store").verify()) == []
 
 
-def source(name: str) -> Source:
-    return Source(name, Path("/" + name))
+def source(name: str) -> InputFile:
+    return InputFile(name, Path("/" + name))
 
 
 def test_the_matcher_takes_the_name_then_the_sequence_then_the_entry_then_the_nearest() -> None:

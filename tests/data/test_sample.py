@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from tests.data.examples import example, templates
 from warpfold.batch import FEATURES, to_tensors
-from warpfold.data.example.raw import from_sequence
+from warpfold.data.example.raw_example import from_sequence
+from warpfold.data.features.choose import SampleConfig, keyed_rng, select
+from warpfold.data.features.make import make_features, pad_features
 from warpfold.data.features.msa import msa_features
-from warpfold.data.features.sample import SampleConfig, keyed_rng, make_features, pad_features, select
 from warpfold.geometry.residue import GAP
 
 ROOT = Path(__file__).parents[2]

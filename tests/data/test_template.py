@@ -13,20 +13,15 @@ from entries import random_chain
 
 from warpfold.batch import FEATURES, to_tensors
 from warpfold.data.example.hits import Hit, read_hits
-from warpfold.data.example.template import (
-    TemplateOutcome,
-    Templates,
-    choose_templates,
-    count_refusals,
-    join,
-    template_features,
-    template_from_file,
-    templates_from_hits,
-)
+from warpfold.data.example.raw_example import Templates, join
+from warpfold.data.example.templates import TemplateOutcome, count_refusals, template_from_file, templates_from_hits
+from warpfold.data.features.choose import choose_templates
+from warpfold.data.features.templates import template_features
 from warpfold.data.formats.alignment import decode
 from warpfold.data.similar.pairwise import column_map, identity
+from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.library import Library
-from warpfold.data.structure.mmcif import Chain, read_release_date, read_structure
+from warpfold.data.structure.mmcif import read_release_date, read_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, GAP, RESTYPES

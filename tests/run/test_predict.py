@@ -13,8 +13,8 @@ import pytest
 import warpfold
 from tests.helpers import tiny_model
 from warpfold import cli
-from warpfold.data.example.template import template_from_file
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.example.templates import template_from_file
+from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import to_tensors
-from warpfold.data.example.raw import RawExample, from_sequence
-from warpfold.data.example.template import Templates, choose_templates
-from warpfold.data.features.sample import SampleConfig, make_features
+from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
+from warpfold.data.features.choose import SampleConfig, choose_templates
+from warpfold.data.features.make import make_features
 from warpfold.data.formats import alignment as alphabet
 from warpfold.data.formats.alignment import Alignment
 from warpfold.data.formats.sequences import parse_a3m

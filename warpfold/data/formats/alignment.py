@@ -8,7 +8,7 @@ import numpy as np
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES, UNKNOWN
 
-# What a letter means in a row of an alignment (HHblits' table, `HHBLITS_AA_TO_ID` in the official
+# The meaning of a letter in a row of an alignment is HHblits' (`HHBLITS_AA_TO_ID` in the official
 # common/residue_constants.py): B as D, Z as E, U (selenocysteine) as C, J and O unknown.
 LETTERS = {letter: code for code, letter in enumerate(RESTYPES)} | {"X": UNKNOWN, "J": UNKNOWN, "O": UNKNOWN}
 LETTERS |= {"B": LETTERS["D"], "Z": LETTERS["E"], "U": LETTERS["C"]}
@@ -36,7 +36,7 @@ class Alignment:
 
     @classmethod
     def of_query(cls, sequence: str, name: str = "query") -> "Alignment":
-        """The alignment of a sequence with nothing: one row."""
+        """Return the alignment of a sequence with nothing else: one row."""
         rows = encode(sequence, source=name)[None]
         alignment = cls(rows, np.zeros(rows.shape, dtype=np.int32), [name])
         alignment.check_query(sequence, source=name)
@@ -44,11 +44,11 @@ class Alignment:
 
     @property
     def query(self) -> str:
-        """One letter per residue of row 0."""
+        """Return row 0 as one letter per residue."""
         return decode(self.rows[0])
 
     def select(self, rows: np.ndarray | Sequence[int] | slice) -> "Alignment":
-        """Some of the rows, by index, slice or mask, in that order."""
+        """Return some of the rows, by index, slice or mask, in that order."""
         picked = np.arange(len(self))[rows]
         return Alignment(self.rows[picked], self.deletions[picked], [self.names[i] for i in picked])
 
@@ -77,7 +77,7 @@ class Alignment:
 
 
 def merge(alignments: Sequence[Alignment]) -> Alignment:
-    """Alignments of one query, one below the other; the query's row stays only once, on top.
+    """Stack alignments of one query, one below the other; the query's row is kept once, on top.
 
     Errors: ValueError without any; UserError if their first rows differ.
     """
@@ -91,7 +91,10 @@ def merge(alignments: Sequence[Alignment]) -> Alignment:
 
 
 def encode(sequence: str, source: str = "sequence") -> np.ndarray:
-    """Sequence -> uint8 [N] codes 0-20 by HHblits' table, lower case as upper; UserError for any other character."""
+    """Return the codes of a sequence by HHblits' table, uint8 [N], 0-20; lower case counts as upper.
+
+    Errors: UserError for a character outside the table.
+    """
     try:
         return np.array([LETTERS[letter] for letter in sequence.upper()], dtype=np.uint8)
     except KeyError as error:
@@ -102,25 +105,24 @@ def encode(sequence: str, source: str = "sequence") -> np.ndarray:
 
 
 def encode_residues(sequence: str, source: str = "sequence") -> np.ndarray:
-    """Return the residue types of a protein's own sequence: uint8 [N], 0-19, and 20 (X) for every letter but those of
-    the twenty.
+    """Return the residue types of a protein's own sequence: uint8 [N], 0-19, and 20 (X) for all but the twenty letters.
 
-    So the official code has it (`make_sequence_features` in data/pipeline.py, `map_unknown_to_x`), though the same
-    letter in the alignment's first row goes by HHblits' table (`encode`).  Errors as in `encode`.
+    This follows the official code (`make_sequence_features` in data/pipeline.py, `map_unknown_to_x`), in which the same
+    letter in the alignment's first row goes by HHblits' table (`encode`).  Errors: as in `encode`.
     """
     known = np.array([letter in RESTYPES for letter in sequence.upper()], dtype=bool)
     return np.where(known, encode(sequence, source), np.uint8(UNKNOWN))
 
 
 def decode(codes: np.ndarray) -> str:
-    """Codes 0-21 [N] -> letters, X unknown, - gap."""
+    """Return codes 0-21 [N] as letters: X for unknown, - for a gap."""
     return CODE_LETTERS[codes].tobytes().decode()
 
 
 def is_nucleic(sequence: str) -> bool:
-    """Whether a sequence must be DNA or RNA: ten letters or more, A, C and G among them, and none but A, C, G, T, U, N.
+    """Return whether a sequence must be DNA or RNA: ten letters or more, all of ACGTUN, with A, C and G among them.
 
-    An Alignment has C for U, which changes nothing here; silk, of G and A, is a protein.
+    An `Alignment` has C for U, which changes nothing here.  Silk, of G and A alone, is a protein.
     """
     letters = set(sequence.upper())
     return len(sequence) >= 10 and set("ACG") <= letters <= set("ACGTUN")

@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 
 from warpfold.data.example.hits import Hit, parse_hits
-from warpfold.data.example.raw import RawExample, from_chain
-from warpfold.data.example.template import count_refusals, templates_from_hits
-from warpfold.data.formats.dates import given_date
+from warpfold.data.example.raw_example import RawExample, from_chain
+from warpfold.data.example.templates import count_refusals, templates_from_hits
+from warpfold.data.formats.input_files import InputFile, read_query
 from warpfold.data.formats.sequences import parse_alignment
-from warpfold.data.formats.sources import Source, read_query
 from warpfold.data.pack.report import Entry
 from warpfold.data.similar.pairwise import MIN_IDENTITY
 from warpfold.data.store.store import Packed, pack_record
+from warpfold.data.store.stored_example import example_arrays, example_notes
+from warpfold.data.structure.chain import Chain, Structure, given_date
 from warpfold.data.structure.library import Library
-from warpfold.data.structure.mmcif import Chain, Structure, parse_structure
+from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, within_memory
 from warpfold.geometry.residue import ATOM_ORDER
@@ -105,7 +106,7 @@ DEFAULTS = Options()
 class Read:
     """A structure file as it was read: the chains to pack, and what became of the others."""
 
-    file: Source
+    file: InputFile
     structure: Structure | None  # with these chains alone
     dropped: list[Entry]
 
@@ -115,8 +116,8 @@ class ChainJob:
     """A chain to pack."""
 
     chain: str  # its name in the structure
-    alignments: list[Source]
-    hits: list[Source]
+    alignments: list[InputFile]
+    hits: list[InputFile]
     note: str
 
 
@@ -124,7 +125,7 @@ class ChainJob:
 class BuildJob:
     """The chains to pack of one structure file."""
 
-    file: Source
+    file: InputFile
     structure: Structure
     chains: list[ChainJob]
     options: Options
@@ -147,7 +148,7 @@ class Built:
     library: str = ""
 
 
-def read_queries(job: tuple[Sequence[Source], int]) -> list[tuple[str, str]]:
+def read_queries(job: tuple[Sequence[InputFile], int]) -> list[tuple[str, str]]:
     """Return (query, "") for each alignment, or ("", what is wrong with it).  job: alignments, `Options.limit`."""
     sources, limit = job
     found = []
@@ -160,7 +161,7 @@ def read_queries(job: tuple[Sequence[Source], int]) -> list[tuple[str, str]]:
     return found
 
 
-def read_chains(job: tuple[Source, Options]) -> Read:
+def read_chains(job: tuple[InputFile, Options]) -> Read:
     """The chains of a structure file that the options let pass."""
     file, options = job
     try:
@@ -178,7 +179,7 @@ def read_chains(job: tuple[Source, Options]) -> Read:
     return Read(file, replace(structure, chains=kept), dropped)
 
 
-def _entry(structure: Structure, chain: str, file: Source, kept: bool, reason: str) -> Entry:
+def _entry(structure: Structure, chain: str, file: InputFile, kept: bool, reason: str) -> Entry:
     return Entry(
         name=f"{structure.id}_{chain}",
         file=file.name,
@@ -225,7 +226,7 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: Built) -> Non
             if group[0].hits:
                 raw = _with_templates(raw, group[0].hits, job, model, built)
             model.depth = raw.depth
-            whole = raw.to_arrays()
+            whole = example_arrays(raw)
             for chain in group:
                 _build_one(raw, whole, structure, chain.chain, model, built)
     except UserError as error:
@@ -243,11 +244,11 @@ def _build_one(
     chain = structure.chains[name]
     entry = replace(model, name=f"{structure.id}_{name}")
     if entry.name == raw.name:
-        arrays, notes, shared = whole, raw.notes(), {}
+        arrays, notes, shared = whole, example_notes(raw), {}
     else:
-        own = from_chain(entry.name, structure, chain).to_arrays()
+        own = example_arrays(from_chain(entry.name, structure, chain))
         arrays = {**whole, "positions": own["positions"], "mask": own["mask"]}
-        notes = {**raw.notes(), "name": entry.name}
+        notes = {**example_notes(raw), "name": entry.name}
         shared = {
             key: raw.name for key, array in whole.items() if arrays[key] is array and array.nbytes >= WORTH_SHARING
         }
@@ -268,7 +269,7 @@ def _build_one(
 
 
 def _with_templates(
-    raw: RawExample, sources: Sequence[Source], job: BuildJob, entry: Entry, built: Built
+    raw: RawExample, sources: Sequence[InputFile], job: BuildJob, entry: Entry, built: Built
 ) -> RawExample:
     """The example with its templates; counts of those used and refused go into `entry`."""
     hits: list[Hit] = []

@@ -6,8 +6,8 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from warpfold.data.example.raw import check_map
-from warpfold.data.formats.sources import Source, stacked
+from warpfold.data.example.raw_example import check_map
+from warpfold.data.formats.input_files import InputFile, stacked
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
 
 KMER = 6  # residues: alignments that share none with a chain are not tried
@@ -20,10 +20,10 @@ class Matcher:
     alignments: (source, query sequence) each.
     """
 
-    def __init__(self, alignments: Sequence[tuple[Source, str]], min_identity: float = MIN_IDENTITY) -> None:
+    def __init__(self, alignments: Sequence[tuple[InputFile, str]], min_identity: float = MIN_IDENTITY) -> None:
         self.min_identity = min_identity
-        self._sources: dict[str, list[Source]] = defaultdict(list)  # by query
-        self._names: dict[str, list[tuple[Source, str]]] = defaultdict(list)
+        self._sources: dict[str, list[InputFile]] = defaultdict(list)  # by query
+        self._names: dict[str, list[tuple[InputFile, str]]] = defaultdict(list)
         for source, query in alignments:
             self._sources[query].append(source)
             for name in source.bears:
@@ -37,7 +37,7 @@ class Matcher:
         self._holders = np.repeat(np.arange(len(words), dtype=np.int32), self._sizes)[order]
         self._nearest = lru_cache(maxsize=4096)(self._by_sequence)  # chains of one sequence come again and again
 
-    def find(self, key: str, sequence: str) -> tuple[list[Source], str]:
+    def find(self, key: str, sequence: str) -> tuple[list[InputFile], str]:
         """Alignments of the chain `key` ("1crn_A"), and a note on those that bear its name but were refused.
 
         The first that there are of: those that bear the chain's name; those of its very sequence; those that bear its
@@ -50,10 +50,10 @@ class Matcher:
         named, more = self._named(key.rpartition("_")[0], sequence)
         return named or self._nearest(sequence), "; ".join(filter(None, (note, more)))
 
-    def _named(self, name: str, sequence: str) -> tuple[list[Source], str]:
+    def _named(self, name: str, sequence: str) -> tuple[list[InputFile], str]:
         return of_same_protein(self._names.get(name.lower(), []), sequence, self.min_identity)
 
-    def _by_sequence(self, sequence: str) -> list[Source]:
+    def _by_sequence(self, sequence: str) -> list[InputFile]:
         own = _kmers(sequence)
         begins, ends = (np.searchsorted(self._kmers, own, side) for side in ("left", "right"))
         holders = [self._holders[begin:end] for begin, end in zip(begins.tolist(), ends.tolist())]
@@ -75,8 +75,8 @@ class Matcher:
 
 
 def of_same_protein(
-    named: Sequence[tuple[Source, str]], sequence: str, min_identity: float
-) -> tuple[list[Source], str]:
+    named: Sequence[tuple[InputFile, str]], sequence: str, min_identity: float
+) -> tuple[list[InputFile], str]:
     """Return those of some alignments, each with its query, that are a chain's, and a note on the others."""
     errors = [(source, check_map(*column_map(query, sequence), min_identity)) for source, query in named]
     note = "; ".join(f"{source.name}: {error}" for source, error in errors if error)
@@ -90,14 +90,14 @@ class HitsMatcher:
     once for a name.
     """
 
-    def __init__(self, hits: Sequence[Source], queries: Callable[[str], set[str]]) -> None:
+    def __init__(self, hits: Sequence[InputFile], queries: Callable[[str], set[str]]) -> None:
         self._queries = cache(queries)
-        self._names: dict[str, list[Source]] = defaultdict(list)
+        self._names: dict[str, list[InputFile]] = defaultdict(list)
         for source in hits:
             for name in source.bears:
                 self._names[name].append(source)
 
-    def find(self, key: str, sequence: str, alignments: Sequence[Source]) -> list[Source]:
+    def find(self, key: str, sequence: str, alignments: Sequence[InputFile]) -> list[InputFile]:
         """Hits that bear the name of the chain `key`; else those that bear a name of one of its alignments (the same
         folder, as a rule), where all alignments of that name are of this sequence; else of its entry."""
         if named := self._names.get(key.lower()):

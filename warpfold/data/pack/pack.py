@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from warpfold import __version__
-from warpfold.bulk import AHEAD, Part, pool
-from warpfold.data.formats.sources import ALIGNMENTS, HITS, STRUCTURES, Source, digest, find
+from warpfold.bulk import AHEAD, JobPart, pool
+from warpfold.data.formats.input_files import ALIGNMENTS, HITS, STRUCTURES, InputFile, digest, find
 from warpfold.data.pack.build import DEFAULTS, Options, library_of
 from warpfold.data.pack.merge import Progress, finished, merge_parts, report_part
 from warpfold.data.pack.part import PartFolder, PartWriter, Plan, check_parts, part_path, remove_part
@@ -32,15 +32,15 @@ CLUSTER_AHEAD = 1024  # files handed to a cluster at a time: enough for some 500
 class Inputs:
     """All that is packed.  clusters: a file of clusters, if given."""
 
-    structures: list[Source]
-    alignments: list[Source]
-    hits: list[Source]
-    unasked: list[Source]  # files of hits among the alignments that nobody asked for
-    library: list[Source]  # structures of templates, where they are not those packed
+    structures: list[InputFile]
+    alignments: list[InputFile]
+    hits: list[InputFile]
+    unasked: list[InputFile]  # files of hits among the alignments that nobody asked for
+    library: list[InputFile]  # structures of templates, where they are not those packed
     folders: tuple[Path, ...]  # where the templates' structures are looked for
     clusters: Path | None
 
-    def plan(self, options: Options, part: Part) -> Plan:
+    def plan(self, options: Options, part: JobPart) -> Plan:
         """What these are and how they are packed, as far as it decides the result."""
         kinds = {name: getattr(self, name) for name in ("structures", "alignments", "hits", "library")}
         kinds["clusters"] = find([self.clusters], (), "clusters") if self.clusters else []
@@ -99,7 +99,7 @@ def pack(
     clusters: Path | None = None,
     workers: int = 1,
     cluster: str | None = None,
-    part: Part | None = None,
+    part: JobPart | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Makes the store `out` from files of structures, alignments and template hits, or folders of them.
@@ -112,7 +112,7 @@ def pack(
     Errors: UserError if a path does not exist; `out` is something else, or of other inputs or options; another
     process is writing it; nothing is kept (then there is no store).  What is wrong with single files is in the report.
     """
-    whole = Part(1, 1)
+    whole = JobPart(1, 1)
     inputs = find_inputs(structures, msas, hits, template_structures, clusters)
     plan = inputs.plan(options, part or whole)
     folder = part_path(out, part or whole)
@@ -169,7 +169,7 @@ def _with_content(report: Report, out: Path) -> Report:
 
 
 def _fill(
-    writer: PartWriter, inputs: Inputs, options: Options, part: Part, out: Path, work: Work, tell: Progress
+    writer: PartWriter, inputs: Inputs, options: Options, part: JobPart, out: Path, work: Work, tell: Progress
 ) -> None:
     """Do the jobs of a part that are not done yet, and forget those of files that are gone."""
     own = own_structures(inputs.structures, part)
@@ -179,7 +179,7 @@ def _fill(
     unasked = [[one.name, "template hits; name their folder in --hits to use them"] for one in inputs.unasked]
     _keep(writer, "hits", [*([one.name, ""] for one in inputs.hits), *unasked])
 
-    def reading(sources: Sequence[Source]) -> Callable[[int], None]:
+    def reading(sources: Sequence[InputFile]) -> Callable[[int], None]:
         return lambda done: tell("reading alignments", done, len(sources))
 
     queries = Queries(work, options, part, out)
@@ -202,7 +202,7 @@ def _keep(writer: PartWriter, job: str, data: list[list[str]]) -> None:
         writer.add(job, data)
 
 
-def _work(inputs: Inputs) -> Callable[[Source], tuple[int, str]]:
+def _work(inputs: Inputs) -> Callable[[InputFile], tuple[int, str]]:
     """By what structure files are sorted: their bytes, and those of the alignments that bear their names."""
     sizes: dict[str, int] = defaultdict(int)
     for source in inputs.alignments:

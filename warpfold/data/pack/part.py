@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warpfold.bulk import Part
-from warpfold.data.store.folders import lock_folder, refuse_foreign, remove_own
+from warpfold.bulk import JobPart
 from warpfold.errors import UserError
-from warpfold.files import pread
+from warpfold.files import lock_folder, pread, refuse_foreign, remove_own
 
 FORMAT, VERSION = "warpfold-part", 2
 _END = "end"  # the job after all jobs; its answer is the inputs that were done
@@ -42,7 +41,7 @@ class Answer:
     sizes: list[int]
 
 
-def part_path(out: Path, part: Part) -> Path:
+def part_path(out: Path, part: JobPart) -> Path:
     """Where a part of the store `out` is made.  Errors: UserError for "." and its like, beside which nothing lies."""
     if out.name in ("", ".."):
         raise UserError(f"--out {out}: no name for a store; name a folder that is not there yet")
@@ -94,8 +93,8 @@ class PartFolder:
             self._read_journal(records.fileno())
 
     @property
-    def part(self) -> Part:
-        return Part.parse(self.plan["part"])
+    def part(self) -> JobPart:
+        return JobPart.parse(self.plan["part"])
 
     @property
     def finished(self) -> bool:

@@ -16,8 +16,8 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from warpfold.bulk import Part
-from warpfold.data.formats.sources import Source
+from warpfold.bulk import JobPart
+from warpfold.data.formats.input_files import InputFile
 from warpfold.data.pack.build import ChainJob, Options, read_queries
 from warpfold.data.pack.match import HitsMatcher, Matcher, of_same_protein
 from warpfold.data.pack.part import Identity, Query, is_alike, part_paths, query_job, whole_lines
@@ -28,12 +28,12 @@ LOOK = 10.0  # seconds after which the folders of the other parts are looked at 
 SELDOM = 20  # times as long as a look takes is spent otherwise
 
 
-def own_structures(structures: Sequence[Source], part: Part) -> list[Source]:
+def own_structures(structures: Sequence[InputFile], part: JobPart) -> list[InputFile]:
     """Return the structure files of a part: which they are follows from their names, whatever else there is."""
     return [source for source in structures if _is_of(source.name, part)]
 
 
-def own_alignments(alignments: Sequence[Source], structures: Sequence[Source], part: Part) -> list[Source]:
+def own_alignments(alignments: Sequence[InputFile], structures: Sequence[InputFile], part: JobPart) -> list[InputFile]:
     """Return the alignments whose queries a part reads: those that bear its structures' names, and some others."""
     if part.count == 1:
         return list(alignments)
@@ -46,7 +46,7 @@ def own_alignments(alignments: Sequence[Source], structures: Sequence[Source], p
     return own
 
 
-def _is_of(name: str, part: Part) -> bool:
+def _is_of(name: str, part: JobPart) -> bool:
     number = int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
     return number % part.count == part.number - 1
 
@@ -57,22 +57,22 @@ class Queries:
     out: the store; the folders of its other parts lie beside it, as soon as they are begun.
     """
 
-    def __init__(self, work: Work, options: Options, part: Part, out: Path) -> None:
+    def __init__(self, work: Work, options: Options, part: JobPart, out: Path) -> None:
         self.work, self.options, self.part, self.out = work, options, part, out
         self.found: dict[Identity, Query] = dict(work.writer.queries)
         self._others: Counter[Path] = Counter()  # bytes of each part's queries that were read
         self._next_look = -math.inf
 
-    def __getitem__(self, source: Source) -> Query:
+    def __getitem__(self, source: InputFile) -> Query:
         """Return the query of an alignment that was read, and what is wrong with it."""
         return self.found[source.version]
 
-    def known(self, sources: Sequence[Source]) -> list[tuple[Source, str]]:
+    def known(self, sources: Sequence[InputFile]) -> list[tuple[InputFile, str]]:
         """Return those of some alignments whose queries are known, each with its query."""
         found = ((source, self.found.get(source.version, ("", ""))) for source in sources)
         return [(source, query) for source, (query, error) in found if query]
 
-    def need(self, sources: Sequence[Source], tell: Callable[[int], None] = lambda done: None) -> None:
+    def need(self, sources: Sequence[InputFile], tell: Callable[[int], None] = lambda done: None) -> None:
         """Read the queries of these alignments, but for those that are known here or in another part.
 
         tell: of how many are known.
@@ -82,7 +82,7 @@ class Queries:
             return
         done = len(sources) - len(missing)
         for task, result in self.work.do(self._tasks(missing)):
-            batch: Sequence[Source] = task.call[1][0]
+            batch: Sequence[InputFile] = task.call[1][0]
             queries = [("", f"{source.name}: {DIED}") for source in batch] if result is None else result
             rows = [(source.version, query) for source, query in zip(batch, queries)]
             self.work.writer.add_queries(rows)
@@ -91,7 +91,7 @@ class Queries:
             tell(done)
         tell(len(sources))
 
-    def need_all(self, sources: Sequence[Source], tell: Callable[[int], None]) -> None:
+    def need_all(self, sources: Sequence[InputFile], tell: Callable[[int], None]) -> None:
         """Do as `need` does, in an order of this part's own: parts that run at once then read different files."""
         self._next_look = -math.inf  # a look now saves reading what the others have read
         self._look_at_others()
@@ -100,7 +100,7 @@ class Queries:
         random.Random(self.part.number).shuffle(batches)
         self.need([source for batch in batches for source in batch], tell)
 
-    def _tasks(self, sources: Sequence[Source]) -> Iterator[Task]:
+    def _tasks(self, sources: Sequence[InputFile]) -> Iterator[Task]:
         """Yield jobs as they are handed out: what another part has read meanwhile is no job any more."""
         for start in range(0, len(sources), BATCH):
             self._look_at_others()
@@ -109,7 +109,7 @@ class Queries:
                 singles = tuple(self._task([source]) for source in batch)
                 yield self._task(batch, singles if len(batch) > 1 else ())
 
-    def _task(self, batch: Sequence[Source], singles: tuple[Task, ...] = ()) -> Task:
+    def _task(self, batch: Sequence[InputFile], singles: tuple[Task, ...] = ()) -> Task:
         names = tuple(query_job(source.version) for source in batch)
         return Task(names, (read_queries, (batch, self.options.limit)), singles)
 
@@ -137,13 +137,13 @@ class Matching:
     def __init__(
         self,
         queries: Queries,
-        alignments: Sequence[Source],
-        hits: Sequence[Source],
+        alignments: Sequence[InputFile],
+        hits: Sequence[InputFile],
         tell: Callable[[int], None] = lambda done: None,
     ) -> None:
         self.queries, self.alignments, self.tell = queries, alignments, tell
         self.min_identity = queries.options.min_identity
-        self._names: dict[str, list[Source]] = defaultdict(list)
+        self._names: dict[str, list[InputFile]] = defaultdict(list)
         for source in alignments:
             for name in source.bears:
                 self._names[name].append(source)

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from warpfold.data.formats.sources import Source
+from warpfold.data.formats.input_files import InputFile
 from warpfold.data.pack.build import BuildJob, Built, ChainJob, Options, Read, build, library_of, read_chains
 from warpfold.data.pack.queries import Matching
 from warpfold.data.pack.report import Entry
@@ -27,7 +27,7 @@ class Structures:
         self._inputs = _digest(work.writer.plan["inputs"])
         self._read: dict[Task, tuple[list[Entry], list[ChainJob], list[list[str]]]] = {}  # of files that are built now
 
-    def hold(self, file: Source) -> bool:
+    def hold(self, file: InputFile) -> bool:
         """Return whether there is an answer for a file, and it is what doing the job again would give."""
         answer = self.work.writer.answers.get(f"structure {file.name}")
         if answer is None:
@@ -44,7 +44,7 @@ class Structures:
             bool(self.folders) and library_of(self.folders, self.options.limit).digest(looked_up) == made["library"]
         )
 
-    def do(self, files: Sequence[Source]) -> Iterator[Source]:
+    def do(self, files: Sequence[InputFile]) -> Iterator[InputFile]:
         """Yield each file when its answer is kept."""
         names = {f"structure {file.name}": file for file in files}
         tasks = (Task((name,), (read_chains, (file, self.options))) for name, file in names.items())
@@ -69,7 +69,7 @@ class Structures:
     def _add(
         self,
         name: str,
-        file: Source,
+        file: InputFile,
         result: Read | Built | None,
         dropped: list[Entry],
         jobs: list[ChainJob],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from warpfold.bulk import Apart, Died, Processes, deaths_on_cluster
+from warpfold.bulk import IsolatedProcess, ProcessDied, ProcessPool, deaths_on_cluster
 from warpfold.data.pack.part import PartWriter
 
 DIED = "the process that read it was killed or crashed, most likely for want of memory"
@@ -55,7 +55,7 @@ class Work:
             yield from self._do_here(tasks, then, suspects)
         else:
             yield from self._do_there(self.executor, tasks, then, suspects)
-        with Apart() as apart:
+        with IsolatedProcess() as apart:
             for suspect in suspects:
                 for single in suspect.singles or [suspect]:
                     yield single, self._do_apart(single, then, apart)
@@ -78,7 +78,7 @@ class Work:
             if not more and not waiting:
                 return
             for task in more:
-                if isinstance(executor, Processes) and self._is_suspect(task):
+                if isinstance(executor, ProcessPool) and self._is_suspect(task):
                     suspects.append(task)
                     continue
                 self.writer.begin(task.names)
@@ -104,13 +104,13 @@ class Work:
     def _is_suspect(self, task: Task) -> bool:
         return any(self.writer.tried[name] for name in task.names)
 
-    def _do_apart(self, task: Task, then: Then, apart: Apart) -> Any:
+    def _do_apart(self, task: Task, then: Then, apart: IsolatedProcess) -> Any:
         if max(self.writer.tried[name] for name in task.names) >= ATTEMPTS:
             return None
         self.writer.begin(task.names)
         try:
             return _chain(task, then, apart)
-        except Died:
+        except ProcessDied:
             return None
 
 

@@ -24,9 +24,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import zstandard
 
-from warpfold.data.store.folders import lock_folder, refuse_foreign, remove_own, sync_folder
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, open_regular, pread
+from warpfold.files import LARGEST, lock_folder, open_regular, pread, refuse_foreign, remove_own, sync_folder
 
 FORMAT, VERSION = "warpfold-store", 2
 MAGIC = b"WARPFOLD"

@@ -7,7 +7,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from warpfold.data.structure.mmcif import Structure, read_release_date, read_structure
+from warpfold.data.structure.chain import Structure
+from warpfold.data.structure.mmcif import read_release_date, read_structure
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, within_memory
 

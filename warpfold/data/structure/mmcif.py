@@ -5,7 +5,7 @@ so that an NMR entry of twenty models costs one.  Files without SEQRES, and PDB 
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -13,45 +13,16 @@ import gemmi
 import numpy as np
 from gemmi import cif
 
-from warpfold.data.formats.dates import parse_date
 from warpfold.data.formats.sequences import read_bytes
 from warpfold.data.structure import pdb
 from warpfold.data.structure.atom_site import ABSENT, Columns, Polymer, occupancies, place_atoms, place_of, read_columns
+from warpfold.data.structure.chain import Chain, Structure, parse_date
 from warpfold.errors import UserError
 from warpfold.files import LARGEST
 from warpfold.geometry.residue import ATOM_ORDER, RESTYPE_3, RESTYPE_ORDER, RESTYPES
 
 _NEAREST = {"U": "C", "O": "K"}  # selenocysteine, pyrrolysine: the nearest of the twenty
 _LETTERS = dict(zip(RESTYPE_3, RESTYPES))  # "ALA" -> "A", of the twenty
-
-
-@dataclass(frozen=True)
-class Chain:
-    """One protein chain on its SEQRES: what was in the crystal, and of that what was seen.
-
-    `sequence` one letter per residue, modified residues as their parent, X where there is none; `author_numbers`
-    the number and insertion code that the authors gave ("52", "52A"), "" where the file has none.
-    """
-
-    id: str  # the author's chain name
-    sequence: str
-    positions: np.ndarray  # float32 [N, 37, 3], angstrom, 0 where masked
-    mask: np.ndarray  # float32 [N, 37], 1 where the atom was seen
-    residue_index: np.ndarray  # int64 [N], place in SEQRES from 0
-    author_numbers: tuple[str, ...]
-    entity: str = ""  # mmCIF's, by which the PDB's files of clusters name chains ("1abc_1")
-
-
-@dataclass(frozen=True)
-class Structure:
-    """One entry: its protein chains by author name, and why its other polymers were dropped."""
-
-    id: str
-    method: str | None  # upper case, as the dictionary has it
-    resolution: float | None  # angstrom
-    release_date: date | None
-    chains: dict[str, Chain]
-    dropped: dict[str, str] = field(default_factory=dict)  # chain name -> reason
 
 
 def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST) -> Structure:

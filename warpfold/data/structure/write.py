@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_TYPES, RESTYPE_3, RESTYPE_ORDER, UNKNOWN
 
