@@ -38,9 +38,7 @@ class Alignment:
     def of_query(cls, sequence: str, name: str = "query") -> "Alignment":
         """Return the alignment of a sequence with nothing else: one row."""
         rows = encode(sequence, source=name)[None]
-        alignment = cls(rows, np.zeros(rows.shape, dtype=np.int32), [name])
-        alignment.check_query(sequence, source=name)
-        return alignment
+        return cls(rows, np.zeros(rows.shape, dtype=np.int32), [name]).check_query(sequence, source=name)
 
     @property
     def query(self) -> str:
@@ -52,8 +50,8 @@ class Alignment:
         picked = np.arange(len(self))[rows]
         return Alignment(self.rows[picked], self.deletions[picked], [self.names[i] for i in picked])
 
-    def check_query(self, sequence: str | None = None, source: str = "alignment") -> None:
-        """Raise UserError unless row 0 is a protein, and is `sequence` where one is given.
+    def check_query(self, sequence: str | None = None, source: str = "alignment") -> "Alignment":
+        """Return the alignment itself; raise UserError unless row 0 is a protein, and is `sequence` if one is given.
 
         Letters that mean the same residue are equal.  `source` names the alignment in the error.
         """
@@ -63,7 +61,7 @@ class Alignment:
         if is_nucleic(self.query if sequence is None else sequence):
             raise UserError(f"{source}: looks like nucleic acid (only A, C, G, T, U, N); WarpFold folds proteins")
         if sequence is None:
-            return
+            return self
         wanted, cure = encode(sequence, source="query"), "give the alignment that was made for this query"
         if len(wanted) != len(found):
             raise UserError(f"{source}: its first row has {len(found)} residues, the query has {len(wanted)}; {cure}")
@@ -74,6 +72,7 @@ class Alignment:
                 f"{source}: its first row differs from the query at {differ.size} of {len(wanted)} residues, first "
                 f"at {i + 1} ({decode(found[i : i + 1])}, not {sequence[i]}); {cure}"
             )
+        return self
 
 
 def merge(alignments: Sequence[Alignment]) -> Alignment:

@@ -143,7 +143,7 @@ def _numbers(values: list[str]) -> np.ndarray:
 def _rows_of_polymers(
     columns: Columns, polymers: Sequence[Polymer], starts: np.ndarray, source: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rows of residues in the sequences (of a mixture, the first), and each one's residue of M and atom of 37.
+    """Return the rows whose residue is in its sequence (the first of a mixture), their residues of M and atoms of 37.
 
     The atom is -1 if it is none of the 37.  Selenium of selenomethionine counts as the sulfur of methionine.
     """
