@@ -120,6 +120,15 @@ def read_file(path: Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
 
 
 @contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn OSError into a UserError: `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
 def within_memory(name: str) -> Iterator[None]:
     """Turn MemoryError into a UserError about one file, so that the others can still be read."""
     try:
@@ -146,23 +155,16 @@ def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> Non
     sync: also after a power cut; False for a file that can be made again.
     Errors: UserError when it cannot be written (no folder, no permission, a full disk).
     """
-    draft = None
-    try:
-        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
-        draft = new
+    with writing(path), contextlib.ExitStack() as in_the_end:
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
+        in_the_end.callback(draft.unlink, missing_ok=True)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(draft, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        if draft is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(draft)
 
 
 def update_file(path: Path, content: bytes) -> None:
@@ -171,12 +173,10 @@ def update_file(path: Path, content: bytes) -> None:
     `warpfold pack`, for one, goes by the times of its inputs, and so finds them unchanged.
     Errors: UserError when it cannot be written.
     """
-    try:
+    with writing(path):
         if path.is_file() and path.read_bytes() == content:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
     write_atomically(path, content, sync=False)
 
 
@@ -213,11 +213,9 @@ def lock_folder(folder: Path, what: Path) -> TextIO:
 
     Errors: UserError, about `what`, if another process holds the lock or the folder cannot be written.
     """
-    try:
+    with writing(what):
         folder.mkdir(parents=True, exist_ok=True)
         return lock_file(folder / "lock", UserError(f"{what}: another process is writing this store; wait for it"))
-    except OSError as error:
-        raise UserError(f"{what}: cannot be written: {error.strerror}") from error
 
 
 def refuse_foreign(folder: Path, is_own: Callable[[str], object]) -> None:

@@ -118,7 +118,7 @@ def test_stores_that_cannot_be_opened(
 
 def flip(store: Path, key: str) -> None:
     """Changes a byte of a record's first blob."""
-    place = Store(store)._places[key]
+    place = Store(store)._locations[key]
     with open(store / f"shard-{place.shard:05d}.wfs", "r+b") as shard:
         shard.seek(place.offset + place.header + 3)
         byte = shard.read(1)[0]
