@@ -18,8 +18,8 @@ import killers
 import pytest
 from killers import Here
 from pack_inputs import ONE, TWO, alignment, chain, contents, make_files, packed, structure
-from test_sources import _stockholm
 
+from tests.data.formats.test_input_files import _stockholm
 from warpfold.bulk import JobPart, pool
 from warpfold.data.pack import build as pack_build
 from warpfold.data.pack import queries as pack_queries

@@ -259,7 +259,7 @@ class Pulse:
     def _of_store(self) -> str:
         if self._gone:
             return f"the store where they meet is gone: {self._keeper} has ended"
-        known = f"; last known: {'; '.join(self._locations())}" if self._signs else ""
+        known = f"; last known: {'; '.join(self._places())}" if self._signs else ""
         return (
             f"the store where they meet has not answered for {self._silent():.0f} s: {self._keeper}, which keeps it, "
             f"is dead or frozen{known}"

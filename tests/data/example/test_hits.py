@@ -10,7 +10,7 @@ from warpfold.data.example.hits import Hit, parse_hhr, parse_hits, parse_hmmsear
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 
-REALDATA = (Path(__file__).parents[2] / "../shared/realdata").resolve()
+REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 QUERY = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
 
 

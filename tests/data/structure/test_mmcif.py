@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from entries import Atom, atom, backbone, entry, random_chain
 
+from tests.data.entries import Atom, atom, backbone, entry, random_chain
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.data.structure.mmcif import parse_structure, read_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb

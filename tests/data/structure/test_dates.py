@@ -5,11 +5,11 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from entries import backbone, entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import warpfold
+from tests.data.entries import backbone, entry
 from warpfold.data.pack.build import Options
 from warpfold.data.structure.chain import Structure, given_date, parse_date
 from warpfold.data.structure.mmcif import parse_structure

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pack_inputs import ONE, TWO, alignment, chain, structure
 
+from tests.data.pack_inputs import ONE, TWO, alignment, chain, structure
 from warpfold.data.formats import input_files as sources
 from warpfold.data.formats.alignment import decode
 from warpfold.data.formats.input_files import ALIGNMENTS, STRUCTURES, InputFile, find, read_query, stacked
@@ -19,7 +19,7 @@ from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import read_example
 from warpfold.errors import UserError
 
-REAL = Path(__file__).parents[3] / "shared/realdata"
+REAL = Path(__file__).parents[4] / "shared/realdata"
 
 
 def test_files_are_found_by_their_endings_and_named_below_what_was_given(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from entries import random_chain
 
+from tests.data.entries import random_chain
 from warpfold.batch import FEATURES, to_tensors
 from warpfold.data.example.hits import Hit, read_hits
 from warpfold.data.example.raw_example import Templates, join
@@ -27,7 +27,7 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, GAP, RESTYPES
 from warpfold.run.predict_templates import TemplateSources, find_templates
 
-REALDATA = (Path(__file__).parents[2] / "../shared/realdata").resolve()
+REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 RNG = np.random.default_rng(0)
 QUERY = "".join(RESTYPES[i] for i in RNG.integers(0, 20, 60))
 OTHER = "".join(RESTYPES[i] for i in RNG.integers(0, 20, 80))  # what the hits are of

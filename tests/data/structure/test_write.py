@@ -3,10 +3,10 @@
 import gemmi
 import numpy as np
 import pytest
-from entries import random_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.entries import random_chain
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
