@@ -205,7 +205,7 @@ def check_new(path: Path) -> None:
     if os.path.lexists(path):
         raise UserError(f"{path}: exists already; remove it, or name another file")
     if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
-        raise UserError(f"{path}: cannot be written: {path.parent} is no folder that may be written")
+        raise UserError(f"{path}: cannot be written: {path.parent} is not a folder that can be written")
 
 
 def lock_folder(folder: Path, what: Path) -> TextIO:

@@ -209,7 +209,7 @@ def write(path: Path, text: str) -> Path:
     ("spoil", "reason"),
     [
         (lambda folder, q, d: (write(q, ">a\nMKV\n>A other\nMKW\n"), d), "called A twice"),
-        (lambda folder, q, d: (write(q, ">a\nMK1V\n"), d), "'1', which is no amino acid"),
+        (lambda folder, q, d: (write(q, ">a\nMK1V\n"), d), "'1', which is not an amino acid"),
         (lambda folder, q, d: (write(q, ""), d), "is empty"),
         (lambda folder, q, d: (folder / "none.fasta", d), "no such file"),
         (lambda folder, q, d: (q, f"db={d} db={d}"), "another is called db too"),

@@ -79,7 +79,7 @@ def _refuse_wrong_folder(library: Library, entries: Sequence[str]) -> None:
 def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
     """The templates in `files`, FILE or FILE:CHAIN each, aligned to a sequence, in that order.
 
-    Errors: as in `data.example.template.template_from_file`.
+    Errors: as in `data.example.templates.template_from_file`.
     """
     templates, outcomes = [], []
     for file in files:

@@ -312,7 +312,7 @@ def test_a_library_goes_to_another_process_without_what_it_read(tmp_path: Path) 
 
 
 def test_a_library_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         Library(tmp_path / "nowhere")
 
 

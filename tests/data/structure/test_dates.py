@@ -52,7 +52,7 @@ def test_every_spelling_is_its_day(spelled: tuple[date, str]) -> None:
 )
 def test_what_is_no_date(text: str) -> None:
     assert parse_date(text) is None
-    with pytest.raises(UserError, match=r"--cutoff .*is no date; write it as YYYY-MM-DD") as caught:
+    with pytest.raises(UserError, match=r"--cutoff .*is not a date; write it as YYYY-MM-DD") as caught:
         given_date(text, "--cutoff")
     assert "\n" not in str(caught.value)
     assert parse_date(None) is given_date(None, "--cutoff") is None
@@ -84,7 +84,7 @@ def test_a_file_whose_date_is_none_is_dropped_with_that_reason() -> None:
 
 def test_an_option_that_is_no_date_is_refused() -> None:
     for name in ("released_after", "released_before", "max_template_date"):
-        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2.1.2017: is no date"):
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2.1.2017: is not a date"):
             Options(**{name: "2.1.2017"})
 
 

@@ -378,7 +378,7 @@ def test_pdb_positions_that_are_no_numbers(bad: str) -> None:
     lines = write_pdb("x", [random_chain("A", "MKV")]).splitlines(keepends=True)
     row = next(i for i, line in enumerate(lines) if line.startswith("ATOM"))
     lines[row] = lines[row][:38] + bad + lines[row][46:]
-    assert "no number" in refusal("".join(lines))
+    assert "not a number" in refusal("".join(lines))
 
 
 def test_pdb_cut_short() -> None:
@@ -406,8 +406,8 @@ def test_atoms_that_contradict_the_sequence() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no structure file"),
-        (">fasta\nMKV\n", "no structure file"),
+        ("", "not a structure file"),
+        (">fasta\nMKV\n", "not a structure file"),
         ("data_X\n_cell.length_a 3\n", "has no atoms"),
         ("data_X\nloop_\n_atom_site.id\n1\n", "has no atoms"),
         (write_pdb("x", [random_chain("A", "GS")]).replace("GLY", " ' "), "a quote"),

@@ -73,7 +73,7 @@ def parse_hits(text: str, query: str, source: str = "<hits>") -> list[Hit]:
     if re.match(r"\S+\t\S+\t[\d.]+\t\d+\t", text):
         kind = "a table of MMseqs2 or BLAST hits, which has no alignments"
     else:
-        kind = "no list of template hits that WarpFold knows"
+        kind = "not a list of template hits that WarpFold knows"
     raise UserError(f"{source}: is {kind}; give the output of HHsearch (.hhr) or hmmsearch (.sto, .a3m)")
 
 

@@ -97,8 +97,15 @@ def msa_features(
     # alignment has such a row; in a crop there may be many.
     silent = (chain.msa == GAP).all(1)
     sizes = sizes or {}
-    shape = [max(size, sizes.get(axis, 0)) for axis, size in (("seq", seq), ("extra", extra), ("res", length))]
-    features = _zeros(passes, *shape)
+    clustered, unclustered, columns = (
+        max(size, sizes.get(axis, 0)) for axis, size in (("seq", seq), ("extra", extra), ("res", length))
+    )
+    features: Arrays = {"msa_feat": np.zeros((passes, clustered, columns, 49), np.float32)}
+    for name in ("msa_mask", "bert_mask", "true_msa"):
+        features[name] = np.zeros((passes, clustered, columns), np.uint8)
+    for name in ("extra_msa", "extra_msa_mask", "extra_has_deletion"):
+        features[name] = np.zeros((passes, unclustered, columns), np.uint8)
+    features["extra_deletion_value"] = np.zeros((passes, unclustered, columns), np.float32)
     deletions = Deletions.of(raw.deletions)
     crop = slice(chain.start, chain.start + length)
     for index, (sample, cluster) in enumerate(zip(samples, clusters)):
@@ -124,17 +131,6 @@ def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | i
     elif not len(extra) and config.empty_extra == "query":
         extra = np.zeros(1, np.int64)
     return MsaSample(centres, masked, bert_mask, extra)
-
-
-def _zeros(passes: int, seq: int, extra: int, length: int) -> Arrays:
-    clustered = dict.fromkeys(("msa_mask", "bert_mask", "true_msa"), np.uint8)
-    unclustered = dict.fromkeys(("extra_msa", "extra_msa_mask", "extra_has_deletion"), np.uint8)
-    return {
-        "msa_feat": np.zeros((passes, seq, length, 49), np.float32),
-        **{name: np.zeros((passes, seq, length), dtype) for name, dtype in clustered.items()},
-        **{name: np.zeros((passes, extra, length), dtype) for name, dtype in unclustered.items()},
-        "extra_deletion_value": np.zeros((passes, extra, length), np.float32),
-    }
 
 
 def _fill(features: Arrays, msa: np.ndarray, deletions: Deletions, sample: MsaSample, cluster: np.ndarray) -> None:
@@ -202,30 +198,27 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
     centres).
     """
     passes, depth, length = centres.shape
-    together = max(TABLES // (4 * length * MSA_CLASSES * ceil(depth / PLACES)), 1)
-    starts = range(0, passes, together)
-    return np.concatenate([_nearest_cluster(rows, centres[start : start + together]) for start in starts])
-
-
-def _nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Do the work of `nearest_cluster` for passes whose tables are held in memory together."""
-    passes, depth, length = centres.shape
+    groups = ceil(depth / PLACES)
+    together = max(TABLES // (4 * length * MSA_CLASSES * groups), 1)
     width = ceil(length / ceil(length / MOST))
     spans = [slice(start, start + width) for start in range(0, length, width)]
-    tables = [[_agreement_table(each[:, span]) for each in centres] for span in spans]
     line = np.arange(width, dtype=np.int32) * MSA_CLASSES
     nearest = np.empty((passes, len(rows)), np.int64)
-    for start in range(0, len(rows), ROWS):
-        block = rows[start : start + ROWS]
-        counts = np.zeros((passes, len(block), PLACES, tables[0][0].shape[1]), np.int32)
-        for span, of_passes in zip(spans, tables):
-            part = block[:, span]
-            lines = torch.from_numpy(part + line[: part.shape[1]])
-            for table, count in zip(of_passes, counts):
-                sums = embedding_bag(lines, table, mode="sum").int().numpy()
-                for place in range(PLACES):
-                    count[:, place] += (sums >> (BITS * place)) & MOST
-        nearest[:, start : start + ROWS] = counts.reshape(passes, len(block), -1)[..., :depth].argmax(-1)
+    for first in range(0, passes, together):
+        some = centres[first : first + together]
+        tables = [[_agreement_table(each[:, span]) for each in some] for span in spans]
+        for start in range(0, len(rows), ROWS):
+            block = rows[start : start + ROWS]
+            counts = np.zeros((len(some), len(block), PLACES, groups), np.int32)
+            for span, of_passes in zip(spans, tables):
+                part = block[:, span]
+                lines = torch.from_numpy(part + line[: part.shape[1]])
+                for table, count in zip(of_passes, counts):
+                    sums = embedding_bag(lines, table, mode="sum").int().numpy()
+                    for place in range(PLACES):
+                        count[:, place] += (sums >> (BITS * place)) & MOST
+            best = counts.reshape(len(some), len(block), -1)[..., :depth].argmax(-1)
+            nearest[first : first + together, start : start + ROWS] = best
     return nearest
 
 

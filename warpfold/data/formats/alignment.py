@@ -99,7 +99,7 @@ def encode(sequence: str, source: str = "sequence") -> np.ndarray:
     except KeyError as error:
         place = sequence.upper().index(error.args[0]) + 1
         raise UserError(
-            f"{source}: has {error.args[0]!r} at position {place}, which is no amino acid; correct or remove it"
+            f"{source}: has {error.args[0]!r} at position {place}, which is not an amino acid; correct or remove it"
         ) from None
 
 

@@ -66,7 +66,7 @@ class AlignmentDB:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: damaged, or no JSON ({error}); fetch or make the index again") from None
         if not isinstance(self._entries, dict):
-            raise UserError(f"{path}: is no index of an alignment database; {_EXPECTED}")
+            raise UserError(f"{path}: is not an index of an alignment database; {_EXPECTED}")
 
     def chains(self) -> list[str]:
         """Return the names of all chains, sorted."""
@@ -78,7 +78,7 @@ class AlignmentDB:
         Errors: KeyError; UserError if the index has something else there.
         """
         entry = self._entries[chain]
-        wrong = UserError(f"{self.path}: {chain} is no entry of an alignment database; {_EXPECTED}")
+        wrong = UserError(f"{self.path}: {chain} is not an entry of an alignment database; {_EXPECTED}")
         try:
             name, files = (entry["db"], entry["files"]) if isinstance(entry, dict) else (f"{self.path.stem}.db", entry)
             shard = self.path.parent / name

@@ -329,7 +329,7 @@ def _parse_rows(data: bytes, source: str, query: str | None) -> Alignment:
     """Parse one row per line and nothing else (PSICOV's .aln)."""
     sequences = data.split()
     if b"\0" in data or any(not re.fullmatch(rb"[A-Za-z.\-]+", s) for s in sequences[:2]) or b" " in data.strip():
-        kind = "a CLUSTAL file" if data.startswith(b"CLUSTAL") else "no alignment that WarpFold knows"
+        kind = "a CLUSTAL file" if data.startswith(b"CLUSTAL") else "not an alignment that WarpFold knows"
         raise UserError(f"{source}: is {kind}; give A3M, Stockholm or aligned FASTA")
     names = [f"row {i + 1}" for i in range(len(sequences))]
     alignment = _in_columns(names, sequences, source)
@@ -364,7 +364,7 @@ def _refuse_illegal(codes: np.ndarray, starts: np.ndarray, letters: bytes, names
     row = int(np.searchsorted(starts, bad[0], side="right")) - 1
     character = letters[bad[0] :].decode(errors="ignore")[:1]
     where = f"record {row + 1}, {_short(names[row])}, position {bad[0] - starts[row] + 1}"
-    raise UserError(f"{source}: {where} has {character!r}, which is no amino acid; correct or remove it")
+    raise UserError(f"{source}: {where} has {character!r}, which is not an amino acid; correct or remove it")
 
 
 def _refuse_widths(widths: np.ndarray, names: Sequence[str], source: str, what: str) -> None:

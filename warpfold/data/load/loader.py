@@ -182,7 +182,7 @@ class Loader:
         return Sample(planned.draw.number, self.order.name(planned.entry), features)
 
     def exchanged(self) -> tuple[list[int], list[int]]:
-        """Return what this rank has not used yet although it was planned, and what it has used before its turn."""
+        """Return the examples that this rank should have used by now and has not, and those it has used early."""
         waiting = [*self._planned.values(), *([self._next[0]] if self._next else [])]
         return [p.draw.number for p in waiting if p.place < self._given], list(self._early.values())
 

@@ -167,5 +167,5 @@ def _words(code: np.ndarray, offsets: tuple[int, ...]) -> tuple[np.ndarray, np.n
 
 
 def _codes(sequence: str) -> np.ndarray:
-    """Return uint8 [N], 0 to 19, and 20 for whatever is no amino acid."""
+    """Return uint8 [N], 0 to 19, and 20 for whatever is not an amino acid."""
     return _LETTER_CODES[np.frombuffer(sequence.encode("ascii", "replace"), dtype=np.uint8)]

@@ -95,8 +95,8 @@ def place_atoms(columns: Columns, polymers: Sequence[Polymer], source: str) -> A
         row = kept[np.flatnonzero(~possible.all(1))[0]]
         atom, chain = columns["label_atom_id"][row], columns["auth_asym_id"][row]
         raise UserError(
-            f"{source}: atom {atom} of residue {authors[row]} of chain {chain} has a position that is no number or far "
-            "too large; correct the file or leave the atom out"
+            f"{source}: atom {atom} of residue {authors[row]} of chain {chain} has a position that is not a number or "
+            "far too large; correct the file or leave the atom out"
         )
     picked = _one_conformation(columns, rows, residues, atoms)
     positions, mask = np.zeros((total, 37, 3), np.float32), np.zeros((total, 37), np.float32)

@@ -65,5 +65,5 @@ def given_date(text: str | None, option: str) -> date | None:
     """Return the day that a user gave, None for None.  Errors: UserError, naming `option`, if it is not a date."""
     day = parse_date(text)
     if text is not None and day is None:
-        raise UserError(f"{option} {text}: is no date; write it as YYYY-MM-DD, for example 2018-04-30")
+        raise UserError(f"{option} {text}: is not a date; write it as YYYY-MM-DD, for example 2018-04-30")
     return day

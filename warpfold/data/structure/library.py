@@ -30,7 +30,7 @@ class Library:
     def __init__(self, folder: str | Path, keep: int = 16, limit: int = LARGEST) -> None:
         self.folder, self.keep, self.limit = Path(folder), keep, limit
         if not self.folder.is_dir():
-            raise UserError(f"{folder}: is no folder; give the folder of the templates' mmCIF files")
+            raise UserError(f"{folder}: is not a folder; give the folder of the templates' mmCIF files")
         self._paths: dict[str, Path] | None = (
             None  # of all files: listed once an entry is not where PDB mirrors have it
         )

@@ -64,7 +64,7 @@ def read_release_date(path: str | Path, limit: int = LARGEST) -> date | None:
     data = read_bytes(path, limit)
     head = data[: max(data.rfind(b"loop_", 0, max(data.find(b"\n_atom_site."), 0)), 0)]
     if b"_pdbx_audit_revision_history.revision_date" in head:
-        with pdb.gemmi_errors(str(path), "is no valid mmCIF"):
+        with pdb.gemmi_errors(str(path), "is not valid mmCIF"):
             return _release_date(cif.read_string(head)[0])
     return parse_structure(data, str(path)).release_date
 
@@ -72,12 +72,12 @@ def read_release_date(path: str | Path, limit: int = LARGEST) -> date | None:
 def _read_mmcif(data: bytes, source: str) -> cif.Block:
     """Return the block with the atoms, with SEQRES added if the file has none."""
     if b"_atom_site." not in data:
-        what = "has no atoms" if b"data_" in data else "is no structure file"
+        what = "has no atoms" if b"data_" in data else "is not a structure file"
         raise UserError(f"{source}: {what}; give an mmCIF or PDB file with coordinates")
     last = data[-1000:].rstrip().rpartition(b"\n")[2]
     if not last.startswith(b"#") and data.count(b"\n#") >= 5:  # written with '#' after each category
         raise UserError(f"{source}: ends in the middle of a category, so it is cut short; fetch the file again")
-    with pdb.gemmi_errors(source, "is cut short or no valid mmCIF"):
+    with pdb.gemmi_errors(source, "is cut short or not valid mmCIF"):
         blocks = [block for block in cif.read_string(data) if len(block.find_values("_atom_site.Cartn_x"))]
     if not blocks:
         raise UserError(f"{source}: has no atoms (_atom_site.Cartn_x); give a file with coordinates")

@@ -35,7 +35,7 @@ def gemmi_errors(source: str, what: str) -> Iterator[None]:
 def read(data: bytes, source: str) -> cif.Block:
     """Return the first model of a PDB file as an mmCIF block with SEQRES, method, resolution and release date.
 
-    Errors: UserError for a file that gemmi cannot read, that was cut short, or with a position that is no number.
+    Errors: UserError for a file that gemmi cannot read, that was cut short, or with a position that is not a number.
     """
     last = data.rstrip(b"\n").rpartition(b"\n")[2]
     if last.startswith((b"ATOM  ", b"HETATM")) and len(last.rstrip()) < 54:  # its coordinates end at column 54
@@ -52,7 +52,7 @@ def read(data: bytes, source: str) -> cif.Block:
             except ValueError:
                 atom = line[6:27].decode("latin-1").strip()
                 raise UserError(
-                    f"{source}: atom {atom} has a position that is no number; correct the file or leave the atom out"
+                    f"{source}: atom {atom} has a position that is not a number; correct the file or leave the atom out"
                 ) from None
     with gemmi_errors(source, "is not valid PDB"):
         structure = gemmi.read_pdb_string(model.decode("latin-1"))
