@@ -14,7 +14,7 @@ import pytest
 
 from warpfold import __version__, cli
 from warpfold.cli import common
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.helpers import random_batch, tiny_config, tiny_model
 from tests.ranks import run_ranks
 from warpfold.batch import Batch
-from warpfold.data.example.raw import add_labels
+from warpfold.data.features.labels import add_labels
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model import losses
 from warpfold.model.alphafold import AlphaFold, Output

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.run.runs import make_store
-from warpfold.data.features.sample import SampleConfig
+from warpfold.data.features.choose import SampleConfig
 from warpfold.tune.footprint import footprint
 
 

@@ -25,8 +25,8 @@ import torch
 
 from warpfold import __version__, settings
 from warpfold.data.pack.pack import pack
-from warpfold.data.store.example import read_example
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import read_example
 from warpfold.data.synthetic.proteins import generate
 from warpfold.engine.log import Row
 from warpfold.files import write_atomically

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.example.raw import RawExample
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.example.raw_example import RawExample
+from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run import figures, metrics

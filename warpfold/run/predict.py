@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 
 from warpfold import __version__
-from warpfold.data.example.template import TemplateOutcome, Templates, count_refusals
+from warpfold.data.example.raw_example import Templates
+from warpfold.data.example.templates import TemplateOutcome, count_refusals
 from warpfold.data.formats.alignment import Alignment, decode, encode, merge
+from warpfold.data.formats.input_files import stacking_order
 from warpfold.data.formats.sequences import read_alignment, read_fasta
-from warpfold.data.formats.sources import stacking_order
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe, open_regular, write_atomically
 from warpfold.model.weights import assumed_settings

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import to_tensors
-from warpfold.data.example.raw import RawExample, from_sequence
-from warpfold.data.example.template import Templates, choose_templates
-from warpfold.data.features.sample import SampleConfig, make_features
+from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
+from warpfold.data.features.choose import SampleConfig, choose_templates
+from warpfold.data.features.make import make_features
 from warpfold.data.formats import alignment as alphabet
 from warpfold.data.formats.alignment import Alignment
 from warpfold.data.formats.sequences import parse_a3m
@@ -77,7 +77,7 @@ class Predictor:
         """Fold `sequence` (one letter per residue), given rows aligned to it as in A3M: lower case is inserted.
 
         The query's own row may be among them or not.  templates: mmCIF or PDB files, FILE or FILE:CHAIN, aligned here;
-        or ready ones (`data.example.template`), best first.  seed: of the alignment's sampling and masking; the same
+        or ready ones (`example/templates.py`), best first.  seed: of the alignment's sampling and masking; the same
         seed gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
         single, pair and msa of the result are None.
         Errors: UserError for letters that are no residues, rows that do not fit the sequence, templates that cannot be

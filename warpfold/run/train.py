@@ -16,11 +16,11 @@ from torch import Tensor
 
 from warpfold import settings
 from warpfold.batch import Batch, to_tensors
-from warpfold.data.features.sample import make_features
+from warpfold.data.features.make import make_features
 from warpfold.data.load.loader import Loader, Sample
 from warpfold.data.load.schedule import Source
-from warpfold.data.store.example import StoredExample
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import StoredExample
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.log import Clock, Log, Row, Seen, Watcher, step_row, tensorboard, validation_row
 from warpfold.engine.optim import Optimizer

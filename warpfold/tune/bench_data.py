@@ -20,13 +20,13 @@ import torch
 
 from warpfold import __version__
 from warpfold.batch import to_tensors
-from warpfold.data.example.raw import RawExample, from_chain
+from warpfold.data.example.raw_example import RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.sample import make_features
+from warpfold.data.features.make import make_features
 from warpfold.data.formats.sequences import read_alignment
 from warpfold.data.pack.pack import pack
-from warpfold.data.store.example import StoredExample
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import StoredExample
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.tune.footprint import footprint

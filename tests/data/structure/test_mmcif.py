@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from entries import Atom, atom, backbone, entry, random_chain
 
-from warpfold.data.structure.mmcif import Chain, Structure, parse_structure, read_structure
+from tests.data.entries import Atom, atom, backbone, entry, random_chain
+from warpfold.data.structure.chain import Chain, Structure
+from warpfold.data.structure.mmcif import parse_structure, read_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
@@ -377,7 +378,7 @@ def test_pdb_positions_that_are_no_numbers(bad: str) -> None:
     lines = write_pdb("x", [random_chain("A", "MKV")]).splitlines(keepends=True)
     row = next(i for i, line in enumerate(lines) if line.startswith("ATOM"))
     lines[row] = lines[row][:38] + bad + lines[row][46:]
-    assert "no number" in refusal("".join(lines))
+    assert "not a number" in refusal("".join(lines))
 
 
 def test_pdb_cut_short() -> None:
@@ -405,8 +406,8 @@ def test_atoms_that_contradict_the_sequence() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no structure file"),
-        (">fasta\nMKV\n", "no structure file"),
+        ("", "not a structure file"),
+        (">fasta\nMKV\n", "not a structure file"),
         ("data_X\n_cell.length_a 3\n", "has no atoms"),
         ("data_X\nloop_\n_atom_site.id\n1\n", "has no atoms"),
         (write_pdb("x", [random_chain("A", "GS")]).replace("GLY", " ' "), "a quote"),

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pack_inputs import ONE, TWO, alignment, chain, structure
 
-from warpfold.data.formats import sources
+from tests.data.pack_inputs import ONE, TWO, alignment, chain, structure
+from warpfold.data.formats import input_files as sources
 from warpfold.data.formats.alignment import decode
+from warpfold.data.formats.input_files import ALIGNMENTS, STRUCTURES, InputFile, find, read_query, stacked
 from warpfold.data.formats.sequences import read_alignment
-from warpfold.data.formats.sources import ALIGNMENTS, STRUCTURES, Source, find, read_query, stacked
 from warpfold.data.pack.pack import find_inputs, pack
-from warpfold.data.store.example import read_example
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import read_example
 from warpfold.errors import UserError
 
-REAL = Path(__file__).parents[3] / "shared/realdata"
+REAL = Path(__file__).parents[4] / "shared/realdata"
 
 
 def test_files_are_found_by_their_endings_and_named_below_what_was_given(tmp_path: Path) -> None:
@@ -44,12 +44,12 @@ def test_files_are_found_by_their_endings_and_named_below_what_was_given(tmp_pat
 
 def test_names_that_a_source_may_be_called_by() -> None:
     def bears(path: str) -> set[str]:
-        return Source(path, Path(path)).bears
+        return InputFile(path, Path(path)).bears
 
     assert bears("/x/1ABC_A/a3m/uniref90_hits.a3m") == {"1abc_a", "uniref90_hits"}
     assert bears("/x/1abc_A/bfd.a3m.gz") == {"1abc_a", "bfd"}
     assert bears("/x/msas/1abc_A.a3m") == {"msas", "1abc_a"}
-    assert Source("n", Path("/x/db.index"), chain="1abc_A", member="bfd.a3m").bears == {"1abc_a"}
+    assert InputFile("n", Path("/x/db.index"), chain="1abc_A", member="bfd.a3m").bears == {"1abc_a"}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_names_that_a_source_may_be_called_by() -> None:
     ],
 )
 def test_files_of_hits_are_known_by_their_names(name: str, hits: bool) -> None:
-    assert Source(name, Path("/x") / name).is_hits is hits
+    assert InputFile(name, Path("/x") / name).is_hits is hits
 
 
 def _stockholm(rows: list[tuple[str, str]], width: int) -> str:
@@ -83,7 +83,7 @@ def _stockholm(rows: list[tuple[str, str]], width: int) -> str:
     ],
 )
 def test_alignments_are_stacked_as_officially_where_their_names_tell(tmp_path: Path, names: tuple[str, ...]) -> None:
-    found = [Source(f"msas/1one_A/{name}", tmp_path / name) for name in sorted(names, reverse=True)]
+    found = [InputFile(f"msas/1one_A/{name}", tmp_path / name) for name in sorted(names, reverse=True)]
     assert [one.file for one in stacked(found)] == list(names)
 
 
@@ -114,7 +114,7 @@ def test_the_query_is_what_reading_the_whole_gives(tmp_path: Path) -> None:
         for ending in ("", ".gz"):
             path = tmp_path / (name + ending)
             path.write_bytes(gzip.compress(text.encode()) if ending else text.encode())
-            assert read_query(Source(name, path)) == ONE, path
+            assert read_query(InputFile(name, path)) == ONE, path
 
 
 @settings(max_examples=40, deadline=None)
@@ -127,14 +127,14 @@ def test_any_a3m_s_query(
     text = "\n".join(f">{i}\n{row}" for i, row in enumerate(rows)) + "\n" * end
     path = tmp_path_factory.mktemp("a") / "x.a3m"
     path.write_bytes(gzip.compress(text.encode()) if zip else text.encode())
-    assert read_query(Source("x", path)) == rows[0]
+    assert read_query(InputFile("x", path)) == rows[0]
 
 
 def test_the_rest_of_a_deep_alignment_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "deep.a3m"
     good = f">q\n{ONE}\n" + f">r\n{ONE}\n" * 10_000
     path.write_bytes(good.encode() + b"\xff not text")
-    assert read_query(Source("deep", path)) == ONE
+    assert read_query(InputFile("deep", path)) == ONE
     with pytest.raises(UserError):
         read_alignment(path)
 
@@ -145,10 +145,10 @@ def test_the_rest_of_a_deep_alignment_is_not_read(tmp_path: Path) -> None:
 def test_what_holds_no_query_is_one_line_with_the_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.a3m").write_bytes(content)
     with pytest.raises(UserError, match=r"^m/x\.a3m: ") as caught:
-        read_query(Source("m/x.a3m", tmp_path / "x.a3m"))
+        read_query(InputFile("m/x.a3m", tmp_path / "x.a3m"))
     assert str(tmp_path) not in str(caught.value)
     with pytest.raises(UserError, match=r"^m/y\.a3m: no such file"):
-        read_query(Source("m/y.a3m", tmp_path / "y.a3m"))
+        read_query(InputFile("m/y.a3m", tmp_path / "y.a3m"))
 
 
 def test_real_queries() -> None:
@@ -226,7 +226,7 @@ def test_two_indices_of_one_database_name_each_member_once(tmp_path: Path) -> No
 
 
 def test_the_fingerprint_sees_names_sizes_and_times(tmp_path: Path) -> None:
-    one = Source("a", Path("/a"), 1, 2)
-    others = [Source("b", Path("/a"), 1, 2), Source("a", Path("/a"), 2, 2), Source("a", Path("/a"), 1, 3)]
+    one = InputFile("a", Path("/a"), 1, 2)
+    others = [InputFile("b", Path("/a"), 1, 2), InputFile("a", Path("/a"), 2, 2), InputFile("a", Path("/a"), 1, 3)]
     assert len({sources.digest([source]) for source in (one, *others)}) == 4
-    assert sources.digest([one]) == sources.digest([Source("a", Path("/elsewhere"), 1, 2)])
+    assert sources.digest([one]) == sources.digest([InputFile("a", Path("/elsewhere"), 1, 2)])

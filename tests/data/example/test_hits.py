@@ -10,7 +10,7 @@ from warpfold.data.example.hits import Hit, parse_hhr, parse_hits, parse_hmmsear
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 
-REALDATA = (Path(__file__).parents[2] / "../shared/realdata").resolve()
+REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 QUERY = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
 
 
@@ -173,7 +173,7 @@ def test_a_row_that_is_the_query_says_which_columns_are_its_own() -> None:
         (stockholm(ROWS, RF).replace("t\n", "\n"), "columns, #=GC RF"),
         (">1abc_A\nMKTAY\n>1abc_B\nMKTA\n", "4 to 5 match columns"),
         ("101\t4g3x_A\t1.000\t166\t0\t0\t1\t166\t1\t166\t5.8E-61\t209\t166M\n", "MMseqs2"),
-        ("#!/bin/sh\n", "no list of template hits"),
+        ("#!/bin/sh\n", "not a list of template hits"),
     ],
 )
 def test_bad_hits_are_refused_in_one_line(text: str, message: str) -> None:

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 from warpfold.data.store.store import FOOT, HEAD, Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def arrays(i: int = 0) -> dict[str, np.ndarray]:
@@ -261,7 +261,7 @@ def test_a_key_twice_and_other_meta_are_bugs(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_no_store_and_does_not_block_the_next(tmp_path: Path) -> None:
     code = f"""
 import os, signal
-from tests.data.test_store import arrays
+from tests.data.store.test_store import arrays
 from warpfold.data.store.store import StoreWriter, pack_record
 writer = StoreWriter({str(tmp_path / "s")!r}, shard_bytes=100_000)
 for i in range(3):

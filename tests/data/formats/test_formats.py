@@ -211,7 +211,7 @@ def test_rows_without_headers() -> None:
     assert [decode(row) for row in alignment.rows] == ["MKV", "M-V", "MKL"]
     assert "row 2, 'row 2', has 2 columns" in refusal(parse_alignment, "MKV\nMK\n")
     assert "CLUSTAL" in refusal(parse_alignment, "CLUSTAL W (1.83)\n\na MKV\n")
-    assert "no alignment" in refusal(parse_alignment, "Query 1abc\nMatch_columns 3\n")
+    assert "not an alignment" in refusal(parse_alignment, "Query 1abc\nMatch_columns 3\n")
     assert "empty" in refusal(parse_alignment, "\n\n")
 
 

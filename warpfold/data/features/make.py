@@ -1,15 +1,14 @@
-"""The features of one example: what is used of it is chosen, read, and only then computed with (Supp. 1.2)."""
+"""The features of one example: choose what is used of it, read only that, and compute with it (Supp. 1.2)."""
 
 import numpy as np
 
 from warpfold.batch import FEATURES, Arrays
-from warpfold.data.example.raw import RawExample, add_labels, atom_masks
-from warpfold.data.example.template import template_features
-from warpfold.data.features.choose import SampleConfig, Selection, keyed_rng, predicted_cost, select
+from warpfold.data.example.raw_example import RawExample
+from warpfold.data.features.choose import SampleConfig, select
+from warpfold.data.features.labels import add_labels, atom_masks
 from warpfold.data.features.msa import WholeChain, msa_features
-from warpfold.data.store.example import StoredExample
-
-__all__ = ["SampleConfig", "Selection", "keyed_rng", "make_features", "pad_features", "predicted_cost", "select"]
+from warpfold.data.features.templates import template_features
+from warpfold.data.store.stored_example import StoredExample
 
 
 def make_features(
@@ -20,15 +19,15 @@ def make_features(
     passes: int = 1,
     train: bool = False,
 ) -> Arrays:
-    """The model's input for one example: arrays of the feature table (`warpfold.batch.FEATURES`), no batch axis.
+    """Return the model's input for one example: arrays of the feature table (`warpfold.batch.FEATURES`), no batch axis.
 
     example: in memory or in a store, of which only what is chosen is read (for `clustering = "chain"` the chosen rows
     over the whole chain).  key: names this draw, e.g. (example name, step).  passes: (recycles + 1) x ensemble; with
     `resample_msa` the MSA features hold that many samples, otherwise one.  train: crop, delete blocks, keep within
     `max_cost`, draw the templates and the clamping of FAPE.
     Whole numbers and masks may be narrower than in the table: `batch.to_tensors` widens them.
-    Labels are there when the example has coordinates.  An alignment with no row to spare for the extra MSA has one
-    fully masked row there, which is what AlphaFold2's padding comes to, or the query's (`empty_extra`).
+    Labels are included if the example has coordinates.  If the alignment has no row to spare for the extra MSA, there
+    is one fully masked row, which is what AlphaFold2's padding comes to, or the query's (`empty_extra`).
     """
     chosen = select(example.length, example.depth, config, seed, key, train, example.templates_count)
     chain = None
@@ -52,14 +51,14 @@ def make_features(
     if raw.positions is not None and raw.mask is not None:
         features["all_atom_positions"] = raw.positions
         features["all_atom_mask"] = raw.mask
-        features["resolution"] = np.array(raw.resolution or 0.0, np.float32)  # AlphaFold2's value for "none": NMR
+        features["resolution"] = np.array(raw.resolution or 0.0, np.float32)  # 0: AlphaFold2's value for none (NMR)
         features["use_clamped_fape"] = np.array(chosen.clamped, np.float32)
         features = add_labels(features)
     return pad_features(features, sizes)
 
 
 def pad_features(features: Arrays, sizes: dict[str, int]) -> Arrays:
-    """The arrays with the axes named in `sizes` filled up with zeros (masked) to at least those sizes."""
+    """Return the arrays with the axes named in `sizes` padded with zeros (masked) to at least those sizes."""
     padded = {}
     for name, array in features.items():
         axes = FEATURES[name].axes

@@ -1,39 +1,70 @@
-"""Raw examples: one chain, its alignment, its coordinates; and the labels that follow from coordinates (Supp. 1.2).
+"""Raw examples: one chain with its alignment, its coordinates and its templates, before anything is drawn (Supp. 1.2).
 
-A `RawExample` holds what can be prepared ahead of training and nothing that is drawn; `data.features.sample` does
-the drawing.
+A `RawExample` holds what can be prepared ahead of training; `data/features` draws from it and makes the features.
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import torch
 
-from warpfold.batch import Arrays
-from warpfold.data.example.layout import to_columns, to_tiles
-from warpfold.data.example.template import Templates
 from warpfold.data.formats.alignment import Alignment, decode, encode, encode_residues
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
-from warpfold.data.structure.mmcif import Chain, Structure
+from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError
-from warpfold.geometry import atoms
-from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK, GAP
+from warpfold.geometry.residue import GAP
 
 MSA_CODES = 22  # 20 residue types, X, gap
 MIN_COVERAGE = 0.5  # the share of the chain's residues that the alignment must cover
-TEMPLATE_ARRAYS = ("aatype", "positions", "mask", "sum_probs")  # of `Templates`; the names are a note
+MOST_STORED = 20  # templates: the best of the search, among which training chooses (Supp. 1.2.3)
 PROFILE_ROWS = 1024  # counted at a time
 MOST_DELETIONS = np.iinfo(np.uint16).max
 
 
 @dataclass(frozen=True)
-class RawExample:
-    """One chain with R alignment rows (no two alike) and, where known, its atoms.
+class Templates:
+    """T structures on the N residues of a chain, best first; residues without a counterpart in a template are masked.
 
-    Row 0 is the chain's own sequence as alignments have it, with C, D and E where it has U, B and Z; `aatype` has X.
+    `data/example/templates.py` makes them from a search's hits or from files.
+    """
+
+    aatype: np.ndarray  # uint8 [T, N], the template's residues: 0-19, 20 = X, 21 = gap
+    positions: np.ndarray  # float32 [T, N, 37, 3], angstrom, 0 where masked
+    mask: np.ndarray  # uint8 [T, N, 37]
+    names: tuple[str, ...]  # [T], such as "1abc_A"
+    sum_probs: np.ndarray  # float32 [T], expected number of correctly aligned residues
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def take(self, start: int, stop: int) -> "Templates":
+        """Return residues [start, stop) of every template."""
+        span = slice(start, stop)
+        return replace(self, aatype=self.aatype[:, span], positions=self.positions[:, span], mask=self.mask[:, span])
+
+    def choose(self, indices: np.ndarray) -> "Templates":
+        """Return the templates at `indices` (int [K]), in that order."""
+        arrays = (self.aatype[indices], self.positions[indices], self.mask[indices])
+        return Templates(*arrays, tuple(self.names[i] for i in indices), self.sum_probs[indices])
+
+
+def join(templates: Sequence[Templates]) -> Templates | None:
+    """Return templates of one chain as one `Templates`, in the given order; None for none."""
+    if not templates:
+        return None
+    aatype, positions, mask, sum_probs = (
+        np.concatenate([getattr(one, name) for one in templates])
+        for name in ("aatype", "positions", "mask", "sum_probs")
+    )
+    return Templates(aatype, positions, mask, tuple(name for one in templates for name in one.names), sum_probs)
+
+
+@dataclass(frozen=True)
+class RawExample:
+    """One chain with R different alignment rows and, where known, its atoms and templates.
+
+    Row 0 is the chain's own sequence as alignments have it: C, D and E where the chain has U, B and Z and `aatype` X.
     """
 
     name: str
@@ -55,12 +86,12 @@ class RawExample:
 
     @property
     def length(self) -> int:
-        """Residues."""
+        """Return the number of residues."""
         return len(self.aatype)
 
     @property
     def depth(self) -> int:
-        """Alignment rows, the chain's own included."""
+        """Return the number of alignment rows, the chain's own included."""
         return len(self.msa)
 
     @property
@@ -79,7 +110,7 @@ class RawExample:
         templates: np.ndarray | None = None,
         whole: np.ndarray | None = None,
     ) -> "RawExample":
-        """Residues [start, stop), these alignment rows and these templates (indices, ascending; None: all).
+        """Return residues [start, stop) with these alignment rows and templates (indices, ascending; None: all).
 
         whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment.
         """
@@ -100,33 +131,14 @@ class RawExample:
             templates=None if chosen is None or not len(chosen) else chosen.take(start, stop),
         )
 
-    def to_arrays(self) -> Arrays:
-        """The arrays, laid out for the store (`data.example.layout`, docs/formats.md); `notes` holds the rest."""
-        names = ("aatype", "residue_index", "profile", "positions", "mask")
-        arrays = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        arrays |= {"msa": to_tiles(self.msa), **to_columns(self.deletions)}
-        if self.templates is not None and len(self.templates):
-            arrays |= {f"template_{name}": getattr(self.templates, name) for name in TEMPLATE_ARRAYS}
-        return arrays
-
-    def notes(self) -> dict[str, Any]:
-        """What is not an array, as JSON can hold it."""
-        notes = {
-            "name": self.name,
-            "resolution": self.resolution,
-            "release_date": self.release_date,
-            "sources": list(self.sources),
-        }
-        return notes if self.templates is None else {**notes, "templates": list(self.templates.names)}
-
 
 def from_sequence(
     sequence: str, alignments: Sequence[Alignment] = (), name: str = "query", min_identity: float = MIN_IDENTITY
 ) -> RawExample:
-    """An example to predict: a sequence of letters and any number of alignments of it (none: it stands alone).
+    """Make an example to predict from a sequence of letters and any number of alignments of it (none: just itself).
 
-    Letters other than the twenty are X in `aatype`, and by HHblits' table in row 0 of the alignment, as officially
-    (`data.formats.alignment.encode_residues`, `encode`).
+    Letters other than the twenty are X in `aatype`, and go by HHblits' table in row 0 of the alignment, as in the
+    official code (`encode_residues` and `encode` of `data/formats/alignment.py`).
     Errors: UserError for a character outside the alphabet, or an alignment of another protein.
     """
     aatype, row = encode_residues(sequence, name), encode(sequence, name)
@@ -145,7 +157,7 @@ def from_chain(
     sources: Iterable[str] = (),
     min_identity: float = MIN_IDENTITY,
 ) -> RawExample:
-    """An example to train on: a chain with its coordinates and alignments of its SEQRES (or of a part, or precursor).
+    """Make an example to train on from a chain and alignments of its SEQRES (or of a part of it, or its precursor).
 
     sources: what to record about where `alignments` come from.
     Errors: UserError for an alignment of another protein.
@@ -162,11 +174,11 @@ def from_chain(
 
 
 def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTITY) -> tuple[np.ndarray, np.ndarray]:
-    """An alignment on the columns of `sequence`: rows uint8 [R, N], deletions uint16 [R, N].
+    """Return an alignment on the columns of `sequence`: rows uint8 [R, N], deletions uint16 [R, N].
 
-    Columns of query residues that `sequence` lacks are cut out, at the ends for good, inside by counting what stood in
-    them as deletions; residues that the query lacks get gaps.
-    Errors: UserError when the query is of another protein: identity below `min_identity`, or too little covered.
+    Columns of query residues that `sequence` lacks are cut out; inside the sequence, what stood in them is counted as
+    deletions.  Residues that the query lacks get gaps.
+    Errors: UserError if the query is another protein: identity below `min_identity`, or too little covered.
     """
     column, identity = column_map(alignment.query, sequence)
     if error := check_map(column, identity, min_identity):
@@ -187,7 +199,7 @@ def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTIT
 
 
 def check_map(column: np.ndarray, identity: float, min_identity: float = MIN_IDENTITY) -> str | None:
-    """Why an alignment with this `column_map` is not used, or None."""
+    """Return why an alignment with this `column_map` is not used, or None."""
     covered = int((column >= 0).sum())
     if identity >= min_identity and covered >= MIN_COVERAGE * len(column):
         return None
@@ -196,74 +208,32 @@ def check_map(column: np.ndarray, identity: float, min_identity: float = MIN_IDE
 
 
 def merge(query: np.ndarray, placed: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Alignments one after another: rows uint8 [R, N], deletions uint16 [R, N], the query (uint8 [N]) as row 0.
+    """Stack alignments below the query (uint8 [N]), as row 0: rows uint8 [R, N], deletions uint16 [R, N].
 
-    A row equal to an earlier one goes, whatever its deletions (as official), and so does one of gaps alone.
+    Rows of gaps alone are dropped, and so are rows equal to an earlier one, whatever their deletions (as official).
     """
+
+    def digest(row: np.ndarray) -> bytes:  # 16 bytes stand for a row, whatever its length
+        return hashlib.blake2b(row.tobytes(), digest_size=16).digest()
+
     first = query[None]
     parts = [(first, np.zeros(first.shape, np.uint16)), *((rows[1:], deletions[1:]) for rows, deletions in placed)]
-    seen = {_digest(np.full(len(query), GAP, np.uint8))}
+    seen = {digest(np.full(len(query), GAP, np.uint8))}
     kept = []
     for rows, deletions in parts:
         new = np.zeros(len(rows), bool)
         for index, row in enumerate(rows):
-            digest = _digest(row)
-            new[index] = digest not in seen
-            seen.add(digest)
+            new[index] = (key := digest(row)) not in seen
+            seen.add(key)
         kept.append((rows[new], deletions[new]) if not new.all() else (rows, deletions))
     rows, deletions = (np.concatenate(arrays) for arrays in zip(*kept))
     return rows, deletions
 
 
-def _digest(row: np.ndarray) -> bytes:
-    """What stands for a row in a set of many: 16 bytes, whatever its length."""
-    return hashlib.blake2b(row.tobytes(), digest_size=16).digest()
-
-
 def profile_of(msa: np.ndarray) -> np.ndarray:
-    """Frequencies of residue types, X and gap in each column: uint8 [R, N] -> float32 [N, 22]."""
+    """Return the frequencies of residue types, X and gap in each column: uint8 [R, N] -> float32 [N, 22]."""
     columns = np.arange(msa.shape[1]) * MSA_CODES
     counts = np.zeros(msa.shape[1] * MSA_CODES, np.int64)
-    for start in range(0, len(msa), PROFILE_ROWS):  # indices take eight times the room of residues
+    for start in range(0, len(msa), PROFILE_ROWS):  # the indices take eight times the memory of the residues
         counts += np.bincount((msa[start : start + PROFILE_ROWS] + columns).ravel(), minlength=len(counts))
     return (counts.reshape(-1, MSA_CODES) / len(msa)).astype(np.float32)
-
-
-def atom_masks(aatype: np.ndarray) -> Arrays:
-    """Which atoms each residue's type has: `atom14_atom_exists` [N, 14] and `atom37_atom_exists` [N, 37], float32."""
-    return {"atom14_atom_exists": ATOM14_MASK[aatype], "atom37_atom_exists": ATOM37_MASK[aatype]}
-
-
-def add_labels(features: Arrays) -> Arrays:
-    """`features` and all that supervises the model, from `aatype`, `all_atom_positions` and `all_atom_mask`.
-
-    Atoms in the 14 places of their residue type, under both namings of the ambiguous ones (Supp. 1.8.5); the frames of
-    the backbone and of the other rigid groups (1.8.1); chi angles in radians (1.9.3); the distogram's points (1.9.8).
-    float32, angstrom; quaternions w x y z with w >= 0.  What is masked is finite but means nothing.
-    """
-    aatype = torch.from_numpy(features["aatype"]).long()
-    positions, mask = (torch.from_numpy(features[name]).float() for name in ("all_atom_positions", "all_atom_mask"))
-    gt = atoms.atom37_to_atom14(aatype, positions * mask[..., None])
-    gt_exists = atoms.atom37_to_atom14(aatype, mask)
-    groups = atoms.atom37_to_frames(aatype, positions, mask)
-    torsions = atoms.atom37_to_torsions(aatype, positions, mask)
-    chi = torsions.sin_cos[..., 3:, :]
-    labels = {
-        "atom14_gt_positions": gt,
-        "atom14_gt_exists": gt_exists,
-        "atom14_alt_gt_positions": atoms.swap_atom14(aatype, gt),
-        "atom14_alt_gt_exists": atoms.swap_atom14(aatype, gt_exists),
-        "atom14_atom_is_ambiguous": atoms.residue_rows("ATOM14_AMBIGUOUS", aatype),
-        "rigidgroups_gt_frames": groups.frames.to_flat12(),
-        "rigidgroups_alt_gt_frames": groups.alt_frames.to_flat12(),
-        "rigidgroups_gt_exists": groups.mask,
-        "rigidgroups_group_exists": groups.exists,
-        "rigidgroups_group_is_ambiguous": groups.ambiguous,
-        "backbone_affine_tensor": groups.frames[..., 0].to_quaternion7(),
-        "backbone_affine_mask": groups.mask[..., 0],
-        "pseudo_beta": atoms.pseudo_beta(aatype, positions),
-        "pseudo_beta_mask": atoms.pseudo_beta_mask(aatype, mask),
-        "chi_angles": torch.atan2(chi[..., 0], chi[..., 1]),
-        "chi_mask": torsions.mask[..., 3:],
-    }
-    return {**features, **{name: label.numpy() for name, label in labels.items()}}

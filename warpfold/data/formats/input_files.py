@@ -1,4 +1,7 @@
-"""What `pack` reads: files in folders, members of alignment databases, their names; and an alignment's query alone."""
+"""The files that `pack` reads: found in folders or in alignment databases, told apart by their names.
+
+Also reads the query of an alignment without the rest.
+"""
 
 import os
 import re
@@ -30,34 +33,34 @@ _HITS_NAME = re.compile(
 _STACKED = tuple(
     re.compile(rf"(?<![a-z0-9])({words})") for words in ("uniref90", "bfd|uniclust|uniref30|uniref_hits", "mgnify|mgy")
 )
-_HEAD = 1 << 16  # bytes read at a time for an alignment's query
+_HEAD = 1 << 16  # bytes read at a time to find an alignment's query
 _MOST = 1 << 26  # bytes; an alignment whose query does not end within them is read whole, if its size is allowed
-_FEW = 8  # records that are enough for it: HH-suite's annotations come before
+_FEW = 8  # records that hold the query: HH-suite's annotations come before it
 
 
 @dataclass(frozen=True)
-class Source:
+class InputFile:
     """A file, or a member of an alignment database."""
 
-    name: str  # the folder that was given and what follows: the same wherever the folder lies
-    path: Path  # absolute; of a member, the database's index
+    name: str  # from the folder that was given on: the same wherever that folder lies
+    path: Path  # absolute; for a member, of the database's index
     size: int = 0  # bytes
-    changed: int = 0  # nanoseconds since 1970; of a member, when the index was
-    chain: str = ""  # of a member
+    changed: int = 0  # nanoseconds since 1970; for a member, of the index
+    chain: str = ""  # members only
     member: str = ""
     slice: Slice | None = None  # where a member lies
 
-    def __lt__(self, other: "Source") -> bool:
+    def __lt__(self, other: "InputFile") -> bool:
         return self.name < other.name  # names are unique among those found together
 
     @property
     def identity(self) -> tuple[Path, int]:
-        """What makes it this one and no other: two indices may name one member."""
+        """Return what identifies the bytes: two indices may name one member."""
         return (self.slice.path, self.slice.start) if self.slice else (self.path, 0)
 
     @property
     def file(self) -> str:
-        """The name of the file, without folders."""
+        """Return the name of the file, without folders."""
         return self.member or self.path.name
 
     @property
@@ -67,7 +70,7 @@ class Source:
 
     @property
     def bears(self) -> set[str]:
-        """Names of a chain or an entry that it may be called by, lower case: its own, and its folder's."""
+        """Return the names of a chain or an entry that it may go by, lower case: its own, and its folder's."""
         if self.chain:
             return {self.chain.lower()}
         folder = self.path.parent
@@ -76,12 +79,12 @@ class Source:
 
     @property
     def is_hits(self) -> bool:
-        """Whether its name says that it holds template hits, not an alignment."""
+        """Return whether its name says that it holds template hits, not an alignment."""
         return _HITS_NAME.fullmatch(self.file) is not None
 
     @property
     def version(self) -> tuple[str, int, int]:
-        """Return which file it is and what was in it: its name, its bytes, when it was written."""
+        """Return what changes when the file does: its name, its size, when it was written."""
         return self.name, self.size, self.changed
 
     def read_bytes(self, limit: int = LARGEST) -> bytes:
@@ -95,7 +98,7 @@ class Source:
             raise self._named(error) from None
 
     def read_head(self, enough: Callable[[bytes], bool], limit: int = LARGEST) -> bytes:
-        """Read its beginning, unpacked, as far as `enough`, or all.  Errors as of `read_bytes`."""
+        """Read its beginning, unpacked, until `enough` says so, or all of it.  Errors: as in `read_bytes`."""
         head = b""
         try:
             with nullcontext() if self.slice else opened(self.path) as file:
@@ -110,32 +113,32 @@ class Source:
         return head if head.strip() and len(head) <= min(_MOST, limit) else self.read_bytes(limit)
 
     def _named(self, error: UserError) -> UserError:
-        """Return the error with the source's own name: reports are the same wherever the files lie."""
+        """Return the error with this file's `name`, so that reports are the same wherever the files lie."""
         return UserError(str(error).replace(str(self.path), self.name))
 
 
 def stacking_order(file: str) -> int:
-    """Return where an alignment of this file name stands among those of one protein; the last place if it does not say.
+    """Return the place of an alignment with this file name among those of one protein, the last if it does not say.
 
-    To be used as the first part of a key: names of one place are sorted, or left as they are.
+    Meant as the first part of a sort key.
     """
     name = file.lower()
     return next((place for place, words in enumerate(_STACKED) if words.search(name)), len(_STACKED))
 
 
-def stacked(sources: Iterable["Source"]) -> list["Source"]:
+def stacked(sources: Iterable[InputFile]) -> list[InputFile]:
     """Return alignments of one protein in the order in which the official pipeline stacks them, then by name."""
     return sorted(sources, key=lambda one: (stacking_order(one.file), one.name))
 
 
-def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Source]:
-    """Files as they are, folders searched for names that end so (also .gz), databases opened; sorted, each once.
+def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[InputFile]:
+    """Find the input files in `paths`, sorted and each once: files are taken as they are, databases opened.
 
-    Folders that symbolic links lead to are searched too.
+    Folders are searched for names that end in `suffixes` (also with .gz), through symbolic links too.
     Errors: UserError for a path that does not exist, a damaged database, or when nothing is found.
     """
     endings = tuple(suffixes) + tuple(suffix + ".gz" for suffix in suffixes)
-    found: dict[tuple[Path, int], Source] = {}
+    found: dict[tuple[Path, int], InputFile] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
@@ -143,27 +146,28 @@ def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Sour
         for file in _walk(here, endings) if path.is_dir() else [here]:
             below = file.relative_to(here.parent) if path.is_dir() else PurePosixPath(here.parent.name, file.name)
             status = file.stat()
-            source = Source(_text(str(below)), file, status.st_size, status.st_mtime_ns)
+            source = InputFile(_text(str(below)), file, status.st_size, status.st_mtime_ns)
             for one in _members(source, suffixes) if file.name.endswith(DATABASE) else [source]:
                 found.setdefault(one.identity, one)
     if not found:
         raise UserError(f"{', '.join(map(str, paths))}: no {what} found; files end in {', '.join(suffixes)}, or .gz")
     times = Counter(source.name for source in found.values())
-    return sorted(one if times[one.name] == 1 else replace(one, name=_longer(one)) for one in found.values())
 
+    def unique(one: InputFile) -> InputFile:
+        if times[one.name] == 1:
+            return one
+        return replace(one, name=_text(f"{one.path}:{one.chain}/{one.member}" if one.chain else str(one.path)))
 
-def _longer(source: Source) -> str:
-    """A name for one of several that would have the same."""
-    return _text(f"{source.path}:{source.chain}/{source.member}" if source.chain else str(source.path))
+    return sorted(map(unique, found.values()))
 
 
 def _text(name: str) -> str:
-    """Return a name as a report can hold it: with \\udcff for a byte that is no UTF-8, as file names may have."""
+    """Return a name as a report can hold it: bytes that are not UTF-8, which file names may have, as \\udcff."""
     return name.encode(errors="backslashreplace").decode()
 
 
-def _members(index: Source, suffixes: Sequence[str]) -> Iterator[Source]:
-    """The members of an alignment database that end so."""
+def _members(index: InputFile, suffixes: Sequence[str]) -> Iterator[InputFile]:
+    """Yield the members of an alignment database whose names end in `suffixes`."""
     if not set(suffixes) & {*ALIGNMENTS, *HITS}:
         return
     database = AlignmentDB(index.path)
@@ -175,9 +179,13 @@ def _members(index: Source, suffixes: Sequence[str]) -> Iterator[Source]:
 
 
 def _walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
-    """Files below a folder, links followed once."""
+    """Yield the files below a folder; links are followed, but no folder is entered twice."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from None
+
     seen: set[tuple[int, int]] = set()
-    for here, folders, files in os.walk(folder, onerror=_locked, followlinks=True):
+    for here, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         status = os.stat(here)
         if (status.st_dev, status.st_ino) in seen:
             folders.clear()
@@ -189,20 +197,16 @@ def _walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
                 yield Path(path)
 
 
-def _locked(error: OSError) -> None:
-    raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from None
-
-
-def digest(sources: Iterable[Source]) -> str:
-    """A fingerprint of which files there are, of what size, and when they were written: 32 hexadecimal digits."""
+def digest(sources: Iterable[InputFile]) -> str:
+    """Return a fingerprint of the files' names, sizes and times of writing: 32 hexadecimal digits."""
     lines = (f"{one.name}\0{one.size}\0{one.changed}\n" for one in sources)
     return blake2b("".join(lines).encode(), digest_size=16).hexdigest()
 
 
-def read_query(source: Source, limit: int = LARGEST) -> str:
-    """The first row of an alignment without its gaps; of the others no more is read than finding it takes.
+def read_query(source: InputFile, limit: int = LARGEST) -> str:
+    """Return the first row of an alignment without its gaps, reading no more of the others than finding it takes.
 
-    Errors: UserError for what holds no alignment.  Rows that are not read are not checked.
+    Errors: UserError for a file that holds no alignment.  Rows that are not read are not checked.
     """
     head = source.read_head(lambda head: not _is_stockholm(head) and _end(head) is not None, limit)
     if _is_stockholm(head):  # all of it: its first row may go on to the end
@@ -215,7 +219,7 @@ def _is_stockholm(head: bytes) -> bool:
 
 
 def _end(head: bytes) -> int | None:
-    """Where a few records, or rows of a file without headers, end; None if there are not as many."""
+    """Return where the first few records, or rows of a file without headers, end; None if it has fewer."""
     mark = b"\n>" if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b">", b"#") else b"\n"
     at = 0
     for _ in range(_FEW):
@@ -226,7 +230,7 @@ def _end(head: bytes) -> int | None:
 
 
 def _first_row(data: bytes) -> bytes:
-    """A Stockholm file with its first row and its match columns alone; files that are cut short stay so."""
+    """Return a Stockholm file with its first row and its match columns alone; files that are cut short stay so."""
     first = re.search(rb"^(?!#)(\S+)[ \t]+\S", data, re.MULTILINE)
     if first is None or b"\n//" not in data:
         return data

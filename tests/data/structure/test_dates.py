@@ -5,14 +5,14 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from entries import backbone, entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import warpfold
-from warpfold.data.formats.dates import given_date, parse_date
+from tests.data.entries import backbone, entry
 from warpfold.data.pack.inputs import PackOptions
-from warpfold.data.structure.mmcif import Structure, parse_structure
+from warpfold.data.structure.chain import Structure, given_date, parse_date
+from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 
 SPELLINGS = (
@@ -52,7 +52,7 @@ def test_every_spelling_is_its_day(spelled: tuple[date, str]) -> None:
 )
 def test_what_is_no_date(text: str) -> None:
     assert parse_date(text) is None
-    with pytest.raises(UserError, match=r"--cutoff .*is no date; write it as YYYY-MM-DD") as caught:
+    with pytest.raises(UserError, match=r"--cutoff .*is not a date; write it as YYYY-MM-DD") as caught:
         given_date(text, "--cutoff")
     assert "\n" not in str(caught.value)
     assert parse_date(None) is given_date(None, "--cutoff") is None
@@ -84,12 +84,12 @@ def test_a_file_whose_date_is_none_is_dropped_with_that_reason() -> None:
 
 def test_an_option_that_is_no_date_is_refused() -> None:
     for name in ("released_after", "released_before", "max_template_date"):
-        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2.1.2017: is no date"):
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2.1.2017: is not a date"):
             PackOptions(**{name: "2.1.2017"})
 
 
 # Where dates are ordered, as "module: expression".  All of these are `datetime.date`; mypy refuses to order one against
-# text.  Whoever adds a place sees to it that both sides come from `data.formats.dates`, and names it here.
+# text.  Whoever adds a place sees to it that both sides come from `data.structure.chain`, and names it here.
 ORDERED = {
     "data/structure/mmcif.py: min(dates)",
     "data/pack/build.py: min(dates, default=None)",
@@ -97,12 +97,12 @@ ORDERED = {
     "data/pack/inputs.py: released >= before",
     "data/pack/report.py: max(days)",
     "data/pack/report.py: min(days)",
-    "data/example/template.py: released > max_date",
+    "data/example/templates.py: released > max_date",
 }
 # What is text and is called a date: columns and notes in files, options as they were given.
 TEXT = {
     *(
-        "data/example/raw.py: release_date",
+        "data/example/raw_example.py: release_date",
         "data/pack/report.py: release_date",
         "data/structure/write.py: release_date",
     ),

@@ -93,7 +93,7 @@ def test_an_entry_that_is_none_spares_the_others(tmp_path: Path, entry: object) 
     path = tmp_path / "db.index"
     path.write_text(json.dumps({"1abc_A": entry, "2def_A": [["x.a3m", 0, 4]]}))
     opened = AlignmentDB(path)
-    with pytest.raises(UserError, match=r"db.index: 1abc_A is no entry of an alignment database; expected \{CHAIN"):
+    with pytest.raises(UserError, match=r"db.index: 1abc_A is not an entry of an alignment database; expected \{CHAIN"):
         opened.files("1abc_A")
     assert opened.files("2def_A") == {"x.a3m": Slice(tmp_path / "db.db", 0, 4)}
 
@@ -101,7 +101,7 @@ def test_an_entry_that_is_none_spares_the_others(tmp_path: Path, entry: object) 
 def test_what_is_no_index(tmp_path: Path) -> None:
     path = tmp_path / "db.index"
     path.write_text("[]")
-    with pytest.raises(UserError, match=r"db.index: is no index of an alignment database; expected \{CHAIN"):
+    with pytest.raises(UserError, match=r"db.index: is not an index of an alignment database; expected \{CHAIN"):
         AlignmentDB(path)
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tests.data.puppets import Puppet, Stillborn
-from warpfold.data.example.raw import from_sequence
-from warpfold.data.features.sample import SampleConfig
+from warpfold.data.example.raw_example import from_sequence
+from warpfold.data.features.choose import SampleConfig
 from warpfold.data.load.loader import Loader, Maker, Quarantine, Sample
 from warpfold.data.load.schedule import Draw, Order, Schedule, Source, State
 from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.data.store.stored_example import example_arrays, example_notes
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 
@@ -28,7 +29,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
         for i in range(7):
             raw = from_sequence(RESTYPES[i:] * (40 if i == 0 else 1), name=f"e{i}")
             meta = {"length": len(raw.aatype), "depth": 1, "cluster": str(i // 2)}
-            writer.add(raw.name, pack_record(raw.to_arrays(), raw.notes()), meta)
+            writer.add(raw.name, pack_record(example_arrays(raw), example_notes(raw)), meta)
         writer.finish()
     return Store(path)
 

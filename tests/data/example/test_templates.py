@@ -9,30 +9,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from entries import random_chain
 
+from tests.data.entries import random_chain
 from warpfold.batch import FEATURES, to_tensors
 from warpfold.data.example.hits import Hit, read_hits
-from warpfold.data.example.template import (
-    TemplateOutcome,
-    Templates,
-    choose_templates,
-    count_refusals,
-    join,
-    template_features,
-    template_from_file,
-    templates_from_hits,
-)
+from warpfold.data.example.raw_example import Templates, join
+from warpfold.data.example.templates import TemplateOutcome, count_refusals, template_from_file, templates_from_hits
+from warpfold.data.features.choose import choose_templates
+from warpfold.data.features.templates import template_features
 from warpfold.data.formats.alignment import decode
 from warpfold.data.similar.pairwise import column_map, identity
+from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.library import Library
-from warpfold.data.structure.mmcif import Chain, read_release_date, read_structure
+from warpfold.data.structure.mmcif import read_release_date, read_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, GAP, RESTYPES
 from warpfold.run.predict_templates import TemplateSources, find_templates
 
-REALDATA = (Path(__file__).parents[2] / "../shared/realdata").resolve()
+REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 RNG = np.random.default_rng(0)
 QUERY = "".join(RESTYPES[i] for i in RNG.integers(0, 20, 60))
 OTHER = "".join(RESTYPES[i] for i in RNG.integers(0, 20, 80))  # what the hits are of
@@ -317,7 +312,7 @@ def test_a_library_goes_to_another_process_without_what_it_read(tmp_path: Path) 
 
 
 def test_a_library_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         Library(tmp_path / "nowhere")
 
 

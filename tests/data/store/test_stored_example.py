@@ -10,11 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.data.examples import example, templates
-from warpfold.data.example.layout import TILE, to_columns, to_tiles
-from warpfold.data.example.raw import RawExample
-from warpfold.data.features.sample import SampleConfig, make_features
-from warpfold.data.store.example import StoredExample, read_example
+from warpfold.data.example.raw_example import RawExample
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.features.make import make_features
 from warpfold.data.store.store import Record, Store, StoreWriter, pack_record
+from warpfold.data.store.stored_example import (
+    TILE,
+    StoredExample,
+    example_arrays,
+    example_notes,
+    read_example,
+    to_columns,
+    to_tiles,
+)
 from warpfold.errors import UserError
 
 EXAMPLES = {
@@ -31,7 +39,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     path = tmp_path_factory.mktemp("example") / "store"
     with StoreWriter(path) as writer:
         for key, raw in EXAMPLES.items():
-            writer.add(key, pack_record(raw.to_arrays(), raw.notes()), {"length": raw.length})
+            writer.add(key, pack_record(example_arrays(raw), example_notes(raw)), {"length": raw.length})
         writer.add("other", pack_record({"aatype": np.zeros(3, np.uint8)}, {}), {"length": 3})
         writer.finish()
     return Store(path)

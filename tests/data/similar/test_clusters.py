@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpfold.data.similar import clusters
-from warpfold.data.similar.clusters import cluster_sequences, read_clusters, rost_identity, similar
+from warpfold.data.similar.clusters import cluster_sequences, read_clusters
+from warpfold.data.similar.pairwise import rost_identity, similar
 from warpfold.errors import UserError
 
 LETTERS = np.array(list("ARNDCQEGHILKMFPSTWYV"))
@@ -92,9 +93,9 @@ def test_the_threshold_is_where_it_says() -> None:
     for identity, joined in ((0.45, True), (0.30, False)):
         assert similar(ancestor, mutated(rng, ancestor, identity)) is joined
     close = mutated(rng, ancestor, 0.6)
-    assert similar(ancestor, close, identity=0.55)
-    assert not similar(ancestor, close, identity=0.65)
-    assert len(set(cluster_sequences([ancestor, close], identity=0.65))) == 2
+    assert similar(ancestor, close, min_identity=0.55)
+    assert not similar(ancestor, close, min_identity=0.65)
+    assert len(set(cluster_sequences([ancestor, close], min_identity=0.65))) == 2
 
 
 def test_coverage_is_of_either_chain() -> None:
@@ -112,7 +113,7 @@ def test_short_chains_need_more_in_common() -> None:
     peptide = "ACDEFGHIKLMNPQRSTVWY"
     half = peptide[:10] + peptide[:9:-1]
     assert not similar(peptide, half)
-    assert similar(peptide * 5, half * 5, identity=0.4)
+    assert similar(peptide * 5, half * 5, min_identity=0.4)
 
 
 def test_unknown_residues_equal_nothing() -> None:

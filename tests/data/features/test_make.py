@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from tests.data.examples import example, templates
 from warpfold.batch import FEATURES, to_tensors
-from warpfold.data.example.raw import from_sequence
+from warpfold.data.example.raw_example import from_sequence
+from warpfold.data.features.choose import SampleConfig, keyed_rng, select
+from warpfold.data.features.make import make_features, pad_features
 from warpfold.data.features.msa import msa_features
-from warpfold.data.features.sample import SampleConfig, keyed_rng, make_features, pad_features, select
 from warpfold.geometry.residue import GAP
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRAIN = SampleConfig(crop=16, max_msa=8, max_extra=12)
 
 
@@ -166,7 +167,7 @@ def test_keys_and_seeds_give_other_samples() -> None:
 
 
 def test_another_process_and_another_thread_make_the_same() -> None:
-    code = "from tests.data.test_sample import digest; print(digest())"
+    code = "from tests.data.features.test_make import digest; print(digest())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     with ThreadPoolExecutor(2) as pool:
         digests = list(pool.map(lambda _: digest(), range(4)))

@@ -3,11 +3,12 @@
 import gemmi
 import numpy as np
 import pytest
-from entries import random_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpfold.data.structure.mmcif import Chain, parse_structure
+from tests.data.entries import random_chain
+from warpfold.data.structure.chain import Chain
+from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
