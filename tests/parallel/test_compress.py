@@ -11,10 +11,17 @@ from tests.parallel.toys import TINY, trained
 from tests.ranks import RankError, run_ranks
 from warpfold.engine.optim import OptimConfig
 from warpfold.parallel.buckets import Layout, make_layout
-from warpfold.parallel.compress import CompressionConfig, Compressor, decode, encode
+from warpfold.parallel.compress import (
+    CompressionConfig,
+    Compressor,
+    decode,
+    encode,
+    make_compressor,
+    matrix_blocks,
+    orthonormal,
+)
 from warpfold.parallel.exchange import SyncConfig, Wire
 from warpfold.parallel.mesh import make_mesh
-from warpfold.parallel.powersgd import make_compressor, matrix_blocks, orthonormal
 
 METHODS = ["powersgd", "topk", "int8", "1bit"]
 SHAPES = {"a": (20, 30), "b": (7,), "c": (20, 30), "d": (4, 3, 5), "e": (40, 12), "f": (3, 2)}

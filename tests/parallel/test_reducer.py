@@ -17,7 +17,7 @@ from tests.parallel.toys import TINY, Toy, part_of_loss, trained
 from tests.ranks import RankError, run_ranks
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.parallel.buckets import ALIGN, make_layout
-from warpfold.parallel.exchange import Plain, Stages, SyncConfig, Weights
+from warpfold.parallel.exchange import ClipFactors, Plain, Stages, SyncConfig
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.reducer import Reducer
 
@@ -123,7 +123,7 @@ def test_the_data_ranks_exchange_begins_in_the_backward_pass(clip: str, accumula
         mesh, net = make_mesh(2), Toy()
         optimizer = Optimizer(net, OptimConfig(clip=clip, accumulate=accumulate), mesh, SMALL)
         seen = []
-        net.enter.weight.register_hook(lambda gradient: seen.append(len(optimizer.reducer._travels)))
+        net.enter.weight.register_hook(lambda gradient: seen.append(len(optimizer.reducer._in_flight)))
         for index in range(optimizer.share):
             part_of_loss(net, index, 0, 1).backward()
             optimizer.collect()
@@ -146,9 +146,9 @@ def test_the_exchange_follows_the_model_ranks_sum_within_the_backward_pass(clip:
         def look(gradient: Tensor) -> None:
             """Within the backward pass: the exchange of what was sent needs nothing of this thread any more."""
             end = time.monotonic() + (10 if optimizer.reducer.early else 0)
-            while len(optimizer.reducer._travels) < own and time.monotonic() < end:
+            while len(optimizer.reducer._in_flight) < own and time.monotonic() < end:
                 time.sleep(0.001)
-            seen.append(len(optimizer.reducer._travels))
+            seen.append(len(optimizer.reducer._in_flight))
 
         net.enter.weight.register_hook(look)
         for index in range(optimizer.share):
@@ -191,11 +191,11 @@ def test_on_a_gpu_a_stream_beside_waits_and_the_next_use_waits_for_it(monkeypatc
         yield
         now = before
 
-    def scatter(exchange: Plain, x: Tensor, weights: Weights) -> Stages[Tensor]:
+    def reduce_scatter(exchange: Plain, x: Tensor, factors: ClipFactors) -> Stages[Tensor]:
         said.append(f"exchange on {now}")
-        return (yield from original(exchange, x, weights))
+        return (yield from original(exchange, x, factors))
 
-    original = Plain.scatter
+    original = Plain.reduce_scatter
     init = Reducer.__init__
 
     def with_streams(self: Reducer, *args: Any, **more: Any) -> None:
@@ -205,7 +205,7 @@ def test_on_a_gpu_a_stream_beside_waits_and_the_next_use_waits_for_it(monkeypatc
     threaded = run_ranks(trained, 4, 2, 2, QUICK, SMALL)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(name=now))
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(Plain, "scatter", scatter)
+    monkeypatch.setattr(Plain, "reduce_scatter", reduce_scatter)
     monkeypatch.setattr(Reducer, "__init__", with_streams)
 
     def on_a_rank() -> tuple[list[str], dict[str, Tensor]]:
@@ -224,7 +224,9 @@ def test_what_fails_beside_the_backward_pass_is_raised_at_its_end(monkeypatch: p
     def fail() -> None:
         mesh, net = make_mesh(2, 2), Toy()
         optimizer = Optimizer(net, dataclasses.replace(QUICK, accumulate=2), mesh, SMALL)
-        monkeypatch.setattr(optimizer.reducer.exchange, "scatter", Mock(side_effect=MemoryError("no room to receive")))
+        monkeypatch.setattr(
+            optimizer.reducer.exchange, "reduce_scatter", Mock(side_effect=MemoryError("no room to receive"))
+        )
         part_of_loss(net, 0, mesh.model.rank, 2).backward()
         optimizer.collect()
 
@@ -439,7 +441,7 @@ def test_bytes_are_those_of_a_ring() -> None:
 
     for shard_state in (False, True):
         for counted, size in run_ranks(sent, 3, shard_state):
-            assert counted == {"data exchange": size * 2 // 3, "data gather": size * 2 // 3 + 2 * 8}  # + factors
+            assert counted == {"data all_to_all": size * 2 // 3, "data all_gather": size * 2 // 3 + 2 * 8}  # + factors
 
 
 def test_a_layout_tears_no_parameter_and_cuts_evenly() -> None:
@@ -453,7 +455,7 @@ def test_a_layout_tears_no_parameter_and_cuts_evenly() -> None:
         ends.append(bucket.stop)
     assert ends[-1] == layout.size
     flat = torch.arange(layout.size)
-    shards = [layout.cut(flat, 6, index) for index in range(6)]
+    shards = [layout.shard(flat, 6, index) for index in range(6)]
     for bucket, piece in zip(layout.buckets, layout.within(6)):
         assert torch.equal(torch.cat([shard[piece] for shard in shards]), flat[bucket])
     found = {name: [] for name in named}

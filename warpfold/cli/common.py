@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 from warpfold.errors import UserError
 
 if TYPE_CHECKING:
-    from warpfold.parallel.team import Launch
+    from warpfold.parallel.team import ProcessInfo
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -147,7 +147,7 @@ def say_refused(refused: Mapping[str, int]) -> None:
         typer.echo(f"slower than need be: {refusal}: its definition computed it, {count} times", err=True)
 
 
-def device_of(name: str | None, launch: "Launch | None" = None) -> str:
+def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
     """The device to run on; of several processes on a machine each takes a GPU of its own.  A CPU's memory is kept.
 
     Errors: UserError for one that torch does not know or this machine lacks.
@@ -156,7 +156,7 @@ def device_of(name: str | None, launch: "Launch | None" = None) -> str:
 
     from warpfold.device import keep_memory
 
-    number = launch.local_rank if launch is not None and launch.ranks > 1 else None
+    number = process.local_rank if process is not None and process.ranks > 1 else None
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and number is not None:

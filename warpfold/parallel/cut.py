@@ -6,7 +6,7 @@ from torch import Tensor
 
 from warpfold.model.axial import COLS, ROWS
 from warpfold.model.residues import Residues
-from warpfold.parallel.collectives import Pending, gather, mine, sizes_of, turn
+from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local_shard, shard_sizes
 from warpfold.parallel.mesh import Group
 
 
@@ -40,7 +40,7 @@ class Cut:
         if axis not in self._held and self._held[had].arrived:
             x = self._held[had].wait()
             name = f"{self.name} to {'rows' if axis == ROWS else 'columns'}"
-            self._held[axis] = turn(x, had, axis, self.lengths[had], self.group, name)
+            self._held[axis] = all_to_all(x, had, axis, self.lengths[had], self.group, name)
 
     def pending(self, axis: int) -> Pending:
         """This rank's slice along `axis`, which may be on its way."""
@@ -68,7 +68,7 @@ class Cut:
     def slice_shape(self, axis: int, like: Tensor) -> list[int]:
         """The shape of this rank's slice along `axis`; `like`: any slice of it."""
         shape = self.whole_shape(like)
-        shape[axis] = sizes_of(self.lengths[axis], self.group.size)[self.group.rank]
+        shape[axis] = shard_sizes(self.lengths[axis], self.group.size)[self.group.rank]
         return shape
 
     def whole_shape(self, like: Tensor) -> list[int]:
@@ -86,7 +86,7 @@ class MSAMask:
 
     def along(self, axis: int) -> Tensor:
         """This rank's slice; `axis` is one of m's, which has channels behind."""
-        return mine(self.whole, axis + 1, self.group)
+        return local_shard(self.whole, axis + 1, self.group)
 
 
 class PairMask:
@@ -107,10 +107,10 @@ class CutResidues(Residues):
         self.group, self.cuts, self.copies = group, group.size, copies
 
     def mine(self, x: Tensor, axis: int) -> Tensor:
-        return mine(x, axis, self.group)
+        return local_shard(x, axis, self.group)
 
     def whole(self, x: Tensor, axis: int, length: int) -> Tensor:
-        return gather(x, axis, length, self.group, "residues").wait()
+        return all_gather(x, axis, length, self.group, "residues").wait()
 
     def transposed(self, z: Tensor, length: int) -> Tensor:
-        return turn(z, ROWS, COLS, length, self.group, "pairs").wait().transpose(ROWS, COLS)
+        return all_to_all(z, ROWS, COLS, length, self.group, "pairs").wait().transpose(ROWS, COLS)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, BlockStack, Branching, Chain, ChannelProduct, Tensors
 from warpfold.model.layers import Normed
 from warpfold.ops.noise import Factors
-from warpfold.parallel.collectives import Pending, gather, mine, swap, tied, turn
+from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local_shard, sendrecv, tied
 from warpfold.parallel.cut import Cut, CutResidues, MSAMask, PairMask
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.schedules import joined_updates, shared_in_slices
@@ -166,7 +166,7 @@ class Sharding:
         else:
             tensors = shared_in_slices(layer, held, mask.along(cut), held, self.chunk)
         length, name = of.lengths[cut], f"{step.name} shared"
-        pending = [gather(t, joins, length, self.group, f"{name} {i}") for i, t in enumerate(tensors)]
+        pending = [all_gather(t, joins, length, self.group, f"{name} {i}") for i, t in enumerate(tensors)]
         if step.source_next is not None:  # later than what is needed sooner
             of.start(step.source_next)
         return pending
@@ -178,14 +178,14 @@ class Sharding:
         n, n_mask = layer.normed(held), mask.along(axis)
         had = axis + 1  # of the factors, which have no channels behind
         length = x.lengths[axis]
-        right = turn(layer.right(n, n_mask), had, -3, length, self.group, f"{step.name} right")
+        right = all_to_all(layer.right(n, n_mask), had, -3, length, self.group, f"{step.name} right")
         factor = layer.left(n, n_mask)
         channels = factor.shape[-3]
-        left = turn(factor, had, -3, length, self.group, f"{step.name} left")
+        left = all_to_all(factor, had, -3, length, self.group, f"{step.name} left")
         opening = layer.opening(n)
         yield [left, right]
         product = layer.product(left.wait(), right.wait())
-        back = turn(product, -1, axis, channels, self.group, f"{step.name} product")
+        back = all_to_all(product, -1, axis, channels, self.group, f"{step.name} product")
         factors = self._factors(layer, x, held, axis)
         yield [back]
         dx = layer.finish(back.wait(), opening)
@@ -196,7 +196,7 @@ class Sharding:
         factors = layer.dropout_factors(x.whole_shape(held), held)
         if factors is None or factors.shape[axis] == 1:
             return factors
-        return mine(factors, axis, self.group)
+        return local_shard(factors, axis, self.group)
 
     def _leave(self, x: Cut, axis: int, new: Tensor, step: Step) -> Cut:
         out = x.with_slice(axis, new)
@@ -216,7 +216,7 @@ class Sharding:
         axis, other_axis = ends if first else ends[::-1]
         other = z if first else m
         shape = other.slice_shape(other_axis, other.along(other.present))
-        theirs = swap(own.along(axis), shape, self.mesh.branch, f"{other.name} of the other branch")
+        theirs = sendrecv(own.along(axis), shape, self.mesh.branch, f"{other.name} of the other branch")
         received = other.with_slice(other_axis, theirs)
         return (own, received) if first else (received, own)
 

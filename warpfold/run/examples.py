@@ -31,8 +31,8 @@ def origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str
     if len(sources) > 1:
         total = sum(source.weight for source in sources)
         data += repr([source.weight / total for source in sources]).encode()
-    first = fingerprint(_content(init)) if init and team.leads else "none"
-    return {"store": fingerprint(data), "init": team.from_first(first, "the first parameters")}
+    first = fingerprint(_content(init)) if init and team.is_rank_zero else "none"
+    return {"store": fingerprint(data), "init": team.broadcast(first, "the first parameters")}
 
 
 def _content(path: Path) -> bytes:

@@ -12,8 +12,9 @@ from typing import Literal, get_args
 import torch
 
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.parallel.collectives import Event, sizes_of, watched
+from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.plan import DTYPES, Plan, apply
+from warpfold.parallel.waits import Event, watched
 from warpfold.tune.fake import fake_ranks
 
 Phase = Literal["forward", "recomputed", "backward"]
@@ -51,7 +52,7 @@ class Move:
     """A tensor that moves, in the passes of one block.  The backward pass of a gather is a reduce-scatter."""
 
     name: str  # which tensor of which layer
-    kind: str  # "gather", "turn", "swap" (parallel/collectives.py)
+    kind: str  # "all_gather", "all_to_all", "sendrecv" (parallel/collectives.py)
     forward: Traffic = Traffic()
     recomputed: Traffic = Traffic()
     backward: Traffic = Traffic()
@@ -80,7 +81,7 @@ def _count(plan: Plan, block: Block, blocks: int, branch_rank: int) -> dict[str,
     with fake_ranks(axial=plan.axial, branch=plan.branch, rank=branch_rank) as mesh, watched(events.append):
         config = replace(block.evoformer, blocks=blocks)
         stack = apply(plan, Evoformer(block.c_m, block.c_z, config, block.global_column), mesh)
-        here, dtype = sizes_of(block.residues, plan.axial)[0], DTYPES[plan.precision]
+        here, dtype = shard_sizes(block.residues, plan.axial)[0], DTYPES[plan.precision]
         m = torch.empty(block.sequences, here, block.c_m, dtype=dtype, requires_grad=True)
         z = torch.empty(here, block.residues, block.c_z, dtype=dtype, requires_grad=True)
         m, z = stack(m, z, torch.empty(block.sequences, block.residues), torch.empty(here, block.residues))
@@ -106,16 +107,16 @@ def moves(block: Block, ranks: int, by_channels: bool, itemsize: int = 2) -> lis
     c_triangle, heads = c.pair.c_triangle, c.pair.heads
 
     def largest(length: int) -> int:
-        return sizes_of(length, ranks)[0]
+        return shard_sizes(length, ranks)[0]
 
     def gather(name: str, others: int, gradient: bool = True) -> Move:
         sent = Traffic(1, (ranks - 1) * largest(n) * others * itemsize)
-        return Move(name, "gather", sent, backward=sent if gradient else Traffic())
+        return Move(name, "all_gather", sent, backward=sent if gradient else Traffic())
 
     def turn(name: str, had: int, wanted: int, others: int, times: int = 1) -> Move:
         there = largest(had) * (wanted - largest(wanted)) * others * itemsize
         back = largest(wanted) * (had - largest(had)) * others * itemsize
-        return Move(name, "turn", Traffic(times, times * there), backward=Traffic(times, times * back))
+        return Move(name, "all_to_all", Traffic(times, times * there), backward=Traffic(times, times * back))
 
     turns = 1 if by_channels else 2
     found = [
