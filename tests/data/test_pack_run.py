@@ -46,12 +46,12 @@ def parts_of(files: Path, count: int, name: str = "store", **options: object) ->
 
 
 def test_workers_make_the_same_bytes(files: Path, whole: dict[str, bytes]) -> None:
-    calls: list[tuple[str, int, int]] = []
+    calls: list[tuple[int, int, str]] = []
     packed(files, workers=2, progress=lambda *call: calls.append(call))
     assert contents(files / "store") == whole
-    assert {stage for stage, _, _ in calls} == {"reading alignments", "packing", "clustering", "writing"}
-    assert all(done <= total for _, done, total in calls)
-    assert ("packing", 10, 10) in calls
+    assert {stage for _, _, stage in calls} == {"reading alignments", "packing", "clustering", "writing"}
+    assert all(done <= total for done, total, _ in calls)
+    assert (10, 10, "packing") in calls
 
 
 def test_the_same_files_elsewhere_make_the_same_bytes(files: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ import os, signal
 from pathlib import Path
 from pack_inputs import packed
 
-def progress(stage, done, total):
+def progress(done, total, stage):
     if stage == "packing" and done == 5:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -151,7 +151,7 @@ packed(Path({str(files)!r}), progress=progress)
     assert result.returncode == -signal.SIGKILL
     assert not (files / "store").exists()
     done: list[int] = []
-    packed(files, progress=lambda stage, count, total: done.append(count) if stage == "packing" else None)
+    packed(files, progress=lambda count, total, stage: done.append(count) if stage == "packing" else None)
     assert done == [5, 6, 7, 8, 9, 10]
     assert contents(files / "store") == whole
     assert not part_path(files / "store", Part(1, 1)).exists()
@@ -204,7 +204,7 @@ def _plan(files: Path) -> str:
 def test_a_kill_while_the_store_is_written(
     files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(stage: str, done: int, total: int) -> None:
+    def stop(done: int, total: int, stage: str) -> None:
         if stage == "writing" and done == 3:
             raise KeyboardInterrupt
 
@@ -250,7 +250,7 @@ def test_an_unfinished_part_is_not_merged(files: Path, monkeypatch: pytest.Monke
 
 
 def test_two_runs_at_a_time(files: Path) -> None:
-    def second(stage: str, done: int, total: int) -> None:
+    def second(done: int, total: int, stage: str) -> None:
         with pytest.raises(UserError, match="another process is writing"):
             packed(files)
 

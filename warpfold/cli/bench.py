@@ -15,7 +15,6 @@ from warpfold.cli.common import (
     decides,
     device_of,
     parts,
-    progress_bar,
     reads,
     runs,
     show,
@@ -23,6 +22,7 @@ from warpfold.cli.common import (
 )
 from warpfold.errors import UserError
 from warpfold.files import check_new, write_atomically
+from warpfold.progress import progress_bar
 
 WIDE = 200  # columns of a table where the output is no terminal
 

@@ -1,8 +1,7 @@
-"""What every command shares: the app, the kinds of options, the progress bar, the device."""
+"""What every command shares: the app, the kinds of options, the device."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,41 +103,6 @@ class Lists(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         lists = {name for parameter in self.params if getattr(parameter, "multiple", False) for name in parameter.opts}
         return super().parse_args(ctx, spread(args, lists))
-
-
-@contextmanager
-def progress_bar(narrate: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, moved by calls of (done, total, what).
-
-    Where stderr is no terminal, nothing; with `narrate` a line whenever `what` changes.
-    """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    )  # fmt: skip
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("", total=None)
-
-        last = ""
-
-        def move(done: int, total: int, what: str) -> None:
-            nonlocal last
-            progress.update(task, completed=done, total=total, description=what)
-            if narrate and not console.is_terminal and what != last:
-                typer.echo(f"[{done:3d}/{total}] {what}", err=True)
-            last = what
-
-        yield move
 
 
 def say_refused(refused: Mapping[str, int]) -> None:

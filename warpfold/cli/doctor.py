@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, Device, app, decides, device_of, progress_bar, reads, show
+from warpfold.cli.common import AsJson, Device, app, decides, device_of, reads, show
 from warpfold.errors import UserError
+from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
     from warpfold.tune.doctor import Finding

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpfold.cli.common import AsJson, Lists, Workers, app, decides, progress_bar, reads, runs, show, writes
+from warpfold.cli.common import AsJson, Lists, Workers, app, decides, reads, runs, show, writes
 from warpfold.errors import UserError
+from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
     from warpfold.bulk import Part
@@ -100,7 +101,7 @@ def _make(make: Callable[..., "Report"]) -> "Report":
     """Packs or merges under a progress bar."""
     try:
         with _sigterm_stops(), progress_bar() as bar:
-            return make(progress=lambda stage, done, total: bar(done, total, stage))
+            return make(progress=bar)
     except KeyboardInterrupt as stop:
         typer.echo("stopped; the same command continues", err=True)
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None

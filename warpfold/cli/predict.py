@@ -21,13 +21,13 @@ from warpfold.cli.common import (
     argument,
     decides,
     device_of,
-    progress_bar,
     reads,
     runs,
     say_refused,
     show,
     writes,
 )
+from warpfold.progress import progress_bar
 
 
 @app.command(

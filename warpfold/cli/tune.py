@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, Device, app, chosen, decides, device_of, progress_bar, runs, show, writes
+from warpfold.cli.common import AsJson, Device, app, chosen, decides, device_of, runs, show, writes
+from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
     from warpfold.tune.kernel_bench import Task

@@ -7,7 +7,7 @@ are made.
 import csv
 import datetime
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from warpfold.errors import UserError
 from warpfold.files import write_atomically
+from warpfold.progress import Progress
 from warpfold.tune.cases import Case, Inputs, inputs
 from warpfold.tune.checks import DTYPES, failures, odd
 from warpfold.tune.machine import describe
@@ -30,7 +31,6 @@ REPEATS = {"cpu": 5, "cuda": 30}
 BUDGET = {"cpu": 20.0, "cuda": 2.0}  # seconds for a way at a shape, warm-up apart
 
 Row = dict[str, Any]
-Progress = Callable[[int, int, str], None]
 COLUMNS = (
     "op", "shape", "dtype", "way", "pass", "ms", "times_definition", "tflops", "gb_per_s", "limit_ms", "share_of_limit",
     "peak_mib", "repeats", "note",

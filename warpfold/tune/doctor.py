@@ -4,7 +4,7 @@ As each is chosen here (dispatch): its fast way, or its definition with the reas
 is that of a few passes, rough.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from warpfold import settings
 from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
+from warpfold.progress import Progress
 from warpfold.tune.cases import OPS, Case, inputs
 from warpfold.tune.checks import DTYPES, Verdict, check
 from warpfold.tune.machine import describe
@@ -24,8 +25,6 @@ LOGITS = {"cpu": 2**21, "cuda": 2**27}  # of a case, and numbers in its keys; ro
 NUMBERS = {"cpu": 2**20, "cuda": 2**27}  # likewise, in x
 REPEATS = 3
 BUDGET = 0.6  # seconds of timing for a case
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ noted as they run, then run again by themselves.  No candidate is timed whose re
 be (tune/checks.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ import torch
 
 from warpfold.bulk import pool
 from warpfold.ops.triton.launch import KERNELS, Call, Key, Launch, forced, recorded
+from warpfold.progress import Progress
 from warpfold.tune.cases import OPS, Case, inputs
 from warpfold.tune.checks import DTYPES, run, truth
 from warpfold.tune.kernel_calls import launching
@@ -22,7 +23,6 @@ REPEATS = 20
 CHECKED = 2**26  # logits, or numbers of the widest tensor, of a case that is checked: in fp64 there is room for it
 BUSY = 1_000_000  # cycles, half a millisecond, for which the GPU is kept busy while calls are queued
 
-Progress = Callable[[int, int, str], None]
 Seconds = dict[Launch, list[float]]  # of each repeat
 
 

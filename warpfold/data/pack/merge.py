@@ -1,7 +1,7 @@
 """The end of packing: the answers of all parts -> clusters, a report, and the store."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import fields
 from pathlib import Path
@@ -12,8 +12,8 @@ from warpfold.data.pack.report import Entry, Report, order
 from warpfold.data.similar.clusters import cluster_sequences, read_clusters
 from warpfold.data.store.store import Packed, StoreWriter
 from warpfold.errors import UserError
+from warpfold.progress import Progress
 
-Progress = Callable[[str, int, int], None]  # stage, done, total
 Found = dict[str, Any]  # what `pack_build.Built.entries` holds
 _ENTRY = [field.name for field in fields(Entry)]
 
@@ -55,7 +55,7 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
     everything = [found for _, _, each in settled for found in each]
     kept = [found for found in everything if found["kept"]]
     if kept:
-        tell("clustering", 0, 1)
+        tell(0, 1, "clustering")
         for found, cluster in zip(kept, _clusters(kept, parts[0].plan, executor)):
             found["cluster"] = cluster
     bad = {name: why for _, answer, _ in settled for name, why in answer.data["bad"].items()}
@@ -75,7 +75,7 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
                     record = Packed(part.record(answer, place["number"]), place["header"], place["crc"])
                     writer.add(found["name"], record, found["meta"] | {"cluster": found["cluster"]})
                     done += 1
-                    tell("writing", done, len(kept))
+                    tell(done, len(kept), "writing")
         origin = {name: parts[0].plan[name] for name in ("warpfold", "options", "inputs")}
         texts = {"pack.json": report.text(), "pack.tsv": report.table()}
         writer.finish(texts | {"sources.json": json.dumps(origin, indent=1) + "\n"})

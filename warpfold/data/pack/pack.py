@@ -17,13 +17,14 @@ from warpfold import __version__
 from warpfold.bulk import AHEAD, Part, pool
 from warpfold.data.formats.sources import ALIGNMENTS, HITS, STRUCTURES, Source, digest, find
 from warpfold.data.pack.build import DEFAULTS, Options, library_of
-from warpfold.data.pack.merge import Progress, finished, merge_parts, report_part
+from warpfold.data.pack.merge import finished, merge_parts, report_part
 from warpfold.data.pack.part import PartFolder, PartWriter, Plan, check_parts, part_path, remove_part
 from warpfold.data.pack.queries import Matching, Queries, own_alignments, own_structures
 from warpfold.data.pack.report import Report
 from warpfold.data.pack.structures import Structures
 from warpfold.data.pack.work import Work
 from warpfold.errors import UserError
+from warpfold.progress import Progress, no_progress
 
 CLUSTER_AHEAD = 1024  # files handed to a cluster at a time: enough for some 500 cores, and 1 GB here at the most
 
@@ -119,7 +120,7 @@ def pack(
     if part is None and (report := finished(out, plan)) is not None:
         remove_part(folder)  # of a run that was killed at its very end
         return report
-    tell = progress or (lambda stage, done, total: None)
+    tell = progress or no_progress
     library_of.cache_clear()  # of an earlier run of this process: files may have come and gone
     with pool(workers, cluster) as executor:
         writer = PartWriter(folder, plan)
@@ -156,7 +157,7 @@ def merge(
     if (report := finished(out, opened[0].plan)) is not None:
         return report
     with pool(workers, cluster) as executor:
-        report = merge_parts(opened, out, executor, progress or (lambda stage, done, total: None))
+        report = merge_parts(opened, out, executor, progress or no_progress)
     return _with_content(report, out)
 
 
@@ -180,7 +181,7 @@ def _fill(
     _keep(writer, "hits", [*([one.name, ""] for one in inputs.hits), *unasked])
 
     def reading(sources: Sequence[Source]) -> Callable[[int], None]:
-        return lambda done: tell("reading alignments", done, len(sources))
+        return lambda done: tell(done, len(sources), "reading alignments")
 
     queries = Queries(work, options, part, out)
     queries.need(aligned, reading(aligned))
@@ -189,10 +190,10 @@ def _fill(
     waiting = [one for one in own if not jobs.hold(one)]
     waiting.sort(key=_work(inputs), reverse=True)  # the longest first, so that none is alone at the end
     done = len(own) - len(waiting)
-    tell("packing", done, len(own))
+    tell(done, len(own), "packing")
     for _ in jobs.do(waiting):
         done += 1
-        tell("packing", done, len(own))
+        tell(done, len(own), "packing")
     _keep(writer, "alignments", [[one.name, *queries[one]] for one in aligned])
 
 
