@@ -82,7 +82,7 @@ def test_gradients_are_those_of_one_process() -> None:
             part_of_loss(net, index, mesh.model.rank, model).backward()
             optimizer.collect()
         mean = optimizer.reducer.mean(optimizer.total, torch.tensor(optimizer.share))
-        whole = optimizer.reducer.spread(mean, torch.empty_like(optimizer.weights))
+        whole = optimizer.reducer.all_gather(mean, torch.empty_like(optimizer.weights))
         return {name: optimizer.layout.view(whole, name).clone() for name in optimizer.layout.places}
 
     plain = Toy()

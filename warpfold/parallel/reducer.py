@@ -347,9 +347,7 @@ class Reducer:
                     self.layout.view(whole, name).add_(state[f"compression.{kind}.{rank}.{name}"].to(whole.device))
             local.copy_(self.layout.shard(whole.div_(len(ranks)), self.mesh.model.size, self.mesh.model.rank))
         shared = state.get(f"compression.shared.{self.mesh.model.rank}-{self.mesh.model.size}")
-        if (
-            shared is not None and shared.shape == self.compressor.shared.shape
-        ):  # else start cold
+        if shared is not None and shared.shape == self.compressor.shared.shape:  # else start cold
             self.compressor.shared.copy_(shared)
 
     def _whole(self, shard: Tensor) -> Tensor:
