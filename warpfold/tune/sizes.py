@@ -66,9 +66,7 @@ def _msa(s: int, r: int, c: int, c_z: int, config: EvoformerConfig) -> Iterator[
 def _global(s: int, r: int, c: int, heads: int) -> Iterator[OpCase]:
     width = c // heads
     wide, where = width * heads, "global column"
-    yield OpCase(
-        op="global_attention", where=where, rows=r, length=1, keys=s, heads=heads, width=width, transposed=True
-    )
+    yield _global_attention(r, s, heads, width)
     yield OpCase(op="layer_norm", where=where, rows=r, length=s, channels=c, transposed=True)
     yield OpCase(op="norm_linear", where=where, rows=r, length=s, channels=c, outputs=2 * width + wide, transposed=True)
     yield OpCase(op="tail", where=where, rows=r, length=s, channels=c, outputs=wide, transposed=True, expanded=True)
@@ -94,6 +92,11 @@ def _attention(where: str, rows: int, length: int, heads: int, width: int, **mor
     return OpCase(op="attention", where=where, rows=rows, length=length, heads=heads, width=width, **more)
 
 
+def _global_attention(rows: int, keys: int, heads: int, width: int) -> OpCase:
+    shape = OpCase(op="global_attention", where="global column", rows=rows, length=1, transposed=True)
+    return replace(shape, keys=keys, heads=heads, width=width)
+
+
 def _layer(op: Name, where: str, rows: int, length: int, channels: int, outputs: int = 0, **more: Any) -> OpCase:
     return OpCase(op=op, where=where, rows=rows, length=length, channels=channels, outputs=outputs, **more)
 
@@ -108,10 +111,8 @@ ODD: tuple[OpCase, ...] = (
     _attention("other keys", 3, 5, 2, 16, keys=131, bias=True),
     _attention("template pointwise", 25, 1, 4, 16, keys=4, batches=5),
     _attention("longer than a tile", 2, 150, 1, 32, bias=True),
-    OpCase(op="global_attention", where="global column", rows=9, length=1, keys=77, heads=4, width=8, transposed=True),
-    OpCase(
-        op="global_attention", where="global column", rows=3, length=1, keys=130, heads=8, width=32, transposed=True
-    ),
+    _global_attention(9, 77, 4, 8),
+    _global_attention(3, 130, 8, 32),
     _layer("layer_norm", "rows", 7, 19, 128),
     _layer("layer_norm", "transposed", 5, 11, 64, transposed=True),
     _layer("layer_norm", "odd channels", 3, 5, 41),
@@ -122,28 +123,9 @@ ODD: tuple[OpCase, ...] = (
     _layer("gate", "views of a projection", 7, 19, 24),
     _layer("gate", "transposed", 5, 131, 32, transposed=True),
     _layer("tail", "rows, dropout", 7, 19, 64, 32, dropped=True),
-    OpCase(
-        op="tail",
-        where="transposed, dropout",
-        rows=5,
-        length=33,
-        channels=32,
-        outputs=64,
-        transposed=True,
-        dropped=True,
-    ),
+    _layer("tail", "transposed, dropout", 5, 33, 32, 64, transposed=True, dropped=True),
     _layer("tail", "rows", 7, 19, 64, 32, dropped=True, drawn=True),
-    OpCase(
-        op="tail",
-        where="transposed",
-        rows=5,
-        length=33,
-        channels=32,
-        outputs=64,
-        transposed=True,
-        dropped=True,
-        drawn=True,
-    ),
+    _layer("tail", "transposed", 5, 33, 32, 64, transposed=True, dropped=True, drawn=True),
     _layer("tail", "global column", 9, 21, 32, 32, transposed=True, expanded=True),
     _layer("tail", "odd channels", 3, 5, 24, 40),
     _layer("transition", "rows", 7, 19, 32, 128),
@@ -210,9 +192,7 @@ def _shape(op: str, kind: str, size: str) -> OpCase:
     if kind == "column":
         return _attention("msa column", r, s, 8, 32, transposed=True)
     if kind == "global":
-        return OpCase(
-            op="global_attention", where="global column", rows=r, length=1, keys=s, heads=8, width=8, transposed=True
-        )
+        return _global_attention(r, s, 8, 8)
     if kind in ("starting", "ending"):
         return _attention(f"triangle {kind}", s, s, 4, 32, bias=True, transposed=kind == "ending")
     if op == "outer_product":
