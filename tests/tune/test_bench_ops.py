@@ -14,7 +14,7 @@ from warpfold.errors import UserError
 from warpfold.ops.attention import attention
 from warpfold.tune import bench_ops, peers
 from warpfold.tune.bench_ops import COLUMNS, HEADS, STYLES, bench, checked, picture, table, write_csv
-from warpfold.tune.cases import OPS, Inputs, OpCase, inputs
+from warpfold.tune.cases import OPS, OpCase, OpInputs, inputs
 from warpfold.tune.checks import truth
 from warpfold.tune.peers import WAYS, too_large
 from warpfold.tune.sizes import KINDS, shapes
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 SMALL = ["row:3x16", "column:5x7", "global:9x4", "starting:12", "ending:12"]
 
 
-def found(shape: str, dtype: torch.dtype = torch.float32) -> Inputs:
+def found(shape: str, dtype: torch.dtype = torch.float32) -> OpInputs:
     ((_, case),) = shapes("attention", [shape])
     return inputs(case, dtype, CPU)
 
@@ -140,10 +140,10 @@ def test_what_would_not_fit_is_not_tried() -> None:
     huge = OpCase(op="attention", where="", rows=2**15, length=2**15, heads=4, width=32)
     definition, ours = WAYS["attention"][0], WAYS["attention"][-1]
     assert too_large(definition, small) is None
-    said = too_large(definition, Inputs(huge, small.args, small.names, small.grad))
+    said = too_large(definition, OpInputs(huge, small.args, small.names, small.grad))
     assert said is not None
     assert "GiB" in said
-    assert too_large(ours, Inputs(huge, small.args, small.names, small.grad)) is None
+    assert too_large(ours, OpInputs(huge, small.args, small.names, small.grad)) is None
 
 
 # ---- clocks

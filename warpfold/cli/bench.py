@@ -45,9 +45,7 @@ def operations(
     dtype: Annotated[list[str] | None, decides("bf16, fp32; default: bf16 on a GPU, fp32 on a CPU.")] = None,
     ways: Annotated[list[str] | None, decides("Time these alone: definition, compile, sdpa, ours ...")] = None,
     quick: Annotated[bool, runs("Time one size of each kind of shape.", "--quick")] = False,
-    repeats: Annotated[
-        int | None, runs("Repeats of each measurement; default: 30 on a GPU, 5 on a CPU.", min=1)
-    ] = None,
+    repeats: Annotated[int | None, runs("Runs of each measurement; default: 30 on a GPU, 5 on a CPU.", min=1)] = None,
     device: Device = None,
     csv: Annotated[Path | None, writes("File for the figures, as CSV.", "--csv")] = None,
     plot: Annotated[Path | None, writes("File for a picture: .png, .pdf, .svg.")] = None,
@@ -69,26 +67,23 @@ def operations(
         check_new(file)
     import torch
 
-    from warpfold.tune.bench_ops import BENCHED, checked
-    from warpfold.tune.bench_ops import bench as measured
-    from warpfold.tune.checks import DTYPES
-    from warpfold.tune.peers import WAYS
-    from warpfold.tune.sizes import shapes as named
+    from warpfold.tune import bench_ops, checks, peers, sizes
 
-    ops = chosen("--op", op, BENCHED)
+    ops = chosen("--op", op, sizes.KINDS)
     where = torch.device(device_of(device))
-    dtypes = chosen("--dtype", dtype or ["bf16" if where.type == "cuda" else "fp32"], DTYPES)
-    names = chosen("--ways", ways or [], [way.name for one in ops for way in WAYS[one]])
+    dtypes = chosen("--dtype", dtype or ["bf16" if where.type == "cuda" else "fp32"], checks.DTYPES)
+    names = chosen("--ways", ways or [], [way.name for one in ops for way in peers.WAYS[one]])
     wanted = parts(shapes or [])
     for one in ops:
-        named(one, wanted)
-    wrong = checked(ops, where)
+        sizes.shapes(one, wanted)  # so that a wrong name is an error before the checks begin
+    wrong = bench_ops.checked(ops, where)
     for line in wrong:
         typer.echo(f"red: {line}", err=True)
     if wrong:
         raise typer.Exit(1)
     with progress_bar(narrate=True) as progress:
-        found = measured(ops, where, dtypes, wanted, quick=quick, repeats=repeats or 0, ways=names, progress=progress)
+        more: dict[str, Any] = {"quick": quick, "repeats": repeats or 0, "ways": names, "progress": progress}
+        found = bench_ops.bench(ops, where, dtypes, wanted, **more)
     _say(found, csv, plot, as_json)
 
 

@@ -173,8 +173,8 @@ def _group_frames() -> FloatArray:
     return frames.astype(np.float32)
 
 
-# [21, 8, 4, 4]: from a group at torsion 0 to its parent: the backbone, or for chi2 to chi4 the previous chi.  As in AF2,
-# zero, which is not a rigid motion, where a residue type has no such group (see GROUP_MASK).
+# [21, 8, 4, 4]: from a group at torsion 0 to its parent: the backbone, or for chi2 to chi4 the previous chi.  As in
+# AF2, zero, which is not a rigid motion, where a residue type has no such group (see GROUP_MASK).
 RIGID_GROUP_FRAMES: FloatArray = _group_frames()
 
 

@@ -151,6 +151,7 @@ class Plain:
         self.index = wire.group.rank
 
     def reduce_scatter(self, x: Tensor, factors: ClipFactors) -> Stages[Tensor]:
+        """Send contributions to their owners as they are; each owner weighs and adds them up when all are there."""
         packed = self.pack(x)
         received = torch.empty_like(packed)
         work = self.wire.all_to_all(received, packed)

@@ -17,15 +17,14 @@ import torch
 from warpfold.errors import UserError
 from warpfold.files import write_atomically
 from warpfold.progress import Progress, no_progress
-from warpfold.tune.cases import Inputs, OpCase, inputs
+from warpfold.tune.cases import OpCase, OpInputs, inputs
 from warpfold.tune.checks import DTYPES, failures, odd
 from warpfold.tune.machine import describe
 from warpfold.tune.peers import WAYS, Way, too_large
 from warpfold.tune.roofline import Ceilings, Pass, ceilings, cost
-from warpfold.tune.sizes import KINDS, shapes
+from warpfold.tune.sizes import shapes
 from warpfold.tune.timing import Times, measure
 
-BENCHED = tuple(KINDS)
 LARGEST = {"cpu": 2**28, "cuda": 2**36}  # the most logits of a shape that is timed without being named
 NUMBERS = {"cpu": 2**24, "cuda": 2**31}  # likewise, the most numbers in x
 REPEATS = {"cpu": 5, "cuda": 30}
@@ -98,7 +97,7 @@ def _fits(case: OpCase, kind: str) -> bool:
     return case.logits <= LARGEST[kind] and case.rows * case.length * (case.channels or 1) <= NUMBERS[kind]
 
 
-def _rows(given: Inputs, ways: Sequence[Way], repeats: int, budget: float, top: Ceilings) -> Iterator[Row]:
+def _rows(given: OpInputs, ways: Sequence[Way], repeats: int, budget: float, top: Ceilings) -> Iterator[Row]:
     """Time the ways for these inputs, and yield their rows."""
     notes = {way.name: way.unsupported_reason(given) or too_large(way, given) for way in ways}
     subjects = [way.make(given) for way in ways if notes[way.name] is None]
@@ -112,7 +111,7 @@ def _rows(given: Inputs, ways: Sequence[Way], repeats: int, budget: float, top: 
             )
 
 
-def _figures(times: Times, base: Times | None, given: Inputs, top: Ceilings) -> Iterator[Row]:
+def _figures(times: Times, base: Times | None, given: OpInputs, top: Ceilings) -> Iterator[Row]:
     """Yield the figures of one way for each pass that was timed; base: the times of the definition."""
     passes: tuple[Pass, ...] = ("forward", "backward")
     for direction in passes:

@@ -101,7 +101,7 @@ class OpCase:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class OpInputs:
     """The arguments of one call, in order, and the names of those that have a gradient."""
 
     case: OpCase
@@ -182,7 +182,7 @@ class _Draw:
 
 def inputs(
     case: OpCase, dtype: torch.dtype, device: torch.device | str, *, masked: bool = False, seed: int = 0
-) -> Inputs:
+) -> OpInputs:
     """Draw the inputs of a case, the same each time; masked: with some keys masked, and all keys of one row."""
     draw = _Draw(dtype, torch.device(device), seed=seed)
     args = _MAKE[case.op](case, draw, masked)
@@ -193,7 +193,7 @@ def inputs(
             names.append(name)
     with torch.no_grad():
         out = OPS[case.op].definition(*(t.to("meta") if isinstance(t, Tensor) else None for t in args))
-    return Inputs(case, args, tuple(names), draw.normal(*out.shape))
+    return OpInputs(case, args, tuple(names), draw.normal(*out.shape))
 
 
 def _attention(case: OpCase, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpfold.ops.dispatch import place, using
 from warpfold.ops.noise import DropoutFactors
 from warpfold.ops.precision import wide
-from warpfold.tune.cases import OPS, Argument, Inputs, OpCase, inputs
+from warpfold.tune.cases import OPS, Argument, OpCase, OpInputs, inputs
 from warpfold.tune.sizes import ODD
 
 BAR = 2.0  # times the worst draw's error, as a root mean square
@@ -157,7 +157,7 @@ class Truth:
         )
 
 
-def run(way: Callable[..., Tensor], given: Inputs) -> list[Tensor]:
+def run(way: Callable[..., Tensor], given: OpInputs) -> list[Tensor]:
     """Return the output of a way and its gradients, in the order of `given.names`."""
     return answer(way, given.args, given.grad)
 

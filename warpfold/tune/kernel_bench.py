@@ -142,7 +142,7 @@ class GpuBench:
         return self._time(calls), out
 
     def _prepare(self, place: Place) -> None:
-        """Inputs, and what the definition makes of them, for all kernels of a place."""
+        """OpInputs, and what the definition makes of them, for all kernels of a place."""
         dtype, op = DTYPES[place.dtype], OPS[place.case.op]
         self.place, self.way = place, op.fast
         self.whole = inputs(place.case, dtype, self.device)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.tune.cases import OPS, Argument, Inputs
+from warpfold.tune.cases import OPS, Argument, OpInputs
 from warpfold.tune.timing import Subject
 
 PER_LOGIT = 20  # bytes that the definition has at its peak, forward and backward, in fp32 and bf16 alike
@@ -30,12 +30,12 @@ class Way:
     """
 
     name: str
-    unsupported_reason: Callable[[Inputs], str | None]
-    make: Callable[[Inputs], Subject]
+    unsupported_reason: Callable[[OpInputs], str | None]
+    make: Callable[[OpInputs], Subject]
     materialises: bool = False
 
 
-def _call(name: str, function: Callable[..., Tensor], given: Inputs) -> Subject:
+def _call(name: str, function: Callable[..., Tensor], given: OpInputs) -> Subject:
     return Subject(name, lambda: function(*given.args), given.wanted, given.grad)
 
 
@@ -49,25 +49,25 @@ def _tensor(x: Argument) -> Tensor:
     return x
 
 
-def _supported(_: Inputs) -> None:
+def _supported(_: OpInputs) -> None:
     return None
 
 
 # ---- torch
 
 
-def _compiled(given: Inputs) -> Subject:
+def _compiled(given: OpInputs) -> Subject:
     torch._dynamo.reset()  # compile each size for itself, without coming to torch's limit of recompilations
     return _call("compile", torch.compile(OPS[given.case.op].definition, dynamic=False), given)
 
 
-def _compile_unsupported(given: Inputs) -> str | None:
+def _compile_unsupported(given: OpInputs) -> str | None:
     if given.grad.device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         return "no C++ compiler"
     return None
 
 
-def _heads_first(given: Inputs) -> tuple[Tensor, ...]:
+def _heads_first(given: OpInputs) -> tuple[Tensor, ...]:
     """Return q, k, v as SDPA takes them, [*, h, n, d]; in global attention, heads are the queries of one head."""
     q, k, v = map(_tensor, given.args[:3])
     if given.case.op == "global_attention":
@@ -75,11 +75,11 @@ def _heads_first(given: Inputs) -> tuple[Tensor, ...]:
     return q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
 
 
-def _back(given: Inputs, out: Tensor) -> Tensor:
+def _back(given: OpInputs, out: Tensor) -> Tensor:
     return out[..., 0, :, :] if given.case.op == "global_attention" else out.transpose(-2, -3)
 
 
-def _expanded(given: Inputs) -> Subject:
+def _expanded(given: OpInputs) -> Subject:
     """Bind SDPA with a bias that the rows share, in a layout of its own; without a mask, as the bench masks nothing."""
     bias = _tensor(given.args[4]) if given.case.bias else None
 
@@ -91,7 +91,7 @@ def _expanded(given: Inputs) -> Subject:
     return Subject("sdpa", forward, given.wanted, given.grad)
 
 
-def _materialised(given: Inputs) -> Subject:
+def _materialised(given: OpInputs) -> Subject:
     """Bind SDPA with bias and mask added up in one tensor of all rows, as a model with masks needs it."""
     mask, bias = map(_tensor, given.args[3:5])
 
@@ -104,14 +104,14 @@ def _materialised(given: Inputs) -> Subject:
     return Subject("sdpa-materialised", forward, given.wanted, given.grad)
 
 
-def _materialised_unsupported(given: Inputs) -> str | None:
+def _materialised_unsupported(given: OpInputs) -> str | None:
     return None if given.case.bias else "without a bias there is nothing to add the mask to"
 
 
 # ---- others
 
 
-def _package_unsupported(package: str, given: Inputs) -> str | None:
+def _package_unsupported(package: str, given: OpInputs) -> str | None:
     if given.case.op != "attention" or given.case.keys:
         return "not its kind of attention"
     if given.grad.device.type != "cuda":
@@ -119,14 +119,14 @@ def _package_unsupported(package: str, given: Inputs) -> str | None:
     return None if importlib.util.find_spec(package) else "not installed"
 
 
-def _trifast_unsupported(given: Inputs) -> str | None:
+def _trifast_unsupported(given: OpInputs) -> str | None:
     c = given.case
     if not c.bias or c.rows != c.length:
         return "for triangles only"
     return _package_unsupported("trifast", given)
 
 
-def _trifast(given: Inputs) -> Subject:
+def _trifast(given: OpInputs) -> Subject:
     """Bind triangle_attention(q, k, v, bias, mask): q [h, n, n, d], bias [h, n, n], mask [n, n], True if hidden."""
     package: Any = importlib.import_module("trifast")
     q, k, v = (_dense(_tensor(t).movedim(-2, 0)) for t in given.args[:3])
@@ -136,11 +136,11 @@ def _trifast(given: Inputs) -> Subject:
     return Subject("trifast", lambda: package.triangle_attention(q, k, v, b, hidden), [q, k, v, b], grad)
 
 
-def _cuequivariance_unsupported(given: Inputs) -> str | None:
+def _cuequivariance_unsupported(given: OpInputs) -> str | None:
     return _package_unsupported("cuequivariance_torch", given) if given.case.bias else "for attention with a bias only"
 
 
-def _cuequivariance(given: Inputs) -> Subject:
+def _cuequivariance(given: OpInputs) -> Subject:
     """Bind triangle_attention(q, k, v, bias, mask): q [1, r, h, n, d], bias [1, 1, h, n, n], mask [1, r, 1, 1, n]."""
     package: Any = importlib.import_module("cuequivariance_torch")
     q, k, v = (_dense(_tensor(t).transpose(-2, -3)[None]) for t in given.args[:3])
@@ -150,7 +150,7 @@ def _cuequivariance(given: Inputs) -> Subject:
     return Subject("cuequivariance", lambda: package.triangle_attention(q, k, v, b, kept), [q, k, v, b], grad)
 
 
-def _flash_unsupported(given: Inputs) -> str | None:
+def _flash_unsupported(given: OpInputs) -> str | None:
     if given.case.bias:
         return "takes no bias"
     if given.grad.dtype == torch.float32:
@@ -158,7 +158,7 @@ def _flash_unsupported(given: Inputs) -> str | None:
     return _package_unsupported("flash_attn", given)
 
 
-def _flash(given: Inputs) -> Subject:
+def _flash(given: OpInputs) -> Subject:
     """Bind flash_attn_func(q, k, v): q [r, n, h, d]; it takes no mask."""
     package: Any = importlib.import_module("flash_attn")
     q, k, v = (_dense(_tensor(t)) for t in given.args[:3])
@@ -202,7 +202,7 @@ def free_memory(device: torch.device) -> int:
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
-def too_large(way: Way, given: Inputs) -> str | None:
+def too_large(way: Way, given: OpInputs) -> str | None:
     """Return why a way that holds all logits at once is not tried; None if it is."""
     needs = PER_LOGIT * given.case.logits
     if way.materialises and needs > 0.8 * free_memory(given.grad.device):
