@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from warpfold.parallel.buckets import ALIGN, make_layout
 from warpfold.parallel.exchange import ClipFactors, Plain, Stages, SyncConfig
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.reducer import Reducer
+from warpfold.parallel.waits import watched
 
 GRIDS = [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)]
 QUICK = OptimConfig(learning_rate=0.01, warmup_steps=2, average_decay=0.9)
@@ -433,15 +435,19 @@ def test_bytes_are_those_of_a_ring() -> None:
         torch.nn.init.zeros_(net.weight)
         torch.nn.init.zeros_(net.bias)
         sync = SyncConfig(shard_state=shard_state, check_every=0)
-        optimizer = Optimizer(net, OptimConfig(accumulate=3), make_mesh(3), sync)
-        net(torch.ones(1, 31, dtype=torch.float64)).sum().backward()
-        optimizer.collect()
-        optimizer.step(0)
-        return dict(optimizer.reducer.sent()), optimizer.layout.size * 8
+        told: Counter[str] = Counter()
+        with watched(lambda event: told.update({event.title: event.bytes})):
+            optimizer = Optimizer(net, OptimConfig(accumulate=3), make_mesh(3), sync)
+            net(torch.ones(1, 31, dtype=torch.float64)).sum().backward()
+            optimizer.collect()
+            optimizer.step(0)
+        return dict(told), optimizer.layout.size * 8
 
     for shard_state in (False, True):
         for counted, size in run_ranks(sent, 3, shard_state):
-            assert counted == {"data all_to_all": size * 2 // 3, "data all_gather": size * 2 // 3 + 2 * 8}  # + factors
+            what = "of gradients or weights over data ranks"
+            once = size * 2 // 3
+            assert counted == {f"all_to_all {what}": once, f"all_gather {what}": once + 2 * 8}  # + factors
 
 
 def test_a_layout_tears_no_parameter_and_cuts_evenly() -> None:

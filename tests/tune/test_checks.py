@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.ops.dispatch import Op
 from warpfold.ops.noise import DropoutFactors, keep
-from warpfold.tune.cases import ARGUMENTS, OPS, OpCase, inputs
+from warpfold.tune.cases import OPS, OpCase, argument_names, inputs
 from warpfold.tune.checks import Error, check, compare, failures, odd, run, truth
 from warpfold.tune.sizes import ODD, DataSizes, of_settings
 
@@ -248,7 +248,7 @@ def test_inputs_are_strided_as_the_model_has_them(case: OpCase) -> None:
         assert first.stride(0) < first.stride(1)
     if case.op in ("attention", "gate"):
         assert not first.is_contiguous() or first.shape[0] == 1
-    args = zip(ARGUMENTS[case.op], given.args)
+    args = zip(argument_names(case.op), given.args)
     wanted = [name for name, t in args if isinstance(t, Tensor) and t.requires_grad]
     assert list(given.names) == wanted
     assert all(t.is_leaf for t in given.wanted)

@@ -7,9 +7,8 @@ that many buckets are in flight at once; `finish` runs them in one order that is
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -54,10 +53,9 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class Wire:
-    """The collectives of one group on flat buffers, asynchronous, with the bytes that this rank sends counted."""
+    """The collectives of one group on flat buffers, asynchronous, each told as an event."""
 
     group: Group
-    sent: Counter[str] = field(default_factory=Counter)  # by kind of collective
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
         """Send piece r of x to rank r; `out` gets the pieces of all ranks, in their order."""
@@ -87,8 +85,7 @@ class Wire:
         return padded[: len(x)]
 
     def _note(self, kind: str, size: int) -> str:
-        """Count the bytes, tell the watchers, and return the collective's name."""
-        self.sent[kind] += size
+        """Tell the watchers that a collective starts, and return its name."""
         event = Event("start", f"gradients or weights over {self.group.name} ranks", kind, size, carries="gradients")
         tell(event)
         return event.title
@@ -133,10 +130,6 @@ class Exchange(Protocol):
         """Fill `out` with the whole of which every rank has a piece.  exact: it must not be rounded."""
         ...
 
-    def sent(self) -> Counter[str]:
-        """Return the bytes that this rank has sent, by kind."""
-        ...
-
 
 class Plain:
     """Send each piece to its owner, which adds them up in the order of the ranks; then gather the sums.
@@ -172,9 +165,6 @@ class Plain:
         """Return what is sent for x."""
         return x
 
-    def sent(self) -> Counter[str]:
-        return self.wire.sent
-
 
 class Bf16(Plain):
     """Send numbers rounded to bfloat16, half the bytes, and add them in their own precision."""
@@ -208,10 +198,6 @@ class Hierarchical:
         of_node = piece.new_empty(len(piece) * self.between.wire.group.size)
         yield from self.between.all_gather(piece, of_node)
         yield from self.within.all_gather(of_node, out)
-
-    def sent(self) -> Counter[str]:
-        of = {"within": self.within.sent(), "between": self.between.sent()}
-        return Counter({f"{kind} {where}": n for where, sent in of.items() for kind, n in sent.items()})
 
 
 def make_exchanges(strategy: Strategy, mesh: Mesh, wire: Wire, ranks_per_node: int | None) -> dict[str, Exchange]:

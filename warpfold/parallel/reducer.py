@@ -6,7 +6,6 @@ another order on each rank, and other parameters take part (samples without temp
 sent in one order, and parameters that took no part are sent as zeros.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -22,7 +21,6 @@ from warpfold.parallel.compress import CompressionConfig, make_compressor
 from warpfold.parallel.exchange import (
     STRATEGIES,
     Exchange,
-    Hierarchical,
     Stages,
     SyncConfig,
     Wire,
@@ -294,13 +292,6 @@ class Reducer:
         if self.mesh.model.size > 1 or (data and self.sharded):
             norm = self.sum_of_shards(norm.double().square(), data).sqrt()
         return norm
-
-    def sent(self) -> Counter[str]:
-        """Return the bytes that this rank has sent, by group and kind of collective."""
-        wires = {"model": self.model_wire.sent, "data": self.data_wire.sent}
-        if isinstance(self.exchange, Hierarchical):
-            wires["nodes"] = self.exchange.sent()
-        return Counter({f"{where} {kind}": n for where, sent in wires.items() for kind, n in sent.items()})
 
     # The state
 

@@ -3,6 +3,7 @@
 The bench, the doctor and their checks run on these; tune/sizes.py lists them.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -115,18 +116,12 @@ class OpInputs:
         return [t for t in self.args if isinstance(t, Tensor) and t.requires_grad]
 
 
-ARGUMENTS: Mapping[Name, tuple[str, ...]] = {
-    "attention": ("q", "k", "v", "mask", "bias"),
-    "global_attention": ("q", "k", "v", "mask"),
-    "layer_norm": ("x", "weight", "bias"),
-    "norm_linear": ("x", "norm_weight", "norm_bias", "weight", "bias"),
-    "gate": ("x", "g"),
-    "tail": ("x", "o", "g", "weight", "bias", "factors"),
-    "transition": ("x", "norm_weight", "norm_bias", "up", "up_bias", "down", "down_bias"),
-    "triangle_factor": ("y", "g", "mask"),
-    "outer_product": ("a", "b", "weight", "bias", "count"),
-}
-CONSTANT = ("mask", "factors", "count")
+CONSTANT = ("mask", "factors", "count")  # the arguments without a gradient
+
+
+def argument_names(op: Name) -> tuple[str, ...]:
+    """Return the names of an operation's arguments, in order."""
+    return tuple(inspect.signature(OPS[op].definition).parameters)
 
 
 @dataclass
@@ -187,7 +182,7 @@ def inputs(
     draw = _Draw(dtype, torch.device(device), seed=seed)
     args = _MAKE[case.op](case, draw, masked)
     names = []
-    for name, t in zip(ARGUMENTS[case.op], args):
+    for name, t in zip(argument_names(case.op), args):
         if isinstance(t, Tensor) and name not in CONSTANT:
             t.requires_grad_()
             names.append(name)
