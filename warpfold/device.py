@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def helpers(device: torch.device | str) -> int:
+def default_workers(device: torch.device | str) -> int:
     """Return how many processes prepare examples for a device by default.
 
     Up to 8 for each GPU; none on a CPU, whose cores compute.

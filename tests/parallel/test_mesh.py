@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from warpfold.errors import UserError
 from warpfold.parallel import heartbeat
 from warpfold.parallel.exchange import make_hierarchical
-from warpfold.parallel.mesh import WATCHDOG, Mesh, coordinates, limit_waits, make_mesh
+from warpfold.parallel.mesh import WATCHDOG, Mesh, coordinates, make_mesh, set_timeouts
 
 GROUPS = ("data", "axial", "branch", "model", "world")
 
@@ -96,7 +96,7 @@ def test_a_group_gives_up_in_time_and_nccl_s_watchdog_comes_after(nccl: bool) ->
     backends = {"cpu": gloo, "cuda": Mock() if nccl else gloo}
     handle = Mock(_device_types=[torch.device(name) for name in backends])
     handle._get_backend.side_effect = lambda device: backends[device.type]
-    limit_waits(handle, 5.0)
+    set_timeouts(handle, 5.0)
     assert backends["cpu"]._set_default_timeout.call_args == call(timedelta(seconds=5))
     if nccl:
         assert backends["cuda"]._set_default_timeout.call_args == call(timedelta(seconds=5 + WATCHDOG))

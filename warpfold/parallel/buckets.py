@@ -1,4 +1,4 @@
-"""Where parameters lie in one flat buffer: in buckets that are sent whole, of which each rank may own a piece."""
+"""The layout of parameters in one flat buffer: buckets are sent whole, and each rank may own a piece of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Differentiable, asynchronous collectives: started when the tensor exists, awaited where it is used.
 
-`all_gather` makes a tensor whole of which every rank holds a shard, `all_to_all` shards it along another axis, and
-`sendrecv` exchanges tensors between two ranks.  Each returns a `Pending`, whose `wait` returns the tensor.  The
-backward pass runs the exact transpose (that of an all-gather is a reduce-scatter): it starts when the gradient of the
-awaited tensor is known, and is awaited as late as possible, when autograd has nothing else to do.
+`all_gather` makes a sharded tensor whole on every rank, `all_to_all` shards it along another axis, and `sendrecv`
+exchanges tensors between two ranks.  Each returns a `Pending`; its `wait` returns the tensor.  The backward pass runs
+the exact transpose (that of an all-gather is a reduce-scatter): it starts when the gradient of the awaited tensor is
+known, and is awaited as late as possible, when autograd has nothing else to do.
 """
 
 import threading
@@ -262,7 +262,7 @@ class _AllGather(_Collective):
 
 
 class _ReduceScatter(_Collective):
-    """The transpose of an all-gather: the sum of every rank's whole tensor, of which each rank gets its shard."""
+    """The transpose of an all-gather: add up the whole tensors of all ranks, and give each rank its shard."""
 
     kind = "reduce_scatter"
 

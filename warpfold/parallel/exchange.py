@@ -1,9 +1,9 @@
 """How data ranks take the mean of their gradients: lossless but for rounding.
 
-An all-reduce has two halves, and so has every strategy: `reduce_scatter` (each rank's contribution -> the sum, of which
-each rank owns a piece) and `all_gather` (the pieces -> the whole).  Where each rank keeps the optimiser's state of its
-own piece only, the weights are updated between the two.  Both are generators that yield wherever they would wait, so
-that many buckets are in flight at once; `finish` runs them in one order that is the same on every rank.
+Like an all-reduce, every strategy has two halves: `reduce_scatter` adds up the ranks' contributions and leaves each
+rank a piece of the sum, and `all_gather` makes the pieces whole on every rank.  If each rank keeps the optimiser's
+state of its own piece only, the weights are updated between the two.  Both are generators that yield wherever they
+would wait, so that many buckets are in flight at once; `finish` runs them in one order that is the same on every rank.
 """
 
 import time
@@ -127,7 +127,7 @@ class Exchange(Protocol):
         ...
 
     def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
-        """Fill `out` with the whole of which every rank has a piece.  exact: it must not be rounded."""
+        """Join every rank's piece into `out`.  exact: without rounding."""
         ...
 
 

@@ -72,7 +72,7 @@ def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIM
     if not dist.is_initialized():
         return Mesh(limit=limit)
     world = Group("world", dist.get_rank(), math.prod(sizes), tuple(range(math.prod(sizes))), dist.group.WORLD)
-    limit_waits(world.handle, limit)
+    set_timeouts(world.handle, limit)
     if world.size == 1:
         world = replace(world, handle=None)
     lines: Mapping[str, tuple[bool, bool, bool]] = {  # which coordinates vary within the group
@@ -111,11 +111,11 @@ def split(name: str, members: Sequence[Sequence[int]], limit: float) -> Group:
         with waiting(f"making the groups of {name} ranks"):
             handles = [dist.new_group(list(ranks), timeout=timedelta(seconds=limit)) for ranks in members]
         handle = handles[[*members].index(own)]
-        limit_waits(handle, limit)
+        set_timeouts(handle, limit)
     return Group(name, list(own).index(rank), len(own), tuple(own), handle)
 
 
-def limit_waits(handle: dist.ProcessGroup | None, limit: float) -> None:
+def set_timeouts(handle: dist.ProcessGroup | None, limit: float) -> None:
     """Have the collectives of a group give up after `limit` seconds, and NCCL's own watchdog after ours.
 
     NCCL's ends the process without a word about who is missing, so it is the last resort.

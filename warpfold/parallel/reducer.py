@@ -245,7 +245,7 @@ class Reducer:
         return self.layout.shard(flat, self.shards, self.shard_index)
 
     def all_gather(self, owned: Tensor, out: Tensor) -> Tensor:
-        """Fill `out` with the whole of which each rank owns a shard.  Every rank must call it."""
+        """Join the shards that the ranks own into `out`.  Every rank must call it."""
         if self.shards == 1:
             return out if out is owned else out.copy_(owned)
         buckets = zip(self.layout.within(self.shards), self.layout.buckets)

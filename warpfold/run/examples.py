@@ -12,7 +12,7 @@ from warpfold.data.features.choose import keyed_rng
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.schedule import Order, Schedule, Source, State, costs, split_keys
 from warpfold.data.store.store import Store
-from warpfold.device import helpers
+from warpfold.device import default_workers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.log import Log
 from warpfold.errors import UserError
@@ -127,7 +127,7 @@ def load(
         schedule,
         Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside),
         passes=passes,
-        workers=helpers(device) if config.train.workers is None else config.train.workers,
+        workers=default_workers(device) if config.train.workers is None else config.train.workers,
         ahead=config.train.ahead,
         window=config.train.window,
         device=device,

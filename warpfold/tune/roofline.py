@@ -64,7 +64,7 @@ def cost(case: OpCase, direction: Pass, itemsize: int) -> Cost:
         return Cost(through * (1 if forward else 2), 0, places * moved * itemsize)
     if case.op in ("gate", "triangle_factor"):
         return Cost(0, places * case.channels, places * case.channels * itemsize * (3 if forward else 5))
-    if case.op == "transition":  # two products; backward four, and the first anew rather than its result from memory
+    if case.op == "transition":  # two products; backward four, and the first recomputed rather than its result read
         moved = places * case.channels * itemsize * (2 if forward else 3)
         return Cost(2 * places * case.channels * case.outputs * (2 if forward else 5), 0, moved)
     through = 2 * places * case.channels * case.outputs
