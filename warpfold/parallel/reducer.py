@@ -313,7 +313,7 @@ class Reducer:
                 shard = local.clone()
                 with waiting("the state of the data ranks"):
                     dist.broadcast(shard, source, group=self.mesh.data.handle)
-                whole = self._whole(shard)
+                whole = self.all_gather(shard, torch.empty_like(self.gradient))
                 if self.mesh.world.rank == 0:
                     for name in self.layout.places:
                         found[f"compression.{kind}.{rank}.{name}"] = self.layout.view(whole, name).cpu()
@@ -340,15 +340,6 @@ class Reducer:
         shared = state.get(f"compression.shared.{self.mesh.model.rank}-{self.mesh.model.size}")
         if shared is not None and shared.shape == self.compressor.shared.shape:  # else start cold
             self.compressor.shared.copy_(shared)
-
-    def _whole(self, shard: Tensor) -> Tensor:
-        """Return a flat buffer, given the model ranks' shards."""
-        if self.mesh.model.size == 1:
-            return shard
-        whole = torch.empty_like(self.gradient)
-        for piece, bucket in zip(self.pieces, self.layout.buckets):
-            self.model_wire.all_gather(whole[bucket], shard[piece]).wait()
-        return whole
 
     def _rows(self, x: Tensor) -> list[Tensor]:
         """Return the flat tensors of all model ranks, whatever their lengths."""
