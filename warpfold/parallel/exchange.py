@@ -9,7 +9,7 @@ would wait, so that many buckets are in flight at once; `finish` runs them in on
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -109,42 +109,24 @@ def no_factors() -> None:
     """Return None: every rank's contribution counts as it is."""
 
 
-class Exchange(Protocol):
-    """A strategy.
-
-    index: which piece this rank owns.  late_factors: whether contributions may be sent before their clipping factors
-    are known.
-    """
-
-    index: int
-    late_factors: bool
-
-    def reduce_scatter(self, x: Tensor, factors: ClipFactors) -> Stages[Tensor]:
-        """Return this rank's piece of the sum of all flat contributions x, each times its rank's factor.
-
-        `factors` is called when all has arrived, after the second yield; a contribution of factor zero may hold NaN.
-        """
-        ...
-
-    def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
-        """Join every rank's piece into `out`.  exact: without rounding."""
-        ...
-
-
 class Plain:
     """Send each piece to its owner, which adds them up in the order of the ranks; then gather the sums.
 
     The bytes are those of a ring.  But each sum is made in one place and in one order, so replicas agree to the bit.
+    index: which piece this rank owns.
     """
 
-    late_factors = True
+    late_factors = True  # contributions may be sent before their clipping factors are known
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.index = wire.group.rank
 
     def reduce_scatter(self, x: Tensor, factors: ClipFactors) -> Stages[Tensor]:
-        """Send contributions to their owners as they are; each owner weighs and adds them up when all are there."""
+        """Return this rank's piece of the sum of all flat contributions x, each times its rank's factor.
+
+        `factors` is called when all has arrived, after the second yield; a contribution of factor zero may hold NaN.
+        """
         packed = self.pack(x)
         received = torch.empty_like(packed)
         work = self.wire.all_to_all(received, packed)
@@ -157,6 +139,7 @@ class Plain:
         return pieces.sum(0)
 
     def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
+        """Join every rank's piece into `out`.  exact: without rounding."""
         work = self.wire.all_gather(out, piece)
         yield
         work.wait()
@@ -198,6 +181,9 @@ class Hierarchical:
         of_node = piece.new_empty(len(piece) * self.between.wire.group.size)
         yield from self.between.all_gather(piece, of_node)
         yield from self.within.all_gather(of_node, out)
+
+
+Exchange = Plain | Hierarchical
 
 
 def make_exchanges(strategy: Strategy, mesh: Mesh, wire: Wire, ranks_per_node: int | None) -> dict[str, Exchange]:

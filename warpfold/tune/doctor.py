@@ -13,7 +13,7 @@ import torch
 from warpfold import settings
 from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
-from warpfold.progress import Progress
+from warpfold.progress import Progress, no_progress
 from warpfold.tune.cases import OPS, OpCase, inputs
 from warpfold.tune.checks import DTYPES, Verdict, check
 from warpfold.tune.machine import describe
@@ -74,14 +74,13 @@ def examine(
     cases: Sequence[OpCase],
     device: torch.device,
     dtypes: Sequence[str] = tuple(DTYPES),
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> list[Finding]:
     """Check every case in every dtype, and time those that have a fast way."""
     found = []
     todo = [(whole, cut(whole, device), dtype) for whole in cases for dtype in dtypes]
     for done, (whole, case, dtype) in enumerate(todo):
-        if progress:
-            progress(done, len(todo), f"{case.op} {case.where} {dtype}")
+        progress(done, len(todo), f"{case.op} {case.where} {dtype}")
         verdict = check(case, dtype, device)
         speed = _speed(case, dtype, device) if verdict.errors and not verdict.red else None
         found.append(Finding(verdict, speed, _is_small(whole, dtype, device)))
