@@ -15,10 +15,12 @@ def no_progress(done: int, total: int, what: str) -> None:
 
 
 @contextmanager
-def progress_bar(narrate: bool = False, console: "Console | None" = None) -> Iterator[Progress]:
-    """Show a bar on a terminal, moved by calls of (done, total, what); console: default stderr.
+def progress_bar(narrate: bool = False, console: "Console | None" = None, transient: bool = True) -> Iterator[Progress]:
+    """Show a bar on a terminal, moved by calls of (done, total, what).
 
-    Elsewhere nothing is shown; with `narrate` a line whenever `what` changes.
+    console: by default stderr.  transient: the bar vanishes at the end.
+
+    Where there is no terminal nothing is shown; with `narrate` a line whenever `what` changes.
     """
     from rich import progress as bars
     from rich.console import Console
@@ -31,7 +33,7 @@ def progress_bar(narrate: bool = False, console: "Console | None" = None) -> Ite
         bars.TimeElapsedColumn(),
         bars.TimeRemainingColumn(),
     )
-    with bars.Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with bars.Progress(*columns, console=console, disable=not console.is_terminal, transient=transient) as bar:
         task = bar.add_task("", total=None)
         last = ""
 
