@@ -105,7 +105,7 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: 
 
 
 def test_lists_take_several_values() -> None:
-    assert common.spread(["q", "--msa", "a", "b", "--seed", "1", "--msa", "c"], {"--msa"}) == [
+    assert common.repeat_names(["q", "--msa", "a", "b", "--seed", "1", "--msa", "c"], {"--msa"}) == [
         *("q", "--msa", "a", "--msa", "b", "--seed", "1", "--msa", "c")
     ]
 

@@ -53,7 +53,7 @@ SAFE = {
     "run/outputs.py:_draft": OWN_DRAFT,
     "run/outputs.py:_place": "names that were free, or files of the same prediction, asked to",
     "run/outputs.py:remove_prediction": "files of a prediction by their names, and the folder if it is empty then",
-    "tune/plot_ops.py:picture": "into memory",
+    "tune/bench_ops.py:picture": "into memory",
     "tune/timing.py:_hushed": "opens the null device",
 }
 

@@ -20,7 +20,7 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.weights import save_params
 from warpfold.parallel.plan import inference_plan
-from warpfold.parallel.team import Launch, Team
+from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run import predict as module
 from warpfold.run.predict import Options, predict, read_queries
 from warpfold.run.predict_templates import TemplateSources, find_templates
@@ -210,7 +210,7 @@ def test_bad_input_is_refused_before_anything_is_written(
 def test_several_processes_do_not_share_a_pipe(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
     """Each would read what the others left of it."""
     read, write = os.pipe()
-    pipe, team = Path(f"/dev/fd/{read}"), Team(Launch(rank=0, ranks=2))
+    pipe, team = Path(f"/dev/fd/{read}"), Team(ProcessInfo(rank=0, ranks=2))
     for query, msas in ((pipe, []), (a3m, [pipe])):
         with pytest.raises(UserError, match=rf"{pipe}: is a pipe, which several processes cannot share"):
             predict(query, msas, tiny_params, tmp_path / "out", team=team)

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, Force, Seed, app, device_of, progress_bar, show, writes
+from warpfold.cli.common import AsJson, Force, Seed, app, device_of, show, writes
+from warpfold.progress import progress_bar
 
 
 @app.command(epilog="Example:  warpfold demo --out demo")

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, app, argument, decides, progress_bar, reads, show
+from warpfold.cli.common import AsJson, app, argument, decides, reads, show
+from warpfold.progress import progress_bar
 
 
 @app.command(epilog="Example:  warpfold golden tests/golden --only units/*")

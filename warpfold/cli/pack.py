@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpfold.cli.common import AsJson, Lists, Workers, app, decides, progress_bar, reads, runs, show, writes
+from warpfold.cli.common import AsJson, Lists, Workers, app, decides, reads, runs, show, writes
 from warpfold.errors import UserError
+from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
     from warpfold.bulk import JobPart

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, Seed, app, decides, progress_bar, show, writes
+from warpfold.cli.common import AsJson, Seed, app, decides, show, writes
+from warpfold.progress import progress_bar
 
 
 @app.command(epilog="Example:  warpfold sample --proteins 200 --out proteins")

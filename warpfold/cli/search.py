@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, Lists, Workers, app, argument, decides, progress_bar, reads, runs, show, writes
+from warpfold.cli.common import AsJson, Lists, Workers, app, argument, decides, reads, runs, show, writes
+from warpfold.progress import progress_bar
 
 
 class EngineName(StrEnum):

@@ -12,7 +12,7 @@ from warpfold.data.features.choose import keyed_rng
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.schedule import Order, Schedule, Source, State, costs, split_keys
 from warpfold.data.store.store import Store
-from warpfold.device import helpers
+from warpfold.device import default_workers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.log import Log
 from warpfold.errors import UserError
@@ -31,8 +31,8 @@ def origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str
     if len(sources) > 1:
         total = sum(source.weight for source in sources)
         data += repr([source.weight / total for source in sources]).encode()
-    first = fingerprint(_content(init)) if init and team.leads else "none"
-    return {"store": fingerprint(data), "init": team.from_first(first, "the first parameters")}
+    first = fingerprint(_content(init)) if init and team.is_rank_zero else "none"
+    return {"store": fingerprint(data), "init": team.broadcast(first, "the first parameters")}
 
 
 def _content(path: Path) -> bytes:
@@ -127,7 +127,7 @@ def load(
         schedule,
         Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside),
         passes=passes,
-        workers=helpers(device) if config.train.workers is None else config.train.workers,
+        workers=default_workers(device) if config.train.workers is None else config.train.workers,
         ahead=config.train.ahead,
         window=config.train.window,
         device=device,

@@ -91,7 +91,7 @@ def predict(
     tell = progress or (lambda done, total, name: None)
     start, refused_before = time.perf_counter(), refusals()
     team = team or Team()
-    if team.launch.ranks > 1 and (pipes := list(filter(is_given_pipe, (query, *msas)))):
+    if team.process.ranks > 1 and (pipes := list(filter(is_given_pipe, (query, *msas)))):
         raise UserError(f"{pipes[0]}: is a pipe, which several processes cannot share; give a regular file")
     queries = read_queries(query, msas)
     tell(0, len(queries), "loading the parameters")
@@ -105,13 +105,13 @@ def predict(
         queries = with_templates(queries, templates, predictor)
     run = _run_digest(queries, params_digest, _settings(options) | _effective(options, predictor))
     summary = None
-    if team.leads:
+    if team.is_rank_zero:
         summary = _new_summary(run, params, params_digest, options, predictor)
         _begin(out, summary, options.force)
-    summary = team.share(summary, "the beginning of the run")[0]
+    summary = team.all_gather_object(summary, "the beginning of the run")[0]
     done = {entry["name"] for entry in summary["predictions"]}
     # Where one fails in the middle of a protein, those that share it wait for it: the run is over.
-    failures = FAILURES if team.launch.ranks == 1 else UserError
+    failures = FAILURES if team.process.ranks == 1 else UserError
     for index, one in enumerate(queries):
         tell(index, len(queries), one.name)
         if one.name in done:
@@ -121,15 +121,15 @@ def predict(
             summary["predictions"] += [entry] if entry else []
         except failures as error:
             summary["failures"].append({"name": one.name, "error": _one_line(error)})
-        if team.leads:
+        if team.is_rank_zero:
             _write_summary(out, summary)
     tell(len(queries), len(queries), "writing the report")
     summary["status"] = "failed" if summary["failures"] else "complete"
     summary |= {"seconds": round(time.perf_counter() - start, 3), "refused": refusals(refused_before)}
-    if team.leads:
+    if team.is_rank_zero:
         write_report(out / "report.html", prediction_report(out, summary))
         _write_summary(out, summary)
-    return team.share(summary, "the end of the run")[0]
+    return team.all_gather_object(summary, "the end of the run")[0]
 
 
 def read_queries(path: Path, msas: Sequence[Path]) -> list[Query]:
@@ -190,7 +190,7 @@ def fold_one(predictor: Predictor, query: Query, out: Path, options: Options) ->
         ensemble=options.ensemble,
         representations=options.representations,
     )
-    if not predictor.team.leads:
+    if not predictor.team.is_rank_zero:
         return None
     return keep(replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes]), out)
 

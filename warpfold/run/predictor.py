@@ -149,7 +149,7 @@ class Predictor:
     def _prediction(self, raw: RawExample, output: Output, atoms: Tensor, representations: bool) -> Prediction:
         def whole(x: Tensor, axis: int) -> np.ndarray | None:
             """Of a tensor that is cut along residues."""
-            found = self.team.collect(x.float(), axis, len(raw.aatype))
+            found = self.team.gather_shards(x.float(), axis, len(raw.aatype))
             return None if found is None else found.numpy()
 
         pae = ptm = max_pae = None
@@ -198,7 +198,7 @@ def load(
     model = load_model(path)
     if sample is None:
         sample = build(SampleConfig, data_settings(path), str(path))
-        if (assumed := assumed_settings(path)) and (team is None or team.leads):
+        if (assumed := assumed_settings(path)) and (team is None or team.is_rank_zero):
             log.warning("%s", assumed)
     return Predictor(model, device, chunk, precision, sample, team)
 

@@ -16,7 +16,7 @@ from warpfold.data.load.loader import Loader, Sample
 from warpfold.engine.log import Clock, Seen
 from warpfold.engine.signals import StopSignals
 from warpfold.errors import UserError
-from warpfold.parallel.team import Gathering, Team
+from warpfold.parallel.team import PendingGather, Team
 from warpfold.run.ledger import Ledger
 
 KEY = 64  # bytes of an example's name that fit into a message
@@ -34,9 +34,9 @@ def take(examples: Loader, number: int, clock: Clock, team: Team) -> Iterator[Sa
             example = next(examples)
         # Before anything is computed: slices of different examples do not fit together.
         own = torch.tensor([example.index, zlib.crc32(example.name.encode())])
-        every = team.gather_example(own, "the next example").wait()
+        every = team.all_gather_of_example(own, "the next example").wait()
         if bool((every != own).any()):
-            names = team.share_example([example.index, example.name], "the next example")
+            names = team.all_gather_object_of_example([example.index, example.name], "the next example")
             said = ", ".join(f"rank {rank} has {name}" for rank, (_, name) in zip(team.mesh.model.ranks, names))
             raise UserError(
                 f"example {example.index}: {said}, but they share it; one of them could not make it, for lack of "
@@ -50,7 +50,7 @@ class Sums:
     """Numbers of an example, of which each process that shares it has a part of the sum."""
 
     names: tuple[str, ...]
-    parts: Gathering
+    parts: PendingGather
 
     def wait(self) -> Tensor:
         """Return the sums [names], the same on all that share the example; float64, on the device."""
@@ -61,12 +61,12 @@ class Sums:
 def summing(parts: Mapping[str, Tensor], team: Team) -> Sums:
     """Begin to add up an example's numbers over the processes that share it: they travel during the backward pass."""
     own = torch.stack([part.detach().double() for part in parts.values()])
-    return Sums(tuple(parts), team.gather_example(own, "the losses"))
+    return Sums(tuple(parts), team.all_gather_of_example(own, "the losses"))
 
 
 def heard(signals: StopSignals, team: Team) -> int:
     """The signal on which the run is to stop, which may have come to any process; 0: none.  All wait for each other."""
-    return max(team.share(signals.came, "stopping or going on"))
+    return max(team.all_gather_object(signals.came, "stopping or going on"))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Told:
 
     step: int
     seen: list[Seen]
-    said: Gathering
+    said: PendingGather
 
 
 def tell(step: int, seen: list[Seen], clock: Clock, ledger: Ledger, signals: StopSignals, team: Team) -> Told:
@@ -85,7 +85,7 @@ def tell(step: int, seen: list[Seen], clock: Clock, ledger: Ledger, signals: Sto
     numbers = [[getattr(example, name) for name in NUMBERS] + list(example.terms.values()) for example in seen]
     names = np.frombuffer(b"".join(key[:KEY].ljust(KEY, b"\0") for key in keys), np.float64)
     own = np.concatenate([np.array(head, np.float64), np.array(numbers, np.float64).ravel(), names])
-    return Told(step, seen, team.gather(torch.from_numpy(own), f"the end of step {step}"))
+    return Told(step, seen, team.all_gather(torch.from_numpy(own), f"the end of step {step}"))
 
 
 def meet(told: Told, clock: Clock, examples: Loader, ledger: Ledger, team: Team) -> tuple[list[Seen], int]:
@@ -98,13 +98,13 @@ def meet(told: Told, clock: Clock, examples: Loader, ledger: Ledger, team: Team)
     came, waited, aside, longest = every[:, :4].amax(0).tolist()
     clock.waited = waited
     if aside:
-        for news in team.share(ledger.news(), f"entries that were set aside until step {told.step}"):
+        for news in team.all_gather_object(ledger.news(), f"entries that were set aside until step {told.step}"):
             for name, index, reason in news:
                 examples.quarantine.add(name, index, reason)
         ledger.news()  # which all have heard now
     if longest > KEY:
-        said = team.share([asdict(one) for one in told.seen], f"long names of step {told.step}")
-        seen = [Seen(**example) for one in team.spoken(said) for example in one]
+        said = team.all_gather_object([asdict(one) for one in told.seen], f"long names of step {told.step}")
+        seen = [Seen(**example) for one in team.of_example_leaders(said) for example in one]
     else:
         spoken = every[:: team.mesh.model.size, 4:].contiguous()
         seen = _read(spoken.numpy(), len(told.seen), tuple(told.seen[0].terms))

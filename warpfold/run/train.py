@@ -79,9 +79,9 @@ def train(
     source = origin(sources, init, team)
     model = initial_model(config, init, team).to(device)
     Execution(config.plan, team.mesh).bind(model)
-    optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.launch.ranks_per_node)
+    optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.process.ranks_per_node)
     with ExitStack() as stack:
-        run, signals = stack.enter_context(RunFolder(out, team.leads)), stack.enter_context(StopSignals())
+        run, signals = stack.enter_context(RunFolder(out, team.is_rank_zero)), stack.enter_context(StopSignals())
         claim(run, config, source, team)
         state = restore(run, optimizer, source, team)
         skipped = Skipped(config.train.max_skipped, state.notes.get("skipped", ()))
@@ -109,7 +109,7 @@ def train(
             seen, stop = meet(told, clock, examples, ledger, team)  # those of all ranks
             log(step_row(step, seen, rate, recycles, clock))
             skipped.add(step, seen)
-            stop = stop or (signals.came if team.launch.ranks == 1 else 0)  # it may have come since
+            stop = stop or (signals.came if team.process.ranks == 1 else 0)  # it may have come since
             if step == config.train.steps or stop or due(step, config.train.save_every):
                 notes = {"loader": used_by_all(examples, team), "skipped": skipped.places, **source}
                 save(run, model, optimizer, step, notes, config, team)
@@ -138,7 +138,7 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
     Errors: UserError if it holds another run, with the keys that differ, or if processes do not see the same.
     """
     own = identity(settings.to_dict(config))
-    if team.leads:
+    if team.is_rank_zero:
         text = run.settings_text()
         try:
             there = identity(tomllib.loads(text or ""))
@@ -153,7 +153,7 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
             )
         run.write_settings(settings.to_toml(config))
     seen = {**origin, "settings": fingerprint(repr(own).encode()), "last checkpoint": run.latest()}
-    said = team.share(seen, "the beginning of the run")
+    said = team.all_gather_object(seen, "the beginning of the run")
     for rank, there in enumerate(said):
         if differing := [name for name, value in there.items() if value != said[0][name]]:
             raise UserError(
@@ -177,21 +177,21 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
     torch.manual_seed(config.train.seed)
     model = AlphaFold(config.model)
     if init is not None:
-        if team.leads:
+        if team.is_rank_zero:
             load_state(model, load_model(init).state_dict(), str(init))
-        model.load_state_dict(team.tensors_from_first(model.state_dict(), "the first parameters"))
+        model.load_state_dict(team.broadcast_tensors(model.state_dict(), "the first parameters"))
     return model.train()
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:
     """Where the rows go: written by the first process, and shown by `watch` and, if it is wanted, TensorBoard."""
     watchers = [watch] if watch else []
-    if config.train.tensorboard and team.leads:
+    if config.train.tensorboard and team.is_rank_zero:
         watchers.insert(0, tensorboard(run.path / "tensorboard", state.step))
     # Without a checkpoint nothing that was logged counts, not even the validation of the untrained model.
-    validation = run.open_log(state.step or -1) if team.leads else None
-    validation = team.from_first(validation, "the log")
-    return Log(run if team.leads else None, state.step, validation, watchers)
+    validation = run.open_log(state.step or -1) if team.is_rank_zero else None
+    validation = team.broadcast(validation, "the log")
+    return Log(run if team.is_rank_zero else None, state.step, validation, watchers)
 
 
 # Checkpoints
@@ -204,21 +204,21 @@ def restore(run: RunFolder, optimizer: Optimizer, origin: Mapping[str, str], tea
     Errors: UserError where the run began from other data or other weights, or where all checkpoints are damaged;
     ReplicaError where the ranks' weights are not the same afterwards.
     """
-    found = run.load_latest() if team.leads else None
-    known = team.from_first(found and [found.step, found.notes], "reading the last checkpoint")
+    found = run.load_latest() if team.is_rank_zero else None
+    known = team.broadcast(found and [found.step, found.notes], "reading the last checkpoint")
     if known is None:
         return Checkpoint(0, {}, {})
     state = Checkpoint(known[0], {}, known[1])
     for name, value in origin.items():
         if state.notes.get(name) != value:
             raise UserError(f"{run.path}: its run began with another {name}; choose another --out, or give the same")
-    optimizer.restore(team.tensors_from_first(found.tensors if found else None, "the last checkpoint"))
+    optimizer.restore(team.broadcast_tensors(found.tensors if found else None, "the last checkpoint"))
     return state
 
 
 def used_by_all(examples: Loader, team: Team) -> dict[str, Any]:
     """Which examples all processes together have used, as a checkpoint notes it; at the end of a step."""
-    return asdict(examples.state(team.spoken(team.share(examples.exchanged(), "a checkpoint"))))
+    return asdict(examples.state(team.of_example_leaders(team.all_gather_object(examples.exchanged(), "a checkpoint"))))
 
 
 def save(
@@ -232,10 +232,10 @@ def save(
 ) -> None:
     """Write params.safetensors (averaged weights), then the checkpoint: the run ends only when both are there."""
     with optimizer.averaged():
-        if team.leads:
+        if team.is_rank_zero:
             run.replace_file("params.safetensors", lambda path: save_params(path, model, settings.to_dict(config.data)))
     tensors = optimizer.state()
-    if team.leads:
+    if team.is_rank_zero:
         run.save(Checkpoint(step, tensors, notes), config.train.keep)
 
 
@@ -263,10 +263,10 @@ def keep_what_is_not_finite(
             "plan": settings.to_dict(config.plan),
         }
         where = ""
-        if team.speaks:
+        if team.is_example_leader:
             arrays = {name: tensor.numpy(force=True) for name, tensor in example.features.items()}
             where = str(run.save_failure(example.index, arrays, optimizer.named_weights(), notes))
-        where = team.share_example(where, "saving what is not finite")[0]
+        where = team.all_gather_object_of_example(where, "saving what is not finite")[0]
         if config.train.on_nonfinite == "stop":
             raise UserError(
                 f"step {step}: the loss or gradient of {one.key} is not finite; see {where} for what "
@@ -336,7 +336,7 @@ def validate(
     found = {}
     model.eval()
     with optimizer.averaged():
-        for store, key in held_out[team.launch.rank :: team.launch.ranks]:
+        for store, key in held_out[team.process.rank :: team.process.ranks]:
             example = StoredExample(store, key)
             raw = example.take(0, min(example.length, config.train.validation_residues))
             features = make_features(raw, config.data, config.train.seed, (key, "validation"), passes)
@@ -344,5 +344,5 @@ def validate(
             Execution(replace(inference_plan(batch, config.plan.precision), kernels=config.plan.kernels)).bind(model)
             found[key] = float(ca_lddt(model(batch), batch))
     Execution(config.plan, team.mesh).bind(model).train()
-    every = {key: lddt for part in team.share(found, "validation") for key, lddt in part.items()}
+    every = {key: lddt for part in team.all_gather_object(found, "validation") for key, lddt in part.items()}
     return validation_row(step, {key: every[key] for _, key in held_out})

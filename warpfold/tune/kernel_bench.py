@@ -5,7 +5,7 @@ noted as they run, then run again by themselves.  No candidate is timed whose re
 be (tune/checks.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,8 @@ import torch
 
 from warpfold.bulk import pool
 from warpfold.ops.triton.launch import KERNELS, Call, Key, Launch, forced, recorded
-from warpfold.tune.cases import OPS, Case, inputs
+from warpfold.progress import Progress
+from warpfold.tune.cases import OPS, OpCase, inputs
 from warpfold.tune.checks import DTYPES, run, truth
 from warpfold.tune.kernel_calls import launching
 from warpfold.tune.timing import FLUSH, SETTLE
@@ -22,7 +23,6 @@ REPEATS = 20
 CHECKED = 2**26  # logits, or numbers of the widest tensor, of a case that is checked: in fp64 there is room for it
 BUSY = 1_000_000  # cycles, half a millisecond, for which the GPU is kept busy while calls are queued
 
-Progress = Callable[[int, int, str], None]
 Seconds = dict[Launch, list[float]]  # of each repeat
 
 
@@ -31,7 +31,7 @@ class Place:
     """An operation at a size of the model, in a dtype."""
 
     op: str
-    case: Case
+    case: OpCase
     dtype: str
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class GpuBench:
         return self._time(calls), out
 
     def _prepare(self, place: Place) -> None:
-        """Inputs, and what the definition makes of them, for all kernels of a place."""
+        """OpInputs, and what the definition makes of them, for all kernels of a place."""
         dtype, op = DTYPES[place.dtype], OPS[place.case.op]
         self.place, self.way = place, op.fast
         self.whole = inputs(place.case, dtype, self.device)
@@ -181,7 +181,7 @@ class GpuBench:
         return {c: [a.elapsed_time(b) / 1e3 for a, b in found[SETTLE:]] for c, found in marks.items()}
 
 
-def smaller(case: Case) -> Case:
+def smaller(case: OpCase) -> OpCase:
     """The same with no more rows than its definition in fp64 has room for."""
     numbers = case.logits or case.rows * case.length * max(case.channels, case.outputs)
-    return case.fewer(case.rows * CHECKED // numbers) if numbers > CHECKED else case
+    return case.with_rows(case.rows * CHECKED // numbers) if numbers > CHECKED else case

@@ -18,7 +18,8 @@ from warpfold.errors import UserError
 from warpfold.files import update_file
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.launch import SHIPPED, Entry, Key, Launch, file_of, read, reset, table_used
-from warpfold.tune.kernel_bench import Bench, GpuBench, Place, Progress, Seconds, Task, compile_ahead, tasks
+from warpfold.progress import Progress
+from warpfold.tune.kernel_bench import Bench, GpuBench, Place, Seconds, Task, compile_ahead, tasks
 from warpfold.tune.machine import describe
 from warpfold.tune.sizes import DataSizes, of_settings
 

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from warpfold.data.search.programs import HHblits, MMseqs2
 from warpfold.errors import UserError
 from warpfold.files import file_name, update_file
 from warpfold.geometry.residue import RESTYPES
+from warpfold.progress import Progress, no_progress
 
 FORMAT = "warpfold-search-1"
 TEMPLATES = "templates"  # what template hits are called beside the databases of alignments
@@ -36,8 +37,6 @@ HELD = 256  # alignments held at a time to search for templates with
 CLUSTER_PASS = 4  # queries that share a reading on a cluster, where workers are many
 
 ENGINES = {"jackhmmer": Jackhmmer, "mmseqs2": MMseqs2, "hhblits": HHblits}
-
-Progress = Callable[[int, int, str], None]  # done, of how many, what
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def search(
     Errors: UserError for bad queries, databases, an engine that is not installed, an `out` that holds something else.
     """
     start = time.perf_counter()
-    tell = progress or (lambda done, total, what: None)
+    tell = progress or no_progress
     targets: list[tuple[Database, Engine]] = [(database, engine or Jackhmmer()) for database in databases]
     if templates is not None:
         targets.append((Database(TEMPLATES, templates), Hmmsearch()))

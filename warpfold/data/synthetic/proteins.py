@@ -7,7 +7,6 @@ are not nature's: a model trained on them has learned this generator.
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ from warpfold.data.synthetic.sequence import draw, evolve, model_sites
 from warpfold.data.synthetic.sidechain import add_side_chains
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_MASK, ATOM14_TO_ATOM37, RESTYPE_ORDER
-
-Progress = Callable[[int, int, str], None]  # done, total, what
+from warpfold.progress import Progress
 
 BATCH, ATTEMPTS = 48, 40  # blueprints built together, and how often before giving up
 SHORTEST, LONGEST = 30, 60

@@ -1,7 +1,7 @@
-"""What slow examples and new epochs cost a step, on ranks that are only simulated.
+"""Measure the loader: what slow examples and new epochs cost a step, and what its processes take.
 
-The loader is the real one, with its processes, one for each rank; making an example and computing a step are sleeps.
-So a machine of few cores shows what many would do, and the figures are those of the loader alone.
+Ranks are simulated.  The loaders are real, one for each rank, with their processes; making an example and computing a
+step are sleeps.  So a machine with few cores shows what many would do, and the figures are those of the loader alone.
 """
 
 import statistics
@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from warpfold.batch import Arrays
-from warpfold.data.features.choose import keyed_rng
-from warpfold.data.load.loader import Loader, Quarantine
+from warpfold.data.features.choose import SampleConfig, keyed_rng
+from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.schedule import Order, Schedule, Source, State
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 
 
 @dataclass(frozen=True)
-class Case:
-    """One simulated run, times in seconds: `slow_share` of the examples take `slow_factor` times as long to make."""
+class Simulation:
+    """A simulated run, times in seconds; `slow_share` of the examples take `slow_factor` times as long to make."""
 
     ranks: int = 8
     steps: int = 200
@@ -33,7 +33,7 @@ class Case:
     making: float = 0.2  # an example that is not slow
     slow_share: float = 0.05
     slow_factor: float = 10.0
-    recycles: int = 3  # drawn for each step: only examples with equally many passes change places
+    recycles: int = 3  # at most; drawn for each step, as only examples with equally many passes change places
     workers: int = 8
     ahead: int = 4
     window: int = 32
@@ -43,28 +43,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Sleeper:
-    """A maker whose work is sleep."""
+    """A maker of examples that only sleeps."""
 
-    case: Case
+    case: Simulation
 
     def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
-        """An example of next to nothing, after the time that it takes."""
+        """Return an example with next to nothing in it, after the time that it takes."""
         slow = keyed_rng(self.case.seed, "slow", index).random() < self.case.slow_share
         time.sleep(self.case.making * (self.case.slow_factor if slow else 1))
         return {"aatype": np.zeros(1, np.int64)}
 
 
-def straggler(case: Case) -> dict[str, Any]:
-    """Seconds per step with slow examples, without any, and with slow ones that come in order, in one run of each.
+def straggler(case: Simulation) -> dict[str, Any]:
+    """Return seconds per step without slow examples, with them, and with all examples in order, one run each.
 
-    A step begins when every rank has its example, and takes the slowest to end: a barrier.
+    A step begins when every rank has its example: a barrier.
     """
-    cases = {
-        "without slow examples": replace(case, slow_share=0.0),
-        "window": case,
-        "in order": replace(case, window=0),
-    }
-    seconds = {name: simulate(each) for name, each in cases.items()}
+    without, in_order = replace(case, slow_share=0.0), replace(case, window=0)
+    runs = {"without slow examples": without, "window": case, "in order": in_order}
+    seconds = {name: simulate(each) for name, each in runs.items()}
     base = statistics.mean(seconds["without slow examples"])
     return {
         "case": asdict(case),
@@ -79,8 +76,8 @@ def straggler(case: Case) -> dict[str, Any]:
     }
 
 
-def epoch_gap(case: Case) -> dict[str, Any]:
-    """Seconds that the first step of an epoch waits: with the processes going on, and begun anew for each epoch."""
+def epoch_gap(case: Simulation) -> dict[str, Any]:
+    """Return the seconds that the first step of an epoch waits: with lasting processes, and with new ones each time."""
     case = replace(case, ranks=1, slow_share=0.0, examples=20, steps=100)
     warm = case.workers * case.ahead
     seconds = simulate(case)
@@ -93,14 +90,14 @@ def epoch_gap(case: Case) -> dict[str, Any]:
     }
 
 
-def simulate(case: Case, warm: int | None = None) -> list[float]:
-    """Seconds of each step, the first `warm` ones apart (by default as many as are made ahead)."""
+def simulate(case: Simulation, warm: int | None = None) -> list[float]:
+    """Return the seconds of each step after the first `warm` ones (by default as many as are made ahead)."""
     warm = case.workers * case.ahead if warm is None else warm
     begin = threading.Barrier(case.ranks)
     ends: list[float] = []
 
     def run(rank: int, loader: Loader) -> None:
-        """What a rank does; if one fails, the others do not wait for it."""
+        """Take all steps of a rank; if it fails, break the barrier so that the others do not wait for it."""
         with ExitStack() as unless_done:
             unless_done.callback(begin.abort)
             for _ in loader:
@@ -120,7 +117,7 @@ def simulate(case: Case, warm: int | None = None) -> list[float]:
     return np.diff(ends)[warm:].tolist()
 
 
-def _loader(case: Case, order: Order, rank: int, steps: int) -> Loader:
+def _loader(case: Simulation, order: Order, rank: int, steps: int) -> Loader:
     def passes(step: int) -> int:
         return 1 + int(keyed_rng(case.seed, "recycles", step).integers(case.recycles + 1))
 
@@ -142,3 +139,31 @@ def _empty_store(path: Path, examples: int) -> Store:
             writer.add(f"e{number}", pack_record({"aatype": np.zeros(1, np.uint8)}, {}), {"length": 1})
         writer.finish()
     return Store(path)
+
+
+def footprint(store: Store, config: SampleConfig, workers: int = 4, examples: int = 40) -> dict[str, Any]:
+    """Return the seconds until the first example comes, and the MiB of each worker after so many examples (Linux).
+
+    private: memory that only this process has; proportional: with its share of what it shares with others.  Medians.
+    """
+    began = time.perf_counter()
+    order = Order([Source(store)], seed=0)
+    maker, schedule = Maker((store,), config, 0), Schedule(State(), examples)
+    with Loader(order, maker, schedule, Quarantine(0), workers=workers) as loader:
+        next(loader)
+        first = time.perf_counter() - began
+        for _ in loader:
+            pass
+        assert loader.workers is not None
+        used = [_mib(pid) for pid in loader.workers.processes()]
+    return {
+        "workers": workers,
+        "first_example_seconds": round(first, 2),
+        "private_mib": round(statistics.median(m["Private_Clean"] + m["Private_Dirty"] for m in used), 1),
+        "proportional_mib": round(statistics.median(m["Pss"] for m in used), 1),
+    }
+
+
+def _mib(pid: int) -> dict[str, float]:
+    lines = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]]
+    return {name.rstrip(":"): int(size) / 1024 for name, size, _ in lines}

@@ -1,0 +1,47 @@
+"""How a long command says how far it is: a function that it calls, and the bar that such calls move."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Progress = Callable[[int, int, str], None]  # done, of how many, what is at hand
+
+
+def no_progress(done: int, total: int, what: str) -> None:
+    """Say nothing."""
+
+
+@contextmanager
+def progress_bar(narrate: bool = False, console: "Console | None" = None, transient: bool = True) -> Iterator[Progress]:
+    """Show a bar on a terminal, moved by calls of (done, total, what).
+
+    console: by default stderr.  transient: the bar vanishes at the end.
+
+    Where there is no terminal nothing is shown; with `narrate` a line whenever `what` changes.
+    """
+    from rich import progress as bars
+    from rich.console import Console
+
+    console = console or Console(stderr=True)
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=console, disable=not console.is_terminal, transient=transient) as bar:
+        task = bar.add_task("", total=None)
+        last = ""
+
+        def move(done: int, total: int, what: str) -> None:
+            nonlocal last
+            bar.update(task, completed=done, total=total, description=what)
+            if narrate and not console.is_terminal and what != last:
+                console.print(f"[{done:3d}/{total}] {what}", markup=False, highlight=False, soft_wrap=True)
+            last = what
+
+        yield move
