@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
-from warpfold.ops.gate import gate, tail
+from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.tune.checks import answer, wrong
 
@@ -65,8 +65,14 @@ CASES: dict[str, tuple[Op[..., Tensor], Callable[[], Arguments]]] = {
         lambda: (given((3, 4, 6))[0].mT.mT.transpose(0, 1), *given((6,), (6,), (9, 6))),
     ),
     "gate": (gate, lambda: (*given((3, 4, 6), (3, 4, 6)),)),
-    "tail": (tail, lambda: (*given((3, 4, 6), (3, 4, 8), (3, 4, 8), (6, 8), (6,)), torch.rand(1, 4, 6).double())),
-    "tail, all kept": (tail, lambda: (*given((3, 4, 6), (3, 4, 8), (3, 4, 8), (6, 8), (6,)),)),
+    "gated_linear_residual": (
+        gated_linear_residual,
+        lambda: (*given((3, 4, 6), (3, 4, 8), (3, 4, 8), (6, 8), (6,)), torch.rand(1, 4, 6).double()),
+    ),
+    "gated_linear_residual, all kept": (
+        gated_linear_residual,
+        lambda: (*given((3, 4, 6), (3, 4, 8), (3, 4, 8), (6, 8), (6,)),),
+    ),
 }
 
 

@@ -10,14 +10,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from warpfold.ops.library.attention import empty_bias, empty_like, empty_lse, empty_out
+from warpfold.ops.attention import empty_bias, empty_lse, empty_out
+from warpfold.ops.tensors import empty_like
 
 BLOCK = 2**20  # logits of a block: 4 MiB in fp32; the backward pass has two such, of half as many
 LOG2E = 1 / math.log(2)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """warpfold::attention."""
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute warpfold::attention."""
     out, lse = empty_out(q, v), empty_lse(q)
     work = _Rows(q, k, mask, bias, lse.dtype, BLOCK)
     values, o = work.buffer(v), work.buffer(out)
@@ -37,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) 
     return out, lse
 
 
-def backward(
+def attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -48,7 +49,7 @@ def backward(
     lse: Tensor,
     bias_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """warpfold::attention_backward."""
+    """Compute warpfold::attention_backward."""
     dq, dk, dv, dbias = empty_like(q), empty_like(k), empty_like(v), empty_bias(bias, bias_wanted, q)
     total = torch.zeros_like(dbias, dtype=lse.dtype)
     scale = q.shape[-1] ** -0.5
