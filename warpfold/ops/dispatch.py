@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -147,7 +147,7 @@ def interpreting() -> Iterator[None]:
 
 def backend(x: Tensor) -> Literal["cpu", "triton"]:
     """Return which package below ops has the fast ways for a tensor's device."""
-    return "triton" if x.device.type == "cuda" or _interpreting else "cpu"
+    return "triton" if x.is_cuda or _interpreting else "cpu"
 
 
 def implementation(name: str, x: Tensor) -> Callable[..., Any]:
@@ -169,7 +169,7 @@ def faster_on_cpu(x: Tensor, elements: int, enough: int) -> bool:
     return elements < enough and backend(x) == "cpu"
 
 
-def unsupported_device(*operands: Any) -> str | None:
+def unsupported_device(operands: Sequence[Any]) -> str | None:
     """Return why no fast way serves the devices and dtypes of tensors (or what has those; None: left out), or None."""
     device = operands[0].device
     kernels = _interpreting or device.type == "cuda"

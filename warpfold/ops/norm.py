@@ -31,8 +31,10 @@ def empty_projected(x: Tensor, outputs: int) -> Tensor:
 
     Each position begins at a multiple of eight elements, so that views (q, k, v ...) can be read in wide words.
     """
+    order = sorted(range(x.dim() - 1), key=lambda axis: x.stride(axis), reverse=True)
+    back = [order.index(axis) for axis in range(x.dim() - 1)]
     padded = -(-outputs // 8) * 8
-    return empty_like(x[..., :1].expand(*x.shape[:-1], padded)).narrow(-1, 0, outputs)
+    return x.new_empty([*(x.shape[axis] for axis in order), padded]).permute(*back, x.dim() - 1).narrow(-1, 0, outputs)
 
 
 def _layer_norm_backward(

@@ -95,8 +95,7 @@ def register(
             run.register_autograd(differentiate, setup_context=setup)
 
         call = _caller(getattr(torch.ops.warpfold, name).default, len(outputs), parameters, expand or {})
-        tensors = Shapes(caller_shapes or shapes, parameters)
-        positions = [operand.position for operand in tensors.operands]
+        wanted = Shapes(caller_shapes or shapes, parameters)
         alike = [parameters.index(operand) for operand in same_dtype.split()]
         differ = " and ".join(", ".join(same_dtype.split()).rsplit(", ", 1)) + " differ in dtype"
 
@@ -106,9 +105,8 @@ def register(
 
         def reason(*args: Any, **kwargs: Any) -> str | None:
             args = complete(args, kwargs)
-            found = unsupported_device(*[args[i] for i in positions])
-            if found is None:
-                found = tensors.unsupported_reason(args)
+            given = [args[i] for i in wanted.positions]
+            found = unsupported_device(given) or wanted.unsupported_reason(given)
             if found is not None:
                 return found
             for i in alike:
@@ -118,7 +116,7 @@ def register(
 
         def prefer(*args: Any, **kwargs: Any) -> bool:
             assert prefer_definition is not None
-            return prefer_definition(*complete(args, kwargs))
+            return prefer_definition(*(complete(args, kwargs) if kwargs else args))  # sizes are never left out
 
         return Op(definition, fast, reason, None if prefer_definition is None else prefer)
 

@@ -11,15 +11,17 @@ shape that expands to this one.  The check runs twice: `unsupported_reason` befo
 definition then broadcasts, or raises its own error), and `require` in the registered operation, which compiled graphs
 and direct calls of `torch.ops.warpfold` reach too.
 
-Both run on every call, so shapes are plain tuples here, read from each tensor once: slicing and joining those takes a
-third to a quarter of the time that torch.Size takes.
+Shapes are plain tuples here: slicing and joining those takes a third to a quarter of the time that torch.Size takes.
 """
 
+import functools
 import math
 import re
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
+
+import torch
 
 Shape = tuple[int, ...]
 Sizes = dict[str, Any]  # of each axis by name; of "*": those of the leading axes
@@ -30,10 +32,8 @@ LEADING = ("*", "...")
 class _Operand(NamedTuple):
     name: str
     text: str  # its axes as written
-    position: int  # among the arguments
     leading: str  # "*", "..." or "" for none
     axes: tuple[str, ...]  # the others
-    rank: int  # how many those are
     expands: bool  # any shape that expands to this one will do
 
 
@@ -42,58 +42,66 @@ class Shapes:
 
     def __init__(self, text: str, names: Sequence[str]) -> None:
         self.operands: list[_Operand] = []
+        self.positions: list[int] = []  # of the operands among the names
         for name, parenthesis, inner in re.findall(r"(\w+) (\(?)\[(.*?)\]", text):
             if name in names:
                 axes = tuple(inner.split(", "))
                 leading = axes[0] if axes[0] in LEADING else ""
                 own = axes[1:] if leading else axes
                 written = f"[{inner}] or 1 on an axis" if parenthesis else f"[{inner}]"
-                at = list(names).index(name)
-                self.operands.append(_Operand(name, written, at, leading, own, len(own), bool(parenthesis)))
+                self.operands.append(_Operand(name, written, leading, own, bool(parenthesis)))
+                self.positions.append(list(names).index(name))
+        # Models call an operation with few different shapes, and looking these up takes less than comparing them.
+        self._remembered = functools.lru_cache(maxsize=1024)(self._compare)
 
-    def unsupported_reason(self, args: Sequence[Any]) -> str | None:
+    def unsupported_reason(self, given: Sequence[Any]) -> str | None:
         """Return why the fast way does not take these operands, EMPTY if there is nothing to compute, else None.
 
         The reason holds no sizes, so that a run whose lengths vary logs it once.
         """
-        wrong, sizes = self._compare(args)
+        wrong, sizes = self._find(given)
         if wrong is not None:
             return f"{wrong.name} is not {wrong.text} beside the others"
-        return EMPTY if 0 in sizes.values() or 0 in sizes.get("*", ()) else None
+        return EMPTY if sizes["empty"] else None
 
     def require(self, op: str, args: Sequence[Any]) -> Sizes:
-        """Raise ValueError if an operand has another shape; return the sizes of all axes."""
-        wrong, sizes = self._compare(args)
+        """Raise ValueError if an operand among `args`, which go by the names, has another shape; return all sizes."""
+        given = [args[i] for i in self.positions]
+        wrong, sizes = self._find(given)
         if wrong is not None:
             right = _right(wrong, sizes)
             wanted = wrong.text if right is None else f"{wrong.text} = {list(right)}"
-            raise ValueError(f"{op}: {wrong.name} is {list(args[wrong.position].shape)}, not {wanted}")
+            raise ValueError(f"{op}: {wrong.name} is {list(given[self.operands.index(wrong)].shape)}, not {wanted}")
         return sizes
 
-    def _compare(self, args: Sequence[Any]) -> tuple[_Operand | None, Sizes]:
+    def _find(self, given: Sequence[Any]) -> tuple[_Operand | None, Sizes]:
+        shapes = tuple([None if t is None else t.shape for t in given])
+        if torch.compiler.is_compiling():  # a graph can hold no cache, and sizes that it does not know have no hash
+            return self._compare(shapes)
+        return self._remembered(shapes)
+
+    def _compare(self, shapes: tuple[Shape | None, ...]) -> tuple[_Operand | None, Sizes]:
         """Return the first operand whose shape is wrong, if any, and the sizes found before it."""
-        sizes: Sizes = {"1": 1}
-        for operand in self.operands:
-            _, _, position, leading, axes, rank, expands = operand
-            if args[position] is None:
+        sizes: Sizes = {"1": 1, "empty": False}
+        for operand, given in zip(self.operands, shapes):
+            if given is None:
                 continue
-            shape = tuple(args[position].shape)
-            if expands:
+            shape, rank = tuple(given), len(operand.axes)
+            sizes["empty"] = sizes["empty"] or 0 in shape
+            if operand.expands:
                 # Of "..." the own axes alone are compared; those that are left out count as shared.
                 right = _right(operand, sizes)
-                if right is None or not expands_to(shape[-rank:] if leading == "..." else shape, right):
+                if right is None or not expands_to(shape[-rank:] if operand.leading == "..." else shape, right):
                     return operand, sizes
                 continue
-            if leading:
-                split = len(shape) - rank
-                if split < 0 or (leading == "*" and sizes.setdefault("*", shape[:split]) != shape[:split]):
-                    return operand, sizes
-                shape = shape[split:]
-            elif len(shape) != rank:
+            split = len(shape) - rank
+            if split < 0 or (split > 0 and not operand.leading):
                 return operand, sizes
-            for axis, size in zip(axes, shape):
+            if operand.leading == "*" and sizes.setdefault("*", shape[:split]) != shape[:split]:
+                return operand, sizes
+            for axis, size in zip(operand.axes, shape[split:]):
                 if axis not in sizes:
-                    sizes[axis] = size if " " not in axis else math.prod(sizes[factor] for factor in axis.split())
+                    sizes[axis] = math.prod([sizes[factor] for factor in axis.split()]) if " " in axis else size
                 if sizes[axis] != size:
                     return operand, sizes
         return None, sizes
