@@ -54,7 +54,7 @@ def _check_strides(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
     residual="x",
     same_dtype="x o g",
     check=_check_strides,
-    expand={"factors": FACTOR_OPERANDS},
+    expand=FACTOR_OPERANDS,
     prefer_definition=_prefer_definition,
 )
 def gated_linear_residual(

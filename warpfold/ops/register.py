@@ -22,6 +22,7 @@ backward.  A second derivative is an error: the definition has it.
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, get_type_hints
 
 import torch
@@ -32,34 +33,19 @@ from warpfold.ops.dispatch import Op, unsupported_device
 from warpfold.ops.shapes import Shapes, Sizes
 
 P = ParamSpec("P")
-Check = Callable[[str, Sizes, Mapping[str, Any]], None]  # of the operation's name, sizes and operands
-_TENSORS = (Tensor, Tensor | None)
+Registered = Callable[..., Any]  # an operation of torch.ops.warpfold
 
 
 class Expansion(NamedTuple):
     """How a parameter that torch has no type for becomes several operands of the registered operation."""
 
-    types: Mapping[str, Any]  # of those operands, by name
-    split: Callable[[Any, Tensor], tuple[Any, ...]]  # (argument, first argument) -> those operands
+    types: Mapping[str, Any]  # of those operands, by name; the first is named like the parameter
+    split: Callable[[Any, Tensor], tuple[Any, ...]]  # (argument, first argument of all) -> those operands
 
 
-def register(
-    *,
-    shapes: str,
-    empty: Callable[..., Tensor | tuple[Tensor, ...]],
-    results: str = "out",
-    backward: Callable[..., tuple[Tensor, ...]] | None = None,
-    gradients: str = "",
-    residual: str = "",
-    same_dtype: str = "",
-    check: Check | None = None,
-    expand: Mapping[str, Expansion] | None = None,
-    caller_shapes: str | None = None,
-    adapter: Callable[..., Tensor] | None = None,
-    unsupported_reason: Callable[..., str | None] | None = None,
-    prefer_definition: Callable[..., bool] | None = None,
-) -> Callable[[Callable[P, Tensor]], Op[P, Tensor]]:
-    """Return a decorator that makes an `Op` of a definition.
+@dataclass(frozen=True, kw_only=True)
+class register:
+    """What an operation needs to be one beside its definition, which this decorates.
 
     shapes: of all operands of the registered operation, of its results and of `grad`, as ops/shapes.py reads them.
     empty: of the definition's arguments, allocates the results; they must have the strides that the kernels return.
@@ -70,57 +56,151 @@ def register(
     gradients: the operands whose gradients `backward` returns, in order.
     residual: the operand to which the rest is added, so that its gradient is `grad` itself.
     same_dtype: operands that must share a dtype.
-    check: raises ValueError for operands that `shapes` cannot describe.
-    expand: parameters of the definition that are several operands of the registered operation.
+    check: of (name, sizes, operands by name), raises ValueError for what `shapes` cannot describe.
+    expand: a parameter of the definition that is several operands of the registered operation.
     caller_shapes: the shapes that the definition's arguments must have, where `adapter` makes others of them.
     adapter: calls the registered operation, its first argument, with the definition's arguments, which are the rest.
     unsupported_reason: of the definition's arguments, why the fast way does not take them, or None; asked where
         devices, shapes and dtypes are right.
-    prefer_definition: of the definition's arguments, whether the definition is faster.
+    prefer_definition: of the definition's arguments (those with a default may be missing), whether that is faster.
     """
 
-    def decorate(definition: Callable[P, Tensor]) -> Op[P, Tensor]:
+    shapes: str
+    empty: Callable[..., Tensor | tuple[Tensor, ...]]
+    results: str = "out"
+    backward: Callable[..., tuple[Tensor, ...]] | None = None
+    gradients: str = ""
+    residual: str = ""
+    same_dtype: str = ""
+    check: Callable[[str, Sizes, Mapping[str, Any]], None] | None = None
+    expand: Expansion | None = None
+    caller_shapes: str | None = None
+    adapter: Callable[..., Tensor] | None = None
+    unsupported_reason: Callable[..., str | None] | None = None
+    prefer_definition: Callable[..., bool] | None = None
+
+    def __call__(self, definition: Callable[P, Tensor]) -> Op[P, Tensor]:
+        """Register the operation of a definition, and the backward one, and return the `Op`."""
         name, module = definition.__name__, definition.__module__.rpartition(".")[2]
+        operands, results = self._operands(definition), self.results.split()
+        op = self._define(name, module, operands, len(results), self.empty)
+        if self.backward is not None:
+            back, needs = f"{name}_backward", self._operands(self.backward)
+            self._define(back, module, needs, len(self.gradients.split()), self.backward)
+            save, differentiate = self._autograd(_registered(back), list(operands), results, needs)
+            op.register_autograd(differentiate, setup_context=save)
+        return self._choosing(definition, _registered(name))
+
+    def _operands(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """Return the operands of a registered operation, name and type, from a function's type hints."""
+        hints, expanded = get_type_hints(function), {} if self.expand is None else self.expand.types
+        operands: dict[str, Any] = {}
+        for name in inspect.signature(function).parameters:
+            operands.update(expanded if name in expanded else {name: hints[name]})
+        return operands
+
+    def _define(
+        self, name: str, module: str, operands: Mapping[str, Any], returns: int, empty: Callable[..., Any]
+    ) -> torch.library.CustomOpDef:
+        """Register `warpfold::name` with torch: its schema, its checks, its implementations and its fake function."""
+        dispatch.modules[name] = module
+        qualified, shapes, check = f"warpfold::{name}", Shapes(self.shapes, list(operands)), self.check
+
+        def run(*args: Any) -> Any:
+            sizes = shapes.require(qualified, args)
+            if check is not None:
+                check(qualified, sizes, dict(zip(operands, args)))
+            return dispatch.implementation(name, args[0])(*args)
+
+        # torch reads the schema from a function's signature: give `run` the one that its operands make.
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(operand, kind, annotation=hint) for operand, hint in operands.items()],
+            return_annotation=Tensor if returns == 1 else tuple[(Tensor,) * returns],  # type: ignore[misc]
+        )
+        op = torch.library.custom_op(qualified, run, mutates_args=())
+        more = list(self.expand.types)[1:] if self.expand is not None else []
+
+        @op.register_fake
+        def _(*args: Any) -> Any:
+            # `empty` has the parameters as they were written, one for those operands that one became.
+            return empty(*(arg for operand, arg in zip(operands, args) if operand not in more))
+
+        return op
+
+    def _autograd(
+        self, backward: Registered, operands: list[str], results: list[str], needs: Mapping[str, Any]
+    ) -> tuple[Callable[..., None], Callable[..., tuple[Tensor | None, ...]]]:
+        """Return what torch asks for: the function that keeps what the backward pass needs, and the backward pass."""
+        known, gradients = [*operands, *results], self.gradients.split()
+        tensors = [name for name, hint in needs.items() if hint in (Tensor, Tensor | None)]
+        saved = [known.index(name) for name in tensors if name in known]
+        constants = [known.index(name) for name in needs if name in known and name not in tensors]
+        flags = [operands.index(name.removesuffix("_wanted")) for name in needs if name.endswith("_wanted")]
+        # Where the gradient of each operand is among those returned; `grad` itself is put behind them.
+        places = {**{name: i for i, name in enumerate(gradients)}, self.residual: len(gradients)}
+        sources = [places.get(name) for name in operands]
+
+        def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            values = (*inputs, *(output if isinstance(output, tuple) else (output,)))
+            ctx.save_for_backward(*(values[i] for i in saved))
+            ctx.constants = [values[i] for i in constants]
+            ctx.set_materialize_grads(False)
+
+        def differentiate(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+            if grad is None:
+                return (None,) * len(sources)
+            wanted = ctx.needs_input_grad
+            found = backward(grad, *ctx.saved_tensors, *ctx.constants, *(wanted[i] for i in flags))
+            found = (found, grad) if isinstance(found, Tensor) else (*found, grad)
+            return tuple([found[at] if at is not None and wanted[i] else None for i, at in enumerate(sources)])
+
+        return save, differentiate
+
+    def _caller(self, op: Registered, parameters: list[str]) -> Callable[..., Tensor]:
+        """Return a function of the definition's arguments that calls the registered operation for its first result."""
+        first = op if " " not in self.results else lambda *args: op(*args)[0]
+        if self.expand is None:
+            return first
+        (name, *_), split = self.expand
+        at = parameters.index(name)
+        return lambda *args: first(*args[:at], *split(args[at], args[0]), *args[at + 1 :])
+
+    def _choosing(self, definition: Callable[P, Tensor], registered: Registered) -> Op[P, Tensor]:
+        """Return the `Op` of a definition, whose fast way is the registered operation."""
         parameters, complete = _parameters(definition)
-        outputs = results.split()
-
-        operands = _operands(definition, expand or {})
-        run = _torch_op(name, module, operands, len(outputs), shapes, check, expand or {}, empty)
-        if backward is not None:
-            needs = _operands(backward, expand or {})
-            back = _torch_op(
-                f"{name}_backward", module, needs, len(gradients.split()), shapes, check, expand or {}, backward
-            )
-            setup, differentiate = _autograd(back, list(operands), outputs, needs, gradients.split(), residual)
-            run.register_autograd(differentiate, setup_context=setup)
-
-        call = _caller(getattr(torch.ops.warpfold, name).default, len(outputs), parameters, expand or {})
-        wanted = Shapes(caller_shapes or shapes, parameters)
-        alike = [parameters.index(operand) for operand in same_dtype.split()]
-        differ = " and ".join(", ".join(same_dtype.split()).rsplit(", ", 1)) + " differ in dtype"
+        shapes, call = Shapes(self.caller_shapes or self.shapes, parameters), self._caller(registered, parameters)
+        adapter, unsupported, prefer = self.adapter, self.unsupported_reason, self.prefer_definition
+        same = self.same_dtype.split()
+        alike = [parameters.index(name) for name in same]
+        differ = f"{', '.join(same[:-1])} and {''.join(same[-1:])} differ in dtype"
 
         def fast(*args: Any, **kwargs: Any) -> Tensor:
             args = complete(args, kwargs)
             return call(*args) if adapter is None else adapter(call, *args)
 
-        def reason(*args: Any, **kwargs: Any) -> str | None:
+        def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
             args = complete(args, kwargs)
-            given = [args[i] for i in wanted.positions]
-            found = unsupported_device(given) or wanted.unsupported_reason(given)
-            if found is not None:
-                return found
+            given = [args[i] for i in shapes.positions]
+            reason = unsupported_device(given) or shapes.unsupported_reason(given)
+            if reason is not None:
+                return reason
             for i in alike:
                 if args[i].dtype != args[alike[0]].dtype:
                     return differ
-            return None if unsupported_reason is None else unsupported_reason(*args)
+            return None if unsupported is None else unsupported(*args)
 
-        def prefer(*args: Any, **kwargs: Any) -> bool:
-            assert prefer_definition is not None
-            return prefer_definition(*(complete(args, kwargs) if kwargs else args))  # sizes are never left out
+        def prefer_definition(*args: Any, **kwargs: Any) -> bool:
+            assert prefer is not None
+            return prefer(*(complete(args, kwargs) if kwargs else args))
 
-        return Op(definition, fast, reason, None if prefer_definition is None else prefer)
+        return Op(definition, fast, unsupported_reason, None if prefer is None else prefer_definition)
 
-    return decorate
+
+def _registered(name: str) -> Registered:
+    """Return the overload of torch.ops.warpfold, which is called faster than the name that stands for all overloads."""
+    overload: Registered = getattr(torch.ops.warpfold, name).default
+    return overload
 
 
 def _parameters(definition: Callable[..., Any]) -> tuple[list[str], Callable[..., tuple[Any, ...]]]:
@@ -139,95 +219,3 @@ def _parameters(definition: Callable[..., Any]) -> tuple[list[str], Callable[...
         return signature.bind(*args, **kwargs).args  # raises the TypeError that a call of the definition would
 
     return names, complete
-
-
-def _operands(function: Callable[..., Any], expand: Mapping[str, Expansion]) -> dict[str, Any]:
-    """Return the operands of a registered operation, name and type, from a function's type hints."""
-    operands: dict[str, Any] = {}
-    hints = get_type_hints(function)
-    for name in inspect.signature(function).parameters:
-        operands.update(expand[name].types if name in expand else {name: hints[name]})
-    return operands
-
-
-def _torch_op(
-    name: str,
-    module: str,
-    operands: Mapping[str, Any],
-    returns: int,
-    shapes: str,
-    check: Check | None,
-    expand: Mapping[str, Expansion],
-    empty: Callable[..., Any],
-) -> torch.library.CustomOpDef:
-    """Register `warpfold::name` with torch: its schema, its checks, its implementations and its fake function."""
-    dispatch.modules[name] = module
-    qualified, names, required = f"warpfold::{name}", list(operands), Shapes(shapes, list(operands))
-
-    def run(*args: Any) -> Any:
-        sizes = required.require(qualified, args)
-        if check is not None:
-            check(qualified, sizes, dict(zip(names, args)))
-        return dispatch.implementation(name, args[0])(*args)
-
-    # torch reads the schema from the function's signature, so `run` gets the one that its operands make.
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(operand, kind, annotation=hint) for operand, hint in operands.items()],
-        return_annotation=Tensor if returns == 1 else tuple[(Tensor,) * returns],  # type: ignore[misc]
-    )
-    op = torch.library.custom_op(qualified, run, mutates_args=())
-    folded = {extra for expansion in expand.values() for extra in list(expansion.types)[1:]}
-
-    @op.register_fake
-    def _(*args: Any) -> Any:
-        # `empty` takes the parameters as they were written: one for each that was expanded.
-        return empty(*(arg for operand, arg in zip(names, args) if operand not in folded))
-
-    return op
-
-
-def _caller(
-    op: torch._ops.OpOverload, outputs: int, parameters: list[str], expand: Mapping[str, Expansion]
-) -> Callable[..., Tensor]:
-    """Return a function of the definition's arguments that calls the registered operation for its first result."""
-    if not expand:
-        return op if outputs == 1 else lambda *args: op(*args)[0]
-    ((name, expansion),) = expand.items()
-    at = parameters.index(name)
-    return lambda *args: op(*args[:at], *expansion.split(args[at], args[0]), *args[at + 1 :])
-
-
-def _autograd(
-    back: torch.library.CustomOpDef,
-    operands: list[str],
-    results: list[str],
-    needs: Mapping[str, Any],
-    gradients: list[str],
-    residual: str,
-) -> tuple[Callable[..., None], Callable[..., tuple[Tensor | None, ...]]]:
-    """Return what torch asks for: the function that keeps what the backward pass needs, and the backward pass."""
-    known = [*operands, *results]
-    kept = {name: hint for name, hint in needs.items() if name in known}
-    saved = [known.index(name) for name, hint in kept.items() if hint in _TENSORS]
-    constants = [known.index(name) for name, hint in kept.items() if hint not in _TENSORS]
-    flags = [operands.index(name.removesuffix("_wanted")) for name in needs if name.endswith("_wanted")]
-    # Where the gradient of each operand is among those returned; the incoming one is put behind them.
-    sources = [-1 if name == residual else gradients.index(name) if name in gradients else None for name in operands]
-    run = getattr(torch.ops.warpfold, back._name).default
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        values = (*inputs, *(output if isinstance(output, tuple) else (output,)))
-        ctx.save_for_backward(*(values[i] for i in saved))
-        ctx.constants = [values[i] for i in constants]
-        ctx.set_materialize_grads(False)
-
-    def differentiate(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * len(sources)
-        wanted = ctx.needs_input_grad
-        found = run(grad, *ctx.saved_tensors, *ctx.constants, *(wanted[i] for i in flags))
-        found = (found, grad) if isinstance(found, Tensor) else (*found, grad)
-        return tuple(found[source] if source is not None and wanted[i] else None for i, source in enumerate(sources))
-
-    return setup, differentiate
