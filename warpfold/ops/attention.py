@@ -40,20 +40,6 @@ def empty_bias(bias: Tensor | None, wanted: bool, q: Tensor) -> Tensor:
     return q.new_empty(0) if bias is None or not wanted else bias.new_empty(bias.shape)
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    bias_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return empty_like(q), empty_like(k), empty_like(v), empty_bias(bias, bias_wanted, q)
-
-
 def _check_width(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
     """Raise ValueError where values have another width than keys: kernels read them alike."""
     if sizes["e"] != sizes["d"] and backend(operands["q"]) == "triton":
@@ -112,8 +98,12 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | N
     "grad [B, R, Q, h, e], out [B, R, Q, h, e], lse [B, R, h, Q]",
     empty=lambda q, k, v, mask, bias: (empty_out(q, v), empty_lse(q)),
     results="out lse",
-    backward=_backward,
+    keeps="q k v mask bias out lse bias_wanted",
     gradients="q k v bias",
+    empty_gradients=lambda grad, q, k, v, mask, bias, out, lse, bias_wanted: (
+        *(empty_like(t) for t in (q, k, v)),
+        empty_bias(bias, bias_wanted, q),
+    ),
     same_dtype="q k v",
     check=_check_width,
     caller_shapes="q [..., Q, h, d], k [..., K, h, d], v [..., K, h, e], mask [..., K], bias ([..., h, Q, K])",

@@ -10,34 +10,25 @@ from warpfold.ops.dispatch import faster_on_cpu
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 from warpfold.ops.register import register
 from warpfold.ops.shapes import Sizes
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.tensors import empty_like, empty_parameters
 
 
 def _prefer_definition(x: Tensor, *_: Any) -> bool:
     return faster_on_cpu(x, x.numel(), 2**21)
 
 
-def _gate_backward(grad: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_like(x), empty_like(g)
-
-
 @register(
     shapes="x [*, c], g [*, c], grad [*, c]",
     empty=lambda x, g: empty_like(x),
-    backward=_gate_backward,
+    keeps="x g",
     gradients="x g",
+    empty_gradients=lambda grad, x, g: (empty_like(x), empty_like(g)),
     same_dtype="x g",
     prefer_definition=_prefer_definition,
 )
 def gate(x: Tensor, g: Tensor) -> Tensor:
     """Return x as far as the gate is open, x * sigmoid(g): x, g [*] -> [*] in the dtype of x."""
     return x * g.sigmoid()
-
-
-def _residual_backward(
-    grad: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Factors | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return empty_like(o), empty_like(g), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
 
 
 def _check_strides(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
@@ -49,8 +40,9 @@ def _check_strides(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
 @register(
     shapes="x [*, c], o [*, i], g [*, i], weight [c, i], bias [c], grad [*, c], factors ([*, c]), key [2]",
     empty=lambda x, *_: empty_like(x),
-    backward=_residual_backward,
+    keeps="o g weight bias factors",
     gradients="o g weight bias",
+    empty_gradients=lambda grad, o, g, weight, bias, _: (empty_like(o), empty_like(g), *empty_parameters(weight, bias)),
     residual="x",
     same_dtype="x o g",
     check=_check_strides,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import backend, faster_on_cpu
 from warpfold.ops.register import register
-from warpfold.ops.tensors import accumulation_dtype, empty_like, upcast_half
+from warpfold.ops.tensors import accumulation_dtype, empty_like, empty_parameters, upcast_half
 
 EPS = 1e-5  # of every layer normalisation in AlphaFold2
 CHANNELS = (16, 1024)  # the fewest and the most that the Triton kernels serve
@@ -37,18 +37,13 @@ def empty_projected(x: Tensor, outputs: int) -> Tensor:
     return x.new_empty([*(x.shape[axis] for axis in order), padded]).permute(*back, x.dim() - 1).narrow(-1, 0, outputs)
 
 
-def _layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like(x), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
-
-
 @register(
     shapes="x [*, c], weight [c], bias [c], grad [*, c], mean [*], scale [*]",
     empty=lambda x, *_: (empty_like(x), *empty_statistics(x)),
     results="y mean scale",
-    backward=_layer_norm_backward,
+    keeps="x weight mean scale",
     gradients="x weight bias",
+    empty_gradients=lambda grad, x, weight, *_: (empty_like(x), *empty_parameters(weight, weight)),  # the bias's alike
     unsupported_reason=_unsupported_channels,
     # The definition normalises in fp32: for x in that dtype it needs nothing in between.
     prefer_definition=lambda x, *_: faster_on_cpu(x, x.numel(), 2**21 if x.dtype.itemsize < 4 else 2**63),
@@ -62,27 +57,19 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Ten
     return F.layer_norm(full, x.shape[-1:], weight.to(full.dtype), bias.to(full.dtype), eps).to(x.dtype)
 
 
-def _norm_linear_backward(
-    grad: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mean: Tensor,
-    scale: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dnorm_weight, dnorm_bias, dweight = (p.new_empty(p.shape) for p in (norm_weight, norm_bias, weight))
+def _empty_norm_linear_gradients(grad: Tensor, x: Tensor, *kept: Any) -> tuple[Tensor, ...]:
+    norm_weight, norm_bias, weight, bias, _, _ = kept
     dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return empty_like(x), dnorm_weight, dnorm_bias, dweight, dbias
+    return empty_like(x), *empty_parameters(norm_weight, norm_bias, weight), dbias
 
 
 @register(
     shapes="x [*, c], norm_weight [c], norm_bias [c], weight [o, c], bias [o], grad [*, o], mean [*], scale [*]",
     empty=lambda x, norm_weight, norm_bias, weight, *_: (empty_projected(x, weight.shape[0]), *empty_statistics(x)),
     results="y mean scale",
-    backward=_norm_linear_backward,
+    keeps="x norm_weight norm_bias weight bias mean scale",
     gradients="x norm_weight norm_bias weight bias",
+    empty_gradients=_empty_norm_linear_gradients,
     unsupported_reason=_unsupported_channels,
     prefer_definition=lambda x, norm_weight, norm_bias, weight, *_: faster_on_cpu(
         x, x.numel() // max(1, x.shape[-1]) * weight.shape[0], 2**21

@@ -12,12 +12,7 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import backend, faster_on_cpu
 from warpfold.ops.register import register
-
-
-def _backward(
-    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return a.new_empty(a.shape), b.new_empty(b.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+from warpfold.ops.tensors import empty_parameters
 
 
 def _merge_leading_axes(
@@ -35,8 +30,9 @@ def _merge_leading_axes(
 @register(
     shapes="a [B, s, i, c], b [B, s, j, d], weight [z, c d], bias [z], count [B, i, j, 1], grad [B, i, j, z]",
     empty=lambda a, b, weight, *_: a.new_empty(a.shape[0], a.shape[2], b.shape[2], weight.shape[0]),
-    backward=_backward,
+    keeps="a b weight bias count",
     gradients="a b weight bias",
+    empty_gradients=lambda grad, *kept: empty_parameters(*kept[:4]),
     same_dtype="a b",
     caller_shapes="a [*, s, i, c], b [*, s, j, d], weight [z, c d], bias [z], count [*, i, j, 1]",
     adapter=_merge_leading_axes,

@@ -1,13 +1,11 @@
 """Make an operation from its definition: `@register(...)` is all that a fused operation needs beside its kernels.
 
-    def _gate_backward(grad: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return empty_like(x), empty_like(g)
-
     @register(
         shapes="x [*, c], g [*, c], grad [*, c]",
         empty=lambda x, g: empty_like(x),
-        backward=_gate_backward,
+        keeps="x g",
         gradients="x g",
+        empty_gradients=lambda grad, x, g: (empty_like(x), empty_like(g)),
     )
     def gate(x: Tensor, g: Tensor) -> Tensor:
         return x * g.sigmoid()
@@ -21,7 +19,7 @@ backward.  A second derivative is an error: the definition has it.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, get_type_hints
 
@@ -50,10 +48,10 @@ class register:
     shapes: of all operands of the registered operation, of its results and of `grad`, as ops/shapes.py reads them.
     empty: of the definition's arguments, allocates the results; they must have the strides that the kernels return.
     results: the names of the results, of which the caller gets the first; the others are kept for the backward pass.
-    backward: allocates the gradients that the backward operation returns.  Its signature decides what that is given:
-        `grad`, then operands and results by their names, tensors first; then `NAME_wanted`, whether the gradient of
-        NAME is wanted at all.
-    gradients: the operands whose gradients `backward` returns, in order.
+    keeps: what the backward operation is given beside `grad`: operands and results by their names, tensors first; then
+        `NAME_wanted`, whether the gradient of NAME is wanted at all.
+    gradients: the operands whose gradients the backward operation returns, at least two; none: there is no gradient.
+    empty_gradients: of what the backward operation is given, allocates them, as `empty` does the results.
     residual: the operand to which the rest is added, so that its gradient is `grad` itself.
     same_dtype: operands that must share a dtype.
     check: of (name, sizes, operands by name), raises ValueError for what `shapes` cannot describe.
@@ -68,8 +66,9 @@ class register:
     shapes: str
     empty: Callable[..., Tensor | tuple[Tensor, ...]]
     results: str = "out"
-    backward: Callable[..., tuple[Tensor, ...]] | None = None
+    keeps: str = ""
     gradients: str = ""
+    empty_gradients: Callable[..., tuple[Tensor, ...]] = lambda *_: ()
     residual: str = ""
     same_dtype: str = ""
     check: Callable[[str, Sizes, Mapping[str, Any]], None] | None = None
@@ -82,21 +81,23 @@ class register:
     def __call__(self, definition: Callable[P, Tensor]) -> Op[P, Tensor]:
         """Register the operation of a definition, and the backward one, and return the `Op`."""
         name, module = definition.__name__, definition.__module__.rpartition(".")[2]
-        operands, results = self._operands(definition), self.results.split()
+        results, gradients = self.results.split(), self.gradients.split()
+        types = {**get_type_hints(definition), **dict.fromkeys((*results, "grad"), Tensor)}
+        operands = self._operands(list(inspect.signature(definition).parameters), types)
         op = self._define(name, module, operands, len(results), self.empty)
-        if self.backward is not None:
-            back, needs = f"{name}_backward", self._operands(self.backward)
-            self._define(back, module, needs, len(self.gradients.split()), self.backward)
-            save, differentiate = self._autograd(_registered(back), list(operands), results, needs)
+        if gradients:
+            back, needs = f"{name}_backward", self._operands(["grad", *self.keeps.split()], types)
+            self._define(back, module, needs, len(gradients), self.empty_gradients)
+            save, differentiate = self._autograd(_registered(back), list(operands), needs)
             op.register_autograd(differentiate, setup_context=save)
         return self._choosing(definition, _registered(name))
 
-    def _operands(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Return the operands of a registered operation, name and type, from a function's type hints."""
-        hints, expanded = get_type_hints(function), {} if self.expand is None else self.expand.types
+    def _operands(self, names: Sequence[str], types: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the operands of a registered operation, name and type."""
+        expanded = {} if self.expand is None else self.expand.types
         operands: dict[str, Any] = {}
-        for name in inspect.signature(function).parameters:
-            operands.update(expanded if name in expanded else {name: hints[name]})
+        for name in names:
+            operands.update(expanded if name in expanded else {name: bool if name.endswith("_wanted") else types[name]})
         return operands
 
     def _define(
@@ -129,10 +130,10 @@ class register:
         return op
 
     def _autograd(
-        self, backward: Registered, operands: list[str], results: list[str], needs: Mapping[str, Any]
+        self, backward: Registered, operands: list[str], needs: Mapping[str, Any]
     ) -> tuple[Callable[..., None], Callable[..., tuple[Tensor | None, ...]]]:
         """Return what torch asks for: the function that keeps what the backward pass needs, and the backward pass."""
-        known, gradients = [*operands, *results], self.gradients.split()
+        known, gradients = [*operands, *self.results.split()], self.gradients.split()
         tensors = [name for name, hint in needs.items() if hint in (Tensor, Tensor | None)]
         saved = [known.index(name) for name in tensors if name in known]
         constants = [known.index(name) for name in needs if name in known and name not in tensors]
@@ -152,7 +153,7 @@ class register:
                 return (None,) * len(sources)
             wanted = ctx.needs_input_grad
             found = backward(grad, *ctx.saved_tensors, *ctx.constants, *(wanted[i] for i in flags))
-            found = (found, grad) if isinstance(found, Tensor) else (*found, grad)
+            found = *found, grad
             return tuple([found[at] if at is not None and wanted[i] else None for i, at in enumerate(sources)])
 
         return save, differentiate

@@ -22,3 +22,8 @@ def empty_like(x: Tensor) -> Tensor:
     order = sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True)
     back = [order.index(axis) for axis in range(x.dim())]
     return x.new_empty([x.shape[axis] for axis in order]).permute(back)
+
+
+def empty_parameters(*parameters: Tensor) -> tuple[Tensor, ...]:
+    """Allocate a contiguous tensor like each of these: gradients of parameters."""
+    return tuple(p.new_empty(p.shape) for p in parameters)

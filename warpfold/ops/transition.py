@@ -12,23 +12,7 @@ from torch import Tensor
 from warpfold.ops.dispatch import backend, faster_on_cpu
 from warpfold.ops.norm import EPS, norm_linear
 from warpfold.ops.register import register
-from warpfold.ops.tensors import empty_like
-
-
-def _backward(
-    grad: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    up: Tensor,
-    up_bias: Tensor,
-    down: Tensor,
-    residual: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parameters = norm_weight, norm_bias, up, up_bias, down, norm_bias  # down_bias, not kept, is as norm_bias
-    dnw, dnb, dup, dup_bias, ddown, ddown_bias = (p.new_empty(p.shape) for p in parameters)
-    return empty_like(x), dnw, dnb, dup, dup_bias, ddown, ddown_bias
+from warpfold.ops.tensors import empty_like, empty_parameters
 
 
 def _on_a_gpu(registered: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -44,8 +28,10 @@ def _on_a_gpu(registered: Callable[..., Tensor], *args: Any) -> Tensor:
 @register(
     shapes="x [*, c], norm_weight [c], norm_bias [c], up [n, c], up_bias [n], down [c, n], down_bias [c], grad [*, c]",
     empty=lambda x, *_: empty_like(x),
-    backward=_backward,
+    keeps="x norm_weight norm_bias up up_bias down residual eps",
     gradients="x norm_weight norm_bias up up_bias down down_bias",
+    # down_bias is not kept: its gradient is allocated like norm_bias.
+    empty_gradients=lambda grad, x, *kept: (empty_like(x), *empty_parameters(*kept[:5], kept[1])),
     adapter=_on_a_gpu,
     # Decided by the hidden layer.
     prefer_definition=lambda x, norm_weight, norm_bias, up, *_: faster_on_cpu(

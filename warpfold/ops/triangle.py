@@ -17,15 +17,12 @@ def empty_factor(y: Tensor) -> Tensor:
     return y.new_empty(*leading, c, i, k)
 
 
-def _factor_backward(grad: Tensor, y: Tensor, g: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_like(y), empty_like(g)
-
-
 @register(
     shapes="y [*, i, k, c], g [*, i, k, c], mask [*, i, k], grad [*, c, i, k]",
     empty=lambda y, g, mask: empty_factor(y),
-    backward=_factor_backward,
+    keeps="y g mask",
     gradients="y g",
+    empty_gradients=lambda grad, y, g, mask: (empty_like(y), empty_like(g)),
     same_dtype="y g",
     prefer_definition=lambda y, g, mask: faster_on_cpu(y, y.numel(), 2**17),
 )
