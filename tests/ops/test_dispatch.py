@@ -1,6 +1,7 @@
 """Which way an operation is computed, and what is said of it."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -48,6 +49,33 @@ def test_definitions_alone_where_they_are_asked_for() -> None:
     with dispatch.using("definition"):
         assert plus(EVEN).tolist() == [1, 1]
     assert plus(EVEN).tolist() == [-1, -1]
+
+
+def test_a_choice_is_the_thread_s_own() -> None:
+    """So two models in one process run differently at once.  A new thread begins with the fast way."""
+    found: list[list[float]] = []
+    with dispatch.using("definition"):
+        thread = threading.Thread(target=lambda: found.append(plus(EVEN).tolist()))
+        thread.start()
+        thread.join()
+        assert plus(EVEN).tolist() == [1, 1]
+    assert found == [[-1, -1]]
+
+
+def test_a_choice_ends_with_its_context_whatever_happens() -> None:
+    with pytest.raises(RuntimeError), dispatch.using("definition"), dispatch.using("strict"):
+        raise RuntimeError
+    assert plus(EVEN).tolist() == [-1, -1]
+
+
+def test_a_whole_graph_enters_the_context() -> None:
+    def run(x: Tensor) -> Tensor:
+        with dispatch.using("definition"):
+            inside = plus(x)
+        return torch.stack([inside, plus(x)])
+
+    torch._dynamo.reset()
+    assert torch.compile(run, fullgraph=True, backend="eager")(EVEN).tolist() == [[1, 1], [-1, -1]]
 
 
 def test_a_refusal_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -46,6 +46,8 @@ REGISTERED = {
     ],
     "gate": [(3, 16), (3, 16)],
     "gate_backward": [(3, 16), (3, 16), (3, 16)],
+    "gated_linear_residual": [(3, 16), (3, 8), (3, 8), (16, 8), (16,), (3, 16), None, [], 0, 0, 0.0],
+    "gated_linear_residual_backward": [(3, 16), (3, 8), (3, 8), (16, 8), (16,), (3, 16), None, [], 0, 0, 0.0],
     "layer_norm": [(3, 16), (16,), (16,), 1e-5],
     "layer_norm_backward": [(3, 16), (3, 16), (16,), (3,), (3,)],
     "norm_linear": [(3, 16), (16,), (16,), (6, 16), (6,), 1e-5],
@@ -79,6 +81,16 @@ def test_registered_operations_name_the_operand_that_is_wrong(name: str) -> None
                 continue
             with pytest.raises(ValueError, match=rf"warpfold::{name}: .* is \["):
                 call([*right[:i], short, *right[i + 1 :]])
+
+
+def test_strides_of_a_draw_are_as_many_as_axes() -> None:
+    x, o, weight, key = torch.ones(3, 16), torch.ones(3, 8), torch.ones(16, 8), torch.tensor([1, 2])
+    run = torch.ops.warpfold.gated_linear_residual
+    assert run(x, o, o, weight, x[0], None, key, [16, 1], 0, 0, 0.5).shape == (3, 16)
+    with pytest.raises(ValueError, match="1 strides of the elements drawn for, but x has 2 axes"):
+        run(x, o, o, weight, x[0], None, key, [1], 0, 0, 0.5)
+    with pytest.raises(ValueError, match=r"key is \[3\], not \[2\]"):
+        run(x, o, o, weight, x[0], None, torch.tensor([1, 2, 3]), [16, 1], 0, 0, 0.5)
 
 
 def test_a_refusal_says_which_operand_and_strict_makes_it_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,7 @@ class register:
             return call(*args) if adapter is None else adapter(call, *args)
 
         def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
+            """Return why the fast way does not take these arguments, or None: first what all operations share."""
             args = complete(args, kwargs)
             given = [args[i] for i in shapes.positions]
             reason = unsupported_device(given) or shapes.unsupported_reason(given)
