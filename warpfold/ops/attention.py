@@ -156,5 +156,6 @@ def global_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def masked_mean(x: Tensor, mask: Tensor, axis: int, eps: float = 1e-10) -> Tensor:
     """Return the mean of x over `axis` where mask, broadcast against x, is 1; 0 where it is 0 throughout."""
-    full, mask = upcast_half(x), mask.to(upcast_half(x).dtype)
+    full = upcast_half(x)
+    mask = mask.to(full.dtype)
     return ((full * mask).sum(axis) / (mask.sum(axis) + eps)).to(x.dtype)
