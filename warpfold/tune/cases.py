@@ -13,7 +13,7 @@ from torch import Tensor
 
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
-from warpfold.ops.gate import gate, tail
+from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import DropoutFactors, Factors, Noise
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
@@ -30,7 +30,7 @@ OPS: Mapping[Name, Op[..., Tensor]] = {
     "layer_norm": layer_norm,
     "norm_linear": norm_linear,
     "gate": gate,
-    "tail": tail,
+    "tail": gated_linear_residual,
     "transition": transition,
     "triangle_factor": triangle_factor,
     "outer_product": outer_product,

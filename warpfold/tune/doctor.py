@@ -88,9 +88,9 @@ def examine(
 
 
 def _is_small(case: OpCase, dtype: str, device: torch.device) -> bool:
-    small = OPS[case.op].small
+    prefer = OPS[case.op].prefer_definition
     # On "meta", as sizes alone decide; and only for a CPU, as a GPU always takes the fast way.
-    return device.type == "cpu" and small is not None and small(*inputs(case, DTYPES[dtype], "meta").args)
+    return device.type == "cpu" and prefer is not None and prefer(*inputs(case, DTYPES[dtype], "meta").args)
 
 
 def _speed(case: OpCase, dtype: str, device: torch.device) -> float | None:

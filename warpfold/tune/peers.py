@@ -174,7 +174,7 @@ _EVERY = (
 )
 _OURS = Way(
     "ours",
-    lambda given: OPS[given.case.op].refuses(*given.args),
+    lambda given: OPS[given.case.op].unsupported_reason(*given.args),
     lambda given: _call("ours", OPS[given.case.op].fast, given),
 )
 _ATTENTION = (
