@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.evoformer import Evoformer
-from warpfold.parallel.collectives import all_gather
+from warpfold.parallel.collectives import all_gather_flat
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
@@ -167,9 +167,9 @@ def replayed(made: list[Move], group: Group) -> Callable[[], None]:
         for move in made:
             for _ in range(move.forward.calls):
                 size = move.forward.bytes // move.forward.calls // (group.size - 1)
-                if move.kind == "gather":
+                if move.kind == "all_gather":
                     x = torch.empty(size, dtype=torch.uint8)
-                    all_gather(x.new_empty(size * group.size), x, group=group.handle)
+                    all_gather_flat(x.new_empty(size * group.size), x, group=group.handle)
                 else:
                     x = torch.empty(size * group.size, dtype=torch.uint8)
                     dist.all_to_all_single(torch.empty_like(x), x, group=group.handle)
@@ -180,7 +180,7 @@ def replayed(made: list[Move], group: Group) -> Callable[[], None]:
 def probed(group: Group) -> Link:
     """Latency and bandwidth of this group's all-to-all."""
     sent = [others * (group.size - 1) for others in (1, 2**22)]
-    works = {str(n): replayed([Move("probe", "turn", Traffic(1, n))], group) for n in sent}
+    works = {str(n): replayed([Move("probe", "all_to_all", Traffic(1, n))], group) for n in sent}
     small, large = (figures["seconds"] for figures in timed(works, 9, group).values())
     return Link(round(small, 6), round((sent[1] - sent[0]) / (large - small)))
 

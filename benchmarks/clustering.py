@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from warpfold.data.example.raw import RawExample, from_sequence
-from warpfold.data.features.choose import keyed_rng, row_budget, select, with_query
+from warpfold.data.example.raw_example import RawExample, from_sequence
+from warpfold.data.features.choose import SampleConfig, keyed_rng, row_budget, select, with_query
 from warpfold.data.features.msa import PROFILE, mask_msa, nearest_cluster, write_codes
-from warpfold.data.features.sample import SampleConfig
 from warpfold.data.formats.sequences import read_alignment
 from warpfold.geometry.residue import GAP
 

@@ -98,7 +98,7 @@ def sums() -> list[dict[str, Any]]:
         plan = Plan(axial=ranks, branch=2, precision="bf16", recompute=True)
         for branch, name in enumerate(("msa", "pair")):
             found = count(plan, Block(evoformer=first), branch)
-            swapped = mb(total([m for m in found if m.kind == "swap"], "forward").bytes)
+            swapped = mb(total([m for m in found if m.kind == "sendrecv"], "forward").bytes)
             rows.append({"residues": 256, "axial": ranks, "branch": name, "swap_mb": swapped, "all": figures(found)})
     return rows
 

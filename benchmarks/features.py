@@ -27,11 +27,12 @@ import numpy as np
 import torch
 
 from warpfold.batch import to_tensors
-from warpfold.data.example.raw import RawExample, from_sequence, profile_of
-from warpfold.data.features.sample import SampleConfig, make_features, predicted_cost
+from warpfold.data.example.raw_example import RawExample, from_sequence, profile_of
+from warpfold.data.features.choose import SampleConfig, predicted_cost
+from warpfold.data.features.make import make_features
 from warpfold.data.formats.sequences import read_alignment
-from warpfold.data.store.example import StoredExample, read_example
 from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.data.store.stored_example import StoredExample, example_arrays, example_notes, read_example
 
 EXACT = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # initial training, Supp. table 4
 CONFIGS = {
@@ -77,7 +78,7 @@ def examples(store: Store, rows: int, alignments: list[Path], folder: Path) -> t
         made[name] = from_sequence(alignment.query, [alignment], name)
     with StoreWriter(folder / "made") as writer:
         for key, raw in made.items():
-            writer.add(key, pack_record(raw.to_arrays(), raw.notes()), {})
+            writer.add(key, pack_record(example_arrays(raw), example_notes(raw)), {})
         writer.finish()
     own = Store(folder / "made")
     return [*chosen, *(StoredExample(own, key) for key in made)], len(chosen) + 1

@@ -19,8 +19,7 @@ def measure(store: Path | None) -> dict[str, Any]:
     """All figures, printed as they come."""
     from warpfold.data.features.choose import SampleConfig
     from warpfold.data.store.store import Store
-    from warpfold.tune.footprint import footprint
-    from warpfold.tune.straggler import Case, epoch_gap, straggler
+    from warpfold.tune.bench_loader import Simulation, epoch_gap, footprint, straggler
 
     found: dict[str, Any] = {}
     if store is not None:  # first of all: the libraries are not loaded yet where processes are forked
@@ -29,11 +28,11 @@ def measure(store: Path | None) -> dict[str, Any]:
     found["straggler"] = []
     print(f"{'made ahead per worker':24}{'order':24}{'s per step':>12}{'relative':>10}{'slowest':>9}")
     for ahead in (2, 4):
-        found["straggler"].append(straggler(replace(Case(), ahead=ahead)))
+        found["straggler"].append(straggler(replace(Simulation(), ahead=ahead)))
         for name, row in found["straggler"][-1]["results"].items():
             figures = f"{row['seconds_per_step']:12.4f}{row['against_without']:10.3f}{row['slowest_step']:9.3f}"
             print(f"{ahead:<24}{name:24}{figures}", flush=True)
-    found["epoch_gap"] = epoch_gap(Case())
+    found["epoch_gap"] = epoch_gap(Simulation())
     print("seconds that an epoch's first step waits:", found["epoch_gap"])
     return found
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfold import __version__, bulk
-from warpfold.bulk import Apart, Died, Part, Processes, in_order, pool
+from warpfold.bulk import IsolatedProcess, JobPart, ProcessDied, ProcessPool, in_order, pool
 from warpfold.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -41,23 +41,23 @@ def test_a_dead_worker_is_the_users_to_know() -> None:
 
 def test_later_jobs_get_new_processes_after_a_death() -> None:
     with pool(2) as executor:
-        assert isinstance(executor, Processes)
+        assert isinstance(executor, ProcessPool)
         with pytest.raises(BrokenProcessPool):
             executor.submit(die, 1).result()
         assert executor.submit(square, 3).result() == 9
 
 
 def test_a_job_apart_that_kills_its_process_is_named_as_such() -> None:
-    with Apart() as apart:
+    with IsolatedProcess() as apart:
         assert apart(square, 3) == 9
-        with pytest.raises(Died):
+        with pytest.raises(ProcessDied):
             apart(die, 1)
         assert apart(square, 4) == 16
 
 
 def test_processes_that_cannot_start_blame_no_job(tmp_path: Path) -> None:
     """A script without `if __name__ == "__main__"` runs again in each process that it starts."""
-    script = "from warpfold.bulk import Apart\nwith Apart() as apart:\n    apart(len, [])\n"
+    script = "from warpfold.bulk import IsolatedProcess\nwith IsolatedProcess() as apart:\n    apart(len, [])\n"
     (tmp_path / "script.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(tmp_path / "script.py")]
@@ -137,7 +137,7 @@ def test_a_cluster_that_is_not_there() -> None:
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_parts_are_a_partition(jobs: int, count: int) -> None:
-    parts = [Part.parse(f"{number + 1}/{count}").of(range(jobs)) for number in range(count)]
+    parts = [JobPart.parse(f"{number + 1}/{count}").of(range(jobs)) for number in range(count)]
     assert sorted(job for part in parts for job in part) == list(range(jobs))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -145,7 +145,7 @@ def test_parts_are_a_partition(jobs: int, count: int) -> None:
 @pytest.mark.parametrize("text", ["", "3", "0/2", "3/2", "a/b", "-1/2", "1/2/3"])
 def test_what_is_no_part(text: str) -> None:
     with pytest.raises(UserError, match="--shard"):
-        Part.parse(text)
+        JobPart.parse(text)
 
 
 if __name__ == "__main__":  # a run to be killed: FILE

@@ -14,7 +14,7 @@ import pytest
 
 from warpfold import __version__, cli
 from warpfold.cli import common
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 
@@ -105,7 +105,7 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: 
 
 
 def test_lists_take_several_values() -> None:
-    assert common.spread(["q", "--msa", "a", "b", "--seed", "1", "--msa", "c"], {"--msa"}) == [
+    assert common.repeat_names(["q", "--msa", "a", "b", "--seed", "1", "--msa", "c"], {"--msa"}) == [
         *("q", "--msa", "a", "--msa", "b", "--seed", "1", "--msa", "c")
     ]
 

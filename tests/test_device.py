@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from warpfold.device import THREADS, Uploads, helpers, keep_memory, one_thread
+from warpfold.device import THREADS, Uploads, default_workers, keep_memory, one_thread
 
 
 def test_processes_begin_with_one_thread_and_this_one_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,14 +29,14 @@ def test_on_a_cpu_nothing_is_copied_and_nothing_helps() -> None:
     copy = uploads.start(buffer).wait()
     assert copy.data_ptr() == buffer.data_ptr()
     assert not buffer.is_pinned()
-    assert helpers("cpu") == 0
+    assert default_workers("cpu") == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_copies_overlap_and_are_whole_when_used() -> None:
     uploads = Uploads("cuda")
-    assert 1 <= helpers("cuda") <= 8
+    assert 1 <= default_workers("cuda") <= 8
     busy = torch.randn(4096, 4096, device="cuda")
     for number in range(20):  # memory of earlier copies is used again while the device still works
         buffer = uploads.host(30_000_000)

@@ -26,7 +26,7 @@ PACKAGE = Path(warpfold.__file__).parent
 OWN_DRAFT = "what it made itself, under a name that nobody else has"
 OWN_FOLDER = "in a folder that was claimed: it holds a run's own names, or was empty"
 SAFE = {
-    "data/store/folders.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
+    "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
     "data/synthetic/proteins.py:_write": OWN_DRAFT,
     "data/synthetic/proteins.py:generate": OWN_DRAFT
     + "; `out` is absent or an empty folder, which rmdir makes sure of",
@@ -53,7 +53,7 @@ SAFE = {
     "run/outputs.py:_draft": OWN_DRAFT,
     "run/outputs.py:_move_into": "names that were free, or files of the same prediction, asked to",
     "run/outputs.py:remove_prediction": "files of a prediction by their names, and the folder if it is empty then",
-    "tune/plot_ops.py:picture": "into memory",
+    "tune/bench_ops.py:picture": "into memory",
     "tune/timing.py:_hushed": "opens the null device",
 }
 

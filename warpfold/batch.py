@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Feature:
-    """One array: NumPy dtype name and axes, names or fixed sizes, outermost first."""
+    """One array: its NumPy dtype, and its axes as names or fixed sizes, outermost first."""
 
     dtype: str
     axes: tuple[str | int, ...]
@@ -57,7 +57,7 @@ FEATURES: dict[str, Feature] = {
     # which atoms a residue type has
     **_table("float32", "res 14", "atom14_atom_exists"),
     **_table("float32", "res 37", "atom37_atom_exists"),
-    # the truth, and what follows from it (data.features.add_labels)
+    # the truth, and what follows from it (data/features/labels.py)
     **_table("float32", "res 37 3", "all_atom_positions"),
     **_table("float32", "res 37", "all_atom_mask"),
     **_table("float32", "", "resolution use_clamped_fape"),
@@ -73,10 +73,10 @@ FEATURES: dict[str, Feature] = {
 
 
 def to_tensors(arrays: Mapping[str, np.ndarray | Tensor], device: torch.device | str | None = None) -> Batch:
-    """Arrays of one example -> tensors of the table's dtypes on `device` (default: where they are).
+    """Return the arrays of one example as tensors of the table's dtypes on `device` (default: where they are).
 
-    Arrays may be narrower than the table says (codes and masks are one byte each): they are widened on the device,
-    so that less has to be moved there, and before that from process to process.
+    Arrays may be narrower than the table says (codes and masks are one byte each): they are widened on the device, so
+    that less has to be moved there, and before that from process to process.
     Errors: KeyError for a name that is not in the table; ValueError for an array of the wrong number of axes, or
     whose axes disagree with those of another array.
     """
@@ -102,12 +102,12 @@ def to_tensors(arrays: Mapping[str, np.ndarray | Tensor], device: torch.device |
 
 
 def at_pass(batch: Mapping[str, Tensor], index: int, names: Iterable[str] | None = None) -> Batch:
-    """What one pass through the trunk sees: per-pass features without their `pass` axis, the others as they are."""
+    """Return what one pass through the trunk sees: per-pass features without their `pass` axis, the others as is."""
     picked: Batch = {}
     for name in batch if names is None else names:
         feature, x = FEATURES[name], batch[name]
         if feature.per_pass:
-            axis = -len(feature.axes)  # the table starts at `pass`, whatever batch axes come before
+            axis = -len(feature.axes)  # counted from the end: batch axes may come before those of the table
             x = x.select(axis, 0 if x.shape[axis] == 1 else index)
         picked[name] = x
     return picked

@@ -1,7 +1,7 @@
-"""Bulk work through `concurrent.futures.Executor`: here, in processes of this machine, on a Dask cluster, or in parts.
+"""Bulk work through `concurrent.futures.Executor`: in this process, in others on this machine, or on a Dask cluster.
 
-A job is a picklable argument of a module-level function that returns plain data.  The results come in the order of the
-jobs whoever did them, so what is written of them is the same bytes for any number of workers.
+A job is a picklable argument of a module-level function that returns plain data.  Results come in the order of the
+jobs, whoever did them, so that what is written of them has the same bytes for any number of workers.
 """
 
 import os
@@ -31,10 +31,10 @@ Result = TypeVar("Result")
 
 @contextmanager
 def pool(workers: int = 1, cluster: str | None = None) -> Iterator[Executor | None]:
-    """What does the jobs: None (this process does) for one worker, else processes, else a Dask cluster's workers.
+    """Yield what does the jobs: None (this process does) for one worker, else processes or a Dask cluster's workers.
 
-    cluster: the address of a Dask scheduler, "tcp://host:8786"; `workers` is then of no account.
-    Leaving by an exception drops the jobs that wait.
+    cluster: the address of a Dask scheduler, "tcp://host:8786"; `workers` is then ignored.
+    Leaving by an exception drops the jobs that are still waiting.
     Errors: UserError if the cluster cannot be reached or Dask is not installed, or if a worker process died.
     """
     if cluster is not None:
@@ -43,7 +43,7 @@ def pool(workers: int = 1, cluster: str | None = None) -> Iterator[Executor | No
     elif workers <= 1:
         yield None
     else:
-        executor = Processes(workers)
+        executor = ProcessPool(workers)
         try:
             yield executor
         except BrokenProcessPool:
@@ -52,10 +52,10 @@ def pool(workers: int = 1, cluster: str | None = None) -> Iterator[Executor | No
             executor.shutdown(wait=True, cancel_futures=True)
 
 
-class Processes(Executor):
-    """Worker processes of this machine.
+class ProcessPool(Executor):
+    """Worker processes of this machine, replaced when they die.
 
-    When one dies, the jobs that wait or run fail with `BrokenProcessPool`; later ones get new processes.
+    When one dies, all jobs that wait or run fail with `BrokenProcessPool`; later ones get new processes.
     """
 
     def __init__(self, workers: int) -> None:
@@ -79,23 +79,23 @@ class Processes(Executor):
         self._executor.shutdown(wait=wait, cancel_futures=cancel_futures)
 
 
-class Died(Exception):
+class ProcessDied(Exception):
     """The process that did a job died of it."""
 
 
-class Apart:
+class IsolatedProcess:
     """One process for jobs that may kill it, one at a time; after a death the next job gets a new one.
 
     Use as a context manager.
     """
 
     def __init__(self) -> None:
-        self._process: Processes | None = None
+        self._process: ProcessPool | None = None
 
     def __call__(self, function: Callable[[Job], Result], job: Job) -> Result:
-        """Return `function(job)`.  Errors: `Died` if the process died meanwhile; UserError if none can be started."""
+        """Return `function(job)`.  Errors: `ProcessDied` if the process did; UserError if none can be started."""
         if self._process is None:
-            self._process = Processes(1)
+            self._process = ProcessPool(1)
         try:
             self._process.submit(_version).result()  # a process that does not even start is not the job's fault
         except BrokenProcessPool:
@@ -103,9 +103,9 @@ class Apart:
         try:
             return self._process.submit(function, job).result()
         except BrokenProcessPool:
-            raise Died from None
+            raise ProcessDied from None
 
-    def __enter__(self) -> "Apart":
+    def __enter__(self) -> "IsolatedProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,21 +114,21 @@ class Apart:
 
 
 def deaths_on_cluster() -> tuple[type[Exception], ...]:
-    """Return what a job's future raises when the workers of a Dask cluster that had it died, again and again."""
+    """Return what a job's future raises after a Dask cluster has lost several workers to that job."""
     scheduler = sys.modules.get("distributed.scheduler")
     return () if scheduler is None else (scheduler.KilledWorker,)
 
 
 def end_with_parent() -> None:
-    """In a process that this one's parent started: from now on it ends with the parent, even if that is killed."""
-    Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
+    """Make this child process end as soon as its parent has ended, even if the parent is killed."""
     parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+
+    def wait_and_end() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    Thread(target=wait_and_end, daemon=True).start()
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def _dask(address: str) -> Iterator[Executor]:
 
 
 def _check_cluster(client: "Client", address: str) -> None:
-    """UserError unless the scheduler and the workers that are there have this WarpFold."""
+    """Raise UserError unless the scheduler and its present workers run this version of WarpFold."""
     try:
         found = {"its scheduler": client.run_on_scheduler(_version), **client.run(_version, on_error="return")}
     except (ImportError, AttributeError) as error:
@@ -170,7 +170,7 @@ def _version() -> str:
 def in_order(
     function: Callable[[Job], Result], jobs: Sequence[Job], executor: Executor | None, ahead: int = AHEAD
 ) -> Iterator[Result]:
-    """`function` of each job, in the order of the jobs; of an executor at most `ahead` jobs are asked for at a time."""
+    """Yield `function` of each job, in the order of the jobs; at most `ahead` are handed out at a time."""
     if executor is None:
         yield from map(function, jobs)
         return
@@ -182,15 +182,15 @@ def in_order(
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of `count` parts of a list of jobs, counted from 1: what one task of a job array does."""
+class JobPart:
+    """One of `count` parts of a list of jobs, numbered from 1: the share of one task of a job array."""
 
     number: int
     count: int
 
     @classmethod
-    def parse(cls, text: str) -> "Part":
-        """ "3/8" -> the third of eight.  Errors: UserError for anything else."""
+    def parse(cls, text: str) -> "JobPart":
+        """Parse "3/8", the third of eight.  Errors: UserError for anything else."""
         number, slash, count = text.partition("/")
         whole = slash and number.isdecimal() and count.isdecimal() and len(text) < 40
         if not (whole and 1 <= int(number) <= int(count)):
@@ -198,7 +198,7 @@ class Part:
         return cls(int(number), int(count))
 
     def of(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        """Its jobs: every `count`-th, so that neighbours, which are alike, are spread over the parts."""
+        """Return this part's jobs: every `count`-th, so that neighbours, which are alike, go to different parts."""
         return jobs[self.number - 1 :: self.count]
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
-"""Errors that a person can act on: one line that says what was wrong, where, and what to do."""
+"""Errors that a user can act on: one line that says where, what is wrong, and what to do."""
 
 
 class UserError(Exception):
-    """Bad input, not a bug.  The command line prints it as one line (no stack trace) and exits with 2.
+    """Bad input, not a bug.  The command line prints one line, without a stack trace, and exits with 2.
 
-    The message names the file or the setting, what is wrong with it, and the cure.
+    The message names the file or the setting, says what is wrong with it, and what to do.
     """
 
     exit_code = 2

@@ -1,4 +1,4 @@
-"""Files: names that every system bears, and contents that are there whole or not at all."""
+"""Files and folders: names that every system accepts, and contents that are there whole or not at all."""
 
 import contextlib
 import errno
@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO, cast
 
@@ -17,24 +17,24 @@ from warpfold.errors import UserError
 
 logger = logging.getLogger("warpfold")
 
-# What flock says on a file system without locks: NFS without its lock daemon, Lustre without -o flock, some of FUSE.
+# flock's errors on a file system without locks: NFS without its lock daemon, Lustre without -o flock, some of FUSE.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-LARGEST = 4 * 10**9  # bytes that a file of the user's may have when it is unpacked, unless told otherwise
+LARGEST = 4 * 10**9  # bytes that a user's file may have when it is unpacked, unless told otherwise
 _PIECE = 1 << 20  # bytes unpacked at a time
-_KEPT = 1 << 28  # bytes; what unpacks to more is unpacked twice: to find its size, then to keep it
+_KEPT = 1 << 28  # bytes; a file that unpacks to more is unpacked twice: to find its size, then to keep it
 
 
 def file_name(name: str) -> str:
-    """A protein's name with nothing in it that a file system or a shell would mind."""
+    """Return a protein's name without the characters that a file system or a shell would mind."""
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)
     return kept.lstrip(".-")[:100] or "target"
 
 
 def open_regular(path: Path) -> int:
-    """Return the descriptor of a file opened for reading; pipes, sockets and devices are refused without being opened.
+    """Open a file for reading and return its descriptor; refuse pipes, sockets and devices without opening them.
 
-    Opening a pipe to which nobody writes would wait forever.
-    Errors: UserError for what is no regular file; OSError if it cannot be opened.
+    Opening a pipe that nobody writes to would wait forever.
+    Errors: UserError if it is no regular file; OSError if it cannot be opened.
     """
     _refuse_irregular(path, os.stat(path).st_mode)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # another process may have put a pipe there meanwhile
@@ -48,7 +48,7 @@ def open_regular(path: Path) -> int:
 def is_given_pipe(path: Path) -> bool:
     """Return whether a path is a pipe that this process was started with: /dev/stdin, or a shell's <(command).
 
-    Something writes to such a pipe, or has ended; to a pipe in a folder nobody may ever write.
+    Some process writes to such a pipe, or has ended; nobody may ever write to a pipe in a folder.
     """
     with contextlib.suppress(OSError):
         return stat.S_ISFIFO(os.stat(path).st_mode) and os.path.realpath(path).startswith(("/proc/", "/dev/fd/"))
@@ -64,7 +64,7 @@ def _refuse_irregular(path: Path, mode: int) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, unpack: bool = True, pipe: bool = False) -> Iterator[BinaryIO]:
-    """Open a file to read, unpacked if it is gzipped; what goes wrong meanwhile becomes a UserError.
+    """Open a file for reading, unpacked if it is gzipped; errors while it is read become a UserError.
 
     pipe: it may be a pipe that this process was given, which can be read once.
     """
@@ -89,10 +89,10 @@ def opened(path: Path, unpack: bool = True, pipe: bool = False) -> Iterator[Bina
 def read_file(path: Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
     """Read a whole file, unpacked if it is gzipped.
 
-    limit: bytes that it may have when unpacked.  A stream that passes the limit is left at once, and of a long one
-    the size is found before it is kept, so that a small file that unpacks to a huge one takes no memory.
-    pipe: as of `opened`; what comes through a pipe is kept while it is read, up to the limit.
-    Errors: UserError as of `opened`, and for a file that is larger.
+    limit: bytes that it may have when unpacked.  Reading stops as soon as the limit is passed, and the size of a long
+    stream is found before any of it is kept, so that a small file that unpacks to a huge one takes no memory.
+    pipe: as in `opened`; a pipe can be read once only, so its contents are kept while they are read, up to the limit.
+    Errors: UserError as in `opened`, and for a file that is larger.
     """
     too_large = UserError(
         f"{path}: has more than {limit / 1e9:g} GB when unpacked; leave it out, or allow more (pack --max-file-gb)"
@@ -120,11 +120,17 @@ def read_file(path: Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
 
 
 @contextlib.contextmanager
-def within_memory(name: str) -> Iterator[None]:
-    """Turn a lack of memory into something that is wrong with one file, so that others can still be read.
+def writing(path: Path) -> Iterator[None]:
+    """Turn OSError into a UserError: `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
-    Errors: UserError in the place of MemoryError.
-    """
+
+@contextlib.contextmanager
+def within_memory(name: str) -> Iterator[None]:
+    """Turn MemoryError into a UserError about one file, so that the others can still be read."""
     try:
         yield
     except MemoryError:
@@ -132,7 +138,7 @@ def within_memory(name: str) -> Iterator[None]:
 
 
 def pread(file: int, size: int, offset: int) -> bytes:
-    """Read `size` bytes at `offset`, or as many as the file has; one `os.pread` gives 0x7ffff000 at most on Linux."""
+    """Read `size` bytes at `offset`, or as many as the file has; one `os.pread` returns 0x7ffff000 at most on Linux."""
     data = os.pread(file, size, offset)
     if len(data) == size:
         return data
@@ -144,42 +150,33 @@ def pread(file: int, size: int, offset: int) -> bytes:
 
 
 def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> None:
-    """Write a file that is there whole or not at all, whatever happens meanwhile.
+    """Write a file so that it is there whole or not at all, whatever happens meanwhile.
 
-    sync: also after a power cut; False for what can be made again.
+    sync: also after a power cut; False for a file that can be made again.
     Errors: UserError when it cannot be written (no folder, no permission, a full disk).
     """
-    draft = None
-    try:
-        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
-        draft = new
+    with writing(path), contextlib.ExitStack() as in_the_end:
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
+        in_the_end.callback(draft.unlink, missing_ok=True)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(draft, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        if draft is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(draft)
 
 
 def update_file(path: Path, content: bytes) -> None:
-    """Write a file that can be made again, and its folders; one that has this content already keeps its time.
+    """Write a file that can be made again, and its folders; keep its time if it has this content already.
 
-    So what goes by the times of its inputs, as `warpfold pack` does, finds them unchanged.
+    `warpfold pack`, for one, goes by the times of its inputs, and so finds them unchanged.
     Errors: UserError when it cannot be written.
     """
-    try:
+    with writing(path):
         if path.is_file() and path.read_bytes() == content:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
     write_atomically(path, content, sync=False)
 
 
@@ -204,11 +201,49 @@ def lock_file(path: Path, taken: UserError) -> TextIO:
 
 
 def check_new(path: Path) -> None:
-    """Check that a file can be made at `path`, where nothing is yet: what takes minutes should say so before.
-
-    Errors: UserError.
-    """
+    """Raise UserError unless a file can be made at `path`, where nothing is yet, before minutes of work go into it."""
     if os.path.lexists(path):
         raise UserError(f"{path}: exists already; remove it, or name another file")
     if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
-        raise UserError(f"{path}: cannot be written: {path.parent} is no folder that may be written")
+        raise UserError(f"{path}: cannot be written: {path.parent} is not a folder that can be written")
+
+
+def lock_folder(folder: Path, what: Path) -> TextIO:
+    """Make `folder` and lock it for this process, until the returned file is closed or the process ends.
+
+    Errors: UserError, about `what`, if another process holds the lock or the folder cannot be written.
+    """
+    with writing(what):
+        folder.mkdir(parents=True, exist_ok=True)
+        return lock_file(folder / "lock", UserError(f"{what}: another process is writing this store; wait for it"))
+
+
+def refuse_foreign(folder: Path, is_own: Callable[[str], object]) -> None:
+    """Raise UserError if `folder` is there and holds a file that is not the writer's own: it may be somebody's work."""
+    try:
+        named = (name for name in os.listdir(folder) if not name.startswith(".nfs"))  # NFS removes these itself, later
+        foreign = sorted(name for name in named if not is_own(name))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+    if foreign:
+        raise UserError(
+            f"{folder}: holds {foreign[0]}, which WarpFold did not write; move it away, or choose another name"
+        )
+
+
+def remove_own(folder: Path, is_own: Callable[[str], object]) -> None:
+    """Remove the writer's own files from `folder`, and the folder if nothing else is in it; what cannot go stays."""
+    with contextlib.suppress(OSError):
+        for name in filter(is_own, os.listdir(folder)):
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+        folder.rmdir()
+
+
+def sync_folder(path: Path) -> None:
+    """Make sure that what was renamed or removed in a folder survives a power cut."""
+    folder = os.open(path, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)

@@ -1,8 +1,8 @@
 """Settings: TOML files -> frozen dataclasses, and back.
 
-A settings file is TOML with at most one `base` key, the name of a preset or the path of another file, whose values it
-overrides.  What may stand in it is what the dataclasses declare: each lives beside what it describes (`ModelConfig` in
-model/alphafold.py, ...), they are composed upward (`RunConfig` in run/train.py), and `build` fills them.
+A settings file is TOML.  Its `base` key, if any, names a preset or another file, whose values it overrides.
+Dataclasses declare the settings: each is beside what it describes (`ModelConfig` in model/alphafold.py), larger ones
+are composed of them (`RunConfig` in run/train.py), and `build` fills them.
 
 TOML has no null: the string "none" stands for None.
 """
@@ -16,26 +16,26 @@ import tomllib
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from warpfold.errors import UserError
 
 T = TypeVar("T")
 Mapped = dict[str, Any]
 
-# In a checkout the presets are `settings/` beside the package; a wheel carries them as `warpfold/presets`.
+# In a checkout the presets are in `settings/` beside the package, in a wheel in `warpfold/presets`.
 PRESETS = (Path(__file__).parent / "presets", Path(__file__).parents[1] / "settings")
 
 
 def presets() -> dict[str, Path]:
-    """Name -> file of every preset that comes with WarpFold."""
+    """Return the file of every preset that comes with WarpFold, by name."""
     return {file.stem: file for folder in PRESETS for file in sorted(folder.glob("*.toml"))}
 
 
 def find(name: str | Path, beside: Path | None = None) -> Path:
-    """The settings file called `name`: a path (a relative one starts at `beside`), or a preset's name.
+    """Return the settings file called `name`: a path (a relative one starts at `beside`), or a preset's name.
 
-    Errors: UserError when there is none, with the presets listed.
+    Errors: UserError if there is none, with a list of the presets.
     """
     path = beside / name if beside else Path(name)
     if path.is_file():
@@ -47,13 +47,13 @@ def find(name: str | Path, beside: Path | None = None) -> Path:
 
 
 def load(name: str | Path, overrides: Iterable[str] = ()) -> Mapped:
-    """The values of a settings file over those of its bases, and `overrides` ("model.c_m=64") over all.
+    """Merge the values of a settings file over those of its bases, and `overrides` ("model.c_m=64") over all.
 
-    Returns nested dicts, not yet checked against any dataclass: that is `build`'s work.
+    Returns nested dicts, which `build` will check against a dataclass.
     Errors: UserError for a missing file, bad TOML, a circle of bases, or an override without "=".
     """
     path = find(name)
-    chain: list[Mapped] = []
+    layers: list[Mapped] = []
     seen: list[Path] = []
     while True:
         if path.resolve() in seen:
@@ -61,14 +61,14 @@ def load(name: str | Path, overrides: Iterable[str] = ()) -> Mapped:
         seen.append(path.resolve())
         values = _read(path)
         base = values.pop("base", None)
-        chain.append(values)
+        layers.append(values)
         if base is None:
             break
         if not isinstance(base, str):
             raise UserError(f"{path}: base must be one name or path, not {base!r}")
         path = find(base, beside=path.parent)
     merged: Mapped = {}
-    for values in reversed(chain):
+    for values in reversed(layers):
         merged = _merge(merged, values)
     for override in overrides:
         merged = _merge(merged, _parse_override(override))
@@ -78,7 +78,10 @@ def load(name: str | Path, overrides: Iterable[str] = ()) -> Mapped:
 def _read(path: Path) -> Mapped:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # also whole numbers of thousands of digits, and no UTF-8
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: also of integers with thousands of digits, and of what is not UTF-8
         raise UserError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
@@ -93,7 +96,7 @@ def _merge(under: Mapped, over: Mapped) -> Mapped:
 
 
 def _parse_override(text: str) -> Mapped:
-    """ "a.b=1" -> {"a": {"b": 1}}; what is not a TOML value is taken as a string."""
+    """Parse "a.b=1" to {"a": {"b": 1}}; what is not a TOML value is taken as a string."""
     key, equals, value = text.partition("=")
     keys = [part.strip() for part in key.split(".")]
     if not equals or not all(keys):
@@ -107,18 +110,14 @@ def _parse_override(text: str) -> Mapped:
     return nested
 
 
-def build(cls: type[T], values: Mapping[str, Any], source: str = "settings") -> T:
-    """A dataclass from nested dicts; fields that are not named keep their defaults.
+def build(cls: type[T], values: Mapping[str, Any], source: str = "settings", prefix: str = "") -> T:
+    """Make a dataclass from nested dicts; fields that are not named keep their defaults.
 
-    `source` begins each message, for example the file's name.
+    source: begins each message, for example the file's name.  prefix: of the keys in messages.
     Errors: UserError for an unknown key (with the nearest name), a value of the wrong type, a missing value, or a
     ValueError that the dataclass's own `__post_init__` raises.
     """
-    return _build(cls, values, source, "")
-
-
-def _build(cls: Any, values: Mapping[str, Any], source: str, prefix: str) -> Any:
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     hints = get_type_hints(cls)
     for key in values:
         if key not in fields:
@@ -132,7 +131,7 @@ def _build(cls: Any, values: Mapping[str, Any], source: str, prefix: str) -> Any
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             if not dataclasses.is_dataclass(hints[name]):
                 raise UserError(f"{source}: {prefix}{name} has no value; it must be set")
-            arguments[name] = _build(hints[name], {}, source, f"{prefix}{name}.")
+            arguments[name] = build(hints[name], {}, source, f"{prefix}{name}.")
     try:
         return cls(**arguments)
     except ValueError as error:
@@ -140,9 +139,9 @@ def _build(cls: Any, values: Mapping[str, Any], source: str, prefix: str) -> Any
 
 
 def _convert(hint: Any, value: Any, source: str, name: str) -> Any:
-    """Return `value` as the type that the field declares, or raise UserError.
+    """Convert a value to the type that the field declares, or raise UserError.
 
-    No setting may be infinite or not a number (no field has a use for it), or a whole number beyond 64 bits.
+    No field has a use for infinity, NaN, or integers beyond 64 bits.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{source}: {name} = {value}: a finite number expected")
@@ -164,7 +163,7 @@ def _convert(hint: Any, value: Any, source: str, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise wrong
-        return _build(hint, value, source, f"{name}.")
+        return build(cast(type[Any], hint), value, source, f"{name}.")
     if origin is Literal:
         if value not in choices:
             raise wrong
@@ -201,7 +200,7 @@ def _describe(hint: Any) -> str:
 
 
 def to_dict(config: Any) -> Mapped:
-    """A dataclass as nested dicts of what TOML and JSON can hold: the inverse of `build`."""
+    """Convert a dataclass to nested dicts of what TOML and JSON can hold: the inverse of `build`."""
     return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init}
 
 
@@ -216,7 +215,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_toml(config: Any) -> str:
-    """A dataclass as a TOML text that `load` and `build` read back to an equal one."""
+    """Convert a dataclass to TOML that `load` and `build` read back to an equal one."""
     return "\n".join(_tables(to_dict(config), "")).strip() + "\n"
 
 
@@ -234,7 +233,7 @@ def _key(key: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """One TOML value on one line."""
+    """Write a TOML value on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
@@ -242,23 +241,23 @@ def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, int) and value.bit_length() > 64:
-        return hex(value)  # Python writes no decimals of thousands of digits
-    return _quoted(value) if isinstance(value, str) else str(value)  # Python's inf and nan are TOML's
+        return hex(value)  # Python refuses to write integers of thousands of digits as decimals
+    return _quoted(value) if isinstance(value, str) else str(value)  # inf and nan are TOML too
 
 
 def _shown(value: Any) -> str:
-    """Return a value for an error's one line: as TOML, cut where it is long."""
+    """Write a value for a one-line error: as TOML, shortened."""
     text = _toml(value)
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
 def _quoted(text: str) -> str:
-    """A basic string: as in JSON, but TOML wants DEL escaped too."""
+    """Quote a string as JSON does, and escape DEL, as TOML requires."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def differences(ours: Mapped, theirs: Mapped, prefix: str = "") -> list[str]:
-    """The dotted keys in which two nested dicts differ, each with both values: "model.c_m: 64, not 32"."""
+    """Return the dotted keys in which two nested dicts differ, each with both values: "model.c_m: 64, not 32"."""
     found: list[str] = []
     for key in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(key), theirs.get(key)

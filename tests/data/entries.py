@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.structure.chain import Chain
 from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, RESTYPE_ORDER
 
 Atom = dict[str, object]

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from warpfold.data.example.raw import RawExample, merge, profile_of
-from warpfold.data.example.template import Templates
+from warpfold.data.example.raw_example import RawExample, Templates, merge, profile_of
 from warpfold.geometry.residue import GAP
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from warpfold.data.formats.sources import Source
+    from warpfold.data.formats.input_files import InputFile
     from warpfold.data.pack.build import BuildJob, BuiltChains, ReadChains
     from warpfold.data.pack.inputs import PackOptions
 
@@ -23,7 +23,7 @@ def upper(names: list[str]) -> list[str]:
     return [name.upper() for name in names]
 
 
-def read_chains(job: "tuple[Source, PackOptions]") -> "ReadChains":
+def read_chains(job: "tuple[InputFile, PackOptions]") -> "ReadChains":
     """The original, but for files called `readkill`."""
     from warpfold.data.pack import build as pack_build
 
@@ -39,7 +39,7 @@ def build(job: "BuildJob") -> "BuiltChains":
     return pack_build.build(job)
 
 
-def read_queries(job: "tuple[Sequence[Source], int]") -> list[tuple[str, str]]:
+def read_queries(job: "tuple[Sequence[InputFile], int]") -> list[tuple[str, str]]:
     """The original, but for files called `querykill`."""
     from warpfold.data.pack import build as pack_build
 
@@ -54,7 +54,7 @@ def starve(job: object) -> Any:
 
 
 class Here:
-    """`bulk.Apart` without a process, where none dies: quicker."""
+    """`bulk.IsolatedProcess` without a process, where none dies: quicker."""
 
     def __call__(self, function: Callable[[Any], Any], job: Any) -> Any:
         return function(job)

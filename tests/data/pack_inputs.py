@@ -9,7 +9,7 @@ import numpy as np
 from warpfold.data.formats.sequences import write_fasta
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.report import PackReport
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPE_ORDER
 

@@ -16,12 +16,12 @@ from pack_inputs import ONE, TWO, alignment, chain, structure
 from tests.helpers import tiny_model
 from tests.run.runs import tiny_run
 from warpfold import cli, settings
-from warpfold.bulk import Part
+from warpfold.bulk import JobPart
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.part import part_path
 from warpfold.data.store import store as store_module
-from warpfold.data.store.folders import lock_folder
 from warpfold.data.store.store import Store
+from warpfold.files import lock_folder
 from warpfold.geometry.residue import RESTYPES
 from warpfold.model.weights import save_params
 
@@ -118,7 +118,7 @@ def test_stores_that_cannot_be_opened(
 
 def flip(store: Path, key: str) -> None:
     """Changes a byte of a record's first blob."""
-    place = Store(store)._places[key]
+    place = Store(store)._locations[key]
     with open(store / f"shard-{place.shard:05d}.wfs", "r+b") as shard:
         shard.seek(place.offset + place.header + 3)
         byte = shard.read(1)[0]
@@ -158,7 +158,7 @@ def test_too_many_damaged_entries_stop_a_run(capsys: pytest.CaptureFixture[str],
 def test_two_writers_on_one_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     command = ("pack", "--structures", tmp_path / "s", "--out", tmp_path / "store")
-    with lock_folder(part_path(tmp_path / "store", Part(1, 1)), tmp_path / "store"):
+    with lock_folder(part_path(tmp_path / "store", JobPart(1, 1)), tmp_path / "store"):
         assert "another process is writing this store; wait for it" in refused(run(capsys, *command))
     assert run(capsys, *command)[0] == 0
 

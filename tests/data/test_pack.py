@@ -9,14 +9,15 @@ import pytest
 from pack_inputs import ONE, TWO, alignment, chain, make_files, packed, structure
 
 from warpfold.batch import to_tensors
-from warpfold.data.features.sample import SampleConfig, make_features
-from warpfold.data.formats.sources import Source
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.features.make import make_features
+from warpfold.data.formats.input_files import InputFile
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.match import Matcher, Queries
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
-from warpfold.data.store.example import read_example
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import read_example
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPE_ORDER
@@ -60,7 +61,7 @@ def test_everything_is_kept_or_named_with_its_reason(files: Path) -> None:
         "msas/1non_A.a3m": "no chain that is kept has this sequence",
         "msas/b.a3m": "no chain that is kept has this sequence",
         "msas/c.a3m": "no chain that is kept has this sequence",
-        "msas/bad.a3m": "msas/bad.a3m: record 1, 'q', position 3 has '1', which is no amino acid"[:60],
+        "msas/bad.a3m": "msas/bad.a3m: record 1, 'q', position 3 has '1', which is not an amino acid"[:60],
         "msas/empty.a3m": "msas/empty.a3m: is empty; fetch or write the file again",
     }
     assert report.summary() == "6 chains kept (1 with their sequence alone), 8 dropped, 5 alignments unused"
@@ -206,21 +207,21 @@ def test_a_long_chain_and_a_deep_alignment(tmp_path: Path) -> None:
     assert list(Store(tmp_path / "store").verify()) == []
 
 
-def source(name: str) -> Source:
-    return Source(name, Path("/" + name))
+def source(name: str) -> InputFile:
+    return InputFile(name, Path("/" + name))
 
 
 class Known(Queries):
     """Queries that were read before."""
 
-    def __init__(self, alignments: Sequence[tuple[Source, str]]) -> None:
+    def __init__(self, alignments: Sequence[tuple[InputFile, str]]) -> None:
         self.found = {source.version: (query, "") for source, query in alignments}
 
-    def read_all(self, sources: Sequence[Source], tell: Callable[[int], None]) -> None:
+    def read_all(self, sources: Sequence[InputFile], tell: Callable[[int], None]) -> None:
         self.read(sources)
 
 
-def matched(alignments: Sequence[tuple[Source, str]], key: str, sequence: str) -> tuple[list[Source], str]:
+def matched(alignments: Sequence[tuple[InputFile, str]], key: str, sequence: str) -> tuple[list[InputFile], str]:
     """The alignments of a chain and the note about them."""
     job = Matcher(Known(alignments), [source for source, _ in alignments]).find(key, key[-1], sequence)
     return job.alignments, job.note
@@ -250,7 +251,7 @@ def test_hits_belong_by_name_or_stand_beside_the_alignments() -> None:
     a, b, c, d = map(source, ("9abc_Z/a3m/u.a3m", "9xyz_A/a3m/u.a3m", "flat/1.a3m", "flat/2.a3m"))
     hits = [source("9abc_Z/hhr/pdb70.hhr"), source("flat/h.hhr"), source("other/1.hhr")]
 
-    def found(key: str, *alignments: tuple[Source, str]) -> list[Source]:
+    def found(key: str, *alignments: tuple[InputFile, str]) -> list[InputFile]:
         known = Known([*alignments, (b, TWO), (d, TWO)])
         return Matcher(known, [*(one for one, _ in alignments), b, d], hits).find(key, "A", ONE).hits
 

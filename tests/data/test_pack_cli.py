@@ -91,7 +91,7 @@ def test_verify_and_info(capsys: pytest.CaptureFixture[str], files: Path) -> Non
         (["--structures", "structures", "--out", "o", "--shard", "9/8"], "--shard 9/8"),
         (
             ["--structures", "structures", "--out", "o", "--released-after", "May"],
-            "--released-after May: is no date",
+            "--released-after May: is not a date",
         ),
         (["--structures", "structures", "--out", "o", "--hits", "nowhere"], "nowhere: no such file"),
         (["--structures", "structures", "--out", "o", "--clusters", "nowhere"], "nowhere: no such file"),

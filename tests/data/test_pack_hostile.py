@@ -18,9 +18,9 @@ import killers
 import pytest
 from killers import Here
 from pack_inputs import ONE, TWO, alignment, chain, contents, make_files, packed, structure
-from test_sources import _stockholm
 
-from warpfold.bulk import Part, pool
+from tests.data.formats.test_input_files import _stockholm
+from warpfold.bulk import JobPart, pool
 from warpfold.data.pack import build as pack_build
 from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import match as pack_match
@@ -237,7 +237,7 @@ def test_a_job_that_no_run_outlives_is_given_up_untried(tmp_path: Path, monkeypa
         return pack_build.read_chains(job)
 
     monkeypatch.setattr(packing, "read_chains", killed)
-    monkeypatch.setattr(pack_jobs, "Apart", Never)
+    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Never)
     for _ in range(ATTEMPTS):
         with monkeypatch.context() as patch:
             patch.setattr(PartWriter, "close", _let_go)
@@ -265,9 +265,9 @@ def test_what_a_stop_interrupted_is_no_suspect(tmp_path: Path, monkeypatch: pyte
         patch.setattr(packing, "remove_part", lambda path: None)
         with pytest.raises(KeyboardInterrupt):
             pack([tmp_path / "s"], [], tmp_path / "store")
-    part = PartFolder(part_path(tmp_path / "store", Part(1, 1)))
+    part = PartFolder(part_path(tmp_path / "store", JobPart(1, 1)))
     assert not part.tried
-    monkeypatch.setattr(pack_jobs.Apart, "__call__", lambda *_: pytest.fail("was tried apart"))
+    monkeypatch.setattr(pack_jobs.IsolatedProcess, "__call__", lambda *_: pytest.fail("was tried apart"))
     assert len(pack([tmp_path / "s"], [], tmp_path / "store").kept) == 2
 
 
@@ -299,7 +299,7 @@ def test_an_alignment_that_was_changed_after_it_was_read_is_a_suspect_too(
             apart.append(job)
             return function(job)
 
-    monkeypatch.setattr(pack_jobs, "Apart", Counted)
+    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Counted)
     assert [entry.depth for entry in packed(files).kept] == [2]
     assert [[source.name for source in job[0]] for job in apart] == [["msas/1one_A.a3m"]]
 
@@ -449,7 +449,7 @@ def test_templates_that_come_or_go_make_what_looked_for_them_anew(
 
 def test_a_finished_part_continues_with_other_inputs(tmp_path: Path) -> None:
     files = make_files(tmp_path)
-    two = Part(1, 2), Part(2, 2)
+    two = JobPart(1, 2), JobPart(2, 2)
     packed(files, part=two[0])
     structure(files / "structures/9new.cif", chain("A", TWO[::-1]))
     packed(files, part=two[1])
@@ -498,7 +498,7 @@ def test_a_task_of_a_job_array_reads_its_share_of_the_alignments(tmp_path: Path,
     pack(*inputs, tmp_path / "whole")
     read, share = [], []
     for number in range(1, count + 1):
-        by, report = _read_by(partial(pack, *inputs, tmp_path / "store", part=Part(number, count)))
+        by, report = _read_by(partial(pack, *inputs, tmp_path / "store", part=JobPart(number, count)))
         read.append(by)
         share.append(sum(sizes[entry.name] for entry in report.kept))
     total = sum(sizes.values())
@@ -509,22 +509,22 @@ def test_a_task_of_a_job_array_reads_its_share_of_the_alignments(tmp_path: Path,
         assert sum(read) <= 2 * total + count * OVERHEAD
         assert read[0] <= total + share[0] + OVERHEAD
         assert all(by <= own + OVERHEAD for own, by in zip(share[1:], read[1:])), (share, read)
-    merge([part_path(tmp_path / "store", Part(n, count)) for n in range(1, count + 1)], tmp_path / "store")
+    merge([part_path(tmp_path / "store", JobPart(n, count)) for n in range(1, count + 1)], tmp_path / "store")
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
 
 
 def test_queries_of_parts_with_other_options_or_torn_lines_are_not_taken(tmp_path: Path) -> None:
     files = make_files(tmp_path)
-    packed(files, part=Part(1, 2), options=PackOptions(max_file_gb=1e-9))  # in which no alignment has a query
-    part = part_path(files / "store", Part(1, 2))
-    packed(files, part=Part(2, 2))
+    packed(files, part=JobPart(1, 2), options=PackOptions(max_file_gb=1e-9))  # in which no alignment has a query
+    part = part_path(files / "store", JobPart(1, 2))
+    packed(files, part=JobPart(2, 2))
     plan = json.loads((part / "plan.json").read_text())
     assert plan["options"]["max_file_gb"] == 1e-9
     shutil.rmtree(part)
-    packed(files, part=Part(1, 2))
+    packed(files, part=JobPart(1, 2))
     queries = part / "queries"
     queries.write_bytes(queries.read_bytes()[:-5])
-    parts = [part_path(files / "store", Part(n, 2)) for n in (1, 2)]
+    parts = [part_path(files / "store", JobPart(n, 2)) for n in (1, 2)]
     merge(parts, files / "store")
     packed(files, "whole")
     assert contents(files / "store") == contents(files / "whole")
@@ -533,7 +533,7 @@ def test_queries_of_parts_with_other_options_or_torn_lines_are_not_taken(tmp_pat
 def test_one_of_more_parts_than_a_list_could_hold(tmp_path: Path) -> None:
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     alignment(tmp_path / "m/1one_A.a3m", ONE)
-    report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store", part=Part(1, 10**15))
+    report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store", part=JobPart(1, 10**15))
     assert report.entries == []
 
 
@@ -541,9 +541,9 @@ def test_one_of_more_parts_than_a_list_could_hold(tmp_path: Path) -> None:
 def test_parts_that_are_merged_hold_no_file_open(tmp_path: Path) -> None:
     """A thousand tasks have more parts than a process may have files."""
     files = make_files(tmp_path)
-    packed(files, part=Part(1, 1))
+    packed(files, part=JobPart(1, 1))
     before = len(os.listdir("/proc/self/fd"))
-    opened = [PartFolder(part_path(files / "store", Part(1, 1))) for _ in range(8)]
+    opened = [PartFolder(part_path(files / "store", JobPart(1, 1))) for _ in range(8)]
     assert len(os.listdir("/proc/self/fd")) == before
     assert opened[0].jobs("structure")
 
@@ -579,7 +579,7 @@ def test_records_beyond_what_one_read_gives_are_whole(tmp_path: Path, monkeypatc
     files = make_files(tmp_path)
     packed(files, "whole")
     _stopped(files, monkeypatch)
-    records = part_path(files / "store", Part(1, 1)) / "records"
+    records = part_path(files / "store", JobPart(1, 1)) / "records"
     size = records.stat().st_size
     capped = os.pread
     monkeypatch.setattr(os, "pread", lambda file, size, offset: capped(file, min(size, 100), offset))

@@ -14,7 +14,7 @@ import pytest
 from killers import Here
 from pack_inputs import ONE, chain, contents, make_files, packed, structure
 
-from warpfold.bulk import Part
+from warpfold.bulk import JobPart
 from warpfold.data.pack import inputs as packing_inputs
 from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import pack as packing
@@ -42,8 +42,8 @@ def whole(files: Path) -> dict[str, bytes]:
 
 def parts_of(files: Path, count: int, name: str = "store", **options: object) -> list[Path]:
     for number in range(1, count + 1):
-        packed(files, name, part=Part(number, count), **options)
-    return [part_path(files / name, Part(number, count)) for number in range(1, count + 1)]
+        packed(files, name, part=JobPart(number, count), **options)
+    return [part_path(files / name, JobPart(number, count)) for number in range(1, count + 1)]
 
 
 def test_workers_make_the_same_bytes(files: Path, whole: dict[str, bytes]) -> None:
@@ -155,7 +155,7 @@ packed(Path({str(files)!r}), progress=progress)
     packed(files, progress=lambda count, total, stage: done.append(count) if stage == "packing" else None)
     assert done == [5, 6, 7, 8, 9, 10]
     assert contents(files / "store") == whole
-    assert not part_path(files / "store", Part(1, 1)).exists()
+    assert not part_path(files / "store", JobPart(1, 1)).exists()
 
 
 def _stopped(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -164,7 +164,7 @@ def _stopped(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         patch.setattr(PartWriter, "finish", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             packed(files)
-    return part_path(files / "store", Part(1, 1))
+    return part_path(files / "store", JobPart(1, 1))
 
 
 def _interrupt(_: PartWriter) -> None:
@@ -174,7 +174,7 @@ def _interrupt(_: PartWriter) -> None:
 def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
     files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack_jobs, "Apart", Here)  # a process for each is slow
+    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)  # a process for each is slow
     part = _stopped(files, monkeypatch)
     good = {name: (part / name).read_bytes() for name in ("journal", "records")}
     rng = random.Random(0)
@@ -199,7 +199,7 @@ def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
 
 def _plan(files: Path) -> str:
     inputs = packing.find_inputs([files / "structures"], [files / "msas"])
-    return json.dumps({"format": "warpfold-part", "version": 2, **inputs.manifest(PackOptions(), Part(1, 1))})
+    return json.dumps({"format": "warpfold-part", "version": 2, **inputs.manifest(PackOptions(), JobPart(1, 1))})
 
 
 def test_a_kill_while_the_store_is_written(
@@ -211,7 +211,7 @@ def test_a_kill_while_the_store_is_written(
 
     with pytest.raises(KeyboardInterrupt):
         packed(files, progress=stop)
-    part = part_path(files / "store", Part(1, 1))
+    part = part_path(files / "store", JobPart(1, 1))
     assert part.exists()
     (files / "store.partial").mkdir()
     (files / "store.partial/shard-00000.wfs").write_bytes(b"left by a kill")
@@ -238,7 +238,7 @@ def test_an_unfinished_run_with_other_options_is_refused(files: Path, monkeypatc
 
 
 def test_a_run_that_did_nothing_yet_binds_nobody(files: Path) -> None:
-    part = part_path(files / "store", Part(1, 1))
+    part = part_path(files / "store", JobPart(1, 1))
     part.mkdir()
     (part / "plan.json").write_text("killed here")
     packed(files, options=PackOptions(min_length=12))
@@ -290,8 +290,8 @@ def test_the_longest_jobs_come_first(tmp_path: Path) -> None:
 
 
 def test_a_part_reports_what_it_did(files: Path) -> None:
-    reports: list[PackReport] = [packed(files, part=Part(number, 2)) for number in (1, 2)]
+    reports: list[PackReport] = [packed(files, part=JobPart(number, 2)) for number in (1, 2)]
     assert all(report.kept for report in reports)
     done = {entry.name for report in reports for entry in report.kept}
     assert done == {"1mut_A", "1non_A", "1one_A", "1one_B", "1one_C", "1two_A"}
-    assert packed(files, part=Part(1, 2)).entries == reports[0].entries  # again: nothing to do
+    assert packed(files, part=JobPart(1, 2)).entries == reports[0].entries  # again: nothing to do

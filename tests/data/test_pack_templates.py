@@ -9,8 +9,8 @@ from pack_inputs import ONE, TWO, alignment, chain, structure
 
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.pack import find_inputs, pack
-from warpfold.data.store.example import read_example
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import read_example
 
 
 def hmmsearch(path: Path, *hits: tuple[str, str]) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from warpfold.data.formats.sequences import read_alignment, read_fasta
-from warpfold.data.structure.mmcif import Structure, parse_structure, read_structure
+from warpfold.data.structure.chain import Structure
+from warpfold.data.structure.mmcif import parse_structure, read_structure
 from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, GAP

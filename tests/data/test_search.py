@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.families import database, family, headers, queries
 from tests.test_cli import refused, run
-from warpfold.bulk import Part
+from warpfold.bulk import JobPart
 from warpfold.data.formats.sequences import read_alignment, read_fasta, write_fasta
 from warpfold.data.search import search as searching
 from warpfold.data.search.database import Database
@@ -144,7 +144,7 @@ def test_parts_and_processes_make_the_whole(
     search([files[0]], bases, tmp_path / "processes", templates=files[1], options=processes)
     monkeypatch.setattr(searching, "HELD", 1)
     for number in (1, 2):
-        part = SearchOptions(part=Part(number, 2))
+        part = SearchOptions(part=JobPart(number, 2))
         search([files[0]], bases, tmp_path / "parts", templates=files[1], options=part)
     assert tree(tmp_path / "processes") == tree(tmp_path / "parts") == tree(tmp_path / "whole")
     reports = [json.loads((tmp_path / f"parts/search-{i}-of-2.json").read_text()) for i in (1, 2)]
@@ -210,7 +210,7 @@ def write(path: Path, text: str) -> Path:
     ("spoil", "reason"),
     [
         (lambda folder, q, d: (write(q, ">a\nMKV\n>A other\nMKW\n"), d), "called A twice"),
-        (lambda folder, q, d: (write(q, ">a\nMK1V\n"), d), "'1', which is no amino acid"),
+        (lambda folder, q, d: (write(q, ">a\nMK1V\n"), d), "'1', which is not an amino acid"),
         (lambda folder, q, d: (write(q, ""), d), "is empty"),
         (lambda folder, q, d: (folder / "none.fasta", d), "no such file"),
         (lambda folder, q, d: (q, f"db={d} db={d}"), "another is called db too"),

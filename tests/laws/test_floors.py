@@ -98,6 +98,8 @@ def test_tables_need_no_torch() -> None:
         ("warpfold", {"torch", "numpy", "gemmi", "matplotlib"}),
         ("warpfold.model.alphafold", {"gemmi", "zstandard", "matplotlib", "typer"}),
         ("warpfold.cli", {"torch"}),
+        ("warpfold.run.config", {"gemmi", "matplotlib", "typer"}),
+        ("warpfold.data.load.loader", {"gemmi", "matplotlib", "typer"}),
     ],
 )
 def test_importing_loads_no_more_than_it_uses(module: str, absent: set[str]) -> None:

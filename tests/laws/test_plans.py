@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.helpers import random_batch, tiny_config, tiny_model
 from tests.ranks import run_ranks
 from warpfold.batch import Batch
-from warpfold.data.example.raw import add_labels
+from warpfold.data.features.labels import add_labels
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model import losses
 from warpfold.model.alphafold import AlphaFold, Output
@@ -28,7 +28,7 @@ from warpfold.model.losses import LossConfig, total_loss
 from warpfold.model.pair import PairConfig
 from warpfold.ops.noise import Noise
 from warpfold.parallel import collectives, sharded
-from warpfold.parallel.collectives import mine
+from warpfold.parallel.collectives import local_shard
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
@@ -162,7 +162,7 @@ def errors(found: Answer, expected: Answer, mesh: Mesh) -> dict[str, float]:
         assert here.keys() == there.keys()
         largest = max((float(x.norm()) for x in there.values()), default=0.0)
         for name, whole in there.items():
-            x = mine(whole, CUT[name], mesh.axial) if kind == "outputs" and name in CUT else whole
+            x = local_shard(whole, CUT[name], mesh.axial) if kind == "outputs" and name in CUT else whole
             assert here[name].shape == x.shape, name
             scale = max(float(whole.norm()), FLOOR * largest)
             worst[f"{kind} {name}"] = float((here[name] - x).norm()) / scale
@@ -348,7 +348,7 @@ def no_sum(buffer: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: boo
 
 
 def first_slice(x: Tensor, axis: int, group: Group) -> Tensor:
-    return x.narrow(axis, 0, mine(x, axis, group).shape[axis])
+    return x.narrow(axis, 0, local_shard(x, axis, group).shape[axis])
 
 
 def exchanged(buffer: Tensor, sent: Tensor, *sizes: object, group: dist.ProcessGroup, async_op: bool) -> None:
@@ -357,9 +357,9 @@ def exchanged(buffer: Tensor, sent: Tensor, *sizes: object, group: dist.ProcessG
 
 
 MISTAKES = {
-    "a gradient is not summed": (collectives, "reduce_scatter", no_sum),
+    "a gradient is not summed": (collectives, "reduce_scatter_flat", no_sum),
     "slices stay where they are": (dist, "all_to_all_single", exchanged),
-    "dropout of another slice": (sharded, "mine", first_slice),
+    "dropout of another slice": (sharded, "local_shard", first_slice),
     "a loss counts on every rank": (losses, "_divided", lambda terms, number: terms),
     "noise differs between ranks": (Noise, "at_pass", lambda self, index: self.seed(dist.get_rank(), index)),
     "a mean instead of a sum": (dist, "all_reduce", lambda x, group: all_reduce(x, dist.ReduceOp.AVG, group)),

@@ -12,8 +12,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_ranks
-from warpfold.parallel.collectives import Event, Pending, gather, mine, sizes_of, start_of, swap, tied, turn, watched
+from warpfold.parallel.collectives import (
+    Pending,
+    all_gather,
+    all_to_all,
+    local_shard,
+    sendrecv,
+    shard_offset,
+    shard_sizes,
+    tied,
+)
 from warpfold.parallel.mesh import Group, make_mesh
+from warpfold.parallel.waits import Event, watched
 
 Case = tuple[str, tuple[int, ...], tuple[int, int]]
 
@@ -27,16 +37,16 @@ def cases(draw: st.DrawFn) -> Case:
     """A move, the shape of the whole, and two of its axes from the right; slices may be uneven, and empty."""
     shape = tuple(draw(st.lists(st.integers(0, 6), min_size=2, max_size=4)))
     first, second = draw(st.permutations(range(-len(shape), 0)))[:2]
-    return draw(st.sampled_from(("gather", "turn"))), shape, (first, second)
+    return draw(st.sampled_from(("all_gather", "all_to_all"))), shape, (first, second)
 
 
 def moved(case: Case, whole: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """-> this rank's slice (a leaf), what the move makes of it, and what that should be."""
     kind, shape, (first, second) = case
-    x = mine(whole, first, group).clone().requires_grad_()
-    if kind == "gather":
-        return x, gather(x, first, shape[first], group, "x").wait(), whole
-    return x, turn(x, first, second, shape[first], group, "x").wait(), mine(whole, second, group)
+    x = local_shard(whole, first, group).clone().requires_grad_()
+    if kind == "all_gather":
+        return x, all_gather(x, first, shape[first], group, "x").wait(), whole
+    return x, all_to_all(x, first, second, shape[first], group, "x").wait(), local_shard(whole, second, group)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -63,12 +73,12 @@ def test_moves_bring_what_they_should_and_gradients_go_the_transposed_way(ranks:
 
 
 @pytest.mark.parametrize("shapes", [((3, 2), (4,)), ((0, 2), (3,)), ((2,), (0,))])
-def test_two_ranks_swap_what_they_have(shapes: tuple[tuple[int, ...], ...]) -> None:
+def test_two_ranks_exchange_what_they_have(shapes: tuple[tuple[int, ...], ...]) -> None:
     def on_a_rank() -> tuple[float, float]:
         group = make_mesh(branch=2).branch
         rank, other = group.rank, 1 - group.rank
         x = random(rank, *shapes[rank]).requires_grad_()
-        out = swap(x, shapes[other], group, "x").wait()
+        out = sendrecv(x, shapes[other], group, "x").wait()
         assert torch.equal(out, random(other, *shapes[other]))
         out.backward(y := random(10 + rank, *out.shape))
         assert x.grad is not None
@@ -84,7 +94,7 @@ def gradient_under(function: Callable[[Tensor, Group], Tensor]) -> list[Tensor]:
 
     def on_a_rank() -> Tensor:
         group = make_mesh(axial=2).axial
-        x = mine(random(0, 5, 4), -2, group).clone().requires_grad_()
+        x = local_shard(random(0, 5, 4), -2, group).clone().requires_grad_()
         function(x, group).backward()
         assert x.grad is not None
         return x.grad
@@ -98,22 +108,22 @@ def weighted(whole: Tensor, group: Group) -> Tensor:
 
 
 def alone(x: Tensor, group: Group) -> Tensor:
-    return weighted(gather(x, -2, 5, group, "x").wait(), group)
+    return weighted(all_gather(x, -2, 5, group, "x").wait(), group)
 
 
 def used_twice(x: Tensor, group: Group) -> Tensor:
-    pending = gather(x, -2, 5, group, "x")
+    pending = all_gather(x, -2, 5, group, "x")
     assert pending.wait() is pending.wait()
     return (weighted(pending.wait(), group) + weighted(pending.wait(), group)) / 2
 
 
 def two_in_flight(x: Tensor, group: Group) -> Tensor:
     """Awaited in the other order than started; so are their gradients."""
-    first, second = gather(x, -2, 5, group, "first"), gather(2 * x, -2, 5, group, "second")
-    there = turn(x, -2, -1, 5, group, "turned")
+    first, second = all_gather(x, -2, 5, group, "first"), all_gather(2 * x, -2, 5, group, "second")
+    there = all_to_all(x, -2, -1, 5, group, "turned")
     assert not any(pending.arrived for pending in (first, second, there))
     columns, doubled, whole = there.wait(), second.wait(), first.wait()
-    assert torch.equal(columns, mine(whole, -1, group))
+    assert torch.equal(columns, local_shard(whole, -1, group))
     return weighted(doubled - whole, group)
 
 
@@ -123,14 +133,14 @@ def recomputed(x: Tensor, group: Group) -> Tensor:
 
 def within_another(x: Tensor, group: Group) -> Tensor:
     """Recomputed in the middle of another's backward pass."""
-    pending = gather(x, -2, 5, group, "outer")
+    pending = all_gather(x, -2, 5, group, "outer")
     inner = recomputed(x, group)
     return (inner + weighted(pending.wait(), group)) / 2
 
 
 def there_and_back(x: Tensor, group: Group) -> Tensor:
-    columns = turn(x, -2, -1, 5, group, "there").wait()
-    return alone(turn(columns, -1, -2, 4, group, "back").wait(), group)
+    columns = all_to_all(x, -2, -1, 5, group, "there").wait()
+    return alone(all_to_all(columns, -1, -2, 4, group, "back").wait(), group)
 
 
 @pytest.mark.parametrize("way", [used_twice, two_in_flight, recomputed, within_another, there_and_back])
@@ -140,18 +150,18 @@ def test_calls_do_not_meddle(way: Callable[[Tensor, Group], Tensor]) -> None:
         weighted(whole, Group("axial", rank)).backward()
     assert whole.grad is not None
     for rank, grad in enumerate(gradient_under(way)):
-        torch.testing.assert_close(grad, whole.grad.split(sizes_of(5, 2))[rank], rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(grad, whole.grad.split(shard_sizes(5, 2))[rank], rtol=1e-13, atol=1e-13)
 
 
 def test_without_gradients_no_graph_is_kept() -> None:
     def on_a_rank() -> None:
         group = make_mesh(axial=2).axial
-        x = mine(random(0, 5, 4), -2, group).clone().requires_grad_()
+        x = local_shard(random(0, 5, 4), -2, group).clone().requires_grad_()
         with torch.no_grad():
-            out = gather(x, -2, 5, group, "x").wait()
+            out = all_gather(x, -2, 5, group, "x").wait()
         assert torch.equal(out, random(0, 5, 4))
         assert not out.requires_grad
-        assert not gather(x.detach(), -2, 5, group, "x").wait().requires_grad
+        assert not all_gather(x.detach(), -2, 5, group, "x").wait().requires_grad
 
     run_ranks(on_a_rank, 2)
 
@@ -159,7 +169,7 @@ def test_without_gradients_no_graph_is_kept() -> None:
 def test_in_a_group_of_one_nothing_moves_and_nothing_is_copied() -> None:
     x, events = random(0, 3, 4), []
     with watched(events.append):
-        for pending in (gather(x, -2, 3, Group("axial"), "x"), turn(x, -2, -1, 3, Group("axial"), "x")):
+        for pending in (all_gather(x, -2, 3, Group("axial"), "x"), all_to_all(x, -2, -1, 3, Group("axial"), "x")):
             assert isinstance(pending, Pending)
             assert pending.arrived
             assert pending.wait() is x
@@ -170,7 +180,7 @@ def test_a_gradient_that_one_rank_does_not_want_takes_part_all_the_same() -> Non
     def on_a_rank() -> Tensor:
         group = make_mesh(branch=2).branch
         x = random(0, 3).requires_grad_()
-        theirs, own = tied(swap(x, (3,), group, "x").wait(), x)
+        theirs, own = tied(sendrecv(x, (3,), group, "x").wait(), x)
         (own if group.rank else theirs).sum().backward()  # rank 1 reads nothing of what came
         assert x.grad is not None
         return x.grad
@@ -184,9 +194,9 @@ def test_starts_and_waits_are_told_with_the_bytes_that_leave() -> None:
     def on_a_rank() -> list[Event]:
         group, events = make_mesh(axial=3).axial, []
         with watched(events.append):
-            x = mine(random(0, 5, 4), -2, group).clone().requires_grad_()
-            pending = turn(x, -2, -1, 5, group, "m")
-            alone_ = gather(x, -2, 5, group, "bias")
+            x = local_shard(random(0, 5, 4), -2, group).clone().requires_grad_()
+            pending = all_to_all(x, -2, -1, 5, group, "m")
+            alone_ = all_gather(x, -2, 5, group, "bias")
             (pending.wait().sum() + alone_.wait().sum()).backward()
         alone_.wait()  # known already
         return events
@@ -195,17 +205,17 @@ def test_starts_and_waits_are_told_with_the_bytes_that_leave() -> None:
     for events in ranks:
         told = [(e.what, e.name, e.kind, e.backward) for e in events]
         assert told[:4] == [
-            ("start", "m", "turn", False),
-            ("start", "bias", "gather", False),
-            ("wait", "m", "turn", False),
-            ("wait", "bias", "gather", False),
+            ("start", "m", "all_to_all", False),
+            ("start", "bias", "all_gather", False),
+            ("wait", "m", "all_to_all", False),
+            ("wait", "bias", "all_gather", False),
         ]
         assert sorted(told[4:]) == sorted(
             [
-                ("start", "bias", "scatter", True),
-                ("start", "m", "turn", True),
-                ("wait", "bias", "scatter", True),
-                ("wait", "m", "turn", True),
+                ("start", "bias", "reduce_scatter", True),
+                ("start", "m", "all_to_all", True),
+                ("wait", "bias", "reduce_scatter", True),
+                ("wait", "m", "all_to_all", True),
             ]
         )
         assert [e.number for e in events] == [e.number for e in ranks[0]]
@@ -214,13 +224,13 @@ def test_starts_and_waits_are_told_with_the_bytes_that_leave() -> None:
     turned = [
         sum(e.bytes for e in events if e.name == "m" and e.what == "start" and not e.backward) for events in ranks
     ]
-    stay = sum(rows * columns for rows, columns in zip(sizes_of(5, 3), sizes_of(4, 3)))
+    stay = sum(rows * columns for rows, columns in zip(shard_sizes(5, 3), shard_sizes(4, 3)))
     assert sum(turned) == 8 * (5 * 4 - stay)  # what has the same owner before and after does not travel
 
 
 def test_slices_are_as_even_as_can_be() -> None:
-    assert sizes_of(10, 4) == [3, 3, 2, 2]
-    assert sizes_of(2, 4) == [1, 1, 0, 0]
-    assert [start_of(10, Group("axial", rank, 4)) for rank in range(4)] == [0, 3, 6, 8]
-    parts = [mine(torch.arange(10), -1, Group("axial", rank, 4)) for rank in range(4)]
+    assert shard_sizes(10, 4) == [3, 3, 2, 2]
+    assert shard_sizes(2, 4) == [1, 1, 0, 0]
+    assert [shard_offset(10, Group("axial", rank, 4)) for rank in range(4)] == [0, 3, 6, 8]
+    parts = [local_shard(torch.arange(10), -1, Group("axial", rank, 4)) for rank in range(4)]
     assert torch.equal(torch.cat(parts), torch.arange(10))

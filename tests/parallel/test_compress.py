@@ -11,10 +11,18 @@ from tests.parallel.toys import TINY, trained
 from tests.ranks import RankError, run_ranks
 from warpfold.engine.optim import OptimConfig
 from warpfold.parallel.buckets import Layout, make_layout
-from warpfold.parallel.compress import CompressionConfig, Compressor, decode, encode
+from warpfold.parallel.compress import (
+    CompressionConfig,
+    Compressor,
+    decode,
+    encode,
+    make_compressor,
+    matrix_blocks,
+    orthonormal,
+)
 from warpfold.parallel.exchange import SyncConfig, Wire
 from warpfold.parallel.mesh import make_mesh
-from warpfold.parallel.powersgd import make_compressor, matrix_blocks, orthonormal
+from warpfold.parallel.waits import Event, watched
 
 METHODS = ["powersgd", "topk", "int8", "1bit"]
 SHAPES = {"a": (20, 30), "b": (7,), "c": (20, 30), "d": (4, 3, 5), "e": (40, 12), "f": (3, 2)}
@@ -45,8 +53,10 @@ def on_ranks(
         compressor = make_compressor(config, wire, torch.zeros(where.size, dtype=torch.float64), where.segments())
         assert isinstance(compressor, Compressor)
         own = [make(where, step, mesh.data.rank) for step in range(steps)]
-        applied = [compressor.mean(x.clone()) for x in own]
-        return applied, compressor.local, own, sum(wire.sent.values())
+        events: list[Event] = []
+        with watched(events.append):
+            applied = [compressor.mean(x.clone()) for x in own]
+        return applied, compressor.local, own, sum(event.bytes for event in events)
 
     return run_ranks(run, ranks)
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from warpfold.errors import UserError
-from warpfold.parallel import pulse
+from warpfold.parallel import heartbeat
 from warpfold.parallel.exchange import make_hierarchical
-from warpfold.parallel.mesh import WATCHDOG, Mesh, limit_waits, make_mesh, place
+from warpfold.parallel.mesh import WATCHDOG, Mesh, coordinates, make_mesh, set_timeouts
 
 GROUPS = ("data", "axial", "branch", "model", "world")
 
@@ -27,7 +27,7 @@ def test_alone_every_group_has_one_member() -> None:
 
 
 def test_branch_ranks_are_neighbours_then_axial_then_data() -> None:
-    assert [place(rank, 2, 2, 2) for rank in (0, 1, 2, 4)] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
+    assert [coordinates(rank, 2, 2, 2) for rank in (0, 1, 2, 4)] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 3, 2), (3, 1, 1)])
@@ -49,8 +49,8 @@ def test_groups_are_the_lines_of_the_grid(sizes: tuple[int, int, int]) -> None:
         return found
 
     for rank, found in enumerate(run_ranks(on_a_rank, data * axial * branch)):
-        d, a, b = place(rank, *sizes)
-        number = {place(other, *sizes): other for other in range(data * axial * branch)}
+        d, a, b = coordinates(rank, *sizes)
+        number = {coordinates(other, *sizes): other for other in range(data * axial * branch)}
         assert found == {
             "data": tuple(number[i, a, b] for i in range(data)),
             "axial": tuple(number[d, i, b] for i in range(axial)),
@@ -96,11 +96,11 @@ def test_a_group_gives_up_in_time_and_nccl_s_watchdog_comes_after(nccl: bool) ->
     backends = {"cpu": gloo, "cuda": Mock() if nccl else gloo}
     handle = Mock(_device_types=[torch.device(name) for name in backends])
     handle._get_backend.side_effect = lambda device: backends[device.type]
-    limit_waits(handle, 5.0)
+    set_timeouts(handle, 5.0)
     assert backends["cpu"]._set_default_timeout.call_args == call(timedelta(seconds=5))
     if nccl:
         assert backends["cuda"]._set_default_timeout.call_args == call(timedelta(seconds=5 + WATCHDOG))
-        assert pulse.GRACE * 2 < WATCHDOG
+        assert heartbeat.GRACE * 2 < WATCHDOG
 
 
 def test_every_group_gives_up_after_the_limit_of_the_mesh() -> None:

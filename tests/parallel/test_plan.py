@@ -26,7 +26,7 @@ from warpfold.model.evoformer import Evoformer, EvoformerBlock, EvoformerConfig
 from warpfold.model.execution import PLAIN, Executable
 from warpfold.model.pair import PairConfig
 from warpfold.ops import dispatch
-from warpfold.parallel.collectives import mine as local_shard
+from warpfold.parallel.collectives import local_shard as local_shard
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from tests.parallel.toys import TINY, Toy, part_of_loss, trained
 from tests.ranks import RankError, run_ranks
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.parallel.buckets import ALIGN, make_layout
-from warpfold.parallel.exchange import Plain, Stages, SyncConfig, Weights
+from warpfold.parallel.exchange import ClipFactors, Plain, Stages, SyncConfig
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.reducer import Reducer
+from warpfold.parallel.waits import watched
 
 GRIDS = [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)]
 QUICK = OptimConfig(learning_rate=0.01, warmup_steps=2, average_decay=0.9)
@@ -82,7 +84,7 @@ def test_gradients_are_those_of_one_process() -> None:
             part_of_loss(net, index, mesh.model.rank, model).backward()
             optimizer.collect()
         mean = optimizer.reducer.mean(optimizer.total, torch.tensor(optimizer.share))
-        whole = optimizer.reducer.spread(mean, torch.empty_like(optimizer.weights))
+        whole = optimizer.reducer.all_gather(mean, torch.empty_like(optimizer.weights))
         return {name: optimizer.layout.view(whole, name).clone() for name in optimizer.layout.places}
 
     plain = Toy()
@@ -123,7 +125,7 @@ def test_the_data_ranks_exchange_begins_in_the_backward_pass(clip: str, accumula
         mesh, net = make_mesh(2), Toy()
         optimizer = Optimizer(net, OptimConfig(clip=clip, accumulate=accumulate), mesh, SMALL)
         seen = []
-        net.enter.weight.register_hook(lambda gradient: seen.append(len(optimizer.reducer._travels)))
+        net.enter.weight.register_hook(lambda gradient: seen.append(len(optimizer.reducer._in_flight)))
         for index in range(optimizer.share):
             part_of_loss(net, index, 0, 1).backward()
             optimizer.collect()
@@ -146,9 +148,9 @@ def test_the_exchange_follows_the_model_ranks_sum_within_the_backward_pass(clip:
         def look(gradient: Tensor) -> None:
             """Within the backward pass: the exchange of what was sent needs nothing of this thread any more."""
             end = time.monotonic() + (10 if optimizer.reducer.early else 0)
-            while len(optimizer.reducer._travels) < own and time.monotonic() < end:
+            while len(optimizer.reducer._in_flight) < own and time.monotonic() < end:
                 time.sleep(0.001)
-            seen.append(len(optimizer.reducer._travels))
+            seen.append(len(optimizer.reducer._in_flight))
 
         net.enter.weight.register_hook(look)
         for index in range(optimizer.share):
@@ -191,11 +193,11 @@ def test_on_a_gpu_a_stream_beside_waits_and_the_next_use_waits_for_it(monkeypatc
         yield
         now = before
 
-    def scatter(exchange: Plain, x: Tensor, weights: Weights) -> Stages[Tensor]:
+    def reduce_scatter(exchange: Plain, x: Tensor, factors: ClipFactors) -> Stages[Tensor]:
         said.append(f"exchange on {now}")
-        return (yield from original(exchange, x, weights))
+        return (yield from original(exchange, x, factors))
 
-    original = Plain.scatter
+    original = Plain.reduce_scatter
     init = Reducer.__init__
 
     def with_streams(self: Reducer, *args: Any, **more: Any) -> None:
@@ -205,7 +207,7 @@ def test_on_a_gpu_a_stream_beside_waits_and_the_next_use_waits_for_it(monkeypatc
     threaded = run_ranks(trained, 4, 2, 2, QUICK, SMALL)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(name=now))
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(Plain, "scatter", scatter)
+    monkeypatch.setattr(Plain, "reduce_scatter", reduce_scatter)
     monkeypatch.setattr(Reducer, "__init__", with_streams)
 
     def on_a_rank() -> tuple[list[str], dict[str, Tensor]]:
@@ -224,7 +226,9 @@ def test_what_fails_beside_the_backward_pass_is_raised_at_its_end(monkeypatch: p
     def fail() -> None:
         mesh, net = make_mesh(2, 2), Toy()
         optimizer = Optimizer(net, dataclasses.replace(QUICK, accumulate=2), mesh, SMALL)
-        monkeypatch.setattr(optimizer.reducer.exchange, "scatter", Mock(side_effect=MemoryError("no room to receive")))
+        monkeypatch.setattr(
+            optimizer.reducer.exchange, "reduce_scatter", Mock(side_effect=MemoryError("no room to receive"))
+        )
         part_of_loss(net, 0, mesh.model.rank, 2).backward()
         optimizer.collect()
 
@@ -431,15 +435,19 @@ def test_bytes_are_those_of_a_ring() -> None:
         torch.nn.init.zeros_(net.weight)
         torch.nn.init.zeros_(net.bias)
         sync = SyncConfig(shard_state=shard_state, check_every=0)
-        optimizer = Optimizer(net, OptimConfig(accumulate=3), make_mesh(3), sync)
-        net(torch.ones(1, 31, dtype=torch.float64)).sum().backward()
-        optimizer.collect()
-        optimizer.step(0)
-        return dict(optimizer.reducer.sent()), optimizer.layout.size * 8
+        told: Counter[str] = Counter()
+        with watched(lambda event: told.update({event.title: event.bytes})):
+            optimizer = Optimizer(net, OptimConfig(accumulate=3), make_mesh(3), sync)
+            net(torch.ones(1, 31, dtype=torch.float64)).sum().backward()
+            optimizer.collect()
+            optimizer.step(0)
+        return dict(told), optimizer.layout.size * 8
 
     for shard_state in (False, True):
         for counted, size in run_ranks(sent, 3, shard_state):
-            assert counted == {"data exchange": size * 2 // 3, "data gather": size * 2 // 3 + 2 * 8}  # + factors
+            what = "of gradients or weights over data ranks"
+            once = size * 2 // 3
+            assert counted == {f"all_to_all {what}": once, f"all_gather {what}": once + 2 * 8}  # + factors
 
 
 def test_a_layout_tears_no_parameter_and_cuts_evenly() -> None:
@@ -453,7 +461,7 @@ def test_a_layout_tears_no_parameter_and_cuts_evenly() -> None:
         ends.append(bucket.stop)
     assert ends[-1] == layout.size
     flat = torch.arange(layout.size)
-    shards = [layout.cut(flat, 6, index) for index in range(6)]
+    shards = [layout.shard(flat, 6, index) for index in range(6)]
     for bucket, piece in zip(layout.buckets, layout.within(6)):
         assert torch.equal(torch.cat([shard[piece] for shard in shards]), flat[bucket])
     found = {name: [] for name in named}

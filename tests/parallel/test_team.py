@@ -22,12 +22,13 @@ import torch._dynamo  # before the forks, which would each load it
 import torch.distributed as dist
 
 from warpfold.errors import UserError
-from warpfold.parallel import pulse, waits
+from warpfold.parallel import heartbeat, waits
 from warpfold.parallel import team as module
-from warpfold.parallel.collectives import gather
+from warpfold.parallel.collectives import all_gather
 from warpfold.parallel.exchange import Wire
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.team import Launch, Team, TeamError, assembled
+from warpfold.parallel.team import ProcessInfo, Team, TeamError, distributed_context
+from warpfold.parallel.waits import Event
 
 FINE, FAILED, LONG = 0, 7, 60.0
 GRACE = 1.2  # seconds, in these tests
@@ -52,8 +53,8 @@ class Crew:
         pipes, processes = [], []
         for rank in range(ranks):
             ours, theirs = self.context.Pipe()
-            launch = Launch(rank, ranks, rank, ranks, "127.0.0.1", agent_keeps_store=not keeps)
-            processes.append(self.context.Process(target=self._live, args=(function, launch, plan, theirs)))
+            info = ProcessInfo(rank, ranks, rank, ranks, "127.0.0.1", agent_keeps_store=not keeps)
+            processes.append(self.context.Process(target=self._live, args=(function, info, plan, theirs)))
             processes[-1].start()
             pipes.append(ours)
         port = free_port() if keeps else self._port()
@@ -83,12 +84,12 @@ class Crew:
             self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
         return self.store.port
 
-    def _live(self, function: Callable[[Team], object], launch: Launch, plan: Plan, pipe) -> None:
+    def _live(self, function: Callable[[Team], object], process: ProcessInfo, plan: Plan, pipe) -> None:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        sys.stderr = open(self.folder / f"{launch.rank}.txt", "w", buffering=1)  # noqa: SIM115 (ends with the process)
+        sys.stderr = open(self.folder / f"{process.rank}.txt", "w", buffering=1)  # noqa: SIM115 (ends with the process)
         try:
-            with assembled(replace(launch, port=pipe.recv()), plan) as team:
+            with distributed_context(replace(process, port=pipe.recv()), plan) as team:
                 function(team)
         except UserError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -115,30 +116,35 @@ def free_port() -> int:
 @pytest.fixture
 def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Crew:
     for name, seconds in (("BEAT", 0.2), ("SILENT", 0.6), ("GRACE", GRACE)):
-        monkeypatch.setattr(pulse, name, seconds)
+        monkeypatch.setattr(heartbeat, name, seconds)
     return Crew(tmp_path)
 
 
 def test_all_hear_what_each_says(crew: Crew) -> None:
     def talk(team: Team) -> None:
-        rank = team.launch.rank
-        said = team.share({"rank": rank, "ä": [math.nan, 0.1 * rank] * rank}, "a meeting")
+        rank = team.process.rank
+        said = team.all_gather_object({"rank": rank, "ä": [math.nan, 0.1 * rank] * rank}, "a meeting")
         assert [len(one["ä"]) for one in said] == [0, 2, 4, 6]
         assert [one["ä"][1] for one in said[1:]] == [0.1, 0.2, 0.1 * 3]
         assert math.isnan(said[3]["ä"][0])
-        assert team.spoken(team.share(rank, "another")) == [0, 2]
-        assert team.share_example(rank, "an example") == ([0, 1] if rank < 2 else [2, 3])
-        assert (team.leads, team.speaks) == (rank == 0, rank in (0, 2))
+        assert team.of_example_leaders(team.all_gather_object(rank, "another")) == [0, 2]
+        assert team.all_gather_object_of_example(rank, "an example") == ([0, 1] if rank < 2 else [2, 3])
+        assert (team.is_rank_zero, team.is_example_leader) == (rank == 0, rank in (0, 2))
 
     codes, said, _ = crew.run(talk, Plan(data=2, axial=2))
     assert (codes, said) == ([FINE] * 4, [""] * 4)
 
 
 def test_alone_one_hears_oneself() -> None:
-    with assembled(Launch(), Plan()) as team:
-        assert team.share(1, "") == team.share_example(1, "") == team.spoken([1]) == [1]
-        assert team.leads
-        assert team.speaks
+    with distributed_context(ProcessInfo(), Plan()) as team:
+        assert (
+            team.all_gather_object(1, "")
+            == team.all_gather_object_of_example(1, "")
+            == team.of_example_leaders([1])
+            == [1]
+        )
+        assert team.is_rank_zero
+        assert team.is_example_leader
 
 
 def test_the_first_ones_tensors_reach_all_to_the_bit(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,14 +158,14 @@ def test_the_first_ones_tensors_reach_all_to_the_bit(crew: Crew, monkeypatch: py
     }
 
     def receive(team: Team) -> None:
-        found = team.tensors_from_first(given if team.leads else None, "a checkpoint")
+        found = team.broadcast_tensors(given if team.is_rank_zero else None, "a checkpoint")
         assert list(found) == list(given)
         for name, x in given.items():
             assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype)
             assert found[name].tolist() == x.tolist() or name == "half"
         assert found["half"].view(torch.int16).tolist() == given["half"].view(torch.int16).tolist()
-        assert team.from_first({"ä": 1} if team.leads else None, "its notes") == {"ä": 1}
-        assert team.tensors_from_first({} if team.leads else None, "no tensors") == {}
+        assert team.broadcast({"ä": 1} if team.is_rank_zero else None, "its notes") == {"ä": 1}
+        assert team.broadcast_tensors({} if team.is_rank_zero else None, "no tensors") == {}
 
     codes, said, _ = crew.run(receive, Plan(data=3))
     assert (codes, said) == ([FINE] * 3, [""] * 3)
@@ -168,9 +174,9 @@ def test_the_first_ones_tensors_reach_all_to_the_bit(crew: Crew, monkeypatch: py
 
 def test_when_one_fails_the_others_end_and_say_why(crew: Crew) -> None:
     def fail(team: Team) -> None:
-        if team.launch.rank == 1:
+        if team.process.rank == 1:
             raise UserError("out/state: no space left; make room")
-        team.share(0, "a checkpoint")
+        team.all_gather_object(0, "a checkpoint")
 
     codes, said, seconds = crew.run(fail, Plan(data=3))
     assert codes == [FAILED] * 3
@@ -181,8 +187,8 @@ def test_when_one_fails_the_others_end_and_say_why(crew: Crew) -> None:
 
 def test_where_no_exception_reaches_a_process_it_is_ended(crew: Crew) -> None:
     def fail(team: Team) -> None:
-        team.share(0, "a step")
-        if team.launch.rank == 1:
+        team.all_gather_object(0, "a step")
+        if team.process.rank == 1:
             raise UserError("bad data")
         time.sleep(LONG)  # as in a kernel that waits for others
 
@@ -193,8 +199,8 @@ def test_where_no_exception_reaches_a_process_it_is_ended(crew: Crew) -> None:
 
 def test_why_the_first_failed_is_known_also_when_its_store_ends_with_it(crew: Crew) -> None:
     def fail(team: Team) -> None:
-        team.share(0, "a step")
-        if team.launch.rank == 0:
+        team.all_gather_object(0, "a step")
+        if team.process.rank == 0:
             raise UserError("no space left")
         time.sleep(LONG)
 
@@ -204,8 +210,8 @@ def test_why_the_first_failed_is_known_also_when_its_store_ends_with_it(crew: Cr
 
 def test_where_nobody_reads_what_it_says_a_process_ends_too(crew: Crew) -> None:
     def fail(team: Team) -> None:
-        team.share(0, "a step")
-        if team.launch.rank == 1:
+        team.all_gather_object(0, "a step")
+        if team.process.rank == 1:
             raise UserError("bad data")
         _, full = os.pipe()
         os.set_blocking(full, False)
@@ -229,17 +235,17 @@ def test_who_keeps_the_store_may_end_first(crew: Crew, monkeypatch: pytest.Monke
         destroy()
 
     monkeypatch.setattr(dist, "destroy_process_group", slowly)
-    codes, said, _ = crew.run(lambda team: team.share(0, "a step"), Plan(data=2), keeps=True)
+    codes, said, _ = crew.run(lambda team: team.all_gather_object(0, "a step"), Plan(data=2), keeps=True)
     assert (codes, said) == ([FINE] * 2, [""] * 2)
 
 
 def test_a_killed_process_is_named(crew: Crew) -> None:
     def die(team: Team) -> None:
-        team.share(0, "a step")
-        time.sleep(2 * pulse.BEAT)
-        if team.launch.rank == 1:
+        team.all_gather_object(0, "a step")
+        time.sleep(2 * heartbeat.BEAT)
+        if team.process.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        team.share(0, "the next step")
+        team.all_gather_object(0, "the next step")
 
     codes, said, seconds = crew.run(die, Plan(data=2))
     assert codes == [FAILED, -signal.SIGKILL]
@@ -249,22 +255,22 @@ def test_a_killed_process_is_named(crew: Crew) -> None:
 
 
 def slices(team: Team) -> None:
-    gather(torch.ones(2), 0, 4, team.mesh.axial, "z of the trunk").wait()
+    all_gather(torch.ones(2), 0, 4, team.mesh.axial, "z of the trunk").wait()
 
 
 def gradients(team: Team) -> None:
-    Wire(team.mesh.data).sum(torch.ones(1))
+    Wire(team.mesh.data).all_reduce(torch.ones(1)).wait()
 
 
 def meeting(team: Team) -> None:
-    team.share(0, "a meeting")
+    team.all_gather_object(0, "a meeting")
 
 
 @pytest.mark.parametrize(
     ("plan", "wait", "name"),
     [
-        (Plan(axial=2), slices, "gather of z of the trunk"),
-        (Plan(data=2), gradients, "sum of gradients or weights over data ranks"),
+        (Plan(axial=2), slices, "all_gather of z of the trunk"),
+        (Plan(data=2), gradients, "all_reduce of gradients or weights over data ranks"),
         (Plan(data=2), meeting, "a meeting"),
     ],
     ids=["slices", "gradients", "meeting"],
@@ -273,8 +279,8 @@ def test_who_does_not_arrive_is_named_and_where_it_is(
     crew: Crew, plan: Plan, wait: Callable[[Team], None], name: str
 ) -> None:
     def hang(team: Team) -> None:
-        team.share(0, "the step before")
-        if team.launch.rank == 1:
+        team.all_gather_object(0, "the step before")
+        if team.process.rank == 1:
             time.sleep(LONG)
         wait(team)
 
@@ -288,14 +294,17 @@ def test_who_does_not_arrive_is_named_and_where_it_is(
 
 def test_a_process_without_exceptions_notices_that_another_is_missing(crew: Crew) -> None:
     def hang(team: Team) -> None:
-        team.share(0, "a step")
-        if team.launch.rank == 0:
-            team.note_gradients("a kernel of NCCL's")
+        team.all_gather_object(0, "a step")
+        if team.process.rank == 0:
+            team.note(Event("start", "a kernel of NCCL's", "all_reduce", 0, carries="gradients"))
         time.sleep(LONG)
 
     codes, said, seconds = crew.run(hang, Plan(data=2, time_limit=1.0))
     assert codes == [1, 1]
-    assert "rank 0 waited for others at \"a kernel of NCCL's\"; rank 1 did not arrive: it is at 'a step'" in said[0]
+    assert (
+        "rank 0 waited for others at \"all_reduce of a kernel of NCCL's\"; rank 1 did not arrive: it is at 'a step'"
+        in said[0]
+    )
     assert seconds < 15
 
 
@@ -303,10 +312,10 @@ def test_an_error_that_speaks_of_time_keeps_its_own_words(crew: Crew) -> None:
     """What failed is known by where it was raised, not by what its message says."""
 
     def fail(team: Team) -> None:
-        team.share(0, "a step")
-        if team.launch.rank == 1:
+        team.all_gather_object(0, "a step")
+        if team.process.rank == 1:
             raise RuntimeError("example 7: the annotation's timeout column: connection reset")
-        team.share(0, "the next step")
+        team.all_gather_object(0, "the next step")
 
     _, said, _ = crew.run(fail, Plan(data=2))
     assert "RuntimeError: example 7: the annotation's timeout column: connection reset" in said[1]
@@ -322,10 +331,10 @@ END = LIMIT + GRACE + 2  # 2: to fork, to meet, and what a busy machine adds
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_frozen_rank_is_named_in_time_also_if_it_keeps_the_store(crew: Crew, keeps: bool) -> None:
     def freeze(team: Team) -> None:
-        team.share(0, "a step")
-        if team.launch.rank == 0:
+        team.all_gather_object(0, "a step")
+        if team.process.rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
-        team.share(0, "the next step")
+        team.all_gather_object(0, "the next step")
 
     codes, said, seconds = crew.run(freeze, Plan(data=3, time_limit=LIMIT), keeps=keeps, frozen=(0,))
     assert codes == [-signal.SIGKILL, FAILED, FAILED]
@@ -343,12 +352,12 @@ def test_a_store_that_falls_silent_ends_every_rank_in_time(crew: Crew) -> None:
     keeper = crew.keep_store()
 
     def go_on(team: Team) -> None:
-        team.share(0, "a step")
-        time.sleep(2 * pulse.BEAT)
-        if team.launch.rank == 0:
+        team.all_gather_object(0, "a step")
+        time.sleep(2 * heartbeat.BEAT)
+        if team.process.rank == 0:
             os.kill(keeper, signal.SIGSTOP)
         else:
-            team.share(0, "the next step")
+            team.all_gather_object(0, "the next step")
         time.sleep(LONG)
 
     codes, said, seconds = crew.run(go_on, Plan(data=2, time_limit=LIMIT))
@@ -376,7 +385,7 @@ class Ended(Exception):
 
 
 @pytest.mark.parametrize("stopped", [0.0, 1e6])
-def test_the_clock_ends_a_wait_within_seconds_of_the_limit(monkeypatch: pytest.MonkeyPatch, stopped: float) -> None:
+def test_the_watchdog_ends_a_wait_within_seconds_of_the_limit(monkeypatch: pytest.MonkeyPatch, stopped: float) -> None:
     """With the constants as they are, in simulated time; that in which the process was stopped does not count."""
     now, asked = 0.0, []
 
@@ -385,12 +394,12 @@ def test_the_clock_ends_a_wait_within_seconds_of_the_limit(monkeypatch: pytest.M
         now += seconds + (stopped if now < 1 else 0)
         return False
 
-    monkeypatch.setattr(pulse, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(pulse, "_break_off", Mock(side_effect=Ended))
-    clock = pulse.Clock(600.0, lambda name, seconds: asked.append((name, now)) or "why")
-    clock._end = SimpleNamespace(wait=beat)  # type: ignore[assignment]
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(heartbeat, "_break_off", Mock(side_effect=Ended))
+    watchdog = heartbeat.Watchdog(600.0, lambda name, seconds: asked.append((name, now)) or "why")
+    watchdog._end = SimpleNamespace(wait=beat)  # type: ignore[assignment]
     with waits.waiting("the others"), pytest.raises(Ended):
-        clock._watch()
+        watchdog._watch()
     assert [name for name, _ in asked] == ["the others"]
     assert 600 < asked[0][1] - stopped < 605  # a collective gives up by itself before
     assert 600 < now - stopped <= 610
@@ -400,10 +409,10 @@ def test_who_computes_for_long_is_left_alone(crew: Crew) -> None:
     """No collective, no wait: a slow validation, a compilation, a garbage collection that holds all threads."""
 
     def compute(team: Team) -> None:
-        team.share(0, "a step")
-        team.note_gradients("a sum that is under way meanwhile")
+        team.all_gather_object(0, "a step")
+        team.note(Event("start", "a sum that is under way meanwhile", "all_reduce", 0, carries="gradients"))
         time.sleep(1 + GRACE + 1)
-        team.share(0, "the next step")
+        team.all_gather_object(0, "the next step")
 
     codes, said, _ = crew.run(compute, Plan(data=2, time_limit=1.0))
     assert (codes, said) == ([FINE] * 2, [""] * 2)
@@ -411,32 +420,32 @@ def test_who_computes_for_long_is_left_alone(crew: Crew) -> None:
 
 def test_the_next_attempt_meets_in_the_same_store(crew: Crew) -> None:
     def die(team: Team) -> None:
-        if team.launch.rank == 1:
+        if team.process.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        team.share(0, "a step")
+        team.all_gather_object(0, "a step")
 
     assert crew.run(die, Plan(data=2))[0] == [FAILED, -signal.SIGKILL]
-    assert crew.run(lambda team: team.share(0, "a step"), Plan(data=2))[:2] == ([FINE, FINE], ["", ""])
+    assert crew.run(lambda team: team.all_gather_object(0, "a step"), Plan(data=2))[:2] == ([FINE, FINE], ["", ""])
 
 
 def test_a_grid_that_is_not_filled_is_refused_before_anyone_is_met() -> None:
     with pytest.raises(UserError, match=r"data 2 x axial 2 x branch 1 needs 4 processes, there are 3; start it with"):
-        assembled(Launch(ranks=3, address="nowhere"), Plan(data=2, axial=2)).__enter__()
+        distributed_context(ProcessInfo(ranks=3, address="nowhere"), Plan(data=2, axial=2)).__enter__()
     with pytest.raises(UserError, match="there are 1"):
-        assembled(Launch(), Plan(axial=2)).__enter__()
+        distributed_context(ProcessInfo(), Plan(axial=2)).__enter__()
 
 
 def test_those_who_do_not_come_are_missed_at_the_meeting() -> None:
     with pytest.raises(TeamError, match=r"rank 0: the 2 processes did not meet at 127\.0\.0\.1:.*no sign of rank 1"):
-        assembled(Launch(ranks=2, address="127.0.0.1"), Plan(data=2, time_limit=0.5)).__enter__()
+        distributed_context(ProcessInfo(ranks=2, address="127.0.0.1"), Plan(data=2, time_limit=0.5)).__enter__()
 
 
 def test_what_torchrun_says() -> None:
-    assert Launch.from_variables({"HOME": "/"}) == Launch()
+    assert ProcessInfo.from_environment({"HOME": "/"}) == ProcessInfo()
     said = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
     more = {"MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert Launch.from_variables(said | more) == Launch(3, 4, 1, 2, "a", 29500, True)
+    assert ProcessInfo.from_environment(said | more) == ProcessInfo(3, 4, 1, 2, "a", 29500, True)
     with pytest.raises(UserError, match="'MASTER_PORT' is missing or no number; start with torchrun"):
-        Launch.from_variables(said)
+        ProcessInfo.from_environment(said)
     with pytest.raises(UserError, match="'three'"):
-        Launch.from_variables(said | more | {"RANK": "three"})
+        ProcessInfo.from_environment(said | more | {"RANK": "three"})

@@ -22,7 +22,7 @@ CUTS: tuple[Triangle, ...] = ("gather", "channels")
 NEXT_OUTER = {"outer: native_layer_norm", "outer: addmm"}
 # And m, which that takes as it is, could already be on its way to the row attention after it; but one slice is all that
 # is kept of a block's input.
-NEXT_ROWS = "turn m to rows"
+NEXT_ROWS = "all_to_all m to rows"
 
 
 def trace(plan: Plan, outer: Order, **stack: Any) -> list[tuple[Found, Found]]:
@@ -52,7 +52,12 @@ CASES = [
 def test_nothing_is_waited_for_while_work_remains(outer: Order, axial: int, by_channels: int, recompute: int) -> None:
     ranks = trace(Plan(axial=axial, triangle=CUTS[by_channels], recompute=bool(recompute)), outer)
     kinds = [(way, move.split()[0]) for way, move, _ in ranks[0][0]]
-    assert {("forward", "turn"), ("forward", "gather"), ("backward", "turn"), ("backward", "scatter")} <= {*kinds}
+    assert {
+        ("forward", "all_to_all"),
+        ("forward", "all_gather"),
+        ("backward", "all_to_all"),
+        ("backward", "reduce_scatter"),
+    } <= {*kinds}
     left = wasted(ranks, 0)
     if outer != "middle":
         left = {wait: work for wait, work in left.items() if work != NEXT_OUTER or wait.startswith("backward")}
@@ -70,7 +75,7 @@ def test_nor_in_the_extra_stack() -> None:
 def test_a_branch_waits_for_the_other_alone(triangle: Triangle) -> None:
     ranks = trace(Plan(axial=2, branch=2, triangle=triangle), "first")
     left = wasted(ranks, 0)
-    assert {wait.split()[1] for wait in left} <= {"swap"}
+    assert {wait.split()[1] for wait in left} <= {"sendrecv"}
     assert all(work == NEXT_OUTER for work in left.values())
 
 
@@ -105,7 +110,7 @@ def test_holding_back_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             start(cut, axis)
 
     monkeypatch.setattr(ShardedTensor, "start", at_first_use)
-    assert any(move == "forward turn m to rows" for move in wasted(trace(Plan(axial=2), "middle"), 1))
+    assert any(move == "forward all_to_all m to rows" for move in wasted(trace(Plan(axial=2), "middle"), 1))
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,11 @@ from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.pair import PairConfig
 from warpfold.ops.dispatch import Op
 from warpfold.parallel import collectives
-from warpfold.parallel.collectives import Event, Pending, mine, watched
+from warpfold.parallel.collectives import Pending, local_shard
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
+from warpfold.parallel.waits import Event, watched
 
 Order = Literal["middle", "first", "last"]
 
@@ -263,7 +264,7 @@ def _wrapped(trace: Trace) -> Iterator[None]:
             setattr(module, name, unit(operation))
     changed.append((pair, "triangle_product", pair.triangle_product))
     pair.triangle_product = unit(pair.triangle_product)
-    for place, name in ((collectives, "_send"), (collectives._Way, "arrive")):
+    for place, name in ((collectives, "_send"), (collectives._InFlight, "wait")):
         changed.append((place, name, getattr(place, name)))
         setattr(place, name, packing(getattr(place, name)))
     try:
@@ -286,8 +287,8 @@ def traced(plan: Plan, outer: Order, blocks: int = 2, global_column: bool = Fals
     config = EvoformerConfig(blocks=blocks, heads=2, c_outer=3, transition=2, outer=outer, pair=pairs)
     stack = Execution(plan, mesh).bind(Evoformer(C_M, C_Z, config, global_column)).train()
     m, z = torch.randn(SEQUENCES, RESIDUES, C_M), torch.randn(RESIDUES, RESIDUES, C_Z)
-    m, z = (mine(x, axis, mesh.axial).requires_grad_() for x, axis in ((m, COLS), (z, ROWS)))
-    masks = torch.ones(SEQUENCES, RESIDUES), mine(torch.ones(RESIDUES, RESIDUES), -2, mesh.axial)
+    m, z = (local_shard(x, axis, mesh.axial).requires_grad_() for x, axis in ((m, COLS), (z, ROWS)))
+    masks = torch.ones(SEQUENCES, RESIDUES), local_shard(torch.ones(RESIDUES, RESIDUES), -2, mesh.axial)
     gradients = torch.randn_like(m), torch.randn_like(z)
     # The fewest rows and residues that a rank has, or works on at a time.
     rows, residues = (min(n // plan.axial, plan.chunk or n) for n in (SEQUENCES, RESIDUES))

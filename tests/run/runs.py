@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import tiny_config
-from warpfold.data.example.raw import RawExample, from_sequence
-from warpfold.data.features.sample import SampleConfig
+from warpfold.data.example.raw_example import RawExample, from_sequence
+from warpfold.data.features.choose import SampleConfig
 from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.data.store.stored_example import example_arrays, example_notes
 from warpfold.engine.optim import OptimConfig
 from warpfold.geometry.residue import ATOM_ORDER, RESTYPES
 from warpfold.model.alphafold import HeadsConfig
@@ -57,7 +58,7 @@ def make_store(path: Path, proteins: int = 6) -> Store:
         for i in range(proteins):
             raw = helix(f"helix{i}", 10 + i, seed=i)
             meta = {"length": len(raw.aatype), "depth": len(raw.msa), "cluster": str(i)}
-            writer.add(raw.name, pack_record(raw.to_arrays(), raw.notes()), meta)
+            writer.add(raw.name, pack_record(example_arrays(raw), example_notes(raw)), meta)
         writer.finish()
     return Store(path)
 

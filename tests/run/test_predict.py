@@ -13,14 +13,14 @@ import pytest
 import warpfold
 from tests.helpers import tiny_model
 from warpfold import cli
-from warpfold.data.example.template import template_from_file
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.example.templates import template_from_file
+from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.weights import save_params
 from warpfold.parallel.plan import inference_plan
-from warpfold.parallel.team import Launch, Team
+from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run import predict as module
 from warpfold.run.predict import PredictOptions, predict, read_queries
 from warpfold.run.predict_templates import TemplateSources, find_templates
@@ -210,7 +210,7 @@ def test_bad_input_is_refused_before_anything_is_written(
 def test_several_processes_do_not_share_a_pipe(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
     """Each would read what the others left of it."""
     read, write = os.pipe()
-    pipe, team = Path(f"/dev/fd/{read}"), Team(Launch(rank=0, ranks=2))
+    pipe, team = Path(f"/dev/fd/{read}"), Team(ProcessInfo(rank=0, ranks=2))
     for query, msas in ((pipe, []), (a3m, [pipe])):
         with pytest.raises(UserError, match=rf"{pipe}: is a pipe, which several processes cannot share"):
             predict(query, msas, tiny_params, tmp_path / "out", team=team)
@@ -249,7 +249,7 @@ def test_folding_in_memory(tiny_params: Path) -> None:
 def test_unusual_letters_are_what_the_alphabet_says(tiny_params: Path) -> None:
     predictor = load(tiny_params, device="cpu")
     assert predictor.fold("MUBZX").sequence == "MXXXX"
-    with pytest.raises(UserError, match="no amino acid"):
+    with pytest.raises(UserError, match="not an amino acid"):
         predictor.fold("MK*")
 
 
@@ -462,7 +462,7 @@ def test_sources_that_make_no_sense(tmp_path: Path) -> None:
         ("hits need the mmCIF files", {"hits": [tmp_path / "a.hhr"]}),
         ("of no use without hits", {"structures": tmp_path}),
         ("of no use without hits", {"files": ["a.cif"], "max_date": "2020-01-01"}),
-        ("14.5.2020: is no date", {"hits": [tmp_path], "structures": tmp_path, "max_date": "14.5.2020"}),
+        ("14.5.2020: is not a date", {"hits": [tmp_path], "structures": tmp_path, "max_date": "14.5.2020"}),
     ):
         with pytest.raises(UserError, match=message):
             TemplateSources(**arguments)

@@ -17,7 +17,7 @@ from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.weights import save_params
 from warpfold.parallel.mesh import make_mesh
-from warpfold.parallel.team import Launch, Team
+from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run.predict import PredictOptions, predict
 from warpfold.run.predictor import Predictor
 
@@ -30,7 +30,7 @@ def folded_on_ranks(
 ) -> list[dict[str, Any]]:
     def on_a_rank() -> dict[str, Any]:
         mesh = make_mesh(1, axial, branch)
-        team = Team(Launch(mesh.world.rank, axial * branch), mesh)
+        team = Team(ProcessInfo(mesh.world.rank, axial * branch), mesh)
         found = PredictOptions(representations=True, device="cpu", **options)
         return predict(folder / "q.fasta", [folder / "long.a3m"], params, out, found, team=team)
 
@@ -100,7 +100,7 @@ def test_no_rank_holds_a_whole_pair_tensor() -> None:
     def whole(axial: int) -> list[tuple[int, ...]]:
         mesh = make_mesh(1, axial)
         model = tiny_model(c_z=9, heads=HeadsConfig(plddt_c=8, pae=True))
-        predictor = Predictor(model, team=Team(Launch(mesh.world.rank, axial), mesh))
+        predictor = Predictor(model, team=Team(ProcessInfo(mesh.world.rank, axial), mesh))
         with Shapes() as seen:
             predictor.fold(LONG, representations=False)
         wide = {9, 64}  # z, and the heads' bins
@@ -128,7 +128,7 @@ def test_bad_input_is_one_proteins_failure_on_all_ranks_and_trouble_is_the_end(
     assert [entry["name"] for entry in summaries[1]["predictions"]] == ["short"]
 
     def short_of_memory(self: Predictor, *args: Any, **more: Any) -> Any:
-        if self.team.launch.rank == 1:
+        if self.team.process.rank == 1:
             raise MemoryError("no memory")
         return fold(self, *args, **more)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.run.runs import helix
 from tests.run.test_metrics import chain as walk
-from warpfold.data.structure.mmcif import Chain, Structure
+from warpfold.data.structure.chain import Chain, Structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER

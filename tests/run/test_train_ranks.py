@@ -31,7 +31,7 @@ from warpfold.parallel import team as team_module
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.team import Launch, Team
+from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run import train as module
 from warpfold.run.ranks import begin_end_step, end_step
 from warpfold.run.results import ExampleResult
@@ -58,7 +58,7 @@ def train_on_ranks(
         forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]  # an earlier test's: not our child
         mesh = make_mesh(plan.data, plan.axial, plan.branch)
         rank = mesh.world.rank
-        team = Team(Launch(rank, ranks), mesh)
+        team = Team(ProcessInfo(rank, ranks), mesh)
         return train(config, store, out, team=team, watch=watch if rank == watching else None, **more)
 
     return run_ranks(on_a_rank, ranks)
@@ -156,7 +156,7 @@ def test_no_step_waits_for_all_ranks_to_speak(
     for name in ("all_reduce", "all_gather", "all_to_all_single", "broadcast", "barrier", "send", "recv"):
         monkeypatch.setattr(dist, name, counted(name, getattr(dist, name)))
     for place in (collectives, exchange, replicas, team_module):
-        monkeypatch.setattr(place, "all_gather", counted("all_gather_single", collectives.all_gather))
+        monkeypatch.setattr(place, "all_gather_flat", counted("all_gather_single", collectives.all_gather_flat))
 
     def watch(row: dict[str, Any]) -> None:
         seen.append(list(blocking))
@@ -165,7 +165,7 @@ def test_no_step_waits_for_all_ranks_to_speak(
     def on_a_rank() -> list[list[str]]:
         mesh = make_mesh(2)
         config = config_for(Plan(data=2), accumulate=accumulate, validate_every=0, save_every=99, validation=())
-        train(config, store, tmp_path / "run", team=Team(Launch(mesh.world.rank, 2), mesh), watch=watch)
+        train(config, store, tmp_path / "run", team=Team(ProcessInfo(mesh.world.rank, 2), mesh), watch=watch)
         return seen
 
     for rows_of in run_ranks(on_a_rank, 2):
@@ -179,7 +179,7 @@ def test_long_names_and_many_terms_are_told_whole(store: Store) -> None:
 
     def on_a_rank(length: int) -> list[tuple[str, float, dict[str, float]]]:
         mesh = make_mesh(2)
-        rank, team = mesh.world.rank, Team(Launch(mesh.world.rank, 2), mesh)
+        rank, team = mesh.world.rank, Team(ProcessInfo(mesh.world.rank, 2), mesh)
         terms = {"fape": 0.1 * rank, "plddt": math.inf}
         own = [ExampleResult("é" * (length + rank), 7, math.nan, 1 / 3, 0.5, terms, 2 * k + rank) for k in range(2)]
         timer, ledger = StepTimer(), SimpleNamespace(unshared=0, take_unshared=list)
@@ -307,7 +307,7 @@ def test_ranks_that_do_not_see_the_same_are_refused(store: Store, tmp_path: Path
         mesh = make_mesh(2)
         config = config_for(Plan(data=2))
         config = replace(config, data=replace(config.data, crop=8 + mesh.world.rank))
-        train(config, store, tmp_path / "run", team=Team(Launch(mesh.world.rank, 2), mesh))
+        train(config, store, tmp_path / "run", team=Team(ProcessInfo(mesh.world.rank, 2), mesh))
 
     with pytest.raises(RankError, match="rank 1 has another settings than rank 0; give all the same"):
         run_ranks(on_a_rank, 2)
@@ -318,7 +318,7 @@ def test_those_who_share_an_example_have_the_same_or_nobody_goes_on() -> None:
         mesh = make_mesh(axial=2)
         names = ["a", f"b{mesh.world.rank}" if differ else "b"]
         examples = iter(Sample(index, name, {}) for index, name in enumerate(names))
-        team = Team(Launch(mesh.world.rank, 2), mesh)
+        team = Team(ProcessInfo(mesh.world.rank, 2), mesh)
         return [example.name for example in module.next_examples(examples, 2, StepTimer(), team)]  # type: ignore[arg-type]
 
     assert run_ranks(on_a_rank, 2, False) == [["a", "b"]] * 2
@@ -347,7 +347,7 @@ def test_the_first_rank_alone_reads_checkpoints_and_first_weights(
             store,
             tmp_path / "run",
             init=init,
-            team=Team(Launch(mesh.world.rank, 2), mesh),
+            team=Team(ProcessInfo(mesh.world.rank, 2), mesh),
         )
         return [name for name in opened if "/checkpoints/" in name or str(init) in name]
 

@@ -10,9 +10,9 @@ from warpfold.data.store.store import Store
 from warpfold.data.synthetic.proteins import generate
 from warpfold.errors import UserError
 from warpfold.tune.bench_data import bench_data, rows, source_files, spread_out
-from warpfold.tune.straggler import Case
+from warpfold.tune.bench_loader import Simulation
 
-FAST = Case(ranks=2, steps=4, step=0.002, making=0.002, workers=1, ahead=2, window=2, examples=10)
+FAST = Simulation(ranks=2, steps=4, step=0.002, making=0.002, workers=1, ahead=2, window=2, examples=10)
 
 
 @pytest.fixture(scope="module")

@@ -13,19 +13,18 @@ from torch import Tensor
 from warpfold.errors import UserError
 from warpfold.ops.attention import attention
 from warpfold.tune import bench_ops, peers
-from warpfold.tune.bench_ops import COLUMNS, HEADS, bench, checked, table, write_csv
-from warpfold.tune.cases import OPS, Case, Inputs, inputs
+from warpfold.tune.bench_ops import COLUMNS, HEADS, STYLES, bench, checked, picture, table, write_csv
+from warpfold.tune.cases import OPS, OpCase, OpInputs, inputs
 from warpfold.tune.checks import truth
 from warpfold.tune.peers import WAYS, too_large
-from warpfold.tune.plot_ops import STYLES, picture
 from warpfold.tune.sizes import KINDS, shapes
-from warpfold.tune.timing import Clock, Subject, allocated, measure
+from warpfold.tune.timing import CpuTimer, Subject, allocated, measure
 
 CPU = torch.device("cpu")
 SMALL = ["row:3x16", "column:5x7", "global:9x4", "starting:12", "ending:12"]
 
 
-def found(shape: str, dtype: torch.dtype = torch.float32) -> Inputs:
+def found(shape: str, dtype: torch.dtype = torch.float32) -> OpInputs:
     ((_, case),) = shapes("attention", [shape])
     return inputs(case, dtype, CPU)
 
@@ -37,7 +36,7 @@ def test_shapes_of_their_names() -> None:
     named = dict(shapes("attention", ["row:128x256", "ending:64"]))
     row, ending = named["row:128x256"], named["ending:64"]
     assert (row.rows, row.length, row.heads, row.width, row.bias) == (128, 256, 8, 32, True)
-    assert (ending.rows, ending.length, ending.heads, ending.turned) == (64, 64, 4, True)
+    assert (ending.rows, ending.length, ending.heads, ending.transposed) == (64, 64, 4, True)
     assert [name for name, _ in shapes("attention", ["starting"])] == [
         f"starting:{n}" for n in KINDS["attention"]["starting"]
     ]
@@ -61,7 +60,7 @@ def test_every_way_computes_the_same(shape: str, dtype: torch.dtype) -> None:
     given = found(shape, dtype)
     true = truth(OPS[given.case.op].definition, given.args, given.grad, given.names)
     for way in WAYS["attention"]:
-        if way.name == "compile" or way.refuses(given) is not None:
+        if way.name == "compile" or way.unsupported_reason(given) is not None:
             continue
         subject = way.make(given)
         out = subject.forward()
@@ -130,7 +129,7 @@ def test_others_get_what_they_document(
 
 
 def test_others_are_left_alone_where_they_cannot_run() -> None:
-    reasons = {way.name: way.refuses(found("starting:12")) for way in WAYS["attention"]}
+    reasons = {way.name: way.unsupported_reason(found("starting:12")) for way in WAYS["attention"]}
     assert reasons["trifast"] == reasons["cuequivariance"] == "for GPUs only"
     assert reasons["flash-attn"] == "takes no bias"
     assert reasons["definition"] is reasons["ours"] is None
@@ -138,13 +137,13 @@ def test_others_are_left_alone_where_they_cannot_run() -> None:
 
 def test_what_would_not_fit_is_not_tried() -> None:
     small = found("starting:12")
-    huge = Case(op="attention", where="", rows=2**15, length=2**15, heads=4, width=32)
+    huge = OpCase(op="attention", where="", rows=2**15, length=2**15, heads=4, width=32)
     definition, ours = WAYS["attention"][0], WAYS["attention"][-1]
     assert too_large(definition, small) is None
-    said = too_large(definition, Inputs(huge, small.args, small.names, small.grad))
+    said = too_large(definition, OpInputs(huge, small.args, small.names, small.grad))
     assert said is not None
     assert "GiB" in said
-    assert too_large(ours, Inputs(huge, small.args, small.names, small.grad)) is None
+    assert too_large(ours, OpInputs(huge, small.args, small.names, small.grad)) is None
 
 
 # ---- clocks
@@ -205,7 +204,7 @@ def test_peaks_are_what_torch_held() -> None:
     times = measure([subject("x", lambda x: x * 2)], CPU, repeats=1)["x"]
     assert times.forward_peak is not None
     assert 16 <= times.forward_peak < 64  # the result, and torch's scalar
-    assert isinstance(Clock(), Clock)
+    assert isinstance(CpuTimer(), CpuTimer)
 
 
 def test_a_kernel_of_its_own_is_counted_too() -> None:

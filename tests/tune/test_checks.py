@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.ops.dispatch import Op
-from warpfold.ops.noise import DropoutFactors, keep
-from warpfold.tune.cases import ARGUMENTS, OPS, Case, inputs
+from warpfold.ops.noise import DropoutFactors, dropout_factors
+from warpfold.tune.cases import OPS, OpCase, argument_names, inputs
 from warpfold.tune.checks import Error, check, compare, failures, odd, run, truth
 from warpfold.tune.sizes import ODD, DataSizes, of_settings
 
@@ -70,15 +70,15 @@ def test_what_is_wrong_is_red(spoiled: Callable[..., None], wrong: Callable[[Ten
 
 def test_a_kernel_that_draws_other_noise_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the draw by itself is as wrong: the truth is of the definition's draw."""
-    fast = keep.fast
+    fast = dropout_factors.fast
     case = next(case for case in ODD if case.drawn)
 
     def wrong(key: Tensor, stream: int, *rest: Any) -> Tensor:
         return fast(key, stream + 1, *rest)
 
     assert not check(case, "fp32", CPU).red
-    monkeypatch.setattr(keep, "fast", wrong)
-    monkeypatch.setattr(keep, "small", None)
+    monkeypatch.setattr(dropout_factors, "fast", wrong)
+    monkeypatch.setattr(dropout_factors, "prefer_definition", None)
     monkeypatch.setattr(OPS["tail"], "fast", lambda *args: OPS["tail"].definition(*args[:5], args[5].draw()))
     assert check(case, "fp32", CPU).red
 
@@ -101,9 +101,9 @@ def test_a_refusal_is_no_error() -> None:
     op = OPS["gate"]
     case = next(case for case in ODD if case.op == "gate")
     given = inputs(case, torch.float32, CPU)
-    assert op.refuses(*given.args) is None
+    assert op.unsupported_reason(*given.args) is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "refuses", lambda *_: "not on Fridays")
+        patch.setattr(op, "unsupported_reason", lambda *_: "not on Fridays")
         verdict = check(case, "fp32", CPU)
     assert (verdict.red, verdict.way, verdict.reason) == (False, "definition", "not on Fridays")
 
@@ -163,14 +163,14 @@ MISTAKES: dict[str, Callable[..., Tensor]] = {
     "sums in bf16": lambda q, k, v, mask, bias: attended(q, k, v, mask, bias, torch.bfloat16),
     "values in bf16": lambda q, k, v, mask, bias: attended(q, k, v.bfloat16().to(v.dtype), mask, bias),
 }
-LONG = Case(op="attention", where="triangle", rows=3, length=90, heads=2, width=16, bias=True)
+LONG = OpCase(op="attention", where="triangle", rows=3, length=90, heads=2, width=16, bias=True)
 # In bf16 the definition rounds logits, which costs a percent of every weight: these cost less, or nothing.
 HIDDEN_IN_BF16 = ("the scale off by 1e-3", "sums in bf16", "values in bf16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [ATTENTION, LONG], ids=["short", "long"])
-def test_mistakes_of_kernels_are_found(case: Case, dtype: torch.dtype) -> None:
+def test_mistakes_of_kernels_are_found(case: OpCase, dtype: torch.dtype) -> None:
     given = inputs(case, dtype, CPU, masked=True)
     true = truth(OPS["attention"].definition, given.args, given.grad, given.names)
     assert [str(e) for e in true.errors(run(attended, given)) if e.red] == []
@@ -180,7 +180,7 @@ def test_mistakes_of_kernels_are_found(case: Case, dtype: torch.dtype) -> None:
             assert found, name
 
 
-def norm_linear_case() -> Case:
+def norm_linear_case() -> OpCase:
     return next(case for case in ODD if case.op == "norm_linear")
 
 
@@ -240,15 +240,15 @@ def test_odd_sizes_hold_every_operation_and_the_hard_cases() -> None:
 
 
 @pytest.mark.parametrize("case", ODD, ids=lambda case: f"{case.op} {case.where}")
-def test_inputs_are_strided_as_the_model_has_them(case: Case) -> None:
+def test_inputs_are_strided_as_the_model_has_them(case: OpCase) -> None:
     given = inputs(case, torch.bfloat16, CPU)
     first = given.args[0]
     assert first is not None
-    if case.turned and case.op != "global_attention":
+    if case.transposed and case.op != "global_attention":
         assert first.stride(0) < first.stride(1)
     if case.op in ("attention", "gate"):
         assert not first.is_contiguous() or first.shape[0] == 1
-    args = zip(ARGUMENTS[case.op], given.args)
+    args = zip(argument_names(case.op), given.args)
     wanted = [name for name, t in args if isinstance(t, Tensor) and t.requires_grad]
     assert list(given.names) == wanted
     assert all(t.is_leaf for t in given.wanted)
@@ -293,7 +293,7 @@ def key_of_call(op: Op[..., Tensor], args: tuple[Any, ...]) -> tuple[object, ...
     return op.name, places, c
 
 
-def key_of_case(case: Case) -> tuple[object, ...]:
+def key_of_case(case: OpCase) -> tuple[object, ...]:
     if case.op == "attention":
         return case.op, case.rows, case.length, case.attended, case.heads, case.width, case.bias
     if case.op == "global_attention":
@@ -325,4 +325,4 @@ def test_the_list_is_what_the_model_calls(monkeypatch: pytest.MonkeyPatch) -> No
         key_of_case(case) for case in of_settings(config, DataSizes(crop=9, max_msa=5, max_extra=6, max_templates=2))
     }
     assert listed <= called
-    assert {key for key in called - listed if key[0] not in ("layer_norm", "keep")} == set()
+    assert {key for key in called - listed if key[0] not in ("layer_norm", "dropout_factors")} == set()

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.pair import PairConfig
-from warpfold.parallel.collectives import Event, watched
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
+from warpfold.parallel.waits import Event, watched
 from warpfold.tune.communication import LINKS, Block, Phase, Traffic, count, moves, seconds, total
 from warpfold.tune.fake import fake_ranks
 
@@ -67,7 +67,7 @@ def test_branches_swap_their_halves_once() -> None:
     block = Block(sequences=6, residues=8, c_m=8, c_z=4, evoformer=first)
     for rank, sent in enumerate([6 * 8 * 8 // 2 * 4, 8 * 8 * 4 // 2 * 4]):  # a slice of m, a slice of z, in fp32
         found = count(Plan(axial=2, branch=2), block, branch_rank=rank)
-        (swap,) = (m for m in found if m.kind == "swap")
+        (swap,) = (m for m in found if m.kind == "sendrecv")
         assert swap.forward == Traffic(1, sent)
         assert swap.backward.calls == 1
         halves = {m.name.split(" ")[0].split(".")[0] for m in found} - {"m", "z", "outer"}
@@ -101,12 +101,12 @@ def test_watchers_see_what_torch_sees() -> None:
         torch.autograd.backward(out, [torch.empty_like(x) for x in out])
     told = {
         kind: [e.bytes for e in events if e.what == "start" and e.kind == kind]
-        for kind in ("gather", "scatter", "turn")
+        for kind in ("all_gather", "reduce_scatter", "all_to_all")
     }
     # What leaves of the tensor that is handed over: all of it p - 1 times, or all but one's own p-th part.
-    assert told["gather"] == [n * (ranks - 1) for n in torch_saw.found["_allgather_base_"]]
-    assert told["scatter"] == [n * (ranks - 1) // ranks for n in torch_saw.found["_reduce_scatter_base_"]]
-    assert told["turn"] == [n * (ranks - 1) // ranks for n in torch_saw.found["alltoall_base_"]]
+    assert told["all_gather"] == [n * (ranks - 1) for n in torch_saw.found["_allgather_base_"]]
+    assert told["reduce_scatter"] == [n * (ranks - 1) // ranks for n in torch_saw.found["_reduce_scatter_base_"]]
+    assert told["all_to_all"] == [n * (ranks - 1) // ranks for n in torch_saw.found["alltoall_base_"]]
 
 
 def test_every_start_is_awaited() -> None:

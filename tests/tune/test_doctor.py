@@ -12,13 +12,13 @@ from warpfold.errors import UserError
 from warpfold.ops.gate import gate
 from warpfold.ops.norm import layer_norm
 from warpfold.run.config import RunConfig
-from warpfold.tune.cases import OPS, Case
+from warpfold.tune.cases import OPS, OpCase
 from warpfold.tune.doctor import HEADS, LOGITS, SECTIONS, cases_of, cut, examine, report, table
 from warpfold.tune.machine import describe, version
 from warpfold.tune.sizes import DataSizes
 
 CPU = torch.device("cpu")
-GATE = Case(op="gate", where="triangle factor", rows=6, length=5, channels=16)
+GATE = OpCase(op="gate", where="triangle factor", rows=6, length=5, channels=16)
 
 
 def test_defaults_are_those_of_the_data() -> None:
@@ -59,23 +59,23 @@ def test_settings_that_are_none() -> None:
 
 
 def test_rows_are_cut_and_lengths_stay() -> None:
-    big = Case(op="attention", where="", rows=512, length=384, heads=2, width=32, bias=True)
+    big = OpCase(op="attention", where="", rows=512, length=384, heads=2, width=32, bias=True)
     small = cut(big, CPU)
     assert small.logits <= LOGITS["cpu"]
-    assert (small.length, small.heads, small.cut_from) == (384, 2, 512)
+    assert (small.length, small.heads, small.full_rows) == (384, 2, 512)
     assert "of 512 rows" in small.shape
-    pointwise = Case(op="attention", where="", rows=256 * 256, batches=256, length=1, keys=4, heads=4, width=16)
+    pointwise = OpCase(op="attention", where="", rows=256 * 256, batches=256, length=1, keys=4, heads=4, width=16)
     assert cut(pointwise, CPU).rows % 256 == 0
     assert cut(GATE, CPU) is GATE
-    deep = Case(op="attention", where="", rows=9, length=4096, heads=8, width=32)
+    deep = OpCase(op="attention", where="", rows=9, length=4096, heads=8, width=32)
     assert cut(deep, CPU).rows == 2  # one to compute, one that is masked throughout
 
 
 def test_findings_say_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    norm = Case(op="layer_norm", where="pair transition", rows=6, length=5, channels=16)
-    monkeypatch.setattr(layer_norm, "refuses", lambda *_: "no")
-    monkeypatch.setattr(gate, "small", lambda x, g: x.shape[0] < 6)
+    norm = OpCase(op="layer_norm", where="pair transition", rows=6, length=5, channels=16)
+    monkeypatch.setattr(layer_norm, "unsupported_reason", lambda *_: "no")
+    monkeypatch.setattr(gate, "prefer_definition", lambda x, g: x.shape[0] < 6)
     found = examine([GATE, norm], CPU, progress=lambda done, total, what: seen.append(what))
     assert [f.says for f in found] == ["ok", "ok", "not fast: no", "not fast: no"]
     assert [f.verdict.way for f in found] == ["cpu", "cpu", "definition", "definition"]
@@ -92,11 +92,11 @@ def test_findings_say_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_small_is_checked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is small is asked of the model's size, not of the one that was cut for the check."""
-    monkeypatch.setattr(gate, "small", lambda x, g: x.shape[0] <= 6)
+    monkeypatch.setattr(gate, "prefer_definition", lambda x, g: x.shape[0] <= 6)
     (small,) = examine([GATE], CPU, ["fp32"])
     assert small.says == "ok; small, so its definition is chosen"
     assert small.verdict.errors
-    monkeypatch.setattr(gate, "small", lambda x, g: x.shape[0] <= 5000)
+    monkeypatch.setattr(gate, "prefer_definition", lambda x, g: x.shape[0] <= 5000)
     large = replace(GATE, rows=5001, length=300)
     assert cut(large, CPU).rows < 5000
     assert examine([large], CPU, ["fp32"])[0].says == "ok"

@@ -18,7 +18,7 @@ from warpfold.errors import UserError
 from warpfold.ops.triton import launch as launches
 from warpfold.ops.triton.launch import SHIPPED, Entry, Launch, choice_of, kernels, launch, read
 from warpfold.tune import kernels as tuning
-from warpfold.tune.cases import Case
+from warpfold.tune.cases import OpCase
 from warpfold.tune.kernel_bench import CHECKED, Seconds, Task, noted, smaller, tasks
 from warpfold.tune.kernels import TUNED, Timed, choose, places, report, timed, write
 
@@ -161,10 +161,10 @@ def test_a_forced_launch_is_what_runs() -> None:
 
 
 def test_cases_are_checked_at_a_size_that_fits() -> None:
-    large = Case(op="attention", where="x", rows=4096, length=512, heads=8, width=32, bias=True)
+    large = OpCase(op="attention", where="x", rows=4096, length=512, heads=8, width=32, bias=True)
     assert smaller(large).logits <= CHECKED
     assert smaller(large).rows == CHECKED // (512 * 512 * 8)
-    small = Case(op="gate", where="x", rows=8, length=8, channels=16)
+    small = OpCase(op="gate", where="x", rows=8, length=8, channels=16)
     assert smaller(small) is small
 
 

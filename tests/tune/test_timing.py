@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from warpfold.tune import timing
-from warpfold.tune.timing import CudaClock, Subject, Times, measure
+from warpfold.tune.timing import CudaTimer, Subject, Times, measure
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def subject(queue: list[str]) -> Subject:
 
 
 def test_only_what_runs_between_two_marks_counts(queue: list[str]) -> None:
-    clock, times = CudaClock(torch.device("cpu")), Times()
+    clock, times = CudaTimer(torch.device("cpu")), Times()
     assert clock.cycles_per_second == 10_000_000 / (2 / 1e3)  # the mark and the wait of the first kernel
     queue.clear()
     clock.once(subject(queue), times)
@@ -69,7 +69,7 @@ def test_only_what_runs_between_two_marks_counts(queue: list[str]) -> None:
 
 
 def test_the_device_is_kept_busy_longer_than_queueing_takes_but_not_for_ever(queue: list[str]) -> None:
-    clock = CudaClock(torch.device("cpu"))
+    clock = CudaTimer(torch.device("cpu"))
     one = subject(queue)
     for seconds, expected in ((1e-3, 2e-3), (10.0, 0.05)):
         clock.queueing["it"] = seconds
@@ -80,8 +80,8 @@ def test_the_device_is_kept_busy_longer_than_queueing_takes_but_not_for_ever(que
 
 def test_peaks_are_the_allocators(queue: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     times = Times()
-    CudaClock(torch.device("cpu")).peaks(subject(queue), times)
+    CudaTimer(torch.device("cpu")).peaks(subject(queue), times)
     assert (times.forward_peak, times.backward_peak) == (64, 64)
-    monkeypatch.setattr(timing, "Clock", lambda: CudaClock(torch.device("cpu")))
+    monkeypatch.setattr(timing, "CpuTimer", lambda: CudaTimer(torch.device("cpu")))
     found = measure([subject(queue)], torch.device("cpu"), repeats=4)["it"]
     assert len(found.forward) == len(found.backward) == 4

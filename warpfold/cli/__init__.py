@@ -1,8 +1,8 @@
-"""The command line: reads arguments, calls one function of the package, prints what it returns.
+"""The command line: read arguments, call one function of the package, print what it returns.
 
 Exit codes: 0 everything asked for was done, 1 it was not, 2 the input is at fault (one line says how), 130 Ctrl-C.
-`train` on SIGTERM: 0, since what was done is saved and the same command continues; `pack`: 143, as it is not done.
-A command is a file; heavy imports stand inside its function, so that `--help` answers at once.
+On SIGTERM, `train` exits with 0, since its work is saved and the same command continues, and `pack` with 143.
+A command is a file; heavy imports are inside its function, so that `--help` answers at once.
 """
 
 import errno
@@ -27,13 +27,13 @@ click = sys.modules[typer.BadParameter.__module__]  # click's exceptions, or the
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line (`sys.argv` by default) and exit.  Bad input is one line on stderr, never a stack trace."""
-    # Threads that wait spin for some microseconds, then sleep.  Spinning on, beside another program on few cores, a
-    # small model takes some ten times as long; sleeping at once, an Evoformer block of short operations 1.6 times.
+    # Let waiting threads spin for some microseconds, then sleep.  If they spin on while another program runs on few
+    # cores, a small model takes ten times as long; if they sleep at once, a block of short operations takes 1.6 times.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
-        _refuse_empty(sys.argv[1:] if arguments is None else arguments)
+        _check_not_empty(sys.argv[1:] if arguments is None else arguments)
         command = typer.main.get_command(app)
         code = command.main(args=arguments, prog_name="warpfold", standalone_mode=False)
     except UserError as error:
@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     _leave(code if isinstance(code, int) else 0)
 
 
-def _refuse_empty(arguments: Sequence[str]) -> None:
-    """UserError for an argument without a letter: as a path it would be the current folder."""
+def _check_not_empty(arguments: Sequence[str]) -> None:
+    """Raise UserError for an empty argument: as a path it would be the current folder."""
     for before, argument in zip(["", *arguments], arguments):
         if not argument.strip() or re.fullmatch(r"--[\w.-]+=\s*", argument):
             where = argument.strip() or before or "the first argument"
@@ -62,7 +62,7 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
 
 def _leave(code: int) -> NoReturn:
     if code and os.environ.get("WORLD_SIZE", "1") != "1":
-        # At once: threads of torch's would wait for others to join what this process has begun, and they for it.
+        # Without cleaning up: torch's threads would wait for other processes, and those for this one.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

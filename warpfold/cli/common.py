@@ -1,7 +1,8 @@
-"""What every command shares: the app, the kinds of options, the device."""
+"""What all commands share: the app, the kinds of options, the device, tables and JSON."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ from typer.core import TyperCommand
 from warpfold.errors import UserError
 
 if TYPE_CHECKING:
-    from warpfold.parallel.team import Launch
+    from warpfold.parallel.team import ProcessInfo
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,54 +25,48 @@ app = typer.Typer(
 
 
 def argument(help: str) -> Any:
-    """A positional argument."""
+    """Return a positional argument."""
     return typer.Argument(help=help)
 
 
-def reads(help: str, *names: str, **more: Any) -> Any:
-    """An option that names input."""
-    return typer.Option(*names, help=help, rich_help_panel="Input", **more)
+def _options(panel: str) -> Callable[..., Any]:
+    """Return a function that makes the options of one panel of --help, given help, names and typer's settings."""
+
+    def option(help: str, *names: str, **more: Any) -> Any:
+        return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+    return option
 
 
-def writes(help: str, *names: str, **more: Any) -> Any:
-    """An option about output."""
-    return typer.Option(*names, help=help, rich_help_panel="Output", **more)
-
-
-def decides(help: str, *names: str, **more: Any) -> Any:
-    """An option that changes the result."""
-    return typer.Option(*names, help=help, rich_help_panel="What is computed", **more)
-
-
-def runs(help: str, *names: str, **more: Any) -> Any:
-    """An option that changes how the result is reached."""
-    return typer.Option(*names, help=help, rich_help_panel="How it runs", **more)
+reads, writes = _options("Input"), _options("Output")
+decides = _options("What is computed")  # options that change the result
+runs = _options("How it runs")  # options that do not
 
 
 class Precision(StrEnum):
-    """Of the trunk's activations."""
+    """The precision of the trunk's activations."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
 
 AsJson = Annotated[bool, writes("Print the result as JSON.", "--json")]
-Force = Annotated[bool, writes("Replace another run of this command; what else is there stays.", "--force")]
+Force = Annotated[bool, writes("Replace an earlier run of this command in the folder; other files stay.", "--force")]
 Device = Annotated[str | None, runs("cpu, cuda, cuda:1 ...; default: the first GPU, or the CPU.")]
 Axial = Annotated[
-    int | None,
-    runs("Processes that share one protein, each with its slice of all that is large.", "--plan.axial", min=1),
+    int | None, runs("Processes that share one protein, each with a slice of its large tensors.", "--plan.axial", min=1)
 ]
 Branch = Annotated[
-    int | None, runs("2: the halves of a block on processes of their own (not AlphaFold2's).", "--plan.branch", min=1)
+    int | None,
+    runs("2: run the halves of a block on processes of their own (not AlphaFold2's).", "--plan.branch", min=1),
 ]
-Strict = Annotated[bool, runs("An operation that has no fast way here is an error, not merely slower.", "--strict")]
-Workers = Annotated[int, runs("Processes.", min=1)]
+Strict = Annotated[bool, runs("Fail if an operation has no fast way here, instead of being slower.", "--strict")]
+Workers = Annotated[int, runs("Number of processes.", min=1)]
 Seed = Annotated[int, decides("The same seed gives the same result.")]
 
 
-def spread(arguments: Sequence[str], lists: set[str]) -> list[str]:
-    """["--msa", "a", "b"] -> ["--msa", "a", "--msa", "b"] for the options in `lists`."""
+def repeat_names(arguments: Sequence[str], lists: set[str]) -> list[str]:
+    """Turn ["--msa", "a", "b"] into ["--msa", "a", "--msa", "b"] for the options in `lists`."""
     found: list[str] = []
     current = ""  # the list option that the next value belongs to
     for argument in arguments:
@@ -84,12 +79,12 @@ def spread(arguments: Sequence[str], lists: set[str]) -> list[str]:
 
 
 def parts(values: Sequence[str]) -> list[str]:
-    """["a,b", "c"] -> ["a", "b", "c"]."""
+    """Split values at commas: ["a,b", "c"] -> ["a", "b", "c"]."""
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
 
 
 def chosen(option: str, values: Sequence[str], known: Iterable[str]) -> list[str]:
-    """The values, each once, of which each may hold several with commas.  Errors: UserError for one not known."""
+    """Return the values, split at commas, each once.  Errors: UserError for one that is not known."""
     known = list(dict.fromkeys(known))
     for value in parts(values):
         if value not in known:
@@ -98,29 +93,30 @@ def chosen(option: str, values: Sequence[str], known: Iterable[str]) -> list[str
 
 
 class Lists(TyperCommand):
-    """A command whose list options take several values after one name: `--msas a.a3m b.a3m`, as a shell's * gives."""
+    """A command whose list options take several values after one name: `--msa a.a3m b.a3m`, as from a shell's *."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         lists = {name for parameter in self.params if getattr(parameter, "multiple", False) for name in parameter.opts}
-        return super().parse_args(ctx, spread(args, lists))
+        return super().parse_args(ctx, repeat_names(args, lists))
 
 
 def say_refused(refused: Mapping[str, int]) -> None:
-    """What was computed slower than it might have been, and why, on stderr; nothing where nothing was."""
+    """Say on stderr what was computed by its definition, and so slower than it might have been, and why."""
     for refusal, count in refused.items():
         typer.echo(f"slower than need be: {refusal}: its definition computed it, {count} times", err=True)
 
 
-def device_of(name: str | None, launch: "Launch | None" = None) -> str:
-    """The device to run on; of several processes on a machine each takes a GPU of its own.  A CPU's memory is kept.
+def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
+    """Return the device to run on; of several processes on a machine, each takes a GPU of its own.
 
+    On a CPU, the allocator keeps memory from now on.
     Errors: UserError for one that torch does not know or this machine lacks.
     """
     import torch
 
     from warpfold.device import keep_memory
 
-    number = launch.local_rank if launch is not None and launch.ranks > 1 else None
+    number = process.local_rank if process is not None and process.ranks > 1 else None
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and number is not None:
@@ -142,3 +138,16 @@ def device_of(name: str | None, launch: "Launch | None" = None) -> str:
 def show(result: Any) -> None:
     """Print JSON that any parser reads: no NaN, no infinities."""
     typer.echo(json.dumps(result, indent=2, allow_nan=False))
+
+
+def show_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], style: Callable[[Sequence[str]], str] | None = None
+) -> None:
+    """Print a table, 200 columns wide where the output is no terminal; style: returns the style of a row, or ""."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*heads, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*row, style=style(row) if style else None)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

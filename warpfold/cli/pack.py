@@ -15,7 +15,7 @@ from warpfold.errors import UserError
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
-    from warpfold.bulk import Part
+    from warpfold.bulk import JobPart
     from warpfold.data.pack.report import PackReport
 
 SHOWN = 50  # lines about single entries; a large set has thousands
@@ -67,7 +67,7 @@ def pack(
     as_json: AsJson = False,
 ) -> None:
     """Make the store that `train` reads from structures, alignments and template hits, and report on every entry."""
-    from warpfold.bulk import Part
+    from warpfold.bulk import JobPart
     from warpfold.data.pack import pack as packing
     from warpfold.data.pack.inputs import PackOptions
 
@@ -82,7 +82,7 @@ def pack(
         max_resolution, max_single, min_length, max_length, released_after, released_before, require_msa,
         max_template_date=max_template_date, cluster_identity=cluster_identity, max_file_gb=max_file_gb,
     )  # fmt: skip
-    part = Part.parse(shard) if shard else None
+    part = JobPart.parse(shard) if shard else None
     more: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}
     packs = partial(packing.pack, structures or [], msas or [], out, options, part=part, **more)
     make = partial(packing.merge, merge, out) if merge else packs
@@ -128,7 +128,7 @@ def _sigterm_stops() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _tell(report: "PackReport", out: Path, part: "Part | None") -> None:
+def _tell(report: "PackReport", out: Path, part: "JobPart | None") -> None:
     lines = [f"dropped {entry.name or entry.file}: {entry.reason}" for entry in report.dropped]
     lines += [f"unused {file}: {why}" for file, why in (report.unused | report.unused_hits).items()]
     typer.echo("".join(f"{' '.join(line.split())}\n" for line in lines[:SHOWN]), nl=False)  # names may hold line ends

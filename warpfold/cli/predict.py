@@ -73,24 +73,24 @@ def predict(
     Long ones on several processes, under torchrun: docs/parallel.md.
     """
     from warpfold.parallel.plan import Plan
-    from warpfold.parallel.team import Launch, assembled
+    from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run import predict as prediction
     from warpfold.run.predict_templates import TemplateSources
 
     sources = TemplateSources(
         files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date
     )
-    launch = Launch.from_variables(os.environ)
+    process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
         seed=seed, recycles=recycles, ensemble=ensemble, max_msa=max_msa, max_extra=max_extra,
-        device=device_of(device, launch), chunk=chunk, precision=precision.value,
+        device=device_of(device, process), chunk=chunk, precision=precision.value,
         representations=representations, force=force, kernels="strict" if strict else "fast",
     )  # fmt: skip
-    bar = progress_bar() if launch.rank == 0 else nullcontext()
+    bar = progress_bar() if process.rank == 0 else nullcontext()
     plan = Plan(axial=axial or 1, branch=branch or 1)
-    with assembled(launch, plan, options.device or "cpu") as team, bar as progress:
+    with distributed_context(process, plan, options.device or "cpu") as team, bar as progress:
         summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team)
-    if team.leads:
+    if team.is_rank_zero:
         _say(summary, out, as_json)
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
 

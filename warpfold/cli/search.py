@@ -51,14 +51,14 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Find alignments and template hits for proteins, in databases that you have; no server is ever called."""
-    from warpfold.bulk import Part
+    from warpfold.bulk import JobPart
     from warpfold.data.search import search as searching
     from warpfold.data.search.database import Database, parse_max_hits
 
     chosen = {"iterations": iterations, "e_value": e_value}
     finder = searching.ENGINES[engine.value](**{name: value for name, value in chosen.items() if value is not None})
     max_rows = parse_max_hits(max_hits or [])
-    options = searching.SearchOptions(cache, workers, threads, cluster, Part.parse(shard) if shard else None)
+    options = searching.SearchOptions(cache, workers, threads, cluster, JobPart.parse(shard) if shard else None)
     with progress_bar() as progress:
         databases = [Database.parse(text, max_rows) for text in database]
         report = searching.search(queries, databases, out, finder, template_database, options, progress)

@@ -55,7 +55,7 @@ def train(
     On several processes, under torchrun: docs/parallel.md.
     """
     from warpfold import settings as toml
-    from warpfold.parallel.team import Launch, assembled
+    from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run import train as training
     from warpfold.run.results import training_bar
 
@@ -67,14 +67,14 @@ def train(
     }
     changes = [*(change or []), *(f"{key}={value}" for key, value in plan.items() if value is not None)]
     config = toml.build(training.RunConfig, toml.load(settings, changes), settings)
-    launch = Launch.from_variables(os.environ)
-    where = device_of(device, launch)
-    bar = training_bar(config.train.steps) if launch.rank == 0 else nullcontext()
-    with assembled(launch, config.plan, where) as team, bar as watcher:
+    process = ProcessInfo.from_environment(os.environ)
+    where = device_of(device, process)
+    bar = training_bar(config.train.steps) if process.rank == 0 else nullcontext()
+    with distributed_context(process, config.plan, where) as team, bar as watcher:
         result = training.train(
             config, sources(data), out, init=init, replay=replay, device=where, watch=watcher, team=team
         )
-    if team.leads:
+    if team.is_rank_zero:
         _say(result, out, as_json)
     raise typer.Exit(0 if result.finished or result.signal == SIGTERM else 130)
 

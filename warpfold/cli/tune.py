@@ -1,18 +1,15 @@
 """`warpfold tune`."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, Device, app, chosen, decides, device_of, runs, show, writes
+from warpfold.cli.common import AsJson, Device, app, chosen, decides, device_of, runs, show, show_table, writes
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
     from warpfold.tune.kernel_bench import Task
-
-WIDE = 200  # columns of a table where the output is no terminal
 
 
 @app.command(epilog="Example:  warpfold tune --op attention --quick")
@@ -23,12 +20,12 @@ def tune(
             "attention, layer_norm, norm_linear, gate, tail, triangle_factor; default: all; repeated, or with commas."
         ),
     ] = None,
-    quick: Annotated[bool, decides("For initial training in bf16 alone.", "--quick")] = False,
+    quick: Annotated[bool, decides("Tune for initial training in bf16 alone.", "--quick")] = False,
     out: Annotated[
         Path | None, writes("Folder for the table; default: ~/.cache/warpfold/tuned, where runs look for it.")
     ] = None,
     device: Device = None,
-    dry_run: Annotated[bool, runs("Say what would be timed, and time nothing; needs no GPU.", "--dry-run")] = False,
+    dry_run: Annotated[bool, runs("Only say what would be timed; needs no GPU.", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make the launch table of this GPU: for every kernel, the fastest of the launches that are exact.
@@ -56,15 +53,12 @@ def tune(
     if as_json:
         show({"table": str(path), **head(where), "launches": rows})
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("kernel", "key", "us", "slowest us", "timed", "out", "launch", box=None, header_style="bold")
+    lines = []
     for row in rows:
         key = " ".join(map(str, row["key"]))
         numbers = (f"{row['microseconds']:.1f}", f"{row['slowest']:.1f}", str(row["timed"]), str(len(row["out"])))
-        table.add_row(row["kernel"], key, *numbers, row["launch"])
-    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+        lines.append((row["kernel"], key, *numbers, row["launch"]))
+    show_table(("kernel", "key", "us", "slowest us", "timed", "out", "launch"), lines)
     typer.echo(f"wrote {path}")
 
 

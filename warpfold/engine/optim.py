@@ -115,9 +115,9 @@ class Optimizer:
         self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
         self.measured = self.reducer.choose(hidden=self.share == 1 or config.clip == "step")
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
-        self.owned = self.reducer.own(self.weights)  # this rank's shard
+        self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
         self.average = self.owned.clone()
-        segments = self.layout.segments(self.reducer.parts, self.reducer.index)
+        segments = self.layout.segments(self.reducer.shards, self.reducer.shard_index)
         shard = Shard(self.owned, segments, list(self.layout.places), self.reducer.sum_of_shards)
         self.rule = RULES[config.name](config, shard)
         self._prepare(0)
@@ -132,7 +132,7 @@ class Optimizer:
         self.examples = examples
         self.used = torch.zeros((), device=self.weights.device, dtype=torch.float64) if used is None else used
         alone = self.share == 1
-        weighed_late = alone and self.reducer.exchange.late_weights
+        weighed_late = alone and self.reducer.exchange.late_factors
         early = examples == self.share - 1 and (self.config.clip == "step" or weighed_late)
         self.reducer.begin(early, add_to=None if alone else self.total)
 
@@ -157,7 +157,7 @@ class Optimizer:
             if not self.reducer.early:
                 self.total.add_(gradient)
         elif self.reducer.early:
-            self.reducer.weigh(torch.where(used, self._factor(norm), 0))
+            self.reducer.set_clip_factor(torch.where(used, self._factor(norm), 0))
         else:
             gradient.masked_fill_(~used, 0)  # NaN times zero would be NaN
             self.total.addcmul_(gradient, torch.where(used, self._factor(norm), 0).to(gradient.dtype))
@@ -184,7 +184,7 @@ class Optimizer:
         if bool(good):  # the one number of an update that the host waits for
             self.rule.step(rate, mean)
             self.average.lerp_(self.owned, 1 - self.config.average_decay)
-            self.reducer.spread(self.owned, self.weights)
+            self.reducer.all_gather(self.owned, self.weights)
         else:
             rate = 0.0
         self.total.zero_()
@@ -201,7 +201,7 @@ class Optimizer:
     def averaged(self) -> Iterator[None]:
         """Give the model the averaged weights within the block (for validation and for the saved parameters)."""
         trained = self.weights.clone()
-        self.reducer.spread(self.average, self.weights)
+        self.reducer.all_gather(self.average, self.weights)
         try:
             yield
         finally:
@@ -220,7 +220,7 @@ class Optimizer:
         """
         named = self.named_weights()
         for kind, shard in self._sharded().items():
-            whole = self.reducer.spread(shard, torch.empty_like(self.weights)) if self.reducer.parts > 1 else shard
+            whole = self.reducer.all_gather(shard, torch.empty_like(self.weights)) if self.reducer.shards > 1 else shard
             named |= {f"{kind}.{name}": self.layout.view(whole, name) for name in self.layout.places}
         return {**named, **self.rule.replicated, **self.reducer.state()}
 
@@ -235,7 +235,7 @@ class Optimizer:
             whole = torch.zeros_like(self.weights)
             for name in self.layout.places:
                 self.layout.view(whole, name).copy_(state[f"{kind}.{name}"])
-            shard.copy_(self.reducer.own(whole))
+            shard.copy_(self.reducer.local_shard(whole))
             if kind == "weights":
                 self.weights.copy_(whole)
         for name, tensor in self.rule.replicated.items():

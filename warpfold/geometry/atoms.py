@@ -1,8 +1,8 @@
-"""Between atoms, torsion angles and frames: the functions of Supp. 1.8 that read or build coordinates.
+"""Convert between atoms, torsion angles and frames (Supp. 1.8).
 
-All take `aatype` first, int64 [*, N] with 0-19 and 20 = unknown (a template's gap, 21, counts as unknown), and work on
-any leading axes `*`.  Results have the dtype of the coordinates.  Lengths are in whatever unit the coordinates are in
-where no table is involved, else angstrom.  Torsions are in the order omega, phi, psi, chi1 to chi4, as (sin, cos).
+Functions take `aatype` first, int64 [*, N] with 0-19 and 20 = unknown (a template's gap, 21, counts as unknown), and
+accept any leading axes `*`.  Results have the dtype of the coordinates.  Lengths are in angstrom where a table is
+involved, else in any unit.  Torsions are in the order omega, phi, psi, chi1 to chi4, as (sin, cos).
 """
 
 import functools
@@ -24,7 +24,7 @@ class Torsions:
 
     sin_cos: Tensor  # [*, N, 7, 2]
     alt_sin_cos: Tensor  # [*, N, 7, 2], under the alternative naming of ambiguous atoms
-    mask: Tensor  # [*, N, 7], 1 where the four atoms are there; the angle is zero, (0, 0), elsewhere
+    mask: Tensor  # [*, N, 7], 1 where the four atoms are there; elsewhere the angle is (0, 0)
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class RigidGroups:
 
     frames: Rigid  # [*, N, 8]
     alt_frames: Rigid  # [*, N, 8], under the alternative naming of ambiguous atoms
-    mask: Tensor  # [*, N, 8], 1 where the three atoms that set the frame are there
+    mask: Tensor  # [*, N, 8], 1 where the three atoms that define the frame are there
     exists: Tensor  # [*, N, 8], 1 where the residue type has the group
     ambiguous: Tensor  # [*, N, 8], 1 where the two frames differ
 
 
 @dataclass(frozen=True)
 class RenamedTruth:
-    """Labels in whichever naming of the ambiguous atoms is nearer to a prediction."""
+    """Labels in that naming of the ambiguous atoms which is closer to a prediction."""
 
-    swapped: Tensor  # bool [*, N], where that is the alternative one
+    swapped: Tensor  # bool [*, N], where the alternative naming is
     positions: Tensor  # [*, N, 14, 3]
     mask: Tensor  # [*, N, 14]
 
@@ -53,30 +53,30 @@ def _table(name: str, device: torch.device) -> Tensor:
 
 
 def residue_rows(name: str, aatype: Tensor) -> Tensor:
-    """Rows of a table of `residue` by its name, one for every residue: [*, N, ...]."""
+    """Look up a table of `residue`, given by name, for every residue: [*, N, ...]."""
     return _table(name, aatype.device)[aatype.clamp(max=residue.UNKNOWN)]
 
 
 def take_atoms(x: Tensor, index: Tensor) -> Tensor:
-    """x [*, N, A] or [*, N, A, c], index int64 [*, N, K] -> [*, N, K] or [*, N, K, c]."""
+    """Gather atoms: x [*, N, A] or [*, N, A, c], index int64 [*, N, K] -> [*, N, K] or [*, N, K, c]."""
     extra = x.dim() - index.dim()
     return torch.take_along_dim(x, index.reshape(*index.shape, *(1,) * extra), dim=index.dim() - 1)
 
 
 def atom14_to_atom37(aatype: Tensor, x: Tensor) -> Tensor:
-    """[*, N, 14] or [*, N, 14, c] -> [*, N, 37] or [*, N, 37, c], zero where the residue type has no such atom."""
+    """Convert [*, N, 14] or [*, N, 14, c] to 37 atoms, zero where the residue type has no such atom."""
     mask = residue_rows("ATOM37_MASK", aatype).to(x.dtype)
     return take_atoms(x, residue_rows("ATOM37_TO_ATOM14", aatype)) * _like(mask, x)
 
 
 def atom37_to_atom14(aatype: Tensor, x: Tensor) -> Tensor:
-    """[*, N, 37] or [*, N, 37, c] -> [*, N, 14] or [*, N, 14, c], zero where the residue type has no such atom."""
+    """Convert [*, N, 37] or [*, N, 37, c] to 14 atoms, zero where the residue type has no such atom."""
     mask = residue_rows("ATOM14_MASK", aatype).to(x.dtype)
     return take_atoms(x, residue_rows("ATOM14_TO_ATOM37", aatype)) * _like(mask, x)
 
 
 def swap_atom14(aatype: Tensor, x: Tensor) -> Tensor:
-    """[*, N, 14] or [*, N, 14, c] -> the same under the alternative naming of ambiguous atoms (Supp. 1.8.5)."""
+    """Rename the ambiguous atoms of [*, N, 14] or [*, N, 14, c] (Supp. 1.8.5)."""
     return take_atoms(x, residue_rows("ATOM14_SWAP", aatype))
 
 
@@ -85,22 +85,22 @@ def _like(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def pseudo_beta(aatype: Tensor, positions: Tensor) -> Tensor:
-    """CB, or CA of glycine: [*, N, 37, 3] -> [*, N, 3] (Supp. 1.2.9, table 1)."""
+    """Return CB, or CA of glycine: [*, N, 37, 3] -> [*, N, 3] (Supp. 1.2.9, table 1)."""
     return torch.where((aatype == GLYCINE)[..., None], positions[..., CA, :], positions[..., CB, :])
 
 
 def pseudo_beta_mask(aatype: Tensor, mask: Tensor) -> Tensor:
-    """Whether that atom is there: [*, N, 37] -> [*, N]."""
+    """Return whether that atom is there: [*, N, 37] -> [*, N]."""
     return torch.where(aatype == GLYCINE, mask[..., CA], mask[..., CB])
 
 
 def distogram_bins(positions: Tensor, min_bin: float, max_bin: float, bins: int, rows: Tensor | None = None) -> Tensor:
-    """One-hot distances: [*, N, 3] -> [*, N, N, bins] (Supp. 1.2.9, Algorithm 32).
+    """Return one-hot distances: [*, N, 3] -> [*, N, N, bins] (Supp. 1.2.9, Algorithm 32).
 
     rows [*, R, 3]: positions to measure from, if not from all: -> [*, R, N, bins].
 
-    The bins begin at `bins` even steps from `min_bin` to `max_bin`, the last is open; a distance on an edge or below
-    `min_bin` has no bin.  Bin edges in the unit of the positions.
+    The bins begin at `bins` even steps from `min_bin` to `max_bin`, in the unit of the positions, and the last is open;
+    a distance on an edge or below `min_bin` has no bin.
     """
     rows = positions if rows is None else rows
     squared = (rows[..., :, None, :] - positions[..., None, :, :]).square().sum(-1, keepdim=True)
@@ -110,15 +110,15 @@ def distogram_bins(positions: Tensor, min_bin: float, max_bin: float, bins: int,
 
 
 def dihedral(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """(sin, cos) of the torsion of four points about b-c: four [*, 3] -> [*, 2]; zero where it is not defined."""
+    """Return (sin, cos) of the torsion of four points about b-c: four [*, 3] -> [*, 2]; zero where not defined."""
     local = Rigid.from_axes(c - b, a - c, c).invert_apply(d)
     _, y, z = local.unbind(-1)
     return torch.stack([z, y], dim=-1) * torch.rsqrt(y.square() + z.square() + 1e-8)[..., None]
 
 
 def atom37_to_torsions(aatype: Tensor, positions: Tensor, mask: Tensor) -> Torsions:
-    """Torsions of a structure (Supp. 1.8.4, table 2): positions [*, N, 37, 3], mask [*, N, 37]."""
-    # The atoms of omega and phi that belong to the residue before; before the first there is none.
+    """Compute the torsions of a structure (Supp. 1.8.4, table 2): positions [*, N, 37, 3], mask [*, N, 37]."""
+    # omega and phi need atoms of the previous residue; the first has none.
     before = torch.nn.functional.pad(positions[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
     before_mask = torch.nn.functional.pad(mask[..., :-1, :], (0, 0, 1, 0))
     chi = residue_rows("CHI_ATOM37", aatype)
@@ -144,7 +144,7 @@ def atom37_to_torsions(aatype: Tensor, positions: Tensor, mask: Tensor) -> Torsi
     mask = torch.cat([torch.stack(backbone_mask, dim=-1), chi_mask], dim=-1)
 
     sin_cos = dihedral(*points.unbind(-2)) * mask[..., None].to(positions.dtype)
-    # psi is measured to O, which lies opposite to the N of the next residue: half a turn away
+    # psi is measured to O, which lies opposite to the N of the next residue, half a turn away
     sin_cos = torch.cat([sin_cos[..., :2, :], -sin_cos[..., 2:3, :], sin_cos[..., 3:, :]], dim=-2)
     half_turn = 1 - 2 * residue_rows("CHI_PI_PERIODIC", aatype).to(positions.dtype)
     alt_sin_cos = torch.cat([sin_cos[..., :3, :], sin_cos[..., 3:, :] * half_turn[..., None]], dim=-2)
@@ -152,9 +152,9 @@ def atom37_to_torsions(aatype: Tensor, positions: Tensor, mask: Tensor) -> Torsi
 
 
 def atom37_to_frames(aatype: Tensor, positions: Tensor, mask: Tensor) -> RigidGroups:
-    """Frames of the rigid groups (Supp. 1.8.1, 1.8.4): positions [*, N, 37, 3], mask [*, N, 37].
+    """Compute the frames of the rigid groups (Supp. 1.8.1, 1.8.4): positions [*, N, 37, 3], mask [*, N, 37].
 
-    A frame whose mask is 0 is finite but means nothing.
+    A frame whose mask is 0 is finite but meaningless.
     """
     atoms = residue_rows("GROUP_ATOM37", aatype)
     points = take_atoms(positions, atoms.flatten(-2)).unflatten(-2, (8, 3))  # [*, N, 8, 3, 3]
@@ -173,9 +173,9 @@ def atom37_to_frames(aatype: Tensor, positions: Tensor, mask: Tensor) -> RigidGr
 
 
 def torsions_to_frames(aatype: Tensor, backbone: Rigid, angles: Tensor) -> Rigid:
-    """Algorithm 24, computeAllAtomCoordinates, lines 1 to 10: global frames [*, N, 8] of the rigid groups.
+    """Compute global frames [*, N, 8] of the rigid groups (Algorithm 24, computeAllAtomCoordinates, lines 1 to 10).
 
-    backbone [*, N] in angstrom; angles [*, N, 7, 2] as (sin, cos), of length one; each turns its group about x
+    backbone [*, N] in angstrom; angles [*, N, 7, 2], unit vectors (sin, cos), each of which turns its group about x
     (Algorithm 25, makeRotX).  A group that the residue type does not have gets a zero matrix and the origin of its
     parent.
     """
@@ -186,7 +186,7 @@ def torsions_to_frames(aatype: Tensor, backbone: Rigid, angles: Tensor) -> Rigid
     x, y, z = ideal[..., :3, :3].unbind(-1)
     local = Rigid(torch.stack([x, cos * y + sin * z, cos * z - sin * y], dim=-1), ideal[..., :3, 3])
 
-    # Only chi2 to chi4 hang on another group than the backbone: on the chi before.
+    # The parent of chi2 to chi4 is the previous chi; that of all other groups is the backbone.
     chis = [local[..., residue.CHI1]]
     for k in range(1, 4):
         chis.append(chis[-1].compose(local[..., residue.CHI1 + k]))
@@ -195,9 +195,9 @@ def torsions_to_frames(aatype: Tensor, backbone: Rigid, angles: Tensor) -> Rigid
 
 
 def frames_to_atom14(aatype: Tensor, frames: Rigid) -> Tensor:
-    """Algorithm 24, line 11: ideal atoms put into their groups' frames [*, N, 8] -> [*, N, 14, 3] angstrom, masked."""
+    """Put ideal atoms into their groups' frames [*, N, 8] -> [*, N, 14, 3] angstrom, masked (Algorithm 24, line 11)."""
     group = residue_rows("ATOM14_GROUP", aatype)
-    # A masked sum over the groups, not a gather: its gradient needs no atomic additions, so it repeats bit for bit.
+    # A masked sum over the groups, not a gather, whose gradient would need atomic additions: this repeats bit for bit.
     chosen = (group[..., None] == torch.arange(8, device=group.device)).to(frames.translation.dtype)
     of_atom = Rigid(
         (chosen[..., None, None] * frames.rotation[..., None, :, :, :]).sum(-3),
@@ -212,12 +212,11 @@ def frames_to_atom14(aatype: Tensor, frames: Rigid) -> Tensor:
 def rename_ground_truth(
     predicted: Tensor, positions: Tensor, mask: Tensor, alt_positions: Tensor, alt_mask: Tensor, ambiguous: Tensor
 ) -> RenamedTruth:
-    """Algorithm 26, renameSymmetricGroundTruthAtoms: the naming whose distances are nearer to the predicted ones.
+    """Choose the naming whose distances are closer to the predicted ones (Algorithm 26).
 
     predicted [*, N, 14, 3]; the labels in both namings, positions [*, N, 14, 3] and masks [*, N, 14]; ambiguous [*, N,
-    14].  Compared are the distances from ambiguous atoms to unambiguous ones.  No gradient.
+    14].  Distances from ambiguous atoms to unambiguous ones are compared.  No gradient.
     """
-
     columns = residue.AMBIGUOUS_COLUMNS
 
     def distances(atoms: Tensor) -> Tensor:  # [*, N, ambiguous, N * 14]

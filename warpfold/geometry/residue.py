@@ -1,7 +1,7 @@
 """Tables of the residue types: atom names and orders, chi angles, rigid groups, distance bounds.
 
 NumPy arrays whose first axis is the residue type in AF2's order, 0-19 and 20 = unknown (a residue without atoms).
-Shapes and dtypes stand beside the names.  The figures come from `stereochemistry.py`; lengths are in angstrom.
+Shapes are beside the names.  The numbers come from `stereochemistry.py`; lengths are in angstrom.
 """
 
 import functools
@@ -35,7 +35,7 @@ ATOM_ORDER: dict[str, int] = {name: index for index, name in enumerate(ATOM_TYPE
 
 
 def _entries(text: str) -> Iterator[list[str]]:
-    """The comma-separated entries of a text of figures, each split into its words."""
+    """Return the comma-separated entries of a text, each split into its words."""
     return (entry.split() for entry in text.split(",") if entry.strip())
 
 
@@ -69,19 +69,14 @@ ATOM14_TO_ATOM37, ATOM37_TO_ATOM14, ATOM14_MASK, ATOM37_MASK = _atom_orders()
 VDW_RADIUS: dict[str, float] = stereochemistry.VDW_RADIUS  # by element
 
 
-def _vdw_radii() -> FloatArray:
-    radii = np.zeros((21, 14), np.float32)
-    for restype, column, name in _SLOTS:
-        radii[restype, column] = VDW_RADIUS[name[0]]
-    return radii
-
-
-ATOM14_VDW_RADIUS: FloatArray = _vdw_radii()  # [21, 14], 0 where there is no atom
+ATOM14_VDW_RADIUS: FloatArray = np.zeros((21, 14), np.float32)  # [21, 14], 0 where there is no atom
+for _restype, _column, _name in _SLOTS:
+    ATOM14_VDW_RADIUS[_restype, _column] = VDW_RADIUS[_name[0]]
 
 # The four atoms of every chi angle, by name: per residue type, as many as it has.
 CHI_ATOMS: tuple[tuple[tuple[str, ...], ...], ...] = tuple(
-    tuple(tuple(chain[k : k + 4]) for k in range(len(chain) - 3))
-    for chain in [stereochemistry.CHI_CHAIN[name].split() for name in RESTYPE_3[:20]] + [[]]
+    tuple(tuple(path[k : k + 4]) for k in range(len(path) - 3))
+    for path in [stereochemistry.CHI_PATH[name].split() for name in RESTYPE_3[:20]] + [[]]
 )
 
 
@@ -103,24 +98,19 @@ CHI_PI_PERIODIC: FloatArray  # [21, 4], 1 where chi and chi + pi are the same st
 CHI_ATOM37, CHI_MASK, CHI_PI_PERIODIC = _chi_tables()
 
 
-def _naming_swap() -> IntArray:
-    swap = np.tile(np.arange(14, dtype=np.int64), (21, 1))
-    for residue, pairs in stereochemistry.NAMING_SWAPS.items():
-        restype = RESTYPE_3.index(residue)
-        for first, second in pairs:
-            i, j = ATOM14_NAMES[restype].index(first), ATOM14_NAMES[restype].index(second)
-            swap[restype, [i, j]] = j, i
-    return swap
-
-
-ATOM14_SWAP: IntArray = _naming_swap()  # [21, 14], the permutation to the alternative naming
+ATOM14_SWAP: IntArray = np.tile(np.arange(14, dtype=np.int64), (21, 1))  # [21, 14], permutation to the other naming
+for _residue, _pairs in stereochemistry.NAMING_SWAPS.items():
+    _restype = RESTYPE_3.index(_residue)
+    for _pair in _pairs:
+        _ij = [ATOM14_NAMES[_restype].index(_name) for _name in _pair]
+        ATOM14_SWAP[_restype, _ij] = _ij[::-1]
 ATOM14_AMBIGUOUS: FloatArray = (np.arange(14) != ATOM14_SWAP).astype(np.float32)  # [21, 14]
 _columns = np.flatnonzero(ATOM14_AMBIGUOUS.any(axis=0))
-AMBIGUOUS_COLUMNS = slice(int(_columns[0]), int(_columns[-1]) + 1)  # of atom14: no others are ever ambiguous
+AMBIGUOUS_COLUMNS = slice(int(_columns[0]), int(_columns[-1]) + 1)  # of atom14: all others are never ambiguous
 
-# The eight rigid groups: backbone, omega, phi, psi, chi1 to chi4 (Supp. table 2).  A group's frame is set by three
-# atoms: one on the negative x axis, the origin, one in the xy plane.  The backbone's own frame (Alg. 21) points the
-# other way along x; atoms.atom37_to_frames turns it.
+# The eight rigid groups: backbone, omega, phi, psi, chi1 to chi4 (Supp. table 2).  Three atoms define a group's frame:
+# one on the negative x axis, the origin, one in the xy plane.  The backbone's own frame (Alg. 21) points the other way
+# along x; atoms.atom37_to_frames turns it.
 PSI = 3
 CHI1 = 4
 
@@ -158,7 +148,7 @@ ATOM14_GROUP, ATOM14_GROUP_POSITIONS = _ideal_atoms()
 
 
 def _frame(x_axis: NDArray[np.float64], xy: NDArray[np.float64], origin: NDArray[np.float64]) -> NDArray[np.float64]:
-    """4x4 transform of the frame at `origin` with x along `x_axis` and `xy` in the xy plane at positive y."""
+    """Return the 4x4 transform of the frame at `origin` with x along `x_axis`, `xy` in the xy plane at positive y."""
     x = x_axis / np.linalg.norm(x_axis)
     y = xy - np.dot(xy, x) * x
     y /= np.linalg.norm(y)
@@ -172,30 +162,30 @@ def _group_frames() -> FloatArray:
     for restype, atoms in enumerate(_IDEAL[:UNKNOWN]):
         at = {name: np.array([float(x) for x in xyz]) for name, _, *xyz in atoms}
         n, ca, c = at["N"], at["CA"], at["C"]
-        frames[restype, 0] = frames[restype, 1] = np.eye(4)  # omega turns the residue before: no atom of this one
+        frames[restype, 0] = frames[restype, 1] = np.eye(4)  # omega turns the previous residue, no atom of this one
         frames[restype, 2] = _frame(n - ca, np.array([1.0, 0.0, 0.0]), n)
         frames[restype, PSI] = _frame(c - ca, ca - n, c)
         for k, (first, second, third, _) in enumerate(CHI_ATOMS[restype]):
             if k == 0:
                 frames[restype, CHI1] = _frame(at[third] - at[second], at[first] - at[second], at[third])
-            else:  # the axis starts at the origin of the group before, and comes along its -x
+            else:  # the axis starts at the origin of the previous group, which lies along its -x
                 frames[restype, CHI1 + k] = _frame(at[third], np.array([-1.0, 0.0, 0.0]), at[third])
     return frames.astype(np.float32)
 
 
-# [21, 8, 4, 4]: from a group at torsion 0 to its parent: the backbone, or for chi2 to chi4 the chi before.  Zero, not a
-# rigid motion, where a residue type has no such group (as AF2 has it; GROUP_MASK tells).
+# [21, 8, 4, 4]: from a group at torsion 0 to its parent: the backbone, or for chi2 to chi4 the previous chi.  As in
+# AF2, zero, which is not a rigid motion, where a residue type has no such group (see GROUP_MASK).
 RIGID_GROUP_FRAMES: FloatArray = _group_frames()
 
 
-# The peptide bond: its length and the deviation of it, (before another residue, before a proline), and the cosines of
-# its angles, (mean, standard deviation).
+# The peptide bond: its length and standard deviation, (before other residues, before proline), and the cosines of its
+# angles, (mean, standard deviation).
 C_N_LENGTH, C_N_LENGTH_STD = stereochemistry.C_N_LENGTH, stereochemistry.C_N_LENGTH_STD
 CA_C_N_COS, C_N_CA_COS = stereochemistry.CA_C_N_COS, stereochemistry.C_N_CA_COS
 
 
 def _bonds(restype: int) -> dict[frozenset[str], tuple[float, float]]:
-    """Length and standard deviation of every bond of a residue type, and of the far side of every bond angle."""
+    """Return mean and standard deviation of every bond of a residue type, and of the far side of every bond angle."""
     residue = RESTYPE_3[restype]
     bonds = {
         frozenset(pair.split("-")): (float(length), float(sd))
@@ -217,11 +207,11 @@ def _bonds(restype: int) -> dict[frozenset[str], tuple[float, float]]:
 
 @functools.cache
 def distance_bounds(overlap_tolerance: float = 1.5, tolerance_factor: float = 12.0) -> tuple[FloatArray, FloatArray]:
-    """Allowed distances between the atoms of one residue, for the violation loss (Supp. 1.9.11, eqs. 44-47).
+    """Return the allowed distances between the atoms of one residue, for the violation loss (Supp. 1.9.11, eqs. 44-47).
 
     Bonded atoms and atoms one bond angle apart: mean -+ factor x standard deviation.  Other pairs: at least the sum of
     the van der Waals radii less the tolerance (angstrom), at most 1e10.  Returns lower and upper, float32 [21, 14, 14],
-    angstrom, zero on the diagonal and where an atom does not exist.  The arrays are shared: do not write to them.
+    angstrom, zero on the diagonal and where an atom does not exist.  The arrays are cached: do not write to them.
     """
     lower, upper = np.zeros((21, 14, 14), np.float32), np.zeros((21, 14, 14), np.float32)
     for restype, names in enumerate(ATOM14_NAMES[:UNKNOWN]):

@@ -2,12 +2,12 @@
 
 A `Rigid` maps local coordinates to global ones: x -> R x + t.  All functions broadcast over leading axes and keep the
 dtype of their inputs.  Products of 3x3 matrices are written out as sums of products, not as matmul: they are small, and
-so they stay exact where the device would round a float32 matmul to TF32.
+a device may round a float32 matmul to TF32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rigid:
-    """Rotations [*, 3, 3] and translations [*, 3]: x -> R x + t.  `*` is the shape of the collection.
+    """A collection, of shape `*`, of rotations [*, 3, 3] and translations [*, 3]: x -> R x + t.
 
     Indexing, as in `rigid[..., None]`, acts on `*`.
     """
@@ -38,59 +38,59 @@ class Rigid:
         return Rigid(self.rotation[(*index, rest, rest)], self.translation[(*index, rest)])
 
     def apply(self, points: Tensor) -> Tensor:
-        """Local points [*, 3] -> global points [*, 3]."""
+        """Map local points [*, 3] to global points [*, 3]."""
         return rotate(self.rotation, points) + self.translation
 
     def invert_apply(self, points: Tensor) -> Tensor:
-        """Global points [*, 3] -> local points [*, 3]."""
+        """Map global points [*, 3] to local points [*, 3]."""
         return rotate(self.rotation.mT, points - self.translation)
 
     def compose(self, other: Rigid) -> Rigid:
-        """First `other`, then `self`."""
+        """Return the motion that applies `other` first, then `self`."""
         return Rigid(multiply(self.rotation, other.rotation), self.apply(other.translation))
 
     def invert(self) -> Rigid:
-        """The motion that undoes this one."""
+        """Return the inverse motion."""
         return Rigid(self.rotation.mT, -rotate(self.rotation.mT, self.translation))
 
     def scale_translation(self, factor: float) -> Rigid:
-        """The same motion in units that are `factor` times smaller."""
+        """Return the same motion in units that are `factor` times smaller."""
         return Rigid(self.rotation, self.translation * factor)
 
     def to(self, target: torch.device | torch.dtype) -> Rigid:
-        """The same motion on another device or in another dtype."""
+        """Return the same motion on another device or in another dtype."""
         return Rigid(self.rotation.to(target), self.translation.to(target))
 
     def to_quaternion7(self) -> Tensor:
-        """[*, 7]: the unit quaternion w x y z with w >= 0, then the translation."""
+        """Return [*, 7]: the unit quaternion w x y z with w >= 0, then the translation."""
         return torch.cat([rotation_to_quaternion(self.rotation), self.translation], dim=-1)
 
     def to_flat12(self) -> Tensor:
-        """[*, 12]: the rotation row by row, then the translation (AF2's `rigidgroups_gt_frames`)."""
+        """Return [*, 12]: the rotation row by row, then the translation (AF2's `rigidgroups_gt_frames`)."""
         return torch.cat([self.rotation.flatten(-2), self.translation], dim=-1)
 
     @staticmethod
     def identity(shape: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None) -> Rigid:
-        """The motion that moves nothing, `shape` times."""
+        """Return identities, in a collection of this shape."""
         eye = torch.eye(3, dtype=dtype, device=device).expand(*shape, 3, 3)
         return Rigid(eye, torch.zeros(*shape, 3, dtype=dtype, device=device))
 
     @staticmethod
     def from_quaternion7(affine: Tensor) -> Rigid:
-        """From [*, 7]: unit quaternion w x y z, taken as it is (not normalised), then the translation."""
+        """Read [*, 7]: the unit quaternion w x y z, which is not normalised here, then the translation."""
         return Rigid(quaternion_to_rotation(affine[..., :4]), affine[..., 4:])
 
     @staticmethod
     def from_flat12(flat: Tensor) -> Rigid:
-        """From [*, 12]: the rotation row by row, then the translation."""
+        """Read [*, 12]: the rotation row by row, then the translation."""
         return Rigid(flat[..., :9].unflatten(-1, (3, 3)), flat[..., 9:])
 
     @staticmethod
     def from_axes(x_axis: Tensor, xy_plane: Tensor, origin: Tensor) -> Rigid:
-        """The frame at `origin` with x along `x_axis` and `xy_plane` in the xy plane at positive y (Gram-Schmidt).
+        """Make the frame at `origin` with x along `x_axis`, `xy_plane` in the xy plane at positive y (Gram-Schmidt).
 
         All [*, 3]; the vectors have any length.  Collinear or zero vectors give a finite matrix with finite gradients
-        that is no rotation: the caller masks them.
+        that is not a rotation: the caller masks them.
         """
         x = normalize(x_axis)
         y = normalize(xy_plane - (xy_plane * x).sum(-1, keepdim=True) * x)
@@ -98,7 +98,7 @@ class Rigid:
 
     @staticmethod
     def from_three_points(x1: Tensor, x2: Tensor, x3: Tensor) -> Rigid:
-        """Algorithm 21, rigidFrom3Points: origin at x2, x axis towards x3, x1 in the xy plane.  All [*, 3].
+        """Make the frame with its origin at x2, x axis towards x3, and x1 in the xy plane (Algorithm 21).  All [*, 3].
 
         The backbone frame is `from_three_points(N, CA, C)`.
         """
@@ -106,41 +106,39 @@ class Rigid:
 
     @staticmethod
     def stack(rigids: Sequence[Rigid], axis: int = 0) -> Rigid:
-        """Stacks collections of one shape along a new axis of `*` (negative counts from the end of `*`)."""
-        rotation_axis, translation_axis = (axis, axis) if axis >= 0 else (axis - 2, axis - 1)
-        return Rigid(
-            torch.stack([r.rotation for r in rigids], dim=rotation_axis),
-            torch.stack([r.translation for r in rigids], dim=translation_axis),
-        )
+        """Stack collections of one shape along a new axis of `*` (negative counts from the end of `*`)."""
+        return _join(torch.stack, rigids, axis)
 
     @staticmethod
     def cat(rigids: Sequence[Rigid], axis: int = 0) -> Rigid:
-        """Joins collections along an axis of `*` (negative counts from the end of `*`)."""
-        rotation_axis, translation_axis = (axis, axis) if axis >= 0 else (axis - 2, axis - 1)
-        return Rigid(
-            torch.cat([r.rotation for r in rigids], dim=rotation_axis),
-            torch.cat([r.translation for r in rigids], dim=translation_axis),
-        )
+        """Concatenate collections along an axis of `*` (negative counts from the end of `*`)."""
+        return _join(torch.cat, rigids, axis)
+
+
+def _join(join: Callable[..., Tensor], rigids: Sequence[Rigid], axis: int) -> Rigid:
+    rotation_axis, translation_axis = (axis, axis) if axis >= 0 else (axis - 2, axis - 1)
+    rotations, translations = [r.rotation for r in rigids], [r.translation for r in rigids]
+    return Rigid(join(rotations, dim=rotation_axis), join(translations, dim=translation_axis))
 
 
 def rotate(rotation: Tensor, vectors: Tensor) -> Tensor:
-    """R v: [*, 3, 3], [*, 3] -> [*, 3]."""
+    """Compute R v: [*, 3, 3], [*, 3] -> [*, 3]."""
     x, y, z = vectors[..., :1], vectors[..., 1:2], vectors[..., 2:]
     return rotation[..., 0] * x + rotation[..., 1] * y + rotation[..., 2] * z
 
 
 def multiply(first: Tensor, second: Tensor) -> Tensor:
-    """The matrix product: [*, 3, 3], [*, 3, 3] -> [*, 3, 3]."""
+    """Multiply matrices: [*, 3, 3], [*, 3, 3] -> [*, 3, 3]."""
     return (first[..., :, :, None] * second[..., None, :, :]).sum(-2)
 
 
 def normalize(vectors: Tensor, eps: float = 1e-8) -> Tensor:
-    """v / sqrt(|v|^2 + eps) over the last axis: zero, with a finite gradient, for the zero vector."""
+    """Return v / sqrt(|v|^2 + eps) over the last axis: zero, with a finite gradient, for the zero vector."""
     return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + eps)
 
 
 def quaternion_multiply(first: Tensor, second: Tensor) -> Tensor:
-    """Hamilton product of quaternions w x y z: [*, 4], [*, 4] -> [*, 4]."""
+    """Multiply quaternions w x y z (the Hamilton product): [*, 4], [*, 4] -> [*, 4]."""
     a, b, c, d = first.unbind(-1)
     e, f, g, h = second.unbind(-1)
     return torch.stack(
@@ -155,7 +153,7 @@ def quaternion_multiply(first: Tensor, second: Tensor) -> Tensor:
 
 
 def quaternion_to_rotation(quaternion: Tensor) -> Tensor:
-    """[*, 4] w x y z -> [*, 3, 3].  A quaternion of length l gives l^2 times its rotation."""
+    """Convert [*, 4] w x y z to [*, 3, 3].  A quaternion of length l gives l^2 times its rotation."""
     a, b, c, d = quaternion.unbind(-1)
     aa, bb, cc, dd = a * a, b * b, c * c, d * d
     rows = [
@@ -167,7 +165,7 @@ def quaternion_to_rotation(quaternion: Tensor) -> Tensor:
 
 
 def rotation_to_quaternion(rotation: Tensor) -> Tensor:
-    """[*, 3, 3] -> unit quaternion [*, 4] w x y z with w >= 0.
+    """Convert [*, 3, 3] to unit quaternions [*, 4] w x y z with w >= 0.
 
     The matrix 4 q q^T is linear in R; its row with the largest diagonal entry is the best conditioned multiple of q.
     """
@@ -186,10 +184,10 @@ def rotation_to_quaternion(rotation: Tensor) -> Tensor:
 
 
 def update_affine(affine: Tensor, update: Tensor) -> Tensor:
-    """Algorithm 23, the composition of backbone frames with an update: [*, 7], [*, 6] -> [*, 7].
+    """Compose backbone frames with an update (Algorithm 23): [*, 7], [*, 6] -> [*, 7].
 
-    `update` is (b, c, d, translation), in the local frame.  The rotation is multiplied by that of the quaternion
-    (1, b, c, d), normalised: q -> q + q (0, b, c, d), over its length.
+    `update` is (b, c, d, translation) in the local frame.  The rotation is multiplied by that of the normalised
+    quaternion (1, b, c, d): q -> q + q (0, b, c, d), over its length.
     """
     quaternion, translation = affine[..., :4], affine[..., 4:]
     vector = torch.nn.functional.pad(update[..., :3], (1, 0))

@@ -8,7 +8,7 @@ from warpfold.model.axial import COLS, ROWS, AxialUpdate
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear
 from warpfold.ops.attention import attention
-from warpfold.ops.gate import gate, tail
+from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
 from warpfold.ops.transition import transition
 
@@ -48,7 +48,7 @@ class GatedAttention(nn.Module):
     def add(self, x: Tensor, o: Tensor, g: Tensor, factors: Factors | None) -> Tensor:
         """Return x [*, K, c] plus the update times the dropout factors (None: ones)."""
         assert self.out.bias is not None
-        return tail(x, o, g, self.out.weight, self.out.bias, factors)
+        return gated_linear_residual(x, o, g, self.out.weight, self.out.bias, factors)
 
 
 class AttentionUpdate(AxialUpdate):

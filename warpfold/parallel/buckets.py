@@ -1,4 +1,4 @@
-"""Where parameters lie in one flat buffer: in buckets that travel whole, of which each rank may own a piece."""
+"""The layout of parameters in one flat buffer: buckets are sent whole, and each rank may own a piece of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Each parameter starts at a multiple of 64 bytes, as if it had been allocated alone: matrix kernels like it so.
+# Each parameter starts at a multiple of 64 bytes, as if it had been allocated alone: matrix kernels are faster so.
 ALIGN = 16
 
 
@@ -16,7 +16,7 @@ class Segment:
 
     name: str
     where: slice  # in the shard
-    first: int  # number of the parameter's element that the part begins with
+    first: int  # the index, in the flat parameter, of the part's first element
     shape: torch.Size  # of the whole parameter
 
 
@@ -24,8 +24,8 @@ class Segment:
 class Layout:
     """Parameters in the order of the forward pass; buckets in the order in which their gradients come, the reverse.
 
-    A bucket's length and its start divide by the number of ranks: cut into `parts` pieces, piece `index` of every
-    bucket, joined, is shard `index`, and the bucket that lies at a:b of the whole lies at a/parts:b/parts of the shard.
+    A bucket's length and start are divisible by the number of ranks.  Shard `index` of `parts` joins piece `index` of
+    every bucket; the bucket that lies at a:b of the whole lies at a/parts:b/parts of the shard.
     """
 
     places: dict[str, slice]
@@ -35,21 +35,21 @@ class Layout:
     size: int
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """A parameter's part of a flat buffer, in the parameter's shape."""
+        """Return a parameter's part of a flat buffer, in the parameter's shape."""
         return flat[self.places[name]].view(self.shapes[name])
 
     def within(self, parts: int) -> list[slice]:
-        """Where the buckets' pieces lie in a shard, in the order of the buckets."""
+        """Return where the buckets' pieces lie in a shard, in the order of the buckets."""
         return [slice(b.start // parts, b.stop // parts) for b in self.buckets]
 
-    def cut(self, flat: Tensor, parts: int, index: int) -> Tensor:
-        """Shard `index` of `parts`: a copy, or `flat` itself where there is one."""
+    def shard(self, flat: Tensor, parts: int, index: int) -> Tensor:
+        """Return shard `index` of `parts`: a copy, or `flat` itself if there is only one."""
         if parts == 1:
             return flat
         return torch.cat([flat[bucket].view(parts, -1)[index] for bucket in reversed(self.buckets)])
 
     def segments(self, parts: int = 1, index: int = 0) -> list[Segment]:
-        """What of which parameter lies in shard `index` of `parts`, in the order of the shard."""
+        """Return which parts of which parameters lie in shard `index` of `parts`, in the order of the shard."""
         found = []
         for bucket, names in zip(reversed(self.buckets), reversed(self.members)):
             length = (bucket.stop - bucket.start) // parts
@@ -66,7 +66,7 @@ class Layout:
 def make_layout(parameters: Mapping[str, Tensor], bucket_bytes: float, ranks: int) -> Layout:
     """Lay out parameters, named in the order of the forward pass, for so many ranks in all.
 
-    A bucket is closed as soon as it has `bucket_bytes`; a parameter is never torn.
+    A bucket is closed as soon as it has `bucket_bytes`; a parameter is never split between buckets.
     """
     groups: list[list[str]] = [[]]
     filled = 0

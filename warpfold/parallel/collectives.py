@@ -1,18 +1,17 @@
-"""Moving slices between ranks: started when the tensor exists, awaited where it is used, forward and backward.
+"""Differentiable, asynchronous collectives: started when the tensor exists, awaited where it is used.
 
-A tensor of which every rank holds a slice can be made whole (`gather`), or cut along another axis (`turn`); two
-ranks can `swap` what they have.  Each gives a `Pending`, whose `wait` is the tensor.  Backward runs the exact transpose
-of the move (a gather's is a reduce-scatter), begun when the gradient of the awaited tensor is known and awaited where
-the gradient of the started one is, when autograd has nothing else that it could do.
+`all_gather` makes a sharded tensor whole on every rank, `all_to_all` shards it along another axis, and `sendrecv`
+exchanges tensors between two ranks.  Each returns a `Pending`; its `wait` returns the tensor.  The backward pass runs
+the exact transpose (that of an all-gather is a reduce-scatter): it starts when the gradient of the awaited tensor is
+known, and is awaited as late as possible, when autograd has nothing else to do.
 """
 
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,118 +20,95 @@ from torch.autograd import Function
 
 from warpfold.ops.noise import Factors
 from warpfold.parallel.mesh import Group
-from warpfold.parallel.waits import Work
+from warpfold.parallel.waits import Event, Work, tell
 
 F = TypeVar("F", bound=Factors)
 
 
-@dataclass(frozen=True)
-class Event:
-    """A collective began or was waited for: what a trace holds."""
-
-    what: Literal["start", "wait"]
-    number: int  # of the collective, in the order of starting; the same on every rank
-    name: str  # which tensor of which layer
-    kind: str  # "gather", "scatter" (its transpose), "turn", "swap"
-    backward: bool
-    bytes: int  # that this rank sends to others
-
-
-_watchers: list[Callable[[Event], None]] = []
 _numbers = count()
 
 
-@contextmanager
-def watched(watcher: Callable[[Event], None]) -> Iterator[None]:
-    """Within it, `watcher` is told of every start and wait of this process."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
-
-
-def sizes_of(length: int, ranks: int) -> list[int]:
-    """How many of `length` rows each rank holds: as even as can be, the first ranks one more; 0 where rows run out."""
+def shard_sizes(length: int, ranks: int) -> list[int]:
+    """Return how many of `length` rows each rank holds: the first ranks hold one more where it does not divide."""
     each, more = divmod(length, ranks)
     return [each + (rank < more) for rank in range(ranks)]
 
 
-def start_of(length: int, group: Group) -> int:
-    """Where this rank's slice of `length` rows begins."""
-    return sum(sizes_of(length, group.size)[: group.rank])
+def shard_offset(length: int, group: Group) -> int:
+    """Return the first of `length` rows that this rank holds."""
+    return sum(shard_sizes(length, group.size)[: group.rank])
 
 
-def mine(x: F, axis: int, group: Group) -> F:
-    """This rank's slice (a view) of a tensor that every rank has whole; or of dropout factors that are not drawn."""
+def local_shard(x: F, axis: int, group: Group) -> F:
+    """Return this rank's shard, a view, of a tensor that every rank has whole, or of dropout factors not yet drawn."""
     length = x.shape[axis]
-    found: Any = x.narrow(axis, start_of(length, group), sizes_of(length, group.size)[group.rank])  # as x is
-    return found
+    shard: Any = x.narrow(axis, shard_offset(length, group), shard_sizes(length, group.size)[group.rank])  # type of x
+    return shard
 
 
 class Pending:
-    """A tensor that is here, or on its way; `wait` is the tensor, however often it is asked for."""
+    """A tensor that is here or still in flight; `wait` returns it, however often it is called."""
 
-    def __init__(self, tensor: Tensor | None, arrive: Callable[[bool], Tensor] | None = None) -> None:
-        self._tensor, self._arrive = tensor, arrive
-        self.travels = tensor is None  # whether it ever had to be waited for
-        self.given = False  # whether a block, which may be recomputed, has it from outside
+    def __init__(self, tensor: Tensor | None, receive: Callable[[bool], Tensor] | None = None) -> None:
+        self._tensor, self._receive = tensor, receive
+        self.travels = tensor is None  # whether it ever was in flight
+        self.given = False  # whether it is the input of a block that may be recomputed
 
     def wait(self) -> Tensor:
         if self._tensor is None:
-            assert self._arrive is not None
-            self._tensor, self._arrive = self._arrive(self.given), None
+            assert self._receive is not None
+            self._tensor, self._receive = self._receive(self.given), None
         return self._tensor
 
     @property
     def arrived(self) -> bool:
-        """Whether it is here, or was awaited already."""
+        """Whether `wait` returns at once."""
         return self._tensor is not None
 
 
-def gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pending:
-    """Slices along `axis`, of `length` rows in all -> the whole, on every rank."""
-    return _begin(x, _Gather(group, name, x.shape, axis, length))
+def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pending:
+    """Make x, sharded along `axis` with `length` rows in all, whole on every rank."""
+    return _begin(x, _AllGather(group, name, x.shape, axis, length))
 
 
-def turn(x: Tensor, had: int, wanted: int, length: int, group: Group, name: str) -> Pending:
-    """A tensor cut along `had`, of `length` rows in all, and whole along `wanted` -> the other way round."""
-    return _begin(x, _Turn(group, name, x.shape, had, wanted, length))
+def all_to_all(x: Tensor, had: int, wanted: int, length: int, group: Group, name: str) -> Pending:
+    """Shard x along `wanted`, where it is whole, instead of along `had`, where it has `length` rows in all."""
+    return _begin(x, _AllToAll(group, name, x.shape, had, wanted, length))
 
 
-def swap(x: Tensor, other: Sequence[int], group: Group, name: str) -> Pending:
-    """What the other of two ranks gives, a tensor of the shape `other`, for what this one gives."""
-    return _begin(x, _Swap(group, name, x.shape, other))
-
-
-@dataclass
-class _Ticket:
-    """One call of a move: what is under way there, and what is under way back."""
-
-    there: "_Way | None" = None
-    back: "_Way | None" = None
+def sendrecv(x: Tensor, other: Sequence[int], group: Group, name: str) -> Pending:
+    """Send x to the other of two ranks, and receive the tensor of shape `other` that it sends."""
+    return _begin(x, _SendRecv(group, name, x.shape, other))
 
 
 @dataclass
-class _Way:
-    """A collective under way, with all that must live until it is done."""
+class _InFlight:
+    """A collective that was started, with all that must stay alive until it is done."""
 
-    move: "_Move"
+    collective: "_Collective"
     buffer: Tensor
     sent: Tensor
     work: dist.Work | None
     number: int
     backward: bool
 
-    def arrive(self) -> Tensor:
-        for watcher in _watchers:
-            watcher(Event("wait", self.number, self.move.name, self.move.kind, self.backward, 0))
-        Work(self.work, f"{self.move.kind} of {self.move.name}{' (backward)' if self.backward else ''}").wait()
-        return self.move.finish(self.buffer)
+    def wait(self) -> Tensor:
+        event = Event("wait", self.collective.name, self.collective.kind, 0, self.number, self.backward)
+        tell(event)
+        Work(self.work, event.title).wait()
+        return self.collective.unpack(self.buffer)
 
 
-class _Move(ABC):
-    """A linear map between tensors that lie on several ranks, in two steps around a collective on flat buffers."""
+@dataclass
+class _Call:
+    """The two collectives of one call, while they are in flight; its two autograd nodes share it."""
+
+    forward: _InFlight | None = None
+    backward: _InFlight | None = None
+
+
+class _Collective(ABC):
+    """A linear map between tensors that lie on several ranks: pack, communicate flat buffers, unpack."""
 
     kind: str
 
@@ -141,43 +117,43 @@ class _Move(ABC):
 
     @abstractmethod
     def start(self, x: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, int]:
-        """Pack and send: the buffer that fills, the one that is sent, the handle, the bytes that leave."""
+        """Pack and send x; return the buffer that will be filled, the one that is sent, the handle, the bytes sent."""
 
     @abstractmethod
-    def finish(self, buffer: Tensor) -> Tensor:
-        """Unpack the filled buffer."""
+    def unpack(self, buffer: Tensor) -> Tensor:
+        """Return the result from the filled buffer."""
 
     @abstractmethod
-    def transpose(self) -> "_Move":
-        """The move of the gradient."""
+    def transpose(self) -> "_Collective":
+        """Return the collective that the gradient takes."""
 
 
-def _begin(x: Tensor, move: _Move) -> Pending:
-    if move.group.size == 1:
+def _begin(x: Tensor, collective: _Collective) -> Pending:
+    if collective.group.size == 1:
         return Pending(x)
-    ticket = _Ticket()
-    token = _Start.apply(x, move, ticket)
-    if token.requires_grad:
-        token.grad_fn._set_sequence_nr(_reserved.next())
-    return Pending(None, lambda given: _Wait.apply(token, move, ticket, given))
+    call = _Call()
+    placeholder = _Start.apply(x, collective, call)
+    if placeholder.requires_grad:
+        placeholder.grad_fn._set_sequence_nr(_reserved.next())
+    return Pending(None, lambda given: _Wait.apply(placeholder, collective, call, given))
 
 
-def _send(move: _Move, x: Tensor, backward: bool) -> _Way:
-    buffer, sent, work, size = move.start(x)
-    way = _Way(move, buffer, sent, work, next(_numbers), backward)
-    for watcher in _watchers:
-        watcher(Event("start", way.number, move.name, move.kind, backward, size))
-    return way
+def _send(collective: _Collective, x: Tensor, backward: bool) -> _InFlight:
+    buffer, sent, work, size = collective.start(x)
+    in_flight = _InFlight(collective, buffer, sent, work, next(_numbers), backward)
+    tell(Event("start", collective.name, collective.kind, size, in_flight.number, backward))
+    return in_flight
 
 
 RESERVE = 4096
 
 
 class _Reserved(threading.local):
-    """Numbers of nodes that nobody needs, ascending: lower than those of all nodes that the thread has made since.
+    """Sequence numbers of autograd nodes that nobody needs, in ascending order.
 
-    Of the nodes whose gradient is known, autograd's engine takes the one with the highest number; they count what a
-    thread made.  A wait that has a reserved number comes when there is nothing else to do, on all ranks alike.
+    Autograd's engine runs, of the nodes whose gradient is known, the one with the highest sequence number, and nodes
+    are numbered as a thread makes them.  These numbers are lower than those of all later nodes, so a wait that has one
+    runs when there is nothing else to do, on all ranks alike.
     """
 
     def __init__(self) -> None:
@@ -197,45 +173,47 @@ _reserved = _Reserved()
 
 
 class _Start(Function):
-    """x -> a token, whose gradient says that the gradient of x is under way."""
+    """x -> a placeholder, a zero, whose gradient arrives when the gradient of x is in flight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, move: _Move, ticket: _Ticket) -> Tensor:
-        ctx.ticket = ticket
-        ticket.there = _send(move, x, False)
+    def forward(ctx: Any, x: Tensor, collective: _Collective, call: _Call) -> Tensor:
+        ctx.call = call
+        call.forward = _send(collective, x, False)
         return x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        way, ctx.ticket.back = ctx.ticket.back, None  # the graph may live on, its buffers must not
-        return way.arrive(), None, None
+        in_flight, ctx.call.backward = ctx.call.backward, None  # the graph may live on, its buffers must not
+        return in_flight.wait(), None, None
 
 
 class _Wait(Function):
-    """The token -> the tensor."""
+    """The placeholder -> the tensor."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, move: _Move, ticket: _Ticket, given: bool) -> Tensor:
-        ctx.move, ctx.ticket = move, ticket
-        way, ticket.there = ticket.there, None
-        assert way is not None
-        if not given:  # a recomputation saves it too
-            ctx.save_for_backward(token)
-        return way.arrive()
+    def forward(ctx: Any, placeholder: Tensor, collective: _Collective, call: _Call, given: bool) -> Tensor:
+        ctx.collective, ctx.call = collective, call
+        in_flight, call.forward = call.forward, None
+        assert in_flight is not None
+        if not given:  # so that `backward` can ask for it; the input of a block is not part of its recomputation
+            ctx.save_for_backward(placeholder)
+        return in_flight.wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        # Before the gradient moves, the block is recomputed: ranks that have more slices to work on, or another branch,
-        # would come to that sooner or later than others, and one's recomputation would meet another's gradient.
+        # Asking for what was saved makes torch recompute a checkpointed block now, before the gradient is sent.  Ranks
+        # that have more rows, or another branch, would otherwise recompute sooner or later than others, and the
+        # collectives of one rank's recomputation would meet those of another's backward pass.
         _ = ctx.saved_tensors
-        ctx.ticket.back = _send(ctx.move.transpose(), grads[0], True)
+        ctx.call.backward = _send(ctx.collective.transpose(), grads[0], True)
         return grads[0].new_zeros(()), None, None, None
 
 
 def tied(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as they are; where the gradient of one is wanted, so is that of the others, zeros if need be.
+    """Return the tensors as they are, but make autograd want the gradients of all where it wants that of one.
 
-    For what one rank goes on to use and another does not: both must take part in the move of its gradient.
+    Use it for tensors that one rank goes on to use and another does not: both must take part in the collective of the
+    gradient, if only with zeros.
     """
     return tuple(_Tie.apply(*tensors))
 
@@ -250,20 +228,20 @@ class _Tie(Function):
         return grads
 
 
-# Their names from torch 2.13 on, and before.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# On flat buffers, without gradients: torch's names from 2.13 on, and before.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Gather(_Move):
-    """Slices -> the whole.  The flat slices are padded to the largest, and only where they differ."""
+class _AllGather(_Collective):
+    """Shards -> the whole.  Shards are padded to the size of the largest, and only where sizes differ."""
 
-    kind = "gather"
+    kind = "all_gather"
 
     def __init__(self, group: Group, name: str, shape: Sequence[int], axis: int, length: int) -> None:
         super().__init__(group, name)
-        self.shapes = []  # of every rank's slice
-        for size in sizes_of(length, group.size):
+        self.shapes = []  # of every rank's shard
+        for size in shard_sizes(length, group.size):
             self.shapes.append(list(shape))
             self.shapes[-1][axis] = size
         self.axis = axis
@@ -272,23 +250,23 @@ class _Gather(_Move):
     def start(self, x: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, int]:
         sent = _padded(x.contiguous().view(-1), self.width)
         buffer = sent.new_empty(self.group.size * self.width)
-        work = all_gather(buffer, sent, group=self.group.handle, async_op=True)
+        work = all_gather_flat(buffer, sent, group=self.group.handle, async_op=True)
         return buffer, sent, work, (self.group.size - 1) * sent.nbytes
 
-    def finish(self, buffer: Tensor) -> Tensor:
+    def unpack(self, buffer: Tensor) -> Tensor:
         rows = buffer.view(self.group.size, self.width)
         return torch.cat([row[: _numel(s)].view(s) for row, s in zip(rows, self.shapes)], self.axis)
 
-    def transpose(self) -> "_Scatter":
-        return _Scatter(self)
+    def transpose(self) -> "_ReduceScatter":
+        return _ReduceScatter(self)
 
 
-class _Scatter(_Move):
-    """The transpose of a gather: every rank's whole tensor, summed, each rank its slice."""
+class _ReduceScatter(_Collective):
+    """The transpose of an all-gather: add up the whole tensors of all ranks, and give each rank its shard."""
 
-    kind = "scatter"
+    kind = "reduce_scatter"
 
-    def __init__(self, gather: _Gather) -> None:
+    def __init__(self, gather: _AllGather) -> None:
         super().__init__(gather.group, gather.name)
         self.gather = gather
 
@@ -297,26 +275,26 @@ class _Scatter(_Move):
         parts = x.split([s[g.axis] for s in g.shapes], g.axis)
         sent = torch.cat([_padded(part.reshape(-1), g.width) for part in parts])
         buffer = sent.new_empty(g.width)
-        work = reduce_scatter(buffer, sent, group=self.group.handle, async_op=True)
+        work = reduce_scatter_flat(buffer, sent, group=self.group.handle, async_op=True)
         return buffer, sent, work, (self.group.size - 1) * buffer.nbytes
 
-    def finish(self, buffer: Tensor) -> Tensor:
+    def unpack(self, buffer: Tensor) -> Tensor:
         shape = self.gather.shapes[self.group.rank]
         return buffer[: _numel(shape)].view(shape)
 
-    def transpose(self) -> _Gather:
+    def transpose(self) -> _AllGather:
         return self.gather
 
 
-class _Turn(_Move):
-    """Cut along `had` -> cut along `wanted`: every rank sends every other the part that both slices share."""
+class _AllToAll(_Collective):
+    """Sharded along `had` -> along `wanted`: every rank sends to every other the part that both shards share."""
 
-    kind = "turn"
+    kind = "all_to_all"
 
     def __init__(self, group: Group, name: str, shape: Sequence[int], had: int, wanted: int, length: int) -> None:
         super().__init__(group, name)
         self.had, self.wanted, self.shape = had, wanted, list(shape)
-        self.had_sizes, self.wanted_sizes = (sizes_of(n, group.size) for n in (length, shape[wanted]))
+        self.had_sizes, self.wanted_sizes = (shard_sizes(n, group.size) for n in (length, shape[wanted]))
         self.length = length
         self.rest = _numel([n for axis, n in enumerate(shape) if axis - len(shape) not in (had, wanted)])
 
@@ -329,8 +307,8 @@ class _Turn(_Move):
         work = dist.all_to_all_single(buffer, sent, come, leave, group=self.group.handle, async_op=True)
         return buffer, sent, work, (sum(leave) - leave[rank]) * sent.element_size()
 
-    def finish(self, buffer: Tensor) -> Tensor:
-        """The parts as the ranks sent them, one after another along `had`."""
+    def unpack(self, buffer: Tensor) -> Tensor:
+        """Join the parts, which lie in the order of the ranks, along `had`."""
         shape = list(self.shape)
         shape[self.wanted] = self.wanted_sizes[self.group.rank]
         parts, start = [], 0
@@ -340,16 +318,16 @@ class _Turn(_Move):
             start += _numel(shape)
         return torch.cat(parts, self.had)
 
-    def transpose(self) -> "_Turn":
+    def transpose(self) -> "_AllToAll":
         shape = list(self.shape)
         shape[self.had], shape[self.wanted] = self.length, self.wanted_sizes[self.group.rank]
-        return _Turn(self.group, self.name, shape, self.wanted, self.had, self.shape[self.wanted])
+        return _AllToAll(self.group, self.name, shape, self.wanted, self.had, self.shape[self.wanted])
 
 
-class _Swap(_Move):
+class _SendRecv(_Collective):
     """Between two ranks: each gets what the other has."""
 
-    kind = "swap"
+    kind = "sendrecv"
 
     def __init__(self, group: Group, name: str, shape: Sequence[int], other: Sequence[int]) -> None:
         super().__init__(group, name)
@@ -362,11 +340,11 @@ class _Swap(_Move):
         work = dist.all_to_all_single(buffer, sent, come, leave, group=self.group.handle, async_op=True)
         return buffer, sent, work, sent.nbytes
 
-    def finish(self, buffer: Tensor) -> Tensor:
+    def unpack(self, buffer: Tensor) -> Tensor:
         return buffer.view(self.other)
 
-    def transpose(self) -> "_Swap":
-        return _Swap(self.group, self.name, self.other, self.shape)
+    def transpose(self) -> "_SendRecv":
+        return _SendRecv(self.group, self.name, self.other, self.shape)
 
 
 def _padded(flat: Tensor, width: int) -> Tensor:

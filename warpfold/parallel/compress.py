@@ -1,10 +1,11 @@
-"""Gradients between data ranks, said in fewer bytes: what was left out is carried over and said later.
+"""Gradient compression between data ranks: what is left out of one step is carried over to later ones.
 
-These change what is computed, so they are settings (`[optim.compression]`), not plans.  All of them act at the step, on
-this rank's shard of the sum of its clipped examples, and obey one law (DGC with its momentum apart): what was
+Compression changes what is computed, so it is a setting (`[optim.compression]`), not a plan.  Every method acts at the
+step, on this rank's shard of the sum of its clipped examples, and obeys one law (except DGC with momentum): what was
 applied so far, plus the mean of what the ranks still carry, is the sum of all mean gradients.
 """
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,14 +24,14 @@ BLOCK = 256  # numbers that share a scale
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """[optim.compression]: for ranks joined by so slow a link that sending less is worth more steps.
+    """[optim.compression]: for ranks joined by a link so slow that sending less is worth more steps.
 
     method: "powersgd" (low rank: Vogels et al. 2019), "topk" (the largest only: Deep Gradient Compression, Lin et al.
     2018), "int8", "1bit" (quantised: Seide et al. 2014, Tang et al. 2021).
-    start: first steps, whose gradients are sent whole.
+    start: how many first steps send whole gradients.
     rank: of PowerSGD's matrices.
     ratio, warmup: the share of numbers that topk sends, reached exponentially in so many steps.
-    momentum: of topk's momentum correction; the optimiser's own, beta1, is best lowered as far.
+    momentum: of topk's momentum correction; lower the optimiser's own, beta1, as far.
     """
 
     method: Method = "none"
@@ -48,9 +49,9 @@ class CompressionConfig:
 
 
 class Compressor(ABC):
-    """`mean` of a shard over the data ranks.
+    """Take the mean of a shard over the data ranks.
 
-    local: flat tensors of the shard's length, different on every data rank.  shared: others, the same on all of them.
+    local: flat tensors of the shard's length, different on every data rank.  shared: a tensor that is the same on all.
     Both, and `steps`, are what a checkpoint holds.
     """
 
@@ -61,32 +62,32 @@ class Compressor(ABC):
         self.shared: Tensor = like.new_empty(0)
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over the data ranks, the same on all of them to the bit.  Every rank must call it."""
+        """Return the mean over the data ranks, the same on all of them to the bit.  Every rank must call it."""
         mean = self.wire.mean(x) if self.steps < self.config.start else self.compressed(x)
         self.steps += 1
         return mean
 
     @abstractmethod
     def compressed(self, x: Tensor) -> Tensor:
-        """What is applied for the mean of x, once `start` steps are over."""
+        """Return what is applied in place of the mean of x, once `start` steps are over."""
 
 
 class Quantised(Compressor):
-    """Few bits per number and a scale per block, both ways: to a piece's owner, and its mean from there to all.
+    """Send few bits per number and a scale per block, both ways: to the owner of a piece, and its mean back to all.
 
-    A rank's own piece reaches it exactly.  What rounding the mean lost is the owner's to carry, once for every rank.
+    A rank's own piece reaches it exactly.  The owner carries over what rounding the mean lost, once for every rank.
     """
 
     def __init__(self, config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]) -> None:
         super().__init__(config, wire, like, "residual")
         self.bits = 8 if config.method == "int8" else 1
-        between = torch.ones(len(like), dtype=torch.bool)  # parameters: no number is there, but a sign would be said
+        between = torch.ones(len(like), dtype=torch.bool)  # parameters there are no numbers, yet 1-bit codes have signs
         for segment in segments:
             between[segment.where] = False
         self.between = between.nonzero().flatten().to(like.device)
 
     def compressed(self, x: Tensor) -> Tensor:
-        """Codes to each piece's owner, their mean's code to all."""
+        """Send codes to each piece's owner, and the code of their mean to all."""
         size, rank = self.wire.group.size, self.wire.group.rank
         residual = self.local["residual"].view(size, -1)
         wanted = x.view(size, -1) + residual
@@ -94,13 +95,13 @@ class Quantised(Compressor):
 
         codes = encode(wanted, self.bits)
         received = torch.empty_like(codes)
-        self.wire.exchange(received.view(-1), codes.view(-1)).wait()
+        self.wire.all_to_all(received.view(-1), codes.view(-1)).wait()
         arrived = decode(received, self.bits, length, x.dtype)
         arrived[rank] = wanted[rank]
         mean = arrived.mean(0)
 
         code = encode(mean[None], self.bits)
-        self.wire.gather(received.view(-1), code.view(-1)).wait()
+        self.wire.all_gather(received.view(-1), code.view(-1)).wait()
         torch.sub(wanted, decode(codes, self.bits, length, x.dtype), out=residual)
         residual[rank] = size * (mean - decode(code, self.bits, length, x.dtype)[0])
         applied = decode(received, self.bits, length, x.dtype).flatten()
@@ -110,7 +111,7 @@ class Quantised(Compressor):
 
 
 def encode(x: Tensor, bits: int) -> Tensor:
-    """Rows [n, length] -> uint8 [n, bytes]: codes, then a scale of x's dtype for every `BLOCK` numbers.
+    """Encode rows [n, length] as uint8 [n, bytes]: codes, then a scale of x's dtype for every `BLOCK` numbers.
 
     8 bits: round(x / scale), scale = max |x| / 127.  1 bit: the sign, scale = mean |x|.
     """
@@ -128,7 +129,7 @@ def encode(x: Tensor, bits: int) -> Tensor:
 
 
 def decode(code: Tensor, bits: int, length: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of `encode` up to rounding: [n, length] of `dtype`."""
+    """Undo `encode`, up to rounding: [n, length] of `dtype`."""
     blocks = -(-length // BLOCK)
     codes, scale = code.split([blocks * BLOCK * bits // 8, blocks * dtype.itemsize], 1)
     scale = scale.contiguous().view(dtype)[..., None]
@@ -142,7 +143,7 @@ def decode(code: Tensor, bits: int, length: int, dtype: torch.dtype) -> Tensor:
 
 
 class TopK(Compressor):
-    """Deep Gradient Compression (Lin et al. 2018): of each parameter the largest numbers only, the rest gathers.
+    """Deep Gradient Compression (Lin et al. 2018): send the largest numbers of each parameter; the rest accumulates.
 
     Momentum correction (section 3.1), momentum factor masking (3.2) and warm-up of the sparsity (3.3); local clipping
     (3.1) is the clipping of each example.  With momentum 0 it is plain error feedback.
@@ -156,12 +157,12 @@ class TopK(Compressor):
             self.groups[length] = torch.tensor(starts, device=like.device)
 
     def density(self) -> float:
-        """The share of numbers that is sent: from much to `ratio`, by equal factors (25 %, 6 %, ... in the paper)."""
+        """Return the share of numbers to send: it falls to `ratio` by equal factors (25 %, 6 %, ... in the paper)."""
         warm = (self.steps - self.config.start + 1) / max(1, self.config.warmup)
         return self.config.ratio ** min(1.0, warm)
 
     def compressed(self, x: Tensor) -> Tensor:
-        """The largest numbers of every rank, added up; each rank forgets those of its own."""
+        """Add up the largest numbers of every rank; each rank clears its own."""
         momentum, residual = self.local["momentum"], self.local["residual"]
         momentum.mul_(self.config.momentum).add_(x)
         residual.add_(momentum)
@@ -172,17 +173,17 @@ class TopK(Compressor):
         residual[chosen] = 0
 
         size = self.wire.group.size
-        places, numbers = chosen.new_empty(size * len(chosen)), values.new_empty(size * len(values))
-        works = self.wire.gather(places, chosen), self.wire.gather(numbers, values)
+        indices, numbers = chosen.new_empty(size * len(chosen)), values.new_empty(size * len(values))
+        works = self.wire.all_gather(indices, chosen), self.wire.all_gather(numbers, values)
         for work in works:
             work.wait()
         mean = torch.zeros_like(x)
-        for where, what in zip(places.view(size, -1), numbers.view(size, -1)):
-            mean[where] += what  # no place twice in one rank's list: the order of the sum is that of the ranks
+        for where, what in zip(indices.view(size, -1), numbers.view(size, -1)):
+            mean[where] += what  # one rank's indices are all different, so sums are made in the order of the ranks
         return mean.div_(size)
 
     def choose(self, x: Tensor) -> Tensor:
-        """Where the largest numbers of each parameter lie, at least one of each; int64, as many on every rank."""
+        """Return the indices of the largest numbers of each parameter, at least one of each; as many on every rank."""
         density = self.density()
         chosen = []
         for length, starts in self.groups.items():
@@ -190,3 +191,122 @@ class TopK(Compressor):
             count = min(length, max(1, round(density * length)))
             chosen.append(where.gather(1, x[where].abs().topk(count, sorted=False).indices).flatten())
         return torch.cat(chosen)
+
+
+@dataclass(frozen=True)
+class MatrixRows:
+    """Whole rows of a parameter, seen as a matrix [first dimension, all others], within a shard."""
+
+    name: str
+    where: slice
+    rows: int
+    columns: int
+
+
+def matrix_blocks(segments: Sequence[Segment], rank: int) -> list[MatrixRows]:
+    """Return the parts of a shard that low rank makes smaller; all else is sent as it is."""
+    blocks = []
+    for segment in segments:
+        columns = segment.shape[1:].numel() if len(segment.shape) > 1 else 0
+        if not columns:
+            continue
+        start = segment.where.start + -segment.first % columns  # the first whole row
+        rows = (segment.where.stop - start) // columns
+        if rows > 0 and rank * (rows + columns) < rows * columns:
+            blocks.append(MatrixRows(segment.name, slice(start, start + rows * columns), rows, columns))
+    return blocks
+
+
+class PowerSGD(Compressor):
+    """PowerSGD (Vogels et al. 2019, algorithms 1, 2): project the mean gradient's matrices on a few directions.
+
+    One step of power iteration, which begins with the directions of the last step (warm start), finds new ones.  Each
+    rank carries over what the projection leaves out (error feedback).  Blocks of one shape are computed together.
+    """
+
+    def __init__(self, config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]) -> None:
+        super().__init__(config, wire, like, "residual")
+        self.size = len(like)
+        self.groups: dict[tuple[int, int], list[MatrixRows]] = {}
+        for block in matrix_blocks(segments, config.rank):
+            self.groups.setdefault((block.rows, block.columns), []).append(block)
+        draws = [self._draw(block) for blocks in self.groups.values() for block in blocks]
+        self.first = torch.cat(draws).to(like) if draws else like.new_empty(0)
+        self.shared = self.first.clone()  # Q of every block, for the P of the next step
+        self.rest = self._between()
+
+    def _draw(self, block: MatrixRows) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(block.name.encode()))
+        return torch.randn(block.columns * self.config.rank, generator=generator, dtype=torch.float64)
+
+    def _between(self) -> list[slice]:
+        """Return the parts of the shard that lie in no block."""
+        ends = sorted((b.where.start, b.where.stop) for blocks in self.groups.values() for b in blocks)
+        starts = [0, *(stop for _, stop in ends)]
+        return [slice(a, b) for a, b in zip(starts, [*(start for start, _ in ends), self.size]) if a < b]
+
+    def compressed(self, x: Tensor) -> Tensor:
+        """Return P Q^T of the mean gradient's matrices, and the mean of the rest."""
+        if not self.groups:
+            return self.wire.mean(x)
+        wanted = x + self.local["residual"]
+        matrices = [torch.stack([wanted[b.where].view(shape) for b in bs]) for shape, bs in self.groups.items()]
+
+        sent = [m @ q for m, q in zip(matrices, self._matrices(self.shared))]
+        rest = torch.cat([wanted[:0], *(wanted[part] for part in self.rest)])
+        arrived = self.wire.mean(torch.cat([rest, *map(torch.flatten, sent)]))
+        rest, *flat = arrived.split([len(rest), *map(torch.numel, sent)])
+        ps = [orthonormal(part.view_as(p)) for part, p in zip(flat, sent)]
+
+        flat_q = self.wire.mean(torch.cat([(m.mT @ p).flatten() for m, p in zip(matrices, ps)]))
+        qs = self._matrices(flat_q)
+        applied = [p @ q.mT for p, q in zip(ps, qs)]
+        # Where P has lost a direction, start again from the first draw: Q = M^T P would keep it lost for ever.
+        drawn = self._matrices(self.first)
+        kept = [torch.where(p.any(1, keepdim=True), q, first) for p, q, first in zip(ps, qs, drawn)]
+        self.shared.copy_(torch.cat([k.flatten() for k in kept]))
+
+        left = self._joined([m - a for m, a in zip(matrices, applied)], torch.zeros_like(rest))
+        self.local["residual"].copy_(left)
+        return self._joined(applied, rest)
+
+    def _matrices(self, flat: Tensor) -> list[Tensor]:
+        """Split the flat Q of all blocks into [blocks, columns, rank] of each shape."""
+        rank = self.config.rank
+        sizes = [len(blocks) * columns * rank for (_, columns), blocks in self.groups.items()]
+        return [part.view(-1, shape[1], rank) for part, shape in zip(flat.split(sizes), self.groups)]
+
+    def _joined(self, matrices: Sequence[Tensor], rest: Tensor) -> Tensor:
+        """Join a shard from its blocks and what lies between them."""
+        parts = dict(zip((s.start for s in self.rest), rest.split([s.stop - s.start for s in self.rest])))
+        for stack, blocks in zip(matrices, self.groups.values()):
+            parts.update({b.where.start: matrix.reshape(-1) for b, matrix in zip(blocks, stack)})
+        return torch.cat([parts[start] for start in sorted(parts)])
+
+
+def orthonormal(x: Tensor) -> Tensor:
+    """Make the columns of [..., rows, rank] orthonormal from first to last (Gram-Schmidt, each column twice).
+
+    A column that lies in the span of those before it, but for rounding, becomes zero.
+    """
+    columns: list[Tensor] = []
+    least = torch.finfo(x.dtype).eps ** 0.5
+    for column in x.unbind(-1):
+        norm = torch.linalg.vector_norm(column, dim=-1, keepdim=True)
+        left = column
+        for _ in range(2):
+            for before in columns:
+                left = left - (before * left).sum(-1, keepdim=True) * before
+        rest = torch.linalg.vector_norm(left, dim=-1, keepdim=True)
+        columns.append(torch.where(rest > least * norm, left / rest, torch.zeros_like(left)))
+    return torch.stack(columns, -1)
+
+
+def make_compressor(
+    config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]
+) -> Compressor | None:
+    """Return the compressor of the settings for a shard; None where none is wanted or there is one data rank."""
+    if config.method == "none" or wire.group.size == 1:
+        return None
+    kinds: dict[str, type[PowerSGD | TopK | Quantised]] = {"powersgd": PowerSGD, "topk": TopK}
+    return kinds.get(config.method, Quantised)(config, wire, like, segments)

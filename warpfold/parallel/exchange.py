@@ -1,44 +1,42 @@
-"""How data ranks take the mean of their gradients, and make whole what each owns a piece of: lossless but for rounding.
+"""How data ranks take the mean of their gradients: lossless but for rounding.
 
-Every strategy has two halves, `scatter` (each rank's contribution -> the sum, of which each rank owns a piece) and
-`gather` (the pieces -> the whole).  Between them lies either nothing, or the update of the weights, when every rank
-keeps the optimiser's state of its own piece only.  Both are generators that stop wherever they would wait, so that
-many buckets travel at once; `finish` runs them in one order that is the same on every rank.
+Like an all-reduce, every strategy has two halves: `reduce_scatter` adds up the ranks' contributions and leaves each
+rank a piece of the sum, and `all_gather` makes the pieces whole on every rank.  If each rank keeps the optimiser's
+state of its own piece only, the weights are updated between the two.  Both are generators that yield wherever they
+would wait, so that many buckets are in flight at once; `finish` runs them in one order that is the same on every rank.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar, get_args
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.parallel.collectives import all_gather, reduce_scatter
+from warpfold.parallel.collectives import all_gather_flat, reduce_scatter_flat
 from warpfold.parallel.mesh import Group, Mesh, split
-from warpfold.parallel.waits import Work, waiting
+from warpfold.parallel.waits import Event, Work, tell, waiting
 
 T = TypeVar("T")
 Stages = Generator[None, None, T]
-Weights = Callable[[], Tensor | None]
+ClipFactors = Callable[[], Tensor | None]
 Strategy = Literal["plain", "bf16", "hierarchical", "auto"]
 STRATEGIES = get_args(Strategy)
-ROUNDS = 5  # of `auto`'s measurement
-CLEARLY = 0.9  # of plain's time: what another strategy has to stay below
+ROUNDS = 5  # of the measurement that "auto" makes
+CLEARLY = 0.9  # another strategy is chosen if it takes less than this part of plain's time
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """[plan.sync]: how gradients and weights travel; the result is the same but for rounding.
+    """[plan.sync]: how gradients and weights are communicated; the result is the same but for rounding.
 
-    strategy: "auto" measures plain and hierarchical sums on the ranks as they are; "bf16" is for those who ask for it.
-    bucket: MiB of gradient that travel together.
+    strategy: "auto" measures plain and hierarchical sums on these ranks, and never chooses "bf16".
+    bucket: MiB of gradients that are sent together.
     shard_state: each data rank keeps moments and averaged weights of its own piece only (ZeRO, stage 1).
-    check_every: steps after which the weights of all ranks are compared; 0: never.
+    check_every: compare the weights of all ranks after so many steps; 0: never.
     """
 
     strategy: Strategy = "plain"
@@ -53,71 +51,50 @@ class SyncConfig:
             raise ValueError("plan.sync.check_every must not be negative")
 
 
-_listeners: list[Callable[[str], None]] = []
-
-
-@contextmanager
-def overheard(listener: Callable[[str], None]) -> Iterator[None]:
-    """Within it, `listener` is told in words of every collective of gradients or weights that this process begins."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
-
-
 @dataclass(frozen=True)
 class Wire:
-    """The collectives of one group on flat buffers, asynchronous, with the bytes that this rank sends counted."""
+    """The collectives of one group on flat buffers, asynchronous, each told as an event."""
 
     group: Group
-    sent: Counter[str] = field(default_factory=Counter)  # by kind
 
-    def exchange(self, out: Tensor, x: Tensor) -> Work:
-        """Piece r of x goes to rank r; `out` holds the pieces that came, in the order of the ranks."""
-        name = self._note("exchange", x.nbytes * (self.group.size - 1) // self.group.size)
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        """Send piece r of x to rank r; `out` gets the pieces of all ranks, in their order."""
+        name = self._note("all_to_all", x.nbytes * (self.group.size - 1) // self.group.size)
         return Work(dist.all_to_all_single(out, x, group=self.group.handle, async_op=True), name)
 
-    def gather(self, out: Tensor, x: Tensor) -> Work:
-        """`out` is every rank's x, in the order of the ranks."""
-        name = self._note("gather", x.nbytes * (self.group.size - 1))
-        return Work(all_gather(out, x, group=self.group.handle, async_op=True), name)
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """Fill `out` with every rank's x, in the order of the ranks."""
+        name = self._note("all_gather", x.nbytes * (self.group.size - 1))
+        return Work(all_gather_flat(out, x, group=self.group.handle, async_op=True), name)
 
-    def sum_pieces(self, out: Tensor, x: Tensor) -> Work:
-        """`out` is this rank's piece of the sum of all x."""
-        name = self._note("sum", x.nbytes * (self.group.size - 1) // self.group.size)
-        return Work(reduce_scatter(out, x, group=self.group.handle, async_op=True), name)
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        """Fill `out` with this rank's piece of the sum of all x."""
+        name = self._note("reduce_scatter", x.nbytes * (self.group.size - 1) // self.group.size)
+        return Work(reduce_scatter_flat(out, x, group=self.group.handle, async_op=True), name)
 
-    def begin_sum(self, x: Tensor) -> Work:
-        """x becomes its sum over the ranks: for a few numbers."""
-        name = self._note("sum", 2 * x.nbytes * (self.group.size - 1) // self.group.size)
+    def all_reduce(self, x: Tensor) -> Work:
+        """Replace x, a few numbers, by its sum over the ranks."""
+        name = self._note("all_reduce", 2 * x.nbytes * (self.group.size - 1) // self.group.size)
         return Work(dist.all_reduce(x, group=self.group.handle, async_op=True), name)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The same, waited for."""
-        self.begin_sum(x).wait()
-        return x
-
     def mean(self, x: Tensor) -> Tensor:
-        """The mean of flat tensors, waited for; each number is added up on one rank, so that all have the same bits."""
+        """Return the mean of flat tensors.  Each number is added up on one rank, so all ranks have the same bits."""
         padded = torch.cat([x, x.new_zeros(-len(x) % self.group.size)])
-        (piece,) = finish([Plain(self).scatter(padded, no_weights)])
-        finish([Plain(self).gather(piece.div_(self.group.size), padded)])
+        (piece,) = finish([Plain(self).reduce_scatter(padded, no_factors)])
+        finish([Plain(self).all_gather(piece.div_(self.group.size), padded)])
         return padded[: len(x)]
 
     def _note(self, kind: str, size: int) -> str:
-        """Count and tell; the collective's name."""
-        self.sent[kind] += size
-        name = f"{kind} of gradients or weights over {self.group.name} ranks"
-        for listener in _listeners:
-            listener(name)
-        return name
+        """Tell the watchers that a collective starts, and return its name."""
+        event = Event("start", f"gradients or weights over {self.group.name} ranks", kind, size, carries="gradients")
+        tell(event)
+        return event.title
 
 
-def finish(travels: Sequence[Stages[T]]) -> list[T]:
-    """Run all to their ends, a stage of each in turn, and return what they return."""
+def finish(exchanges: Sequence[Stages[T]]) -> list[T]:
+    """Run all exchanges to their ends, a stage of each in turn, and return what they return."""
     results: dict[int, T] = {}
-    running = dict(enumerate(travels))
+    running = dict(enumerate(exchanges))
     while running:
         for number in list(running):
             try:
@@ -125,110 +102,92 @@ def finish(travels: Sequence[Stages[T]]) -> list[T]:
             except StopIteration as end:
                 results[number] = end.value
                 del running[number]
-    return [results[number] for number in range(len(travels))]
+    return [results[number] for number in range(len(exchanges))]
 
 
-def no_weights() -> None:
-    """Every rank's contribution counts as it is."""
-
-
-class Exchange(Protocol):
-    """A strategy.  `index`: which piece this rank owns.  `late_weights`: contributions may be sent before it is known
-    how much each counts."""
-
-    index: int
-    late_weights: bool
-
-    def scatter(self, x: Tensor, weights: Weights) -> Stages[Tensor]:
-        """This rank's flat contribution -> its piece of the sum of all, each times its rank's weight.
-
-        `weights` is asked once all has arrived, after the second stop; a contribution of weight zero may hold NaN.
-        """
-        ...
-
-    def gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
-        """Make `out` the whole of which every rank has a piece.  exact: it must not be rounded."""
-        ...
-
-    def sent(self) -> Counter[str]:
-        """Bytes that this rank has sent, by kind."""
-        ...
+def no_factors() -> None:
+    """Return None: every rank's contribution counts as it is."""
 
 
 class Plain:
-    """Every rank sends each other its piece, the owner adds them up in the order of the ranks, and hands the sum round.
+    """Send each piece to its owner, which adds them up in the order of the ranks; then gather the sums.
 
-    The bytes are those of a ring; but a sum has one place and one order, so that replicas agree to the bit.
+    The bytes are those of a ring.  But each sum is made in one place and in one order, so replicas agree to the bit.
+    index: which piece this rank owns.
     """
 
-    late_weights = True
+    late_factors = True  # contributions may be sent before their clipping factors are known
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.index = wire.group.rank
 
-    def scatter(self, x: Tensor, weights: Weights) -> Stages[Tensor]:
+    def reduce_scatter(self, x: Tensor, factors: ClipFactors) -> Stages[Tensor]:
+        """Return this rank's piece of the sum of all flat contributions x, each times its rank's factor.
+
+        `factors` is called when all has arrived, after the second yield; a contribution of factor zero may hold NaN.
+        """
         packed = self.pack(x)
         received = torch.empty_like(packed)
-        work = self.wire.exchange(received, packed)
+        work = self.wire.all_to_all(received, packed)
         yield
         work.wait()
         yield
-        return _weighted_sum(received.view(self.wire.group.size, -1).to(x.dtype), weights())
+        pieces = received.view(self.wire.group.size, -1).to(x.dtype)
+        if (factor := factors()) is not None:
+            pieces.masked_fill_((factor == 0)[:, None], 0).mul_(factor[:, None].to(pieces.dtype))  # 0 x NaN is NaN
+        return pieces.sum(0)
 
-    def gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
-        work = self.wire.gather(out, piece)
+    def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
+        """Join every rank's piece into `out`.  exact: without rounding."""
+        work = self.wire.all_gather(out, piece)
         yield
         work.wait()
 
     def pack(self, x: Tensor) -> Tensor:
-        """What travels for x."""
+        """Return what is sent for x."""
         return x
-
-    def sent(self) -> Counter[str]:
-        return self.wire.sent
 
 
 class Bf16(Plain):
-    """Numbers travel rounded to bfloat16 and are added in their own precision; half the bytes."""
+    """Send numbers rounded to bfloat16, half the bytes, and add them in their own precision."""
 
     def pack(self, x: Tensor) -> Tensor:
         return x.bfloat16()
 
-    def gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
+    def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
         if exact:
-            yield from super().gather(piece, out)
+            yield from super().all_gather(piece, out)
         else:
             rounded = torch.empty_like(out, dtype=torch.bfloat16)
-            yield from super().gather(self.pack(piece), rounded)
+            yield from super().all_gather(self.pack(piece), rounded)
             out.copy_(rounded)
 
 
 class Hierarchical:
-    """Sum within the node first, then between nodes, where each rank speaks for a piece of its node's sum only."""
+    """Sum within each node first, then between nodes, where each rank sends a piece of its node's sum only."""
 
-    late_weights = False  # ranks of a node are added before anything else
+    late_factors = False  # the ranks of a node are added up first
 
     def __init__(self, within: Wire, between: Wire) -> None:
         self.within, self.between = Plain(within), Plain(between)
         self.index = within.group.rank * between.group.size + between.group.rank
 
-    def scatter(self, x: Tensor, weights: Weights) -> Stages[Tensor]:
-        of_node = yield from self.within.scatter(x, no_weights)
-        return (yield from self.between.scatter(of_node, no_weights))
+    def reduce_scatter(self, x: Tensor, factors: ClipFactors) -> Stages[Tensor]:
+        of_node = yield from self.within.reduce_scatter(x, no_factors)
+        return (yield from self.between.reduce_scatter(of_node, no_factors))
 
-    def gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
+    def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
         of_node = piece.new_empty(len(piece) * self.between.wire.group.size)
-        yield from self.between.gather(piece, of_node)
-        yield from self.within.gather(of_node, out)
+        yield from self.between.all_gather(piece, of_node)
+        yield from self.within.all_gather(of_node, out)
 
-    def sent(self) -> Counter[str]:
-        of = {"within": self.within.sent(), "between": self.between.sent()}
-        return Counter({f"{kind} {where}": n for where, sent in of.items() for kind, n in sent.items()})
+
+Exchange = Plain | Hierarchical
 
 
 def make_exchanges(strategy: Strategy, mesh: Mesh, wire: Wire, ranks_per_node: int | None) -> dict[str, Exchange]:
-    """The strategies to choose from, by name; one but for "auto".
+    """Return the strategies to choose from, by name; only "auto" leaves a choice.
 
     Every rank must call it.  Errors: UserError for a strategy that these ranks are not placed for.
     """
@@ -246,10 +205,11 @@ def make_exchanges(strategy: Strategy, mesh: Mesh, wire: Wire, ranks_per_node: i
 def choose(
     exchanges: Mapping[str, Exchange], mesh: Mesh, total: Tensor, pieces: Sequence[slice], hidden: bool
 ) -> tuple[str, dict[str, float]]:
-    """Measure the candidates with the buckets as they are: the first, plain, unless another is clearly faster; seconds.
+    """Measure all strategies with these buckets; return the name of the chosen one, and the seconds of each.
 
-    hidden: the first half of an exchange that allows it runs during the backward pass, and is not counted.
-    Every rank must call it, and all choose the same: of each candidate the slowest rank's median counts.
+    The first, plain, is chosen unless another is clearly faster.  hidden: the first half of an exchange that allows it
+    runs during the backward pass, and is not counted.  Every rank must call it, and all choose the same: what counts is
+    the median of the slowest rank.
     """
     seconds = {}
     for name, exchange in exchanges.items():
@@ -265,21 +225,21 @@ def choose(
 def _seconds(exchange: Exchange, mesh: Mesh, total: Tensor, pieces: Sequence[slice], hidden: bool) -> float:
     with waiting("beginning a measurement together"):
         dist.all_reduce(total[:1].clone(), group=mesh.world.handle)
-    float(total[0])  # what came before is done, on a GPU too
+    float(total[0])  # on a GPU: wait until what came before is done
     begin = time.perf_counter()
-    owned = finish([exchange.scatter(total[piece], no_weights) for piece in pieces])
-    if hidden and exchange.late_weights:
+    owned = finish([exchange.reduce_scatter(total[piece], no_factors) for piece in pieces])
+    if hidden and exchange.late_factors:
         float(owned[-1][0])
         begin = time.perf_counter()
-    finish([exchange.gather(piece, total[place]) for piece, place in zip(owned, pieces)])
+    finish([exchange.all_gather(piece, total[where]) for piece, where in zip(owned, pieces)])
     float(total[0])
     return time.perf_counter() - begin
 
 
 def make_hierarchical(mesh: Mesh, ranks_per_node: int | None) -> Hierarchical:
-    """The strategy for processes that lie on nodes, `ranks_per_node` of them on each, in the order of their ranks.
+    """Return the strategy for nodes of `ranks_per_node` processes each, in the order of their ranks.
 
-    Every rank must call it.  Errors: UserError where the data ranks do not share nodes in equal parts.
+    Every rank must call it.  Errors: UserError where nodes do not have equally many data ranks.
     """
     each = _ranks_of_node(mesh, ranks_per_node)
     if each is None:
@@ -298,12 +258,6 @@ def make_hierarchical(mesh: Mesh, ranks_per_node: int | None) -> Hierarchical:
 
 
 def _ranks_of_node(mesh: Mesh, ranks_per_node: int | None) -> int | None:
-    """How many data ranks of one group lie on each node; None where that is one, all, or not the same everywhere."""
+    """Return how many data ranks of one group are on each node; None if that is one, all, or not the same number."""
     each, more = divmod(ranks_per_node or 1, mesh.model.size)
     return None if more or not 1 < each < mesh.data.size or mesh.data.size % each else each
-
-
-def _weighted_sum(pieces: Tensor, weights: Tensor | None) -> Tensor:
-    if weights is not None:
-        pieces.masked_fill_((weights == 0)[:, None], 0).mul_(weights[:, None].to(pieces.dtype))
-    return pieces.sum(0)

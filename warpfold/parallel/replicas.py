@@ -1,4 +1,4 @@
-"""Whether all ranks still have the same weights: a checksum of every parameter, compared."""
+"""Check that all ranks still have the same weights, by a checksum of every parameter."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpfold.parallel.buckets import Layout
-from warpfold.parallel.collectives import all_gather
+from warpfold.parallel.collectives import all_gather_flat
 from warpfold.parallel.mesh import Group
 from warpfold.parallel.waits import waiting
 
@@ -17,7 +17,7 @@ class ReplicaError(RuntimeError):
 
 
 def check_replicas(weights: Tensor, layout: Layout, world: Group, when: str) -> None:
-    """Compare the flat weights of all ranks, which all must call it, parameter by parameter and bit by bit.
+    """Compare the flat weights of all ranks, parameter by parameter and bit by bit.  Every rank must call it.
 
     Errors: ReplicaError on every rank, with the first parameters that differ and which ranks agree, most of them first.
     """
@@ -32,7 +32,7 @@ def check_replicas(weights: Tensor, layout: Layout, world: Group, when: str) -> 
         return
     table = sums.new_empty(world.size * len(sums))
     with waiting(f"comparing the weights {when}"):
-        all_gather(table, sums, group=world.handle)
+        all_gather_flat(table, sums, group=world.handle)
     table = table.view(world.size, -1).cpu()
     found = []
     for number, name in enumerate(layout.places):
@@ -49,11 +49,14 @@ def check_replicas(weights: Tensor, layout: Layout, world: Group, when: str) -> 
 
 
 def checksums(flat: Tensor, layout: Layout) -> Tensor:
-    """A number for each parameter, int64 [parameters]: its bits as whole numbers times odd factors that depend on the
-    place, added modulo 2^64.  A change of any one element changes it; so does, all but surely, any other change."""
+    """Return a checksum of each parameter, int64 [parameters].
+
+    It is the sum, modulo 2^64, of the elements' bits times odd factors that depend on their index.  A change of any one
+    element changes it; so does, almost surely, any other change.
+    """
     bits = flat.view(torch.int64 if flat.element_size() == 8 else torch.int32)
     sums = []
-    for place in layout.places.values():
-        factors = torch.arange(place.stop - place.start, device=flat.device) * 0x1E3779B97F4A7C15 | 1
-        sums.append((bits[place] * factors).sum())
+    for where in layout.places.values():
+        factors = torch.arange(where.stop - where.start, device=flat.device) * 0x1E3779B97F4A7C15 | 1
+        sums.append((bits[where] * factors).sum())
     return torch.stack(sums)

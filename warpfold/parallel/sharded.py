@@ -21,7 +21,7 @@ from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm
 from warpfold.ops.dispatch import using
 from warpfold.ops.noise import Factors
-from warpfold.parallel.collectives import Pending, gather, mine, swap, tied, turn
+from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local_shard, sendrecv, tied
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.sharded_tensor import Mask, MSAMask, PairMask, ShardedTensor
@@ -210,7 +210,7 @@ class ShardedStack:
         axis, other_axis = (chains[state][-1][1].axis for state in (own, other))
         shape = held[other].shard_shape(other_axis, held[other].along(held[other].present))
         name = f"{held[other].name} of the other branch"
-        received = swap(result.along(axis), shape, self.mesh.branch, name)
+        received = sendrecv(result.along(axis), shape, self.mesh.branch, name)
         return {own: result, other: held[other].with_shard(other_axis, received)}
 
     def _chain(
@@ -296,7 +296,7 @@ class ShardedStack:
         else:
             tensors = layer.shared(n, mask.along(axis))
         length, name = of.lengths[axis], f"{layout.name} shared"
-        pending = [gather(t, join_axis, length, self.group, f"{name} {i}") for i, t in enumerate(tensors)]
+        pending = [all_gather(t, join_axis, length, self.group, f"{name} {i}") for i, t in enumerate(tensors)]
         if layout.other_next is not None:  # later than what is needed sooner
             of.start(layout.other_next)
         return pending
@@ -309,14 +309,14 @@ class ShardedStack:
         n, n_mask = DeferredLayerNorm(held, layer.norm), mask.along(axis)
         had = axis + 1  # of the factors, which have no channels behind
         length = x.lengths[axis]
-        right = turn(layer.right(n, n_mask), had, -3, length, self.group, f"{layout.name} right")
+        right = all_to_all(layer.right(n, n_mask), had, -3, length, self.group, f"{layout.name} right")
         factor = layer.left(n, n_mask)
         channels = factor.shape[-3]
-        left = turn(factor, had, -3, length, self.group, f"{layout.name} left")
+        left = all_to_all(factor, had, -3, length, self.group, f"{layout.name} left")
         gate_logits = layer.gate_logits(n)
         yield [left, right]
         product = layer.product(left.wait(), right.wait())
-        back = turn(product, -1, axis, channels, self.group, f"{layout.name} product")
+        back = all_to_all(product, -1, axis, channels, self.group, f"{layout.name} product")
         factors = self._factors(layer, x, held, axis)
         yield [back]
         dx = layer.finish(back.wait(), gate_logits)
@@ -327,7 +327,7 @@ class ShardedStack:
         factors = layer.dropout_factors(x.whole_shape(held), held)
         if factors is None or factors.shape[axis] == 1:
             return factors
-        return mine(factors, axis, self.group)
+        return local_shard(factors, axis, self.group)
 
     def _leave(self, x: ShardedTensor, axis: int, new: Tensor, layout: StepLayout) -> ShardedTensor:
         """Return the new x, already on its way to where it is wanted next."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from warpfold.model.axial import COLS, ROWS
 from warpfold.model.execution import Residues
-from warpfold.parallel.collectives import Pending, gather, mine, sizes_of, turn
+from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local_shard, shard_sizes
 from warpfold.parallel.mesh import Group
 
 
@@ -32,7 +32,7 @@ class ShardedTensor:
         if axis not in self._shards and self._shards[had].arrived:
             x = self._shards[had].wait()
             name = f"{self.name} to {'rows' if axis == ROWS else 'columns'}"
-            self._shards[axis] = turn(x, had, axis, self.lengths[had], self.group, name)
+            self._shards[axis] = all_to_all(x, had, axis, self.lengths[had], self.group, name)
 
     def pending(self, axis: int) -> Pending:
         """Return this rank's shard along `axis`, which may be on its way."""
@@ -60,7 +60,7 @@ class ShardedTensor:
     def shard_shape(self, axis: int, like: Tensor) -> list[int]:
         """Return the shape of this rank's shard along `axis`; `like`: any shard of it."""
         shape = self.whole_shape(like)
-        shape[axis] = sizes_of(self.lengths[axis], self.group.size)[self.group.rank]
+        shape[axis] = shard_sizes(self.lengths[axis], self.group.size)[self.group.rank]
         return shape
 
     def whole_shape(self, like: Tensor) -> list[int]:
@@ -78,7 +78,7 @@ class MSAMask:
 
     def along(self, axis: int) -> Tensor:
         """Return this rank's shard; `axis` is one of m's, which has channels behind."""
-        return mine(self.whole, axis + 1, self.group)
+        return local_shard(self.whole, axis + 1, self.group)
 
 
 class PairMask:
@@ -101,11 +101,11 @@ class ShardedResidues(Residues):
     def __init__(self, group: Group, replicas: int = 1) -> None:
         self.group, self.shards, self.replicas = group, group.size, replicas
 
-    def local_shard(self, x: Tensor, axis: int) -> Tensor:
-        return mine(x, axis, self.group)
+    def mine(self, x: Tensor, axis: int) -> Tensor:
+        return local_shard(x, axis, self.group)
 
-    def all_gather(self, x: Tensor, axis: int, length: int) -> Tensor:
-        return gather(x, axis, length, self.group, "residues").wait()
+    def gather(self, x: Tensor, axis: int, length: int) -> Tensor:
+        return all_gather(x, axis, length, self.group, "residues").wait()
 
     def transposed(self, z: Tensor, length: int) -> Tensor:
-        return turn(z, ROWS, COLS, length, self.group, "pairs").wait().transpose(ROWS, COLS)
+        return all_to_all(z, ROWS, COLS, length, self.group, "pairs").wait().transpose(ROWS, COLS)

@@ -1,8 +1,8 @@
-"""The processes of a run: how they find each other, what they tell each other, and who is missing when one waits.
+"""The processes of a run: how they find each other, and what they tell each other outside of the computation.
 
-`torchrun` starts them and says to each which one it is.  A job that is restarted meets under a new name: left over
-addresses of the processes before must not be found (torch keeps one store for all attempts, and its count of restarts
-is not the same on all machines).
+`torchrun` starts them and tells each its rank.  A job that is restarted meets under a new name, so that nobody finds
+the addresses of the processes before it (torch keeps one store for all attempts, and its count of restarts is not the
+same on all machines).
 """
 
 import json
@@ -20,20 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.parallel.collectives import Event, all_gather, sizes_of, watched
-from warpfold.parallel.exchange import overheard
+from warpfold.parallel.collectives import all_gather_flat, shard_sizes
+from warpfold.parallel.heartbeat import Heartbeat, Position, TeamError, Watchdog
 from warpfold.parallel.mesh import Group, Mesh, check_grid, make_mesh
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.pulse import Clock, Place, Pulse, TeamError
-from warpfold.parallel.waits import Work, waiting
+from warpfold.parallel.waits import Event, Work, waiting, watched
 
-PIECE = 2**26  # bytes of a broadcast that travel together
-POLL = 0.1  # seconds between two looks, while processes meet
+PIECE = 2**26  # bytes of a broadcast that are sent together
+POLL = 0.1  # seconds between two looks at the store, while processes meet
 
 
 @dataclass(frozen=True)
-class Launch:
-    """This process's place among those that were started together; the default: it is alone."""
+class ProcessInfo:
+    """What torchrun tells a process of itself and of the others; the default: it is alone."""
 
     rank: int = 0
     ranks: int = 1
@@ -41,7 +40,7 @@ class Launch:
     ranks_per_node: int = 1
     address: str = ""  # of the store where they meet
     port: int = 0
-    agent_keeps_store: bool = False  # torchrun's agent does; otherwise rank 0
+    agent_keeps_store: bool = False  # torchrun's agent does, and not rank 0
 
     @property
     def keeper(self) -> str:
@@ -49,10 +48,10 @@ class Launch:
         return f"torchrun's agent at {self.address}:{self.port}" if self.agent_keeps_store else "rank 0"
 
     @classmethod
-    def from_variables(cls, variables: Mapping[str, str]) -> "Launch":
-        """From the environment variables that torchrun sets; alone where they are not.
+    def from_environment(cls, variables: Mapping[str, str]) -> "ProcessInfo":
+        """Read the environment variables that torchrun sets; without them the process is alone.
 
-        Errors: UserError for variables that are incomplete or no numbers.
+        Errors: UserError for variables that are incomplete or not numbers.
         """
         if "WORLD_SIZE" not in variables:
             return cls()
@@ -72,51 +71,54 @@ class Launch:
 
 @dataclass
 class Team:
-    """The processes of a run, seen from one of them; the default: it is alone."""
+    """The processes of a run, seen from one of them; the default: it is alone.
 
-    launch: Launch = field(default_factory=Launch)
+    Every process, or every one that shares the example, must call the collectives below.  what: a name for messages.
+    """
+
+    process: ProcessInfo = field(default_factory=ProcessInfo)
     mesh: Mesh = field(default_factory=Mesh)
-    place: Place = field(default_factory=Place)
+    position: Position = field(default_factory=Position)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
-    def leads(self) -> bool:
-        """Whether this process writes what one alone may write."""
-        return self.launch.rank == 0
+    def is_rank_zero(self) -> bool:
+        """Whether this process writes what only one may write."""
+        return self.process.rank == 0
 
     @property
-    def speaks(self) -> bool:
+    def is_example_leader(self) -> bool:
         """Whether it is the first of those that share its examples."""
         return self.mesh.model.rank == 0
 
-    def share(self, value: Any, what: str) -> list[Any]:
-        """What every process has to say, JSON-able, in the order of ranks; all must call it.  NaN and inf are kept."""
-        self.place = Place(self.place.meetings + 1, name=what)
-        return _all_gather(value, self.mesh.world, what)
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        """Return every process's value, JSON-able, in the order of ranks.  NaN and inf are kept."""
+        self._meet(what)
+        return _all_gather_object(value, self.mesh.world, what)
 
-    def share_example(self, value: Any, what: str) -> list[Any]:
-        """The same among those that share an example."""
-        self._went_on(what, slices=1)
-        return _all_gather(value, self.mesh.model, what)
+    def all_gather_object_of_example(self, value: Any, what: str) -> list[Any]:
+        """Return the values of those that share this process's example."""
+        self._advance(what, slices=1)
+        return _all_gather_object(value, self.mesh.model, what)
 
-    def gather(self, x: Tensor, what: str) -> "Gathering":
-        """Begin to gather a flat tensor of one length from every process; all must call it.  It travels meanwhile."""
-        self.place = Place(self.place.meetings + 1, name=what)
+    def all_gather(self, x: Tensor, what: str) -> "PendingGather":
+        """Begin to gather a flat tensor, of the same length on every process."""
+        self._meet(what)
         return _begin(x, self.mesh.world, what)
 
-    def gather_example(self, x: Tensor, what: str) -> "Gathering":
-        """The same among those that share an example."""
-        self._went_on(what, slices=1)
+    def all_gather_of_example(self, x: Tensor, what: str) -> "PendingGather":
+        """Begin to gather a flat tensor from those that share this process's example."""
+        self._advance(what, slices=1)
         return _begin(x, self.mesh.model, what)
 
-    def spoken(self, values: list[Any]) -> list[Any]:
-        """Of what all shared, that of the first of each example: in the order of data ranks."""
+    def of_example_leaders(self, values: list[Any]) -> list[Any]:
+        """Return, of values gathered from all, those of the first process of each example, by data rank."""
         return values[:: self.mesh.model.size]
 
-    def collect(self, x: Tensor, axis: int, length: int) -> Tensor | None:
-        """Slices of a tensor on the axial ranks -> the whole, in the main memory of the first rank; None elsewhere."""
-        self._went_on("a result for the first rank", slices=1)
-        group, sizes = self.mesh.axial, sizes_of(length, self.mesh.axial.size)
+    def gather_shards(self, x: Tensor, axis: int, length: int) -> Tensor | None:
+        """Join the axial ranks' shards in the main memory of the first of them; return None on the others."""
+        self._advance("a result for the first rank", slices=1)
+        group, sizes = self.mesh.axial, shard_sizes(length, self.mesh.axial.size)
         if self.mesh.branch.rank > 0:
             return None
         here = x.detach().cpu().contiguous()
@@ -124,7 +126,7 @@ class Team:
             return here
         if group.rank > 0:
             if sizes[group.rank]:
-                with waiting(self.place.name):
+                with waiting(self.position.name):
                     dist.send(here, group.ranks[0], group=group.handle)
             return None
         shape = list(here.shape)
@@ -133,93 +135,94 @@ class Team:
         for rank, part in enumerate(whole.split(sizes, axis)):
             there = here if rank == 0 else torch.empty_like(part, memory_format=torch.contiguous_format)
             if rank > 0 and sizes[rank]:
-                with waiting(self.place.name):
+                with waiting(self.position.name):
                     dist.recv(there, group.ranks[rank], group=group.handle)
             part.copy_(there)
         return whole
 
-    def from_first(self, value: Any, what: str) -> Any:
-        """Return on every process what the first one gives, JSON-able; the others' value is not looked at.
+    def broadcast(self, value: Any, what: str) -> Any:
+        """Return on every process the value, JSON-able, of rank 0; those of the others are ignored.
 
-        All must call it.  If the first one fails before it comes here, the others end with its reason.
+        If rank 0 fails before it comes here, the others end with its reason.
         """
-        self.place = Place(self.place.meetings + 1, name=what)
+        self._meet(what)
         if self.mesh.world.size == 1:
             return value
-        data = _bytes_of(value) if self.leads else torch.empty(0, dtype=torch.uint8)
+        data = _to_bytes(value) if self.is_rank_zero else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([len(data)])
         self._broadcast(length)
-        data = data if self.leads else data.new_empty(int(length))
+        data = data if self.is_rank_zero else data.new_empty(int(length))
         self._broadcast(data)
         return json.loads(bytes(data.tolist()))
 
-    def tensors_from_first(self, tensors: Mapping[str, Tensor] | None, what: str) -> dict[str, Tensor]:
-        """Return on every process the tensors, in main memory, that the first one gives; the others give None.
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None, what: str) -> dict[str, Tensor]:
+        """Return on every process, in main memory, the tensors of rank 0; the others pass None.
 
-        All must call it.  They travel as bytes in pieces of `PIECE`, so every dtype arrives to the bit, and what is
-        needed beside the tensors is one piece.
+        They are sent as bytes, so every dtype arrives to the bit, and in pieces of `PIECE`, so that little memory is
+        needed beside the tensors.
         """
-        given = {name: x.detach().cpu().contiguous() for name, x in (tensors or {}).items()} if self.leads else {}
+        given = (
+            {name: x.detach().cpu().contiguous() for name, x in (tensors or {}).items()} if self.is_rank_zero else {}
+        )
         table = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in given.items()]
-        table = self.from_first(table, what)
+        table = self.broadcast(table, what)
         if self.mesh.world.size == 1:
             return given
         found = given or {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in table}
         for piece in _pieces([x.view(-1).view(torch.uint8) for x in found.values() if x.numel()]):
             sent = torch.cat(piece)
             self._broadcast(sent)
-            if not self.leads:
+            if not self.is_rank_zero:
                 for part, arrived in zip(piece, sent.split([len(part) for part in piece])):
                     part.copy_(arrived)
         return found
 
     def _broadcast(self, x: Tensor) -> None:
-        with waiting(self.place.name):
+        with waiting(self.position.name):
             dist.broadcast(x, 0, group=self.mesh.world.handle)
 
-    def note_slices(self, event: Event) -> None:
-        """A collective of an example's slices began or was waited for."""
-        self._went_on(f"{event.kind} of {event.name}{' (backward)' if event.backward else ''}", slices=1)
+    def note(self, event: Event) -> None:
+        """Note that a collective began or was waited for."""
+        self._advance(event.title, **{event.carries: 1})
 
-    def note_gradients(self, what: str) -> None:
-        """A collective of gradients or weights began."""
-        self._went_on(what, gradients=1)
+    def _meet(self, name: str) -> None:
+        self.position = Position(self.position.meetings + 1, name=name)
 
-    def _went_on(self, name: str, gradients: int = 0, slices: int = 0) -> None:
+    def _advance(self, name: str, gradients: int = 0, slices: int = 0) -> None:
         with self._lock:  # exchanges begin in a thread of their own (parallel/reducer.py)
-            at = self.place
-            self.place = Place(at.meetings, at.gradients + gradients, at.slices + slices, name)
+            at = self.position
+            self.position = Position(at.meetings, at.gradients + gradients, at.slices + slices, name)
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """A tensor of every process of a group, on its way."""
+class PendingGather:
+    """The flat tensors of all processes of a group, in flight."""
 
     found: Tensor  # [processes, length]
     sent: Tensor
     work: Work
 
     def wait(self) -> Tensor:
-        """Return the tensors of all, [processes, length], in the order of ranks."""
+        """Return the tensors [processes, length], in the order of ranks."""
         self.work.wait()
         return self.found
 
 
-def _begin(x: Tensor, group: Group, what: str) -> Gathering:
+def _begin(x: Tensor, group: Group, what: str) -> PendingGather:
     x = x.contiguous()
     if group.size == 1:
-        return Gathering(x[None], x, Work(None, what))
+        return PendingGather(x[None], x, Work(None, what))
     found = x.new_empty(group.size * len(x))
-    work = Work(all_gather(found, x, group=group.handle, async_op=True), what)
-    return Gathering(found.view(group.size, -1), x, work)
+    work = Work(all_gather_flat(found, x, group=group.handle, async_op=True), what)
+    return PendingGather(found.view(group.size, -1), x, work)
 
 
-def _bytes_of(value: Any) -> Tensor:
+def _to_bytes(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def _pieces(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield pieces of at most `PIECE` bytes in all, each a list of parts of the flat tensors of bytes."""
+    """Yield pieces of at most `PIECE` bytes, each a list of parts of the flat tensors of bytes."""
     piece: list[Tensor] = []
     room = PIECE
     for x in flat:
@@ -234,10 +237,10 @@ def _pieces(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield piece
 
 
-def _all_gather(value: Any, group: Group, what: str) -> list[Any]:
+def _all_gather_object(value: Any, group: Group, what: str) -> list[Any]:
     if group.size == 1:
         return [value]
-    text = _bytes_of(value)
+    text = _to_bytes(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
     with waiting(what):
         dist.all_gather(sizes, torch.tensor([len(text)]), group=group.handle)
@@ -248,72 +251,77 @@ def _all_gather(value: Any, group: Group, what: str) -> list[Any]:
 
 
 @contextmanager
-def assembled(launch: Launch, plan: Plan, device: torch.device | str = "cpu") -> Iterator[Team]:
-    """The processes of a run, met: the process groups exist within it, and a lost process is an error that names it.
+def distributed_context(process: ProcessInfo, plan: Plan, device: torch.device | str = "cpu") -> Iterator[Team]:
+    """Have the processes of a run meet; the process groups exist as long as the context lasts.
 
     When one fails, it tells the others why before it ends, and they end too: with a TeamError, or, should they be
     stuck where no error reaches them, by `os._exit`.  They may wait `plan.time_limit` for each other, not longer.
     Errors: UserError if there are not as many as the plan needs, or they do not meet; TeamError as described.
     """
-    check_grid(plan.data, plan.axial, plan.branch, launch.ranks)
-    if launch.ranks == 1:
-        yield Team(launch)
+    check_grid(plan.data, plan.axial, plan.branch, process.ranks)
+    if process.ranks == 1:
+        yield Team(process)
         return
 
     def meeting(name: str, seconds: float) -> str:
-        return f"rank {launch.rank}: {name} took more than {seconds:.0f} s: {launch.keeper} may be dead or frozen"
+        return f"rank {process.rank}: {name} took more than {seconds:.0f} s: {process.keeper} may be dead or frozen"
 
-    team = Team(launch)
-    with Clock(plan.time_limit, meeting) as clock:
-        store = _meet(launch, plan, torch.device(device))
-        sharing = lambda: team.mesh.model.ranks  # noqa: E731
-        pulse = Pulse(
-            store, launch.rank, launch.ranks, launch.keeper, plan.time_limit, clock, lambda: team.place, sharing
+    team = Team(process)
+    with Watchdog(plan.time_limit, meeting) as watchdog:
+        heartbeat = Heartbeat(
+            _initialise(process, plan, torch.device(device)),
+            process.rank,
+            process.ranks,
+            process.keeper,
+            plan.time_limit,
+            watchdog,
+            position=lambda: team.position,
+            sharing=lambda: team.mesh.model.ranks,
         )
-        with pulse, watched(team.note_slices), overheard(team.note_gradients):
+        with heartbeat, watched(team.note):
             team.mesh = make_mesh(plan.data, plan.axial, plan.branch, plan.time_limit)
             yield team
-            team.share(None, "the end")  # so that nobody is gone who might hear that another failed
-        # Only where all went well: otherwise it would wait for collectives that others never join.
+            team.all_gather_object(None, "the end")  # nobody leaves before all know that none has failed
+        # Only if all went well: otherwise it would wait for collectives that others never join.
         with waiting("the end of the process groups"):
             dist.destroy_process_group()
 
 
-def _meet(launch: Launch, plan: Plan, device: torch.device) -> dist.Store:
-    """Initialise torch.distributed: NCCL for tensors on GPUs, gloo for others.  Returns a store for the team's use."""
+def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.Store:
+    """Initialise torch.distributed, NCCL for GPUs and gloo for CPUs, and return a store for the heartbeats."""
     limit = timedelta(seconds=plan.time_limit)
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    keeps = launch.rank == 0 and not launch.agent_keeps_store
-    where = f"{launch.address}:{launch.port}"
+    keeps = process.rank == 0 and not process.agent_keeps_store
+    where = f"{process.address}:{process.port}"
     try:
         with waiting(f"reaching the store at {where}"):
-            shared = dist.TCPStore(launch.address, launch.port, None, keeps, limit, wait_for_workers=False)
+            shared = dist.TCPStore(process.address, process.port, None, keeps, limit, wait_for_workers=False)
         with waiting(f"the meeting at {where}"):
-            name = _name_of_meeting(shared, launch, plan.time_limit)
+            name = _name_of_meeting(shared, process, plan.time_limit)
         store = dist.PrefixStore(f"warpfold-{name}", shared)
-        with waiting(f"joining the {launch.ranks} processes"):
-            dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.ranks, timeout=limit)
+        with waiting(f"joining the {process.ranks} processes"):
+            dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.ranks, timeout=limit)
         with waiting(f"reaching the store at {where} again"):
-            own = dist.TCPStore(launch.address, launch.port, None, False, limit)  # asked while the other waits
+            own = dist.TCPStore(process.address, process.port, None, False, limit)  # a client of its own for its thread
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        raise TeamError(f"rank {launch.rank}: the {launch.ranks} processes did not meet at {where}: {why}") from error
-    return dist.PrefixStore(f"warpfold-{name}-pulse", own)
+        raise TeamError(f"rank {process.rank}: the {process.ranks} processes did not meet at {where}: {why}") from error
+    return dist.PrefixStore(f"warpfold-{name}-heartbeat", own)
 
 
-def _name_of_meeting(store: dist.Store, launch: Launch, limit: float) -> str:
-    """A name that no meeting before had: rank 0's, once it has heard of all that they go by it.
+def _name_of_meeting(store: dist.Store, process: ProcessInfo, limit: float) -> str:
+    """Agree on a name that no earlier meeting had: rank 0 draws it, and waits until all others have signed.
 
-    What the processes before left in the store cannot be mistaken for it: every process signs with a word of its own.
+    Nothing that earlier processes left in the store can be mistaken for it: every process signs with a random word.
     Errors: RuntimeError if some do not come.
     """
     word, end = uuid4().hex, time.monotonic() + limit
-    if launch.rank == 0:
+    if process.rank == 0:
         store.set("warpfold-meeting", word)
-        missing = {f"warpfold-{word}-{rank}": rank for rank in range(1, launch.ranks)}
+        missing = {f"warpfold-{word}-{rank}": rank for rank in range(1, process.ranks)}
         signed = []
         while missing:
             for key in [key for key in missing if store.check([key])]:
@@ -324,8 +332,8 @@ def _name_of_meeting(store: dist.Store, launch: Launch, limit: float) -> str:
         return word
     while True:
         if store.check(["warpfold-meeting"]):
-            name = store.get("warpfold-meeting").decode()  # perhaps of the meeting before
-            store.set(f"warpfold-{name}-{launch.rank}", word)
+            name = store.get("warpfold-meeting").decode()  # perhaps that of an earlier meeting
+            store.set(f"warpfold-{name}-{process.rank}", word)
             if store.check([f"warpfold-{name}-all"]) and word in store.get(f"warpfold-{name}-all").decode():
                 return name
         _wait_until(end, "no word from rank 0")

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from warpfold import __version__, settings
-from warpfold.data.example.raw import RawExample
+from warpfold.data.example.raw_example import RawExample
 from warpfold.data.pack.pack import pack
-from warpfold.data.store.example import read_example
 from warpfold.data.store.store import Store
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.store.stored_example import read_example
+from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.data.synthetic.proteins import generate
 from warpfold.engine.loop import Row

@@ -12,7 +12,7 @@ from warpfold.data.features.choose import keyed_rng
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.schedule import Order, Schedule, Source, State, costs, split_keys
 from warpfold.data.store.store import Store
-from warpfold.device import helpers
+from warpfold.device import default_workers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log
 from warpfold.errors import UserError
@@ -32,10 +32,10 @@ def origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str
         total = sum(source.weight for source in sources)
         data += repr([source.weight / total for source in sources]).encode()
     first = "none"
-    if init and team.leads:
+    if init and team.is_rank_zero:
         with opened(init, unpack=False) as file:
             first = fingerprint(file.read())
-    return {"store": fingerprint(data), "init": team.from_first(first, "the first parameters")}
+    return {"store": fingerprint(data), "init": team.broadcast(first, "the first parameters")}
 
 
 def fingerprint(data: bytes) -> str:
@@ -125,7 +125,7 @@ def load(
         schedule,
         Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside),
         passes=passes,
-        workers=helpers(device) if config.train.workers is None else config.train.workers,
+        workers=default_workers(device) if config.train.workers is None else config.train.workers,
         ahead=config.train.ahead,
         window=config.train.window,
         device=device,

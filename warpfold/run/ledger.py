@@ -38,17 +38,19 @@ class Ledger:
     ) -> None:
         self._team = team = team or Team()
         self._path, self._place = folder / order_name(team.mesh.data), place
-        self._order = _Appended(self._path, HEADER + data + "\n") if team.speaks else None
-        self._aside = _Appended(folder / "quarantine.jsonl") if team.leads else None
-        self._known = dict(_lines(self._path, data, place)) if team.speaks else {}
+        self._order = _Appended(self._path, HEADER + data + "\n") if team.is_example_leader else None
+        self._aside = _Appended(folder / "quarantine.jsonl") if team.is_rank_zero else None
+        self._known = dict(_lines(self._path, data, place)) if team.is_example_leader else {}
         if replay is not None and team.mesh.data.size > 1:
             replay = replay.with_name(self._path.name)
         ahead = self._known if replay is None else dict(_lines(replay, data, place))
         own = list(takewhile(lambda draw: draw is not None, map(ahead.get, count(place))))  # without a gap
-        aside = _quarantined(folder / "quarantine.jsonl") if team.leads else []
-        said = team.share([own, aside], "reading what the run has used")
+        aside = _quarantined(folder / "quarantine.jsonl") if team.is_rank_zero else []
+        said = team.all_gather_object([own, aside], "reading what the run has used")
         self.quarantined: list[str] = said[0][1]
-        self.replay = [[Draw(*draw) for draw in draws] for draws, _ in team.spoken(said)]  # of every data rank
+        self.replay = [
+            [Draw(*draw) for draw in draws] for draws, _ in team.of_example_leaders(said)
+        ]  # of every data rank
         if not _follows(self.replay, state):
             if replay is not None:
                 raise UserError(f"{replay}: has examples twice, or some that this run has used already")

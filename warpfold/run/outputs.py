@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
 from warpfold.files import file_name, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 
 from warpfold import __version__
-from warpfold.data.example.template import TemplateOutcome, Templates, count_refusals
+from warpfold.data.example.raw_example import Templates
+from warpfold.data.example.templates import TemplateOutcome, count_refusals
 from warpfold.data.formats.alignment import Alignment, decode, encode, merge
+from warpfold.data.formats.input_files import stacking_order
 from warpfold.data.formats.sequences import read_alignment, read_fasta
-from warpfold.data.formats.sources import stacking_order
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe, open_regular
 from warpfold.model.weights import assumed_settings
@@ -88,7 +89,7 @@ def predict(
     tell = progress or no_progress
     start, refused_before = time.perf_counter(), refusals()
     team = team or Team()
-    if team.launch.ranks > 1 and (pipes := list(filter(is_given_pipe, (query, *msas)))):
+    if team.process.ranks > 1 and (pipes := list(filter(is_given_pipe, (query, *msas)))):
         raise UserError(f"{pipes[0]}: is a pipe, which several processes cannot share; give a regular file")
     queries = read_queries(query, msas)
     tell(0, len(queries), "loading the parameters")
@@ -102,13 +103,13 @@ def predict(
         queries = with_templates(queries, templates, predictor)
     run = _run_digest(queries, params_digest, _settings(options, predictor))
     summary = None
-    if team.leads:
+    if team.is_rank_zero:
         summary = _new_summary(run, params, params_digest, options, predictor)
         _begin(out, summary, options.force)
-    summary = team.share(summary, "the beginning of the run")[0]
+    summary = team.all_gather_object(summary, "the beginning of the run")[0]
     done = {entry["name"] for entry in summary["predictions"]}
     # If one rank fails in the middle of a protein, the others wait for it: the run cannot go on.
-    failures = FAILURES if team.launch.ranks == 1 else UserError
+    failures = FAILURES if team.process.ranks == 1 else UserError
     for index, one in enumerate(queries):
         tell(index, len(queries), one.name)
         if one.name in done:
@@ -118,15 +119,15 @@ def predict(
             summary["predictions"] += [entry] if entry else []
         except failures as error:
             summary["failures"].append({"name": one.name, "error": _one_line(error)})
-        if team.leads:
+        if team.is_rank_zero:
             write_summary(out, summary)
     tell(len(queries), len(queries), "writing the report")
     summary["status"] = "failed" if summary["failures"] else "complete"
     summary |= {"seconds": round(time.perf_counter() - start, 3), "refused": refusals(refused_before)}
-    if team.leads:
+    if team.is_rank_zero:
         write_report(out / "report.html", prediction_report(out, summary))
         write_summary(out, summary)
-    return team.share(summary, "the end of the run")[0]
+    return team.all_gather_object(summary, "the end of the run")[0]
 
 
 def read_queries(path: Path, msas: Sequence[Path]) -> list[FoldQuery]:
@@ -187,7 +188,7 @@ def fold_one(predictor: Predictor, query: FoldQuery, out: Path, options: Predict
         ensemble=options.ensemble,
         representations=options.representations,
     )
-    if not predictor.team.leads:
+    if not predictor.team.is_rank_zero:
         return None
     return keep(replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes]), out)
 

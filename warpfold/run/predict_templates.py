@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warpfold.data.example.hits import Hit, read_hits
-from warpfold.data.example.template import TemplateOutcome, Templates, join, template_from_file, templates_from_hits
-from warpfold.data.formats.dates import given_date
+from warpfold.data.example.raw_example import Templates, join
+from warpfold.data.example.templates import TemplateOutcome, template_from_file, templates_from_hits
+from warpfold.data.structure.chain import given_date
 from warpfold.data.structure.library import Library
 from warpfold.errors import UserError
 
@@ -78,7 +79,7 @@ def _refuse_wrong_folder(library: Library, entries: Sequence[str]) -> None:
 def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
     """Read the templates in `files`, each FILE or FILE:CHAIN, aligned to a sequence, in that order.
 
-    Errors: as in `data.example.template.template_from_file`.
+    Errors: as in `data.example.templates.template_from_file`.
     """
     templates, outcomes = [], []
     for file in files:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import to_tensors
-from warpfold.data.example.raw import RawExample, from_sequence
-from warpfold.data.example.template import Templates, choose_templates
-from warpfold.data.features.sample import SampleConfig, make_features
+from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
+from warpfold.data.features.choose import SampleConfig, choose_templates
+from warpfold.data.features.make import make_features
 from warpfold.data.formats import alignment as alphabet
 from warpfold.data.formats.alignment import Alignment
 from warpfold.data.formats.sequences import parse_a3m
@@ -153,7 +153,7 @@ class Predictor:
     def _prediction(self, raw: RawExample, output: Output, atoms: Tensor, representations: bool) -> Prediction:
         def whole(x: Tensor, axis: int) -> np.ndarray | None:
             """Collect a tensor that is sharded along residues; None on ranks other than 0."""
-            found = self.team.collect(x.float(), axis, len(raw.aatype))
+            found = self.team.gather_shards(x.float(), axis, len(raw.aatype))
             return None if found is None else found.numpy()
 
         pae = ptm = max_pae = None
@@ -196,7 +196,7 @@ def load(
     model = load_model(path)
     if sample is None:
         sample = build(SampleConfig, data_settings(path), str(path))
-        if (assumed := assumed_settings(path)) and (team is None or team.leads):
+        if (assumed := assumed_settings(path)) and (team is None or team.is_rank_zero):
             log.warning("%s", assumed)
     return Predictor(model, device, chunk, precision, sample, team)
 

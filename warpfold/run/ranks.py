@@ -15,7 +15,7 @@ from torch import Tensor
 from warpfold.data.load.loader import Loader, Sample
 from warpfold.engine.loop import StepTimer, StopSignals
 from warpfold.errors import UserError
-from warpfold.parallel.team import Gathering, Team
+from warpfold.parallel.team import PendingGather, Team
 from warpfold.run.ledger import Ledger
 from warpfold.run.results import ExampleResult
 
@@ -34,9 +34,9 @@ def next_examples(examples: Loader, number: int, timer: StepTimer, team: Team) -
             example = next(examples)
         # Compared before anything is computed: slices of different examples do not fit together.
         own = torch.tensor([example.index, zlib.crc32(example.name.encode())])
-        every = team.gather_example(own, "the next example").wait()
+        every = team.all_gather_of_example(own, "the next example").wait()
         if bool((every != own).any()):
-            names = team.share_example([example.index, example.name], "the next example")
+            names = team.all_gather_object_of_example([example.index, example.name], "the next example")
             said = ", ".join(f"rank {rank} has {name}" for rank, (_, name) in zip(team.mesh.model.ranks, names))
             raise UserError(
                 f"example {example.index}: {said}, but they share it; one of them could not make it, for lack of "
@@ -50,7 +50,7 @@ class ExampleSums:
     """Numbers of an example, of which each rank that shares it has a part of the sum, on their way."""
 
     names: tuple[str, ...]
-    parts: Gathering
+    parts: PendingGather
 
     def wait(self) -> dict[str, Tensor]:
         """Return the sums by name, the same on all ranks that share the example; float64, on the device."""
@@ -61,12 +61,12 @@ class ExampleSums:
 def begin_sums(parts: Mapping[str, Tensor], team: Team) -> ExampleSums:
     """Begin to sum an example's numbers over the ranks that share it; they travel during the backward pass."""
     own = torch.stack([part.detach().double() for part in parts.values()])
-    return ExampleSums(tuple(parts), team.gather_example(own, "the losses"))
+    return ExampleSums(tuple(parts), team.all_gather_of_example(own, "the losses"))
 
 
 def stop_requested(signals: StopSignals, team: Team) -> int:
     """Return the signal on which the run is to stop, whichever rank received it; 0: none.  All ranks wait here."""
-    return max(team.share(signals.received, "stopping or going on"))
+    return max(team.all_gather_object(signals.received, "stopping or going on"))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class StepEnd:
 
     step: int
     results: list[ExampleResult]
-    gathering: Gathering
+    gathering: PendingGather
 
 
 def begin_end_step(
@@ -88,7 +88,7 @@ def begin_end_step(
     # Names travel as bytes under the guise of float64, so that one tensor holds it all.
     names = np.frombuffer(b"".join(key[:KEY].ljust(KEY, b"\0") for key in keys), np.float64)
     own = np.concatenate([np.array(head, np.float64), np.array(numbers, np.float64).ravel(), names])
-    return StepEnd(step, results, team.gather(torch.from_numpy(own), f"the end of step {step}"))
+    return StepEnd(step, results, team.all_gather(torch.from_numpy(own), f"the end of step {step}"))
 
 
 def end_step(
@@ -102,13 +102,15 @@ def end_step(
     every = end.gathering.wait()
     received, timer.waited, aside, longest = every[:, :4].amax(0).tolist()
     if aside:
-        for entries in team.share(ledger.take_unshared(), f"entries that were set aside until step {end.step}"):
+        for entries in team.all_gather_object(
+            ledger.take_unshared(), f"entries that were set aside until step {end.step}"
+        ):
             for name, index, reason in entries:
                 examples.quarantine.add(name, index, reason)
         ledger.take_unshared()  # those of the others, which `add` has just put into this rank's ledger
     if longest > KEY:
-        said = team.share([asdict(one) for one in end.results], f"long names of step {end.step}")
-        found = [ExampleResult(**example) for one in team.spoken(said) for example in one]
+        said = team.all_gather_object([asdict(one) for one in end.results], f"long names of step {end.step}")
+        found = [ExampleResult(**example) for one in team.of_example_leaders(said) for example in one]
     else:
         # Ranks that share an example send the same.
         rows = every[:: team.mesh.model.size, 4:].contiguous().numpy()

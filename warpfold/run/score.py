@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.structure.mmcif import Chain, Structure, read_structure
+from warpfold.data.structure.chain import Chain, Structure
+from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_NAMES, ATOM14_SWAP, ATOM_ORDER, RESTYPES
 from warpfold.run import metrics

@@ -15,11 +15,11 @@ import torch
 
 from warpfold import settings
 from warpfold.batch import to_tensors
-from warpfold.data.features.sample import make_features
+from warpfold.data.features.make import make_features
 from warpfold.data.load.loader import Loader
 from warpfold.data.load.schedule import Source
-from warpfold.data.store.example import StoredExample
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import StoredExample
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log, Row, StepTimer, StopSignals, Watcher, tensorboard
 from warpfold.engine.optim import Optimizer
@@ -74,17 +74,17 @@ def train(
     """Train on a store, or on a mixture of several, into the folder `out`, or continue the run that is there.
 
     Examples are held out of the first source.  init: parameters to start from, WarpFold's or DeepMind's.  replay: the
-    order.txt of a run of the same data and seed.  watch: called with each row of metrics.jsonl.  team: the processes
-    of `config.plan`; all call this, rank 0 writes.
+    order.txt of a run of the same data and seed.  watch: gets each row of metrics.jsonl.  team: all ranks call this.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
     source = origin(sources, init, team)
     model = initial_model(config, init, team).to(device)
     Execution(config.plan, team.mesh).bind(model)
-    optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.launch.ranks_per_node)
+    optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.process.ranks_per_node)
     with ExitStack() as stack:
-        run, signals = stack.enter_context(RunFolder(out, team.leads, "lddt_ca")), stack.enter_context(StopSignals())
+        run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
+        signals = stack.enter_context(StopSignals())
         claim(run, config, source, team)
         state = restore(run, optimizer, source, team)
         skipped = SkippedExamples(config.train.max_skipped, state.notes.get("skipped", ()))
@@ -112,14 +112,14 @@ def train(
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks
             log(step_row(step, results, rate, recycles, timer))
             skipped.add(step, results)
-            stop = stop or (signals.received if team.launch.ranks == 1 else 0)  # one may have come since
+            stop = stop or (signals.received if team.process.ranks == 1 else 0)  # one may have come since
             if step == config.train.steps or stop or due(step, config.train.save_every):
                 save(run, model, optimizer, step, examples, {"skipped": skipped.places, **source}, config, team)
             if held_out and validates(config, step):  # after saving: it may take long
                 log(validate(model, optimizer, held_out, config, step, team))
-    ended: dict[str, Any] = {"finished": step >= config.train.steps, "signal": stop, "refused": refusals(before)}
-    lddt_ca = log.validation["lddt_ca"] if log.validation else None
-    return Summary(steps=step, lddt_ca=lddt_ca, params=run.params, quarantined=tuple(ledger.quarantined), **ended)
+    finished, lddt_ca = step >= config.train.steps, log.validation["lddt_ca"] if log.validation else None
+    ended: dict[str, Any] = {"quarantined": tuple(ledger.quarantined), "signal": stop, "refused": refusals(before)}
+    return Summary(steps=step, finished=finished, lddt_ca=lddt_ca, params=run.params, **ended)
 
 
 def due(step: int, every: int) -> bool:
@@ -141,7 +141,7 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
     Errors: UserError if it holds another run, with the keys that differ, or if the ranks do not see the same.
     """
     own = identity(settings.to_dict(config))
-    if team.leads:
+    if team.is_rank_zero:
         text = run.settings_text()
         try:
             there = identity(tomllib.loads(text or ""))
@@ -156,7 +156,7 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
             )
         run.write_settings(settings.to_toml(config))
     seen = {**origin, "settings": fingerprint(repr(own).encode()), "last checkpoint": run.latest()}
-    said = team.share(seen, "the beginning of the run")
+    said = team.all_gather_object(seen, "the beginning of the run")
     for rank, there in enumerate(said):
         if differing := [name for name, value in there.items() if value != said[0][name]]:
             raise UserError(
@@ -180,21 +180,21 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
     torch.manual_seed(config.train.seed)
     model = AlphaFold(config.model)
     if init is not None:
-        if team.leads:
+        if team.is_rank_zero:
             load_state(model, load_model(init).state_dict(), str(init))
-        model.load_state_dict(team.tensors_from_first(model.state_dict(), "the first parameters"))
+        model.load_state_dict(team.broadcast_tensors(model.state_dict(), "the first parameters"))
     return model.train()
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:
     """Open the log, which rank 0 writes, `watch` shows, and TensorBoard too where the settings ask for it."""
     watchers = [watch] if watch else []
-    if config.train.tensorboard and team.leads:
+    if config.train.tensorboard and team.is_rank_zero:
         watchers.insert(0, tensorboard(run.path / "tensorboard", state.step))
     # Without a checkpoint the run begins again: even the validation of the untrained model, at step 0, is dropped.
-    validation = run.open_log(state.step or -1) if team.leads else None
-    validation = team.from_first(validation, "the log")
-    return Log(run if team.leads else None, state.step, validation, watchers)
+    validation = run.open_log(state.step or -1) if team.is_rank_zero else None
+    validation = team.broadcast(validation, "the log")
+    return Log(run if team.is_rank_zero else None, state.step, validation, watchers)
 
 
 # Checkpoints
@@ -207,15 +207,15 @@ def restore(run: RunFolder, optimizer: Optimizer, origin: Mapping[str, str], tea
     Errors: UserError where the run began from other data or other weights, or where all checkpoints are damaged;
     ReplicaError where the ranks' weights are not the same afterwards.
     """
-    found = run.load_latest() if team.leads else None
-    known = team.from_first(found and [found.step, found.notes], "reading the last checkpoint")
+    found = run.load_latest() if team.is_rank_zero else None
+    known = team.broadcast(found and [found.step, found.notes], "reading the last checkpoint")
     if known is None:
         return Checkpoint(0, {}, {})
     state = Checkpoint(known[0], {}, known[1])
     for name, value in origin.items():
         if state.notes.get(name) != value:
             raise UserError(f"{run.path}: its run began with another {name}; choose another --out, or give the same")
-    optimizer.restore(team.tensors_from_first(found.tensors if found else None, "the last checkpoint"))
+    optimizer.restore(team.broadcast_tensors(found.tensors if found else None, "the last checkpoint"))
     return state
 
 
@@ -231,12 +231,12 @@ def save(
 ) -> None:
     """Write params.safetensors (averaged weights), then the checkpoint: a run is finished only when both are there."""
     # What all ranks together have used: it lets any other number of ranks go on.
-    used = examples.state(team.spoken(team.share(examples.exchanged(), "a checkpoint")))
+    used = examples.state(team.of_example_leaders(team.all_gather_object(examples.exchanged(), "a checkpoint")))
     with optimizer.averaged():
-        if team.leads:
+        if team.is_rank_zero:
             run.replace_file("params.safetensors", lambda path: save_params(path, model, settings.to_dict(config.data)))
     tensors = optimizer.state()
-    if team.leads:
+    if team.is_rank_zero:
         run.save(Checkpoint(step, tensors, {"loader": asdict(used), **notes}), config.train.keep)
 
 
@@ -264,10 +264,10 @@ def save_failures(
             "plan": settings.to_dict(config.plan),
         }
         where = ""
-        if team.speaks:
+        if team.is_example_leader:
             arrays = {name: tensor.numpy(force=True) for name, tensor in example.features.items()}
             where = str(run.save_failure(example.index, arrays, optimizer.named_weights(), notes))
-        where = team.share_example(where, "saving what is not finite")[0]
+        where = team.all_gather_object_of_example(where, "saving what is not finite")[0]
         if config.train.on_nonfinite == "stop":
             raise UserError(
                 f"step {step}: the loss or gradient of {one.key} is not finite; see {where} for what "
@@ -293,7 +293,7 @@ def validate(
     found = {}
     model.eval()
     with optimizer.averaged():
-        for store, key in held_out[team.launch.rank :: team.launch.ranks]:
+        for store, key in held_out[team.process.rank :: team.process.ranks]:
             example = StoredExample(store, key)
             raw = example.take(0, min(example.length, config.train.validation_residues))
             features = make_features(raw, config.data, config.train.seed, (key, "validation"), passes)
@@ -301,5 +301,5 @@ def validate(
             Execution(replace(inference_plan(batch, config.plan.precision), kernels=config.plan.kernels)).bind(model)
             found[key] = float(ca_lddt(model(batch), batch))
     Execution(config.plan, team.mesh).bind(model).train()
-    every = {key: lddt for part in team.share(found, "validation") for key, lddt in part.items()}
+    every = {key: lddt for part in team.all_gather_object(found, "validation") for key, lddt in part.items()}
     return validation_row(step, {key: every[key] for _, key in held_out})

@@ -1,4 +1,4 @@
-"""How fast data is here: `warpfold bench data`.
+"""Measure how fast data is here: `warpfold bench data`.
 
 Everything is measured on the user's own store and machine, in one run: read the figures as ratios.
 """
@@ -20,35 +20,38 @@ import torch
 
 from warpfold import __version__
 from warpfold.batch import to_tensors
-from warpfold.data.example.raw import RawExample, from_chain
+from warpfold.data.example.raw_example import RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.sample import make_features
+from warpfold.data.features.make import make_features
 from warpfold.data.formats.sequences import read_alignment
 from warpfold.data.pack.pack import pack
-from warpfold.data.store.example import StoredExample
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import StoredExample
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
-from warpfold.tune.footprint import footprint
-from warpfold.tune.straggler import Case, epoch_gap, straggler
+from warpfold.progress import Progress, no_progress
+from warpfold.tune.bench_loader import Simulation, epoch_gap, footprint, straggler
 
 INITIAL = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # Supp. table 4
 ROW_BUDGET = 8.0  # `max_cost`
-PASSES = (1, 4)  # of a step without recycling, and of one with three
-CASE = Case()
+PASSES = (1, 4)  # without recycling, and with three recycles
 DRAWS = 3  # of each entry
-Tell = Callable[[int, int, str], None]
 
 
 def bench_data(
-    store: Store, sources: Path | None = None, entries: int = 48, case: Case = CASE, tell: Tell | None = None
+    store: Store,
+    sources: Path | None = None,
+    entries: int = 48,
+    case: Simulation | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """All figures of a store, by name.
+    """Return all figures of a store, by name.
 
-    sources: the folder that holds the folders which the store was packed from; without it what needs the files is
-    left out.  entries: so many, spread over the alignment depths.  case: what the simulated ranks do.
+    sources: the folder that holds what the store was packed from; without it, what needs the files is left out.
+    entries: how many, spread over the alignment depths.  case: what the simulated ranks do.
     Errors: UserError for sources that are not the store's.
     """
+    case = case or Simulation()
     chosen = spread_out(store, entries)
     files = source_files(store, sources, chosen) if sources is not None else {}
     parts: dict[str, Callable[[], Any]] = {
@@ -63,8 +66,7 @@ def bench_data(
         parts["pack"] = lambda: packing(store, sources)
     found: dict[str, Any] = {}
     for done, (name, measure) in enumerate(parts.items()):
-        if tell:
-            tell(done, len(parts), name)
+        progress(done, len(parts), name)
         found[name] = measure()
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
     versions = {"warpfold": __version__, "torch": torch.__version__, "numpy": np.__version__}
@@ -72,14 +74,14 @@ def bench_data(
 
 
 def spread_out(store: Store, entries: int) -> list[str]:
-    """So many keys at most, evenly spread over the depths that alignments have, the deepest included."""
+    """Return at most so many keys, evenly spread over the depths that alignments have, the deepest included."""
     ranked = sorted(dict(zip(store.column("depth"), store.keys)).items())  # one entry of each depth
-    places = np.unique(np.linspace(0, len(ranked) - 1, min(entries, len(ranked))).round().astype(int))
-    return [ranked[place][1] for place in places]
+    chosen = np.unique(np.linspace(0, len(ranked) - 1, min(entries, len(ranked))).round().astype(int))
+    return [ranked[index][1] for index in chosen]
 
 
 def source_files(store: Store, folder: Path, keys: Sequence[str]) -> dict[str, tuple[Path, list[Path]]]:
-    """Structure file and alignment files of each entry, as the store's pack.json names them.
+    """Return the structure file and the alignment files of each entry, as the store's pack.json names them.
 
     Errors: UserError if one of them is not there.
     """
@@ -88,13 +90,15 @@ def source_files(store: Store, folder: Path, keys: Sequence[str]) -> dict[str, t
     for key in keys:
         paths = [folder / name for name in (entries[key]["file"], *entries[key]["alignments"])]
         if missing := [path for path in paths if not path.is_file()]:
-            raise UserError(f"{missing[0]}: not there; --sources is the folder that holds what the store was packed of")
+            raise UserError(
+                f"{missing[0]}: no such file; --sources is the folder that holds what the store was made of"
+            )
         found[key] = paths[0], paths[1:]
     return found
 
 
 def _kept(store: Store) -> list[dict[str, Any]]:
-    """The entries of the store's account, with the files that each is of."""
+    """Return the entries of the store's pack.json, with the files that each was made of."""
     report: dict[str, Any] = json.loads((store.path / "pack.json").read_text(encoding="utf-8"))
     kept: list[dict[str, Any]] = report["kept"]
     return kept
@@ -103,9 +107,10 @@ def _kept(store: Store) -> list[dict[str, Any]]:
 def features(
     store: Store, keys: Sequence[str], files: dict[str, tuple[Path, list[Path]]]
 ) -> dict[str, dict[str, float | None]]:
-    """Samples per second of one core, to tensors of the feature table: from the store, and from the source files.
+    """Return the samples per second of one core, to tensors of the feature table: from the store, and from the sources.
 
-    The thread's own seconds, each entry equally often.  "exact": all rows that block deletion leaves, as the paper.
+    Seconds are the thread's own, and each entry is drawn equally often.  "exact": all rows that block deletion leaves,
+    as in the paper.
     """
     torch.set_num_threads(1)
     exact, budget = INITIAL, replace(INITIAL, max_cost=ROW_BUDGET)
@@ -139,7 +144,7 @@ def _rate(
     def one(key: str, draw: int) -> None:
         to_tensors(make_features(read(key), config, 0, (key, draw), passes, train=True))
 
-    one(keys[-1], draws)  # warms up
+    one(keys[-1], draws)  # warm up
     began = time.thread_time()
     for key in keys:
         for draw in range(draws):
@@ -148,9 +153,9 @@ def _rate(
 
 
 def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
-    """Random access to whole records, their checksums included: MB/s of the store, cold and warm.
+    """Read whole records in random order, with their checksums: MB/s of the store, cold and warm.
 
-    Cold: the kernel is asked to forget the shards first, which it may not do for all file systems.
+    Cold: the kernel is asked to drop the shards from its cache first, which some file systems ignore.
     """
     order = random.Random(0).sample(store.keys, len(store.keys))
     rates = {}
@@ -173,7 +178,7 @@ def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
 
 
 def sizes(store: Store) -> dict[str, float]:
-    """MB of the store, and of the files that it was packed of."""
+    """Return the MB of the store, and of the files that it was packed from."""
     plan = json.loads((store.path / "sources.json").read_text(encoding="utf-8"))
     source = sum(kind["bytes"] for kind in plan["inputs"].values())
     own = sum(file.stat().st_size for file in store.path.iterdir())
@@ -181,7 +186,7 @@ def sizes(store: Store) -> dict[str, float]:
 
 
 def packing(store: Store, folder: Path) -> dict[str, float]:
-    """Seconds to pack the store's sources again, with one process and with one for each core."""
+    """Return the seconds to pack the store's sources again, with one, two and one process for each core."""
     kept = _kept(store)
     structures = sorted({folder / entry["file"] for entry in kept})
     alignments = sorted({folder / name for entry in kept for name in entry["alignments"]})
@@ -196,15 +201,14 @@ def packing(store: Store, folder: Path) -> dict[str, float]:
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(what, of what, figure) for a table."""
+    """Return rows (what, of what, figure) for a table."""
     lines = []
     for part, figures in found.items():
         if isinstance(figures, dict):
             for name, figure in figures.items():
                 inner = figure.items() if isinstance(figure, dict) else [("", figure)]
-                lines += [(part, f"{name}{', ' * bool(sub)}{sub}", _figure(value)) for sub, value in inner]
+                for sub, value in inner:
+                    shown = f"{value:g}" if isinstance(value, int | float) else str(value)
+                    shown = "not measured" if value is None else shown
+                    lines.append((part, f"{name}, {sub}" if sub else name, shown))
     return lines
-
-
-def _figure(value: Any) -> str:
-    return "not measured" if value is None else f"{value:g}" if isinstance(value, int | float) else str(value)

@@ -1,8 +1,9 @@
-"""An operation at a size, and inputs for it with the strides with which the model calls it.
+"""An operation at one size, and inputs for it with the strides that the model's layers give them.
 
-What the bench, the doctor and their checks run on; tune/sizes.py lists which there are.
+The bench, the doctor and their checks run on these; tune/sizes.py lists them.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
-from warpfold.ops.gate import gate, tail
+from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import DropoutFactors, Factors, Noise
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
@@ -29,56 +30,56 @@ OPS: Mapping[Name, Op[..., Tensor]] = {
     "layer_norm": layer_norm,
     "norm_linear": norm_linear,
     "gate": gate,
-    "tail": tail,
+    "tail": gated_linear_residual,
     "transition": transition,
     "triangle_factor": triangle_factor,
     "outer_product": outer_product,
 }
 NAMES: tuple[Name, ...] = get_args(Name)
-MASKED = 0.15  # of the keys, in checks; and the last row throughout
-DROPPED = 0.25  # of a tail's update
+MASKED = 0.15  # the share of keys masked in checks, where the last row is masked throughout
+DROPPED = 0.25  # the dropout rate
 Argument = Tensor | DropoutFactors | None  # of an operation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One operation at one size: positions [rows, length], as the layer sees them that calls it.
+class OpCase:
+    """One operation at one size: positions [rows, length], as the layer that calls it sees them.
 
-    Of an outer product: its result's rows, its columns (`keys`), and the sequences (`length`) that it sums over.
+    For an outer product, [rows, keys] are the positions of the result, and `length` the sequences that it sums over.
     """
 
     op: Name
-    where: str  # which layer that is
+    where: str  # the layer that calls it
     rows: int
     length: int  # of attention: queries
     keys: int = 0  # 0: as many as queries
     heads: int = 0
     width: int = 0  # of a head
-    channels: int = 0  # of x; of a gate: of its arguments
-    outputs: int = 0  # of norm_linear; of a tail: channels of o and g; of a transition: those between
+    channels: int = 0  # of x; of a gate: of both arguments
+    outputs: int = 0  # of norm_linear; of a tail: channels of o and g; of a transition: its hidden channels
     bias: bool = False  # of attention
-    turned: bool = False  # rows and positions lie in memory the other way round
+    transposed: bool = False  # rows and positions lie in memory the other way round
     dropped: bool = False  # a tail with dropout
     drawn: bool = False  # whose factors it draws itself, from seeded noise, as in every training run
-    spread: bool = False  # a tail whose o is the same at all positions of a row, through a stride of zero
-    batches: int = 1  # over which rows are spread, each with a bias of its own
-    cut_from: int = 0  # the model has so many rows; 0: these
+    expanded: bool = False  # a tail whose o is the same at all positions of a row, with a stride of zero
+    batches: int = 1  # in which rows lie, each with a bias of its own
+    full_rows: int = 0  # how many rows the model has; 0: these
 
     @property
     def attended(self) -> int:
-        """Keys of a row."""
+        """How many keys a row has."""
         return self.keys or self.length
 
     @property
     def logits(self) -> int:
-        """Of all rows and heads together; 0 for what is no attention."""
+        """How many logits all rows and heads have together; 0 if this is not attention."""
         queries = 1 if self.op == "global_attention" else self.length
         return self.rows * self.heads * queries * self.attended
 
     @property
     def shape(self) -> str:
-        """For people: "256 rows, 4 heads, 256 x 256, width 32"."""
-        rows = f"{self.rows} of {self.cut_from} rows" if self.cut_from else f"{self.rows} rows"
+        """The size in words: "256 rows, 4 heads, 256 x 256, width 32"."""
+        rows = f"{self.rows} of {self.full_rows} rows" if self.full_rows else f"{self.rows} rows"
         if self.op == "attention":
             return f"{rows}, {self.heads} heads, {self.length} x {self.attended}, width {self.width}"
         if self.op == "global_attention":
@@ -90,48 +91,42 @@ class Case:
         dropout = ", dropout drawn" if self.drawn else ", dropout" if self.dropped else ""
         return f"{rows} of {self.length}, {wide}{inner}{dropout}"
 
-    def fewer(self, rows: int) -> "Case":
-        """The same with about that many rows, whole batches of them; lengths stay."""
+    def with_rows(self, rows: int) -> "OpCase":
+        """Return the case with at most that many rows, but whole batches, and at least one; lengths stay."""
         if self.rows <= rows:
             return self
-        each = self.rows // self.batches
-        batches = max(1, rows // each) if self.batches > 1 else 1
-        few = batches * each if self.batches > 1 else max(1, rows)
-        return replace(self, rows=few, batches=batches, cut_from=self.cut_from or self.rows)
+        each = self.rows // self.batches if self.batches > 1 else 1
+        few = max(1, rows // each)
+        batches = few if self.batches > 1 else 1
+        return replace(self, rows=few * each, batches=batches, full_rows=self.full_rows or self.rows)
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The arguments of one call, in order, and which of them have a gradient."""
+class OpInputs:
+    """The arguments of one call, in order, and the names of those that have a gradient."""
 
-    case: Case
+    case: OpCase
     args: tuple[Argument, ...]
     names: tuple[str, ...]  # of those with a gradient
     grad: Tensor  # that of the output
 
     @property
     def wanted(self) -> list[Tensor]:
-        """Those with a gradient."""
+        """The arguments with a gradient."""
         return [t for t in self.args if isinstance(t, Tensor) and t.requires_grad]
 
 
-ARGUMENTS: Mapping[Name, tuple[str, ...]] = {
-    "attention": ("q", "k", "v", "mask", "bias"),
-    "global_attention": ("q", "k", "v", "mask"),
-    "layer_norm": ("x", "weight", "bias"),
-    "norm_linear": ("x", "norm_weight", "norm_bias", "weight", "bias"),
-    "gate": ("x", "g"),
-    "tail": ("x", "o", "g", "weight", "bias", "factors"),
-    "transition": ("x", "norm_weight", "norm_bias", "up", "up_bias", "down", "down_bias"),
-    "triangle_factor": ("y", "g", "mask"),
-    "outer_product": ("a", "b", "weight", "bias", "count"),
-}
-CONSTANT = ("mask", "factors", "count")
+CONSTANT = ("mask", "factors", "count")  # the arguments without a gradient
+
+
+def argument_names(op: Name) -> tuple[str, ...]:
+    """Return the names of an operation's arguments, in order."""
+    return tuple(inspect.signature(OPS[op].definition).parameters)
 
 
 @dataclass
 class _Draw:
-    """Random tensors of one case."""
+    """Draw the random tensors of one case."""
 
     dtype: torch.dtype
     device: torch.device
@@ -139,7 +134,7 @@ class _Draw:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.device.type != "meta":  # where there are no numbers
+        if self.device.type != "meta":  # it has no generator, and needs none: there are no numbers
             self.generator = torch.Generator(self.device).manual_seed(self.seed)
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -147,11 +142,11 @@ class _Draw:
         return (x * scale).to(dtype or self.dtype)
 
     def parameter(self, *shape: int, mean: float = 0.0, scale: float = 0.1) -> Tensor:
-        """Parameters stay in fp32, as the model's."""
+        """Draw a parameter; like the model's, it stays in fp32."""
         return self.normal(*shape, scale=scale, dtype=torch.float32) + mean
 
     def factors(self, *shape: int, drawn: bool) -> Factors:
-        """Dropout factors; drawn: left to the operation to draw, from seeded noise."""
+        """Draw dropout factors; drawn: leave it to the operation, which draws them from seeded noise."""
         if drawn:
             noise = Noise().to(self.device)
             noise.seed(self.seed)
@@ -159,44 +154,44 @@ class _Draw:
         kept = torch.rand(*shape, generator=self.generator, device=self.device) > DROPPED
         return (kept / (1 - DROPPED)).to(self.dtype)
 
-    def positions(self, case: Case, channels: int) -> Tensor:
-        """[rows, length, channels] or [batches, rows, ...], laid out as that layer's tensors; each position's numbers
-        begin at a multiple of eight, as projections do (ops/library/norm.py)."""
+    def positions(self, case: OpCase, channels: int) -> Tensor:
+        """Draw [rows, length, channels] or [batches, rows, ...], laid out as that layer's tensors; each position's
+        numbers begin at a multiple of eight, as projections do (ops/norm.py)."""
         padded = -(-channels // 8) * 8
         rows, lead = case.rows // case.batches, ((case.batches,) if case.batches > 1 else ())
-        order = (case.length, rows) if case.turned else (rows, case.length)
+        order = (case.length, rows) if case.transposed else (rows, case.length)
         x = self.normal(*lead, *order, padded)[..., :channels]
-        return x.transpose(-2, -3) if case.turned else x
+        return x.transpose(-2, -3) if case.transposed else x
+
+    def mask(self, case: OpCase, masked: bool) -> Tensor:
+        """Return a mask of ones; masked: draw one, whose last row is zero."""
+        rows, lead = case.rows // case.batches, ((case.batches,) if case.batches > 1 else ())
+        shape = (*lead, case.attended, rows) if case.transposed else (*lead, rows, case.attended)
+        mask = torch.ones(shape, device=self.device)
+        mask = mask.mT if case.transposed else mask
+        if masked:
+            mask *= torch.rand(mask.shape, generator=self.generator, device=self.device) > MASKED
+            mask[..., -1, :] = 0
+        return mask
 
 
 def inputs(
-    case: Case, dtype: torch.dtype, device: torch.device | str, *, masked: bool = False, seed: int = 0
-) -> Inputs:
-    """Random inputs of a case, the same each time; masked: with keys masked, and a row of which all are."""
+    case: OpCase, dtype: torch.dtype, device: torch.device | str, *, masked: bool = False, seed: int = 0
+) -> OpInputs:
+    """Draw the inputs of a case, the same each time; masked: with some keys masked, and all keys of one row."""
     draw = _Draw(dtype, torch.device(device), seed=seed)
     args = _MAKE[case.op](case, draw, masked)
     names = []
-    for name, t in zip(ARGUMENTS[case.op], args):
+    for name, t in zip(argument_names(case.op), args):
         if isinstance(t, Tensor) and name not in CONSTANT:
             t.requires_grad_()
             names.append(name)
     with torch.no_grad():
         out = OPS[case.op].definition(*(t.to("meta") if isinstance(t, Tensor) else None for t in args))
-    return Inputs(case, args, tuple(names), draw.normal(*out.shape))
+    return OpInputs(case, args, tuple(names), draw.normal(*out.shape))
 
 
-def _mask(case: Case, draw: _Draw, masked: bool) -> Tensor:
-    rows, lead = case.rows // case.batches, ((case.batches,) if case.batches > 1 else ())
-    shape = (*lead, case.attended, rows) if case.turned else (*lead, rows, case.attended)
-    mask = torch.ones(shape, device=draw.device)
-    mask = mask.mT if case.turned else mask
-    if masked:
-        mask *= torch.rand(mask.shape, generator=draw.generator, device=draw.device) > MASKED
-        mask[..., -1, :] = 0
-    return mask
-
-
-def _attention(case: Case, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:
+def _attention(case: OpCase, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:
     wide, h = case.heads * case.width, case.heads
     from_z = case.bias and case.where != "msa row" and case.rows == case.length and not case.keys
     y = draw.positions(case, 4 * wide + (h if from_z else 0))
@@ -213,34 +208,34 @@ def _attention(case: Case, draw: _Draw, masked: bool) -> tuple[Tensor | None, ..
         if case.keys:
             z = draw.normal(*z.shape[:-2], case.keys, h)
         bias = z.movedim(-1, -3)[..., None, :, :, :].detach()
-    return q, k, v, _mask(case, draw, masked), bias
+    return q, k, v, draw.mask(case, masked), bias
 
 
-def _global(case: Case, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:
+def _global(case: OpCase, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:
     w = case.width  # keys, values and gates are one projection
     y = draw.positions(replace(case, length=case.attended), (2 + case.heads) * w)
     k, v = y[..., :w].detach(), y[..., w : 2 * w].detach()
-    return draw.normal(*k.shape[:-2], case.heads, case.width), k, v, _mask(case, draw, masked)
+    return draw.normal(*k.shape[:-2], case.heads, case.width), k, v, draw.mask(case, masked)
 
 
-def _layer_norm(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
+def _layer_norm(case: OpCase, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
     return draw.positions(case, case.channels), draw.parameter(case.channels, mean=1.0), draw.parameter(case.channels)
 
 
-def _norm_linear(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
+def _norm_linear(case: OpCase, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
     x, norm_weight, norm_bias = _layer_norm(case, draw, False)
     weight = draw.parameter(case.outputs, case.channels, scale=case.channels**-0.5)
     return x, norm_weight, norm_bias, weight, draw.parameter(case.outputs)
 
 
-def _gate(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
+def _gate(case: OpCase, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
     y = draw.positions(case, 2 * case.channels)  # two projections of one tensor
     return y[..., : case.channels].detach(), y[..., case.channels :].detach()
 
 
-def _tail(case: Case, draw: _Draw, _: bool) -> tuple[Argument, ...]:
+def _tail(case: OpCase, draw: _Draw, _: bool) -> tuple[Argument, ...]:
     x, o = draw.positions(case, case.channels), draw.positions(case, case.outputs)
-    if case.spread:
+    if case.expanded:
         o = o[..., :1, :].expand(o.shape).detach()
     g = draw.positions(case, 4 * case.outputs)[..., 3 * case.outputs :].detach()
     weight = draw.parameter(case.channels, case.outputs, scale=case.outputs**-0.5)
@@ -248,18 +243,18 @@ def _tail(case: Case, draw: _Draw, _: bool) -> tuple[Argument, ...]:
     return x, o, g, weight, draw.parameter(case.channels), factors
 
 
-def _transition(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
+def _transition(case: OpCase, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
     x, norm_weight, norm_bias = _layer_norm(case, draw, False)
     c, n = case.channels, case.outputs
     up = draw.parameter(n, c, scale=c**-0.5), draw.parameter(n)
     return x, norm_weight, norm_bias, *up, draw.parameter(c, n, scale=n**-0.5), draw.parameter(c)
 
 
-def _factor(case: Case, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:
-    return *_gate(case, draw, False), _mask(case, draw, masked)
+def _factor(case: OpCase, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:
+    return *_gate(case, draw, False), draw.mask(case, masked)
 
 
-def _outer(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
+def _outer(case: OpCase, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
     s, c, z = case.length, case.channels, case.outputs
     a, b = draw.normal(s, case.rows, c), draw.normal(s, case.attended, c)
     weight = draw.parameter(z, c * c, scale=1 / c)
@@ -267,7 +262,7 @@ def _outer(case: Case, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
     return a, b, weight, draw.parameter(z), count
 
 
-_MAKE: Mapping[Name, Callable[[Case, _Draw, bool], tuple[Argument, ...]]] = {
+_MAKE: Mapping[Name, Callable[[OpCase, _Draw, bool], tuple[Argument, ...]]] = {
     "attention": _attention,
     "global_attention": _global,
     "layer_norm": _layer_norm,

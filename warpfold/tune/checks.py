@@ -1,11 +1,11 @@
-"""An operation's fast way against its definition: the output and every gradient, by their errors to fp64.
+"""Check an operation's fast way against its definition: the output and every gradient, by their errors to fp64.
 
-The bar (DESIGN section 3): an error to the definition in fp64 at most twice the worst of several draws of the
-definition in the same dtype.  One run of the definition is one draw of its rounding errors; another machine, which adds
-in another order, draws others.  So draws are made here: the definition runs several times, and each time every result
-of torch on the way, forward and backward, is off at random by as much as rounding it and adding it up in any order may
-cost (`Jitter`).  Their seeds are fixed, so the bar is nearly the same on every machine; and it follows from the dtype,
-the lengths of the sums and the numbers themselves, with no constant for each operation.
+The bar (DESIGN section 3): the error to the definition in fp64 is at most twice the worst of several draws of the
+definition in the same dtype.  One run of the definition is one draw of its rounding errors; a machine that adds in
+another order draws others.  So the definition runs several times, and each time every result of torch on the way,
+forward and backward, is perturbed at random by as much as rounding it and summing it in any order may cost (`Jitter`).
+The seeds are fixed, so the bar is nearly the same on every machine.  It follows from the dtype, the lengths of the sums
+and the numbers themselves; no operation has a constant of its own.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warpfold.ops.dispatch import place, using
+from warpfold.ops.dispatch import backend, using
 from warpfold.ops.noise import DropoutFactors
-from warpfold.ops.precision import wide
-from warpfold.tune.cases import OPS, Argument, Case, Inputs, inputs
+from warpfold.ops.tensors import accumulation_dtype
+from warpfold.tune.cases import OPS, Argument, OpCase, OpInputs, inputs
 from warpfold.tune.sizes import ODD
 
-BAR = 2.0  # of the worst draw's error, in the root of the mean square
-PEAK_BAR = 4.0  # of its largest: one wrong number must not hide in a mean
+BAR = 2.0  # times the worst draw's error, as a root mean square
+PEAK_BAR = 4.0  # times the worst draw's largest error: one wrong number must not hide in a mean
 DRAWS = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Jitter(TorchDispatchMode):
-    """Within it, each result of torch is off at random, as rounding may have it (Monte Carlo arithmetic, Parker 1997).
+    """Perturb each result of torch at random, as rounding may (Monte Carlo arithmetic, Parker 1997).
 
-    Each number by up to one unit of roundoff of its dtype; and, where it is a sum of n terms, by up to sqrt(n) of the
-    dtype that such sums are made in: what n roundings of either sign come to, in whatever order.
+    Each number by up to one unit of roundoff of its dtype; and a sum of n terms by up to sqrt(n) units of the dtype
+    that such sums are made in: what n roundings of either sign come to, in whatever order.
     """
 
-    EXACT = ("clone", "_to_copy", "_unsafe_view", "cat", "masked_fill")  # these move numbers and round none anew
+    EXACT = ("clone", "_to_copy", "_unsafe_view", "cat", "masked_fill")  # these move numbers and round nothing
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ class Jitter(TorchDispatchMode):
         generator = self.generators.get(x.device)
         if generator is None:
             generator = self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
-        dtype = wide(x)
+        dtype = accumulation_dtype(x)
         amount = (torch.finfo(x.dtype).eps + (terms - 1) ** 0.5 * torch.finfo(dtype).eps) / 2
         by = torch.rand(x.shape, generator=generator, device=x.device, dtype=dtype)
         x.copy_(by.mul_(2 * amount).add_(1 - amount).mul_(x))
 
 
 def _terms(name: str, args: Sequence[Any], result: Tensor) -> float:
-    """How many terms each number of a result is a sum of."""
+    """Return how many terms each number of a result is the sum of."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     if name in ("mm", "bmm"):
         return float(tensors[0].shape[-1])
@@ -73,27 +73,27 @@ def _terms(name: str, args: Sequence[Any], result: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Error:
-    """How far a tensor is from fp64, relative to its size: in the mean, and at its worst place."""
+    """How far a tensor is from fp64, relative to its size: in the mean, and its worst number."""
 
-    name: str  # "output", or whose gradient
+    name: str  # "output", or the argument whose gradient it is
     ours: float
     definition: float  # the worst of its draws
     ours_worst: float
     definition_worst: float
-    roundoff: float  # of the dtype; what no computation is blamed for
-    numbers: int  # of the tensor
+    roundoff: float  # of the dtype: an error that every computation may have
+    numbers: int  # in the tensor
 
     @property
     def bar(self) -> float:
         """How many times the definition's error ours may be.
 
-        From n numbers the ratio of two such errors is known to 1 in sqrt(n); four times that are allowed for.
+        From n numbers, the ratio of two errors is known to one part in sqrt(n); four times that is allowed.
         """
         return float(BAR * (1 + 4 * self.numbers**-0.5))
 
     @property
     def ratio(self) -> float:
-        """Our error by what is allowed to be one."""
+        """Our error over the definition's, which counts as half a roundoff at least."""
         return self.ours / max(self.definition, self.roundoff / BAR)
 
     @property
@@ -114,12 +114,12 @@ class Error:
 class Verdict:
     """What a check found."""
 
-    case: Case
+    case: OpCase
     dtype: str
     way: str  # "triton", "cpu", or "definition"
-    reason: str  # why it is the definition
-    errors: tuple[Error, ...]  # output first; none where the definition computes it anyway
-    repeats: bool  # twice the same, bit for bit
+    reason: str  # why the definition computes it
+    errors: tuple[Error, ...]  # output first; none where the definition computes it
+    repeats: bool  # two runs are the same, bit for bit
 
     @property
     def red(self) -> bool:
@@ -128,11 +128,11 @@ class Verdict:
 
     @property
     def worst(self) -> Error:
-        """The gradient farthest over, or nearest to, the bar."""
+        """The error of a gradient that is farthest above the bar, or nearest to it."""
         return max(self.errors[1:], key=lambda e: (e.red, e.ratio))
 
     def says(self) -> str:
-        """What is wrong, in one line."""
+        """Say what is wrong, in one line."""
         what = f"{self.case.op} ({self.case.where}: {self.case.shape}) in {self.dtype}, way {self.way}"
         wrong = [str(e) for e in self.errors if e.red]
         return f"{what}: " + "; ".join(wrong if self.repeats else [*wrong, "two runs differ"])
@@ -140,16 +140,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Truth:
-    """What a call's results are in fp64, and what draws of the definition in the dtype of the call make of them."""
+    """A call's results in fp64, and the errors of draws of the definition in the dtype of the call."""
 
-    names: tuple[str, ...]  # "output", and whose gradients
+    names: tuple[str, ...]  # "output", and the arguments whose gradients follow
     exact: list[Tensor]
-    draws: list[tuple[tuple[float, float], ...]]  # of each result, how far each draw is off: together, at most
+    draws: list[tuple[tuple[float, float], ...]]  # for each result, the error of each draw: its norm, its largest
     dtypes: list[torch.dtype]
     scale: float  # of the gradient that came in
 
     def errors(self, ours: Sequence[Tensor]) -> tuple[Error, ...]:
-        """How far off results are; infinitely, where they have another shape or dtype."""
+        """Return the errors of results; infinite if they have another shape or dtype."""
         results = zip(self.names, ours, self.exact, self.draws, self.dtypes, strict=True)
         return tuple(
             compare(name, x, exact, draws, dtype, self.scale if i else 0.0)
@@ -157,13 +157,13 @@ class Truth:
         )
 
 
-def run(way: Callable[..., Tensor], given: Inputs) -> list[Tensor]:
-    """The output of a way and its gradients, in the order of `given.names`."""
+def run(way: Callable[..., Tensor], given: OpInputs) -> list[Tensor]:
+    """Return the output of a way and its gradients, in the order of `given.names`."""
     return answer(way, given.args, given.grad)
 
 
 def answer(way: Callable[..., Tensor], args: Sequence[Argument], grad: Tensor) -> list[Tensor]:
-    """The output of a way, and the gradient of every argument that wants one."""
+    """Return the output of a way, and the gradient of every argument that requires one."""
     out = way(*args)
     wanted = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
     return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
@@ -176,8 +176,8 @@ def truth(
     names: Sequence[str] = (),
     draws: int = DRAWS,
 ) -> Truth:
-    """Compute in fp64, and in draws, what a definition makes of arguments; names: of those with a gradient."""
-    with using("definition"):  # what is drawn is exact, and no kernel's
+    """Compute a definition's results in fp64, and draws of them; names: of the arguments with a gradient."""
+    with using("definition"):  # so that no kernel draws the dropout factors
         args = [t.draw() if isinstance(t, DropoutFactors) else t for t in args]
     doubles = [t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else None for t in args]
     exact = answer(definition, doubles, grad.double())
@@ -195,32 +195,32 @@ def truth(
 def wrong(
     definition: Callable[..., Tensor], args: Sequence[Argument], grad: Tensor, ours: Sequence[Tensor]
 ) -> list[str]:
-    """What is over the bar in the results (`answer`) of a way of computing a definition; in words."""
+    """Say which results (`answer`) of a way of computing a definition are over the bar."""
     return [str(e) for e in truth(definition, args, grad).errors(ours) if e.red]
 
 
-def check(case: Case, dtype: str, device: torch.device | str) -> Verdict:
-    """One operation on one device, against its definition in fp64, with masked keys and a row of nothing else."""
+def check(case: OpCase, dtype: str, device: torch.device | str) -> Verdict:
+    """Check one operation on one device against its definition in fp64, with masked keys and a row of only those."""
     op = OPS[case.op]
     given = inputs(case, DTYPES[dtype], device, masked=True)
-    reason = op.refuses(*given.args)
+    reason = op.unsupported_reason(*given.args)
     if reason is not None:
         return Verdict(case, dtype, "definition", reason, (), True)
     ours, again = run(op.fast, given), run(op.fast, given)
     repeats = all(torch.equal(a, b) for a, b in zip(ours, again))
     found = truth(op.definition, given.args, given.grad, given.names).errors(ours)
-    return Verdict(case, dtype, place(given.grad), "", found, repeats)
+    return Verdict(case, dtype, backend(given.grad), "", found, repeats)
 
 
 def compare(
     name: str, ours: Tensor, exact: Tensor, draws: Sequence[tuple[float, float]], dtype: torch.dtype, floor: float = 0.0
 ) -> Error:
-    """The error of a tensor to the exact one, beside those of draws of the definition in this dtype.
+    """Return the error of a tensor to the exact one, beside those of draws of the definition in this dtype.
 
-    `floor`: what is measured against where the truth is nothing.
+    floor: the error is relative to this where the exact tensor is zero.
     """
     size, peak = float(exact.norm()), float(exact.abs().max())
-    if size <= 1e-9 * floor:  # a gradient that cancels (through a softmax over one key, say) has a few roundings left
+    if size <= 1e-9 * floor:  # a gradient that cancels (through a softmax over one key, say) leaves a few roundings
         size = peak = 4 * floor or 1.0
     known = ours.shape == exact.shape and ours.dtype == dtype
     mean, worst = _distance(ours, exact) if known else (float("inf"), float("inf"))
@@ -236,12 +236,12 @@ def _distance(x: Tensor, exact: Tensor) -> tuple[float, float]:
     return float(difference.norm()), float(difference.abs().max())
 
 
-def odd(ops: Iterable[str]) -> list[Case]:
-    """The sizes that find mistakes, of these operations; "attention" has two, the global one being a call of it."""
+def odd(ops: Iterable[str]) -> list[OpCase]:
+    """Return the sizes that find mistakes, of these operations; "attention" includes global attention."""
     wanted = set(ops) | ({"global_attention"} if "attention" in ops else set())
     return [case for case in ODD if case.op in wanted]
 
 
-def failures(cases: Sequence[Case], device: torch.device | str, dtypes: Iterable[str] = DTYPES) -> list[Verdict]:
-    """The verdicts that are red."""
+def failures(cases: Sequence[OpCase], device: torch.device | str, dtypes: Iterable[str] = DTYPES) -> list[Verdict]:
+    """Check cases, and return the verdicts that are red."""
     return [v for case in cases for dtype in dtypes if (v := check(case, dtype, device)).red]

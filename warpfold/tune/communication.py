@@ -12,9 +12,10 @@ from typing import Literal, get_args
 import torch
 
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.parallel.collectives import Event, sizes_of, watched
+from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.parallel.waits import Event, watched
 from warpfold.tune.fake import fake_ranks
 
 Phase = Literal["forward", "recomputed", "backward"]
@@ -81,7 +82,7 @@ def _count(plan: Plan, block: Block, blocks: int, branch_rank: int) -> dict[str,
     with fake_ranks(axial=plan.axial, branch=plan.branch, rank=branch_rank) as mesh, watched(events.append):
         config = replace(block.evoformer, blocks=blocks)
         stack = Execution(plan, mesh).bind(Evoformer(block.c_m, block.c_z, config, block.global_column))
-        here, dtype = sizes_of(block.residues, plan.axial)[0], DTYPES[plan.precision]
+        here, dtype = shard_sizes(block.residues, plan.axial)[0], DTYPES[plan.precision]
         m = torch.empty(block.sequences, here, block.c_m, dtype=dtype, requires_grad=True)
         z = torch.empty(here, block.residues, block.c_z, dtype=dtype, requires_grad=True)
         m, z = stack(m, z, torch.empty(block.sequences, block.residues), torch.empty(here, block.residues))
@@ -107,16 +108,16 @@ def moves(block: Block, ranks: int, by_channels: bool, itemsize: int = 2) -> lis
     c_triangle, heads = c.pair.c_triangle, c.pair.heads
 
     def largest(length: int) -> int:
-        return sizes_of(length, ranks)[0]
+        return shard_sizes(length, ranks)[0]
 
     def gather(name: str, others: int, gradient: bool = True) -> Move:
         sent = Traffic(1, (ranks - 1) * largest(n) * others * itemsize)
-        return Move(name, "gather", sent, backward=sent if gradient else Traffic())
+        return Move(name, "all_gather", sent, backward=sent if gradient else Traffic())
 
     def turn(name: str, had: int, wanted: int, others: int, times: int = 1) -> Move:
         there = largest(had) * (wanted - largest(wanted)) * others * itemsize
         back = largest(wanted) * (had - largest(had)) * others * itemsize
-        return Move(name, "turn", Traffic(times, times * there), backward=Traffic(times, times * back))
+        return Move(name, "all_to_all", Traffic(times, times * there), backward=Traffic(times, times * back))
 
     turns = 1 if by_channels else 2
     found = [

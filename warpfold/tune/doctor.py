@@ -1,7 +1,7 @@
-"""Whether this device computes what it should: every operation, at the sizes of given settings, against its definition.
+"""Check that this device computes what it should: every operation, at the sizes of given settings.
 
-As each is chosen here (dispatch): its fast way, or its definition with the reason why.  Errors are to fp64; the speed
-is that of a few passes, rough.
+Each runs as dispatch chooses here: in its fast way, or by its definition, with the reason.  Errors are to the
+definition in fp64; speeds come from a few passes and are rough.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,27 +13,27 @@ import torch
 from warpfold import settings
 from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
-from warpfold.progress import Progress
-from warpfold.tune.cases import OPS, Case, inputs
+from warpfold.progress import Progress, no_progress
+from warpfold.tune.cases import OPS, OpCase, inputs
 from warpfold.tune.checks import DTYPES, Verdict, check
 from warpfold.tune.machine import describe
 from warpfold.tune.sizes import DataSizes, of_settings
 from warpfold.tune.timing import Subject, measure
 
 SECTIONS = ("model", "loss", "data", "optim", "plan", "train")  # of a settings file
-LOGITS = {"cpu": 2**21, "cuda": 2**27}  # of a case, and numbers in its keys; rows are cut until there are no more
-NUMBERS = {"cpu": 2**20, "cuda": 2**27}  # likewise, in x
+LOGITS = {"cpu": 2**21, "cuda": 2**27}  # the most logits, or numbers in keys, of a case: it gets fewer rows
+NUMBERS = {"cpu": 2**20, "cuda": 2**27}  # the most numbers in x
 REPEATS = 3
 BUDGET = 0.6  # seconds of timing for a case
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one operation in one place of the model."""
+    """What was found about one operation in one layer of the model."""
 
     verdict: Verdict
-    speed: float | None  # the definition's time by ours, forward and backward; None where it is the definition
-    small: bool = False  # at the model's own size the definition is sooner done, and chosen
+    speed: float | None  # the definition's time over ours, forward and backward; None where it is the definition
+    small: bool = False  # at the model's own size the definition is faster, and chosen
 
     @property
     def says(self) -> str:
@@ -45,10 +45,10 @@ class Finding:
         return "ok; small, so its definition is chosen" if self.small else "ok"
 
 
-def cases_of(values: Mapping[str, Any], source: str) -> list[Case]:
-    """Every operation that a model of these settings (`settings.load`) calls, at the sizes of its training examples.
+def cases_of(values: Mapping[str, Any], source: str) -> list[OpCase]:
+    """Return every operation that a model of these settings calls, at the sizes of its training examples.
 
-    Errors: UserError for settings that are none.
+    Errors: UserError for sections that are not settings.
     """
     for key in values:
         if key not in SECTIONS:
@@ -58,43 +58,42 @@ def cases_of(values: Mapping[str, Any], source: str) -> list[Case]:
     return of_settings(model, settings.build(DataSizes, sizes, source))
 
 
-def cut(case: Case, device: torch.device) -> Case:
-    """The case with as many rows as the device checks in a moment; lengths stay."""
+def cut(case: OpCase, device: torch.device) -> OpCase:
+    """Return the case with as many rows as the device checks in a moment; lengths stay."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     if case.logits:
         numbers = case.rows * case.attended * case.width * (case.heads if case.op == "attention" else 1)
-        return case.fewer(max(2, case.rows * LOGITS[kind] // max(case.logits, numbers)))
+        return case.with_rows(max(2, case.rows * LOGITS[kind] // max(case.logits, numbers)))
     each = case.length * max(case.channels, case.outputs)
     if case.op == "outer_product":  # the definition has the products of all channels in memory
         each = max(each, case.attended * case.channels**2)
-    return case.fewer(max(2, NUMBERS[kind] // each))
+    return case.with_rows(max(2, NUMBERS[kind] // each))
 
 
 def examine(
-    cases: Sequence[Case],
+    cases: Sequence[OpCase],
     device: torch.device,
     dtypes: Sequence[str] = tuple(DTYPES),
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> list[Finding]:
     """Check every case in every dtype, and time those that have a fast way."""
     found = []
     todo = [(whole, cut(whole, device), dtype) for whole in cases for dtype in dtypes]
     for done, (whole, case, dtype) in enumerate(todo):
-        if progress:
-            progress(done, len(todo), f"{case.op} {case.where} {dtype}")
+        progress(done, len(todo), f"{case.op} {case.where} {dtype}")
         verdict = check(case, dtype, device)
         speed = _speed(case, dtype, device) if verdict.errors and not verdict.red else None
         found.append(Finding(verdict, speed, _is_small(whole, dtype, device)))
     return found
 
 
-def _is_small(case: Case, dtype: str, device: torch.device) -> bool:
-    small = OPS[case.op].small
-    # Without numbers: sizes decide.  What a GPU is given is never small.
-    return device.type == "cpu" and small is not None and small(*inputs(case, DTYPES[dtype], "meta").args)
+def _is_small(case: OpCase, dtype: str, device: torch.device) -> bool:
+    prefer = OPS[case.op].prefer_definition
+    # On "meta", as sizes alone decide; and only for a CPU, as a GPU always takes the fast way.
+    return device.type == "cpu" and prefer is not None and prefer(*inputs(case, DTYPES[dtype], "meta").args)
 
 
-def _speed(case: Case, dtype: str, device: torch.device) -> float | None:
+def _speed(case: OpCase, dtype: str, device: torch.device) -> float | None:
     given = inputs(case, DTYPES[dtype], device)
     op = OPS[case.op]
     ways = {"definition": op.definition, "ours": op.fast}
@@ -111,7 +110,7 @@ def _speed(case: Case, dtype: str, device: torch.device) -> float | None:
 
 
 def report(findings: Sequence[Finding], device: torch.device, source: str) -> dict[str, Any]:
-    """All of it, for JSON."""
+    """Return the findings and the machine, for JSON."""
     return {
         "machine": describe(device),
         "settings": source,
@@ -146,21 +145,14 @@ HEADS = ("op", "where", "shape", "dtype", "way", "output", "worst gradient", "x 
 
 
 def table(findings: Sequence[Finding]) -> list[tuple[str, ...]]:
-    """Lines for people; errors are "ours / definition's"."""
+    """Return the rows of a table; errors are "ours / definition's"."""
     lines: list[tuple[str, ...]] = []
     for f in findings:
         v = f.verdict
-        errors = ("", "")
+        output = gradient = ""
         if v.errors:
-            worst = v.worst
-            errors = (
-                _pair(v.errors[0].ours, v.errors[0].definition),
-                f"{worst.name} {_pair(worst.ours, worst.definition)}",
-            )
+            output, gradient = (f"{e.ours:.1e} / {e.definition:.1e}" for e in (v.errors[0], v.worst))
+            gradient = f"{v.worst.name} {gradient}"
         speed = "" if f.speed is None else f"{f.speed:.1f}"
-        lines.append((v.case.op, v.case.where, v.case.shape, v.dtype, v.way, *errors, speed, f.says))
+        lines.append((v.case.op, v.case.where, v.case.shape, v.dtype, v.way, output, gradient, speed, f.says))
     return lines
-
-
-def _pair(ours: float, definition: float) -> str:
-    return f"{ours:.1e} / {definition:.1e}"

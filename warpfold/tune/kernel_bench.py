@@ -14,7 +14,7 @@ import torch
 from warpfold.bulk import pool
 from warpfold.ops.triton.launch import KERNELS, Call, Key, Launch, forced, recorded
 from warpfold.progress import Progress
-from warpfold.tune.cases import OPS, Case, inputs
+from warpfold.tune.cases import OPS, OpCase, inputs
 from warpfold.tune.checks import DTYPES, run, truth
 from warpfold.tune.kernel_calls import launching
 from warpfold.tune.timing import FLUSH, SETTLE
@@ -31,7 +31,7 @@ class Place:
     """An operation at a size of the model, in a dtype."""
 
     op: str
-    case: Case
+    case: OpCase
     dtype: str
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class GpuBench:
         return self._time(calls), out
 
     def _prepare(self, place: Place) -> None:
-        """Inputs, and what the definition makes of them, for all kernels of a place."""
+        """OpInputs, and what the definition makes of them, for all kernels of a place."""
         dtype, op = DTYPES[place.dtype], OPS[place.case.op]
         self.place, self.way = place, op.fast
         self.whole = inputs(place.case, dtype, self.device)
@@ -181,7 +181,7 @@ class GpuBench:
         return {c: [a.elapsed_time(b) / 1e3 for a, b in found[SETTLE:]] for c, found in marks.items()}
 
 
-def smaller(case: Case) -> Case:
+def smaller(case: OpCase) -> OpCase:
     """The same with no more rows than its definition in fp64 has room for."""
     numbers = case.logits or case.rows * case.length * max(case.channels, case.outputs)
-    return case.fewer(case.rows * CHECKED // numbers) if numbers > CHECKED else case
+    return case.with_rows(case.rows * CHECKED // numbers) if numbers > CHECKED else case

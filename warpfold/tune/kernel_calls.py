@@ -20,23 +20,6 @@ from warpfold.ops.triton.launch import Call, recorded
 from warpfold.parallel.plan import Plan
 from warpfold.tune.fake import memory_of
 
-# Registered operations, and the launchers in ops/triton that compute them.
-LAUNCHERS = {
-    "attention": ("attention", "forward"),
-    "attention_backward": ("attention", "backward"),
-    "layer_norm": ("norm", "layer_norm"),
-    "layer_norm_backward": ("norm", "layer_norm_backward"),
-    "norm_linear": ("norm", "norm_linear"),
-    "norm_linear_backward": ("norm", "norm_linear_backward"),
-    "gate": ("gate", "gate"),
-    "gate_backward": ("gate", "gate_backward"),
-    "tail": ("gate", "tail"),
-    "tail_backward": ("gate", "tail_backward"),
-    "keep": ("noise", "keep"),
-    "triangle_factor": ("triangle", "factor"),
-    "triangle_factor_backward": ("triangle", "factor_backward"),
-}
-
 
 class _Launching(TorchDispatchMode):
     """Within it, registered operations on "meta" call their launchers instead of saying their shapes alone."""
@@ -44,8 +27,7 @@ class _Launching(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func.namespace != "warpfold":
             return func(*args, **(kwargs or {}))
-        module, name = LAUNCHERS[func._opname]
-        return getattr(dispatch.implementation(module, args[0]), name)(*args, **(kwargs or {}))
+        return dispatch.implementation(func._opname, args[0])(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""What an operation must cost, by arithmetic, and what this device can do, by measurement in the same run.
+"""Compute what an operation must cost, and measure in the same run what this device can do.
 
-The ideal: every argument is read once, every result written once, nothing between goes through memory (the backward
-pass computes it anew); products and exponentials one after another on units of their own, memory beside them:
+The ideal pass reads every argument once and writes every result once; nothing else goes through memory (the backward
+pass recomputes it).  Products and exponentials run one after the other, each on its own units, while memory moves:
 
     limit = max(bytes / bandwidth,  products / rate + exponentials / rate)
 
-The model of research on published kernels, whose best reach 80 to 98 % of it (Flash-style attention forward).
+The best published kernels (FlashAttention's forward pass) reach 80 to 98 % of this limit.
 """
 
 import time
@@ -15,18 +15,18 @@ from typing import Literal
 
 import torch
 
-from warpfold.tune.cases import Case
+from warpfold.tune.cases import OpCase
 
 Pass = Literal["forward", "backward"]
 
-EXPS_PER_CLOCK = 16  # of a multiprocessor's special function units, every NVIDIA GPU from Volta to Blackwell
-# Boost clock in GHz where torch does not tell it, by part of the GPU's name (the vendor's data sheets).
+EXPS_PER_CLOCK = 16  # by a multiprocessor's special function units, on NVIDIA GPUs from Volta to Blackwell
+# Boost clock in GHz where torch does not know it, by part of the GPU's name (the vendor's data sheets).
 CLOCKS = {"A100": 1.41, "H100": 1.98, "H200": 1.98, "GH200": 1.98, "B200": 1.965}
 
 
 @dataclass(frozen=True)
-class Work:
-    """Of one pass: floating point operations of products, exponentials, and bytes that have to move."""
+class Cost:
+    """What one pass must do: floating point operations of products, exponentials, and bytes to move."""
 
     flops: float
     exps: float
@@ -35,66 +35,66 @@ class Work:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device can do, per second, and how that is known."""
+    """What a device can do per second, and how that is known."""
 
     flops: float  # of matrix products in the dtype
     bytes: float  # of a copy, read and written
-    exps: float | None  # None: not known, then they count as free
+    exps: float | None  # None: not known, so they count as free
     how: str
 
-    def limit(self, work: Work) -> float:
-        """Seconds of the ideal pass.  Only what keeps in memory what the ideal computes anew can go below."""
-        exps = work.exps / self.exps if self.exps else 0.0
-        return max(work.bytes / self.bytes, work.flops / self.flops + exps)
+    def limit(self, cost: Cost) -> float:
+        """Return the seconds of the ideal pass.  Only a way that stores what the ideal recomputes can be faster."""
+        exps = cost.exps / self.exps if self.exps else 0.0
+        return max(cost.bytes / self.bytes, cost.flops / self.flops + exps)
 
 
-def work(case: Case, direction: Pass, itemsize: int) -> Work:
-    """What one pass of an operation must do; parameters' bytes, a few thousandths, are left out."""
+def cost(case: OpCase, direction: Pass, itemsize: int) -> Cost:
+    """Return what one pass of an operation must do, without the bytes of parameters, a few thousandths."""
     forward = direction == "forward"
     if case.op in ("attention", "global_attention"):
         return _attention(case, forward, itemsize)
     if case.op == "outer_product":
         return _outer(case, forward, itemsize)
     places = case.rows * case.length
-    if case.op == "layer_norm":  # backward: the gradient and x come, that of x goes
-        return Work(0, 0, places * case.channels * itemsize * (2 if forward else 3))
+    if case.op == "layer_norm":  # backward: reads the gradient and x, writes the gradient of x
+        return Cost(0, 0, places * case.channels * itemsize * (2 if forward else 3))
     if case.op == "norm_linear":
         through = 2 * places * case.channels * case.outputs
         moved = case.channels + case.outputs if forward else 2 * case.channels + case.outputs
-        return Work(through * (1 if forward else 2), 0, places * moved * itemsize)
+        return Cost(through * (1 if forward else 2), 0, places * moved * itemsize)
     if case.op in ("gate", "triangle_factor"):
-        return Work(0, places * case.channels, places * case.channels * itemsize * (3 if forward else 5))
-    if case.op == "transition":  # two products; backward four, and the first anew rather than its result from memory
+        return Cost(0, places * case.channels, places * case.channels * itemsize * (3 if forward else 5))
+    if case.op == "transition":  # two products; backward four, and the first recomputed rather than its result read
         moved = places * case.channels * itemsize * (2 if forward else 3)
-        return Work(2 * places * case.channels * case.outputs * (2 if forward else 5), 0, moved)
+        return Cost(2 * places * case.channels * case.outputs * (2 if forward else 5), 0, moved)
     through = 2 * places * case.channels * case.outputs
-    # x + out(o * gate): backward, the gradient, o and g come, those of o and g go; that of x is the gradient itself.
+    # x + out(o * gate).  Backward reads the gradient, o and g, and writes those of o and g; that of x is the gradient.
     moved = 2 * case.channels + 2 * case.outputs if forward else case.channels + 4 * case.outputs
-    return Work(through * (1 if forward else 2), places * case.outputs, places * moved * itemsize)
+    return Cost(through * (1 if forward else 2), places * case.outputs, places * moved * itemsize)
 
 
-def _attention(case: Case, forward: bool, itemsize: int) -> Work:
-    """Two products forward (q k, p v), five backward (q k anew, dO v, and those to dq, dk, dv)."""
+def _attention(case: OpCase, forward: bool, itemsize: int) -> Cost:
+    """Count two products forward (q k, p v) and five backward (q k again, dO v, and those for dq, dk, dv)."""
     queries = case.rows * case.heads * (1 if case.op == "global_attention" else case.length) * case.width
     keys = case.rows * case.attended * case.width * (case.heads if case.op == "attention" else 1)
     bias = case.batches * case.heads * case.length * case.attended if case.bias else 0
-    # q, o and k, v; backward also dO and dq, and dk, dv; the bias comes, and its gradient goes.
+    # q, o and k, v; backward also dO and dq, and dk, dv; the bias is read, and its gradient written.
     numbers = 2 * queries + 2 * keys + bias if forward else 4 * queries + 4 * keys + 2 * bias
     masks = 4 * case.rows * case.attended
     products = 2 if forward else 5
-    return Work(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)
+    return Cost(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)
 
 
-def _outer(case: Case, forward: bool, itemsize: int) -> Work:
-    """Forward the outer product and its projection; backward the former three times, once anew, the latter twice."""
+def _outer(case: OpCase, forward: bool, itemsize: int) -> Cost:
+    """Count the outer product and its projection; backward three of the former (one recomputed), two of the latter."""
     through = 2 * case.rows * case.attended * case.channels**2
     read, written = case.length * (case.rows + case.attended) * case.channels, case.rows * case.attended * case.outputs
     flops = through * (case.length + case.outputs if forward else 3 * case.length + 2 * case.outputs)
-    return Work(flops, 0, (read + written if forward else 2 * read + written) * itemsize)
+    return Cost(flops, 0, (read + written if forward else 2 * read + written) * itemsize)
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure what the device can do now; takes about a second."""
+    """Measure what the device can do now, in about a second."""
     cuda = device.type == "cuda"
     n = 8192 if cuda and dtype != torch.float32 else 4096 if cuda else 1024
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
@@ -116,7 +116,7 @@ def _gpu_exps(device: torch.device) -> tuple[float | None, str]:
     told = getattr(found, "clock_rate", None)  # kHz; only newer torch has it
     clock = told / 1e6 if told else next((c for name, c in CLOCKS.items() if name in found.name), None)
     if clock is None or torch.version.hip is not None:
-        return None, "the rate of exponentials is not known, they count as free"
+        return None, "the rate of exponentials is not known, so they count as free"
     units = found.multi_processor_count
     source = "as torch says" if told else "by the data sheet"
     rate = units * EXPS_PER_CLOCK * clock * 1e9
@@ -124,7 +124,7 @@ def _gpu_exps(device: torch.device) -> tuple[float | None, str]:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 8) -> float:
-    """The shortest after two runs that do not count: a ceiling is what the device can do when nothing disturbs it."""
+    """Return the shortest time after two warm-up runs: a ceiling is what the device does when nothing disturbs it."""
     taken = []
     for _ in range(repeats + 2):
         if device.type == "cuda":

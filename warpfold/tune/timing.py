@@ -1,7 +1,7 @@
-"""Timing of several ways to compute the same, taken in turn so that a slow minute of the machine hits all alike.
+"""Time several ways to compute the same, in turns, so that a slow minute of the machine affects all of them.
 
-On CUDA: events, the device's clock, with the L2 cache flushed before each and the device kept busy until the whole
-pass is queued, so that only the device's own time counts.  On a CPU: the process's clock.
+On CUDA: by events, with the L2 cache flushed before each pass and the device kept busy until the whole pass is queued,
+so that only the device's own time counts.  On a CPU: by the process's clock.
 """
 
 import os
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-SETTLE = 2  # runs that do not count
+SETTLE = 2  # warm-up runs, which do not count
 FLUSH = 2**28  # bytes; several times the largest L2
 
 
@@ -25,24 +25,24 @@ class Subject:
 
     name: str
     forward: Callable[[], Tensor | tuple[Tensor, ...]]
-    wanted: Sequence[Tensor]  # whose gradients the backward pass makes
-    grad: Tensor | tuple[Tensor, ...]  # of what `forward` returns
+    wanted: Sequence[Tensor]  # the tensors whose gradients the backward pass computes
+    grad: Tensor | tuple[Tensor, ...]  # the gradient of what `forward` returns
     trains: bool = True  # False: it has no backward pass
 
 
 @dataclass
 class Times:
-    """Seconds of one way: each time, the first ones not counted; peak bytes above what was held before."""
+    """Seconds of each run of one way after the warm-up, and its peak bytes above what was allocated before."""
 
     forward: list[float] = field(default_factory=list)  # without gradient
-    training: list[float] = field(default_factory=list)  # a forward pass that keeps what its gradient needs
+    training: list[float] = field(default_factory=list)  # a forward pass that saves tensors for its gradient
     backward: list[float] = field(default_factory=list)
     forward_peak: int | None = None  # None: not measured
     backward_peak: int | None = None  # of forward and backward together
     failed: str = ""
 
     def median(self, which: str) -> float | None:
-        """Of "forward", "training" or "backward"; None where it never ran."""
+        """Return the median of "forward", "training" or "backward"; None if it never ran."""
         seconds: list[float] = getattr(self, which)
         return statistics.median(seconds) if seconds else None
 
@@ -50,11 +50,11 @@ class Times:
 def measure(
     subjects: Sequence[Subject], device: torch.device, repeats: int, budget: float = 20.0, peaks: bool = True
 ) -> dict[str, Times]:
-    """Time each `repeats` times, in turn; fewer where a way's times would add up to more than `budget` seconds.
+    """Time each way `repeats` times, in turns; fewer if its times would add up to more than `budget` seconds.
 
-    A way that runs out of memory, or that fails in another's code, is out, with the reason in `failed`.
+    A way that runs out of memory, or that fails in another's code, is left out, with the reason in `failed`.
     """
-    clock: Clock = CudaClock(device) if device.type == "cuda" else Clock()
+    timer: CpuTimer = CudaTimer(device) if device.type == "cuda" else CpuTimer()
     found = {s.name: Times() for s in subjects}
     left = {}
     for subject in subjects:
@@ -62,19 +62,19 @@ def measure(
         try:
             for _ in range(SETTLE):
                 start = time.perf_counter()
-                clock.once(subject, Times())
+                timer.once(subject, Times())
                 took = time.perf_counter() - start
                 if took > budget / 2:
                     break
             if peaks:
-                clock.peaks(subject, times)
+                timer.peaks(subject, times)
             left[subject.name] = max(1, min(repeats, int(budget / max(took, 1e-9))))
         except (RuntimeError, ValueError, TypeError) as error:  # torch's own out-of-memory is a RuntimeError
             times.failed = _reason(error)
     for turn in range(repeats):
         for subject in subjects:
             if turn < left.get(subject.name, 0):
-                clock.once(subject, found[subject.name])
+                timer.once(subject, found[subject.name])
     return found
 
 
@@ -84,11 +84,11 @@ def _reason(error: BaseException) -> str:
     return f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-class Clock:
-    """The process's clock."""
+class CpuTimer:
+    """Time by the process's clock."""
 
     def once(self, subject: Subject, times: Times) -> None:
-        """One forward pass without gradient, then one with and its backward pass."""
+        """Time one forward pass without gradient, then one with it and its backward pass."""
         start = time.perf_counter()
         with torch.no_grad():
             subject.forward()
@@ -103,14 +103,24 @@ class Clock:
         times.backward.append(time.perf_counter() - middle)
 
     def peaks(self, subject: Subject, times: Times) -> None:
-        """What memory the passes take above what was held: of torch's own allocations, as its profiler saw them."""
-        times.forward_peak = allocated(lambda: _forward(subject))
+        """Measure the memory that the passes take above what was allocated before."""
+
+        def forward() -> None:
+            with torch.no_grad():
+                subject.forward()
+
+        times.forward_peak = self._peak(forward)
         if subject.trains:
-            times.backward_peak = allocated(lambda: _both(subject))
+            times.backward_peak = self._peak(
+                lambda: torch.autograd.grad(subject.forward(), subject.wanted, subject.grad)
+            )
+
+    def _peak(self, run: Callable[[], object]) -> int:
+        return allocated(run)
 
 
-class CudaClock(Clock):
-    """The device's clock."""
+class CudaTimer(CpuTimer):
+    """Time by the device's clock, and measure memory as torch's allocator counts it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -121,7 +131,7 @@ class CudaClock(Clock):
         end = self._mark()
         torch.cuda.synchronize(device)
         self.cycles_per_second = cycles / (start.elapsed_time(end) / 1e3)
-        self.queueing: dict[str, float] = {}  # seconds that this process took to queue a way's passes, the last time
+        self.queueing: dict[str, float] = {}  # seconds that it last took to queue a way's passes
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -129,13 +139,13 @@ class CudaClock(Clock):
         return event
 
     def _ready(self, subject: Subject) -> None:
-        """Flush the cache, and keep the device busy until what follows is queued: twice what it took the last time."""
+        """Flush the cache, and keep the device busy for twice the time that it last took to queue what follows."""
         self.cache.zero_()
         wait = min(2 * self.queueing.get(subject.name, 2e-3), 0.05)
         torch.cuda._sleep(int(self.cycles_per_second * wait))
 
     def once(self, subject: Subject, times: Times) -> None:
-        """As `Clock.once`, by events."""
+        """Time by events what `CpuTimer.once` times."""
         self._ready(subject)
         with torch.no_grad():
             marks = [self._mark()]
@@ -157,13 +167,7 @@ class CudaClock(Clock):
         times.training.append(marks[0].elapsed_time(marks[1]) / 1e3)
         times.backward.append(marks[1].elapsed_time(marks[2]) / 1e3)
 
-    def peaks(self, subject: Subject, times: Times) -> None:
-        """As torch's allocator counts."""
-        times.forward_peak = self._peak(lambda: _forward(subject))
-        if subject.trains:
-            times.backward_peak = self._peak(lambda: _both(subject))
-
-    def _peak(self, run: Callable[[], None]) -> int:
+    def _peak(self, run: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -172,17 +176,8 @@ class CudaClock(Clock):
         return torch.cuda.max_memory_allocated(self.device) - before
 
 
-def _forward(subject: Subject) -> None:
-    with torch.no_grad():
-        subject.forward()
-
-
-def _both(subject: Subject) -> None:
-    torch.autograd.grad(subject.forward(), subject.wanted, subject.grad)
-
-
-def allocated(run: Callable[[], None]) -> int:
-    """The most that torch's CPU allocator held at once while `run` ran, above the beginning."""
+def allocated(run: Callable[[], object]) -> int:
+    """Return the peak of what torch's CPU allocator held while `run` ran, above what it held before (its profiler)."""
     profile = torch.autograd.profiler.profile(profile_memory=True)
     with _hushed():
         profile.__enter__()
@@ -202,7 +197,7 @@ def allocated(run: Callable[[], None]) -> int:
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """Without the lines that torch 2.13's profiler writes to file 2 when it starts and stops."""
+    """Suppress the lines that torch 2.13's profiler writes to file descriptor 2 when it starts and stops."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -25,8 +25,8 @@ def launched(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, 
     """The calls of a forward and a backward pass, by name."""
     mask = meta(*k.shape[:3], dtype=torch.float32)
     with recorded() as calls:
-        out, lse = attention.forward(q, k, v, mask, bias)
-        attention.backward(torch.empty_like(out), q, k, v, mask, bias, out, lse, bias is not None)
+        out, lse = attention.attention(q, k, v, mask, bias)
+        attention.attention_backward(torch.empty_like(out), q, k, v, mask, bias, out, lse, bias is not None)
     return {call.kernel.name: call for call in calls}
 
 

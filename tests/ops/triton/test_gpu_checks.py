@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from warpfold.tune.bench_ops import bench
-from warpfold.tune.cases import Case
+from warpfold.tune.cases import OpCase
 from warpfold.tune.checks import DTYPES, check
 from warpfold.tune.roofline import ceilings
 from warpfold.tune.sizes import ODD
-from warpfold.tune.timing import CudaClock, Subject, Times, measure
+from warpfold.tune.timing import CudaTimer, Subject, Times, measure
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", ODD, ids=lambda case: f"{case.op} {case.where}")
-def test_odd_sizes(case: Case, dtype: str) -> None:
+def test_odd_sizes(case: OpCase, dtype: str) -> None:
     verdict = check(case, dtype, CUDA)
     assert not verdict.red, verdict.says()
 
@@ -31,7 +31,7 @@ def test_the_clock_is_the_device_s() -> None:
     assert 0.3 < rate / ceilings(CUDA, torch.bfloat16).flops < 1.5
     assert times.forward_peak == 2 * n * n
     small = Times()
-    clock = CudaClock(CUDA)
+    clock = CudaTimer(CUDA)
     x = torch.ones(8, device=CUDA, requires_grad=True)
     for _ in range(5):
         clock.once(Subject("small", lambda: x * 2, [x], torch.ones_like(x)), small)

@@ -8,14 +8,14 @@ import torch
 from warpfold.ops.gate import gate
 from warpfold.ops.triton import launch as launches
 from warpfold.ops.triton.launch import choice_of, recorded
-from warpfold.tune.cases import Case, inputs
+from warpfold.tune.cases import OpCase, inputs
 from warpfold.tune.kernel_bench import GpuBench, Place, noted, tasks
 from warpfold.tune.kernels import choose, head, timed, write
 
 pytestmark = pytest.mark.gpu
-GATE = Place("gate", Case(op="gate", where="toy", rows=64, length=64, channels=64), "bf16")
+GATE = Place("gate", OpCase(op="gate", where="toy", rows=64, length=64, channels=64), "bf16")
 ATTENTION = Place(
-    "attention", Case(op="attention", where="toy", rows=40, length=130, heads=4, width=32, bias=True), "bf16"
+    "attention", OpCase(op="attention", where="toy", rows=40, length=130, heads=4, width=32, bias=True), "bf16"
 )
 
 

@@ -15,8 +15,8 @@ from warpfold.data.formats.sequences import read_bytes
 from warpfold.data.similar.pairwise import MIN_IDENTITY
 from warpfold.errors import UserError
 
-# No whole number here has more than 18 digits: it fits into int64, and what has more is not taken for one.
-# "Q 1abcA  7 MKT-A 10 (73)": of query or template (T), its name, the first place, letters, the last place, how many.
+# Whole numbers have at most 18 digits here, so that they fit into int64; longer ones are not taken for numbers.
+# "Q 1abcA  7 MKT-A 10 (73)": query or template (T), its name, the first place, letters, the last place, its length.
 _HHR_ROW = re.compile(r"^([QT]) (\S+) +(\d{1,18}) ([A-Za-z.~-]+) +(\d+) \((\d+)\)")
 _ALIGNED = re.compile(r"Aligned_cols=(\d{1,18})")
 _SUM_PROBS = re.compile(r"Sum_probs=(\d{1,18}(?:\.\d*)?)")
@@ -25,7 +25,7 @@ _RANGE = re.compile(r"(.*?)(?:/(\d{1,18})-(\d{1,18}))?")
 
 @dataclass(frozen=True)
 class Hit:
-    """One hit: C columns in which a residue of the query stands on one of the hit."""
+    """One hit: C columns in which a residue of the query is aligned to one of the hit."""
 
     name: str  # as the file has it: "1ABC_A"
     description: str
@@ -38,17 +38,17 @@ class Hit:
 
     @property
     def pdb_id(self) -> str:
-        """The entry, lower case."""
+        """Return the entry, lower case."""
         return (self.name.rpartition("_")[0] or self.name).lower()
 
     @property
     def chain(self) -> str:
-        """The author's name of the chain; "" where the hit's name has none."""
+        """Return the author's name of the chain; "" if the hit's name has none."""
         return self.name.rpartition("_")[2] if "_" in self.name else ""
 
 
 def read_hits(path: str | Path, query: str) -> list[Hit]:
-    """The hits in a file of HHsearch, HHblits (.hhr) or hmmsearch (Stockholm, A3M), told by content, gz or not.
+    """Read the hits in a file of HHsearch, HHblits (.hhr) or hmmsearch (Stockholm, A3M), told by content, gz or not.
 
     query: the sequence that was searched for, one letter per residue; hmmsearch's files do not hold it.
     Errors: UserError for a file that is none of these, is cut short, or is of another query.
@@ -62,7 +62,7 @@ def read_hits(path: str | Path, query: str) -> list[Hit]:
 
 
 def parse_hits(text: str, query: str, source: str = "<hits>") -> list[Hit]:
-    """`read_hits` for text in memory; `source` is its name in errors."""
+    """Do as `read_hits` for text in memory; `source` is its name in errors."""
     text = text.lstrip("\ufeff \t\r\n").replace("\r\n", "\n")
     if text.startswith(("# STOCKHOLM", ">")):
         return parse_hmmsearch(text, query, source)
@@ -73,12 +73,12 @@ def parse_hits(text: str, query: str, source: str = "<hits>") -> list[Hit]:
     if re.match(r"\S+\t\S+\t[\d.]+\t\d+\t", text):
         kind = "a table of MMseqs2 or BLAST hits, which has no alignments"
     else:
-        kind = "no list of template hits that WarpFold knows"
+        kind = "not a list of template hits that WarpFold knows"
     raise UserError(f"{source}: is {kind}; give the output of HHsearch (.hhr) or hmmsearch (.sto, .a3m)")
 
 
 def _check_query(hits: list[Hit], query: str, source: str) -> None:
-    """UserError unless the hits' letters of the query are `query`'s, in nine of ten places (X left out)."""
+    """Raise UserError unless the hits' letters of the query are `query`'s, in nine of ten places (X left out)."""
     for hit in hits:
         last = int(hit.query_index[-1]) if len(hit.query_index) else 0
         if last < len(query):
@@ -93,7 +93,7 @@ def _check_query(hits: list[Hit], query: str, source: str) -> None:
 
 
 def parse_hhr(text: str, source: str = "<hhr>") -> list[Hit]:
-    """The hits of a file in HH-suite's .hhr format, in its order; none is an empty list.
+    """Return the hits of a file in HH-suite's .hhr format, in its order.
 
     Format: HH-suite user guide, "HHsearch/HHblits output".
     Errors: UserError for a file that is cut short: an alignment with fewer columns than announced, or fewer
@@ -113,7 +113,7 @@ def parse_hhr(text: str, source: str = "<hhr>") -> list[Hit]:
 
 
 def _hhr_hit(block: str, where: str) -> Hit:
-    """One "No ..." block of an .hhr file."""
+    """Parse one "No ..." block of an .hhr file."""
     title = re.search(r"^>(\S+)[ \t]*(.*)$", block, re.MULTILINE)
     aligned, sum_probs = _ALIGNED.search(block), _SUM_PROBS.search(block)
     if title is None or aligned is None:
@@ -146,11 +146,11 @@ def _hhr_hit(block: str, where: str) -> Hit:
 
 
 def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[Hit]:
-    """The hits of hmmsearch's alignment (-A), Stockholm or A3M, in its order, as AlphaFold-Multimer uses them.
+    """Return the hits of hmmsearch's alignment (-A), Stockholm or A3M, in its order, as AlphaFold-Multimer uses them.
 
-    The match columns (Stockholm: those of #=GC RF; A3M: upper-case letters and dashes) are the query's residues, which
-    is so for a profile of the query's own alignment (hmmbuild --hand); or a row of the file is the query and says so.
-    A row's name may give its range, "1abc_A/12-65"; of pdb_seqres only proteins count.
+    The match columns (Stockholm: those of #=GC RF; A3M: upper-case letters and dashes) must be the query's residues, as
+    they are for a profile of the query's own alignment (hmmbuild --hand); or a row of the file is the query and shows
+    which columns are.  A row's name may give its range, "1abc_A/12-65"; of pdb_seqres only proteins count.
     Errors: UserError for a file that is cut short, or whose match columns are not the query's residues.
     """
     rows = list(_stockholm(text, source) if text.startswith("# STOCKHOLM") else _a3m(text))
@@ -174,12 +174,8 @@ def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[
             "searched with a profile in which each of its residues is a match column (hmmbuild --hand)"
         )
     hits = [_row_hit(name, note, letters, match, places, query, source) for name, note, letters, match in rows]
-    return [hit for hit in hits if len(hit.query_index) and _is_protein(hit.description)]
-
-
-def _is_protein(description: str) -> bool:
-    """False for what pdb_seqres marks as a nucleic acid ("mol:na")."""
-    return "mol:" not in description or "mol:protein" in description
+    protein = (hit for hit in hits if "mol:" not in hit.description or "mol:protein" in hit.description)  # not mol:na
+    return [hit for hit in protein if len(hit.query_index)]
 
 
 # name, description, the row (gaps as dashes, insertions among the letters), bool [W] its match columns
@@ -187,7 +183,7 @@ _Row = tuple[str, str, str, np.ndarray]
 
 
 def _row_hit(name: str, note: str, row: str, match: np.ndarray, places: np.ndarray, query: str, source: str) -> Hit:
-    """A row as a hit; `places` [match columns] are residues of the query, -1 where it has none."""
+    """Return a row as a hit; `places` [match columns] are residues of the query, -1 where it has none."""
     parts = _RANGE.fullmatch(name)
     assert parts is not None  # anything matches
     letters, aligned = (np.array([is_kind(x) for x in row], bool) for is_kind in (str.isalpha, str.isupper))
@@ -217,7 +213,7 @@ def _a3m(text: str) -> Iterator[_Row]:
 
 
 def _stockholm(text: str, source: str) -> Iterator[_Row]:
-    """The rows of a Stockholm file, in pieces or not; names may repeat, as they do where a sequence is listed twice."""
+    """Yield the rows of a Stockholm file, interleaved or not; names may repeat if a sequence is listed twice."""
     body, end, _ = text.partition("\n//")
     if not end:
         raise UserError(f"{source}: does not end with '//', so it is cut short; make it again")

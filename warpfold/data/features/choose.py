@@ -1,7 +1,7 @@
-"""What of an example is used: residues, alignment rows, templates, chosen from sizes alone (Supp. 1.2.6, 1.2.8).
+"""Choose what is used of an example: residues, alignment rows, templates, from sizes alone (Supp. 1.2.6, 1.2.8).
 
-Nothing need be read before it is chosen.  Everything drawn is keyed: a pure function of (seed, key of the draw,
-purpose), so that one purpose never shifts another and no process, thread or order matters.
+Nothing needs to be read before it is chosen.  Every draw is keyed: a pure function of (seed, key of the draw, purpose),
+so that one purpose never shifts another, and no process, thread or order matters.
 """
 
 import hashlib
@@ -10,11 +10,11 @@ from typing import Literal
 
 import numpy as np
 
-from warpfold.data.example.template import choose_templates
+from warpfold.data.example.raw_example import MOST_STORED
 
 RUN = 64  # rows left out or kept together by `thin_runs`
-# What one core of 2024 takes, in milliseconds (fitted to benchmarks/features.py): for an example, for each cell of the
-# alignment that is read, and in each pass for each cell of the clusters and of the extra MSA, for each cell of the
+# Milliseconds that one core of 2024 takes (fitted to benchmarks/features.py): for an example; for each cell of the
+# alignment that is read; and in each pass for each cell of the clusters and of the extra MSA, for each cell of the
 # alignment that is compared with one centre, and for each of its cells that is counted.
 COST_EXAMPLE, COST_READ = 2.1, 3e-6
 COST_CENTRE, COST_EXTRA, COST_COMPARE, COST_COUNT = 7e-5, 4.5e-6, 2.6e-8, 2.3e-6
@@ -29,8 +29,8 @@ class SampleConfig:
     max_msa: int = 512  # cluster centres, the query included (N_clust)
     max_extra: int = 5120  # rows of the extra MSA (N_extra_seq)
     max_templates: int = 4  # 0 for a model without template parts: then none are read (Supp. 1.2.3)
-    # What a row's nearest cluster centre is measured over: the whole "chain", as in the paper, where clusters are made
-    # before the crop (Supp. 1.2.7, 1.2.8), or the "crop" alone, which is faster for chains longer than it.
+    # Where a row's nearest cluster centre is looked for: over the whole "chain", as in the paper, where clusters are
+    # made before the crop (Supp. 1.2.7, 1.2.8), or in the "crop" alone, which is faster for chains longer than it.
     clustering: Literal["chain", "crop"] = "chain"
     # 0: every row counts, as in the paper.  Otherwise the most that a training pass may cost (`predicted_cost`): of an
     # alignment that costs more, fewer rows are used, each with the same probability, but never fewer than `max_msa` +
@@ -47,7 +47,7 @@ class SampleConfig:
     blocks: int = 5
     randomize_num_blocks: bool = False
     unclamped_fraction: float = 0.1  # of the examples, whose backbone FAPE is not clamped (Supp. 1.11.5)
-    # What stands for an extra MSA that has no row left.  AlphaFold2: one masked row, whose outer product is its bias
+    # What replaces an extra MSA that has no row left.  AlphaFold2: one masked row, whose outer product is its bias
     # divided by 0.001; on shallow alignments the gradient of that bias drowns all others (docs/decisions/0007).
     empty_extra: Literal["masked", "query"] = "masked"
     pad: bool = False  # pad residues to `crop` and rows to `max_msa` and `max_extra` (fixed shapes)
@@ -70,20 +70,19 @@ class SampleConfig:
 
 @dataclass(frozen=True)
 class Selection:
-    """What of an example is used: residues [start, stop), the alignment's `rows` (int64, ascending, row 0 first) and
-    its `templates` (int64, ascending); and whether the backbone FAPE of this example is clamped."""
+    """What is used of an example, and whether its backbone FAPE is clamped."""
 
-    start: int
+    start: int  # residues [start, stop)
     stop: int
-    rows: np.ndarray
-    templates: np.ndarray
+    rows: np.ndarray  # of the alignment: int64, ascending, row 0 first
+    templates: np.ndarray  # int64, ascending
     clamped: bool
 
 
 def keyed_rng(seed: int, *parts: str | int) -> np.random.Generator:
-    """A generator of its own for each (seed, parts): a counter-based Philox, its key a hash of them.
+    """Return the generator of (seed, parts): a counter-based Philox whose key is a hash of them.
 
-    Same key, same numbers, in every process; different keys are independent.
+    The same key gives the same numbers in every process; different keys are independent.
     """
     text = repr((int(seed), *(part if isinstance(part, str) else int(part) for part in parts)))
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -99,7 +98,7 @@ def select(
     train: bool,
     templates: int = 0,
 ) -> Selection:
-    """Residues, rows and templates of an example, from its sizes alone (so that nothing else need be read).
+    """Choose residues, rows and templates of an example from its sizes alone, so that nothing else need be read.
 
     length: residues; depth: alignment rows, the query included; templates: how many there are.  Training crops,
     deletes blocks of rows (Algorithm 1) and keeps within `max_cost`; a prediction uses every row.
@@ -119,9 +118,24 @@ def select(
     return Selection(start, start + size, rows, chosen, clamped)
 
 
+def choose_templates(count: int, most: int, rng: np.random.Generator | None) -> np.ndarray:
+    """Choose among `count` templates, best first: int64 [K], ascending, K <= `most`.
+
+    Training (with `rng`): k = min(uniform[0, n], most) random ones of the n that there are, at most 20 (Supp. 1.2.3),
+    so that the model learns to do without.  Inference (`rng` None): the best.
+    """
+    if rng is None:
+        return np.arange(min(count, most))
+    count = min(count, MOST_STORED)
+    size = min(int(rng.integers(0, count + 1)), most)
+    return np.sort(rng.choice(count, size, replace=False)).astype(np.int64)
+
+
 def crop_start(length: int, size: int, clamped: bool, rng: np.random.Generator) -> int:
-    """Where a crop of `size` residues starts (0-based): uniform when FAPE is clamped; otherwise biased towards the
-    N terminus, x ~ uniform[0, n], start ~ uniform[0, n - x] with n = length - size (Supp. 1.2.8)."""
+    """Draw where a crop of `size` residues starts, from 0: uniform if FAPE is clamped, else towards the N terminus.
+
+    The latter is x ~ uniform[0, n], start ~ uniform[0, n - x] with n = length - size (Supp. 1.2.8).
+    """
     spare = length - size
     if not clamped:
         spare -= int(rng.integers(0, spare + 1))
@@ -129,10 +143,10 @@ def crop_start(length: int, size: int, clamped: bool, rng: np.random.Generator) 
 
 
 def delete_blocks(depth: int, config: SampleConfig, rng: np.random.Generator) -> np.ndarray:
-    """The rows that MSA block deletion keeps (Supp. Algorithm 1), int64, ascending; the query always stays.
+    """Return the rows that MSA block deletion keeps (Supp. Algorithm 1), int64, ascending; the query always stays.
 
-    Blocks are contiguous, and may overlap: rows stand in the order of the search, so near ones are related and a
-    block takes a whole branch of the family.
+    Blocks are contiguous and may overlap: rows stand in the order of the search, so near ones are related, and a block
+    takes a whole branch of the family.
     """
     size = int(depth * config.block_fraction)
     count = int(rng.integers(0, config.blocks + 1)) if config.randomize_num_blocks else config.blocks
@@ -144,15 +158,15 @@ def delete_blocks(depth: int, config: SampleConfig, rng: np.random.Generator) ->
 
 
 def with_query(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """`count` of `rows`, ascending: the first, and a uniform sample of the others without replacement."""
+    """Draw `count` of `rows`, ascending: the first, and a uniform sample of the others without replacement."""
     return np.concatenate([rows[:1], np.sort(rng.choice(rows[1:], count - 1, replace=False))])
 
 
 def thin_runs(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """At most `count` of `rows`, ascending: the first, and runs of about `RUN` neighbours among the others.
+    """Draw at most `count` of `rows`, ascending: the first, and runs of about `RUN` neighbours among the others.
 
-    The others form a ring, which is turned at random and cut into runs of equal length (but for one row), of which a
-    uniform sample stays: every row stays with the same probability, and neighbours mostly together.
+    The others form a ring, which is turned at random and cut into runs of equal length (but for one row); a uniform
+    sample of the runs stays.  So every row stays with the same probability, and neighbours mostly stay together.
     """
     ring = np.roll(rows[1:], int(rng.integers(len(rows) - 1)))
     runs = np.array_split(ring, -(-len(ring) // min(RUN, max(count - 1, 1))))
@@ -161,9 +175,9 @@ def thin_runs(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndar
 
 
 def row_budget(length: int, config: SampleConfig) -> int | None:
-    """Return how many rows of a chain of so many residues cost `max_cost`, but at least `max_msa` + `max_extra`.
+    """Return how many rows of a chain of `length` residues cost `max_cost`, None for any number.
 
-    None: any number.
+    Never fewer than `max_msa` + `max_extra`.
     """
     if not config.max_cost:
         return None
@@ -173,7 +187,7 @@ def row_budget(length: int, config: SampleConfig) -> int | None:
 
 
 def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 1, train: bool = True) -> float:
-    """The work of making one example, from its sizes: about the milliseconds that it takes one core of 2024.
+    """Return the work of making one example, from its sizes: about the milliseconds that it takes one core of 2024.
 
     The same on every machine: a formula, fitted to measurements (docs/features.md), not a clock.
     """
@@ -196,7 +210,7 @@ def _cost(length: int, read: float, rows: float, passes: int, config: SampleConf
 
 
 def expected_rows(depth: int, config: SampleConfig) -> float:
-    """How many of `depth` rows `delete_blocks` keeps, on average.
+    """Return how many of `depth` rows `delete_blocks` keeps, on average.
 
     A block takes row r (from 0) if it starts at one of min(r + 1, size) places out of `depth`.
     """

@@ -2,7 +2,7 @@
 
 The order is the paper's: cluster centres are drawn and masked, and every other row joins the nearest, over the whole
 chain; the rest is computed for the crop alone, which gives the same numbers.  Everything is counted in whole numbers
-until the last step, and written once, where the model reads it: one array per feature, with all passes in it.
+until the last step, and written once, into arrays that hold all passes of a feature, as the model reads them.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from warpfold.batch import Arrays
-from warpfold.data.example.raw import RawExample
+from warpfold.data.example.raw_example import RawExample
 from warpfold.data.features.choose import SampleConfig, keyed_rng, with_query
 from warpfold.geometry.residue import GAP, MASK
 
@@ -29,7 +29,7 @@ PROFILE = slice(25, 48)  # channels of msa_feat
 
 @dataclass(frozen=True)
 class WholeChain:
-    """The chosen alignment rows over a whole chain of L residues, of which a crop takes N."""
+    """The chosen alignment rows over a whole chain of L residues, of which N are in the crop."""
 
     msa: np.ndarray  # uint8 [R, L], codes 0-21
     profile: np.ndarray  # float32 [L, 22], frequencies in the whole alignment
@@ -37,12 +37,12 @@ class WholeChain:
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What is drawn for one pass: S cluster centres, what is masked in them, and E rows of the extra MSA."""
+class MsaSample:
+    """What is drawn for one pass: S cluster centres, their masking, and E rows of the extra MSA."""
 
     centres: np.ndarray  # int64 [S], ascending; the query, row 0, is the first
     masked: np.ndarray  # uint8 [S, L], codes 0-22: the centres as the model sees them
-    bert_mask: np.ndarray  # bool [S, L]: what it must restore
+    bert_mask: np.ndarray  # bool [S, L]: the positions that it must restore
     extra: np.ndarray  # int64 [E], ascending
 
 
@@ -56,11 +56,12 @@ class Deletions:
 
     @classmethod
     def of(cls, deletions: np.ndarray) -> "Deletions":
-        row, column = np.divmod(np.flatnonzero(deletions != 0), deletions.shape[1])  # of bools: ten times as fast
+        """Find them in uint16 [R, N]."""
+        row, column = np.divmod(np.flatnonzero(deletions != 0), deletions.shape[1])  # bools are ten times as fast
         return cls(row, column, deletions[row, column])
 
     def among(self, rows: np.ndarray, depth: int) -> "Deletions":
-        """Those in `rows` (of `depth`), which are numbered anew."""
+        """Return those in `rows` (of `depth`), with the rows renumbered from 0."""
         place = np.full(depth, -1)
         place[rows] = np.arange(len(rows))
         row = place[self.row]
@@ -77,39 +78,46 @@ def msa_features(
     sizes: dict[str, int] | None = None,
     chain: WholeChain | None = None,
 ) -> Arrays:
-    """The MSA features of an example, with a draw of its own for each of `passes`.
+    """Return the MSA features of an example, with a sample of its own for each of `passes`.
 
-    raw: the chosen rows and residues.  sizes: at least so many `res`, `seq` and `extra` (the rest is zeros, masked).
+    raw: the chosen rows and residues.  sizes: pad `res`, `seq` and `extra` to at least these (zeros, masked).
     chain: what the crop is cut from, if clusters are made before it; otherwise they are made from `raw` alone.
     Whole numbers and masks are narrower than in the feature table (`batch.to_tensors` widens them on the device):
     masks and codes uint8, the others float32.
     """
     chain = chain or WholeChain(raw.msa, raw.profile, 0)
     depth, length = raw.msa.shape
-    draws = [_draw(chain, config, seed, (*key, index)) for index in range(passes)]
-    seq, extra = len(draws[0].centres), max(len(draws[0].extra), 1)
+    samples = [_draw(chain, config, seed, (*key, index)) for index in range(passes)]
+    seq, extra = len(samples[0].centres), max(len(samples[0].extra), 1)
     if seq < depth:
-        clusters = nearest_cluster(chain.msa, np.stack([draw.masked for draw in draws]))
+        clusters = nearest_cluster(chain.msa, np.stack([sample.masked for sample in samples]))
     else:
         clusters = np.zeros((passes, depth), np.int64)  # every row is a centre
-    # A row of gaps agrees with no centre, and would join the query's cluster by default.  Of a whole chain no packed
-    # alignment has one; of a crop alone there may be many.
+    # A row of gaps agrees with no centre, and would join the query's cluster by default.  Over a whole chain no packed
+    # alignment has such a row; in a crop there may be many.
     silent = (chain.msa == GAP).all(1)
     sizes = sizes or {}
-    shape = [max(size, sizes.get(axis, 0)) for axis, size in (("seq", seq), ("extra", extra), ("res", length))]
-    features = _zeros(passes, *shape)
+    clustered, unclustered, columns = (
+        max(size, sizes.get(axis, 0)) for axis, size in (("seq", seq), ("extra", extra), ("res", length))
+    )
+    features: Arrays = {"msa_feat": np.zeros((passes, clustered, columns, 49), np.float32)}
+    for name in ("msa_mask", "bert_mask", "true_msa"):
+        features[name] = np.zeros((passes, clustered, columns), np.uint8)
+    for name in ("extra_msa", "extra_msa_mask", "extra_has_deletion"):
+        features[name] = np.zeros((passes, unclustered, columns), np.uint8)
+    features["extra_deletion_value"] = np.zeros((passes, unclustered, columns), np.float32)
     deletions = Deletions.of(raw.deletions)
     crop = slice(chain.start, chain.start + length)
-    for index, (draw, cluster) in enumerate(zip(draws, clusters)):
+    for index, (sample, cluster) in enumerate(zip(samples, clusters)):
         cluster[silent] = seq  # none
-        cluster[draw.centres] = np.arange(seq)
-        cut = replace(draw, masked=draw.masked[:, crop], bert_mask=draw.bert_mask[:, crop])
+        cluster[sample.centres] = np.arange(seq)
+        cut = replace(sample, masked=sample.masked[:, crop], bert_mask=sample.bert_mask[:, crop])
         _fill({name: array[index] for name, array in features.items()}, raw.msa, deletions, cut, cluster)
     return features
 
 
-def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...]) -> Draw:
-    """Draw what one pass needs: centres, masking, extra rows."""
+def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...]) -> MsaSample:
+    """Draw the sample of one pass: centres, masking, extra rows."""
     depth = len(chain.msa)
     centres = np.arange(depth)
     if depth > config.max_msa:
@@ -122,46 +130,35 @@ def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | i
         extra = np.sort(keyed_rng(seed, *key, "extra").choice(extra, config.max_extra, replace=False))
     elif not len(extra) and config.empty_extra == "query":
         extra = np.zeros(1, np.int64)
-    return Draw(centres, masked, bert_mask, extra)
+    return MsaSample(centres, masked, bert_mask, extra)
 
 
-def _zeros(passes: int, seq: int, extra: int, length: int) -> Arrays:
-    clustered = dict.fromkeys(("msa_mask", "bert_mask", "true_msa"), np.uint8)
-    unclustered = dict.fromkeys(("extra_msa", "extra_msa_mask", "extra_has_deletion"), np.uint8)
-    return {
-        "msa_feat": np.zeros((passes, seq, length, 49), np.float32),
-        **{name: np.zeros((passes, seq, length), dtype) for name, dtype in clustered.items()},
-        **{name: np.zeros((passes, extra, length), dtype) for name, dtype in unclustered.items()},
-        "extra_deletion_value": np.zeros((passes, extra, length), np.float32),
-    }
-
-
-def _fill(features: Arrays, msa: np.ndarray, deletions: Deletions, draw: Draw, cluster: np.ndarray) -> None:
+def _fill(features: Arrays, msa: np.ndarray, deletions: Deletions, sample: MsaSample, cluster: np.ndarray) -> None:
     """Write the features of one pass.
 
-    msa: uint8 [R, N], the rows in the crop; draw: cut to the crop; cluster: int64 [R], S for none.
+    msa: uint8 [R, N], the rows in the crop; sample: cut to the crop; cluster: int64 [R], S for none.
     """
     depth, length = msa.shape
-    count = len(draw.centres)
-    features["true_msa"][:count, :length] = msa[draw.centres]
-    features["bert_mask"][:count, :length] = draw.bert_mask
+    count = len(sample.centres)
+    features["true_msa"][:count, :length] = msa[sample.centres]
+    features["bert_mask"][:count, :length] = sample.bert_mask
     features["msa_mask"][:count, :length] = 1
     rows = msa.copy()
-    rows[draw.centres] = draw.masked
+    rows[sample.centres] = sample.masked
     members = (np.bincount(cluster, minlength=count)[:count] + 1e-6).astype(np.float32)  # as official
     feat = features["msa_feat"][:count, :length]
-    write_codes(feat, draw.masked, rows, cluster, members)
-    own = deletions.among(draw.centres, depth)
+    write_codes(feat, sample.masked, rows, cluster, members)
+    own = deletions.among(sample.centres, depth)
     feat[own.row, own.column, 23] = 1
     feat[own.row, own.column, 24] = deletion_value(own.count)
     mean = deletion_means(deletions, cluster, members, length)
     row, column = np.nonzero(mean)
     feat[row, column, 48] = deletion_value(mean[row, column])
 
-    count = len(draw.extra)
-    features["extra_msa"][:count, :length] = msa[draw.extra]
+    count = len(sample.extra)
+    features["extra_msa"][:count, :length] = msa[sample.extra]
     features["extra_msa_mask"][:count, :length] = 1
-    own = deletions.among(draw.extra, depth)
+    own = deletions.among(sample.extra, depth)
     features["extra_has_deletion"][own.row, own.column] = 1
     features["extra_deletion_value"][own.row, own.column] = deletion_value(own.count)
 
@@ -169,7 +166,7 @@ def _fill(features: Arrays, msa: np.ndarray, deletions: Deletions, draw: Draw, c
 def mask_msa(
     msa: np.ndarray, profile: np.ndarray, config: SampleConfig, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """BERT masking (Supp. 1.2.7, step 2): what the model sees, uint8 [S, N], and which positions it must restore, bool.
+    """Mask as BERT does (Supp. 1.2.7, step 2): return what the model sees, uint8 [S, N], and must restore, bool.
 
     msa: uint8 [S, N]; profile: [N, 22], the frequencies of residue types, X and gap in each column.
     """
@@ -192,43 +189,43 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
     """Return the cluster of each row: the centre that agrees in most positions, the first of equals (int64 [P, R]).
 
     rows: uint8 [R, L], codes 0-21; centres: uint8 [P, S, L], codes 0-22, those of P passes.  Gaps and masked positions
-    agree with nothing (Supp. 1.2.7, step 3).  For each column and code a table says which centres have it there; a row
-    adds up its lines of the table.  That is the product with one-hot rows without the zeros, and exact: a float32 adds
-    up three counts, none of which outgrows its eight bits.  Passes share the codes of the rows, as many at a time as
-    have tables of `TABLES` bytes (of a long chain one: a table has 20 MB for 5,000 residues and 128 centres).
+    agree with nothing (Supp. 1.2.7, step 3).
+
+    For each column and code a table says which centres have it there, and a row adds up its lines of the table: the
+    product with one-hot rows, without the zeros.  It is exact: one float32 holds three counts of eight bits each, and
+    columns are taken in spans short enough that none overflows.  Passes share the codes of the rows; as many are done
+    together as have tables of `TABLES` bytes (one for a long chain: a table has 20 MB for 5,000 residues and 128
+    centres).
     """
     passes, depth, length = centres.shape
-    together = max(TABLES // (4 * length * MSA_CLASSES * ceil(depth / PLACES)), 1)
-    starts = range(0, passes, together)
-    return np.concatenate([_nearest_cluster(rows, centres[start : start + together]) for start in starts])
-
-
-def _nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Do as `nearest_cluster` does, for passes whose tables are held together."""
-    passes, depth, length = centres.shape
+    groups = ceil(depth / PLACES)
+    together = max(TABLES // (4 * length * MSA_CLASSES * groups), 1)
     width = ceil(length / ceil(length / MOST))
     spans = [slice(start, start + width) for start in range(0, length, width)]
-    tables = [[_agreement_table(each[:, span]) for each in centres] for span in spans]
     line = np.arange(width, dtype=np.int32) * MSA_CLASSES
     nearest = np.empty((passes, len(rows)), np.int64)
-    for start in range(0, len(rows), ROWS):
-        block = rows[start : start + ROWS]
-        counts = np.zeros((passes, len(block), PLACES, tables[0][0].shape[1]), np.int32)
-        for span, of_passes in zip(spans, tables):
-            part = block[:, span]
-            lines = torch.from_numpy(part + line[: part.shape[1]])
-            for table, count in zip(of_passes, counts):
-                sums = embedding_bag(lines, table, mode="sum").int().numpy()
-                for place in range(PLACES):
-                    count[:, place] += (sums >> (BITS * place)) & MOST
-        nearest[:, start : start + ROWS] = counts.reshape(passes, len(block), -1)[..., :depth].argmax(-1)
+    for first in range(0, passes, together):
+        some = centres[first : first + together]
+        tables = [[_agreement_table(each[:, span]) for each in some] for span in spans]
+        for start in range(0, len(rows), ROWS):
+            block = rows[start : start + ROWS]
+            counts = np.zeros((len(some), len(block), PLACES, groups), np.int32)
+            for span, of_passes in zip(spans, tables):
+                part = block[:, span]
+                lines = torch.from_numpy(part + line[: part.shape[1]])
+                for table, count in zip(of_passes, counts):
+                    sums = embedding_bag(lines, table, mode="sum").int().numpy()
+                    for place in range(PLACES):
+                        count[:, place] += (sums >> (BITS * place)) & MOST
+            best = counts.reshape(len(some), len(block), -1)[..., :depth].argmax(-1)
+            nearest[first : first + together, start : start + ROWS] = best
     return nearest
 
 
 def _agreement_table(centres: np.ndarray) -> torch.Tensor:
-    """Return which centres have a code in a column, gaps excepted: float32 [N * 23, G], for G = S / 3 groups of three.
+    """Return which centres have which code in which column, gaps excepted: float32 [N * 23, G], G = S / 3 groups.
 
-    Group g has the centres g, G + g and 2 G + g, each worth 256 times the one before.
+    Group g has the centres g, G + g and 2 G + g, each counted 256 times as high as the one before.
     """
     depth, length = centres.shape
     groups = ceil(depth / PLACES)
@@ -243,7 +240,7 @@ def _agreement_table(centres: np.ndarray) -> torch.Tensor:
 def write_codes(
     feat: np.ndarray, masked: np.ndarray, rows: np.ndarray, cluster: np.ndarray, members: np.ndarray
 ) -> None:
-    """The code of each centre, one-hot, and the frequencies of codes in its cluster, into `feat`, float32 [S, N, 49].
+    """Write each centre's codes, one-hot, and the frequencies of codes in its cluster to `feat`, float32 [S, N, 49].
 
     masked: uint8 [S, N], the centres as the model sees them; rows: uint8 [R, N], codes 0-22, the centres (masked) among
     them; cluster: int64 [R], S for none; members: float32 [S], what to divide by.
@@ -261,7 +258,7 @@ def write_codes(
 
 
 def deletion_means(deletions: Deletions, cluster: np.ndarray, members: np.ndarray, length: int) -> np.ndarray:
-    """Mean deletions before each column of each cluster: float64 [S, N]; arguments as in `write_codes`."""
+    """Return the mean deletions before each column of each cluster: float64 [S, N]; arguments as in `write_codes`."""
     count = len(members)
     cell = cluster[deletions.row] * length + deletions.column
     total = np.bincount(cell, deletions.count, minlength=count * length)[: count * length]
@@ -269,5 +266,5 @@ def deletion_means(deletions: Deletions, cluster: np.ndarray, members: np.ndarra
 
 
 def deletion_value(count: np.ndarray) -> np.ndarray:
-    """A number of deleted residues, d >= 0, squeezed into [0, 1): 2/pi arctan(d / 3) (Supp. table 1).  float32."""
+    """Return deleted residues, d >= 0, mapped to [0, 1), float32: 2/pi arctan(d / 3) (Supp. table 1)."""
     return np.arctan(count.astype(np.float32) / 3) * np.float32(2 / np.pi)

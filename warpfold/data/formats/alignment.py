@@ -8,7 +8,7 @@ import numpy as np
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES, UNKNOWN
 
-# What a letter means in a row of an alignment (HHblits' table, `HHBLITS_AA_TO_ID` in the official
+# The meaning of a letter in a row of an alignment is HHblits' (`HHBLITS_AA_TO_ID` in the official
 # common/residue_constants.py): B as D, Z as E, U (selenocysteine) as C, J and O unknown.
 LETTERS = {letter: code for code, letter in enumerate(RESTYPES)} | {"X": UNKNOWN, "J": UNKNOWN, "O": UNKNOWN}
 LETTERS |= {"B": LETTERS["D"], "Z": LETTERS["E"], "U": LETTERS["C"]}
@@ -36,24 +36,22 @@ class Alignment:
 
     @classmethod
     def of_query(cls, sequence: str, name: str = "query") -> "Alignment":
-        """The alignment of a sequence with nothing: one row."""
+        """Return the alignment of a sequence with nothing else: one row."""
         rows = encode(sequence, source=name)[None]
-        alignment = cls(rows, np.zeros(rows.shape, dtype=np.int32), [name])
-        alignment.check_query(sequence, source=name)
-        return alignment
+        return cls(rows, np.zeros(rows.shape, dtype=np.int32), [name]).check_query(sequence, source=name)
 
     @property
     def query(self) -> str:
-        """One letter per residue of row 0."""
+        """Return row 0 as one letter per residue."""
         return decode(self.rows[0])
 
     def select(self, rows: np.ndarray | Sequence[int] | slice) -> "Alignment":
-        """Some of the rows, by index, slice or mask, in that order."""
+        """Return some of the rows, by index, slice or mask, in that order."""
         picked = np.arange(len(self))[rows]
         return Alignment(self.rows[picked], self.deletions[picked], [self.names[i] for i in picked])
 
-    def check_query(self, sequence: str | None = None, source: str = "alignment") -> None:
-        """Raise UserError unless row 0 is a protein, and is `sequence` where one is given.
+    def check_query(self, sequence: str | None = None, source: str = "alignment") -> "Alignment":
+        """Return the alignment itself; raise UserError unless row 0 is a protein, and is `sequence` if one is given.
 
         Letters that mean the same residue are equal.  `source` names the alignment in the error.
         """
@@ -63,7 +61,7 @@ class Alignment:
         if is_nucleic(self.query if sequence is None else sequence):
             raise UserError(f"{source}: looks like nucleic acid (only A, C, G, T, U, N); WarpFold folds proteins")
         if sequence is None:
-            return
+            return self
         wanted, cure = encode(sequence, source="query"), "give the alignment that was made for this query"
         if len(wanted) != len(found):
             raise UserError(f"{source}: its first row has {len(found)} residues, the query has {len(wanted)}; {cure}")
@@ -74,10 +72,11 @@ class Alignment:
                 f"{source}: its first row differs from the query at {differ.size} of {len(wanted)} residues, first "
                 f"at {i + 1} ({decode(found[i : i + 1])}, not {sequence[i]}); {cure}"
             )
+        return self
 
 
 def merge(alignments: Sequence[Alignment]) -> Alignment:
-    """Alignments of one query, one below the other; the query's row stays only once, on top.
+    """Stack alignments of one query, one below the other; the query's row is kept once, on top.
 
     Errors: ValueError without any; UserError if their first rows differ.
     """
@@ -91,36 +90,38 @@ def merge(alignments: Sequence[Alignment]) -> Alignment:
 
 
 def encode(sequence: str, source: str = "sequence") -> np.ndarray:
-    """Sequence -> uint8 [N] codes 0-20 by HHblits' table, lower case as upper; UserError for any other character."""
+    """Return the codes of a sequence by HHblits' table, uint8 [N], 0-20; lower case counts as upper.
+
+    Errors: UserError for a character outside the table.
+    """
     try:
         return np.array([LETTERS[letter] for letter in sequence.upper()], dtype=np.uint8)
     except KeyError as error:
         place = sequence.upper().index(error.args[0]) + 1
         raise UserError(
-            f"{source}: has {error.args[0]!r} at position {place}, which is no amino acid; correct or remove it"
+            f"{source}: has {error.args[0]!r} at position {place}, which is not an amino acid; correct or remove it"
         ) from None
 
 
 def encode_residues(sequence: str, source: str = "sequence") -> np.ndarray:
-    """Return the residue types of a protein's own sequence: uint8 [N], 0-19, and 20 (X) for every letter but those of
-    the twenty.
+    """Return the residue types of a protein's own sequence: uint8 [N], 0-19, and 20 (X) for all but the twenty letters.
 
-    So the official code has it (`make_sequence_features` in data/pipeline.py, `map_unknown_to_x`), though the same
-    letter in the alignment's first row goes by HHblits' table (`encode`).  Errors as in `encode`.
+    This follows the official code (`make_sequence_features` in data/pipeline.py, `map_unknown_to_x`), in which the same
+    letter in the alignment's first row goes by HHblits' table (`encode`).  Errors: as in `encode`.
     """
     known = np.array([letter in RESTYPES for letter in sequence.upper()], dtype=bool)
     return np.where(known, encode(sequence, source), np.uint8(UNKNOWN))
 
 
 def decode(codes: np.ndarray) -> str:
-    """Codes 0-21 [N] -> letters, X unknown, - gap."""
+    """Return codes 0-21 [N] as letters: X for unknown, - for a gap."""
     return CODE_LETTERS[codes].tobytes().decode()
 
 
 def is_nucleic(sequence: str) -> bool:
-    """Whether a sequence must be DNA or RNA: ten letters or more, A, C and G among them, and none but A, C, G, T, U, N.
+    """Return whether a sequence must be DNA or RNA: ten letters or more, all of ACGTUN, with A, C and G among them.
 
-    An Alignment has C for U, which changes nothing here; silk, of G and A, is a protein.
+    An `Alignment` has C for U, which changes nothing here.  Silk, of G and A alone, is a protein.
     """
     letters = set(sequence.upper())
     return len(sequence) >= 10 and set("ACG") <= letters <= set("ACGTUN")

@@ -10,13 +10,12 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
 
 from warpfold.data.formats.sequences import read_bytes
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, open_regular, pread
 
-_FARTHEST = 10**30  # bytes; beyond it a number is damage, and may be beyond what is printed or divided
+_FARTHEST = 10**30  # bytes; a larger number is damage, and may be too large to be printed or divided
 _EXPECTED = 'expected {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}'
 
 
@@ -29,7 +28,7 @@ class Slice:
     size: int
 
     def read(self, begin: int = 0, size: int | None = None, limit: int = LARGEST) -> bytes:
-        """Read the file, or `size` bytes of it from `begin` on, or as many as there are.
+        """Read the file, or up to `size` bytes of it from `begin` on.
 
         Errors: UserError if the shard cannot be read or ends before the file does, or for more than `limit` bytes.
         """
@@ -57,46 +56,40 @@ class AlignmentDB:
     """The chains of an alignment database, and their files.  Holds nothing open; workers need only their `Slice`s.
 
     path: the index.
-    Errors: UserError for one that cannot be read or is none.  Entries and shards are looked at when asked for.
+    Errors: UserError if it cannot be read or is not an index.  Entries and shards are only looked at when needed.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._entries = _read_index(self.path)
+        try:
+            self._entries = json.loads(read_bytes(path))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: damaged, or no JSON ({error}); fetch or make the index again") from None
+        if not isinstance(self._entries, dict):
+            raise UserError(f"{path}: is not an index of an alignment database; {_EXPECTED}")
 
     def chains(self) -> list[str]:
-        """The names of all chains, sorted."""
+        """Return the names of all chains, sorted."""
         return sorted(self._entries)
 
     def files(self, chain: str) -> dict[str, Slice]:
-        """Name -> where it lies, of each file of a chain, in the order of the index.
+        """Return the files of a chain, name -> where it lies, in the order of the index.
 
         Errors: KeyError; UserError if the index has something else there.
         """
         entry = self._entries[chain]
-        wrong = UserError(f"{self.path}: {chain} is no entry of an alignment database; {_EXPECTED}")
+        wrong = UserError(f"{self.path}: {chain} is not an entry of an alignment database; {_EXPECTED}")
         try:
             name, files = (entry["db"], entry["files"]) if isinstance(entry, dict) else (f"{self.path.stem}.db", entry)
             shard = self.path.parent / name
             found = {file: Slice(shard, start, size) for file, start, size in files}
-            name.encode()  # no file has a name of lone surrogates, which JSON may have
+            name.encode()  # JSON may hold lone surrogates, which no file name has
         except (KeyError, TypeError, ValueError):
             raise wrong from None
         if not isinstance(name, str) or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise UserError(f"{self.path}: {chain} lies in {name}, outside the index's folder; shards lie beside it")
         places = [at for part in found.values() for at in (part.start, part.size)]
-        if "\0" in name or not all(type(at) is int and 0 <= at < _FARTHEST for at in places):
-            raise wrong
-        if not all(isinstance(file, str) for file in found):
+        whole = all(type(at) is int and 0 <= at < _FARTHEST for at in places)
+        if "\0" in name or not whole or not all(isinstance(file, str) for file in found):
             raise wrong
         return found
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    try:
-        index = json.loads(read_bytes(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: damaged, or no JSON ({error}); fetch or make the index again") from None
-    if not isinstance(index, dict):
-        raise UserError(f"{path}: is no index of an alignment database; {_EXPECTED}")
-    return index

@@ -1,7 +1,7 @@
-"""Sequences and alignments in and out: FASTA, A3M, A2M, aligned FASTA, Stockholm, one sequence per line.
+"""Read and write sequences and alignments: FASTA, A3M, A2M, aligned FASTA, Stockholm, one sequence per line.
 
-All of them become one `Alignment`: rows of residue codes on the query's residues, and beside each residue the number
-of residues that the row inserts before it (AlphaFold2's `deletion_matrix`).  No loop runs over characters.
+All alignments become an `Alignment`: rows of residue codes on the query's residues, and for each residue the number of
+residues that the row inserts before it (AlphaFold2's `deletion_matrix`).  No loop runs over characters.
 """
 
 import re
@@ -17,15 +17,15 @@ from warpfold.files import LARGEST, read_file
 from warpfold.geometry.residue import GAP
 
 _INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
-# Headers of the HH-suite's rows that are no sequences: >ss_pred, >ss_conf, >aa_dssp ..., >Consensus, >NAME_consensus.
+# Headers of HH-suite rows that are not sequences: >ss_pred, >ss_conf, >aa_dssp ..., >Consensus, >NAME_consensus.
 _ANNOTATION = re.compile(r"((ss|sa|aa)_(pred|conf|dssp)|(\S*_)?consensus)(\s|$)", re.IGNORECASE)
 _BLANKS = b" \t\n\r\v\f"
 _GAPS = b"-._~"  # Stockholm's
-_AT_A_TIME = 1 << 22  # characters of an alignment whose insertions are counted together: bounds memory
+_AT_A_TIME = 1 << 22  # characters of an alignment whose insertions are counted together, which bounds the memory
 
 
 def _table(lower: bool, dash: int, dot: int, gaps: bytes = b"-") -> np.ndarray:
-    """uint8 [256], byte -> code; lower-case letters as insertions, or as their upper case."""
+    """Return the code of each byte, uint8 [256]; lower-case letters are insertions, or (`lower`) as upper case."""
     table = np.full(256, _ILLEGAL, dtype=np.uint8)
     for letter, code in LETTERS.items():
         table[ord(letter)] = code
@@ -41,9 +41,9 @@ _A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
 
 
 def read_bytes(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
-    """Read a file, unpacked if it is gzipped.  UserError if it cannot be read, is empty, cut short or over `limit`.
+    """Read a file, unpacked if it is gzipped.
 
-    pipe: as of `files.read_file`.
+    limit, pipe: as in `files.read_file`.  Errors: UserError if it cannot be read, is empty, cut short or over `limit`.
     """
     data = read_file(Path(path), limit, pipe)
     if not data.strip():
@@ -52,7 +52,7 @@ def read_bytes(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> by
 
 
 def _plain_text(data: bytes | str, source: str) -> bytes:
-    """UTF-8 with plain line ends and no byte-order mark, or UserError."""
+    """Return text with plain line ends and no byte-order mark; raise UserError if it is not UTF-8."""
     if isinstance(data, str):
         data = data.encode()
     try:
@@ -64,7 +64,7 @@ def _plain_text(data: bytes | str, source: str) -> bytes:
 
 
 def read_fasta(path: str | Path) -> list[tuple[str, str]]:
-    """Header line and sequence (upper case, letters as in the file) of every record of a FASTA file, gz or not.
+    """Return header line and sequence (upper case, letters as in the file) of every record of a FASTA file, gz or not.
 
     It may be a pipe that this process was given, such as /dev/stdin.
     Errors: UserError if it is not FASTA, has a record without a sequence, or a character that is no residue.
@@ -73,7 +73,7 @@ def read_fasta(path: str | Path) -> list[tuple[str, str]]:
 
 
 def parse_fasta(data: bytes | str, source: str = "<fasta>") -> list[tuple[str, str]]:
-    """`read_fasta` for text in memory; `source` is its name in errors."""
+    """Do as `read_fasta` for text in memory; `source` is its name in errors."""
     data = _plain_text(data, source)
     if b"\0" in data:
         raise UserError(f"{source}: has NUL bytes, so it is no FASTA text; export it again")
@@ -87,11 +87,11 @@ def parse_fasta(data: bytes | str, source: str = "<fasta>") -> list[tuple[str, s
 
 
 def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
-    """An alignment in A3M, A2M, aligned FASTA, Stockholm or one row per line (told by content), gz or not.
+    """Read an alignment in A3M, A2M, aligned FASTA, Stockholm or one row per line (told by content), gz or not.
 
-    With `query`, the sequence that it must be an alignment of: row 0 is checked against it, a Stockholm file without
-    that row is projected on its match columns, and of several alignments in one file (ColabFold's complexes, MMseqs2
-    databases with NUL between entries) the query's own is taken.  It may be a pipe that this process was given.
+    query: the sequence that it must be an alignment of.  Row 0 is checked against it, a Stockholm file without that
+    row is projected on its match columns, and of several alignments in one file (ColabFold's complexes, MMseqs2
+    databases with NUL between entries) the query's own is taken.  The file may be a pipe that this process was given.
 
     Errors: UserError, naming file and row, for text that is not UTF-8, rows of different length, characters outside
     the alphabet, nucleic acids, a first row with gaps or other than the query.
@@ -100,7 +100,7 @@ def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
 
 
 def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str | None = None) -> Alignment:
-    """`read_alignment` for text in memory; `source` is its name in errors."""
+    """Do as `read_alignment` for text in memory; `source` is its name in errors."""
     data = _plain_text(data, source).lstrip(b"\n")
     if not data.strip(b"\0" + _BLANKS):
         raise UserError(f"{source}: is empty; give an alignment with at least the query's row")
@@ -112,7 +112,7 @@ def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str |
 
 
 def write_fasta(records: Iterable[tuple[str, str]], width: int = 80) -> str:
-    """FASTA text of (header, sequence) pairs, lines of `width` letters (0: one line each, as A3M wants it).
+    """Return FASTA text of (header, sequence) pairs, in lines of `width` letters (0: one line each, as in A3M).
 
     Sequences are written as they are, so rows with gaps and lower-case insertions make an A3M.
     """
@@ -125,7 +125,7 @@ def write_fasta(records: Iterable[tuple[str, str]], width: int = 80) -> str:
 
 
 def write_a3m(alignment: Alignment) -> str:
-    """A3M text that `read_alignment` reads back as it is; what was inserted is not known, so it is written as x."""
+    """Return A3M text that `read_alignment` reads back unchanged; the letters that were inserted are lost, so x."""
     records = []
     for name, row, deletions in zip(alignment.names, alignment.rows, alignment.deletions):
         pieces, last = [], 0
@@ -138,7 +138,7 @@ def write_a3m(alignment: Alignment) -> str:
 
 
 def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None) -> Alignment:
-    """A3M (also A2M and aligned FASTA) text -> Alignment.  See `read_alignment`.
+    """Parse A3M (also A2M and aligned FASTA) text.  See `read_alignment`.
 
     Secondary structure, confidence and consensus rows of the HH-suite are left out; a first line "#lengths
     cardinalities" is ColabFold's.
@@ -156,9 +156,11 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
     if not records:
         raise UserError(f"{source}: holds no sequence; give an alignment with at least the query's row")
     names, sequences = [name for name, _ in records], [sequence for _, sequence in records]
-    if query is not None and _has_lowered_query(sequences, query):
+    first = sequences[0].translate(None, _GAPS)
+    if query is not None and first != first.upper() == query.upper().encode() and len(set(map(len, sequences))) == 1:
+        # An A2M whose row 0 is the query with some of it in lower case: EVcouplings', where few rows have residues.
         alignment = _in_columns(names, sequences, source)
-        return _checked(_project(alignment, alignment.rows[0] != GAP), source, query)
+        return _project(alignment, alignment.rows[0] != GAP).check_query(query, source)
     rows, deletions = _match_columns(names, sequences, source)
     alignment = Alignment(rows, deletions, names)
     if lengths and sum(lengths) != rows.shape[1]:
@@ -172,17 +174,11 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
         if deletions.any():
             raise UserError(f"{source}: its first row, the query, has gaps; put the query's own sequence first")
         alignment = _project(alignment, alignment.rows[0] != GAP)
-    return _checked(alignment, source, query)
-
-
-def _has_lowered_query(sequences: Sequence[bytes], query: str) -> bool:
-    """An A2M whose row 0 is the query with some of it in lower case (EVcouplings', where few rows have residues)."""
-    first = sequences[0].translate(None, _GAPS)
-    return first != first.upper() == query.upper().encode() and len(set(map(len, sequences))) == 1
+    return alignment.check_query(query, source)
 
 
 def _records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
-    """Header lines without >, and sequences without blanks, of FASTA-like text."""
+    """Return header lines without >, and sequences without blanks, of FASTA-like text."""
     data = data.lstrip()
     if not data.startswith(b">"):
         raise UserError(f"{source}: does not start with a '>' header line; give FASTA or an alignment")
@@ -195,30 +191,30 @@ def _records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
 
 
 def _join(sequences: Sequence[bytes]) -> tuple[bytes, np.ndarray]:
-    """All letters in one, and int64 [R + 1] where each sequence begins and the last ends."""
+    """Return all letters in one, and int64 [R + 1] where each sequence begins and the last ends."""
     return b"".join(sequences), np.cumsum([0, *map(len, sequences)])
 
 
 def _match_columns(names: list[str], sequences: list[bytes], source: str) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [R, N] and deletions [R, N] of A3M sequences; a dot pads an insertion (A2M) or else is a gap."""
+    """Return rows [R, N] and deletions [R, N] of A3M sequences; a dot pads an insertion (A2M) or else is a gap."""
+
+    def widths_of(match: np.ndarray) -> np.ndarray:
+        return np.array([np.count_nonzero(match[start:stop]) for start, stop in pairwise(starts.tolist())])
+
     joined, starts = _join(sequences)
     codes = _A3M[np.frombuffer(joined, dtype=np.uint8)]
     _refuse_illegal(codes, starts, joined, names, source)
-    widths = _widths(codes <= GAP, starts)
+    widths = widths_of(codes <= GAP)
     if (widths != widths[0]).any() and (codes == _DOT).any():
         codes[codes == _DOT] = GAP
-        widths = _widths(codes <= GAP, starts)
+        widths = widths_of(codes <= GAP)
     _refuse_widths(widths, names, source, "upper-case letters and gaps")
     rows = codes[codes <= GAP].reshape(len(names), -1)
     return rows, _insertions(codes, starts, rows.shape[1])
 
 
-def _widths(match: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    return np.array([np.count_nonzero(match[start:stop]) for start, stop in pairwise(starts.tolist())])
-
-
 def _insertions(codes: np.ndarray, starts: np.ndarray, width: int) -> np.ndarray:
-    """How many characters are inserted before each of the `width` columns of each row, int32 [R, width]."""
+    """Count the characters that are inserted before each of the `width` columns of each row: int32 [R, width]."""
     deletions = np.zeros((len(starts) - 1, width), np.int32)
     for block in _blocks(len(deletions), width):
         rows, begins = deletions[block], starts[block.start : block.stop + 1]
@@ -237,13 +233,14 @@ def _blocks(rows: int, width: int) -> list[slice]:
 
 
 def _own_entry(data: bytes, source: str, query: str | None) -> bytes:
-    """MMseqs2 ends each database entry with NUL: the only entry, or the one whose first row is the query."""
+    """Return the only entry, or the one whose first row is the query: MMseqs2 ends each database entry with NUL."""
     entries = [entry.strip(b"\n") for entry in data.split(b"\0") if entry.strip()]
     if len(entries) == 1:
         return entries[0]
     if query is not None:
         wanted = encode(query, source="query").tobytes()
-        firsts = [_A3M[np.frombuffer(_records(_body(e), source)[1][0], dtype=np.uint8)].tobytes() for e in entries]
+        bodies = [re.sub(rb"\A(#[^\n]*\n)+", b"", entry) for entry in entries]
+        firsts = [_A3M[np.frombuffer(_records(body, source)[1][0], dtype=np.uint8)].tobytes() for body in bodies]
         own = [entry for entry, first in zip(entries, firsts) if first == wanted]
         if len(own) == 1:
             return own[0]
@@ -253,12 +250,8 @@ def _own_entry(data: bytes, source: str, query: str | None) -> bytes:
     )
 
 
-def _body(entry: bytes) -> bytes:
-    return re.sub(rb"\A(#[^\n]*\n)+", b"", entry)
-
-
 def _chain_of_complex(alignment: Alignment, lengths: Sequence[int], source: str, query: str | None) -> Alignment:
-    """The columns of the query in ColabFold's alignment of a complex, without the rows that are empty there."""
+    """Return the query's columns of ColabFold's alignment of a complex, without the rows that are empty there."""
     stops = np.cumsum(lengths)
     for start, stop in zip((stops - lengths).tolist(), stops.tolist()):
         if query is not None and decode(alignment.rows[0, start:stop]) == decode(encode(query, source="query")):
@@ -272,11 +265,11 @@ def _chain_of_complex(alignment: Alignment, lengths: Sequence[int], source: str,
 
 
 def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str | None = None) -> Alignment:
-    """Stockholm text, interleaved or not -> Alignment on the residues of the query.
+    """Parse Stockholm text, interleaved or not, and put it on the residues of the query.
 
-    The query is the row whose residues are `query`; without `query` the first row, if it fills the match columns (#=GC
-    RF) where the file has them.  If no row is `query` but the match columns are as many as its residues (a search
-    with a profile of it), it is put on top of them.  Errors as in `read_alignment`, and for a file cut short.
+    The query is the row whose residues are `query`; without `query` the first row, which must fill the match columns
+    (#=GC RF) if the file has them.  If no row is `query` but there are as many match columns as it has residues (a
+    search with a profile of it), it is put on top of them.  Errors: as in `read_alignment`, and for a file cut short.
     """
     chunks, reference = _stockholm_rows(_plain_text(data, source), source)
     names, sequences = list(chunks), [b"".join(c) for c in chunks.values()]
@@ -291,17 +284,18 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
                 f"{source}: has no row of the query (the first, {_short(names[0])}, does not fill the match columns); "
                 "give the query's sequence with it"
             )
-        return _checked(_project(alignment, rows[0] != GAP), source, None)
+        return _project(alignment, rows[0] != GAP).check_query(None, source)
     wanted = encode(query, source="query")
     for i in np.flatnonzero((rows != GAP).sum(1) == len(wanted)):
         if np.array_equal(rows[i][rows[i] != GAP], wanted):
             order = np.argsort(np.arange(len(rows)) != i, kind="stable")
-            return _checked(_project(alignment.select(order), rows[i] != GAP), source, query)
+            return _project(alignment.select(order), rows[i] != GAP).check_query(query, source)
     if reference and match.sum() == len(wanted):
         projected = _project(alignment, match)
         top = Alignment.of_query(query)
-        both = [np.concatenate(pair) for pair in zip((top.rows, top.deletions), (projected.rows, projected.deletions))]
-        return _checked(Alignment(both[0], both[1], top.names + projected.names), source, query)
+        stacked = np.concatenate([top.rows, projected.rows])
+        deletions = np.concatenate([top.deletions, projected.deletions])
+        return Alignment(stacked, deletions, top.names + projected.names).check_query(query, source)
     raise UserError(
         f"{source}: none of its {len(rows)} rows is the query ({len(wanted)} residues), and its match columns are "
         f"{int(match.sum()) if reference else 'not marked'}; give the alignment that was made for this query"
@@ -309,7 +303,7 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
 
 
 def _stockholm_rows(data: bytes, source: str) -> tuple[dict[str, list[bytes]], bytes]:
-    """Row name -> its pieces, and the whole #=GC RF line (empty if there is none)."""
+    """Return the pieces of each row by name, and the whole #=GC RF line (empty if there is none)."""
     body, end, rest = data.partition(b"\n//")
     if not end:
         raise UserError(f"{source}: does not end with '//', so it is cut short; fetch or make it again")
@@ -332,18 +326,18 @@ def _stockholm_rows(data: bytes, source: str) -> tuple[dict[str, list[bytes]], b
 
 
 def _parse_rows(data: bytes, source: str, query: str | None) -> Alignment:
-    """One row per line, nothing else (PSICOV's .aln)."""
+    """Parse one row per line and nothing else (PSICOV's .aln)."""
     sequences = data.split()
     if b"\0" in data or any(not re.fullmatch(rb"[A-Za-z.\-]+", s) for s in sequences[:2]) or b" " in data.strip():
-        kind = "a CLUSTAL file" if data.startswith(b"CLUSTAL") else "no alignment that WarpFold knows"
+        kind = "a CLUSTAL file" if data.startswith(b"CLUSTAL") else "not an alignment that WarpFold knows"
         raise UserError(f"{source}: is {kind}; give A3M, Stockholm or aligned FASTA")
     names = [f"row {i + 1}" for i in range(len(sequences))]
     alignment = _in_columns(names, sequences, source)
-    return _checked(_project(alignment, alignment.rows[0] != GAP), source, query)
+    return _project(alignment, alignment.rows[0] != GAP).check_query(query, source)
 
 
 def _in_columns(names: list[str], sequences: list[bytes], source: str) -> Alignment:
-    """Rows in which every character is a column, [R, W], not yet on the query."""
+    """Return rows in which every character is a column, [R, W], not yet projected on the query."""
     joined, starts = _join(sequences)
     codes = _ALIGNED[np.frombuffer(joined, dtype=np.uint8)]
     _refuse_illegal(codes, starts, joined, names, source)
@@ -353,7 +347,7 @@ def _in_columns(names: list[str], sequences: list[bytes], source: str) -> Alignm
 
 
 def _project(alignment: Alignment, kept: np.ndarray) -> Alignment:
-    """Only the columns `kept` [W]; residues in the others become insertions before the next kept one."""
+    """Keep only the columns `kept` (bool [W]); residues in the others become insertions before the next kept one."""
     rows = np.ascontiguousarray(alignment.rows[:, kept])
     deletions = np.zeros(rows.shape, np.int32)
     for part in _blocks(len(rows), len(kept)):
@@ -362,24 +356,19 @@ def _project(alignment: Alignment, kept: np.ndarray) -> Alignment:
     return Alignment(rows, deletions, alignment.names)
 
 
-def _checked(alignment: Alignment, source: str, query: str | None) -> Alignment:
-    alignment.check_query(query, source)
-    return alignment
-
-
 def _refuse_illegal(codes: np.ndarray, starts: np.ndarray, letters: bytes, names: Sequence[str], source: str) -> None:
-    """UserError for the first character outside the alphabet: file, record, character, position from 1."""
+    """Raise UserError for the first character outside the alphabet: file, record, character, position from 1."""
     bad = np.flatnonzero(codes == _ILLEGAL)
     if not bad.size:
         return
     row = int(np.searchsorted(starts, bad[0], side="right")) - 1
     character = letters[bad[0] :].decode(errors="ignore")[:1]
     where = f"record {row + 1}, {_short(names[row])}, position {bad[0] - starts[row] + 1}"
-    raise UserError(f"{source}: {where} has {character!r}, which is no amino acid; correct or remove it")
+    raise UserError(f"{source}: {where} has {character!r}, which is not an amino acid; correct or remove it")
 
 
 def _refuse_widths(widths: np.ndarray, names: Sequence[str], source: str, what: str) -> None:
-    """UserError naming the first row that is not as wide as the query's."""
+    """Raise UserError, naming the first row that is not as wide as the query's."""
     other = np.flatnonzero(widths != widths[0])
     if other.size:
         i = int(other[0])
@@ -390,5 +379,5 @@ def _refuse_widths(widths: np.ndarray, names: Sequence[str], source: str, what: 
 
 
 def _short(name: str) -> str:
-    """A header as errors show it."""
+    """Return a header as errors show it."""
     return repr(name if len(name) <= 40 else name[:37] + "...")

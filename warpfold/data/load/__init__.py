@@ -1,0 +1,1 @@
+"""From stores to batches: which example comes when, the processes that make them, the loader."""

@@ -1,8 +1,8 @@
-"""From stores to batches on the device, without a step ever waiting: docs/loader.md.
+"""From stores to batches on the device, made while the steps before them compute: docs/loader.md.
 
-A `Schedule` says which examples this process works on, in which order.  `Workers` make them, ahead of time and across
-epochs; a ready example may pass a slow one, within a window; the next batch is copied to the device while the step
-at hand computes.
+A `Schedule` says which examples this process works on, in which order.  `Workers` make them ahead of time, across
+epochs; an example that is ready may overtake a slow one, within a window; the next batch is copied to the device while
+the present step computes.
 """
 
 import math
@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import Arrays, Batch, to_tensors
-from warpfold.data.features.sample import SampleConfig, make_features
-from warpfold.data.load.schedule import Draw, Entry, Order, Schedule, State
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.features.make import make_features
+from warpfold.data.load.schedule import Draw, Order, Schedule, SourceEntry, State
 from warpfold.data.load.workers import Layout, Made, Make, Outcome, Refused, Workers
-from warpfold.data.store.example import StoredExample
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import StoredExample
 from warpfold.device import Upload, Uploads
 from warpfold.errors import UserError
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the features of examples: what each worker has."""
+    """What each worker has: the stores and settings from which it makes the features of examples."""
 
     stores: tuple[Store, ...]
     config: SampleConfig
@@ -36,25 +37,25 @@ class Maker:
     train: bool = True
 
     def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
-        """Features of the entry `key` of a store, drawn for example `index`, for so many passes through the trunk.
+        """Return the features of a store's entry `key`, drawn for example `index`: arrays of the feature table.
 
-        Arrays of the feature table.  Errors: UserError for a damaged entry.
+        passes: through the trunk.  Errors: UserError for a damaged entry.
         """
         example = StoredExample(self.stores[source], key)
         return make_features(example, self.config, self.seed, (key, index), passes, self.train)
 
 
 class Quarantine:
-    """Entries that could not be used and are set aside for the rest of a run, by name.
+    """The names of entries that could not be used, set aside for the rest of a run.
 
-    limit: how many at most; one more is an error.  known: those of before.  tell: called with the name, the number of
-    the example, and the reason of each.
+    limit: how many at most; one more is an error.  known: those of before.  report: called with the name, the number
+    of the example, and the reason, for each new one.
     """
 
     def __init__(
-        self, limit: int, known: Iterable[str] = (), tell: Callable[[str, int, str], None] = lambda *_: None
+        self, limit: int, known: Iterable[str] = (), report: Callable[[str, int, str], None] = lambda *_: None
     ) -> None:
-        self.limit, self.names, self._tell = limit, dict.fromkeys(known), tell
+        self.limit, self.names, self._report = limit, dict.fromkeys(known), report
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -63,7 +64,7 @@ class Quarantine:
         """Set an entry aside.  Errors: UserError if that is one too many."""
         if name not in self.names:
             self.names[name] = None
-            self._tell(name, index, reason)
+            self._report(name, index, reason)
         if len(self.names) > self.limit:
             raise UserError(
                 f"entries that cannot be used: {len(self.names)}, the last one {name}: {reason}; more than "
@@ -82,21 +83,21 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Planned:
-    """An example under way.  place: its number among this process's; it is the ticket of its job."""
+    """An example that is being made.  place: its number among this process's, and the ticket of its job."""
 
     place: int
     draw: Draw
-    entry: Entry
+    entry: SourceEntry
     passes: int
-    fixed: bool  # stands at its place for good
-    died: bool = False  # once, with its process
+    fixed: bool  # must keep its place
+    killed: bool = False  # its process was killed once
 
     @property
     def kind(self) -> tuple[bool, int]:
-        """What it may change places with: examples of the same kind.
+        """Return a key of the examples that it may exchange places with.
 
-        All examples of a step have the step's number of passes; so those of one number may change places, and none
-        is ever made with passes that it lacks or does not need.
+        All examples of a step have the step's number of passes, so only those of one number may be exchanged: then
+        none is made with passes that it lacks or does not need.
         """
         return (True, self.place) if self.fixed else (False, self.passes)
 
@@ -105,11 +106,11 @@ class Loader:
     """The examples of `schedule`, in the order of their use: an iterator, and a context that ends its workers.
 
     make: called with source, key, index, passes (a `Maker`).  passes: the number of passes of step 0, 1, ... of the
-    schedule.  workers: processes; with 0 the work is done here, when asked for.  ahead: examples per worker that are
-    made ahead at most.  window: how many places an example may come earlier or later than planned; with 0, or without
-    workers, all come as planned.  used: called with each example before it is used.
-    The window apart, what comes does not depend on the number of workers.
-    Errors while iterating: UserError from `quarantine`, or if its last source has no entry left.
+    schedule.  workers: processes; with 0 this process makes each example when it is needed.  ahead: how many examples
+    per worker are made ahead at most.  window: how many places an example may come earlier or later than planned; with
+    0, or without workers, all come as planned.  used: called with each example before it is used.
+    But for the window, the order does not depend on the number of workers.
+    Errors while iterating: UserError from `quarantine`, or if a source has no usable entry left.
     """
 
     def __init__(
@@ -130,11 +131,11 @@ class Loader:
         self._make, self._passes, self._used = make, passes, used
         self._window, self._limit = window, max(1, workers * ahead)
         self._queue = enumerate(schedule)
-        self._planned: dict[int, _Planned] = {}  # by place, ascending: what was planned and is not chosen yet
-        self._kinds: deque[tuple[bool, int]] = deque()  # of the places that no example is chosen for yet
+        self._planned: dict[int, _Planned] = {}  # by place, ascending: planned, and not chosen yet
+        self._kinds: deque[tuple[bool, int]] = deque()  # of the places for which no example is chosen yet
         self._next: tuple[_Planned, Upload, Layout] | None = None  # chosen, and on its way to the device
         self._given = 0  # examples given out
-        self._early: dict[int, int] = {}  # of these, place and number of those that were planned for later
+        self._early: dict[int, int] = {}  # place and number of given ones that were planned for later
         self._device, self._uploads = device, Uploads(device)
         self.workers = Workers(make, workers, self._uploads.host) if workers > 0 and len(schedule) else None
         with ExitStack() as unless_begun:
@@ -181,12 +182,12 @@ class Loader:
         return Sample(planned.draw.number, self.order.name(planned.entry), features)
 
     def exchanged(self) -> tuple[list[int], list[int]]:
-        """What this rank was to have used by now and has not, and what it has used that was planned for later."""
+        """Return the examples that this rank should have used by now and has not, and those it has used early."""
         waiting = [*self._planned.values(), *([self._next[0]] if self._next else [])]
         return [p.draw.number for p in waiting if p.place < self._given], list(self._early.values())
 
     def state(self, exchanged: Iterable[tuple[list[int], list[int]]] = ()) -> State:
-        """What has been used; at the end of a step.  exchanged: that of every rank, where there are several."""
+        """Return what has been used, at the end of a step.  exchanged: that of every rank, if there are several."""
         steps, rest = divmod(self._given, self.schedule.per_rank)
         assert not rest, "in the middle of a step"
         every = list(exchanged) or [self.exchanged()]
@@ -194,7 +195,7 @@ class Loader:
         return self.schedule.state(steps, late, early)
 
     def _plan(self) -> None:
-        """Have examples made, up to the limit."""
+        """Plan further examples and have them made, up to the limit."""
         while len(self._planned) < self._limit and (item := next(self._queue, None)):
             place, (draw, fixed) = item
             passes = self._passes(place // self.schedule.per_rank)
@@ -213,19 +214,19 @@ class Loader:
         return planned.entry.source, self.order.key(planned.entry), planned.draw.number, planned.passes
 
     def _redrawn(self, planned: _Planned) -> _Planned:
-        """With another entry in the place of one that is in quarantine."""
+        """Return the plan with another entry of the same source, which is not in quarantine."""
         keys = self.order.sources[planned.entry.source].keys or ()
-        entries = (Entry(planned.entry.source, place) for place in range(len(keys)))
+        entries = (SourceEntry(planned.entry.source, place) for place in range(len(keys)))
         if all(self.order.name(entry) in self.quarantine for entry in entries):
             raise UserError(f"{self.order.sources[planned.entry.source].store.path}: none of its entries can be used")
         draw, entry = planned.draw, planned.entry
         while self.order.name(entry) in self.quarantine:
             draw = Draw(draw.number, draw.again + 1)
             entry = self.order.entry(*draw)
-        return replace(planned, draw=draw, entry=entry, died=False)
+        return replace(planned, draw=draw, entry=entry, killed=False)
 
     def _take(self, workers: Workers, wait: bool) -> tuple[_Planned, Upload, Layout] | None:
-        """The example for the next place, on its way to the device; None if there is none (yet, unless `wait`)."""
+        """Start copying the example for the next place to the device; None if none is ready (yet, unless `wait`)."""
         if not self._kinds:
             return None
         with workers.changed:
@@ -248,26 +249,26 @@ class Loader:
         del self._planned[planned.place]
 
     def _first_ready(self, outcomes: Mapping[int, Outcome]) -> _Planned | None:
-        """The first example that is made, of those that may stand at the next place.
+        """Return the first example that is made, of those that may take the next place.
 
-        None is more than `window` places behind the oldest that was not chosen: so none comes more than so many places
-        late, nor early.
+        These are at most `window` places behind the oldest that was not chosen, so that none comes more than `window`
+        places late or early.
         """
         alike = [planned for planned in self._planned.values() if planned.kind == self._kinds[0]]
         near = (planned for planned in alike if planned.place <= alike[0].place + self._window)
         return next((planned for planned in near if planned.place in outcomes), None)
 
     def _settle(self, outcomes: dict[int, Outcome]) -> None:
-        """Have made again what was not made: once the same, if its process died; otherwise another entry."""
+        """Resubmit what was not made: the same example, if its process was killed for the first time; else another."""
         for place in [place for place, outcome in outcomes.items() if not isinstance(outcome, Made)]:
             outcome, planned = outcomes.pop(place), self._planned[place]
             assert not isinstance(outcome, Made)
             if isinstance(outcome, Refused):
                 planned = self._set_aside(planned, outcome.reason)
-            elif planned.died:
+            elif planned.killed:
                 planned = self._set_aside(planned, f"{outcome.reason}, twice")
             else:
-                planned = replace(planned, died=True)
+                planned = replace(planned, killed=True)
             self._submit(planned)
 
     def _set_aside(self, planned: _Planned, reason: str) -> _Planned:
@@ -285,7 +286,7 @@ class Loader:
 
 
 def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """The arrays that lie in a buffer (uint8), as tensors of their dtypes that share its memory."""
+    """Return the arrays that lie in a buffer (uint8) as tensors of their dtypes that share its memory."""
     batch = {}
     for name, dtype, shape, offset in layout:
         kind = torch.from_numpy(np.empty(0, dtype)).dtype

@@ -1,7 +1,7 @@
 """Which example comes at which step and on which rank: pure functions of the data, the seed and the settings.
 
-A run's examples are numbered 0, 1, 2 ... without end.  `Order` says which entry of which store a number stands for,
-`State` which numbers have been used, and `Schedule` deals those that have not to steps and ranks.
+A run's examples are numbered 0, 1, 2 ... without end.  `Order` says which entry of which store each number is, `State`
+which numbers have been used, and `Schedule` deals the others to steps and ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +21,10 @@ MIXTURE_BLOCK = 4096  # numbers whose stores are drawn at a time
 
 @dataclass(frozen=True)
 class Source:
-    """Entries of a store to draw from, and how often among the examples of all sources.
+    """Entries of a store to draw from, and how often, relative to other sources.
 
-    keys: default, all of the store.  weight: relative to those of the other sources (Supp. 1.3: 0.25 for the PDB,
-    0.75 for self-distillation).
+    keys: by default all of the store.  weight: relative to the other sources' (Supp. 1.3: 0.25 for the PDB, 0.75 for
+    self-distillation).
     """
 
     store: Store
@@ -43,22 +43,22 @@ class Source:
             raise UserError(f"{self.store.path}: weight {self.weight}; give a positive number")
 
     def column(self, name: str) -> list:
-        """One value of the index for each of `keys`."""
+        """Return one value of the index for each of `keys`."""
         values = dict(zip(self.store.keys, self.store.column(name)))
         return [values[key] for key in self.keys or ()]
 
 
-class Entry(NamedTuple):
-    """An entry to draw: which source, and which of its keys."""
+class SourceEntry(NamedTuple):
+    """An entry of a source: which source, and which of its keys."""
 
     source: int
     place: int
 
 
 class Order:
-    """Which entry the example of each number is.
+    """The order of a run's examples: which entry each number is.
 
-    With several sources each number draws its source by weight; each source has an order of its own.
+    With several sources each number draws its source by weight, and each source has an order of its own.
     weights: "uniform" goes through a new seeded permutation of a source in every epoch of it; "paper" draws with
     replacement, a chain with probability max(min(length, 512), 256) / 512 divided by the number of chains in its
     cluster (Supp. 1.2.5).
@@ -77,45 +77,41 @@ class Order:
         self._block: tuple[int, np.ndarray] = -1, np.empty(0, np.int64)  # sources drawn in one block
 
     def __len__(self) -> int:
-        """Entries of all sources."""
+        """Return the number of entries of all sources."""
         return sum(len(source.keys or ()) for source in self.sources)
 
-    def entry(self, index: int, draw: int = 0) -> Entry:
-        """The entry of example `index`; with `draw` 1, 2 ... other entries of its source, for one that cannot be used.
+    def entry(self, index: int, draw: int = 0) -> SourceEntry:
+        """Return the entry of example `index`, or for `draw` = 1, 2 ... another of its source, if that cannot be used.
 
-        Replacements are drawn with replacement, by the weights of the order.
+        Such substitutes are drawn with replacement, by the weights of the order.
         """
         source, number = self._source(index)
         if self._cumulative is not None:
-            parts = (index, draw) if draw else (index,)
-            return Entry(source, self._weighted(source, parts))
+            cumulative, parts = self._cumulative[source], (index, draw) if draw else (index,)
+            level = self._rng(source, *parts).random() * cumulative[-1]
+            return SourceEntry(source, int(np.searchsorted(cumulative, level, side="right")))
         size = len(self.sources[source].keys or ())
         if draw:
-            return Entry(source, int(self._rng(source, "replacement", index, draw).integers(size)))
+            return SourceEntry(source, int(self._rng(source, "replacement", index, draw).integers(size)))
         epoch, place = divmod(number, size)
         if self._permutations.get(source, (-1,))[0] != epoch:
             self._permutations[source] = epoch, self._rng(source, epoch).permutation(size)
-        return Entry(source, int(self._permutations[source][1][place]))
+        return SourceEntry(source, int(self._permutations[source][1][place]))
 
-    def key(self, entry: Entry) -> str:
-        """Its key in its store."""
+    def key(self, entry: SourceEntry) -> str:
+        """Return an entry's key in its store."""
         return (self.sources[entry.source].keys or ())[entry.place]
 
-    def name(self, entry: Entry) -> str:
-        """What it is called in a run: its key, behind the name of its store where there are several."""
+    def name(self, entry: SourceEntry) -> str:
+        """Return an entry's name in a run: its key, prefixed by the name of its store if there are several."""
         key = self.key(entry)
         return key if len(self.sources) == 1 else f"{self._names[entry.source]}:{key}"
 
     def _rng(self, source: int, *parts: str | int) -> np.random.Generator:
         return keyed_rng(self.seed, "order", *([f"source {source}"] if source else []), *parts)
 
-    def _weighted(self, source: int, parts: tuple[int, ...]) -> int:
-        assert self._cumulative is not None
-        cumulative = self._cumulative[source]
-        return int(np.searchsorted(cumulative, self._rng(source, *parts).random() * cumulative[-1], side="right"))
-
     def _source(self, index: int) -> tuple[int, int]:
-        """The source of an example, and how many before it are of the same one."""
+        """Return the source of an example, and how many examples before it are of the same source."""
         if len(self.sources) == 1:
             return 0, index
         block, place = divmod(index, MIXTURE_BLOCK)
@@ -134,15 +130,15 @@ class Order:
 
 
 def paper_weights(source: Source) -> np.ndarray:
-    """How likely the supplement draws each chain, up to a factor (Supp. 1.2.5)."""
+    """Return how likely the supplement draws each chain, up to a factor (Supp. 1.2.5)."""
     _, cluster, sizes = np.unique(source.column("cluster"), return_inverse=True, return_counts=True)
     return np.clip(np.array(source.column("length")), 256, 512) / 512 / sizes[cluster]
 
 
 def split_keys(store: Store, held_out: int, seed: int) -> tuple[list[str], list[str]]:
-    """Keys to train on and keys held out, in the store's order; a cluster is never on both sides.
+    """Return keys to train on and keys held out, in the store's order; no cluster is split between them.
 
-    held_out: how many to hold out at least; whole clusters, drawn by the seed, until that many.
+    held_out: how many to hold out at least; whole clusters, drawn by the seed, are held out until there are as many.
     Errors: UserError if nothing would remain to train on.
     """
     clusters = store.column("cluster")
@@ -170,19 +166,19 @@ class State:
     early: tuple[int, ...] = ()
 
     def remaining(self) -> Iterator[int]:
-        """Those that have not been used, ascending, without end."""
+        """Yield the numbers that have not been used, ascending, without end."""
         early = set(self.early)
         return (index for index in count(self.first) if index not in early)
 
     def after(self, number: int) -> "State":
-        """When so many of the remaining ones have been used, in order."""
+        """Return the state after the next `number` of the remaining ones have been used."""
         end = self.first + number
         for index in self.early:
             end += index < end
         return State(end, tuple(index for index in self.early if index >= end)).changed()
 
     def changed(self, late: Iterable[int] = (), early: Iterable[int] = ()) -> "State":
-        """When `late` ones have not been used after all, and `early` ones have."""
+        """Return the state in which the `late` ones have not been used after all, and the `early` ones have."""
         back = set(late)
         first = min([self.first, *back])
         used = {*self.early, *early, *range(first, self.first)} - back
@@ -193,20 +189,20 @@ class State:
 
 
 class Draw(NamedTuple):
-    """An example as it was used: its number, and how often its entry was drawn anew because it could not be used."""
+    """An example as it was used: its number, and how often its entry was redrawn because it could not be used."""
 
     number: int
     again: int = 0
 
 
 class Schedule:
-    """What one rank works on, step after step: each step deals the next examples to the ranks, by predicted cost.
+    """The examples of one rank, step after step: each step deals the next ones to the ranks, by predicted cost.
 
     start: what has been used before.  steps: how many follow.  per_rank: examples per step and rank.
-    cost: example -> its predicted cost (`costs`), which is balanced over the ranks; default: all cost the same.
-    replay: for each rank what it used at these steps in an earlier run, in that order; as many steps as all have whole
-    are repeated, before the others are dealt.
-    The examples of a step are the same whatever the number of ranks, as long as per_rank x ranks is.
+    cost: an example's predicted cost (`costs`), which is balanced over the ranks; by default all cost the same.
+    replay: for each rank what it used at these steps in an earlier run, in that order; the steps that all ranks
+    completed are repeated before others are dealt.
+    The examples of a step are the same for any number of ranks, as long as per_rank x ranks is the same.
     """
 
     def __init__(
@@ -226,26 +222,26 @@ class Schedule:
         self._then = start.changed(early=(draw.number for draws in self._replay for draw in draws))
 
     def __len__(self) -> int:
-        """Examples of this rank."""
+        """Return the number of examples of this rank."""
         return self.steps * self.per_rank
 
     def __iter__(self) -> Iterator[tuple[Draw, bool]]:
-        """This rank's examples, and whether each stands at its place for good, being a repetition."""
+        """Yield this rank's examples, and whether each is a repetition, which must keep its place."""
         if self._replay:
             yield from ((draw, True) for draw in self._replay[self.rank])
         remaining = self._then.remaining()
         for _ in range(self.steps - self.repeated):
             indices = list(islice(remaining, self.per_rank * self.ranks))
             if self.ranks > 1:
-                mine = deal([self.cost(index) for index in indices], self.ranks)[self.rank]
-                indices = [indices[place] for place in mine]
+                own = deal([self.cost(index) for index in indices], self.ranks)[self.rank]
+                indices = [indices[place] for place in own]
             yield from ((Draw(index), False) for index in indices)
 
     def state(self, steps: int, late: Iterable[int] = (), early: Iterable[int] = ()) -> State:
-        """What has been used after so many steps of all ranks.
+        """Return what has been used after so many steps of all ranks.
 
-        late, early: what the ranks, all together, have not used yet though it was planned for these steps, and used
-        though it was planned for later ones.
+        late, early: the examples that the ranks, all together, have not used yet though they were planned for these
+        steps, and those that they have used though they were planned for later ones.
         """
         if steps <= self.repeated:
             draws = (draw for rank in self._replay for draw in rank[: steps * self.per_rank])
@@ -256,9 +252,10 @@ class Schedule:
 
 
 def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
-    """Example -> its predicted cost: that of making it, and that of computing with it, as the square of its residues.
+    """Return a function from an example to its predicted cost: that of making it, and that of computing with it.
 
-    Both relative to their mean over the data, since a step is held up by either.
+    The latter goes as the square of its residues.  Both are relative to their means over the data, since either can
+    hold up a step.
     """
     lengths = [np.array(source.column("length")) for source in order.sources]
     depths = [source.column("depth") for source in order.sources]
@@ -277,16 +274,16 @@ def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Places 0 .. len(costs) - 1 dealt to ranks, equally many to each (ascending), so that the dearest hand is cheap.
+    """Deal indices 0 .. len(costs) - 1 to ranks, equally many to each (ascending), so that the largest sum is small.
 
-    The dearest first, each to the rank that has the least so far and is not full (Graham's LPT rule); of equals the
-    first, so that every rank comes to the same result.
+    Graham's LPT rule: the most expensive first, each to the rank with the least so far that is not full.  Ties go to
+    the first, so that every rank comes to the same result.
     """
     size = -(-len(costs) // ranks)
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
     sums = [0.0] * ranks
-    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
-        rank = min((r for r in range(ranks) if len(hands[r]) < size), key=lambda r: (sums[r], r))
-        hands[rank].append(place)
-        sums[rank] += costs[place]
-    return [sorted(hand) for hand in hands]
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        rank = min((r for r in range(ranks) if len(dealt[r]) < size), key=lambda r: (sums[r], r))
+        dealt[rank].append(index)
+        sums[rank] += costs[index]
+    return [sorted(indices) for indices in dealt]

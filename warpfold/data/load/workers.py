@@ -4,8 +4,8 @@ Arrays travel through a pipe, straight from the maker's memory into a buffer of 
 where there is a GPU): no pickle, and no /dev/shm, which is 64 MB in most containers.
 
     job        JSON, a list of the maker's arguments
-    answer     JSON: {"arrays": [[name, dtype, shape, offset], ...], "size": bytes}, then so many bytes; or
-               {"refused": reason}; {"ready": true} when the process begins, {"failed": traceback} when it ends by a bug
+    answer     JSON: {"arrays": [[name, dtype, shape, offset], ...], "size": bytes}, then that many bytes; or
+               {"refused": reason}; {"ready": true} when the process begins, {"failed": traceback} when a bug ends it
 """
 
 import contextlib
@@ -52,13 +52,13 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Died:
-    """A job whose process was killed: by the kernel for want of memory, by a fault, by someone."""
+class Killed:
+    """A job whose process was killed: by the kernel for lack of memory, by a fault, or by someone."""
 
     reason: str
 
 
-Outcome = Made | Refused | Died
+Outcome = Made | Refused | Killed
 
 
 @dataclass
@@ -72,18 +72,18 @@ class _Worker:
 class Workers:
     """`count` processes that each call `make` with the arguments of one job after another.
 
-    make: a picklable callable -> arrays by name.  What it raises as UserError or MemoryError is the job's outcome;
-    other exceptions are bugs, and end the whole.  buffer: makes the buffers of so many bytes that arrays are received
-    into, anything that NumPy can view.
-    `changed` is notified, and must be held when `outcomes` is touched.
+    make: a picklable callable that returns arrays by name.  Its UserError or MemoryError is the job's outcome; other
+    exceptions are bugs, and end everything.  buffer: makes a buffer of so many bytes to receive arrays into, anything
+    that NumPy can view (default: in ordinary memory).
+    `changed` is notified of new outcomes, and must be held while `outcomes` is touched.
     """
 
     def __init__(self, make: Make, count: int, buffer: Callable[[int], Any] | None = None) -> None:
-        self.outcomes: dict[int, Outcome] = {}  # by ticket; the caller takes them out
+        self.outcomes: dict[int, Outcome] = {}  # by ticket; the caller removes them
         self.changed = threading.Condition()
-        self._make, self._buffer = make, buffer or _plain_buffer
+        self._make, self._buffer = make, buffer or (lambda size: np.empty(size, np.uint8))
         self._waiting: deque[tuple[int, Sequence[Any]]] = deque()
-        self._stillborn = 0
+        self._stillborn = 0  # processes that died when they started, in a row
         # A fork server loads the libraries once and shares their memory: a worker costs 4 MB of its own instead of
         # 140, and starts at once (docs/loader.md).
         self._context: ForkServerContext | SpawnContext = get_context("spawn")
@@ -104,25 +104,25 @@ class Workers:
         self.close()
 
     def submit(self, ticket: int, job: Sequence[Any]) -> None:
-        """Have a job done as soon as a process is free; its outcome will be `outcomes[ticket]`."""
+        """Queue a job for the next free process; its outcome will be `outcomes[ticket]`."""
         with self.changed:
             self._waiting.append((ticket, job))
             self._hand_out()
 
     def wait(self) -> None:
-        """Wait, holding `changed`, until something has come; raises what ended the receiving thread, if it did."""
+        """Wait, holding `changed`, for news; raise the error that ended the receiving thread, if one did."""
         if self._error is None:
             self.changed.wait()
         if self._error is not None:
             raise self._error
 
     def processes(self) -> list[int]:
-        """The process ids, for measuring."""
+        """Return the process ids, for measurements."""
         with self.changed:
             return [worker.process.pid or 0 for worker in self._workers]
 
     def close(self) -> None:
-        """End the processes: they hold nothing that is worth keeping."""
+        """Kill the processes: they hold nothing worth keeping."""
         self._closing = True
         self._wake.close()
         with self.changed:
@@ -130,7 +130,7 @@ class Workers:
                 worker.process.kill()
         self._thread.join()
         for worker in self._workers:
-            worker.process.kill()  # one that was started in between
+            worker.process.kill()  # also one that `_serve` started in the meantime
             worker.process.join()
             worker.pipe.close()
         self._woken.close()
@@ -147,23 +147,24 @@ class Workers:
         for worker in self._workers:
             if self._waiting and worker.ready and worker.job is None:
                 worker.job = self._waiting.popleft()
-                with contextlib.suppress(ConnectionError):  # it has just died, which `_serve` sees too
+                with contextlib.suppress(ConnectionError):  # it has just died, which `_serve` will see too
                     worker.pipe.send_bytes(json.dumps(worker.job[1]).encode())
 
     def _run(self) -> None:
-        """The receiving thread."""
+        """Run the receiving thread, and hand whatever error ends it to those who wait."""
+
+        def ended(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+            with self.changed:
+                self._error = error
+                self.changed.notify_all()
+            return True
+
         with contextlib.ExitStack() as stack:
-            stack.push(self._ended)
+            stack.push(ended)
             self._serve()
 
-    def _ended(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
-        with self.changed:
-            self._error = error
-            self.changed.notify_all()
-        return True
-
     def _serve(self) -> None:
-        """Take answers as they come, keep every process busy, replace those that die."""
+        """Receive answers as they come, keep every process busy, and replace those that die."""
         while True:
             by_pipe = {worker.pipe: worker for worker in self._workers}
             for pipe in wait([self._woken, *by_pipe]):
@@ -201,7 +202,7 @@ class Workers:
         return Made([(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in answer["arrays"]], buffer)
 
     def _bury(self, worker: _Worker) -> Outcome:
-        """Put a new process into the place of one that died."""
+        """Replace a process that died, and return the outcome of its job."""
         worker.process.join()
         code = worker.process.exitcode or 0
         if code == 1:
@@ -215,15 +216,12 @@ class Workers:
         worker.pipe.close()
         with self.changed:
             self._workers[self._workers.index(worker)] = self._start()
-        return Died(f"the process that made it {how}")
-
-
-def _plain_buffer(size: int) -> np.ndarray:
-    return np.empty(size, np.uint8)
+        return Killed(f"the process that made it {how}")
 
 
 def _work(pipe: Connection, make: Make) -> None:
-    """A worker's life.  Ctrl-C and SIGTERM are for the training process alone, which ends its workers itself."""
+    """Make examples until the parent is gone: the main function of a worker process."""
+    # Ctrl-C and SIGTERM are meant for the training process alone, which ends its workers itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
@@ -241,7 +239,7 @@ def _work(pipe: Connection, make: Make) -> None:
 
 
 def _report(pipe: Connection, error: BaseException | None) -> bool:
-    """Tell the parent of a bug, which it raises; True: that is all that is to be said of it."""
+    """Tell the parent of a bug, which it raises there; return True to end this process without a second traceback."""
     if error is None or isinstance(error, EOFError | ConnectionError):
         return False
     _tell(pipe, failed="".join(traceback.format_exception(error)))

@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 
 from warpfold.data.example.hits import Hit, parse_hits
-from warpfold.data.example.raw import RawExample, from_chain
-from warpfold.data.example.template import count_refusals, templates_from_hits
+from warpfold.data.example.raw_example import RawExample, from_chain
+from warpfold.data.example.templates import count_refusals, templates_from_hits
+from warpfold.data.formats.input_files import InputFile, read_query
 from warpfold.data.formats.sequences import parse_alignment
-from warpfold.data.formats.sources import Source, read_query
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.report import PackEntry
 from warpfold.data.store.store import Packed, pack_record
+from warpfold.data.store.stored_example import example_arrays, example_notes
+from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.library import Library
-from warpfold.data.structure.mmcif import Structure, parse_structure
+from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, within_memory
 
@@ -40,8 +42,8 @@ class ChainJob:
     """A chain to pack."""
 
     chain: str  # its name in the structure
-    alignments: list[Source]
-    hits: list[Source]
+    alignments: list[InputFile]
+    hits: list[InputFile]
     note: str
 
 
@@ -49,7 +51,7 @@ class ChainJob:
 class BuildJob:
     """The chains to pack of one structure file."""
 
-    file: Source
+    file: InputFile
     structure: Structure
     chains: list[ChainJob]
     options: PackOptions
@@ -72,7 +74,7 @@ class BuiltChains:
     library: str = ""
 
 
-def read_queries(job: tuple[Sequence[Source], int]) -> list[tuple[str, str]]:
+def read_queries(job: tuple[Sequence[InputFile], int]) -> list[tuple[str, str]]:
     """Return (query, "") for each alignment, or ("", what is wrong with it).  job: alignments, `PackOptions.limit`."""
     sources, limit = job
     found = []
@@ -85,7 +87,7 @@ def read_queries(job: tuple[Sequence[Source], int]) -> list[tuple[str, str]]:
     return found
 
 
-def read_chains(job: tuple[Source, PackOptions]) -> ReadChains:
+def read_chains(job: tuple[InputFile, PackOptions]) -> ReadChains:
     """Read the chains of a structure file that the options let pass."""
     file, options = job
     try:
@@ -103,7 +105,7 @@ def read_chains(job: tuple[Source, PackOptions]) -> ReadChains:
     return ReadChains(replace(structure, chains=kept), dropped)
 
 
-def _entry(structure: Structure, chain: str, file: Source, kept: bool, reason: str) -> PackEntry:
+def _entry(structure: Structure, chain: str, file: InputFile, kept: bool, reason: str) -> PackEntry:
     return PackEntry(
         name=f"{structure.id}_{chain}",
         file=file.name,
@@ -152,7 +154,7 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
             if group[0].hits:
                 raw = _with_templates(raw, group[0].hits, job, model, built)
             model.depth = raw.depth
-            whole = raw.to_arrays()
+            whole = example_arrays(raw)
             while todo:
                 _build_one(raw, whole, structure, todo[0], model, built)
                 del todo[0]
@@ -174,11 +176,11 @@ def _build_one(
     entry = replace(model, name=f"{structure.id}_{chain}")
     arrays, shared = whole, {}
     if entry.name != raw.name:
-        own = from_chain(entry.name, structure, structure.chains[chain]).to_arrays()
+        own = example_arrays(from_chain(entry.name, structure, structure.chains[chain]))
         arrays = {**whole, "positions": own["positions"], "mask": own["mask"]}
         shared = {key: raw.name for key, a in whole.items() if arrays[key] is a and a.nbytes >= WORTH_SHARING}
         arrays = {key: array for key, array in arrays.items() if key not in shared}
-    record = pack_record(arrays, {**raw.notes(), "name": entry.name}, shared)
+    record = pack_record(arrays, {**example_notes(raw), "name": entry.name}, shared)
     built.records.append(record)
     columns = ("length", "depth", "templates", "resolution", "release_date")
     built.entries.append(
@@ -194,7 +196,7 @@ def _build_one(
 
 
 def _with_templates(
-    raw: RawExample, sources: Sequence[Source], job: BuildJob, entry: PackEntry, built: BuiltChains
+    raw: RawExample, sources: Sequence[InputFile], job: BuildJob, entry: PackEntry, built: BuiltChains
 ) -> RawExample:
     """Return the example with its templates; counts of those used and refused go into `entry`."""
     hits: list[Hit] = []

@@ -9,12 +9,11 @@ from hashlib import blake2b
 from pathlib import Path
 
 from warpfold import __version__
-from warpfold.bulk import Part
-from warpfold.data.formats.dates import given_date
-from warpfold.data.formats.sources import ALIGNMENTS, HITS, STRUCTURES, Source, digest, find
+from warpfold.bulk import JobPart
+from warpfold.data.formats.input_files import ALIGNMENTS, HITS, STRUCTURES, InputFile, digest, find
 from warpfold.data.pack.part import Manifest
 from warpfold.data.similar.pairwise import MIN_IDENTITY
-from warpfold.data.structure.mmcif import Chain, Structure
+from warpfold.data.structure.chain import Chain, Structure, given_date
 from warpfold.errors import UserError
 from warpfold.files import LARGEST
 from warpfold.geometry.residue import ATOM_ORDER
@@ -94,15 +93,15 @@ DEFAULTS = PackOptions()
 class PackInputs:
     """All that is packed.  clusters: a file of clusters, if given."""
 
-    structures: list[Source]
-    alignments: list[Source]
-    hits: list[Source]
-    unrequested: list[Source]  # files of hits among the alignments that nobody asked for
-    library: list[Source]  # structures of templates, where they are not those packed
+    structures: list[InputFile]
+    alignments: list[InputFile]
+    hits: list[InputFile]
+    unrequested: list[InputFile]  # files of hits among the alignments that nobody asked for
+    library: list[InputFile]  # structures of templates, where they are not those packed
     folders: tuple[Path, ...]  # where the templates' structures are looked for
     clusters: Path | None
 
-    def manifest(self, options: PackOptions, part: Part) -> Manifest:
+    def manifest(self, options: PackOptions, part: JobPart) -> Manifest:
         """Return what these are and how they are packed, as far as it decides the result."""
         kinds = {name: getattr(self, name) for name in ("structures", "alignments", "hits", "library")}
         kinds["clusters"] = find([self.clusters], (), "clusters") if self.clusters else []
@@ -117,11 +116,11 @@ class PackInputs:
             "clusters": str(self.clusters.absolute()) if self.clusters else None,
         }
 
-    def structures_of(self, part: Part) -> list[Source]:
+    def structures_of(self, part: JobPart) -> list[InputFile]:
         """Return the structure files of a part: which they are follows from their names, whatever else there is."""
         return [source for source in self.structures if _is_of(source.name, part)]
 
-    def alignments_of(self, part: Part) -> list[Source]:
+    def alignments_of(self, part: JobPart) -> list[InputFile]:
         """Return the alignments whose queries a part reads: those that bear its structures' names, and some others.
 
         By the names of files alone every alignment is one part's.
@@ -137,7 +136,7 @@ class PackInputs:
         return own
 
 
-def _is_of(name: str, part: Part) -> bool:
+def _is_of(name: str, part: JobPart) -> bool:
     number = int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
     return number % part.count == part.number - 1
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from warpfold.bulk import Apart, Died, Processes, deaths_on_cluster
+from warpfold.bulk import IsolatedProcess, ProcessDied, ProcessPool, deaths_on_cluster
 from warpfold.data.pack.part import PartWriter
 
 DIED = "the process that read it was killed or crashed, most likely for want of memory"
@@ -58,7 +58,7 @@ class JobRunner:
         A job of several pieces is yielded as its `singles` if one of them may have killed a process.  Where the workers
         are a cluster's, the cluster itself tries a job again elsewhere.
         """
-        retries_itself = not isinstance(self._executor, _InProcess | Processes)
+        retries_itself = not isinstance(self._executor, _InProcess | ProcessPool)
         suspects: list[PackJob] = []
         queue = iter(jobs)
         running: dict[Future[Any], PackJob] = {}
@@ -88,12 +88,12 @@ class JobRunner:
                         start(job, call)
                     else:
                         yield job, result
-        with Apart() as apart:
+        with IsolatedProcess() as apart:
             for suspect in suspects:
                 for single in suspect.singles or [suspect]:
                     yield single, self._run_apart(single, then, apart)
 
-    def _run_apart(self, job: PackJob, then: NextCall, apart: Apart) -> Any:
+    def _run_apart(self, job: PackJob, then: NextCall, apart: IsolatedProcess) -> Any:
         """Return what the last call of a job returns, or None if its process died, now or often enough before."""
         if max(self.writer.tried[name] for name in job.names) >= ATTEMPTS:
             return None
@@ -104,6 +104,6 @@ class JobRunner:
             while call:
                 result = apart(*call)
                 call = then(job, result)
-        except Died:
+        except ProcessDied:
             return None
         return result

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from warpfold.bulk import Part
-from warpfold.data.example.raw import check_map
-from warpfold.data.formats.sources import Source, stacked
+from warpfold.bulk import JobPart
+from warpfold.data.example.raw_example import check_map
+from warpfold.data.formats.input_files import InputFile, stacked
 from warpfold.data.pack.build import ChainJob, read_queries
 from warpfold.data.pack.jobs import DIED, JobRunner, PackJob
 from warpfold.data.pack.part import FileVersion, QueryOrError, has_same_options, part_paths, query_job, query_lines
@@ -41,25 +41,25 @@ class Queries:
     are begun.
     """
 
-    def __init__(self, runner: JobRunner, limit: int, part: Part, out: Path) -> None:
+    def __init__(self, runner: JobRunner, limit: int, part: JobPart, out: Path) -> None:
         self.runner, self.limit, self.part, self.out = runner, limit, part, out
         self.found: dict[FileVersion, QueryOrError] = dict(runner.writer.queries)
         self._others: Counter[Path] = Counter()  # bytes of each part's queries that were read
         self._next_look = -math.inf
 
-    def known(self, sources: Sequence[Source]) -> list[tuple[Source, str]]:
+    def known(self, sources: Sequence[InputFile]) -> list[tuple[InputFile, str]]:
         """Return those of some alignments whose queries are known, each with its query."""
         found = ((source, self.found.get(source.version, ("", ""))) for source in sources)
         return [(source, query) for source, (query, error) in found if query]
 
-    def read(self, sources: Sequence[Source], tell: Tell = lambda known: None) -> None:
+    def read(self, sources: Sequence[InputFile], tell: Tell = lambda known: None) -> None:
         """Read the queries of these alignments, but for those that are known here or in another part."""
         missing = [source for source in sources if source.version not in self.found]
         if not missing:
             return
         known = len(sources) - len(missing)
         for job, result in self.runner.run(self._jobs(missing)):
-            batch: Sequence[Source] = job.call[1][0]
+            batch: Sequence[InputFile] = job.call[1][0]
             queries = [("", f"{source.name}: {DIED}") for source in batch] if result is None else result
             rows = [(source.version, query) for source, query in zip(batch, queries)]
             self.runner.writer.add_queries(rows)
@@ -68,7 +68,7 @@ class Queries:
             tell(known)
         tell(len(sources))
 
-    def read_all(self, sources: Sequence[Source], tell: Tell) -> None:
+    def read_all(self, sources: Sequence[InputFile], tell: Tell) -> None:
         """Do as `read` does, in an order of this part's own: parts that run at once then read different files."""
         self._next_look = -math.inf  # a look now saves reading what the others have read
         self._look_at_others()
@@ -77,10 +77,10 @@ class Queries:
         random.Random(self.part.number).shuffle(batches)
         self.read([source for batch in batches for source in batch], tell)
 
-    def _jobs(self, sources: Sequence[Source]) -> Iterator[PackJob]:
+    def _jobs(self, sources: Sequence[InputFile]) -> Iterator[PackJob]:
         """Yield jobs as they are handed out: what another part has read meanwhile is no job any more."""
 
-        def job(batch: Sequence[Source], singles: tuple[PackJob, ...] = ()) -> PackJob:
+        def job(batch: Sequence[InputFile], singles: tuple[PackJob, ...] = ()) -> PackJob:
             return PackJob(tuple(query_job(one.version) for one in batch), (read_queries, (batch, self.limit)), singles)
 
         for start in range(0, len(sources), BATCH):
@@ -115,8 +115,8 @@ class Matcher:
     def __init__(
         self,
         queries: Queries,
-        alignments: Sequence[Source],
-        hits: Sequence[Source] = (),
+        alignments: Sequence[InputFile],
+        hits: Sequence[InputFile] = (),
         min_identity: float = MIN_IDENTITY,
         tell: Tell = lambda known: None,
     ) -> None:
@@ -133,7 +133,7 @@ class Matcher:
         alignments, note = self._find_alignments(key, sequence)
         return ChainJob(chain, alignments, self._find_hits(key, sequence, alignments), note)
 
-    def _find_alignments(self, key: str, sequence: str) -> tuple[list[Source], str]:
+    def _find_alignments(self, key: str, sequence: str) -> tuple[list[InputFile], str]:
         """Return the alignments of a chain, and a note on those that bear its name but were refused.
 
         Tried in this order, until there are any: those that bear the chain's name; those of exactly its sequence; those
@@ -146,14 +146,14 @@ class Matcher:
         named, more = self._find_named(key.rpartition("_")[0], sequence)
         return named or self._nearest(sequence), "; ".join(filter(None, (note, more)))
 
-    def _find_named(self, name: str, sequence: str) -> tuple[list[Source], str]:
+    def _find_named(self, name: str, sequence: str) -> tuple[list[InputFile], str]:
         sources = self._alignments_named.get(name.lower(), [])
         self.queries.read(sources)
         errors = [(source, self._check(query, sequence)) for source, query in self.queries.known(sources)]
         note = "; ".join(f"{source.name}: {error}" for source, error in errors if error)
         return stacked(source for source, error in errors if not error), note
 
-    def _find_nearest(self, sequence: str) -> list[Source]:
+    def _find_nearest(self, sequence: str) -> list[InputFile]:
         for query in self._index.similar(sequence):
             if self._check(query, sequence) is None:
                 return stacked(self._index.sources[query])
@@ -168,7 +168,7 @@ class Matcher:
         self.queries.read_all(self.alignments, self.tell)
         return _QueryIndex(self.queries.known(self.alignments))
 
-    def _find_hits(self, key: str, sequence: str, alignments: Sequence[Source]) -> list[Source]:
+    def _find_hits(self, key: str, sequence: str, alignments: Sequence[InputFile]) -> list[InputFile]:
         """Return the template hits of a chain.
 
         Tried in this order, until there are any: those that bear the name of the chain `key`; those that bear a name of
@@ -191,8 +191,8 @@ class Matcher:
         return {query for _, query in self.queries.known(bearers)}
 
 
-def _by_name(sources: Sequence[Source]) -> dict[str, list[Source]]:
-    named: dict[str, list[Source]] = defaultdict(list)
+def _by_name(sources: Sequence[InputFile]) -> dict[str, list[InputFile]]:
+    named: dict[str, list[InputFile]] = defaultdict(list)
     for source in sources:
         for name in source.bears:
             named[name].append(source)
@@ -202,8 +202,8 @@ def _by_name(sources: Sequence[Source]) -> dict[str, list[Source]]:
 class _QueryIndex:
     """Alignments by their queries, and queries by their k-mers."""
 
-    def __init__(self, alignments: Sequence[tuple[Source, str]]) -> None:
-        self.sources: dict[str, list[Source]] = defaultdict(list)
+    def __init__(self, alignments: Sequence[tuple[InputFile, str]]) -> None:
+        self.sources: dict[str, list[InputFile]] = defaultdict(list)
         for source, query in alignments:
             self.sources[query].append(source)
         self._queries = sorted(self.sources)

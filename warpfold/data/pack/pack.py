@@ -16,8 +16,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from warpfold.bulk import AHEAD, Part, pool
-from warpfold.data.formats.sources import Source
+from warpfold.bulk import AHEAD, JobPart, pool
+from warpfold.data.formats.input_files import InputFile
 from warpfold.data.pack.build import BuildJob, BuiltChains, ChainJob, ReadChains, build, read_chains, template_library
 from warpfold.data.pack.inputs import DEFAULTS, PackInputs, PackOptions, find_inputs
 from warpfold.data.pack.jobs import DIED, Call, JobRunner, PackJob
@@ -42,7 +42,7 @@ def pack(
     clusters: Path | None = None,
     workers: int = 1,
     cluster: str | None = None,
-    part: Part | None = None,
+    part: JobPart | None = None,
     progress: Progress | None = None,
 ) -> PackReport:
     """Make the store `out` from files of structures, alignments and template hits, or folders of them.
@@ -55,7 +55,7 @@ def pack(
     Errors: UserError if a path does not exist; `out` is something else, or of other inputs or options; another
     process is writing it; nothing is kept (then there is no store).  What is wrong with single files is in the report.
     """
-    own = part or Part(1, 1)
+    own = part or JobPart(1, 1)
     inputs = find_inputs(structures, msas, hits, template_structures, clusters)
     manifest = inputs.manifest(options, own)
     folder = part_path(out, own)
@@ -111,7 +111,9 @@ def _with_content(report: PackReport, out: Path) -> PackReport:
     raise UserError(f"{out}: nothing to keep, entries: {len(report.entries)}; most often: {reason}")
 
 
-def _fill(runner: JobRunner, inputs: PackInputs, options: PackOptions, part: Part, out: Path, tell: Progress) -> None:
+def _fill(
+    runner: JobRunner, inputs: PackInputs, options: PackOptions, part: JobPart, out: Path, tell: Progress
+) -> None:
     """Do the jobs of a part that are not done yet, and forget those of files that are gone."""
     writer, own, aligned = runner.writer, inputs.structures_of(part), inputs.alignments_of(part)
     wanted = {_job_name(one) for one in own}
@@ -119,7 +121,7 @@ def _fill(runner: JobRunner, inputs: PackInputs, options: PackOptions, part: Par
     unrequested = [[one.name, "template hits; name their folder in --hits to use them"] for one in inputs.unrequested]
     _keep(writer, "hits", [*([one.name, ""] for one in inputs.hits), *unrequested])
 
-    def reading(sources: Sequence[Source]) -> Callable[[int], None]:
+    def reading(sources: Sequence[InputFile]) -> Callable[[int], None]:
         return lambda known: tell(known, len(sources), "reading alignments")
 
     queries = Queries(runner, options.limit, part, out)
@@ -142,7 +144,7 @@ def _keep(writer: PartWriter, job: str, data: list[list[str]]) -> None:
         writer.add(job, data)
 
 
-def _cost(inputs: PackInputs) -> Callable[[Source], tuple[int, str]]:
+def _cost(inputs: PackInputs) -> Callable[[InputFile], tuple[int, str]]:
     """Return a sort key for structure files by cost: their bytes, and those of the alignments that bear their names."""
     sizes: dict[str, int] = defaultdict(int)
     for source in inputs.alignments:
@@ -163,7 +165,7 @@ class StructureJobs:
         self.runner, self.matcher, self.options, self.folders = runner, matcher, options, folders
         self._inputs = _digest(runner.writer.manifest["inputs"])
 
-    def is_done(self, file: Source) -> bool:
+    def is_done(self, file: InputFile) -> bool:
         """Return whether there is a result for a file, and it is what doing the job again would give."""
         result = self.runner.writer.results.get(_job_name(file))
         if result is None:
@@ -180,7 +182,7 @@ class StructureJobs:
             return not looked_up
         return template_library(self.folders, self.options.limit).digest(looked_up) == made["library"]
 
-    def run(self, files: Sequence[Source]) -> Iterator[Source]:
+    def run(self, files: Sequence[InputFile]) -> Iterator[InputFile]:
         """Yield each file when its result is kept."""
         by_name = {_job_name(file): file for file in files}
         jobs = (PackJob((name,), (read_chains, (file, self.options))) for name, file in by_name.items())
@@ -220,7 +222,7 @@ class StructureJobs:
             yield file
 
 
-def _job_name(file: Source) -> str:
+def _job_name(file: InputFile) -> str:
     return f"structure {file.name}"
 
 

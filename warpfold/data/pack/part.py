@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from warpfold.bulk import Part
-from warpfold.data.store.folders import lock_folder, refuse_foreign, remove_own
+from warpfold.bulk import JobPart
 from warpfold.errors import UserError
-from warpfold.files import pread
+from warpfold.files import lock_folder, pread, refuse_foreign, remove_own
 
 FORMAT, VERSION = "warpfold-part", 2
 _END = "end"  # the job after all jobs; its result is the inputs that were done
@@ -43,7 +42,7 @@ class JobResult:
     sizes: list[int]
 
 
-def part_path(out: Path, part: Part) -> Path:
+def part_path(out: Path, part: JobPart) -> Path:
     """Return where a part of the store `out` is made.
 
     Errors: UserError for "." and its like, beside which nothing lies.
@@ -111,8 +110,8 @@ class PartFolder:
                 self._whole = journal + length, at + sum(sizes)
 
     @property
-    def part(self) -> Part:
-        return Part.parse(self.manifest["part"])
+    def part(self) -> JobPart:
+        return JobPart.parse(self.manifest["part"])
 
     @property
     def finished(self) -> bool:

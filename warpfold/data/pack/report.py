@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from warpfold.data.formats.dates import parse_date
 from warpfold.data.store.store import VERSION, Store
+from warpfold.data.structure.chain import parse_date
 
 TABLE = (
     *("name", "status", "reason", "length", "depth", "templates", "resolution", "release_date", "cluster"),

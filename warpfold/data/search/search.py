@@ -20,7 +20,7 @@ from typing import Any
 import zstandard
 
 from warpfold import __version__
-from warpfold.bulk import Part, in_order, pool
+from warpfold.bulk import JobPart, in_order, pool
 from warpfold.data.formats.alignment import LETTERS, is_nucleic
 from warpfold.data.formats.sequences import read_fasta, write_fasta
 from warpfold.data.search.database import Database, Engine, SearchQuery, Survey, Tell
@@ -47,7 +47,7 @@ class SearchOptions:
     workers: int = 1  # processes
     threads: int | None = None  # of each process; None: all cores, shared among the processes; on a cluster one
     cluster: str | None = None  # the address of a Dask scheduler
-    part: Part | None = None  # of the proteins, as one task of a job array does
+    part: JobPart | None = None  # of the proteins, as one task of a job array does
 
 
 def search(

@@ -1,0 +1,1 @@
+"""Similar sequences: pairwise alignments, and clusters."""

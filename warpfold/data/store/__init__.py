@@ -1,0 +1,1 @@
+"""The packed store, and examples in it."""

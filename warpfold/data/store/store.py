@@ -1,10 +1,9 @@
 """The packed store: records of named arrays, compressed in blocks, checked, read with `os.pread` (docs/formats.md).
 
 A store is a folder of shards and a `store.json`.  A shard holds records one after another and ends with its index, so
-that opening reads no record, and sizes that sampling needs are known without decompressing.  A record begins with a
+that opening reads no record, and the sizes that sampling needs are known without decompressing.  A record begins with a
 small header that says where its blobs lie: any array, or any block of rows of it, is read without the rest.
-An array that two records have in common is stored once.  Every byte lies under a checksum.  The same records give the
-same bytes.
+An array that two records share is stored once.  A checksum covers every byte.  The same records give the same bytes.
 """
 
 import contextlib
@@ -24,23 +23,22 @@ from typing import Any, BinaryIO
 import numpy as np
 import zstandard
 
-from warpfold.data.store.folders import lock_folder, refuse_foreign, remove_own, sync_folder
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, open_regular, pread
+from warpfold.files import LARGEST, lock_folder, open_regular, pread, refuse_foreign, remove_own, sync_folder, writing
 
 FORMAT, VERSION = "warpfold-store", 2
 MAGIC = b"WARPFOLD"
 HEAD = struct.Struct("<8sII")  # magic, version, 0
 FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
-BLOCK = 1 << 17  # bytes of an array per blob, before compression: what one read of a few rows costs
+BLOCK = 1 << 17  # bytes of an array per blob, before compression: the price of reading a few rows
 SHARD = 1 << 30  # bytes after which the next shard begins
-_OWN = re.compile(r"lock|store\.json|pack\.json|pack\.tsv|sources\.json|shard-\d{5,}\.wfs")  # files of a writer
-LEVEL = 1  # of zstd: reading must be fast, and residues compress little better at higher levels
+_OWN = re.compile(r"lock|store\.json|pack\.json|pack\.tsv|sources\.json|shard-\d{5,}\.wfs")  # what a writer makes
+LEVEL = 1  # of zstd: reading must be fast, and higher levels hardly compress residues better
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A record as bytes, ready to be written anywhere: made by workers, written by one process."""
+    """A record as bytes, ready to be written anywhere: workers make it, one process writes it."""
 
     data: bytes  # header, then blobs
     header: int  # bytes of the header
@@ -50,7 +48,7 @@ class Packed:
 def pack_record(
     arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any], shared: Mapping[str, str] | None = None
 ) -> Packed:
-    """Arrays of any shape and plain dtype, and JSON-able `notes`, compressed into one record.
+    """Compress arrays of any shape and plain dtype, and `notes` for JSON, into one record.
 
     shared: names of further arrays, each with the key of the record that holds it (under the same name).
     """
@@ -72,10 +70,10 @@ def pack_record(
 
 
 class StoreWriter:
-    """Writes a store into `path.partial/` and renames it to `path` when done: a store exists whole, or not at all.
+    """A writer into `path.partial/`, renamed to `path` when done: a store exists whole or not at all.
 
     Use as a context manager: leaving it by an exception removes what was written.  After a kill, the next writer
-    starts over.  Errors: UserError if `path` exists, another process is writing it, or the disk refuses.
+    starts over.  Errors: UserError if `path` exists, another process is writing it, or it cannot be written.
     """
 
     def __init__(self, path: Path | str, shard_bytes: int = SHARD) -> None:
@@ -91,21 +89,21 @@ class StoreWriter:
         self._index: dict[str, list[Any]] = {}
         refuse_foreign(self.partial, _OWN.fullmatch)
         self._lock = lock_folder(self.partial, self.path)
-        if self.path.exists():  # finished by another process meanwhile
+        if self.path.exists():  # another process has finished it meanwhile
             self.abort()
             raise taken
-        for left in self.partial.iterdir():  # by a writer that was killed
+        for left in self.partial.iterdir():  # left by a writer that was killed
             if left.name != "lock":
                 left.unlink()
 
     def add(self, key: str, record: Packed, meta: Mapping[str, Any]) -> None:
-        """Appends a record.  meta: numbers, texts or None, kept in the index; the same names for every record.
+        """Append a record.  meta: numbers, texts or None, kept in the index; the same names for every record.
 
-        Errors: ValueError for a key that is there already or other names in `meta`; UserError if the disk refuses.
+        Errors: ValueError for a key that is there already or other names in `meta`; UserError if it cannot be written.
         """
         if key in self._keys:
             raise ValueError(f"{key}: twice in one store")
-        try:
+        with writing(self.path):
             if self._file is not None and self._file.tell() + len(record.data) > self.shard_bytes:
                 self._end_shard()
             if self._file is None:
@@ -118,18 +116,16 @@ class StoreWriter:
             if len({len(column) for column in self._index.values()}) > 1:
                 raise ValueError(f"{key}: other names in its meta than in the records before it")
             self._file.write(record.data)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
         self._keys.add(key)
 
     def finish(self, files: Mapping[str, str] | None = None) -> None:
-        """Ends the store: index, `store.json`, any small text `files` beside it, and the rename that makes it visible.
+        """Write the index, `store.json` and any small text `files` beside it, then rename the store to its name.
 
-        Errors: UserError for a store without records, or if the disk refuses.
+        Errors: UserError for a store without records, or if it cannot be written.
         """
         if not self._keys:
             raise UserError(f"{self.path}: nothing to store")
-        try:
+        with writing(self.path):
             self._end_shard()
             checksums = {name: zlib.crc32(text.encode()) for name, text in (files or {}).items()}
             top = {"format": FORMAT, "version": VERSION, "shards": self._shards, "files": checksums}
@@ -142,14 +138,12 @@ class StoreWriter:
             sync_folder(self.partial)
             self.partial.rename(self.path)
             sync_folder(self.path.parent)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
         self._lock.close()
 
     def abort(self) -> None:
-        """Removes what was written; `path` is never touched."""
+        """Remove what was written; `path` is never touched."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk again: of what is still to be written
+            with contextlib.suppress(OSError):  # closing writes what is buffered, which may not fit on a full disk
                 self._file.close()
             self._file = None
         remove_own(self.partial, _OWN.fullmatch)
@@ -177,8 +171,8 @@ class StoreWriter:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a record lies."""
+class RecordLocation:
+    """The shard that a record lies in, and where."""
 
     shard: int
     offset: int
@@ -197,7 +191,7 @@ class Store:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.keys: list[str] = []  # in the order of writing
-        self._places: dict[str, Place] = {}
+        self._locations: dict[str, RecordLocation] = {}
         self._columns: dict[str, list[Any]] = {}
         self._files: list[int] = []
         self._checksums: dict[str, int] = {}  # of the small files beside the shards
@@ -213,7 +207,7 @@ class Store:
         return len(self.keys)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._places
+        return key in self._locations
 
     def __reduce__(self) -> tuple[type["Store"], tuple[Path]]:
         return Store, (self.path,)
@@ -224,21 +218,21 @@ class Store:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns of `meta`."""
+        """Return the names of the columns of `meta`."""
         return list(self._columns)
 
     def column(self, name: str) -> list[Any]:
-        """One value of `meta` for every record, in the order of `keys`."""
+        """Return one value of `meta` for every record, in the order of `keys`."""
         return self._columns[name]
 
     def record(self, key: str) -> "Record":
-        """The record of `key`; only its header is read.  Errors: KeyError; UserError if it is damaged."""
+        """Return the record of `key`, reading only its header.  Errors: KeyError; UserError if it is damaged."""
         notes, arrays, shared = self._header(key)
         held = {holder: self._header(holder)[1] for holder in set(shared.values())}
         return Record(self, key, notes, arrays | {name: held[holder][name] for name, holder in shared.items()})
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
-        """Reads everything; yields what is damaged, one line each.  progress: of (records done, of how many)."""
+        """Read everything and yield what is damaged, one line each.  progress: called with records done, and of all."""
         for name, crc in self._checksums.items():
             try:
                 whole = zlib.crc32((self.path / name).read_bytes()) == crc
@@ -248,7 +242,7 @@ class Store:
                 yield f"{self.path / name}: damaged or gone; copy or pack the store again"
         for done, key in enumerate(self.keys):
             try:
-                for array in self._header(key)[1].values():  # what others hold is read as theirs
+                for array in self._header(key)[1].values():  # shared arrays are read with the record that holds them
                     for number in range(len(array.crcs)):
                         self._blob(array, number)
             except UserError as error:
@@ -257,18 +251,16 @@ class Store:
                 progress(done + 1, len(self.keys))
 
     def _header(self, key: str) -> tuple[dict[str, Any], dict[str, "StoredArray"], dict[str, str]]:
-        """Notes, own arrays, and who holds the others."""
-        place = self._places[key]
-        what = f"{self._shard_path(place.shard)}: {key}"
-        header = self._read(place.shard, place.offset, place.header, place.crc, what)
+        """Return notes, own arrays, and the keys of the records that hold the others."""
+        at = self._locations[key]
+        what = f"{self.path / _shard_name(at.shard)}: {key}"
+        header = self._read(at.shard, at.offset, at.header, at.crc, what)
         fields = json.loads(_decompress(header, what))
-        arrays, offset = {}, place.offset + place.header
+        arrays, offset = {}, at.offset + at.header
         for name, dtype, shape, rows, blobs in fields["arrays"]:
             starts = np.cumsum([offset, *(size for size, _ in blobs)]).tolist()
             crcs = [crc for _, crc in blobs]
-            arrays[name] = StoredArray(
-                f"{what}, {name}", place.shard, np.dtype(dtype), tuple(shape), rows, starts, crcs
-            )
+            arrays[name] = StoredArray(f"{what}, {name}", at.shard, np.dtype(dtype), tuple(shape), rows, starts, crcs)
             offset = starts[-1]
         return fields["notes"], arrays, fields["shared"]
 
@@ -294,7 +286,7 @@ class Store:
         return shards
 
     def _open_shard(self, number: int, shard: Mapping[str, int]) -> None:
-        path = self._shard_path(number)
+        path = self.path / _shard_name(number)
         try:
             self._files.append(open_regular(path))
         except OSError as error:
@@ -303,8 +295,9 @@ class Store:
         if size != shard.get("bytes"):
             raise UserError(f"{path}: {size} bytes, {shard.get('bytes')} expected: truncated or not this store's")
         damaged = UserError(f"{path}: damaged at its begin or end; copy or pack the store again")
-        magic, version, zero = HEAD.unpack(self._pread(number, 0, HEAD.size))
-        offset, length, crc, records, magic_end = FOOT.unpack(self._pread(number, size - FOOT.size, FOOT.size))
+        magic, version, zero = HEAD.unpack(pread(self._files[number], HEAD.size, 0))
+        foot = FOOT.unpack(pread(self._files[number], FOOT.size, size - FOOT.size))
+        offset, length, crc, records, magic_end = foot
         if magic != MAGIC or magic_end != MAGIC or zero or version != VERSION or records != shard.get("records"):
             raise damaged
         if offset + length + FOOT.size != size or crc != shard.get("crc"):
@@ -312,17 +305,11 @@ class Store:
         what = f"{path}: its index"
         index = json.loads(_decompress(self._read(number, offset, length, crc, what), what))
         for key, *where in zip(*(index[name] for name in ("key", "offset", "size", "header", "crc"))):
-            self._places[key] = Place(number, *where)
+            self._locations[key] = RecordLocation(number, *where)
         self.keys += index["key"]
         for name in index:
             if name.startswith("meta."):
                 self._columns.setdefault(name.removeprefix("meta."), []).extend(index[name])
-
-    def _shard_path(self, number: int) -> Path:
-        return self.path / _shard_name(number)
-
-    def _pread(self, shard: int, offset: int, size: int) -> bytes:
-        return pread(self._files[shard], size, offset)
 
     def _blob(self, array: "StoredArray", number: int) -> np.ndarray:
         start, stop = array.starts[number], array.starts[number + 1]
@@ -332,7 +319,7 @@ class Store:
         return np.frombuffer(_decompress(data, array.what, size), array.dtype)
 
     def _read(self, shard: int, offset: int, size: int, crc: int, what: str) -> bytes:
-        data = self._pread(shard, offset, size)
+        data = pread(self._files[shard], size, offset)
         if len(data) != size or zlib.crc32(data) != crc:
             raise UserError(f"{what}: damaged (checksum at byte {offset}); copy or pack the store again")
         return data
@@ -340,7 +327,7 @@ class Store:
 
 @dataclass(frozen=True)
 class StoredArray:
-    """How an array lies in its shard: blobs of `rows` rows each, blob i at bytes [starts[i], starts[i + 1])."""
+    """An array's layout in its shard: blobs of `rows` rows each, blob i at bytes [starts[i], starts[i + 1])."""
 
     what: str  # file, entry and name, for errors
     shard: int
@@ -353,7 +340,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class Record:
-    """One record: its notes, and its arrays, which are read when asked for."""
+    """One record: its notes, and its arrays, which are read when needed."""
 
     store: Store
     key: str
@@ -361,7 +348,7 @@ class Record:
     arrays: dict[str, StoredArray]
 
     def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
-        """An array, or the given `rows` of it (ascending): only the blobs that hold them are read.
+        """Return an array, or the given `rows` of it (ascending), reading only the blobs that hold them.
 
         Errors: KeyError for an array that the record does not have; UserError if a blob is damaged.
         """
@@ -376,14 +363,13 @@ class Record:
         for number, (begin, end) in enumerate(pairwise(bounds), start=first):
             if begin < end:
                 size = min(array.rows, array.shape[0] - number * array.rows)
-                parts.append(
-                    self.store._blob(array, number).reshape(size, *shape)[rows[begin:end] - number * array.rows]
-                )
+                blob = self.store._blob(array, number).reshape(size, *shape)
+                parts.append(blob[rows[begin:end] - number * array.rows])
         return np.concatenate(parts)
 
 
 def _decompress(data: bytes, what: str, most: int = LARGEST) -> bytes:
-    """Unpack a frame that says of itself that it holds at most so many bytes, as all that `pack_record` makes do."""
+    """Unpack a frame whose header says that it holds at most so many bytes, as all of `pack_record`'s do."""
     try:
         if not 0 <= zstandard.frame_content_size(data) <= most:
             raise UserError(f"{what}: damaged (its size is not what it should be); pack the store again")

@@ -1,4 +1,4 @@
-"""The `atom_site` category of mmCIF: its columns, and its atoms put on the residues of polymers."""
+"""The `atom_site` category of mmCIF: read its columns, and put its atoms on the residues of polymers."""
 
 import itertools
 from collections import defaultdict
@@ -11,26 +11,28 @@ from gemmi import cif
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, ATOM_TYPES, RESTYPE_ORDER, UNKNOWN
 
-ABSENT = (".", "?")  # the two ways in which mmCIF says that there is no value
+ABSENT = (".", "?")  # mmCIF's two signs for no value
 
-# Atoms that a residue of each type may have: its own, the C-terminal OXT, and the backbone where the type is unknown.
+# Atoms that a residue of each type may have: its own, the C-terminal OXT, and the backbone if the type is unknown.
 KNOWN_ATOMS = ATOM37_MASK > 0  # [21, 37]
 KNOWN_ATOMS[:, ATOM_ORDER["OXT"]] = True
 KNOWN_ATOMS[UNKNOWN, [ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O")]] = True
 
 FARTHEST = 1e6  # angstrom; no file has a reason to go further
-MOST_DIGITS = 18  # of a whole number in a file: it fits into int64
+MOST_DIGITS = 18  # of a whole number in a file, so that it fits into int64
 
 Columns = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
 class Polymer:
-    """A chain to put atoms on: mmCIF's name and the author's, and what stands at each place of the sequence."""
+    """A chain to put atoms on: mmCIF's name and the author's, and the residues at each place of the sequence."""
 
     label: str
     author: str
-    monomers: list[tuple[str, ...]]  # [N], several names where the crystal has a mixture: that of its atoms first
+    monomers: list[
+        tuple[str, ...]
+    ]  # [N], several names where the crystal has a mixture, that of the atoms to take first
     letters: str  # [N], of the first of each
     entity: str = ""
 
@@ -45,7 +47,7 @@ class Atoms:
 
 
 def read_columns(block: cif.Block, source: str) -> Columns:
-    """The columns that matter, of the first model's rows; optional ones that the file lacks are full of '?'."""
+    """Return the columns that matter, of the first model's rows; optional ones that the file lacks are full of '?'."""
     needed = ["label_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z"]
     optional = ["auth_asym_id", "label_entity_id", "label_alt_id", "occupancy", "auth_seq_id", "pdbx_PDB_ins_code"]
     tags = [*needed, *optional, "pdbx_PDB_model_num"]
@@ -54,7 +56,14 @@ def read_columns(block: cif.Block, source: str) -> Columns:
         missing = [tag for tag in needed if not block.find_values("_atom_site." + tag)]
         what = f"atom_site has no column {', '.join(missing)}" if missing else "has no atoms"
         raise UserError(f"{source}: {what}; give a file with coordinates")
-    rows = _first_model(table, len(tags) - 1)
+    rows: Sequence[int] = range(len(table))
+    if table.has_column(len(tags) - 1):  # the model number: keep those of the first model, nearly always a range from 0
+        models = list(table.column(len(tags) - 1))
+        count = models.count(models[0])
+        if models[count - 1] == models[0] and (count == len(models) or models[count] != models[0]):
+            rows = range(count)
+        else:
+            rows = [i for i, model in enumerate(models) if model == models[0]]
     return {
         tag: _texts(table.column(i), rows) if table.has_column(i) else ["?"] * len(rows)
         for i, tag in enumerate(tags[:-1])
@@ -62,7 +71,7 @@ def read_columns(block: cif.Block, source: str) -> Columns:
 
 
 def place_atoms(columns: Columns, polymers: Sequence[Polymer], source: str) -> Atoms:
-    """Heavy atoms on atom37, one conformation per residue, arginine's NH1 and NH2 by distance.
+    """Put heavy atoms on atom37, one conformation per residue, arginine's NH1 and NH2 told apart by distance.
 
     Errors: UserError for a residue that the sequence does not have there, and for positions that are no numbers.
     """
@@ -86,8 +95,8 @@ def place_atoms(columns: Columns, polymers: Sequence[Polymer], source: str) -> A
         row = kept[np.flatnonzero(~possible.all(1))[0]]
         atom, chain = columns["label_atom_id"][row], columns["auth_asym_id"][row]
         raise UserError(
-            f"{source}: atom {atom} of residue {authors[row]} of chain {chain} has a position that is no number or far "
-            "too large; correct the file or leave the atom out"
+            f"{source}: atom {atom} of residue {authors[row]} of chain {chain} has a position that is not a number or "
+            "far too large; correct the file or leave the atom out"
         )
     picked = _one_conformation(columns, rows, residues, atoms)
     positions, mask = np.zeros((total, 37, 3), np.float32), np.zeros((total, 37), np.float32)
@@ -111,31 +120,20 @@ def occupancies(columns: Columns) -> dict[tuple[str, str, str], float]:
 
 
 def place_of(text: str) -> int:
-    """Return a place in a sequence, from 1; 0 for what is none, numbers that no integer type holds included."""
+    """Return a place in a sequence, from 1; 0 for anything else, numbers that no integer type holds included."""
     return int(text) if len(text) <= MOST_DIGITS and text.isdecimal() else 0
 
 
-def _first_model(table: cif.Table, column: int) -> Sequence[int]:
-    """The rows of the model that comes first; nearly always a range from 0."""
-    if not table.has_column(column):
-        return range(len(table))
-    models = list(table.column(column))
-    count = models.count(models[0])
-    if models[count - 1] == models[0] and (count == len(models) or models[count] != models[0]):
-        return range(count)
-    return [i for i, model in enumerate(models) if model == models[0]]
-
-
 def _texts(column: cif.Column, rows: Sequence[int]) -> list[str]:
-    """Values of some rows with their quotes, if any, taken off."""
+    """Return the values of some rows without their quotes."""
     values = list(itertools.islice(column, len(rows))) if isinstance(rows, range) else [column[i] for i in rows]
-    if any(quote in "".join(values) for quote in "'\""):  # one alone is an insertion code that a PDB file had
+    if any(quote in "".join(values) for quote in "'\""):  # a quote alone is an insertion code that a PDB file had
         return [cif.as_string(value) if value[0] in "'\"" and len(value) > 1 else value for value in values]
     return values
 
 
 def _numbers(values: list[str]) -> np.ndarray:
-    """float64; '12.5(3)' is 12.5, what is no number is NaN."""
+    """Return float64: 12.5 for '12.5(3)', NaN for anything that is not a number."""
     try:
         return np.array([float(value) for value in values])
     except ValueError:
@@ -145,13 +143,13 @@ def _numbers(values: list[str]) -> np.ndarray:
 def _rows_of_polymers(
     columns: Columns, polymers: Sequence[Polymer], starts: np.ndarray, source: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the residues that the sequences name (the first of a mixture), their residues of M, their atoms of 37.
+    """Return the rows whose residue is in its sequence (the first of a mixture), their residues of M and atoms of 37.
 
-    -1 is an atom that is none of the 37.  Selenium of selenomethionine stands for the sulfur of methionine.
+    The atom is -1 if it is none of the 37.  Selenium of selenomethionine counts as the sulfur of methionine.
     """
     places = {polymer.label: (polymer.monomers, start) for polymer, start in zip(polymers, starts.tolist())}
     keys = list(zip(*(columns[f"label_{tag}_id"] for tag in ("asym", "seq", "comp"))))
-    residue_of = dict.fromkeys(keys, -1)  # most work once per residue rather than per atom
+    residue_of = dict.fromkeys(keys, -1)  # so that most work is done per residue, not per atom
     for key in residue_of:
         label, place, monomer = key
         if label not in places or place in ABSENT:
@@ -177,7 +175,10 @@ def _rows_of_polymers(
 
 
 def _one_conformation(columns: Columns, rows: np.ndarray, residues: np.ndarray, atoms: np.ndarray) -> np.ndarray:
-    """Which of `rows` to keep, one per atom: of the residue's conformation of highest mean occupancy, if it has it."""
+    """Return which of `rows` to keep, one per atom: that of the residue's conformation of highest mean occupancy.
+
+    An atom that this conformation lacks is taken from another one.
+    """
     keys = residues * len(ATOM_TYPES) + atoms
     if np.unique(keys).size == keys.size:
         return np.arange(keys.size)

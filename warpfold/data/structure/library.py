@@ -1,4 +1,4 @@
-"""A folder of structures, looked up by PDB id: what template hits point to."""
+"""A folder of structures, looked up by PDB id, in which template hits are found."""
 
 import os
 import re
@@ -7,7 +7,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from warpfold.data.structure.mmcif import Structure, read_release_date, read_structure
+from warpfold.data.structure.chain import Structure
+from warpfold.data.structure.mmcif import read_release_date, read_structure
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, within_memory
 
@@ -15,22 +16,24 @@ ENDINGS = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz")
 
 
 class MissingStructure(UserError):
-    """A library has no file of an entry."""
+    """There is no file of an entry in a library."""
 
 
 class Library:
-    """mmCIF files in a folder and the folders in it (a PDB mirror, say), each read when it is asked for.
+    """mmCIF files in a folder and its subfolders (a PDB mirror, say), each read when it is needed.
 
     A file is named by its id, in lower or upper case: `1abc.cif`, `ab/1abc.cif.gz`, `1ABC.cif`.  The last `keep`
-    structures stay in memory, and every release date.  Pickles without them.
+    structures and all release dates that were read stay in memory, but are not pickled.
     limit: bytes that a file may have when it is unpacked.
     """
 
     def __init__(self, folder: str | Path, keep: int = 16, limit: int = LARGEST) -> None:
         self.folder, self.keep, self.limit = Path(folder), keep, limit
         if not self.folder.is_dir():
-            raise UserError(f"{folder}: is no folder; give the folder of the templates' mmCIF files")
-        self._paths: dict[str, Path] | None = None  # of all files, once one was not where PDB mirrors have it
+            raise UserError(f"{folder}: is not a folder; give the folder of the templates' mmCIF files")
+        self._paths: dict[str, Path] | None = (
+            None  # of all files: listed once an entry is not where PDB mirrors have it
+        )
         self._structures: OrderedDict[str, Structure | UserError] = OrderedDict()
         self._dates: dict[str, date | None] = {}
 
@@ -38,7 +41,7 @@ class Library:
         return self.__dict__ | {"_structures": OrderedDict(), "_dates": {}}
 
     def find(self, pdb_id: str) -> Path:
-        """Return the file of an entry, of several the first by path.  Errors: MissingStructure if there is none."""
+        """Return the file of an entry, the first by path if there are several.  Errors: MissingStructure if none."""
         pdb_id = pdb_id.lower()
         if re.fullmatch(r"[a-z0-9]{4}", pdb_id):
             for folder in (self.folder, self.folder / pdb_id[1:3]):
@@ -47,7 +50,12 @@ class Library:
                         if (path := folder / f"{name}{ending}").is_file():
                             return path
         if self._paths is None:
-            self._paths = self._scan()
+            self._paths = {}
+            for here, folders, names in os.walk(self.folder):
+                folders.sort()
+                for name in sorted(names):
+                    if end := next((ending for ending in ENDINGS if name.lower().endswith(ending)), None):
+                        self._paths.setdefault(name[: -len(end)].lower(), Path(here, name))
         if pdb_id not in self._paths:
             raise MissingStructure(f"{self.folder}: has no {pdb_id}.cif or {pdb_id}.cif.gz; add it, or do without")
         return self._paths[pdb_id]
@@ -60,18 +68,8 @@ class Library:
             return False
         return True
 
-    def _scan(self) -> dict[str, Path]:
-        paths: dict[str, Path] = {}
-        for folder, folders, names in os.walk(self.folder):
-            folders.sort()
-            for name in sorted(names):
-                ending = next((ending for ending in ENDINGS if name.lower().endswith(ending)), None)
-                if ending:
-                    paths.setdefault(name[: -len(ending)].lower(), Path(folder, name))
-        return paths
-
     def read(self, pdb_id: str) -> Structure:
-        """The structure of an entry.  Errors: UserError for one that is not there or cannot be used."""
+        """Return the structure of an entry.  Errors: UserError for one that is not there or cannot be used."""
         found = self._structures.pop(pdb_id, None)
         if found is None:
             try:
@@ -79,7 +77,7 @@ class Library:
                     found = read_structure(path, limit=self.limit)
             except UserError as error:
                 found = error
-        self._structures[pdb_id] = found  # the last used at the end
+        self._structures[pdb_id] = found  # most recently used last
         if len(self._structures) > self.keep:
             self._structures.popitem(last=False)
         if isinstance(found, UserError):
@@ -87,7 +85,7 @@ class Library:
         return found
 
     def release_date(self, pdb_id: str) -> date | None:
-        """Return when an entry came out; None where its file does not say.  Errors as in `read`."""
+        """Return when an entry came out; None if its file does not say.  Errors: as in `read`."""
         if pdb_id not in self._dates:
             with within_memory(str(path := self.find(pdb_id))):
                 self._dates[pdb_id] = read_release_date(path, self.limit)

@@ -1,11 +1,10 @@
-"""Structures in: mmCIF and PDB files -> chains of atom37 positions on their SEQRES (Supp. 1.2.1).
+"""Read structures: mmCIF and PDB files -> chains of atom37 positions on their SEQRES (Supp. 1.2.1).
 
-gemmi reads the syntax; what stands here is the meaning.  Atoms are taken from mmCIF columns, of the first model only,
-so that an NMR entry of twenty models costs one.  Files without SEQRES, and PDB files, come here through `pdb.py`.
+gemmi reads the syntax; the meaning is read here.  Atoms are taken from mmCIF columns, of the first model only, so that
+an NMR entry of twenty models costs one.  PDB files and files without SEQRES come here through `pdb.py`.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -13,10 +12,10 @@ import gemmi
 import numpy as np
 from gemmi import cif
 
-from warpfold.data.formats.dates import parse_date
 from warpfold.data.formats.sequences import read_bytes
 from warpfold.data.structure import pdb
 from warpfold.data.structure.atom_site import ABSENT, Columns, Polymer, occupancies, place_atoms, place_of, read_columns
+from warpfold.data.structure.chain import Chain, Structure, parse_date
 from warpfold.errors import UserError
 from warpfold.files import LARGEST
 from warpfold.geometry.residue import ATOM_ORDER, RESTYPE_3, RESTYPE_ORDER, RESTYPES
@@ -25,41 +24,12 @@ _NEAREST = {"U": "C", "O": "K"}  # selenocysteine, pyrrolysine: the nearest of t
 _LETTERS = dict(zip(RESTYPE_3, RESTYPES))  # "ALA" -> "A", of the twenty
 
 
-@dataclass(frozen=True)
-class Chain:
-    """One protein chain on its SEQRES: what was in the crystal, and of that what was seen.
-
-    `sequence` one letter per residue, modified residues as their parent, X where there is none; `author_numbers`
-    the number and insertion code that the authors gave ("52", "52A"), "" where the file has none.
-    """
-
-    id: str  # the author's chain name
-    sequence: str
-    positions: np.ndarray  # float32 [N, 37, 3], angstrom, 0 where masked
-    mask: np.ndarray  # float32 [N, 37], 1 where the atom was seen
-    residue_index: np.ndarray  # int64 [N], place in SEQRES from 0
-    author_numbers: tuple[str, ...]
-    entity: str = ""  # mmCIF's, by which the PDB's files of clusters name chains ("1abc_1")
-
-
-@dataclass(frozen=True)
-class Structure:
-    """One entry: its protein chains by author name, and why its other polymers were dropped."""
-
-    id: str
-    method: str | None  # upper case, as the dictionary has it
-    resolution: float | None  # angstrom
-    release_date: date | None
-    chains: dict[str, Chain]
-    dropped: dict[str, str] = field(default_factory=dict)  # chain name -> reason
-
-
 def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST) -> Structure:
     """Return the protein chains of an mmCIF or PDB file (told by content), gz or not, of `limit` bytes at most.
 
     First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete_mmcif`).  Where it
     names several residues (microheterogeneity), the one of the largest occupancy in this chain (Supp. 1.2.1), the first
-    among equals; modified residues as their parents (`_Parents`; MSE with SE as SD).  Of alternative positions the
+    among equals; modified residues as their parents (`_one_letter`; MSE with SE as SD).  Of alternative positions the
     conformation of the highest mean occupancy in its residue, the first among equals; atoms that only another
     conformation has are taken from there.  Hydrogens are left out; NH1 and NH2 of arginine are swapped where NH2 is
     nearer to CD (Supp. 1.2.1).  Polymers other than polypeptide(L), and chains of which no residue has N, CA and C
@@ -72,7 +42,7 @@ def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST
 
 
 def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: bool = False) -> Structure:
-    """`read_structure` for text in memory; `source` is its name in errors."""
+    """Do as `read_structure` for text in memory; `source` is its name in errors."""
     data = data.encode() if isinstance(data, str) else data
     try:
         block = pdb.read(data, source) if pdb.is_pdb(data) else _read_mmcif(data, source)
@@ -80,42 +50,35 @@ def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: boo
     except UnicodeDecodeError:
         raise UserError(f"{source}: is damaged, it has names that are not text; fetch the file again") from None
     except RuntimeError as error:  # gemmi's, for a category that is two loops, or a loop and a pair
-        raise UserError(
-            f"{source}: is not valid mmCIF ({' '.join(str(error).split())}); fetch the file again"
-        ) from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{source}: is not valid mmCIF ({reason}); fetch the file again") from None
 
 
 def read_release_date(path: str | Path, limit: int = LARGEST) -> date | None:
     """Return when the entry in a file came out; None if it does not say.
 
-    Where the date stands before the atoms, as in the PDB's files since 2017, nothing behind it is parsed, which is
-    several times faster than `read_structure`; else all of it is.
+    If the date stands before the atoms, as in the PDB's files since 2017, nothing behind it is parsed, which is several
+    times faster than `read_structure`; otherwise the whole file is.
     Errors: as in `read_structure`, for what is read.
     """
     data = read_bytes(path, limit)
     head = data[: max(data.rfind(b"loop_", 0, max(data.find(b"\n_atom_site."), 0)), 0)]
     if b"_pdbx_audit_revision_history.revision_date" in head:
-        try:
+        with pdb.gemmi_errors(str(path), "is not valid mmCIF"):
             return _release_date(cif.read_string(head)[0])
-        except (ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{path}: is no valid mmCIF ({reason}); fetch the file again") from None
     return parse_structure(data, str(path)).release_date
 
 
 def _read_mmcif(data: bytes, source: str) -> cif.Block:
-    """The block with the atoms, SEQRES added if the file has none."""
+    """Return the block with the atoms, with SEQRES added if the file has none."""
     if b"_atom_site." not in data:
-        what = "has no atoms" if b"data_" in data else "is no structure file"
+        what = "has no atoms" if b"data_" in data else "is not a structure file"
         raise UserError(f"{source}: {what}; give an mmCIF or PDB file with coordinates")
     last = data[-1000:].rstrip().rpartition(b"\n")[2]
     if not last.startswith(b"#") and data.count(b"\n#") >= 5:  # written with '#' after each category
         raise UserError(f"{source}: ends in the middle of a category, so it is cut short; fetch the file again")
-    try:
+    with pdb.gemmi_errors(source, "is cut short or not valid mmCIF"):
         blocks = [block for block in cif.read_string(data) if len(block.find_values("_atom_site.Cartn_x"))]
-    except (ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{source}: is cut short or no valid mmCIF ({reason}); fetch the file again") from None
     if not blocks:
         raise UserError(f"{source}: has no atoms (_atom_site.Cartn_x); give a file with coordinates")
     block = blocks[0]
@@ -154,13 +117,16 @@ def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
         raise UserError(
             f"{source}: has no protein chain that can be used{_because(dropped)}; give all-atom coordinates"
         )
-    entry = _first(block, ["_entry.id"]) or block.name
-    if entry in ("", "XXXX", "model"):  # what programs write who know none
+    entry = next(iter(_values(block, "_entry.id")), "") or block.name
+    if entry in ("", "XXXX", "model"):  # placeholders of programs that know no id
         entry = Path(source).name.split(".")[0]
+    # The first positive number: of the refinement, of the map (electron microscopy), of the data.
+    tags = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
+    resolutions = (cif.as_number(value) for value in _values(block, *tags))
     return Structure(
         id=entry.lower() if len(entry) == 4 else entry,
         method="; ".join(_values(block, "_exptl.method")).upper() or None,
-        resolution=_resolution(block),
+        resolution=next((number for number in resolutions if number > 0), None),
         release_date=_release_date(block),
         chains=chains,
         dropped=dropped,
@@ -173,25 +139,14 @@ def _because(dropped: dict[str, str]) -> str:
     return f" ({'; '.join(reasons[:4])}{more})" if reasons else ""
 
 
-def _values(block: cif.Block, tag: str) -> list[str]:
-    return [cif.as_string(value) for value in block.find_values(tag) if value not in ABSENT]
-
-
-def _first(block: cif.Block, tags: Iterable[str]) -> str | None:
-    return next((value for tag in tags for value in _values(block, tag)), None)
-
-
-def _resolution(block: cif.Block) -> float | None:
-    """The first that is a positive number: of the refinement, of the map (electron microscopy), of the data."""
-    tags = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
-    numbers = (cif.as_number(value) for tag in tags for value in _values(block, tag))
-    return next((number for number in numbers if number > 0), None)
+def _values(block: cif.Block, *tags: str) -> list[str]:
+    return [cif.as_string(value) for tag in tags for value in block.find_values(tag) if value not in ABSENT]
 
 
 def _release_date(block: cif.Block) -> date | None:
     """Return the earliest revision, which is the release; files before 2017 have it in `database_PDB_rev`.
 
-    What is no date is passed over.  `date_original` there is when the entry was deposited, not when it came out.
+    Values that are no dates are skipped.  `date_original` there is when the entry was deposited, not released.
     """
     for tag in ("_pdbx_audit_revision_history.revision_date", "_database_PDB_rev.date"):
         if dates := [day for text in _values(block, tag) if (day := parse_date(text)) is not None]:
@@ -200,9 +155,11 @@ def _release_date(block: cif.Block) -> date | None:
 
 
 def _polymers(block: cif.Block, columns: Columns, source: str) -> tuple[list[Polymer], dict[str, str]]:
-    """Protein chains in the order of the file, and the polymers that are none with their kind."""
+    """Return the protein chains in the order of the file, and the kind of each other polymer by name."""
     sequences = _sequences(block, source)
-    parents = _Parents.read(block)
+    parents = _named_parents(block)
+    rows = block.find("_entity_poly.", ["entity_id", "pdbx_seq_one_letter_code_can"])
+    canonical = {row.str(0): "".join(row.str(1).split()).upper() for row in rows}
     mixed = any(len(names) > 1 for monomers in sequences.values() for names in monomers)
     seen = occupancies(columns) if mixed else {}
     kinds = {row.str(0): row.str(1).lower() for row in block.find("_entity_poly.", ["entity_id", "type"])}
@@ -212,8 +169,12 @@ def _polymers(block: cif.Block, columns: Columns, source: str) -> tuple[list[Pol
         if entity not in sequences:
             continue  # a ligand, a sugar, water
         monomers = [_largest_first(names, label, place, seen) for place, names in enumerate(sequences[entity], 1)]
-        polymer = Polymer(label, author, monomers, parents.letters(monomers, entity), entity)
-        kind = kinds.get(entity) or _kind(monomers)
+        letters = _one_letter(monomers, parents, canonical.get(entity, ""))
+        polymer = Polymer(label, author, monomers, letters, entity)
+        kind = kinds.get(entity)
+        if not kind:  # by the greater part of the residues
+            amino = sum(gemmi.find_tabulated_residue(names[0]).is_amino_acid() for names in monomers)
+            kind = "polypeptide(l)" if 2 * amino > len(monomers) else "no polypeptide"
         if kind == "polypeptide(l)":
             polymers.append(polymer)
         else:
@@ -222,7 +183,7 @@ def _polymers(block: cif.Block, columns: Columns, source: str) -> tuple[list[Pol
 
 
 def _sequences(block: cif.Block, source: str) -> dict[str, list[tuple[str, ...]]]:
-    """Entity -> the residue names at each place of its SEQRES; several where the crystal has a mixture."""
+    """Return the residue names at each place of each entity's SEQRES: several where the crystal has a mixture."""
     sequences: dict[str, list[tuple[str, ...]]] = {}
     for row in block.find("_entity_poly_seq.", ["entity_id", "num", "mon_id"]):
         entity, number, monomer = row.str(0), row.str(1), row.str(2)
@@ -240,7 +201,10 @@ def _sequences(block: cif.Block, source: str) -> dict[str, list[tuple[str, ...]]
 
 
 def _asyms(block: cif.Block, columns: Columns) -> dict[str, tuple[str, str]]:
-    """mmCIF's chain name -> the author's, and the entity, in the order of the file; chains without atoms too."""
+    """Return the author's chain name and the entity by mmCIF's chain name, in the order of the file.
+
+    Chains without atoms are among them.
+    """
     schemes = block.find("_pdbx_poly_seq_scheme.", ["asym_id", "pdb_strand_id"])
     authors = {row.str(0): row.str(1) for row in schemes}
     entities = {row.str(0): row.str(1) for row in block.find("_struct_asym.", ["id", "entity_id"])}
@@ -258,70 +222,48 @@ def _largest_first(
     names: tuple[str, ...], label: str, place: int, seen: Mapping[tuple[str, str, str], float]
 ) -> tuple[str, ...]:
     """Return the residue names at a place of a chain, that of the largest occupancy first (stable)."""
-    if len(names) == 1:
-        return names
     return tuple(sorted(names, key=lambda name: -seen.get((label, str(place), name), 0.0)))
 
 
-@dataclass(frozen=True)
-class _Parents:
-    """What a file says its modified residues are made of."""
-
-    named: dict[str, str]  # residue name -> the letter of its parent, one of the twenty
-    canonical: dict[str, str]  # entity -> its sequence in letters
-
-    @classmethod
-    def read(cls, block: cif.Block) -> "_Parents":
-        """Return the parents named by `pdbx_struct_mod_residue`, `chem_comp` and the canonical sequences."""
-        named: dict[str, str] = {}
-        for category, tags in (
-            ("_pdbx_struct_mod_residue.", ["label_comp_id", "parent_comp_id"]),
-            ("_chem_comp.", ["id", "mon_nstd_parent_comp_id"]),
-        ):
-            for row in block.find(category, tags):
-                if letter := _LETTERS.get(row.str(1).upper()):  # of several ("SER,TYR,GLY") none
-                    named.setdefault(row.str(0), letter)
-        rows = block.find("_entity_poly.", ["entity_id", "pdbx_seq_one_letter_code_can"])
-        return cls(named, {row.str(0): "".join(row.str(1).split()).upper() for row in rows})
-
-    def letters(self, monomers: Sequence[tuple[str, ...]], entity: str) -> str:
-        """Return one letter for the first name of each place: of our table, else the file's parent, else X.
-
-        The canonical sequence counts if it has a letter for every place (a chromophore has several), and where a place
-        has one name.
-        """
-        canonical = self.canonical.get(entity, "")
-        if len(canonical) != len(monomers):
-            canonical = "X" * len(monomers)
-        return "".join(
-            _letter(names[0], self.named.get(names[0]) or (letter if len(names) == 1 else "X"))
-            for names, letter in zip(monomers, canonical)
-        )
+def _named_parents(block: cif.Block) -> dict[str, str]:
+    """Return the letter of each modified residue's parent, as `pdbx_struct_mod_residue` and `chem_comp` name it."""
+    named: dict[str, str] = {}
+    for category, tags in (
+        ("_pdbx_struct_mod_residue.", ["label_comp_id", "parent_comp_id"]),
+        ("_chem_comp.", ["id", "mon_nstd_parent_comp_id"]),
+    ):
+        for row in block.find(category, tags):
+            if letter := _LETTERS.get(row.str(1).upper()):  # several parents ("SER,TYR,GLY") have none
+                named.setdefault(row.str(0), letter)
+    return named
 
 
-def _letter(monomer: str, parent: str) -> str:
-    """Return the letter of the twenty of a residue by gemmi's table, else `parent` if it is one, else X."""
-    if monomer == "UNK":
-        return "X"
-    info = gemmi.find_tabulated_residue(monomer)
-    letter = info.one_letter_code.upper() if info.is_amino_acid() else ""  # of a nucleotide, A is no alanine
-    letter = _NEAREST.get(letter, letter)
-    return letter if letter in RESTYPE_ORDER else parent if parent in RESTYPE_ORDER else "X"
+def _one_letter(monomers: Sequence[tuple[str, ...]], parents: Mapping[str, str], canonical: str) -> str:
+    """Return one letter for the first name of each place: by gemmi's table, else its parent's, else X.
 
-
-def _kind(monomers: list[tuple[str, ...]]) -> str:
-    """What `entity_poly` would say, where it does not: by the greater part of the residues."""
-    amino = sum(gemmi.find_tabulated_residue(names[0]).is_amino_acid() for names in monomers)
-    return "polypeptide(l)" if 2 * amino > len(monomers) else "no polypeptide"
+    Without a named parent it is that of the canonical sequence, if that has a letter for every place (a chromophore
+    has several) and the place has one name.
+    """
+    letters = []
+    for place, names in enumerate(monomers):
+        parent = parents.get(names[0], "")
+        if not parent and len(names) == 1 and len(canonical) == len(monomers):
+            parent = canonical[place]
+        info = gemmi.find_tabulated_residue(names[0])
+        letter = info.one_letter_code.upper() if info.is_amino_acid() else ""  # of a nucleotide, A is not alanine
+        letter = _NEAREST.get(letter, letter)
+        known = next((x for x in (letter, parent) if x in RESTYPE_ORDER), "X")
+        letters.append("X" if names[0] == "UNK" else known)
+    return "".join(letters)
 
 
 def _free_name(polymer: Polymer, taken: Container[str]) -> str:
-    """The author's name of a chain; with mmCIF's own behind it if another chain has it already."""
+    """Return the author's name of a chain, followed by mmCIF's own if another chain has it already."""
     return polymer.author if polymer.author not in taken else f"{polymer.author}-{polymer.label}"
 
 
 def _scheme_numbers(block: cif.Block, polymers: list[Polymer]) -> list[list[str]]:
-    """The author's number and insertion code of every residue, seen or not, as far as `pdbx_poly_seq_scheme` has it."""
+    """Return the author's number and insertion code of every residue, seen or not, as `pdbx_poly_seq_scheme` has it."""
     numbers = {polymer.label: [""] * len(polymer.letters) for polymer in polymers}
     for row in block.find("_pdbx_poly_seq_scheme.", ["asym_id", "seq_id", "pdb_seq_num", "?pdb_ins_code"]):
         label, place = row.str(0), row.str(1)

@@ -1,10 +1,11 @@
-"""PDB files, and mmCIF files without SEQRES, as the complete mmCIF that `data/structure/mmcif.py` reads.
+"""PDB files, and mmCIF files without SEQRES, as the complete mmCIF that `mmcif.py` reads.
 
 gemmi finds the polymers; what is added is the place of each residue in its chain's sequence.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import gemmi
 import numpy as np
@@ -17,23 +18,44 @@ LONGEST_GAP = 200  # residues: a longer jump in the numbers is a change of numbe
 
 
 def is_pdb(data: bytes) -> bool:
-    """Whether a file is in PDB format: its lines begin with record names, ATOM or HETATM among them."""
+    """Return whether a file is in PDB format: its lines begin with record names, ATOM or HETATM among them."""
     return b"_atom_site." not in data and re.search(rb"^(ATOM  |HETATM|HEADER    )", data, re.MULTILINE) is not None
 
 
-def read(data: bytes, source: str) -> cif.Block:
-    """The first model of a PDB file as an mmCIF block with SEQRES, method, resolution and release date.
-
-    Errors: UserError for a file that gemmi cannot read, or that was cut short.
-    """
-    _refuse_cut(data, source)
-    model = data.partition(b"\nENDMDL")[0]
-    _refuse_no_numbers(model, source)
+@contextmanager
+def gemmi_errors(source: str, what: str) -> Iterator[None]:
+    """Turn gemmi's errors into a UserError: `source`, `what` is wrong, and gemmi's reason on one line."""
     try:
-        structure = gemmi.read_pdb_string(model.decode("latin-1"))
+        yield
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{source}: is not valid PDB ({reason}); fetch the file again") from None
+        raise UserError(f"{source}: {what} ({reason}); fetch the file again") from None
+
+
+def read(data: bytes, source: str) -> cif.Block:
+    """Return the first model of a PDB file as an mmCIF block with SEQRES, method, resolution and release date.
+
+    Errors: UserError for a file that gemmi cannot read, that was cut short, or with a position that is not a number.
+    """
+    last = data.rstrip(b"\n").rpartition(b"\n")[2]
+    if last.startswith((b"ATOM  ", b"HETATM")) and len(last.rstrip()) < 54:  # its coordinates end at column 54
+        raise UserError(f"{source}: ends in the middle of an atom, so it is cut short; fetch the file again")
+    if re.search(rb"^SEQRES", data, re.MULTILINE) and not re.search(rb"^END", data, re.MULTILINE):
+        raise UserError(
+            f"{source}: has SEQRES but no END, so it is cut short; fetch it again, or add END if it is whole"
+        )
+    model = data.partition(b"\nENDMDL")[0]
+    for line in model.split(b"\n"):
+        if line.startswith((b"ATOM  ", b"HETATM")):
+            try:  # gemmi would take a field of stars or blanks for 0
+                float(line[30:38]), float(line[38:46]), float(line[46:54])
+            except ValueError:
+                atom = line[6:27].decode("latin-1").strip()
+                raise UserError(
+                    f"{source}: atom {atom} has a position that is not a number; correct the file or leave the atom out"
+                ) from None
+    with gemmi_errors(source, "is not valid PDB"):
+        structure = gemmi.read_pdb_string(model.decode("latin-1"))
     structure.name = dict(structure.info.items()).get("_entry.id", "")
     block = _complete(structure, source)
     if structure.resolution > 0:
@@ -44,18 +66,15 @@ def read(data: bytes, source: str) -> cif.Block:
 
 
 def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
-    """An mmCIF block without `entity_poly_seq`, its sequences and places added from what the coordinates show.
+    """Return an mmCIF block without `entity_poly_seq`, with sequences and places added from what the coordinates show.
 
     The sequence starts with the first residue seen.  Between two residues that are not bonded, and whose numbers
-    (label_seq_id if the file has it, else the author's) leave a gap of at most 200, as many X stand, masked.
+    (label_seq_id if the file has it, else the author's) leave a gap of at most 200, as many X are put, masked.
 
     Errors: UserError for a block that gemmi cannot read.
     """
-    try:
+    with gemmi_errors(source, "is not valid mmCIF"):
         structure = gemmi.make_structure_from_block(block)
-    except (ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{source}: is not valid mmCIF ({reason}); fetch the file again") from None
     completed = _complete(structure, source)
     for category in (
         *("_exptl", "_refine", "_em_3d_reconstruction", "_reflns", "_pdbx_audit_revision_history"),
@@ -66,31 +85,8 @@ def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
     return completed
 
 
-def _refuse_cut(data: bytes, source: str) -> None:
-    last = data.rstrip(b"\n").rpartition(b"\n")[2]
-    if last.startswith((b"ATOM  ", b"HETATM")) and len(last.rstrip()) < 54:  # its coordinates end at column 54
-        raise UserError(f"{source}: ends in the middle of an atom, so it is cut short; fetch the file again")
-    if re.search(rb"^SEQRES", data, re.MULTILINE) and not re.search(rb"^END", data, re.MULTILINE):
-        raise UserError(
-            f"{source}: has SEQRES but no END, so it is cut short; fetch it again, or add END if it is whole"
-        )
-
-
-def _refuse_no_numbers(model: bytes, source: str) -> None:
-    """gemmi takes a field of stars or blanks for 0: refuse it here."""
-    for line in model.split(b"\n"):
-        if line.startswith((b"ATOM  ", b"HETATM")):
-            try:
-                float(line[30:38]), float(line[38:46]), float(line[46:54])
-            except ValueError:
-                atom = line[6:27].decode("latin-1").strip()
-                raise UserError(
-                    f"{source}: atom {atom} has a position that is no number; correct the file or leave the atom out"
-                ) from None
-
-
 def _release_date(data: bytes) -> str | None:
-    """The date of the first revision (REVDAT 1) as YYYY-MM-DD."""
+    """Return the date of the first revision (REVDAT 1) as YYYY-MM-DD."""
     months = b"JANFEBMARAPRMAYJUNJULAUGSEPOCTNOVDEC"
     found = re.search(rb"^REVDAT   1   (\d\d)-([A-Z]{3})-(\d\d)", data, re.MULTILINE)
     if found is None or months.find(found[2]) % 3 != 0:
@@ -100,7 +96,7 @@ def _release_date(data: bytes) -> str | None:
 
 
 def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
-    """The first model as mmCIF, every polymer residue with its place in the sequence."""
+    """Return the first model as mmCIF, every polymer residue with its place in the sequence."""
     if not len(structure) or not structure[0].count_atom_sites():
         raise UserError(f"{source}: has no atoms; give a file with coordinates")
     names = {residue.name for chain in structure[0] for residue in chain}
@@ -108,7 +104,11 @@ def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
         raise UserError(f"{source}: is damaged, a residue's name has a quote in it; fetch the file again")
     while len(structure) > 1:
         del structure[-1]
-    _name_chains(structure)
+    taken = {chain.name for chain in structure[0]}
+    for chain in structure[0]:  # old programs write chains without a name: they become A, or the next free letter
+        if not chain.name.strip():
+            chain.name = next(letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in taken)
+            taken.add(chain.name)
     structure.setup_entities()
     for chain in structure[0]:
         polymer = chain.get_polymer()
@@ -125,7 +125,7 @@ def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
             by_number = {str(residue.seqid): place for residue, place in zip(residues, places)}
             for residue in polymer:
                 residue.label_seq = by_number[str(residue.seqid)]
-    structure.assign_label_seq_id()  # by alignment, where the numbers did not tell
+    structure.assign_label_seq_id()  # by alignment, for chains whose numbers did not tell
     _name_mixtures(structure)
     return structure.make_mmcif_block()
 
@@ -149,18 +149,12 @@ def _name_mixtures(structure: gemmi.Structure) -> None:
         entity.full_sequence = sequence
 
 
-def _name_chains(structure: gemmi.Structure) -> None:
-    """Chains without a name, as old programs write them, become A (or the next free letter)."""
-    taken = {chain.name for chain in structure[0]}
-    for chain in structure[0]:
-        if not chain.name.strip():
-            chain.name = next(letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in taken)
-            taken.add(chain.name)
-
-
 def _places_by_number(residues: Sequence[gemmi.Residue], sequence: Sequence[str]) -> list[int] | None:
-    """Places from 1 if the author's numbers, all shifted alike, fit the sequence: no shift first, then the least."""
-    numbers = [_number(residue) for residue in residues]
+    """Return places from 1 if the author's numbers, all shifted alike, fit the sequence, else None.
+
+    No shift is tried first, then the smallest.
+    """
+    numbers = [residue.seqid.num or 0 for residue in residues]
     if any(residue.seqid.icode != " " for residue in residues):
         return None
     for shift in (0, *range(1 - min(numbers), len(sequence) - max(numbers) + 1)):
@@ -170,30 +164,24 @@ def _places_by_number(residues: Sequence[gemmi.Residue], sequence: Sequence[str]
     return None
 
 
-def _number(residue: gemmi.Residue) -> int:
-    return residue.seqid.num or 0
-
-
 def _derive_sequence(residues: Sequence[gemmi.Residue]) -> tuple[list[str], list[int]]:
-    """What the coordinates show of a sequence, X in its gaps, and the place from 1 of each residue."""
+    """Return what the coordinates show of a sequence, X in its gaps, and the place from 1 of each residue."""
     labels = [residue.label_seq for residue in residues]
-    numbers = [_number(r) if None in labels or label is None else label for r, label in zip(residues, labels)]
+    by_author = None in labels
+    numbers = [r.seqid.num or 0 if by_author or label is None else label for r, label in zip(residues, labels)]
     sequence, places = [residues[0].name], [1]
     for before, residue, jump in zip(residues, residues[1:], np.diff(numbers).tolist()):
-        if 1 < jump <= LONGEST_GAP + 1 and not _bonded(before, residue):
+        carbon, nitrogen = before.find_atom("C", "*"), residue.find_atom("N", "*")
+        bonded = carbon and nitrogen and carbon.pos.dist(nitrogen.pos) < BOND
+        if 1 < jump <= LONGEST_GAP + 1 and not bonded:
             sequence += ["UNK"] * (jump - 1)
         sequence.append(residue.name)
         places.append(len(sequence))
     return sequence, places
 
 
-def _bonded(before: gemmi.Residue, after: gemmi.Residue) -> bool:
-    carbon, nitrogen = before.find_atom("C", "*"), after.find_atom("N", "*")
-    return bool(carbon and nitrogen and carbon.pos.dist(nitrogen.pos) < BOND)
-
-
 def _give_sequence(structure: gemmi.Structure, polymer: gemmi.ResidueSpan, sequence: list[str]) -> None:
-    """An entity of its own for a chain: chains of one protein differ in what of it was seen."""
+    """Give a chain an entity of its own: in chains of one protein, different residues are seen."""
     subchain = polymer.subchain_id()
     for other in structure.entities:
         other.subchains = [name for name in other.subchains if name != subchain]

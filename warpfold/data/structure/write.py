@@ -1,4 +1,4 @@
-"""Structures out: mmCIF and PDB text of chains, read back by gemmi and by `data.structure.mmcif.read_structure` alike.
+"""Write structures: mmCIF and PDB text of chains, which gemmi and `read_structure` read back.
 
 Used for predictions (pLDDT in the B column and as ModelCIF's metric) and by the generator of sample proteins.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_TYPES, RESTYPE_3, RESTYPE_ORDER, UNKNOWN
 
@@ -26,7 +26,7 @@ def write_mmcif(
     release_date: str | None = None,
     predicted: bool = False,
 ) -> str:
-    """mmCIF text of `chains`: SEQRES, numbering, atoms, and what is known of the experiment.
+    """Return mmCIF text of `chains`: SEQRES, numbering, atoms, and what is known of the experiment.
 
     b_factors: per chain [N] or [N, 37]; 0 without.  With `predicted` they are pLDDT (0..100) and also written as
     ModelCIF's `ma_qa_metric`, the mean of each residue's atoms and of the whole model.  `release_date` is
@@ -51,10 +51,10 @@ def write_mmcif(
 
 
 def write_pdb(name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndarray] | None = None) -> str:
-    """PDB text of `chains`: TITLE, SEQRES, atoms.  b_factors as in `write_mmcif`.
+    """Return PDB text of `chains`: TITLE, SEQRES, atoms.  b_factors as in `write_mmcif`.
 
-    Errors: UserError where the format's columns cannot hold the structure (more than 62 chains or 99,999 atoms,
-    chain names of two letters, numbers past the columns): mmCIF can.
+    Errors: UserError if the format's columns cannot hold the structure (more than 62 chains or 99,999 atoms, chain
+    names of two letters, numbers too long for their columns): mmCIF can.
     """
     cure = "the PDB format cannot hold it; write mmCIF"
     bs = _checked_b_factors(chains, b_factors)
@@ -103,7 +103,7 @@ def _three_letters(letter: str) -> str:
 
 
 def _checked_b_factors(chains: Sequence[Chain], b_factors: Sequence[np.ndarray] | None) -> list[np.ndarray]:
-    """Per chain [N, 37]; raises ValueError for what would be written wrong rather than not at all."""
+    """Return B factors per chain, [N, 37]; raise ValueError for anything that could not be written correctly."""
     if b_factors is not None and len(b_factors) != len(chains):
         raise ValueError(f"{len(b_factors)} arrays of B factors for {len(chains)} chains")
     if len({chain.id for chain in chains}) != len(chains):
@@ -121,7 +121,7 @@ def _checked_b_factors(chains: Sequence[Chain], b_factors: Sequence[np.ndarray] 
 
 
 def _each_atom(chain: Chain, b: np.ndarray) -> Iterable[tuple[int, str, list[float], float]]:
-    """Residue index, atom name, position, B factor of every atom there is, in order."""
+    """Yield residue index, atom name, position and B factor of every atom that is there, in order."""
     residues, atoms = np.nonzero(chain.mask > 0)
     xyz = chain.positions[residues, atoms].astype(np.float64).tolist()
     names = [ATOM_TYPES[a] for a in atoms]
@@ -129,13 +129,13 @@ def _each_atom(chain: Chain, b: np.ndarray) -> Iterable[tuple[int, str, list[flo
 
 
 def _author_number(chain: Chain, i: int) -> tuple[int, str]:
-    """Number and insertion code of residue i: the author's, or its place in the sequence where there is none."""
+    """Return number and insertion code of residue i: the author's, or its place in the sequence if there is none."""
     found = re.fullmatch(r"(-?\d+)([A-Za-z]?)", chain.author_numbers[i])
     return (int(found[1]), found[2]) if found else (i + 1, "")
 
 
 def _letters(i: int) -> str:
-    """0, 1, ... -> A ... Z, AA, AB, ... as a spreadsheet names columns."""
+    """Return A ... Z, AA, AB, ... for 0, 1, ..., as spreadsheets name columns."""
     text = ""
     i += 1
     while i > 0:
@@ -145,19 +145,16 @@ def _letters(i: int) -> str:
 
 
 def _value(value: object) -> str:
-    """One CIF value, quoted where the syntax asks for it; None is '?'."""
+    """Return one CIF value, quoted if the syntax asks for it; '?' for None."""
     text = "?" if value is None else str(value)
-    if text and not re.search(r"[\s'\"]", text) and text[0] not in "_#$[];" and not _reserved(text):
+    reserved = re.match(r"data_|save_|(loop_|stop_|global_)\Z", text, re.IGNORECASE | re.ASCII)
+    if text and not re.search(r"[\s'\"]", text) and text[0] not in "_#$[];" and not reserved:
         return text
     quote = next((q for q in "'\"" if q not in text), None)
     if quote is None or "\n" in text:
         text = re.sub(r"[\s']", " ", text)
         quote = "'"
     return f"{quote}{text}{quote}"
-
-
-def _reserved(text: str) -> bool:
-    return text.lower().startswith(("data_", "save_")) or text.lower() in ("loop_", "stop_", "global_")
 
 
 def _items(category: str, items: Sequence[tuple[str, object]]) -> str:
@@ -170,7 +167,7 @@ def _loop(category: str, tags: str, rows: Iterable[Iterable[object]]) -> str:
 
 
 def _experiment(block: str, method: str | None, resolution: float | None, release_date: str | None) -> Iterable[str]:
-    """Method, resolution (where the method keeps it) and the date of the first release."""
+    """Yield method, resolution (in the category of the method) and the date of the first release."""
     if method is not None:
         yield _items("exptl", [("entry_id", block), ("method", method)])
     if resolution is not None and method is not None and "MICROSCOPY" in method.upper():
@@ -183,7 +180,7 @@ def _experiment(block: str, method: str | None, resolution: float | None, releas
 
 
 def _sequences(chains: Sequence[Chain], entities: dict[str, str], labels: Sequence[str]) -> Iterable[str]:
-    """Entities, their SEQRES, the chains that have them, and how the author numbers the residues."""
+    """Yield entities, their SEQRES, the chains that have them, and how the author numbers the residues."""
     yield _loop("entity", "id type", [(e, "polymer") for e in entities.values()])
     strands = {s: ",".join(c.id for c in chains if c.sequence == s) for s in entities}
     yield _loop(
@@ -234,7 +231,7 @@ def _atoms(chains: Sequence[Chain], bs: Sequence[np.ndarray], entities: dict[str
 
 
 def _confidence(chains: Sequence[Chain], bs: Sequence[np.ndarray], labels: Sequence[str]) -> Iterable[str]:
-    """pLDDT as ModelCIF has it (https://mmcif.wwpdb.org/dictionaries/mmcif_ma.dic), per residue and in the mean."""
+    """Yield pLDDT as ModelCIF has it (https://mmcif.wwpdb.org/dictionaries/mmcif_ma.dic), per residue and its mean."""
     local, values = [], []
     for chain, b, label in zip(chains, bs, labels):
         for i in np.flatnonzero(np.max(chain.mask, axis=1) > 0):

@@ -16,7 +16,7 @@ import numpy as np
 from warpfold import __version__
 from warpfold.data.formats.alignment import Alignment, decode
 from warpfold.data.formats.sequences import write_a3m
-from warpfold.data.structure.mmcif import Chain
+from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.data.synthetic.backbone import Floats, build, clashes, is_compact, with_o_and_cb
 from warpfold.data.synthetic.folds import FOLDS, Blueprint, draw_blueprint

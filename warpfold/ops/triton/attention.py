@@ -10,8 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
-from warpfold.ops.library.attention import empty_bias, empty_like, empty_lse, empty_out
-from warpfold.ops.triton import attention_backward, attention_forward, attention_tiles, pointwise
+from warpfold.ops.attention import empty_bias, empty_lse, empty_out
+from warpfold.ops.tensors import empty_like
+from warpfold.ops.triton import attention_backward as backward_kernels
+from warpfold.ops.triton import attention_forward as forward_kernels
+from warpfold.ops.triton import attention_tiles, pointwise
 from warpfold.ops.triton.launch import KERNELS, Kernel, Launch, launch, register
 
 SLABS = 16  # at most, of rows whose gradients of the bias are summed apart
@@ -48,17 +51,17 @@ _TILES_FP32 = _launches((32, 32, 4, 2), (32, 64, 8, 2), (32, 32, 8, 2))
 
 
 for _name, _function, _half, _fp32 in (
-    ("attention_forward", attention_forward.attention_forward, _ROWS, _ROWS_FP32),
-    ("attention_dq", attention_backward.attention_dq, _ROWS, _ROWS_FP32),
-    ("attention_dkdv", attention_backward.attention_dkdv, _KEYS, _KEYS_FP32),
-    ("attention_dbias", attention_backward.attention_dbias, _TILES, _TILES_FP32),
+    ("attention_forward", forward_kernels.attention_forward, _ROWS, _ROWS_FP32),
+    ("attention_dq", backward_kernels.attention_dq, _ROWS, _ROWS_FP32),
+    ("attention_dkdv", backward_kernels.attention_dkdv, _KEYS, _KEYS_FP32),
+    ("attention_dbias", backward_kernels.attention_dbias, _TILES, _TILES_FP32),
 ):
     register(Kernel(_name, _function, _half))
     register(Kernel(f"{_name}_fp32", _function, _fp32))
-register(Kernel("attention_slabs", attention_backward.attention_slabs, (Launch({"BLOCK": 1024}, 4, 1),)))
+register(Kernel("attention_slabs", backward_kernels.attention_slabs, (Launch({"BLOCK": 1024}, 4, 1),)))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """warpfold::attention."""
     out, lse = empty_out(q, v), empty_lse(q)
     if pointwise.serves(q, k, bias):
@@ -78,7 +81,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) 
     return out, lse
 
 
-def backward(
+def attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,

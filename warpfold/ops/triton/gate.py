@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from warpfold.ops.library.attention import empty_like
+from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton import gate_kernels, noise, tail_kernels
 from warpfold.ops.triton.launch import Kernel, launch
 from warpfold.ops.triton.positions import Positions, Tensors, channels_last, cuts, deliver, operand, walk
@@ -134,7 +134,7 @@ def _walk(inputs: Tensors, kept: _Kept, outputs: Tensors) -> tuple[Positions, Te
     return p, tuple(read), _Kept(at, kept.key, kept.offset, kept.draw, kept.dropped), written
 
 
-def tail(
+def gated_linear_residual(
     x: Tensor,
     o: Tensor,
     g: Tensor,
@@ -147,7 +147,7 @@ def tail(
     stream: int,
     rate: float,
 ) -> Tensor:
-    """warpfold::tail."""
+    """warpfold::gated_linear_residual."""
     c, inputs, out = x.shape[-1], o.shape[-1], empty_like(x)
     kept = _kept(x, factors, key, strides, offset, stream, rate)
     p, (x, o, g), kept, (y,) = _walk((x, channels_last(o), channels_last(g)), kept, (out,))
@@ -173,7 +173,7 @@ def tail(
     return out
 
 
-def tail_backward(
+def gated_linear_residual_backward(
     grad: Tensor,
     o: Tensor,
     g: Tensor,
@@ -186,7 +186,7 @@ def tail_backward(
     stream: int,
     rate: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """warpfold::tail_backward."""
+    """warpfold::gated_linear_residual_backward."""
     kept = _kept(grad, factors, key, strides, offset, stream, rate)
     grad, o, g = channels_last(grad), channels_last(o), channels_last(g)
     do, dg = _through_gate(grad, o, g, weight, kept)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.library.noise import scale
+from warpfold.ops.noise import kept_factor
 from warpfold.ops.triton.launch import Kernel, Launch, launch, register
 from warpfold.ops.triton.positions import offsets, positions
 
@@ -69,10 +69,11 @@ KEEP = register(
 def scalars(stream: int, rate: float, dtype: torch.dtype) -> tuple[int, float, float]:
     """word, rate and scale of a draw, as the kernels take them."""
     word = stream * 0x9E3779B9 & 0xFFFFFFFF
-    return word - 2**32 if word >= 2**31 else word, rate, scale(rate, dtype)  # a signed 32-bit number for any stream
+    signed = word - 2**32 if word >= 2**31 else word  # 32 bits, for any stream
+    return signed, rate, kept_factor(rate, dtype)
 
 
-def keep(
+def dropout_factors(
     key: Tensor,
     stream: int,
     rate: float,
@@ -81,7 +82,7 @@ def keep(
     offset: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """warpfold::keep."""
+    """warpfold::dropout_factors."""
     out = key.new_empty(shape, dtype=dtype)
     fill(out, key, offset, strides, scalars(stream, rate, dtype))
     return out

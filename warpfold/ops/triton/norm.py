@@ -9,8 +9,8 @@ the two want different sums (over outputs, over positions), and one program cann
 import triton
 from torch import Tensor
 
-from warpfold.ops.library.attention import empty_like
-from warpfold.ops.library.norm import empty_projected, empty_statistics
+from warpfold.ops.norm import empty_projected, empty_statistics
+from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton import norm_kernels, norm_linear_kernels
 from warpfold.ops.triton.launch import launch
 from warpfold.ops.triton.positions import channels_last, cuts, deliver, operand, power, walk

@@ -1,0 +1,233 @@
+"""The features of an example: they fit the table at any size, and the same draw is the same everywhere."""
+
+import dataclasses
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.examples import example, templates
+from warpfold.batch import FEATURES, to_tensors
+from warpfold.data.example.raw_example import from_sequence
+from warpfold.data.features.choose import SampleConfig, keyed_rng, select
+from warpfold.data.features.make import make_features, pad_features
+from warpfold.data.features.msa import msa_features
+from warpfold.geometry.residue import GAP
+
+ROOT = Path(__file__).parents[3]
+TRAIN = SampleConfig(crop=16, max_msa=8, max_extra=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(1, 40),
+    depth=st.integers(0, 50),
+    crop=st.integers(1, 60),
+    max_msa=st.integers(1, 30),
+    max_extra=st.integers(0, 30),
+    passes=st.integers(1, 3),
+    train=st.booleans(),
+    pad=st.booleans(),
+)
+def test_features_fit_the_table_for_any_size(
+    length: int, depth: int, crop: int, max_msa: int, max_extra: int, passes: int, train: bool, pad: bool
+) -> None:
+    raw = example(length, depth)
+    config = SampleConfig(crop=crop, max_msa=max_msa, max_extra=max_extra, pad=pad)
+    features = make_features(raw, config, 0, ("x", 3), passes, train)
+    batch = to_tensors(features)  # every axis agrees
+    residues = min(crop, length) if train else length
+    assert features["seq_mask"].sum() == residues
+    assert len(features["aatype"]) == (max(crop, residues) if pad and train else residues)
+    assert len(batch["msa_feat"]) == passes
+    assert all(np.isfinite(array).all() for array in features.values())
+    rows = int(features["msa_mask"][0, :, 0].sum())
+    extra = int(features["extra_msa_mask"][0, :, 0].sum())
+    assert 1 <= rows <= min(max_msa, len(raw.msa))
+    assert extra <= max_extra
+    assert rows + extra <= len(raw.msa)
+    if pad:
+        assert features["msa_mask"].shape[1] == max_msa
+        assert features["extra_msa_mask"].shape[1] == max(max_extra, 1)
+
+
+def test_the_query_is_the_first_centre_and_the_crop_is_one_window_everywhere() -> None:
+    raw = example()
+    features = make_features(raw, TRAIN, 1, ("x", 0), 2, train=True)
+    start = features["residue_index"][0]
+    np.testing.assert_array_equal(features["residue_index"], np.arange(start, start + 16))
+    window = raw.aatype[start : start + 16]
+    np.testing.assert_array_equal(features["aatype"], window)
+    for true_msa in features["true_msa"]:
+        np.testing.assert_array_equal(true_msa[0], window)
+        for row in true_msa:  # each is a row of the alignment
+            assert (raw.msa[:, start : start + 16] == row).all(1).any()
+    np.testing.assert_array_equal(features["all_atom_positions"], raw.positions[start : start + 16])
+    np.testing.assert_array_equal(features["target_feat"].argmax(-1) - 1, window)
+    assert not features["target_feat"][:, 0].any()
+
+
+def test_centres_and_extra_rows_share_nothing_and_use_all_there_is() -> None:
+    raw = example(depth=30)
+    config = SampleConfig(max_msa=10, max_extra=100, masked_fraction=0.0)
+    features = make_features(raw, config, 0, ("x",))
+    rows = np.concatenate([features["true_msa"][0], features["extra_msa"][0]])
+    np.testing.assert_array_equal(np.unique(rows, axis=0), np.unique(raw.msa, axis=0))
+    assert len(rows) == len(raw.msa)
+
+
+MSA_FEATURES = [name for name in FEATURES if "msa" in name or name.startswith(("bert", "extra"))]
+
+
+@pytest.mark.parametrize("max_msa", [1, 8, 100])
+def test_clusters_are_those_of_the_whole_chain_then_cropped(max_msa: int) -> None:
+    raw = dataclasses.replace(example(length=60, depth=80), profile=example(length=60, seed=1).profile)
+    config = dataclasses.replace(TRAIN, max_msa=max_msa)
+    whole = make_features(raw, dataclasses.replace(config, crop=None), 0, ("x", 0), 2, train=True)
+    crop = make_features(raw, config, 0, ("x", 0), 2, train=True)
+    start = crop["residue_index"][0]
+    assert len(crop["residue_index"]) == 16
+    for name in MSA_FEATURES:  # rows, masks, clusters and profiles: one draw, bit for bit
+        np.testing.assert_array_equal(crop[name], whole[name][:, :, start : start + 16], err_msg=name)
+
+
+def test_clusters_of_the_crop_alone_are_those_of_a_chain_that_ends_there() -> None:
+    raw = example(length=60, depth=80)
+    config = dataclasses.replace(TRAIN, clustering="crop")
+    crop = make_features(raw, config, 0, ("x", 0), 2, train=True)
+    start = crop["residue_index"][0]
+    chosen = select(60, raw.depth, config, 0, ("x", 0), train=True)
+    alone = msa_features(raw.take(start, start + 16, chosen.rows), config, 0, ("x", 0), 2)
+    for name in MSA_FEATURES:
+        np.testing.assert_array_equal(crop[name], alone[name], err_msg=name)
+    chain = make_features(raw, TRAIN, 0, ("x", 0), 2, train=True)
+    np.testing.assert_array_equal(crop["true_msa"], chain["true_msa"])  # the same rows
+    assert not np.array_equal(crop["msa_feat"], chain["msa_feat"])
+
+
+def test_a_row_without_residues_in_the_crop_joins_the_cluster_that_it_has_elsewhere() -> None:
+    raw = example(length=6, depth=3)
+    raw.msa[1:] = GAP
+    raw.msa[1, 5] = raw.msa[0, 5]  # agrees with the query, outside the crop
+    config = SampleConfig(crop=3, max_msa=1, masked_fraction=0.0, block_fraction=0.0)
+    steps = (make_features(raw, config, 0, ("x", step), train=True) for step in range(20))
+    features = next(found for found in steps if found["residue_index"][-1] < 5)
+    np.testing.assert_allclose(features["msa_feat"][0, 0, :, 25 + GAP], 0.5, rtol=1e-6)  # the query and row 1
+
+
+def test_a_row_without_residues_in_the_crop_joins_no_cluster_of_the_crop_alone() -> None:
+    raw = example(length=6, depth=3)
+    raw.msa[1:] = GAP
+    raw.msa[1, 5] = 3  # row 1 has a residue outside the crop only, row 2 is one of gaps
+    config = SampleConfig(crop=3, max_msa=1, masked_fraction=0.0, block_fraction=0.0, clustering="crop")
+    for step in range(20):
+        features = make_features(raw, config, 0, ("x", step), train=True)
+        if features["residue_index"][-1] < 5:
+            assert features["msa_feat"][0, 0, :, 25 + GAP].max() == 0  # the query has no gaps
+            assert features["extra_msa"].shape[1] == len(raw.msa) - 1
+            return
+    pytest.fail("no crop without the last residue in 20 draws")
+
+
+def test_passes_differ_and_the_first_ones_do_not_depend_on_how_many_there_are() -> None:
+    raw = example()
+    four = make_features(raw, TRAIN, 0, ("x", 0), 4, train=True)
+    two = make_features(raw, TRAIN, 0, ("x", 0), 2, train=True)
+    assert not np.array_equal(four["msa_feat"][0], four["msa_feat"][1])
+    for name in ("msa_feat", "extra_msa", "bert_mask"):
+        np.testing.assert_array_equal(four[name][:2], two[name])
+    np.testing.assert_array_equal(four["aatype"], two["aatype"])
+    once = make_features(raw, dataclasses.replace(TRAIN, resample_msa=False), 0, ("x", 0), 4, train=True)
+    np.testing.assert_array_equal(once["msa_feat"], four["msa_feat"][:1])
+
+
+def test_one_purpose_does_not_shift_another() -> None:
+    raw = example()
+    a = make_features(raw, TRAIN, 0, ("x", 0), train=True)
+    b = make_features(raw, dataclasses.replace(TRAIN, max_extra=3, masked_fraction=0.5), 0, ("x", 0), train=True)
+    np.testing.assert_array_equal(a["true_msa"], b["true_msa"])
+    np.testing.assert_array_equal(a["residue_index"], b["residue_index"])
+
+
+def test_keys_and_seeds_give_other_samples() -> None:
+    raw = example()
+    sums = {
+        make_features(raw, TRAIN, seed, (name, step), train=True)["msa_feat"].tobytes()
+        for seed, name, step in [(0, "x", 0), (1, "x", 0), (0, "y", 0), (0, "x", 1)]
+    }
+    assert len(sums) == 4
+    assert keyed_rng(0, "a", "b").random() != keyed_rng(0, "ab").random()
+    assert keyed_rng(0, 1).random() != keyed_rng(0, "1").random()
+    assert keyed_rng(0, np.int64(7)).random() == keyed_rng(0, 7).random()
+
+
+def test_another_process_and_another_thread_make_the_same() -> None:
+    code = "from tests.data.features.test_make import digest; print(digest())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    with ThreadPoolExecutor(2) as pool:
+        digests = list(pool.map(lambda _: digest(), range(4)))
+    assert {out.stdout.strip(), *digests} == {digest()}
+
+
+def digest() -> str:
+    """One number for all features of one draw."""
+    import hashlib
+
+    features = make_features(example(), TRAIN, 5, ("x", 9), 2, train=True)
+    return hashlib.sha256(b"".join(features[name].tobytes() for name in sorted(features))).hexdigest()
+
+
+def test_padding_adds_masked_zeros_and_changes_nothing_else() -> None:
+    raw = example(length=10, depth=5)
+    plain = make_features(raw, TRAIN, 0, ("x", 0), train=True)
+    padded = make_features(raw, dataclasses.replace(TRAIN, pad=True), 0, ("x", 0), train=True)
+    assert padded["msa_feat"].shape == (1, 8, 16, 49)
+    for name, array in plain.items():
+        inside = tuple(slice(size) for size in array.shape)
+        np.testing.assert_array_equal(padded[name][inside], array)
+        assert np.count_nonzero(padded[name]) == np.count_nonzero(array)
+    assert pad_features(plain, {}) == plain
+
+
+def test_without_coordinates_there_are_no_labels() -> None:
+    features = make_features(example(labels=False), SampleConfig(), 0, ("x",))
+    assert "all_atom_positions" not in features
+    assert "atom14_atom_exists" in features
+
+
+def test_an_empty_extra_msa_is_masked_or_the_query():
+    raw = from_sequence("MKVLAAGH", [], "one")
+    masked = make_features(raw, SampleConfig(), 0, ("a",))
+    query = make_features(raw, SampleConfig(empty_extra="query"), 0, ("a",))
+    assert masked["extra_msa_mask"].shape == query["extra_msa_mask"].shape == (1, 1, 8)
+    assert not masked["extra_msa_mask"].any()
+    assert query["extra_msa_mask"].all()
+    assert np.array_equal(query["extra_msa"][0, 0], raw.msa[0])
+
+
+def test_templates_are_drawn_in_training_and_the_best_ones_at_inference() -> None:
+    raw = dataclasses.replace(example(), templates=templates(7, 40))
+    features = make_features(raw, SampleConfig(), 0, ("x",))
+    np.testing.assert_array_equal(features["template_aatype"], raw.templates.aatype[:4])
+    assert features["template_all_atom_positions"].shape == (4, 40, 37, 3)
+    drawn = [make_features(raw, TRAIN, 0, ("x", step), train=True) for step in range(12)]
+    assert len({len(features["template_mask"]) for features in drawn}) > 2
+    start = drawn[0]["residue_index"][0]
+    windows = raw.templates.aatype[:, start : start + 16]
+    assert all((windows == row).all(1).any() for row in drawn[0]["template_aatype"])
+    none = make_features(raw, dataclasses.replace(TRAIN, max_templates=0), 0, ("x", 0), train=True)
+    assert none["template_aatype"].shape == (0, 16)
+
+
+def test_arrays_are_no_wider_than_the_table_says_and_become_what_it_says() -> None:
+    raw = dataclasses.replace(example(), templates=templates(2, 40))
+    features = make_features(raw, SampleConfig(), 0, ("x",))
+    assert all(array.itemsize <= np.dtype(FEATURES[name].dtype).itemsize for name, array in features.items())
+    for name, tensor in to_tensors(features).items():
+        assert str(tensor.dtype) == f"torch.{FEATURES[name].dtype}"
+        np.testing.assert_array_equal(tensor.numpy(), features[name])

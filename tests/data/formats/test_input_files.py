@@ -1,0 +1,232 @@
+"""What pack reads: folders of every layout, alignment databases, and queries that are found without the rest."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.pack_inputs import ONE, TWO, alignment, chain, structure
+from warpfold.data.formats import input_files as sources
+from warpfold.data.formats.alignment import decode
+from warpfold.data.formats.input_files import ALIGNMENTS, STRUCTURES, InputFile, find, read_query, stacked
+from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.pack.pack import find_inputs, pack
+from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import read_example
+from warpfold.errors import UserError
+
+REAL = Path(__file__).parents[4] / "shared/realdata"
+
+
+def test_files_are_found_by_their_endings_and_named_below_what_was_given(tmp_path: Path) -> None:
+    for name in ("a/1.cif", "a/b/2.CIF.gz", "a/3.txt", "4.pdb", "a/x.index"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "linked").symlink_to(tmp_path / "a/b")
+    (tmp_path / "a/b/loop").symlink_to(tmp_path / "a")
+    assert [one.name for one in find([tmp_path / "a"], STRUCTURES, "structures")] == ["a/1.cif", "a/b/2.CIF.gz"]
+    assert find([tmp_path / "linked"], STRUCTURES, "structures")[0].name == "linked/2.CIF.gz"
+    named = find([tmp_path / "a/3.txt", tmp_path / "a", tmp_path / "a/1.cif"], STRUCTURES, "structures")
+    assert [one.name for one in named] == ["a/1.cif", "a/3.txt", "a/b/2.CIF.gz"]  # each once; what is named is taken
+    (tmp_path / "c/a").mkdir(parents=True)
+    (tmp_path / "c/a/1.cif").touch()
+    both = find([tmp_path / "a", tmp_path / "c/a"], STRUCTURES, "structures")
+    assert len({one.name for one in both}) == len(both) == 3
+    with pytest.raises(UserError, match="nowhere: no such file"):
+        find([tmp_path / "nowhere"], STRUCTURES, "structures")
+    with pytest.raises(UserError, match="no alignments found; files end in"):
+        find([tmp_path / "c"], ALIGNMENTS, "alignments")
+
+
+def test_names_that_a_source_may_be_called_by() -> None:
+    def bears(path: str) -> set[str]:
+        return InputFile(path, Path(path)).bears
+
+    assert bears("/x/1ABC_A/a3m/uniref90_hits.a3m") == {"1abc_a", "uniref90_hits"}
+    assert bears("/x/1abc_A/bfd.a3m.gz") == {"1abc_a", "bfd"}
+    assert bears("/x/msas/1abc_A.a3m") == {"msas", "1abc_a"}
+    assert InputFile("n", Path("/x/db.index"), chain="1abc_A", member="bfd.a3m").bears == {"1abc_a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hits"),
+    [
+        *((name, True) for name in ("pdb70_hits.hhr", "hmm_output.sto", "pdb_hits.sto", "x.hhr.gz", "templates.sto")),
+        ("1abc_A_hmmsearch.a3m.gz", True),
+        *((name, False) for name in ("uniref90_hits.a3m", "mgnify_hits.sto", "bfd_uniclust_hits.a3m", "pdb1abc.a3m")),
+    ],
+)
+def test_files_of_hits_are_known_by_their_names(name: str, hits: bool) -> None:
+    assert InputFile(name, Path("/x") / name).is_hits is hits
+
+
+def _stockholm(rows: list[tuple[str, str]], width: int) -> str:
+    blocks = []
+    for start in range(0, len(rows[0][1]), width):
+        lines = [f"{name:12s} {row[start : start + width]}" for name, row in rows]
+        blocks.append("\n".join([*lines, f"#=GC RF      {'x' * len(rows[0][1][start : start + width])}"]))
+    return "# STOCKHOLM 1.0\n#=GF ID x\n\n" + "\n\n".join(blocks) + "\n//\n"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("uniref90_hits.a3m", "bfd_uniclust_hits.a3m", "mgnify_hits.a3m", "a_hits.a3m"),  # OpenProteinSet
+        ("uniref90_hits.sto", "bfd_uniref_hits.a3m", "mgnify_hits.sto", "uniprot_hits.sto"),  # AlphaFold2
+        ("uniref90_hits.sto", "small_bfd_hits.sto", "mgy_clusters_hits.sto"),
+        ("UniRef90.a3m.gz", "BFD.a3m.gz", "MGnify.a3m.gz", "1bfd_A.a3m", "2mgy.a3m"),  # entries, not databases
+        ("bfd.mgnify30.metaeuk30.smag30.a3m", "uniref30.a3m"),  # ColabFold's: one place, by name
+    ],
+)
+def test_alignments_are_stacked_as_officially_where_their_names_tell(tmp_path: Path, names: tuple[str, ...]) -> None:
+    found = [InputFile(f"msas/1one_A/{name}", tmp_path / name) for name in sorted(names, reverse=True)]
+    assert [one.file for one in stacked(found)] == list(names)
+
+
+def test_a_store_has_the_rows_in_that_order(tmp_path: Path) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    rows = {"uniref90_hits": "A" + ONE[1:], "bfd_uniclust_hits": "C" + ONE[1:], "mgnify_hits": "D" + ONE[1:]}
+    for name, row in [*rows.items(), ("another", "E" + ONE[1:])]:
+        alignment(tmp_path / f"m/1one_A/{name}.a3m", ONE, row)
+    pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "o")
+    raw = read_example(Store(tmp_path / "o"), "1one_A")
+    assert [source.rpartition("/")[2] for source in raw.sources] == [f"{name}.a3m" for name in (*rows, "another")]
+    assert decode(raw.msa[:, 0]) == ONE[0] + "ACDE"
+
+
+def test_the_query_is_what_reading_the_whole_gives(tmp_path: Path) -> None:
+    deep = "".join(f">{i}\n{ONE[:10]}acd{ONE[10:]}\n" for i in range(9000))
+    texts = {
+        "plain.a3m": f">q\n{ONE}\n{deep}",
+        "windows.a3m": f">q\r\n{ONE}\r\n>r\r\n{ONE}\r\n",
+        "annotated.a3m": f">ss_pred\n{'H' * 30}\n>ss_conf\n{'9' * 30}\n>q\n{ONE}\n{deep}",
+        "wrapped.a3m": f"#comment\n>q\n{ONE[:12]}\n{ONE[12:]}\n{deep}",
+        "gapped.afa": f">q\n{ONE[:12]}--{ONE[12:]}\n>r\n{'A' * 32}\n",
+        "rows.aln": "\n".join([ONE] * 3000),
+        "one.sto": _stockholm([("q/1-30", ONE), ("r", ONE)], 30),
+        "interleaved.sto": _stockholm([("q", ONE), *((f"r{i}", TWO) for i in range(20))], 7),
+    }
+    for name, text in texts.items():
+        for ending in ("", ".gz"):
+            path = tmp_path / (name + ending)
+            path.write_bytes(gzip.compress(text.encode()) if ending else text.encode())
+            assert read_query(InputFile(name, path)) == ONE, path
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 3000), st.booleans(), st.booleans())
+def test_any_a3m_s_query(
+    tmp_path_factory: pytest.TempPathFactory, depth: int, length: int, zip: bool, end: bool
+) -> None:
+    letters = np.random.default_rng(depth).choice(list("ACDEFGHIKLMNPQRSTVWY"), (depth, length))
+    rows = ["".join(row) for row in letters]
+    text = "\n".join(f">{i}\n{row}" for i, row in enumerate(rows)) + "\n" * end
+    path = tmp_path_factory.mktemp("a") / "x.a3m"
+    path.write_bytes(gzip.compress(text.encode()) if zip else text.encode())
+    assert read_query(InputFile("x", path)) == rows[0]
+
+
+def test_the_rest_of_a_deep_alignment_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "deep.a3m"
+    good = f">q\n{ONE}\n" + f">r\n{ONE}\n" * 10_000
+    path.write_bytes(good.encode() + b"\xff not text")
+    assert read_query(InputFile("deep", path)) == ONE
+    with pytest.raises(UserError):
+        read_alignment(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n\n", b"\x1f\x8b\x08cut", gzip.compress(b">q\nACD\n", mtime=0)[:-9], b"\xff\xfe>q\n"]
+)
+def test_what_holds_no_query_is_one_line_with_the_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.a3m").write_bytes(content)
+    with pytest.raises(UserError, match=r"^m/x\.a3m: ") as caught:
+        read_query(InputFile("m/x.a3m", tmp_path / "x.a3m"))
+    assert str(tmp_path) not in str(caught.value)
+    with pytest.raises(UserError, match=r"^m/y\.a3m: no such file"):
+        read_query(InputFile("m/y.a3m", tmp_path / "y.a3m"))
+
+
+def test_real_queries() -> None:
+    if not REAL.exists():
+        pytest.skip("no real data beside the repository")
+    for source in find([REAL / "msas"], ALIGNMENTS, "alignments"):
+        try:
+            query = read_alignment(source.path).query
+        except UserError:
+            continue
+        assert read_query(source) == query, source.name
+
+
+def _database(folder: Path, members: dict[str, dict[str, bytes]]) -> Path:
+    """An alignment database of one shard."""
+    data, index = b"", {}
+    for owner, files in members.items():
+        listed = []
+        for name, content in files.items():
+            listed.append([name, len(data), len(content)])
+            data += content
+        index[owner] = {"db": "db_0.db", "files": listed}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "db_0.db").write_bytes(data)
+    (folder / "super.index").write_text(json.dumps(index))
+    return folder
+
+
+def test_openproteinset_and_databases_give_what_plain_folders_give(tmp_path: Path) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE), chain("B", ONE))
+    structure(tmp_path / "s/1two.cif", chain("A", TWO))
+    rows = {"1one_A": (ONE, ONE[::-1]), "1two_A": (TWO, TWO[::-1])}
+    for owner, (query, other) in rows.items():
+        alignment(tmp_path / f"flat/{owner}/bfd.a3m", query, other)
+        alignment(tmp_path / f"set/{owner}/a3m/bfd.a3m", query, other)
+        (tmp_path / f"set/{owner}/hhr").mkdir()
+        (tmp_path / f"set/{owner}/hhr/pdb70_hits.hhr").write_text("Query q\n\n No Hit\n")
+        (tmp_path / f"flat/{owner}/hmm_output.sto").write_text("# STOCKHOLM 1.0\n//\n")
+    files = {owner: {"bfd.a3m": (tmp_path / f"flat/{owner}/bfd.a3m").read_bytes(), "x.hhr": b"x"} for owner in rows}
+    _database(tmp_path / "db", files)
+    depths = {}
+    for name in ("flat", "set", "db"):
+        report = pack([tmp_path / "s"], [tmp_path / name], tmp_path / f"{name}.store")
+        assert report.unused == {}
+        assert len(report.unused_hits) == 2
+        assert all("--hits" in why for why in report.unused_hits.values())
+        depths[name] = Store(tmp_path / f"{name}.store").column("depth")
+    assert depths == {"flat": [2, 2, 2], "set": [2, 2, 2], "db": [2, 2, 2]}
+    inputs = find_inputs([tmp_path / "s"], [tmp_path / "set"], [tmp_path / "set"])
+    assert len(inputs.alignments) == len(inputs.hits) == 2
+    assert inputs.unrequested == []
+
+
+def test_a_damaged_database(tmp_path: Path) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    structure(tmp_path / "s/1two.cif", chain("A", TWO))
+    text = {name: f">q\n{query}\n".encode() for name, query in (("1one_A", ONE), ("1two_A", TWO))}
+    folder = _database(tmp_path / "db", {name: {"bfd.a3m": data} for name, data in text.items()})
+    shard = folder / "db_0.db"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    report = pack([tmp_path / "s"], [folder], tmp_path / "store")
+    assert {entry.name: len(entry.alignments) for entry in report.kept} == {"1one_A": 1, "1two_A": 0}
+    ((name, reason),) = report.unused.items()
+    assert name == "db/super.index:1two_A/bfd.a3m"
+    assert "cut short" in reason
+    (folder / "super.index").write_text("{")
+    with pytest.raises(UserError, match=r"super\.index: damaged"):
+        find([folder], ALIGNMENTS, "alignments")
+
+
+def test_two_indices_of_one_database_name_each_member_once(tmp_path: Path) -> None:
+    folder = _database(tmp_path / "db", {"1one_A": {"bfd.a3m": f">q\n{ONE}\n".encode()}})
+    (folder / "db_0.index").write_text(json.dumps({"1one_A": [["bfd.a3m", 0, 34]]}))
+    assert len(find([folder], ALIGNMENTS, "alignments")) == 1
+
+
+def test_the_fingerprint_sees_names_sizes_and_times(tmp_path: Path) -> None:
+    one = InputFile("a", Path("/a"), 1, 2)
+    others = [InputFile("b", Path("/a"), 1, 2), InputFile("a", Path("/a"), 2, 2), InputFile("a", Path("/a"), 1, 3)]
+    assert len({sources.digest([source]) for source in (one, *others)}) == 4
+    assert sources.digest([one]) == sources.digest([InputFile("a", Path("/elsewhere"), 1, 2)])

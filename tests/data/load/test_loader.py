@@ -1,0 +1,271 @@
+"""The loader: what comes is a function of the seed alone; who makes it, and when, changes the order within a window."""
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.puppets import Puppet, Stillborn
+from warpfold.data.example.raw_example import from_sequence
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.load.loader import Loader, Maker, Quarantine, Sample
+from warpfold.data.load.schedule import Draw, Order, Schedule, Source, State
+from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.data.store.stored_example import example_arrays, example_notes
+from warpfold.errors import UserError
+from warpfold.geometry.residue import RESTYPES
+
+CONFIG = SampleConfig(crop=8, max_msa=2)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    path = tmp_path_factory.mktemp("loader") / "store"
+    with StoreWriter(path) as writer:
+        for i in range(7):
+            raw = from_sequence(RESTYPES[i:] * (40 if i == 0 else 1), name=f"e{i}")
+            meta = {"length": len(raw.aatype), "depth": 1, "cluster": str(i // 2)}
+            writer.add(raw.name, pack_record(example_arrays(raw), example_notes(raw)), meta)
+        writer.finish()
+    return Store(path)
+
+
+SCHEDULE = ("start", "per_rank", "rank", "ranks", "cost", "replay")
+
+
+def loader(store: Store, make: Any = None, steps: int = 10, quarantine: Quarantine | None = None, **more: Any) -> Any:
+    schedule = {name: more.pop(name) for name in SCHEDULE if name in more}
+    return Loader(
+        Order([Source(store)], seed=3),
+        make or Maker((store,), CONFIG, 3),
+        Schedule(schedule.pop("start", State()), steps, **schedule),
+        quarantine or Quarantine(0),
+        **more,
+    )
+
+
+def take(store: Store, make: Any = None, **more: Any) -> list[Sample]:
+    with loader(store, make, **more) as examples:
+        return list(examples)
+
+
+def indices(samples: Sequence[Sample]) -> list[int]:
+    return [sample.index for sample in samples]
+
+
+def assert_equal(a: Sample, b: Sample) -> None:
+    assert (a.index, a.name) == (b.index, b.name)
+    assert a.features.keys() == b.features.keys()
+    for name in a.features:
+        assert a.features[name].dtype == b.features[name].dtype, name
+        assert torch.equal(a.features[name], b.features[name]), name
+
+
+def alternate(step: int) -> int:
+    return 1 + step % 2
+
+
+def test_workers_deliver_the_same_and_a_run_may_begin_anywhere(store: Store) -> None:
+    here = take(store, steps=20, passes=alternate)
+    ahead = take(store, steps=20, passes=alternate, workers=2)
+    resumed = take(store, steps=7, passes=alternate, start=State(12), workers=1)
+    for a, b in zip(here, ahead, strict=True):
+        assert_equal(a, b)
+    for a, b in zip(here[12:19], resumed, strict=True):
+        assert_equal(a, b)
+    assert [len(sample.features["msa_feat"]) for sample in here[:3]] == [1, 2, 1]
+
+
+def test_an_example_is_drawn_anew_in_every_epoch(store: Store) -> None:
+    long = take(store, Maker((store,), SampleConfig(crop=8), 0), steps=70)
+    starts = {int(sample.features["residue_index"][0]) for sample in long if sample.name == "e0"}
+    assert len(starts) > 5
+
+
+def test_epochs_follow_each_other_without_a_gap(store: Store, tmp_path: Path) -> None:
+    puppet = Puppet(tmp_path, waits=(8,))
+    with loader(store, puppet, steps=14, workers=2, ahead=4) as examples:
+        for _ in range(3):
+            next(examples)
+        wait_for(lambda: (tmp_path / "begun-8").exists())  # of the next epoch, made in the middle of this one
+        before = set(examples.workers.processes() if examples.workers else [])
+        puppet.go(8)
+        assert indices(list(examples)) == list(range(3, 14))
+        assert set(examples.workers.processes() if examples.workers else []) == before
+
+
+def wait_for(condition: Any, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+
+
+def test_ready_examples_pass_a_slow_one_but_not_for_ever(store: Store, tmp_path: Path) -> None:
+    puppet = Puppet(tmp_path, waits=(1, 2))
+    log: list[Draw] = []
+    with loader(store, puppet, workers=2, ahead=5, window=3, used=log.append) as examples:
+        first = [next(examples).index]
+        puppet.go(1)  # held back until now: two workers may finish 0 and 1 in either order
+        first += [next(examples).index for _ in range(4)]
+        assert first == [0, 1, 3, 4, 5]  # 6 is ready too, but four places behind
+        assert examples.exchanged() == ([2], [5])
+        assert examples.state() == State(2, (3, 4, 5))
+        wait_for(lambda: puppet.begun() == 10)
+        puppet.go(2)
+        assert indices(list(examples)) == [2, 6, 7, 8, 9]
+        assert examples.state() == State(10)
+    assert [draw.number for draw in log] == [0, 1, 3, 4, 5, 2, 6, 7, 8, 9]
+
+
+def test_without_a_window_a_slow_example_is_waited_for(store: Store, tmp_path: Path) -> None:
+    puppet = Puppet(tmp_path, waits=(2,))
+    with loader(store, puppet, workers=2, ahead=5) as examples:
+        assert [next(examples).index for _ in range(2)] == [0, 1]
+        wait_for(lambda: puppet.begun() >= 8)
+        puppet.go(2)
+        assert indices(list(examples)) == list(range(2, 10))
+
+
+def test_only_examples_with_equally_many_passes_change_places(store: Store, tmp_path: Path) -> None:
+    puppet = Puppet(tmp_path, waits=(2,))
+    with loader(store, puppet, workers=2, ahead=5, window=4, passes=alternate) as examples:
+        got = [next(examples) for _ in range(6)]
+        wait_for(lambda: puppet.begun() == 10)
+        puppet.go(2)
+        got += list(examples)
+    assert indices(got) == [0, 1, 4, 3, 6, 5, 2, 7, 8, 9]
+    assert [len(sample.features["msa_mask"]) for sample in got] == [1, 2] * 5
+
+
+def test_an_order_is_followed_and_what_it_leaves_comes_after(store: Store, tmp_path: Path) -> None:
+    puppet = Puppet(tmp_path, waits=(5,))
+    log = [Draw(3), Draw(5), Draw(0), Draw(1)]
+    with loader(store, puppet, workers=2, window=5, per_rank=2, steps=5, replay=[log]) as examples:
+        first = next(examples)
+        puppet.go(5)  # not passed by, however slow
+        got = indices([first, *examples])
+    assert got[:4] == [3, 5, 0, 1]
+    assert sorted(got[4:]) == [2, 4, 6, 7, 8, 9]
+
+
+def test_no_more_is_made_ahead_than_was_allowed(store: Store, tmp_path: Path) -> None:
+    puppet = Puppet(tmp_path)
+    with loader(store, puppet, steps=50, workers=2, ahead=3) as examples:
+        wait_for(lambda: puppet.begun() == 6)
+        next(examples)
+        wait_for(lambda: puppet.begun() == 7)
+        time.sleep(0.3)
+        assert puppet.begun() == 7
+
+
+def test_large_arrays_need_no_shared_memory(store: Store, tmp_path: Path) -> None:
+    with loader(store, Puppet(tmp_path, size=3_000_000), steps=3, workers=1) as examples:
+        assert examples.workers is not None
+        for sample in examples:
+            assert sample.features["msa_mask"].shape == (1, 3, 3_000_000)
+            assert int(sample.features["aatype"][-1]) == sample.index
+            assert float(sample.features["resolution"]) == sample.index / 2
+            maps = [Path(f"/proc/{pid}/maps") for pid in (*examples.workers.processes(), "self")]
+            assert not any("/dev/shm" in path.read_text() for path in maps if path.exists())
+
+
+def asides(limit: int = 2, known: Sequence[str] = ()) -> tuple[Quarantine, list[tuple[str, int, str]]]:
+    told: list[tuple[str, int, str]] = []
+    return Quarantine(limit, known, lambda *about: told.append(about)), told
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_entry_that_cannot_be_used_is_replaced_and_named(store: Store, tmp_path: Path, workers: int) -> None:
+    quarantine, told = asides()
+    puppet = Puppet(tmp_path, refuses=("e3",), starves=("e5",))
+    samples = take(store, puppet, steps=21, workers=workers, quarantine=quarantine)
+    assert indices(samples) == list(range(21))
+    assert not {"e3", "e5"} & {sample.name for sample in samples}
+    order = Order([Source(store)], seed=3)
+    kept = [i for i in range(21) if order.name(order.entry(i)) not in ("e3", "e5")]
+    assert [samples[i].name for i in kept] == [order.name(order.entry(i)) for i in kept]
+    assert {(name, reason) for name, _, reason in told} == {("e3", "e3: damaged"), ("e5", "too little memory")}
+    again = take(store, puppet, steps=21, workers=2 - workers, quarantine=asides(known=("e5", "e3"))[0])
+    assert [sample.name for sample in again] == [sample.name for sample in samples]
+
+
+def test_a_worker_that_dies_is_replaced_and_its_example_made_again(store: Store, tmp_path: Path) -> None:
+    quarantine, told = asides()
+    samples = take(store, Puppet(tmp_path, kills_once=("e1", "e4")), workers=2, quarantine=quarantine)
+    assert (tmp_path / "killed-e1").exists()
+    assert (tmp_path / "killed-e4").exists()
+    assert [sample.name for sample in samples] == [s.name for s in take(store, Puppet(tmp_path))]
+    assert not told
+
+
+def test_what_kills_two_workers_is_set_aside(store: Store, tmp_path: Path) -> None:
+    quarantine, told = asides()
+    samples = take(store, Puppet(tmp_path, kills=("e1",)), steps=14, workers=2, quarantine=quarantine)
+    assert indices(samples) == list(range(14))
+    assert "e1" not in {sample.name for sample in samples}
+    [(name, _, reason)] = told
+    assert name == "e1"
+    assert reason == "the process that made it was killed by SIGKILL (too little memory?), twice"
+
+
+def test_workers_that_cannot_start_end_the_run(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"each loader process was killed by SIGKILL .* when it started"):
+        take(store, Stillborn(signal.SIGKILL), workers=2)
+    with pytest.raises(RuntimeError, match="could not start"):
+        take(store, Stillborn(None), workers=2)
+
+
+def test_too_many_end_the_run(store: Store, tmp_path: Path) -> None:
+    for workers in (0, 1):
+        with pytest.raises(UserError, match=r"cannot be used: 2, the last one e\d: e\d: damaged; more than 1"):
+            take(store, Puppet(tmp_path, refuses=("e1", "e2")), workers=workers, quarantine=asides(limit=1)[0])
+        with pytest.raises(UserError, match="none of its entries can be used"):
+            take(store, Puppet(tmp_path, refuses=tuple(store.keys)), workers=workers, quarantine=asides(limit=7)[0])
+
+
+def test_a_bug_is_not_a_damaged_entry(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)a loader process failed:.*puppets.*KeyError: 'e1'"):
+        take(store, Puppet(tmp_path, fails=("e1",)), workers=1)
+    with pytest.raises(KeyError):
+        take(store, Puppet(tmp_path, fails=("e1",)))
+
+
+def test_damage_is_found_where_it_lies(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "damaged"
+    path.mkdir()
+    for file in store.path.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    shard = path / "shard-00000.wfs"
+    data = bytearray(shard.read_bytes())
+    data[store.record("e3").arrays["msa"].starts[0]] ^= 1
+    shard.write_bytes(data)
+    quarantine, told = asides()
+    samples = take(Store(path), quarantine=quarantine, workers=1)
+    assert "e3" not in {sample.name for sample in samples}
+    [(name, _, reason)] = told
+    assert name == "e3"
+    assert "e3, msa: damaged" in reason
+
+
+def test_ranks_share_a_step_and_give_their_state_together(store: Store, tmp_path: Path) -> None:
+    puppet = Puppet(tmp_path, waits=(0,))
+    ranks = [
+        loader(store, puppet, steps=6, rank=rank, ranks=2, cost=lambda index: 1.0, workers=1 + (rank == 0), window=2)
+        for rank in range(2)
+    ]
+    try:
+        got = [[next(rank).index for _ in range(2)] for rank in ranks]
+        assert got == [[2, 4], [1, 3]]
+        state = ranks[0].state([rank.exchanged() for rank in ranks])
+        assert state == State(0, (1, 2, 3, 4))
+        puppet.go(0)
+    finally:
+        for rank in ranks:
+            rank.close()
+    alone = take(store, puppet, steps=4, start=state)
+    assert indices(alone) == [0, 5, 6, 7]

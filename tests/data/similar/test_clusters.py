@@ -1,0 +1,178 @@
+"""Clusters: similar sequences together and no others, whatever their order and who works; cluster files."""
+
+import gzip
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpfold.data.similar import clusters
+from warpfold.data.similar.clusters import cluster_sequences, read_clusters
+from warpfold.data.similar.pairwise import rost_identity, similar
+from warpfold.errors import UserError
+
+LETTERS = np.array(list("ARNDCQEGHILKMFPSTWYV"))
+TAG = "MGSSHHHHHHSSGLVPRGSH"
+
+
+def random_sequence(rng: np.random.Generator, length: int) -> str:
+    return "".join(rng.choice(LETTERS, length))
+
+
+def mutated(rng: np.random.Generator, sequence: str, identity: float, gap: int = 0) -> str:
+    """A share `identity` of the residues kept, the others exchanged; then `gap` residues cut out of the middle."""
+    letters = np.array(list(sequence))
+    places = rng.permutation(len(letters))[: round((1 - identity) * len(letters))]
+    old = (letters[places][:, None] == LETTERS).argmax(1)
+    letters[places] = LETTERS[(old + rng.integers(1, 20, len(places))) % 20]
+    middle = len(letters) // 2
+    return "".join(np.delete(letters, np.s_[middle : middle + gap]))
+
+
+def families(seed: int = 0, lengths: tuple[int, ...] = (60, 120, 121, 300)) -> list[str]:
+    """Of each length an ancestor, and descendants of 95 to 70 % identity to it, one of them with a gap."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for length in lengths:
+        ancestor = random_sequence(rng, length)
+        found += [ancestor, *(mutated(rng, ancestor, identity) for identity in (0.95, 0.85, 0.7))]
+        found.append(mutated(rng, ancestor, 0.8, gap=length // 10))
+    return found
+
+
+def named(sequences: list[str]) -> dict[str, str]:
+    """Sequence -> the sequence that represents it."""
+    found = cluster_sequences(sequences)
+    return {sequence: sequences[index] for sequence, index in zip(sequences, found)}
+
+
+def test_families_are_found_and_kept_apart() -> None:
+    sequences = families()
+    found = cluster_sequences(sequences)
+    assert [len(set(found[start : start + 5])) for start in range(0, len(found), 5)] == [1] * 4
+    assert len(set(found)) == 4
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 1000))
+def test_neither_order_nor_copies_matter(seed: int) -> None:
+    sequences = families(seed % 7, lengths=(60, 61, 80))
+    rng = np.random.default_rng(seed)
+    shuffled = [sequences[i] for i in rng.permutation(len(sequences))] + [sequences[i] for i in rng.integers(0, 15, 4)]
+    assert named(shuffled) == named(sequences)
+
+
+def test_equal_sequences_are_represented_by_the_first_of_them() -> None:
+    assert cluster_sequences(["ACDEFGHIKLMN", "WWWWWWWWWWWWWWW", "ACDEFGHIKLMN", "WWWWWWWWWWWWWWW"]) == [0, 1, 0, 1]
+    assert cluster_sequences([]) == []
+
+
+@pytest.mark.parametrize("executor", [False, True])
+def test_blocks_and_workers_make_the_same_clusters(executor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = families()
+    whole = cluster_sequences(sequences)
+    monkeypatch.setattr(clusters, "BLOCK", 6)  # so that families lie across blocks and jobs
+    monkeypatch.setattr(clusters, "JOB", 2)
+    with ThreadPoolExecutor(3) as threads:
+        assert cluster_sequences(sequences, executor=threads if executor else None) == whole
+
+
+def test_every_member_is_similar_to_its_representative_and_no_shorter_one_leads() -> None:
+    sequences = families(1)
+    for index, leader in enumerate(cluster_sequences(sequences)):
+        assert len(sequences[leader]) >= len(sequences[index])
+        assert leader == index or similar(sequences[leader], sequences[index])
+
+
+def test_the_threshold_is_where_it_says() -> None:
+    rng = np.random.default_rng(2)
+    ancestor = random_sequence(rng, 200)
+    for identity, joined in ((0.45, True), (0.30, False)):
+        assert similar(ancestor, mutated(rng, ancestor, identity)) is joined
+    close = mutated(rng, ancestor, 0.6)
+    assert similar(ancestor, close, min_identity=0.55)
+    assert not similar(ancestor, close, min_identity=0.65)
+    assert len(set(cluster_sequences([ancestor, close], min_identity=0.65))) == 2
+
+
+def test_coverage_is_of_either_chain() -> None:
+    sequence = random_sequence(np.random.default_rng(3), 100)
+    assert cluster_sequences([sequence, sequence[:80]]) == [0, 0]
+    assert cluster_sequences([sequence, sequence[:79]]) == [0, 1]
+
+
+def test_short_chains_need_more_in_common() -> None:
+    """Rost's curve, 100 % up to 11 residues, 19.5 % beyond 450, in one line."""
+    assert rost_identity(11) == 1.0
+    assert rost_identity(100) == pytest.approx(0.29, abs=0.001)
+    assert rost_identity(450) == pytest.approx(rost_identity(451), abs=0.001)
+    assert all(rost_identity(n) > rost_identity(n + 1) for n in range(11, 400))
+    peptide = "ACDEFGHIKLMNPQRSTVWY"
+    half = peptide[:10] + peptide[:9:-1]
+    assert not similar(peptide, half)
+    assert similar(peptide * 5, half * 5, min_identity=0.4)
+
+
+def test_unknown_residues_equal_nothing() -> None:
+    assert not similar("X" * 60, "X" * 60)
+    rng = np.random.default_rng(4)
+    sequence = random_sequence(rng, 100)
+    assert similar(sequence, sequence[:50] + "X" * 50)
+    assert not similar(sequence, sequence[:30] + "X" * 70)
+    assert len(set(cluster_sequences(["X" * 50, "X" * 51, "*" * 50]))) == 3
+
+
+def test_a_common_tag_hides_no_relative() -> None:
+    rng = np.random.default_rng(5)
+    ancestor = random_sequence(rng, 150)
+    crowd = [TAG + random_sequence(rng, 150) for _ in range(60)]
+    sequences = [*crowd, TAG + ancestor, TAG + mutated(rng, ancestor, 0.45)]
+    found = cluster_sequences(sequences)
+    assert found[60] == found[61]
+    assert len(set(found)) == 61
+
+
+def cluster_file(folder: Path, text: str) -> Path:
+    path = folder / "clusters.txt"
+    path.write_text(text)
+    return path
+
+
+def test_lines_of_names(tmp_path: Path) -> None:
+    path = cluster_file(tmp_path, "1ABC_A 2def_B 3GHI_a\n4JKL_A\n\n")
+    found = read_clusters(path, ["1abc_A", "2def_B", "3ghi_A", "3ghi_a", "4jkl_A", "5mno_A"])
+    assert found == {"1abc_A": "1ABC_A", "2def_B": "1ABC_A", "3ghi_a": "1ABC_A", "4jkl_A": "4JKL_A"}
+    packed = tmp_path / "clusters.txt.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_clusters(packed, ["2def_B"]) == {"2def_B": "1ABC_A"}
+
+
+def test_the_table_of_mmseqs2(tmp_path: Path) -> None:
+    path = cluster_file(tmp_path, "1abc_A\t1abc_A\n1abc_A\t2def_B\n4jkl_A\t4jkl_A\n")
+    assert read_clusters(path, ["2def_B", "4jkl_A"]) == {"2def_B": "1abc_A", "4jkl_A": "4jkl_A"}
+
+
+def test_files_that_name_entities(tmp_path: Path) -> None:
+    path = cluster_file(tmp_path, "1ABC_1 2DEF_2\n1ABC_2\n")
+    keys = ["1abc_A", "1abc_B", "1abc_1"]
+    entities = {"1abc_A": "1abc_1", "1abc_B": "1abc_1", "1abc_1": "1abc_2"}
+    found = read_clusters(path, keys, entities)
+    assert found == {"1abc_A": "1ABC_1", "1abc_B": "1ABC_1", "1abc_1": "1ABC_2"}  # a chain called 1 is no entity
+    with pytest.raises(UserError, match=r"names none of the 2 chains; its names are like 1abc_1, the chains' like 1"):
+        read_clusters(path, ["1abc_A", "1abc_B"])
+
+
+def test_bad_cluster_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="line 2: 1ABC_A is in two clusters"):
+        read_clusters(cluster_file(tmp_path, "1abc_A 2def_B\n4jkl_A 1ABC_A\n"), ["1abc_A"])
+    with pytest.raises(UserError, match="is empty"):
+        read_clusters(cluster_file(tmp_path, " \n"), ["1abc_A"])
+    with pytest.raises(UserError, match="no such file"):
+        read_clusters(tmp_path / "none.txt", ["1abc_A"])
+    binary = tmp_path / "binary"
+    binary.write_bytes(bytes(range(128, 256)) * 10)
+    with pytest.raises(UserError, match="names none of the 1 chains"):
+        read_clusters(binary, ["1abc_A"])

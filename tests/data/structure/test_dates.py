@@ -1,0 +1,147 @@
+"""Dates: one day is one day however it is spelled, and is never compared as text."""
+
+import ast
+from datetime import date
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import warpfold
+from tests.data.entries import backbone, entry
+from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.structure.chain import Structure, given_date, parse_date
+from warpfold.data.structure.mmcif import parse_structure
+from warpfold.errors import UserError
+
+SPELLINGS = (
+    lambda day: day.isoformat(),
+    lambda day: day.strftime("%Y%m%d"),
+    lambda day: f"{day.year:04d}-{day.month}-{day.day}",
+    lambda day: "{:04d}-W{:02d}-{:d}".format(*day.isocalendar()),
+    lambda day: "{:04d}W{:02d}{:d}".format(*day.isocalendar()),
+)
+DAYS = st.dates(date(1000, 1, 5), date(9998, 12, 31))  # ISO years of four digits
+SPELLED = st.tuples(DAYS, st.sampled_from(SPELLINGS)).map(lambda pair: (pair[0], pair[1](pair[0])))
+
+
+@settings(deadline=None)
+@given(SPELLED)
+def test_every_spelling_is_its_day(spelled: tuple[date, str]) -> None:
+    day, text = spelled
+    assert parse_date(text) == parse_date(f" {text}\n") == given_date(text, "--cutoff") == day
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "?",
+        "2017",
+        "2017-01",
+        "2017-13-01",
+        "2017-02-30",
+        "02.01.2017",
+        "1/2/2017",
+        "May",
+        "2017-01-02T00",
+        "2017-W30",
+        "2017W30",
+    ],
+)
+def test_what_is_no_date(text: str) -> None:
+    assert parse_date(text) is None
+    with pytest.raises(UserError, match=r"--cutoff .*is not a date; write it as YYYY-MM-DD") as caught:
+        given_date(text, "--cutoff")
+    assert "\n" not in str(caught.value)
+    assert parse_date(None) is given_date(None, "--cutoff") is None
+
+
+def released(text: str) -> Structure:
+    history = f"_pdbx_audit_revision_history.ordinal 1\n_pdbx_audit_revision_history.revision_date '{text}'\n#\n"
+    rows = [row for place in range(1, 13) for row in backbone("GLY", place)]
+    return parse_structure(entry(rows, ["GLY"] * 12, more=history))
+
+
+@settings(deadline=None)
+@given(file=SPELLED, after=SPELLED, before=SPELLED)
+def test_the_filters_of_pack_agree_with_datetime(
+    file: tuple[date, str], after: tuple[date, str], before: tuple[date, str]
+) -> None:
+    structure = released(file[1])
+    options = PackOptions(released_after=after[1], released_before=before[1], max_single=1.0)
+    assert (options.drop_reason(structure, structure.chains["A"]) is None) == (after[0] <= file[0] < before[0])
+    assert options == PackOptions(released_after=str(after[0]), released_before=str(before[0]), max_single=1.0)
+
+
+def test_a_file_whose_date_is_none_is_dropped_with_that_reason() -> None:
+    structure = released("soon")
+    assert structure.release_date is None
+    options = PackOptions(released_after="19000101", max_single=1.0)
+    assert options.drop_reason(structure, structure.chains["A"]) == "no release date"
+
+
+def test_an_option_that_is_no_date_is_refused() -> None:
+    for name in ("released_after", "released_before", "max_template_date"):
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2.1.2017: is not a date"):
+            PackOptions(**{name: "2.1.2017"})
+
+
+# Where dates are ordered, as "module: expression".  All of these are `datetime.date`; mypy refuses to order one against
+# text.  Whoever adds a place sees to it that both sides come from `data.structure.chain`, and names it here.
+ORDERED = {
+    "data/structure/mmcif.py: min(dates)",
+    "data/pack/build.py: min(dates, default=None)",
+    "data/pack/inputs.py: released < after",
+    "data/pack/inputs.py: released >= before",
+    "data/pack/report.py: max(days)",
+    "data/pack/report.py: min(days)",
+    "data/example/templates.py: released > max_date",
+}
+# What is text and is called a date: columns and notes in files, options as they were given.
+TEXT = {
+    *(
+        "data/example/raw_example.py: release_date",
+        "data/pack/report.py: release_date",
+        "data/structure/write.py: release_date",
+    ),
+    *("data/pack/inputs.py: released_after", "data/pack/inputs.py: released_before"),
+    *("data/pack/inputs.py: max_template_date", "cli/pack.py: released_after", "cli/pack.py: released_before"),
+    *("cli/pack.py: max_template_date", "cli/predict.py: max_template_date", "run/predict_templates.py: max_date"),
+}
+WORDS = {"date", "dates", "day", "days", "released"}  # of a name that is a date's
+
+
+def is_date_name(node: ast.AST) -> bool:
+    """Whether an expression is a name, an attribute or an item that is called a date."""
+    if isinstance(node, ast.Subscript):
+        node = node.slice if isinstance(node.slice, ast.Constant) else node.value
+    name = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
+    name = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else name
+    return isinstance(name, str) and bool(set(name.lower().split("_")) & WORDS)
+
+
+def test_dates_are_ordered_nowhere_but_where_they_are_dates() -> None:
+    """Comparisons, minima and sorts of what is called a date, and dates that are text: all known by name."""
+    root = Path(warpfold.__file__).parent
+    ordered, text = set(), set()
+    for path in sorted(root.rglob("*.py")):
+        module = path.relative_to(root).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and any(
+                isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in node.ops
+            ):
+                sides = [node.left, *node.comparators]
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("min", "max", "sorted"):
+                sides = node.args
+            else:
+                sides = []
+            if any(is_date_name(side) for side in sides):
+                ordered.add(f"{module}: {ast.unparse(node)}")
+            annotated = isinstance(node, ast.AnnAssign | ast.arg) and node.annotation is not None
+            target = node.target if isinstance(node, ast.AnnAssign) else node
+            if annotated and is_date_name(target) and "str" in ast.unparse(node.annotation).split("[")[0].split(" | "):
+                text.add(f"{module}: {getattr(target, 'id', None) or getattr(target, 'arg', '')}")
+    assert ordered == ORDERED
+    assert text <= TEXT, text - TEXT

@@ -1,0 +1,239 @@
+"""Raw examples: one chain with its alignment, its coordinates and its templates, before anything is drawn (Supp. 1.2).
+
+A `RawExample` holds what can be prepared ahead of training; `data/features` draws from it and makes the features.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from warpfold.data.formats.alignment import Alignment, decode, encode, encode_residues
+from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
+from warpfold.data.structure.chain import Chain, Structure
+from warpfold.errors import UserError
+from warpfold.geometry.residue import GAP
+
+MSA_CODES = 22  # 20 residue types, X, gap
+MIN_COVERAGE = 0.5  # the share of the chain's residues that the alignment must cover
+MOST_STORED = 20  # templates: the best of the search, among which training chooses (Supp. 1.2.3)
+PROFILE_ROWS = 1024  # counted at a time
+MOST_DELETIONS = np.iinfo(np.uint16).max
+
+
+@dataclass(frozen=True)
+class Templates:
+    """T structures on the N residues of a chain, best first; residues without a counterpart in a template are masked.
+
+    `data/example/templates.py` makes them from a search's hits or from files.
+    """
+
+    aatype: np.ndarray  # uint8 [T, N], the template's residues: 0-19, 20 = X, 21 = gap
+    positions: np.ndarray  # float32 [T, N, 37, 3], angstrom, 0 where masked
+    mask: np.ndarray  # uint8 [T, N, 37]
+    names: tuple[str, ...]  # [T], such as "1abc_A"
+    sum_probs: np.ndarray  # float32 [T], expected number of correctly aligned residues
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def take(self, start: int, stop: int) -> "Templates":
+        """Return residues [start, stop) of every template."""
+        span = slice(start, stop)
+        return replace(self, aatype=self.aatype[:, span], positions=self.positions[:, span], mask=self.mask[:, span])
+
+    def choose(self, indices: np.ndarray) -> "Templates":
+        """Return the templates at `indices` (int [K]), in that order."""
+        arrays = (self.aatype[indices], self.positions[indices], self.mask[indices])
+        return Templates(*arrays, tuple(self.names[i] for i in indices), self.sum_probs[indices])
+
+
+def join(templates: Sequence[Templates]) -> Templates | None:
+    """Return templates of one chain as one `Templates`, in the given order; None for none."""
+    if not templates:
+        return None
+    aatype, positions, mask, sum_probs = (
+        np.concatenate([getattr(one, name) for one in templates])
+        for name in ("aatype", "positions", "mask", "sum_probs")
+    )
+    return Templates(aatype, positions, mask, tuple(name for one in templates for name in one.names), sum_probs)
+
+
+@dataclass(frozen=True)
+class RawExample:
+    """One chain with R different alignment rows and, where known, its atoms and templates.
+
+    Row 0 is the chain's own sequence as alignments have it: C, D and E where the chain has U, B and Z and `aatype` X.
+    """
+
+    name: str
+    aatype: np.ndarray  # uint8 [N], 0-19, 20 = X
+    residue_index: np.ndarray  # int32 [N]
+    msa: np.ndarray  # uint8 [R, N], 0-19, 20 = X, 21 = gap
+    deletions: np.ndarray  # uint16 [R, N], residues deleted before each column
+    profile: np.ndarray  # float32 [N, 22], frequencies in the whole alignment
+    positions: np.ndarray | None = None  # float32 [N, 37, 3], angstrom
+    mask: np.ndarray | None = None  # uint8 [N, 37]
+    resolution: float | None = None  # angstrom
+    release_date: str | None = None  # YYYY-MM-DD: a note, which a store keeps as JSON
+    sources: tuple[str, ...] = ()  # where the alignment's rows come from
+    templates: Templates | None = None
+
+    @property
+    def sequence(self) -> str:
+        return decode(self.aatype)
+
+    @property
+    def length(self) -> int:
+        """Return the number of residues."""
+        return len(self.aatype)
+
+    @property
+    def depth(self) -> int:
+        """Return the number of alignment rows, the chain's own included."""
+        return len(self.msa)
+
+    @property
+    def templates_count(self) -> int:
+        return 0 if self.templates is None else len(self.templates)
+
+    def whole_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
+        return self.msa[rows]
+
+    def take(
+        self,
+        start: int,
+        stop: int,
+        rows: np.ndarray | None = None,
+        templates: np.ndarray | None = None,
+        whole: np.ndarray | None = None,
+    ) -> "RawExample":
+        """Return residues [start, stop) with these alignment rows and templates (indices, ascending; None: all).
+
+        whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment.
+        """
+        span = slice(start, stop)
+        kept = slice(None) if rows is None else rows
+        chosen = self.templates
+        if chosen is not None and templates is not None:
+            chosen = chosen.choose(templates)
+        return replace(
+            self,
+            aatype=self.aatype[span],
+            residue_index=self.residue_index[span],
+            msa=self.msa[kept, span] if whole is None else whole[:, span],
+            deletions=self.deletions[kept, span],
+            profile=self.profile[span],
+            positions=None if self.positions is None else self.positions[span],
+            mask=None if self.mask is None else self.mask[span],
+            templates=None if chosen is None or not len(chosen) else chosen.take(start, stop),
+        )
+
+
+def from_sequence(
+    sequence: str, alignments: Sequence[Alignment] = (), name: str = "query", min_identity: float = MIN_IDENTITY
+) -> RawExample:
+    """Make an example to predict from a sequence of letters and any number of alignments of it (none: just itself).
+
+    Letters other than the twenty are X in `aatype`, and go by HHblits' table in row 0 of the alignment, as in the
+    official code (`encode_residues` and `encode` of `data/formats/alignment.py`).
+    Errors: UserError for a character outside the alphabet, or an alignment of another protein.
+    """
+    aatype, row = encode_residues(sequence, name), encode(sequence, name)
+    if not len(aatype):
+        raise UserError(f"{name}: no residues; give an amino acid sequence")
+    placed = [place(alignment, decode(row), min_identity) for alignment in alignments]
+    msa, deletions = merge(row, placed)
+    return RawExample(name, aatype, np.arange(len(aatype), dtype=np.int32), msa, deletions, profile_of(msa))
+
+
+def from_chain(
+    name: str,
+    structure: Structure,
+    chain: Chain,
+    alignments: Sequence[Alignment] = (),
+    sources: Iterable[str] = (),
+    min_identity: float = MIN_IDENTITY,
+) -> RawExample:
+    """Make an example to train on from a chain and alignments of its SEQRES (or of a part of it, or its precursor).
+
+    sources: what to record about where `alignments` come from.
+    Errors: UserError for an alignment of another protein.
+    """
+    return replace(
+        from_sequence(chain.sequence, alignments, name, min_identity),
+        residue_index=chain.residue_index.astype(np.int32),
+        positions=chain.positions.astype(np.float32),
+        mask=(chain.mask > 0).astype(np.uint8),
+        resolution=structure.resolution,
+        release_date=None if structure.release_date is None else structure.release_date.isoformat(),
+        sources=tuple(sources),
+    )
+
+
+def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTITY) -> tuple[np.ndarray, np.ndarray]:
+    """Return an alignment on the columns of `sequence`: rows uint8 [R, N], deletions uint16 [R, N].
+
+    Columns of query residues that `sequence` lacks are cut out; inside the sequence, what stood in them is counted as
+    deletions.  Residues that the query lacks get gaps.
+    Errors: UserError if the query is another protein: identity below `min_identity`, or too little covered.
+    """
+    column, identity = column_map(alignment.query, sequence)
+    if error := check_map(column, identity, min_identity):
+        raise UserError(f"alignment: {error}; give the alignment of this protein")
+    covered = np.flatnonzero(column >= 0)
+    rows = np.full((len(alignment.rows), len(sequence)), GAP, np.uint8)
+    deletions = np.zeros(rows.shape, np.uint16)
+    rows[:, covered] = alignment.rows[:, column[covered]]
+    last = -1
+    for place in covered.tolist():
+        deleted = alignment.deletions[:, column[place]]
+        cut = slice(column[last] + 1 if last >= 0 else column[place], column[place])
+        if cut.start < cut.stop:
+            deleted = deleted + (alignment.deletions[:, cut] + (alignment.rows[:, cut] != GAP)).sum(1)
+        deletions[:, place] = np.minimum(deleted, MOST_DELETIONS)
+        last = place
+    return rows, deletions
+
+
+def check_map(column: np.ndarray, identity: float, min_identity: float = MIN_IDENTITY) -> str | None:
+    """Return why an alignment with this `column_map` is not used, or None."""
+    covered = int((column >= 0).sum())
+    if identity >= min_identity and covered >= MIN_COVERAGE * len(column):
+        return None
+    found = f"covers {covered} of {len(column)} residues, {identity:.0%} identical"
+    return f"its query is another protein, or too small a part: {found} ({min_identity:.0%} and half are needed)"
+
+
+def merge(query: np.ndarray, placed: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Stack alignments below the query (uint8 [N]), as row 0: rows uint8 [R, N], deletions uint16 [R, N].
+
+    Rows of gaps alone are dropped, and so are rows equal to an earlier one, whatever their deletions (as official).
+    """
+
+    def digest(row: np.ndarray) -> bytes:  # 16 bytes stand for a row, whatever its length
+        return hashlib.blake2b(row.tobytes(), digest_size=16).digest()
+
+    first = query[None]
+    parts = [(first, np.zeros(first.shape, np.uint16)), *((rows[1:], deletions[1:]) for rows, deletions in placed)]
+    seen = {digest(np.full(len(query), GAP, np.uint8))}
+    kept = []
+    for rows, deletions in parts:
+        new = np.zeros(len(rows), bool)
+        for index, row in enumerate(rows):
+            new[index] = (key := digest(row)) not in seen
+            seen.add(key)
+        kept.append((rows[new], deletions[new]) if not new.all() else (rows, deletions))
+    rows, deletions = (np.concatenate(arrays) for arrays in zip(*kept))
+    return rows, deletions
+
+
+def profile_of(msa: np.ndarray) -> np.ndarray:
+    """Return the frequencies of residue types, X and gap in each column: uint8 [R, N] -> float32 [N, 22]."""
+    columns = np.arange(msa.shape[1]) * MSA_CODES
+    counts = np.zeros(msa.shape[1] * MSA_CODES, np.int64)
+    for start in range(0, len(msa), PROFILE_ROWS):  # the indices take eight times the memory of the residues
+        counts += np.bincount((msa[start : start + PROFILE_ROWS] + columns).ravel(), minlength=len(counts))
+    return (counts.reshape(-1, MSA_CODES) / len(msa)).astype(np.float32)

@@ -1,0 +1,67 @@
+"""The features of one example: choose what is used of it, read only that, and compute with it (Supp. 1.2)."""
+
+import numpy as np
+
+from warpfold.batch import FEATURES, Arrays
+from warpfold.data.example.raw_example import RawExample
+from warpfold.data.features.choose import SampleConfig, select
+from warpfold.data.features.labels import add_labels, atom_masks
+from warpfold.data.features.msa import WholeChain, msa_features
+from warpfold.data.features.templates import template_features
+from warpfold.data.store.stored_example import StoredExample
+
+
+def make_features(
+    example: RawExample | StoredExample,
+    config: SampleConfig,
+    seed: int,
+    key: tuple[str | int, ...],
+    passes: int = 1,
+    train: bool = False,
+) -> Arrays:
+    """Return the model's input for one example: arrays of the feature table (`warpfold.batch.FEATURES`), no batch axis.
+
+    example: in memory or in a store, of which only what is chosen is read (for `clustering = "chain"` the chosen rows
+    over the whole chain).  key: names this draw, e.g. (example name, step).  passes: (recycles + 1) x ensemble; with
+    `resample_msa` the MSA features hold that many samples, otherwise one.  train: crop, delete blocks, keep within
+    `max_cost`, draw the templates and the clamping of FAPE.
+    Whole numbers and masks may be narrower than in the table: `batch.to_tensors` widens them.
+    Labels are included if the example has coordinates.  If the alignment has no row to spare for the extra MSA, there
+    is one fully masked row, which is what AlphaFold2's padding comes to, or the query's (`empty_extra`).
+    """
+    chosen = select(example.length, example.depth, config, seed, key, train, example.templates_count)
+    chain = None
+    if config.clustering == "chain" and chosen.stop - chosen.start < example.length:
+        chain = WholeChain(example.whole_rows(chosen.rows), example.profile, chosen.start)
+    whole = None if chain is None else chain.msa
+    raw = example.take(chosen.start, chosen.stop, chosen.rows, chosen.templates, whole)
+    length = raw.length
+    sizes = {}
+    if config.pad:
+        sizes = {"res": (config.crop if train else None) or length, "seq": config.max_msa, "extra": config.max_extra}
+    features: Arrays = {
+        "aatype": raw.aatype,
+        "residue_index": raw.residue_index,
+        "seq_mask": np.ones(length, np.uint8),
+        "target_feat": np.eye(22, dtype=np.float32)[raw.aatype.astype(np.int64) + 1],  # channel 0: chain break
+        **atom_masks(raw.aatype),
+        **template_features(raw.templates, length),
+        **msa_features(raw, config, seed, key, passes if config.resample_msa else 1, sizes, chain),
+    }
+    if raw.positions is not None and raw.mask is not None:
+        features["all_atom_positions"] = raw.positions
+        features["all_atom_mask"] = raw.mask
+        features["resolution"] = np.array(raw.resolution or 0.0, np.float32)  # 0: AlphaFold2's value for none (NMR)
+        features["use_clamped_fape"] = np.array(chosen.clamped, np.float32)
+        features = add_labels(features)
+    return pad_features(features, sizes)
+
+
+def pad_features(features: Arrays, sizes: dict[str, int]) -> Arrays:
+    """Return the arrays with the axes named in `sizes` padded with zeros (masked) to at least those sizes."""
+    padded = {}
+    for name, array in features.items():
+        axes = FEATURES[name].axes
+        missing = [max(sizes.get(str(axis), 0) - size, 0) for axis, size in zip(axes, array.shape)]
+        padded[name] = np.pad(array, [(0, m) for m in missing]) if any(missing) else array
+    return padded

@@ -1,0 +1,238 @@
+"""The files that `pack` reads: found in folders or in alignment databases, told apart by their names.
+
+Also reads the query of an alignment without the rest.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path, PurePosixPath
+
+from warpfold.data.formats.alignment_db import AlignmentDB, Slice
+from warpfold.data.formats.sequences import parse_alignment, read_bytes
+from warpfold.errors import UserError
+from warpfold.files import LARGEST, opened
+
+STRUCTURES = (".cif", ".mmcif", ".pdb", ".ent")
+ALIGNMENTS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln", ".afa")  # .fasta only if named itself
+HITS = (".hhr", ".sto", ".a3m")
+DATABASE = ".index"
+
+LAYOUT = ("a3m", "hhr", "sto")  # OpenProteinSet's folders below a chain's
+# What AlphaFold2, OpenFold, ColabFold and `warpfold search` call the template hits that lie among alignments.
+_HITS_NAME = re.compile(
+    r"(.+\.hhr|hmm_output\.sto|templates\.sto|pdb\d*_hits\.\w+|.*hmmsearch.*)(\.gz)?", re.IGNORECASE
+)
+# The order in which the official pipeline stacks alignments (`make_msa_features` in data/pipeline.py), by the words
+# with which AlphaFold2, OpenFold and ColabFold name their files: uniref90_hits; bfd_uniclust_hits, bfd_uniref_hits,
+# small_bfd_hits, uniref30, bfd.mgnify30.metaeuk30.smag30; mgnify_hits, mgy_clusters_hits.  Not within a word: 1bfd.a3m.
+_STACKED = tuple(
+    re.compile(rf"(?<![a-z0-9])({words})") for words in ("uniref90", "bfd|uniclust|uniref30|uniref_hits", "mgnify|mgy")
+)
+_HEAD = 1 << 16  # bytes read at a time to find an alignment's query
+_MOST = 1 << 26  # bytes; an alignment whose query does not end within them is read whole, if its size is allowed
+_FEW = 8  # records that hold the query: HH-suite's annotations come before it
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file, or a member of an alignment database."""
+
+    name: str  # from the folder that was given on: the same wherever that folder lies
+    path: Path  # absolute; for a member, of the database's index
+    size: int = 0  # bytes
+    changed: int = 0  # nanoseconds since 1970; for a member, of the index
+    chain: str = ""  # members only
+    member: str = ""
+    slice: Slice | None = None  # where a member lies
+
+    def __lt__(self, other: "InputFile") -> bool:
+        return self.name < other.name  # names are unique among those found together
+
+    @property
+    def identity(self) -> tuple[Path, int]:
+        """Return what identifies the bytes: two indices may name one member."""
+        return (self.slice.path, self.slice.start) if self.slice else (self.path, 0)
+
+    @property
+    def file(self) -> str:
+        """Return the name of the file, without folders."""
+        return self.member or self.path.name
+
+    @property
+    def title(self) -> str:
+        """Return the name of the file as a report can hold it."""
+        return _text(self.file)
+
+    @property
+    def bears(self) -> set[str]:
+        """Return the names of a chain or an entry that it may go by, lower case: its own, and its folder's."""
+        if self.chain:
+            return {self.chain.lower()}
+        folder = self.path.parent
+        folder = folder.parent if folder.name.lower() in LAYOUT else folder
+        return {folder.name.lower(), self.path.name.split(".")[0].lower()}
+
+    @property
+    def is_hits(self) -> bool:
+        """Return whether its name says that it holds template hits, not an alignment."""
+        return _HITS_NAME.fullmatch(self.file) is not None
+
+    @property
+    def version(self) -> tuple[str, int, int]:
+        """Return what changes when the file does: its name, its size, when it was written."""
+        return self.name, self.size, self.changed
+
+    def read_bytes(self, limit: int = LARGEST) -> bytes:
+        """Read all of it, unpacked.
+
+        Errors: UserError if it cannot be read, is empty or damaged, or has more than `limit` bytes.
+        """
+        try:
+            return self.slice.read(limit=limit) if self.slice else read_bytes(self.path, limit)
+        except UserError as error:
+            raise self._named(error) from None
+
+    def read_head(self, enough: Callable[[bytes], bool], limit: int = LARGEST) -> bytes:
+        """Read its beginning, unpacked, until `enough` says so, or all of it.  Errors: as in `read_bytes`."""
+        head = b""
+        try:
+            with nullcontext() if self.slice else opened(self.path) as file:
+                while len(head) <= min(_MOST, limit) and not enough(head):
+                    size = max(_HEAD, len(head))
+                    more = file.read(size) if file else self.slice.read(len(head), size) if self.slice else b""
+                    if not more:
+                        break
+                    head += more
+        except UserError as error:
+            raise self._named(error) from None
+        return head if head.strip() and len(head) <= min(_MOST, limit) else self.read_bytes(limit)
+
+    def _named(self, error: UserError) -> UserError:
+        """Return the error with this file's `name`, so that reports are the same wherever the files lie."""
+        return UserError(str(error).replace(str(self.path), self.name))
+
+
+def stacking_order(file: str) -> int:
+    """Return the place of an alignment with this file name among those of one protein, the last if it does not say.
+
+    Meant as the first part of a sort key.
+    """
+    name = file.lower()
+    return next((place for place, words in enumerate(_STACKED) if words.search(name)), len(_STACKED))
+
+
+def stacked(sources: Iterable[InputFile]) -> list[InputFile]:
+    """Return alignments of one protein in the order in which the official pipeline stacks them, then by name."""
+    return sorted(sources, key=lambda one: (stacking_order(one.file), one.name))
+
+
+def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[InputFile]:
+    """Find the input files in `paths`, sorted and each once: files are taken as they are, databases opened.
+
+    Folders are searched for names that end in `suffixes` (also with .gz), through symbolic links too.
+    Errors: UserError for a path that does not exist, a damaged database, or when nothing is found.
+    """
+    endings = tuple(suffixes) + tuple(suffix + ".gz" for suffix in suffixes)
+    found: dict[tuple[Path, int], InputFile] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder")
+        here = path.absolute().resolve() if path.name in ("", "..") else path.absolute()
+        for file in _walk(here, endings) if path.is_dir() else [here]:
+            below = file.relative_to(here.parent) if path.is_dir() else PurePosixPath(here.parent.name, file.name)
+            status = file.stat()
+            source = InputFile(_text(str(below)), file, status.st_size, status.st_mtime_ns)
+            for one in _members(source, suffixes) if file.name.endswith(DATABASE) else [source]:
+                found.setdefault(one.identity, one)
+    if not found:
+        raise UserError(f"{', '.join(map(str, paths))}: no {what} found; files end in {', '.join(suffixes)}, or .gz")
+    times = Counter(source.name for source in found.values())
+
+    def unique(one: InputFile) -> InputFile:
+        if times[one.name] == 1:
+            return one
+        return replace(one, name=_text(f"{one.path}:{one.chain}/{one.member}" if one.chain else str(one.path)))
+
+    return sorted(map(unique, found.values()))
+
+
+def _text(name: str) -> str:
+    """Return a name as a report can hold it: bytes that are not UTF-8, which file names may have, as \\udcff."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def _members(index: InputFile, suffixes: Sequence[str]) -> Iterator[InputFile]:
+    """Yield the members of an alignment database whose names end in `suffixes`."""
+    if not set(suffixes) & {*ALIGNMENTS, *HITS}:
+        return
+    database = AlignmentDB(index.path)
+    for chain in database.chains():
+        for member, slice in database.files(chain).items():
+            if member.lower().endswith(tuple(suffixes)):
+                name = _text(f"{index.name}:{chain}/{member}")
+                yield replace(index, name=name, size=slice.size, chain=chain, member=member, slice=slice)
+
+
+def _walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
+    """Yield the files below a folder; links are followed, but no folder is entered twice."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from None
+
+    seen: set[tuple[int, int]] = set()
+    for here, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        status = os.stat(here)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders.sort()
+        for name in sorted(files):
+            if name.lower().endswith((*endings, DATABASE)) and os.path.isfile(path := os.path.join(here, name)):
+                yield Path(path)
+
+
+def digest(sources: Iterable[InputFile]) -> str:
+    """Return a fingerprint of the files' names, sizes and times of writing: 32 hexadecimal digits."""
+    lines = (f"{one.name}\0{one.size}\0{one.changed}\n" for one in sources)
+    return blake2b("".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def read_query(source: InputFile, limit: int = LARGEST) -> str:
+    """Return the first row of an alignment without its gaps, reading no more of the others than finding it takes.
+
+    Errors: UserError for a file that holds no alignment.  Rows that are not read are not checked.
+    """
+    head = source.read_head(lambda head: not _is_stockholm(head) and _end(head) is not None, limit)
+    if _is_stockholm(head):  # all of it: its first row may go on to the end
+        head = _first_row(head)
+    return parse_alignment(head[: _end(head)], source.name).query
+
+
+def _is_stockholm(head: bytes) -> bool:
+    return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"# STOCKHOLM")
+
+
+def _end(head: bytes) -> int | None:
+    """Return where the first few records, or rows of a file without headers, end; None if it has fewer."""
+    mark = b"\n>" if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b">", b"#") else b"\n"
+    at = 0
+    for _ in range(_FEW):
+        at = head.find(mark, at + 1)
+        if at < 0:
+            return None
+    return at + 1
+
+
+def _first_row(data: bytes) -> bytes:
+    """Return a Stockholm file with its first row and its match columns alone; files that are cut short stay so."""
+    first = re.search(rb"^(?!#)(\S+)[ \t]+\S", data, re.MULTILINE)
+    if first is None or b"\n//" not in data:
+        return data
+    rows = re.findall(rb"^(?:%s|#=GC RF)[ \t]+\S+[ \t\r]*$" % re.escape(first[1]), data, re.MULTILINE)
+    return b"# STOCKHOLM 1.0\n" + b"\n".join(rows) + b"\n//\n"

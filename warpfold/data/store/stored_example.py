@@ -1,0 +1,169 @@
+"""An example in a store: how its arrays are laid out, and how a crop of it is read without the rest.
+
+The alignment lies in tiles of columns, one tile below the other.  The blobs of a store hold neighbouring rows, so a
+reader gets the blobs around the rows it wants, of the tiles that the crop touches.  Deletions, which few cells have,
+are compressed sparse columns: those of a crop are one piece of the list (measured: docs/decisions/0008).
+"""
+
+from functools import cached_property
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from warpfold.batch import Arrays
+from warpfold.data.example.raw_example import RawExample, Templates
+from warpfold.data.store.store import Record, Store
+from warpfold.errors import UserError
+from warpfold.geometry.residue import GAP
+
+TILE = 128  # columns of a tile, at most: a crop of 256 touches three or four, and half of a longer chain stays unread
+PER_RESIDUE = ("aatype", "residue_index", "profile", "positions", "mask")  # arrays whose first axis is residues
+TEMPLATE_ARRAYS = ("aatype", "positions", "mask", "sum_probs")  # of `Templates`; the names are a note
+NEEDED = ("aatype", "residue_index", "profile", "msa", "deletion_starts", "deletion_rows", "deletion_counts")
+
+
+def example_arrays(raw: RawExample) -> Arrays:
+    """Return the arrays of an example, laid out for a store (docs/formats.md); `example_notes` has the rest."""
+    arrays = {name: getattr(raw, name) for name in PER_RESIDUE if getattr(raw, name) is not None}
+    arrays |= {"msa": to_tiles(raw.msa), **to_columns(raw.deletions)}
+    if raw.templates is not None and len(raw.templates):
+        arrays |= {f"template_{name}": getattr(raw.templates, name) for name in TEMPLATE_ARRAYS}
+    return arrays
+
+
+def example_notes(raw: RawExample) -> dict[str, Any]:
+    """Return what is not an array, as JSON can hold it."""
+    notes: dict[str, Any] = {name: getattr(raw, name) for name in ("name", "resolution", "release_date")}
+    notes["sources"] = list(raw.sources)
+    return notes if raw.templates is None else {**notes, "templates": list(raw.templates.names)}
+
+
+def to_tiles(msa: np.ndarray) -> np.ndarray:
+    """Return uint8 [R, N] as [tiles * R, width]: tile t holds columns [t * width, ...), the last one padded with gaps.
+
+    There are as few tiles as `TILE` allows, all of one width.
+    """
+    depth, length = msa.shape
+    width = ceil(length / ceil(length / TILE))
+    tiles = np.full((ceil(length / width), depth, width), GAP, np.uint8)
+    for number, tile in enumerate(tiles):
+        part = msa[:, number * width : (number + 1) * width]
+        tile[:, : part.shape[1]] = part
+    return tiles.reshape(-1, width)
+
+
+def to_columns(deletions: np.ndarray) -> Arrays:
+    """Return where uint16 [R, N], mostly 0, has its K other values, column by column.
+
+    deletion_starts int64 [N + 1]: those of column n are [starts[n], starts[n + 1]) of deletion_rows, uint32 [K], and of
+    deletion_counts, uint16 [K].
+    """
+    row, column = np.divmod(np.flatnonzero(deletions), deletions.shape[1])
+    order = np.argsort(column, kind="stable")
+    row, column = row[order], column[order]
+    return {
+        "deletion_starts": np.searchsorted(column, np.arange(deletions.shape[1] + 1)),
+        "deletion_rows": row.astype(np.uint32),
+        "deletion_counts": deletions[row, column],
+    }
+
+
+class StoredExample:
+    """Example `key` of a store, with the sizes and the `take` of `RawExample`; nothing is read before it is needed.
+
+    Errors: KeyError for a key that the store does not have; UserError, on first use, if the entry is damaged or holds
+    something else.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        if key not in store:
+            raise KeyError(key)
+        self.store, self.key = store, key
+
+    @cached_property
+    def _record(self) -> Record:
+        record = self.store.record(self.key)
+        if missing := [name for name in NEEDED if name not in record.arrays]:
+            raise UserError(f"{self.store.path}: {self.key}: lacks {', '.join(missing)}; pack the store again")
+        return record
+
+    @property
+    def length(self) -> int:
+        """Return the number of residues."""
+        return self._record.arrays["aatype"].shape[0]
+
+    @property
+    def depth(self) -> int:
+        """Return the number of alignment rows, the chain's own included."""
+        rows, width = self._record.arrays["msa"].shape
+        return rows // ceil(self.length / width)
+
+    @property
+    def templates_count(self) -> int:
+        return len(self._record.notes.get("templates", ()))
+
+    @property
+    def profile(self) -> np.ndarray:
+        """Return the frequencies in the whole alignment: float32 [N, 22]."""
+        return self._record.read("profile")
+
+    def whole_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
+        return self._read_msa(0, self.length, rows)
+
+    def take(
+        self,
+        start: int,
+        stop: int,
+        rows: np.ndarray | None = None,
+        templates: np.ndarray | None = None,
+        whole: np.ndarray | None = None,
+    ) -> RawExample:
+        """Return residues [start, stop) with these alignment rows and templates (indices, ascending; None: all).
+
+        The result is that of `RawExample.take` on the whole example.  whole: `whole_rows(rows)`, if already read.
+        """
+        record, notes = self._record, self._record.notes
+        span = np.arange(start, stop)
+        parts: dict[str, Any] = {name: record.read(name, span) for name in PER_RESIDUE if name in record.arrays}
+        chosen = np.arange(self.depth) if rows is None else rows
+        parts["msa"] = self._read_msa(start, stop, chosen) if whole is None else whole[:, start:stop]
+        parts["deletions"] = self._read_deletions(start, stop, chosen)
+        names = notes.get("templates", ())
+        which = np.arange(len(names)) if templates is None else templates
+        parts["templates"] = None
+        if len(which):
+            arrays = {name: record.read(f"template_{name}", which) for name in TEMPLATE_ARRAYS}
+            parts["templates"] = Templates(**arrays, names=tuple(names[i] for i in which)).take(start, stop)
+        return RawExample(**{**notes, "sources": tuple(notes["sources"]), **parts})
+
+    def _read_msa(self, start: int, stop: int, rows: np.ndarray) -> np.ndarray:
+        """Read columns [start, stop) of the tiles' `rows` (ascending): uint8 [len(rows), stop - start]."""
+        depth, width = self.depth, self._record.arrays["msa"].shape[1]
+        msa = np.empty((len(rows), stop - start), np.uint8)
+        for number in range(start // width, ceil(stop / width)):
+            left, right = max(start, number * width), min(stop, (number + 1) * width)
+            tile = self._record.read("msa", number * depth + rows)
+            msa[:, left - start : right - start] = tile[:, left - number * width : right - number * width]
+        return msa
+
+    def _read_deletions(self, start: int, stop: int, rows: np.ndarray) -> np.ndarray:
+        """Read columns [start, stop) of the sparse columns' `rows`: uint16 [len(rows), stop - start]."""
+        read = self._record.read
+        starts = read("deletion_starts", np.arange(start, stop + 1))
+        piece = np.arange(starts[0], starts[-1])
+        column = np.repeat(np.arange(stop - start), np.diff(starts))
+        row, count = read("deletion_rows", piece).astype(np.int64), read("deletion_counts", piece)
+        place = np.full(self.depth, -1)  # of each row of the alignment among `rows`
+        place[rows] = np.arange(len(rows))
+        kept = place[row] >= 0
+        deletions = np.zeros((len(rows), stop - start), np.uint16)
+        deletions[place[row[kept]], column[kept]] = count[kept]
+        return deletions
+
+
+def read_example(store: Store, key: str) -> RawExample:
+    """Read the whole example `key`.  Errors: KeyError for a key that the store lacks; UserError if it is damaged."""
+    example = StoredExample(store, key)
+    return example.take(0, example.length)

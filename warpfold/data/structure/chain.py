@@ -1,0 +1,69 @@
+"""What a structure file holds: chains of atom37 positions on their SEQRES, and the day on which the entry came out.
+
+Readers (`mmcif.py`, `pdb.py`) make these; nothing here needs gemmi.
+"""
+
+import re
+from dataclasses import dataclass, field
+from datetime import date
+
+import numpy as np
+
+from warpfold.errors import UserError
+
+_WEEK = re.compile(r"\d{4}-?W\d{2}", re.ASCII)  # names no day, but `fromisoformat` would take its Monday
+_PLAIN = re.compile(r"(\d{4})-(\d{1,2})-(\d{1,2})", re.ASCII)  # mmCIF's dictionary allows 2017-7-26
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One protein chain on its SEQRES: all residues that were in the crystal, and the atoms that were seen.
+
+    `sequence` has one letter per residue: modified residues as their parent, X where there is none.
+    `author_numbers` are the authors' residue number and insertion code ("52", "52A"), "" where the file has none.
+    """
+
+    id: str  # the author's chain name
+    sequence: str
+    positions: np.ndarray  # float32 [N, 37, 3], angstrom, 0 where masked
+    mask: np.ndarray  # float32 [N, 37], 1 where the atom was seen
+    residue_index: np.ndarray  # int64 [N], place in SEQRES from 0
+    author_numbers: tuple[str, ...]
+    entity: str = ""  # mmCIF's, by which the PDB's files of clusters name chains ("1abc_1")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """One entry: its protein chains by author name, and why its other polymers were dropped."""
+
+    id: str
+    method: str | None  # upper case, as the dictionary has it
+    resolution: float | None  # angstrom
+    release_date: date | None
+    chains: dict[str, Chain]
+    dropped: dict[str, str] = field(default_factory=dict)  # chain name -> reason
+
+
+def parse_date(text: str | None) -> date | None:
+    """Return the day that `text` names, or None if it names none.
+
+    Accepts ISO 8601's spellings, 2017-07-26, 20170726, 2017-W30-3 and 2017W303, and mmCIF's without leading zeros,
+    2017-7-26.  Meant for dates in files, which may hold anything.  Dates are compared as `datetime.date`, never as
+    text: the same day has several spellings, which sort in no useful order.
+    """
+    text = (text or "").strip()
+    if _WEEK.fullmatch(text):
+        return None
+    plain = _PLAIN.fullmatch(text)
+    try:
+        return date(*map(int, plain.groups())) if plain else date.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def given_date(text: str | None, option: str) -> date | None:
+    """Return the day that a user gave, None for None.  Errors: UserError, naming `option`, if it is not a date."""
+    day = parse_date(text)
+    if text is not None and day is None:
+        raise UserError(f"{option} {text}: is not a date; write it as YYYY-MM-DD, for example 2018-04-30")
+    return day
