@@ -101,10 +101,10 @@ class ShardedResidues(Residues):
     def __init__(self, group: Group, replicas: int = 1) -> None:
         self.group, self.shards, self.replicas = group, group.size, replicas
 
-    def mine(self, x: Tensor, axis: int) -> Tensor:
+    def local_shard(self, x: Tensor, axis: int) -> Tensor:
         return local_shard(x, axis, self.group)
 
-    def gather(self, x: Tensor, axis: int, length: int) -> Tensor:
+    def all_gather(self, x: Tensor, axis: int, length: int) -> Tensor:
         return all_gather(x, axis, length, self.group, "residues").wait()
 
     def transposed(self, z: Tensor, length: int) -> Tensor:
