@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import tiny_config
+from tests.ops.triton.model_launches import one_block
 from tests.run.runs import make_store, rows, tiny_run
 from tests.stalls import Stalls
 from warpfold.batch import FEATURES, Batch
@@ -19,7 +20,6 @@ from warpfold.model.losses import LossConfig, total_loss
 from warpfold.parallel.plan import Plan, apply
 from warpfold.run import metrics
 from warpfold.run.train import ca_lddt, train
-from warpfold.tune.kernel_calls import one_block
 
 SIZES = {"pass": 1, "res": 9, "seq": 4, "extra": 5, "tmpl": 2}
 LOSSES = LossConfig(predicted_aligned_error=0.1, experimentally_resolved=0.01, violation=1.0, scale_by_length=True)

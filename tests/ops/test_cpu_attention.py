@@ -128,7 +128,7 @@ def test_a_query_without_any_key_is_not_a_number() -> None:
 def test_the_logarithms_are_those_of_the_softmax_sums() -> None:
     q, k, v = given(*3 * [(1, 3, 5, 2, 4)])
     mask = _mask(1, 3, 5)
-    _, lse = cpu.forward(q, k, v, mask, None)
+    _, lse = cpu.attention(q, k, v, mask, None)
     logits = torch.einsum("brqhd,brkhd->brhqk", q, k) / 2
     expected = logits.masked_fill(mask[:, :, None, None] == 0, float("-inf")).logsumexp(-1)
     expected = expected.masked_fill(expected == float("-inf"), float("inf"))  # of a row that is masked throughout
@@ -143,7 +143,7 @@ def test_the_logits_of_all_rows_never_exist(monkeypatch: pytest.MonkeyPatch, dty
     bias = given((1, heads, n, n))[0].to(dtype)
     for mask in (torch.ones(1, rows, n), _mask(1, rows, n)):
         with Largest() as seen:
-            out, lse = cpu.forward(q, k, v, mask, bias)
-            cpu.backward(torch.ones_like(out), q, k, v, mask, bias, out, lse, True)
+            out, lse = cpu.attention(q, k, v, mask, bias)
+            cpu.attention_backward(torch.ones_like(out), q, k, v, mask, bias, out, lse, True)
         assert 0 < seen.elements <= max(4 * heads * n * n, q.numel())
         assert seen.elements < rows * heads * n * n / 2

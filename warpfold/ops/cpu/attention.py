@@ -16,7 +16,7 @@ BLOCK = 2**20  # logits of a block: 4 MiB in fp32; the backward pass has two suc
 LOG2E = 1 / math.log(2)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """warpfold::attention."""
     out, lse = empty_out(q, v), empty_lse(q)
     work = _Rows(q, k, mask, bias, lse.dtype, BLOCK)
@@ -37,7 +37,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) 
     return out, lse
 
 
-def backward(
+def attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,

@@ -30,7 +30,7 @@ def gate_backward(grad: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return dx, dg
 
 
-def tail(
+def gated_linear_residual(
     x: Tensor,
     o: Tensor,
     g: Tensor,
@@ -60,7 +60,7 @@ def tail(
     return y
 
 
-def tail_backward(
+def gated_linear_residual_backward(
     grad: Tensor,
     o: Tensor,
     g: Tensor,
@@ -94,4 +94,4 @@ def tail_backward(
 def _draw(x: Tensor, key: Tensor, strides: Sequence[int], offset: int, stream: int, rate: float) -> Tensor:
     """The factors for x, of size 1 where a draw is shared: so few beside x that they are drawn all at once."""
     shape = [1 if stride == 0 else size for size, stride in zip(x.shape, strides)]
-    return noise.keep(key, stream, rate, shape, strides, offset, x.dtype)
+    return noise.dropout_factors(key, stream, rate, shape, strides, offset, x.dtype)

@@ -12,7 +12,7 @@ BLOCK = 2**14  # elements
 LOW = 0xFFFFFFFF
 
 
-def keep(
+def dropout_factors(
     key: Tensor,
     stream: int,
     rate: float,

@@ -7,7 +7,7 @@ from warpfold.ops.library.attention import empty_like
 from warpfold.ops.library.triangle import empty_factor
 
 
-def factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
+def triangle_factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
     """warpfold::triangle_factor."""
     result = empty_factor(y)
     for yb, gb, mb, fb in blocks(result.movedim(-3, -1), y, g, mask.to(y.dtype)[..., None], result.movedim(-3, -1)):
@@ -15,7 +15,7 @@ def factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
     return result
 
 
-def factor_backward(grad: Tensor, y: Tensor, g: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def triangle_factor_backward(grad: Tensor, y: Tensor, g: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """warpfold::triangle_factor_backward."""
     dy, dg = empty_like(y), empty_like(g)
     wanted = grad.movedim(-3, -1), y, g, mask.to(y.dtype)[..., None], dy, dg

@@ -124,7 +124,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None)
     -> out [B, R, Q, h, e], and the logarithm of the softmax's sum, [B, R, h, Q] in fp32 (fp64 of fp64): natural,
     over the keys that are not masked; inf, so that each weighs 0, where there are none or all have a bias of -inf."""
     _require("warpfold::attention", q, k, v, mask, bias)
-    out, lse = implementation("attention", q).forward(q, k, v, mask, bias)
+    out, lse = implementation("attention", q).attention(q, k, v, mask, bias)
     return out, lse
 
 
@@ -149,7 +149,9 @@ def _backward(
         ("out", "[B, R, Q, h, e]", tuple(out.shape), of_out),
         ("lse", "[B, R, h, Q]", tuple(lse.shape), of_q[:2] + of_q[3:4] + of_q[2:3]),
     )
-    dq, dk, dv, dbias = implementation("attention", q).backward(grad, q, k, v, mask, bias, out, lse, bias_wanted)
+    dq, dk, dv, dbias = implementation("attention", q).attention_backward(
+        grad, q, k, v, mask, bias, out, lse, bias_wanted
+    )
     return dq, dk, dv, dbias
 
 

@@ -134,7 +134,9 @@ def _tail(
     """factors: drawn already; key, strides, offset, stream, rate: to be drawn, as by `ops.noise.keep`, where there is
     a key.  A stride of 0 shares a draw."""
     _check_tail("warpfold::tail", x, o, g, weight, bias, factors, key, strides)
-    y: Tensor = implementation("gate", x).tail(x, o, g, weight, bias, factors, key, strides, offset, stream, rate)
+    y: Tensor = implementation("gate", x).gated_linear_residual(
+        x, o, g, weight, bias, factors, key, strides, offset, stream, rate
+    )
     return y
 
 
@@ -154,7 +156,7 @@ def _tail_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> the gradients of o, g, weight and bias; that of x is `grad` itself, and factors have none."""
     _check_tail("warpfold::tail_backward", grad, o, g, weight, bias, factors, key, strides)
-    do, dg, dweight, dbias = implementation("gate", grad).tail_backward(
+    do, dg, dweight, dbias = implementation("gate", grad).gated_linear_residual_backward(
         grad, o, g, weight, bias, factors, key, strides, offset, stream, rate
     )
     return do, dg, dweight, dbias

@@ -70,7 +70,7 @@ def _keep(
     offset: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    y: Tensor = implementation("noise", key).keep(key, stream, rate, shape, strides, offset, dtype)
+    y: Tensor = implementation("noise", key).dropout_factors(key, stream, rate, shape, strides, offset, dtype)
     return y
 
 

@@ -42,7 +42,7 @@ def _operands(y: Tensor, g: Tensor, mask: Tensor) -> tuple[Operand, ...]:
 @torch.library.custom_op("warpfold::triangle_factor", mutates_args=())
 def _forward(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
     require("warpfold::triangle_factor", *_operands(y, g, mask))
-    factor: Tensor = implementation("triangle", y).factor(y, g, mask)
+    factor: Tensor = implementation("triangle", y).triangle_factor(y, g, mask)
     return factor
 
 
@@ -52,7 +52,7 @@ def _backward(grad: Tensor, y: Tensor, g: Tensor, mask: Tensor) -> tuple[Tensor,
     of_y = tuple(y.shape)
     of_grad = ("grad", "[*, c, i, k]", tuple(grad.shape), of_y[:-3] + of_y[-1:] + of_y[-3:-1])
     require("warpfold::triangle_factor_backward", *_operands(y, g, mask), of_grad)
-    dy, dg = implementation("triangle", y).factor_backward(grad, y, g, mask)
+    dy, dg = implementation("triangle", y).triangle_factor_backward(grad, y, g, mask)
     return dy, dg
 
 

@@ -7,13 +7,13 @@ from tests.ops.triton.attention_cases import Case, answers, guarded, inputs, mis
 from tests.ops.triton.layouts import poisoned
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention
-from warpfold.ops.triton.launch import Launch, forced
+from warpfold.ops.triton.launch import configs, forced
 
 
 def found(given) -> dict[str, torch.Tensor]:
     """What the kernels make of it, in tiles that the last is not full of."""
-    launches = {name: Launch({"BLOCK": 32}, 4, 1) for name in ("pointwise_forward", "pointwise_backward")}
-    with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"), forced(launches):
+    tiles = {name: configs("BLOCK", (32, 4, 1))[0] for name in ("pointwise_forward", "pointwise_backward")}
+    with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"), forced(tiles):
         return answers(attention, given)
 
 

@@ -11,10 +11,10 @@ from typing import Literal, get_args
 
 import torch
 
+from tests.fake import fake_ranks
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.parallel.collectives import Event, sizes_of, watched
 from warpfold.parallel.plan import DTYPES, Plan, apply
-from warpfold.tune.fake import fake_ranks
 
 Phase = Literal["forward", "recomputed", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
