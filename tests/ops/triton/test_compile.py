@@ -72,8 +72,8 @@ def test_in_fp32_they_are_too() -> None:
 
 
 def test_every_entry_of_the_default_table_is_within_the_budget() -> None:
-    """Compile each entry for one of the architectures, in turn: the most demanding launch that it decides; or, where the
-    model has none, the one that is nearest to its key."""
+    """Compile each entry for one of the architectures, in turn: the most demanding launch that it decides; or, where
+    the model has none, the one that is nearest to its key."""
     wrong, table = [], read(SHIPPED / "default.json")
     for index, entry in enumerate(table.entries):
         launched = by_kernel()[entry.kernel]

@@ -55,9 +55,11 @@ def test_in_half_precision_too(case: Case, dtype: torch.dtype) -> None:
     assert not mistakes(given, found(given))
 
 
-def test_with_the_launches_of_the_interpreters_table() -> None:
-    given = inputs(Case(lead=(2, 2), layout="own"), torch.float32)
-    with dispatch.using("strict"):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [Case(lead=(2, 2), layout="own"), *FP32[1:]], ids=str)
+def test_in_the_default_tiles(case: Case, dtype: torch.dtype) -> None:
+    given = inputs(case, dtype)
+    with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"):
         assert not mistakes(given, answers(attention, given))
 
 

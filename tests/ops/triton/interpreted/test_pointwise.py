@@ -24,6 +24,13 @@ def test_is_as_exact_as_the_definition(width: int, dtype: torch.dtype) -> None:
     assert not mistakes(given, found(given))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_the_default_tiles(dtype: torch.dtype) -> None:
+    given = inputs(Case((5, 37), 1, 4, 4, 16, "own", "none"), dtype)
+    with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"):
+        assert not mistakes(given, answers(attention, given))
+
+
 @pytest.mark.parametrize("keys", [1, 3, 32, 33])
 def test_any_count_of_keys(keys: int) -> None:
     given = inputs(Case((2, 3), 1, keys, 2, 16, "own", "none"), torch.float16)
