@@ -7,12 +7,12 @@ from torch import Tensor
 from tests.ops.cpu_cases import DTYPES, LAYOUTS, given, mistakes
 from warpfold.ops.cpu import blocks
 from warpfold.ops.dispatch import Op
-from warpfold.ops.gate import gate, tail
+from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.triangle import triangle_factor
 
 TAIL = Op(
-    lambda *a, factors=None: tail.definition(*a, None if factors is None else factors.to(a[0].dtype)),
-    lambda *a, factors=None: tail.fast(*a, None if factors is None else factors.to(a[0].dtype)),
+    lambda *a, factors=None: gated_linear_residual.definition(*a, None if factors is None else factors.to(a[0].dtype)),
+    lambda *a, factors=None: gated_linear_residual.fast(*a, None if factors is None else factors.to(a[0].dtype)),
     lambda *_, **__: None,
 )
 

@@ -49,13 +49,13 @@ def test_hidden_layers_and_products_never_exist_whole(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu_outer, "PRODUCTS", 2000)
     x, *parameters = _transition()
     with Largest() as seen:
-        cpu_transition.forward(x, *parameters, True, 1e-5)
-        cpu_transition.backward(x, x, *parameters[:5], True, 1e-5)
+        cpu_transition.transition(x, *parameters, True, 1e-5)
+        cpu_transition.transition_backward(x, x, *parameters[:5], True, 1e-5)
     assert seen.elements == x.numel()
     a, b, weight, bias = _outer()
     with Largest() as seen:
-        out = cpu_outer.forward(a, b, weight, bias, _count())
-        cpu_outer.backward(out, a, b, weight, bias, _count())
+        out = cpu_outer.outer_product(a, b, weight, bias, _count())
+        cpu_outer.outer_product_backward(out, a, b, weight, bias, _count())
     assert max(out.numel(), 2000) >= seen.elements
     assert seen.elements < 2 * 13 * 7 * 30
 

@@ -1,6 +1,7 @@
 """Which way an operation is computed, and what is said of it."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from warpfold.errors import UserError
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention
-from warpfold.ops.gate import gate, tail
+from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
@@ -25,7 +26,7 @@ def minus(x: Tensor) -> Tensor:
     return -x
 
 
-@dispatch.op(minus, refuses=odd)
+@dispatch.op(minus, unsupported_reason=odd)
 def plus(x: Tensor) -> Tensor:
     """A definition, and a fast way that can be told from it."""
     return +x
@@ -50,6 +51,33 @@ def test_definitions_alone_where_they_are_asked_for() -> None:
     assert plus(EVEN).tolist() == [-1, -1]
 
 
+def test_a_choice_is_the_thread_s_own() -> None:
+    """So two models in one process run differently at once.  A new thread begins with the fast way."""
+    found: list[list[float]] = []
+    with dispatch.using("definition"):
+        thread = threading.Thread(target=lambda: found.append(plus(EVEN).tolist()))
+        thread.start()
+        thread.join()
+        assert plus(EVEN).tolist() == [1, 1]
+    assert found == [[-1, -1]]
+
+
+def test_a_choice_ends_with_its_context_whatever_happens() -> None:
+    with pytest.raises(RuntimeError), dispatch.using("definition"), dispatch.using("strict"):
+        raise RuntimeError
+    assert plus(EVEN).tolist() == [-1, -1]
+
+
+def test_a_whole_graph_enters_the_context() -> None:
+    def run(x: Tensor) -> Tensor:
+        with dispatch.using("definition"):
+            inside = plus(x)
+        return torch.stack([inside, plus(x)])
+
+    torch._dynamo.reset()
+    assert torch.compile(run, fullgraph=True, backend="eager")(EVEN).tolist() == [[1, 1], [-1, -1]]
+
+
 def test_a_refusal_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "warpfold"):
         for _ in range(3):
@@ -71,8 +99,7 @@ def test_nothing_to_compute_is_no_refusal() -> None:
     assert dispatch.refusals() == {}
 
 
-def test_a_plan_says_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_kernels", "fast")  # put back afterwards
+def test_a_plan_says_which_way() -> None:
     apply(Plan(kernels="definition"), torch.nn.Module())
     assert plus(EVEN).tolist() == [1, 1]
     apply(Plan(), torch.nn.Module())
@@ -85,18 +112,18 @@ def test_an_operation_reads_as_its_definition() -> None:
 
 
 def test_tensors_of_several_devices_are_refused() -> None:
-    assert gate.refuses(torch.ones(2), torch.ones(2, device="meta")) == "its tensors are on several devices"
+    assert gate.unsupported_reason(torch.ones(2), torch.ones(2, device="meta")) == "its tensors are on several devices"
 
 
 def test_devices_without_a_fast_way_are_refused() -> None:
     meta = torch.ones(2, device="meta")
-    assert gate.refuses(meta, meta) == "nothing faster was written for meta"
+    assert gate.unsupported_reason(meta, meta) == "nothing faster was written for meta"
 
 
 @pytest.mark.parametrize("rows", [(), (1,), (3,), (2, 1), (2, 3)])
 def test_a_bias_that_differs_between_rows_is_refused(rows: tuple[int, ...]) -> None:
     q, mask = torch.ones(2, 3, 5, 4, 8), torch.ones(2, 3, 5)
-    reason = attention.refuses(q, q, q, mask, torch.ones(*rows, 4, 5, 5))
+    reason = attention.unsupported_reason(q, q, q, mask, torch.ones(*rows, 4, 5, 5))
     assert reason == ("the bias differs from row to row" if rows and rows[-1] == 3 else None)
 
 
@@ -107,7 +134,7 @@ EMPTY_CASES = {
     "layer_norm": (layer_norm, (NONE, *EIGHT)),
     "norm_linear": (norm_linear, (NONE, *EIGHT, torch.ones(4, 8))),
     "gate": (gate, (NONE, NONE)),
-    "tail": (tail, (NONE, NONE, NONE, torch.ones(8, 8), torch.ones(8))),
+    "gated_linear_residual": (gated_linear_residual, (NONE, NONE, NONE, torch.ones(8, 8), torch.ones(8))),
     "transition": (transition, (NONE, *EIGHT, torch.ones(16, 8), torch.ones(16), torch.ones(8, 16), torch.ones(8))),
     "triangle_factor": (triangle_factor, (NONE, NONE, torch.ones(0, 5))),
     "outer_product": (
@@ -120,4 +147,4 @@ EMPTY_CASES = {
 @pytest.mark.parametrize("name", EMPTY_CASES)
 def test_no_operation_makes_a_word_of_nothing(name: str) -> None:
     operation, arguments = EMPTY_CASES[name]
-    assert operation.refuses(*arguments) == dispatch.EMPTY
+    assert operation.unsupported_reason(*arguments) == dispatch.EMPTY

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from warpfold.errors import UserError
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
-from warpfold.ops.gate import gate, tail
+from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
@@ -52,7 +52,7 @@ def traced(run: Callable[..., Tensor], *args: Tensor, whole: bool = True, dynami
     graphs: list[Counter[str]] = []
 
     def note(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        names = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+        names = [str(node.target).removesuffix(".default") for node in module.graph.nodes if node.op == "call_function"]
         graphs.append(Counter(name.removeprefix("warpfold.") for name in names if name.startswith("warpfold.")))
         return module.forward
 
@@ -67,7 +67,7 @@ def everything(x: Tensor, m: Tensor, weight: Tensor, square: Tensor) -> Tensor:
     q = n.unflatten(-1, (2, 8))
     mask = x.select(-1, 0)  # where a GPU is not linked, indexing such tensors fails
     o = attention(q, q, q, mask).flatten(-2)
-    x = tail(x, gate(o, n), n, square, weight)
+    x = gated_linear_residual(x, gate(o, n), n, square, weight)
     x = x + global_attention(x, n, n, mask)
     x = transition(x, weight, weight, square, weight, square, weight)
     factor = triangle_factor(x, n, mask)
@@ -80,7 +80,7 @@ def test_every_operation_is_one_node_of_one_graph(gpu: None, kernels: dispatch.K
     args = cuda(3, 4, 16), cuda(5, 3, 16), cuda(16), cuda(16, 16)
     with dispatch.using(kernels):
         (graph,) = traced(everything, *args, dynamic=dynamic)
-    once = ("layer_norm", "gate", "tail", "triangle_factor")
+    once = ("layer_norm", "gate", "gated_linear_residual", "triangle_factor")
     # A global attention is one; the norm and the first product of a transition are one on a GPU, the rest is torch's.
     assert graph == Counter(dict.fromkeys(once, 1)) + Counter(attention=2, norm_linear=2)
 
@@ -99,5 +99,5 @@ def test_a_refusal_is_its_definition_in_the_graph_and_strict_makes_it_an_error(g
 def test_a_gpu_without_kernels_is_refused_traced_or_not(gpu: None) -> None:
     x = cuda(3, 4, 16)
     reason = "GPUs before Ampere (compute capability 8.0) have no kernels"
-    assert gate.refuses(x, x) == reason
+    assert gate.unsupported_reason(x, x) == reason
     assert traced(gate, x, x) == [Counter()]

@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warpfold.ops.gate import tail
-from warpfold.ops.noise import DropoutFactors, Noise, dropout, keep
+from warpfold.ops.gate import gated_linear_residual
+from warpfold.ops.noise import DropoutFactors, Noise, dropout, dropout_factors
 from warpfold.tune.checks import answer, wrong
 
 
+def drawn(factors):
+    return factors.draw() if isinstance(factors, DropoutFactors) else factors
+
+
 def draw(noise, stream=0, shape=(64, 512), rate=0.25):
-    return noise.keep(shape, rate, stream, torch.empty(()))
+    return drawn(noise.factors(shape, rate, stream, torch.empty(())))
 
 
 def test_rate_and_scale():
@@ -50,7 +54,7 @@ def test_the_numbers_are_those_of_2026():
         assert draw(noise, 5000, (8,), (number + 1) / 2**24)[i] == 0
         assert draw(noise, 5000, (8,), number / 2**24)[i] > 0
     for dtype, scale in ((torch.float32, 1.1764705181121826), (torch.bfloat16, 1.1796875)):
-        kept = noise.keep((301, 257), 0.15, 123_000, torch.empty((), dtype=dtype))
+        kept = drawn(noise.factors((301, 257), 0.15, 123_000, torch.empty((), dtype=dtype)))
         assert kept.dtype == dtype
         assert kept.unique().tolist() == [0.0, scale]
         found = hashlib.sha256((kept != 0).to(torch.uint8).numpy().tobytes()).hexdigest()
@@ -96,11 +100,13 @@ DRAWS = {
 @pytest.mark.parametrize("rate", [0.1, 0.15, 0.5, 1 / 3])
 def test_the_fast_way_draws_the_same(name, dtype, rate):
     draw = (KEY, 17_000, rate, *DRAWS[name], dtype)
-    assert torch.equal(keep.fast(*draw), keep.definition(*draw))
+    assert torch.equal(dropout_factors.fast(*draw), dropout_factors.definition(*draw))
 
 
 def test_torch_finds_the_operation_in_order():
-    checked = torch.library.opcheck(torch.ops.warpfold.keep.default, (KEY, 3, 0.2, *DRAWS["whole"], torch.float32))
+    checked = torch.library.opcheck(
+        torch.ops.warpfold.dropout_factors.default, (KEY, 3, 0.2, *DRAWS["whole"], torch.float32)
+    )
     assert set(checked.values()) == {"SUCCESS"}
 
 
@@ -121,15 +127,15 @@ def test_slices_are_slices_of_the_whole():
         assert turned.shape == tuple(turned.draw().shape)
 
 
-def tail_arguments(n=3):
+def residual_arguments(n=3):
     torch.manual_seed(0)
     shapes = ((4, n, 6), (4, n, 8), (4, n, 8), (6, 8), (6,))
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def test_tail_is_one_operation_that_torch_finds_in_order():
+def test_gated_linear_residual_is_one_operation_that_torch_finds_in_order():
     """With factors that it draws: forward and backward are the definition's, and nothing is drawn beside them."""
-    given, grad, seen = tail_arguments(), torch.randn(4, 3, 6, dtype=torch.float64), []
+    given, grad, seen = residual_arguments(), torch.randn(4, 3, 6, dtype=torch.float64), []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -139,11 +145,11 @@ def test_tail_is_one_operation_that_torch_finds_in_order():
 
     for part in (factors(), factors((9, 3, 6)).narrow(0, 4, 4), factors((3, 1)), factors((6,))):
         seen.clear()
-        assert tail.refuses(*given, part) is None
+        assert gated_linear_residual.unsupported_reason(*given, part) is None
         with Watch():
-            ours = answer(tail.fast, [*given, part], grad)
-        assert not wrong(tail.definition, [*given, part], grad, ours)
-        assert [function._opname for function, _ in seen] == ["tail", "tail_backward"]
+            ours = answer(gated_linear_residual.fast, [*given, part], grad)
+        assert not wrong(gated_linear_residual.definition, [*given, part], grad, ours)
+        assert [function._opname for function, _ in seen] == ["gated_linear_residual", "gated_linear_residual_backward"]
         for function, args in seen:
             checked = torch.library.opcheck(function, tuple(a.detach() if torch.is_tensor(a) else a for a in args))
             assert set(checked.values()) == {"SUCCESS"}
@@ -152,7 +158,7 @@ def test_tail_is_one_operation_that_torch_finds_in_order():
 def test_a_new_key_does_not_recompile():
     """Nor does a new pass; and the graph has no break."""
     torch._dynamo.reset()
-    noise, given = Noise(), tail_arguments()
+    noise, given = Noise(), residual_arguments()
     compiled = []
 
     def backend(graph, inputs):
@@ -161,14 +167,14 @@ def test_a_new_key_does_not_recompile():
 
     @torch.compile(fullgraph=True, backend=backend, dynamic=False)
     def run(*args):
-        return tail.fast(*args, noise.factors((4, 1, 6), 0.4, 1000, args[0]))
+        return gated_linear_residual.fast(*args, noise.factors((4, 1, 6), 0.4, 1000, args[0]))
 
     outs = []
     for seed, index in ((1, 0), (2, 0), (2, 1)):
         noise.seed(seed)
         noise.at_pass(index)
         outs.append(run(*given))
-        assert torch.equal(outs[-1], tail.fast(*given, noise.factors((4, 1, 6), 0.4, 1000, given[0])))
+        assert torch.equal(outs[-1], gated_linear_residual.fast(*given, noise.factors((4, 1, 6), 0.4, 1000, given[0])))
     assert len(compiled) == 1
     assert not torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[1], outs[2])
@@ -176,15 +182,15 @@ def test_a_new_key_does_not_recompile():
 
 def test_a_key_that_was_used_stays_what_it_was():
     """A new one before the backward pass of the old one: each graph has its own."""
-    noise, given = Noise(), tail_arguments()
+    noise, given = Noise(), residual_arguments()
     noise.seed(1)
     first = noise.factors((4, 1, 6), 0.4, 1000, given[0])
     drawn, grad = first.draw(), torch.ones_like(given[0])
-    out = tail.fast(*given, first)
+    out = gated_linear_residual.fast(*given, first)
     noise.at_pass(1)
     noise.seed(3)
     ours = [out, *torch.autograd.grad(out, given, grad)]
-    assert not wrong(tail.definition, [*given, drawn], grad, ours)
+    assert not wrong(gated_linear_residual.definition, [*given, drawn], grad, ours)
 
 
 def test_the_key_moves_with_the_model_and_each_model_has_its_own():
@@ -218,17 +224,17 @@ def test_the_key_moves_with_the_model_and_each_model_has_its_own():
         ({3: (1, 8)}, "weight is not"),
         ({3: (6, 4)}, "weight is not"),
         ({4: (1,)}, "bias is not"),
-        ({5: (4, 3, 12)}, "the factors are not"),
-        ({5: (5, 1, 6)}, "the factors are not"),
-        ({5: (2, 4, 3, 6)}, "the factors are not"),
+        ({5: (4, 3, 12)}, "factors is not"),
+        ({5: (5, 1, 6)}, "factors is not"),
+        ({5: (2, 4, 3, 6)}, "factors is not"),
     ],
 )
-def test_tails_of_other_shapes_are_refused(change, words):
+def test_gated_linear_residuals_of_other_shapes_are_refused(change, words):
     """What the definition broadcasts it computes; what it does not is its error; a kernel would read past the end."""
     shapes = {0: (4, 3, 6), 1: (4, 3, 8), 2: (4, 3, 8), 3: (6, 8), 4: (6,), 5: (4, 1, 6)} | change
     given = [torch.randn(shape) for shape in shapes.values()]
-    assert words in tail.refuses(*given)
-    with pytest.raises(ValueError, match="warpfold::tail"):
-        tail.fast(*given)
+    assert words in gated_linear_residual.unsupported_reason(*given)
+    with pytest.raises(ValueError, match="warpfold::gated_linear_residual"):
+        gated_linear_residual.fast(*given)
     if 5 in change:
-        assert words in tail.refuses(*given[:5], factors(change[5], torch.float32))
+        assert words in gated_linear_residual.unsupported_reason(*given[:5], factors(change[5], torch.float32))

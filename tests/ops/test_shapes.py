@@ -10,7 +10,7 @@ from warpfold.errors import UserError
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention
 from warpfold.ops.gate import gate
-from warpfold.ops.shapes import spreads, together
+from warpfold.ops.shapes import broadcast_shape, expands_to
 
 # What is read in a wrong place is NaN, or off by about 1.  What is right is off by its rounding in fp64: a hundred
 # additions of numbers about 1, after a norm that divides by a deviation of 0.3 or more, cost some 1e-13.
@@ -20,7 +20,7 @@ CLOSE = 1e-11
 @pytest.mark.parametrize("name", OPERANDS)
 def test_the_right_shapes_are_not_refused(name: str) -> None:
     op, shapes = OPERANDS[name]
-    assert op.refuses(*operands(list(shapes.values()), torch.float64)) is None
+    assert op.unsupported_reason(*operands(list(shapes.values()), torch.float64)) is None
     _, alone = check(op, shapes, torch.float64, CLOSE)
     assert isinstance(alone, list)
 
@@ -46,6 +46,8 @@ REGISTERED = {
     ],
     "gate": [(3, 16), (3, 16)],
     "gate_backward": [(3, 16), (3, 16), (3, 16)],
+    "gated_linear_residual": [(3, 16), (3, 8), (3, 8), (16, 8), (16,), (3, 16), None, [], 0, 0, 0.0],
+    "gated_linear_residual_backward": [(3, 16), (3, 8), (3, 8), (16, 8), (16,), (3, 16), None, [], 0, 0, 0.0],
     "layer_norm": [(3, 16), (16,), (16,), 1e-5],
     "layer_norm_backward": [(3, 16), (3, 16), (16,), (3,), (3,)],
     "norm_linear": [(3, 16), (16,), (16,), (6, 16), (6,), 1e-5],
@@ -81,6 +83,16 @@ def test_registered_operations_name_the_operand_that_is_wrong(name: str) -> None
                 call([*right[:i], short, *right[i + 1 :]])
 
 
+def test_strides_of_a_draw_are_as_many_as_axes() -> None:
+    x, o, weight, key = torch.ones(3, 16), torch.ones(3, 8), torch.ones(16, 8), torch.tensor([1, 2])
+    run = torch.ops.warpfold.gated_linear_residual
+    assert run(x, o, o, weight, x[0], None, key, [16, 1], 0, 0, 0.5).shape == (3, 16)
+    with pytest.raises(ValueError, match="1 strides of the elements drawn for, but x has 2 axes"):
+        run(x, o, o, weight, x[0], None, key, [1], 0, 0, 0.5)
+    with pytest.raises(ValueError, match=r"key is \[3\], not \[2\]"):
+        run(x, o, o, weight, x[0], None, torch.tensor([1, 2, 3]), [16, 1], 0, 0, 0.5)
+
+
 def test_a_refusal_says_which_operand_and_strict_makes_it_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_refused", type(dispatch._refused)())
     big, row = torch.ones(2**17, 16), torch.ones(16)
@@ -92,14 +104,14 @@ def test_a_refusal_says_which_operand_and_strict_makes_it_an_error(monkeypatch: 
 
 def test_leading_axes_broadcast_as_torch_has_it() -> None:
     for shapes in [((2, 3), (2, 3)), ((2, 1), (3,), (1, 3)), ((), (2,)), ((0,), (1,)), ((), ())]:
-        assert together(*shapes) == torch.broadcast_shapes(*shapes)
-    assert together((2,), (3,)) is None
-    assert spreads((1, 3), (2, 3))
-    assert not spreads((2, 3), (1, 3))
-    assert not spreads((1, 1, 3), (1, 3))
+        assert broadcast_shape(*shapes) == torch.broadcast_shapes(*shapes)
+    assert broadcast_shape((2,), (3,)) is None
+    assert expands_to((1, 3), (2, 3))
+    assert not expands_to((2, 3), (1, 3))
+    assert not expands_to((1, 1, 3), (1, 3))
 
 
 def test_a_bias_of_fewer_axes_and_axes_of_one_are_not_refused() -> None:
     q, mask = torch.ones(2, 3, 5, 4, 8), torch.ones(2, 3, 5)
     for shape in [(), (5,), (5, 5), (4, 1, 5), (1, 1, 4, 5, 5), (2, 1, 1, 1, 1)]:
-        assert attention.refuses(q, q, q, mask, torch.ones(shape)) is None
+        assert attention.unsupported_reason(q, q, q, mask, torch.ones(shape)) is None

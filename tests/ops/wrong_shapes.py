@@ -124,8 +124,8 @@ def check(op: Op[..., Tensor], shapes: dict[str, Shape], dtype: torch.dtype, clo
     wanted = [name for name in names if name not in ("mask", "count")]
     given = operands(list(shapes.values()), dtype)
     truth = outcome(op.definition, given, wanted, names)
-    chosen = outcome(Op(op.definition, op.fast, op.refuses), given, wanted, names)  # though it is small
-    taken = op.refuses(*given) is None
+    chosen = outcome(Op(op.definition, op.fast, op.unsupported_reason), given, wanted, names)  # though it is small
+    taken = op.unsupported_reason(*given) is None
     alone = chosen if taken else outcome(op.fast, given, wanted, names)
     for found in (chosen, alone):
         if isinstance(found, Exception):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.ops.dispatch import Op
-from warpfold.ops.noise import DropoutFactors, keep
+from warpfold.ops.gate import gated_linear_residual
+from warpfold.ops.noise import DropoutFactors, dropout_factors
 from warpfold.tune.cases import ARGUMENTS, OPS, Case, inputs
 from warpfold.tune.checks import Error, check, compare, failures, odd, run, truth
 from warpfold.tune.sizes import ODD, DataSizes, of_settings
@@ -70,15 +71,15 @@ def test_what_is_wrong_is_red(spoiled: Callable[..., None], wrong: Callable[[Ten
 
 def test_a_kernel_that_draws_other_noise_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the draw by itself is as wrong: the truth is of the definition's draw."""
-    fast = keep.fast
+    fast = dropout_factors.fast
     case = next(case for case in ODD if case.drawn)
 
     def wrong(key: Tensor, stream: int, *rest: Any) -> Tensor:
         return fast(key, stream + 1, *rest)
 
     assert not check(case, "fp32", CPU).red
-    monkeypatch.setattr(keep, "fast", wrong)
-    monkeypatch.setattr(keep, "small", None)
+    monkeypatch.setattr(dropout_factors, "fast", wrong)
+    monkeypatch.setattr(dropout_factors, "prefer_definition", None)
     monkeypatch.setattr(OPS["tail"], "fast", lambda *args: OPS["tail"].definition(*args[:5], args[5].draw()))
     assert check(case, "fp32", CPU).red
 
@@ -101,9 +102,9 @@ def test_a_refusal_is_no_error() -> None:
     op = OPS["gate"]
     case = next(case for case in ODD if case.op == "gate")
     given = inputs(case, torch.float32, CPU)
-    assert op.refuses(*given.args) is None
+    assert op.unsupported_reason(*given.args) is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "refuses", lambda *_: "not on Fridays")
+        patch.setattr(op, "unsupported_reason", lambda *_: "not on Fridays")
         verdict = check(case, "fp32", CPU)
     assert (verdict.red, verdict.way, verdict.reason) == (False, "definition", "not on Fridays")
 
@@ -286,10 +287,10 @@ def key_of_call(op: Op[..., Tensor], args: tuple[Any, ...]) -> tuple[object, ...
         up = args[3]
         assert up is not None
         return op.name, places, c, up.shape[0]
-    if op.name == "tail":
+    if op is gated_linear_residual:
         o = args[1]
         assert o is not None
-        return op.name, places, c, o.shape[-1], type(args[5])
+        return "tail", places, c, o.shape[-1], type(args[5])  # as --op names it
     return op.name, places, c
 
 
@@ -325,4 +326,4 @@ def test_the_list_is_what_the_model_calls(monkeypatch: pytest.MonkeyPatch) -> No
         key_of_case(case) for case in of_settings(config, DataSizes(crop=9, max_msa=5, max_extra=6, max_templates=2))
     }
     assert listed <= called
-    assert {key for key in called - listed if key[0] not in ("layer_norm", "keep")} == set()
+    assert {key for key in called - listed if key[0] not in ("layer_norm", "dropout_factors")} == set()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
 from warpfold.model.layers import LayerNorm, Linear, Normed
 from warpfold.ops.attention import attention
-from warpfold.ops.gate import gate, tail
+from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
 from warpfold.ops.transition import transition
 
@@ -47,7 +47,7 @@ class GatedAttention(nn.Module):
     def add(self, x: Tensor, o: Tensor, g: Tensor, factors: Factors | None) -> Tensor:
         """x [*, K, c] with the update, of which dropout leaves `factors`."""
         assert self.out.bias is not None
-        return tail(x, o, g, self.out.weight, self.out.bias, factors)
+        return gated_linear_residual(x, o, g, self.out.weight, self.out.bias, factors)
 
 
 class AttentionUpdate(AxialUpdate):

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from warpfold.model.residues import ALL, Residues
-from warpfold.ops.precision import island
+from warpfold.ops.tensors import upcast_half
 
 
 def plddt(logits: Tensor) -> Tensor:
     """Predicted lDDT-Ca of each residue: logits [*, N, bins] -> [*, N], 0 to 100, fp32 (Algorithm 29)."""
     bins = logits.shape[-1]
     centers = (torch.arange(bins, device=logits.device) + 0.5) / bins
-    return 100 * (island(logits).softmax(-1) * centers).sum(-1)
+    return 100 * (upcast_half(logits).softmax(-1) * centers).sum(-1)
 
 
 def pae(logits: Tensor, breaks: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def pae(logits: Tensor, breaks: Tensor) -> Tensor:
 
     [i, j] is the error of residue j when prediction and truth are aligned on the frame of residue i (Supp. 1.9.7).
     """
-    return (island(logits).softmax(-1) * _centers(breaks.to(logits.device))).sum(-1)
+    return (upcast_half(logits).softmax(-1) * _centers(breaks.to(logits.device))).sum(-1)
 
 
 def max_pae(breaks: Tensor) -> float:
@@ -70,7 +70,7 @@ def _tm(logits: Tensor, breaks: Tensor, asym_id: Tensor | None, mask: Tensor | N
     residues = max(int(counts.sum()), 19)  # below 19 the TM-score's own d0 is not defined sensibly
     d0 = 1.24 * (residues - 15) ** (1 / 3) - 1.8
     score = 1 / (1 + (_centers(breaks.to(logits.device)) / d0) ** 2)
-    expected = (island(logits).softmax(-1) * score).sum(-1)
+    expected = (upcast_half(logits).softmax(-1) * score).sum(-1)
     pairs = counts[:, None] * counts[None, :]
     if asym_id is not None:
         pairs = pairs * (asym_id[:, None] != asym_id[None, :])

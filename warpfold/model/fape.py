@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from warpfold.geometry.rigid import Rigid
-from warpfold.ops.precision import island
+from warpfold.ops.tensors import upcast_half
 
 
 def frame_aligned_point_error(
@@ -83,7 +83,7 @@ def _flat(frames: Rigid) -> Rigid:
 
 def _offset(frames: Rigid) -> Tensor:
     """R^T t [*, F, 3]: what inverting a frame subtracts once the point is rotated."""
-    return (island(frames.rotation) * island(frames.translation)[..., None]).sum(-2)
+    return (upcast_half(frames.rotation) * upcast_half(frames.translation)[..., None]).sum(-2)
 
 
 def _project(start: Tensor, frames: Rigid, points: Tensor, k: int, sign: int) -> Tensor:
@@ -91,7 +91,7 @@ def _project(start: Tensor, frames: Rigid, points: Tensor, k: int, sign: int) ->
 
     In plain products and sums, for a GPU may compute a matmul in TF32, which is not enough for coordinates.
     """
-    axis, points = island(frames.rotation)[..., k], island(points)
+    axis, points = upcast_half(frames.rotation)[..., k], upcast_half(points)
     for c in range(3):
         start = torch.addcmul(start, axis[..., c, None], points[..., None, :, c], value=sign)
     return start

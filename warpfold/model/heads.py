@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.model.residues import Resident
-from warpfold.ops.precision import island
+from warpfold.ops.tensors import upcast_half
 
 
 def distogram_breaks(bins: int = 64, first: float = 2.3125, last: float = 21.6875) -> Tensor:
@@ -32,7 +32,7 @@ class DistogramHead(Resident):
         self.half_logits = Linear(c_z, bins, init="final")
 
     def forward(self, z: Tensor) -> Tensor:
-        half: Tensor = self.half_logits(island(z))
+        half: Tensor = self.half_logits(upcast_half(z))
         return half + self.residues.transposed(half, half.shape[-2])
 
 
@@ -47,7 +47,7 @@ class MaskedMSAHead(nn.Module):
         self.logits = Linear(c_m, classes, init="final")
 
     def forward(self, m: Tensor) -> Tensor:
-        logits: Tensor = self.logits(island(m))
+        logits: Tensor = self.logits(upcast_half(m))
         return logits
 
 
@@ -65,7 +65,7 @@ class PLDDTHead(nn.Module):
         self.logits = Linear(c, bins, init="final")
 
     def forward(self, s: Tensor) -> Tensor:
-        s = self.input_layer_norm(island(s))
+        s = self.input_layer_norm(upcast_half(s))
         s = self.act_0(s).relu()
         s = self.act_1(s).relu()
         logits: Tensor = self.logits(s)
@@ -83,7 +83,7 @@ class ResolvedHead(nn.Module):
         self.logits = Linear(c_s, atoms, init="final")
 
     def forward(self, s: Tensor) -> Tensor:
-        logits: Tensor = self.logits(island(s))
+        logits: Tensor = self.logits(upcast_half(s))
         return logits
 
 
@@ -98,5 +98,5 @@ class PAEHead(nn.Module):
         self.logits = Linear(c_z, bins, init="final")
 
     def forward(self, z: Tensor) -> Tensor:
-        logits: Tensor = self.logits(island(z))
+        logits: Tensor = self.logits(upcast_half(z))
         return logits

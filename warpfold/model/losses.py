@@ -21,7 +21,7 @@ from warpfold.model.fape import backbone_fape, sidechain_fape
 from warpfold.model.heads import distogram_breaks, pae_breaks
 from warpfold.model.residues import ALL, Residues
 from warpfold.model.violations import find_violations
-from warpfold.ops.precision import island
+from warpfold.ops.tensors import upcast_half
 
 if TYPE_CHECKING:
     from warpfold.model.alphafold import Output
@@ -224,11 +224,11 @@ def torsion_angle_loss(
     angles, unnormalized [L, N, 7, 2] as (sin, cos), of which the last four are chi; chi_angles [N, 4] radian; chi_mask
     [N, 4]; aatype [N]; seq_mask [N].  A chi that looks the same turned by pi may be predicted either way.
     """
-    chi = island(angles)[..., 3:, :]
+    chi = upcast_half(angles)[..., 3:, :]
     true = torch.stack([chi_angles.sin(), chi_angles.cos()], dim=-1)
     turned = true * (1 - 2 * residue_rows("CHI_PI_PERIODIC", aatype))[..., None]
     error = torch.minimum((chi - true).square().sum(-1), (chi - turned).square().sum(-1))
-    norm = torch.sqrt(1e-6 + island(unnormalized).square().sum(-1))
+    norm = torch.sqrt(1e-6 + upcast_half(unnormalized).square().sum(-1))
     return _mean(error, chi_mask, 1e-10), _mean((norm - 1).abs(), seq_mask[:, None], 1e-10)
 
 
@@ -271,7 +271,7 @@ def experimentally_resolved_loss(logits: Tensor, resolved: Tensor, exists: Tenso
 
     logits, resolved (0 or 1), exists (which atoms the residue type has) [N, 37].
     """
-    logits = island(logits)
+    logits = upcast_half(logits)
     error = F.binary_cross_entropy_with_logits(logits, resolved.to(logits.dtype), reduction="none")
     return _mean(error, exists, 1e-8)
 
@@ -308,7 +308,7 @@ def lddt(points: Tensor, true_points: Tensor, mask: Tensor, cutoff: float = 15.0
     quarter for each of 0.5, 1, 2, 4 angstrom that bounds its error (Mariani et al. 2013; Supp. 1.9.6).  1 where there
     is nothing to compare.  Use under no_grad: the score has no useful gradient.
     """
-    points, true_points, mask = island(points), island(true_points), island(mask)
+    points, true_points, mask = upcast_half(points), upcast_half(true_points), upcast_half(mask)
     true_distance, distance = (
         torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (true_points, points)
     )
@@ -335,7 +335,7 @@ def _bin(squared: Tensor, breaks: Tensor) -> Tensor:
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """-log softmax(logits)[target]: logits [*, classes], target int64 [*] -> [*], fp32 at least."""
     # Flat: the kernel for several axes is not deterministic on a GPU.
-    errors = F.cross_entropy(island(logits).flatten(0, -2), target.flatten(), reduction="none")
+    errors = F.cross_entropy(upcast_half(logits).flatten(0, -2), target.flatten(), reduction="none")
     return errors.view(target.shape)
 
 

@@ -7,7 +7,7 @@ from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, Chain, Tensors
 from warpfold.model.layers import LayerNorm, Linear, Normed
 from warpfold.ops.attention import global_attention, masked_mean
-from warpfold.ops.gate import gate, tail
+from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
 from warpfold.ops.outer import outer_product
 
@@ -81,7 +81,7 @@ class MSAColumnGlobalAttention(AxialUpdate):
         assert self.out.bias is not None
         factors = None if factors is None else factors.transpose(ROWS, COLS)
         o, x = self.attend(local, mask), x.transpose(ROWS, COLS)
-        return tail(x, o, local[3], self.out.weight, self.out.bias, factors).transpose(ROWS, COLS)
+        return gated_linear_residual(x, o, local[3], self.out.weight, self.out.bias, factors).transpose(ROWS, COLS)
 
 
 class OuterProductMean(AxialUpdate):

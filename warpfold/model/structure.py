@@ -15,7 +15,7 @@ from warpfold.geometry.rigid import Rigid, update_affine
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.model.residues import Resident
 from warpfold.ops.noise import Noise, dropout
-from warpfold.ops.precision import island
+from warpfold.ops.tensors import upcast_half
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ class StructureModule(nn.Module):
         All residues start at the origin ("black hole").  The gradient does not pass from one layer to the next through
         rotations (line 20), only through translations and activations.
         """
-        s_initial = self.single_layer_norm(island(s))
-        z = self.pair_layer_norm(island(z))
+        s_initial = self.single_layer_norm(upcast_half(s))
+        z = self.pair_layer_norm(upcast_half(z))
         mask = seq_mask.to(s_initial.dtype)
         s = self.initial_projection(s_initial)
         affine = torch.cat([s.new_ones(*s.shape[:-1], 1), s.new_zeros(*s.shape[:-1], 6)], dim=-1)

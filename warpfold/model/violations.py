@@ -13,7 +13,7 @@ from torch import Tensor
 
 from warpfold.geometry import residue
 from warpfold.geometry.atoms import residue_rows
-from warpfold.ops.precision import island
+from warpfold.ops.tensors import upcast_half
 
 N_ATOM, CA_ATOM, C_ATOM, SG_ATOM = 0, 1, 2, 5  # places in atom14; SG is cysteine's
 CA_CA = 3.80209737096  # angstrom, of a trans peptide: what the bonds and angles between two Ca give
@@ -73,7 +73,7 @@ def find_violations(
 
     asym_id [N]: the chain of each residue; one chain when None.
     """
-    atoms = island(atoms)
+    atoms = upcast_half(atoms)
     atom_mask = atom_mask.to(atoms.dtype)
     connections = connection_violations(atoms, atom_mask, aatype, residue_index, tolerance_factor)
     clashes = clash_violations(atoms, atom_mask, aatype, residue_index, asym_id, overlap_tolerance)
@@ -197,7 +197,7 @@ def violation_metrics(
 
     `violations_extreme_ca_ca_distance` is the share of neighbours whose Ca are 1.5 angstrom too far apart.
     """
-    ca, has_ca = island(atoms)[:, CA_ATOM], atom_mask[:, CA_ATOM]
+    ca, has_ca = upcast_half(atoms)[:, CA_ATOM], atom_mask[:, CA_ATOM]
     pairs = has_ca[:-1] * has_ca[1:] * (residue_index[1:] - residue_index[:-1] == 1)
     too_far = _distance(ca[:-1] - ca[1:], 1e-6) - CA_CA > 1.5
     return {

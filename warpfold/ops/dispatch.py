@@ -1,16 +1,18 @@
-"""Which way an operation is computed: by its definition, or by what is faster on the device of its tensors.
+"""Choose how an operation is computed: by its definition, or by what is faster on the device of its tensors.
 
-An operation has a *definition* in plain torch, which is its documentation and the truth, and a *fast* way of its own
-(ops/library: registered with torch, with kernels in ops/triton for GPUs and row by row in ops/cpu).  The fast way may
-refuse what it was not made for, with a reason; the definition then computes it, and the reason is remembered.
+An operation has a *definition* in plain torch, which is its documentation and the truth, and a *fast* way of its own:
+an operation registered with torch (ops/register.py), computed by Triton kernels on a GPU (ops/triton) and block by
+block on a CPU (ops/cpu).  The fast way may be unable to serve some arguments, for a reason that it gives; the
+definition then computes them, and the reason is counted.
 """
 
 import functools
 import importlib
 import importlib.util
 import logging
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -19,90 +21,102 @@ import torch
 from torch import Tensor
 
 from warpfold.errors import UserError
+from warpfold.ops.shapes import EMPTY
 
-# fast: the fast way where it does not refuse; strict: likewise, but a refusal is an error; definition: never.
+# fast: the fast way where it can be; strict: likewise, but where it cannot is an error; definition: never.
 Kernels = Literal["fast", "strict", "definition"]
 
 TRITON = importlib.util.find_spec("triton") is not None  # looked for, and not loaded
-EMPTY = ""  # the reason where there is nothing to compute: not worth a word
 P = ParamSpec("P")
 R = TypeVar("R")
 log = logging.getLogger("warpfold")
-_kernels: Kernels = "fast"
+
+
+class _Choice(threading.local):
+    """Which kernels this thread uses.
+
+    Thread-local, so that two models may run differently at once; and not a contextvar, which torch.compile cannot
+    trace.  A new thread begins with the class attribute: also autograd's own threads, which run the backward pass of
+    CUDA tensors, so whatever recomputes there must enter `using` itself.
+    """
+
+    kernels: Kernels = "fast"
+
+
+_choice = _Choice()
 _interpreting = False
 _refused: Counter[str] = Counter()
+modules: dict[str, str] = {}  # of each registered operation: the module below ops/cpu and ops/triton that computes it
 
 
 class Op(Generic[P, R]):
-    """An operation that chooses its way each time it is called; `definition` and `fast` are the two.
+    """An operation that chooses each time it is called whether `definition` or `fast` computes it.
 
-    Where `small` says so, the definition is the faster of them, and no refusal.
+    unsupported_reason: of the same arguments, why `fast` cannot take them, or None.  prefer_definition: whether the
+    definition is the faster of the two, which is not counted as a refusal.
     """
 
     def __init__(
         self,
         definition: Callable[P, R],
         fast: Callable[P, R],
-        refuses: Callable[P, str | None],
-        small: Callable[P, bool] | None = None,
+        unsupported_reason: Callable[P, str | None],
+        prefer_definition: Callable[P, bool] | None = None,
     ) -> None:
-        self.definition, self.fast, self.refuses, self.small = definition, fast, refuses, small
+        self.definition, self.fast = definition, fast
+        self.unsupported_reason, self.prefer_definition = unsupported_reason, prefer_definition
         self.name = definition.__name__
         functools.update_wrapper(self, definition)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if _kernels == "definition":
+        if _choice.kernels == "definition":
             return self.definition(*args, **kwargs)
-        if self.small is not None and self.small(*args, **kwargs):
+        if self.prefer_definition is not None and self.prefer_definition(*args, **kwargs):
             return self.definition(*args, **kwargs)
-        reason = self.refuses(*args, **kwargs)
+        reason = self.unsupported_reason(*args, **kwargs)
         if reason is None:
             return self.fast(*args, **kwargs)
         if reason != EMPTY:
-            _note(f"{self.name}: {reason}")
+            _report(f"{self.name}: {reason}")
         return self.definition(*args, **kwargs)
 
 
 def op(
-    fast: Callable[P, R], refuses: Callable[P, str | None], small: Callable[P, bool] | None = None
+    fast: Callable[P, R],
+    unsupported_reason: Callable[P, str | None],
+    prefer_definition: Callable[P, bool] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Decorates the definition of an operation with its fast way, with what that refuses: the reason, or None; and with
-    where the definition is faster."""
-    return lambda definition: Op(definition, fast, refuses, small)
+    """Return a decorator that makes an `Op` of a definition."""
+    return lambda definition: Op(definition, fast, unsupported_reason, prefer_definition)
 
 
-def small_on_cpu(x: Tensor, numbers: int, enough: int) -> bool:
-    """Whether a CPU is done with so many numbers sooner than with calling what is faster where there are `enough`."""
-    return numbers < enough and place(x) == "cpu"
-
-
-def choose(kernels: Kernels) -> None:
-    """From now on, and for the whole process, compute operations that way."""
-    global _kernels
-    _kernels = kernels
+def set_kernels(kernels: Kernels) -> None:
+    """Compute operations that way from now on in this thread."""
+    _choice.kernels = kernels
 
 
 @contextmanager
 def using(kernels: Kernels) -> Iterator[None]:
-    """Compute operations that way within the context."""
-    before = _kernels
-    choose(kernels)
+    """Compute operations that way within the context, in this thread."""
+    before = _choice.kernels
+    _choice.kernels = kernels
     try:
         yield
     finally:
-        choose(before)
+        _choice.kernels = before
 
 
 def refusals(before: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return every refusal, "operation: reason", and how often: for a run's summary.
+    """Return every refusal, "operation: reason", and how often it occurred: for a run's summary.
 
     before: what this returned earlier; only what came after it is counted.  None: since the process began.
     """
     return dict(_refused - Counter(before or {}))
 
 
-def _note(refusal: str) -> None:
-    if _kernels == "strict":
+def _report(refusal: str) -> None:
+    """Count a refusal and log it the first time; raise UserError if kernels are "strict"."""
+    if _choice.kernels == "strict":
         raise UserError(f"{refusal}; without --strict its definition would compute it, slower")
     if torch.compiler.is_compiling():
         return  # seen by whoever runs uncompiled; a graph has no memory
@@ -112,7 +126,7 @@ def _note(refusal: str) -> None:
 
 
 def interpret() -> None:
-    """From now on give CPU tensors to the Triton kernels: for tests, in a process begun with TRITON_INTERPRET=1.
+    """Give CPU tensors to the Triton kernels from now on: for tests, in a process begun with TRITON_INTERPRET=1.
 
     Triton reads that variable when a kernel is defined; interpreted, a kernel takes thousands of times longer.
     """
@@ -122,7 +136,7 @@ def interpret() -> None:
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """As `interpret`, within the context: also for tensors without memory, whose kernels are noted and not run."""
+    """Do as `interpret` within the context: also for tensors without memory, whose kernels are noted and not run."""
     global _interpreting
     before, _interpreting = _interpreting, True
     try:
@@ -131,38 +145,51 @@ def interpreting() -> Iterator[None]:
         _interpreting = before
 
 
-def place(x: Tensor) -> Literal["cpu", "triton"]:
-    """Where the fast ways for a tensor's device are: the package below ops."""
-    return "triton" if x.device.type == "cuda" or _interpreting else "cpu"
+def backend(x: Tensor) -> Literal["cpu", "triton"]:
+    """Return which package below ops has the fast ways for a tensor's device."""
+    return "triton" if x.is_cuda or _interpreting else "cpu"
 
 
-def implementation(name: str, x: Tensor) -> ModuleType:
-    """The module of that name with the fast ways for a tensor's device; Triton is loaded here and nowhere before."""
-    return _module(place(x), name)
+def implementation(name: str, x: Tensor) -> Callable[..., Any]:
+    """Return the function that computes a registered operation on a tensor's device: it has the operation's name.
+
+    Triton is loaded here and nowhere before.
+    """
+    function: Callable[..., Any] = getattr(_module(backend(x), modules[name]), name)
+    return function
 
 
 @functools.cache
-def _module(place: str, name: str) -> ModuleType:
-    return importlib.import_module(f"warpfold.ops.{place}.{name}")
+def _module(package: str, name: str) -> ModuleType:
+    return importlib.import_module(f"warpfold.ops.{package}.{name}")
 
 
-def refuses_device(*tensors: Tensor | None) -> str | None:
-    """Why no fast way serves the devices and dtypes of the tensors; None if one does."""
-    given = [t for t in tensors if t is not None]
-    device = given[0].device
+def faster_on_cpu(x: Tensor, elements: int, enough: int) -> bool:
+    """Return whether x is on a CPU, where the definition is faster for fewer than `enough` elements."""
+    return elements < enough and backend(x) == "cpu"
+
+
+def unsupported_device(operands: Sequence[Any]) -> str | None:
+    """Return why no fast way serves the devices and dtypes of tensors (or what has those; None: left out), or None."""
+    device = operands[0].device
     kernels = _interpreting or device.type == "cuda"
-    for t in given:
+    for t in operands:
+        if t is None:
+            continue
         if t.device != device:
             return "its tensors are on several devices"
         if kernels and t.dtype == torch.float64:
             return "in fp64 no kernel is exact"
     if kernels:
-        return _refuses_triton(device)
+        return _unsupported_by_triton(device)
     return None if device.type == "cpu" else f"nothing faster was written for {device.type}"
 
 
-def _refuses_triton(device: torch.device) -> str | None:
-    """Traced whole by torch.compile: that takes the properties of a device for a constant, but not a cache of ours."""
+def _unsupported_by_triton(device: torch.device) -> str | None:
+    """Return why Triton kernels cannot run on a device, or None.
+
+    torch.compile traces this whole: it takes the properties of a device for a constant, but not a cache of ours.
+    """
     if not TRITON:
         return "triton is not installed (pip install triton)"
     if device.type == "cuda" and torch.version.hip is None:

@@ -1,22 +1,58 @@
-"""gate, and tail: how the result of a gated attention gets back into the representation."""
+"""gate, and gated_linear_residual: how the result of a gated attention gets back into the representation."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import op
-from warpfold.ops.library import gate as library
-from warpfold.ops.noise import Factors
+from warpfold.ops.dispatch import faster_on_cpu
+from warpfold.ops.noise import FACTOR_OPERANDS, Factors
+from warpfold.ops.register import register
+from warpfold.ops.shapes import Sizes
+from warpfold.ops.tensors import empty_like, empty_parameters
 
 
-@op(library.gate, refuses=library.refuses_gate, small=library.small_gate)
+def _prefer_definition(x: Tensor, *_: Any) -> bool:
+    return faster_on_cpu(x, x.numel(), 2**21)
+
+
+@register(
+    shapes="x [*, c], g [*, c], grad [*, c]",
+    empty=lambda x, g: empty_like(x),
+    keeps="x g",
+    gradients="x g",
+    empty_gradients=lambda grad, x, g: (empty_like(x), empty_like(g)),
+    same_dtype="x g",
+    prefer_definition=_prefer_definition,
+)
 def gate(x: Tensor, g: Tensor) -> Tensor:
-    """x as far as the gate is open, x * sigmoid(g): x, g [*] -> [*] in the dtype of x."""
+    """Return x as far as the gate is open, x * sigmoid(g): x, g [*] -> [*] in the dtype of x."""
     return x * g.sigmoid()
 
 
-@op(library.tail, refuses=library.refuses_tail, small=library.small_tail)
-def tail(x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Factors | None = None) -> Tensor:
-    """x + factors * linear(gate(o, g)): output projection, bias, gate, shared-axis dropout and residual in one pass.
+def _check_strides(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
+    axes = len(sizes["*"]) + 1
+    if operands["key"] is not None and len(operands["strides"]) != axes:
+        raise ValueError(f"{op}: {len(operands['strides'])} strides of the elements drawn for, but x has {axes} axes")
+
+
+@register(
+    shapes="x [*, c], o [*, i], g [*, i], weight [c, i], bias [c], grad [*, c], factors ([*, c]), key [2]",
+    empty=lambda x, *_: empty_like(x),
+    keeps="o g weight bias factors",
+    gradients="o g weight bias",
+    empty_gradients=lambda grad, o, g, weight, bias, _: (empty_like(o), empty_like(g), *empty_parameters(weight, bias)),
+    residual="x",
+    same_dtype="x o g",
+    check=_check_strides,
+    expand=FACTOR_OPERANDS,
+    prefer_definition=_prefer_definition,
+)
+def gated_linear_residual(
+    x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Factors | None = None
+) -> Tensor:
+    """Return x + factors * linear(gate(o, g)): gate, output projection, shared-axis dropout and residual in one pass.
 
     x [*, c], o, g [*, i], weight [c, i], bias [c], factors (of dropout; axes of size 1 are shared; None: ones)
     -> [*, c] in the dtype of x, laid out in memory as x is.  Parameters of any float dtype.  Factors that are not drawn

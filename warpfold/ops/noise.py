@@ -4,35 +4,50 @@ The draw for element i of a tensor is a hash of (key, stream, i).  The key says 
 is the same on every rank; the stream says which layer draws.  So slices, ranks, recomputation and devices all see the
 same noise (DESIGN section 1.5), and no generator state has to be saved or restored.
 
-Because a draw needs nothing but its number, nothing has to be drawn ahead: layers pass on `DropoutFactors`, which say
-what would be drawn, and whatever multiplies by them draws them as it goes (`ops.gate.tail`).
+A draw needs nothing but its number, so nothing has to be drawn ahead: layers pass on `DropoutFactors`, which say what
+would be drawn, and whatever multiplies by them draws them as it goes (`ops.gate.gated_linear_residual`).
 """
 
+import functools
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from warpfold.ops.dispatch import op
-from warpfold.ops.library import noise as library
+from warpfold.ops.dispatch import backend, faster_on_cpu
+from warpfold.ops.register import Expansion, register
+from warpfold.ops.shapes import EMPTY
 
 LOW = 0xFFFFFFFF
 OF_STREAM, OF_PASS = 0x9E3779B9, 0x85EBCA6B  # odd numbers, by which streams and passes shift the second word
 
 
-@op(library.keep, refuses=library.refuses_keep, small=library.small_keep)
-def keep(
-    key: Tensor,
-    stream: int,
-    rate: float,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    offset: int,
-    dtype: torch.dtype,
+def _prefer_definition(key: Tensor, stream: int, rate: float, shape: Sequence[int], *_: Any) -> bool:
+    return faster_on_cpu(key, math.prod(shape), 2**12)
+
+
+def _unsupported(
+    key: Tensor, stream: int, rate: float, shape: Sequence[int], strides: Sequence[int], offset: int, dtype: torch.dtype
+) -> str | None:
+    if backend(key) == "triton" and dtype == torch.float64:
+        return "in fp64 no kernel is exact"
+    return EMPTY if 0 in shape else None
+
+
+@register(
+    shapes="key [2]",
+    empty=lambda key, stream, rate, shape, strides, offset, dtype: key.new_empty(shape, dtype=dtype),
+    unsupported_reason=_unsupported,
+    prefer_definition=_prefer_definition,
+)
+def dropout_factors(
+    key: Tensor, stream: int, rate: float, shape: Sequence[int], strides: Sequence[int], offset: int, dtype: torch.dtype
 ) -> Tensor:
-    """Dropout factors: 0 with probability `rate`, else 1 / (1 - rate).
+    """Draw dropout factors: 0 with probability `rate`, else 1 / (1 - rate).
 
     key: int64 [2], of which 32 bits each count.  shape, strides, offset: element [a, b, ...] of the result has the
     number offset + a strides[0] + b strides[1] + ..., which decides what is drawn for it.
@@ -48,17 +63,23 @@ def keep(
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit finaliser on int64 lanes; shifts and factors: C. Wellons, "Prospecting for Hash Functions", 2018."""
+    """Mix 32 bits in int64 lanes; shifts and factors: C. Wellons, "Prospecting for Hash Functions", 2018."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & LOW
     x = (x ^ (x >> 15)) * 0x846CA68B & LOW
     return x ^ (x >> 16)
+
+
+@functools.cache
+def kept_factor(rate: float, dtype: torch.dtype) -> float:
+    """Return the factor of what is kept, 1 / (1 - rate), rounded as the definition rounds it."""
+    return float(torch.ones((), dtype=dtype, device="cpu") / (1 - rate))
 
 
 @dataclass(frozen=True)
 class DropoutFactors:
     """Dropout factors that are not drawn yet, of a tensor or of a slice of one, with the methods that layers need.
 
-    shape, strides, offset: which element of the whole tensor each of these is, as in `keep`.
+    shape, strides, offset: which element of the whole tensor each of these is, as in `dropout_factors`.
     """
 
     key: Tensor
@@ -69,22 +90,27 @@ class DropoutFactors:
     strides: tuple[int, ...]
     offset: int = 0
 
+    @property
+    def device(self) -> torch.device:
+        """Return the device to draw them on."""
+        return self.key.device
+
     def narrow(self, axis: int, start: int, length: int) -> "DropoutFactors":
-        """Those from `start` on, so many; as `Tensor.narrow`."""
+        """Return `length` of them along an axis, from `start` on; as `Tensor.narrow`."""
         axis %= len(self.shape)
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         return replace(self, shape=shape, offset=self.offset + start * self.strides[axis])
 
     def transpose(self, a: int, b: int) -> "DropoutFactors":
-        """With two axes exchanged; as `Tensor.transpose`."""
+        """Exchange two axes; as `Tensor.transpose`."""
         order = list(range(len(self.shape)))
         order[a], order[b] = order[b], order[a]
         shape, strides = (tuple(t[axis] for axis in order) for t in (self.shape, self.strides))
         return replace(self, shape=shape, strides=strides)
 
     def draw(self) -> Tensor:
-        """The factors."""
-        return keep(self.key, self.stream, self.rate, self.shape, self.strides, self.offset, self.dtype)
+        """Return the factors, drawn."""
+        return dropout_factors(self.key, self.stream, self.rate, self.shape, self.strides, self.offset, self.dtype)
 
     def __rmul__(self, x: Tensor) -> Tensor:
         return x * self.draw()
@@ -93,8 +119,33 @@ class DropoutFactors:
 Factors = Tensor | DropoutFactors
 
 
+def _split(factors: Factors | None, x: Tensor) -> tuple[Any, ...]:
+    """Return the operands that stand for the factors of x: drawn already, or what to draw them from, or neither."""
+    if not isinstance(factors, DropoutFactors):
+        return factors, None, [], 0, 0, 0.0
+    if factors.dtype != x.dtype:
+        return factors.draw(), None, [], 0, 0, 0.0
+    strides = [0] * (x.dim() - len(factors.shape))
+    strides += [0 if size == 1 else stride for size, stride in zip(factors.shape, factors.strides)]
+    return None, factors.key, strides, factors.offset, factors.stream, factors.rate
+
+
+# strides: one for each axis of x; 0 where all of the axis shares a draw.
+FACTOR_OPERANDS = Expansion(
+    {
+        "factors": Tensor | None,
+        "key": Tensor | None,
+        "strides": Sequence[int],
+        "offset": int,
+        "stream": int,
+        "rate": float,
+    },
+    _split,
+)
+
+
 class Noise(nn.Module):
-    """Where the layers of one model draw from.  Unseeded, it falls back on torch's own generator (ordinary dropout).
+    """The source of dropout for the layers of one model.  Unseeded, it uses torch's own generator (ordinary dropout).
 
     The key is a buffer: it moves with the model, is written without waiting for the device, and a new one recompiles
     no graph.  It is replaced, never overwritten: a backward pass may still need the old one.
@@ -113,20 +164,20 @@ class Noise(nn.Module):
         """Derive the key from `parts`, for example (run seed, step, example); the pass is the first."""
         digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
         words = torch.empty_like(self.words)
-        for place in range(2):  # `fill_` hands the device a number; a copy from the host would wait for it
-            words[place].fill_(int.from_bytes(digest[4 * place : 4 * place + 4], "little"))
+        for i in range(2):  # `fill_` hands the device a number; a copy from the host would wait for it
+            words[i].fill_(int.from_bytes(digest[4 * i : 4 * i + 4], "little"))
         self.words = self.key = words
         self.seeded = True
 
     def at_pass(self, index: int) -> None:
-        """The passes of one example through the trunk draw differently."""
+        """Derive the key of one pass of an example through the trunk: each draws differently."""
         if self.seeded:
             key = self.words.clone()
             key[1].add_(index * OF_PASS)
             self.key = key
 
     def factors(self, shape: Sequence[int], rate: float, stream: int, like: Tensor) -> Factors:
-        """Dropout factors of `shape`, in the dtype of `like`: 0 with probability `rate`, else 1 / (1 - rate)."""
+        """Return dropout factors of `shape`, in the dtype of `like`: 0 with probability `rate`, else 1 / (1 - rate)."""
         if not self.seeded:
             kept = torch.rand(*shape, device=like.device) >= rate
             return kept.to(like.dtype) / (1 - rate)
@@ -135,16 +186,11 @@ class Noise(nn.Module):
             strides[axis] = strides[axis + 1] * shape[axis + 1]
         return DropoutFactors(self.key, stream, rate, like.dtype, tuple(shape), tuple(strides))
 
-    def keep(self, shape: Sequence[int], rate: float, stream: int, like: Tensor) -> Tensor:
-        """`factors`, drawn."""
-        factors = self.factors(shape, rate, stream, like)
-        return factors.draw() if isinstance(factors, DropoutFactors) else factors
-
 
 def dropout(
     x: Tensor, rate: float, noise: Noise, stream: int, training: bool, shared_axis: int | None = None
 ) -> Tensor:
-    """x with elements dropped at `rate`; one draw serves all of `shared_axis` where it is given (Supp. 1.11.6)."""
+    """Drop elements of x at `rate`; one draw serves all of `shared_axis` where it is given (Supp. 1.11.6)."""
     if not training or rate == 0:
         return x
     shape = list(x.shape)

@@ -1,30 +1,85 @@
 """layer_norm, and norm_linear: the projection that follows a norm, without the normalised tensor in between."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import op
-from warpfold.ops.library import norm as library
-from warpfold.ops.precision import island
+from warpfold.ops.dispatch import backend, faster_on_cpu
+from warpfold.ops.register import register
+from warpfold.ops.tensors import accumulation_dtype, empty_like, empty_parameters, upcast_half
 
 EPS = 1e-5  # of every layer normalisation in AlphaFold2
+CHANNELS = (16, 1024)  # the fewest and the most that the Triton kernels serve
 
 
-@op(library.layer_norm, refuses=library.refuses_layer_norm, small=library.small_layer_norm)
+def _unsupported_channels(x: Tensor, *_: Any) -> str | None:
+    fewest, most = CHANNELS
+    if backend(x) == "triton" and not fewest <= x.shape[-1] <= most:
+        return f"{x.shape[-1]} channels (kernels are for {fewest} to {most})"
+    return None
+
+
+def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the mean and 1 / deviation of each position, [*] in order."""
+    dtype = accumulation_dtype(x)
+    return x.new_empty(x.shape[:-1], dtype=dtype), x.new_empty(x.shape[:-1], dtype=dtype)
+
+
+def empty_projected(x: Tensor, outputs: int) -> Tensor:
+    """Allocate the projections of x, [*, outputs], their positions in memory in the order of x's.
+
+    Each position begins at a multiple of eight elements, so that views (q, k, v ...) can be read in wide words.
+    """
+    order = sorted(range(x.dim() - 1), key=lambda axis: x.stride(axis), reverse=True)
+    back = [order.index(axis) for axis in range(x.dim() - 1)]
+    padded = -(-outputs // 8) * 8
+    return x.new_empty([*(x.shape[axis] for axis in order), padded]).permute(*back, x.dim() - 1).narrow(-1, 0, outputs)
+
+
+@register(
+    shapes="x [*, c], weight [c], bias [c], grad [*, c], mean [*], scale [*]",
+    empty=lambda x, *_: (empty_like(x), *empty_statistics(x)),
+    results="y mean scale",
+    keeps="x weight mean scale",
+    gradients="x weight bias",
+    empty_gradients=lambda grad, x, weight, *_: (empty_like(x), *empty_parameters(weight, weight)),  # the bias's alike
+    unsupported_reason=_unsupported_channels,
+    # The definition normalises in fp32: for x in that dtype it needs nothing in between.
+    prefer_definition=lambda x, *_: faster_on_cpu(x, x.numel(), 2**21 if x.dtype.itemsize < 4 else 2**63),
+)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Tensor:
-    """Layer normalisation over the last axis; statistics in fp32 at least, the result in the dtype of x.
+    """Normalise x over its last axis; statistics in fp32 at least, the result in the dtype of x.
 
     x [*, c], weight, bias [c] -> [*, c], laid out in memory as x is.
     """
-    wide = island(x)
-    return F.layer_norm(wide, x.shape[-1:], weight.to(wide.dtype), bias.to(wide.dtype), eps).to(x.dtype)
+    full = upcast_half(x)
+    return F.layer_norm(full, x.shape[-1:], weight.to(full.dtype), bias.to(full.dtype), eps).to(x.dtype)
 
 
-@op(library.norm_linear, refuses=library.refuses_norm_linear, small=library.small_norm_linear)
+def _empty_norm_linear_gradients(grad: Tensor, x: Tensor, *kept: Any) -> tuple[Tensor, ...]:
+    norm_weight, norm_bias, weight, bias, _, _ = kept
+    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return empty_like(x), *empty_parameters(norm_weight, norm_bias, weight), dbias
+
+
+@register(
+    shapes="x [*, c], norm_weight [c], norm_bias [c], weight [o, c], bias [o], grad [*, o], mean [*], scale [*]",
+    empty=lambda x, norm_weight, norm_bias, weight, *_: (empty_projected(x, weight.shape[0]), *empty_statistics(x)),
+    results="y mean scale",
+    keeps="x norm_weight norm_bias weight bias mean scale",
+    gradients="x norm_weight norm_bias weight bias",
+    empty_gradients=_empty_norm_linear_gradients,
+    unsupported_reason=_unsupported_channels,
+    prefer_definition=lambda x, norm_weight, norm_bias, weight, *_: faster_on_cpu(
+        x, x.numel() // max(1, x.shape[-1]) * weight.shape[0], 2**21
+    ),
+)
 def norm_linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = EPS
 ) -> Tensor:
-    """linear(layer_norm(x)): x [*, c], norm_weight, norm_bias [c], weight [o, c], bias [o] -> [*, o] in the dtype of x.
+    """Return linear(layer_norm(x)): x [*, c], norm_weight, norm_bias [c], weight [o, c], bias [o] -> [*, o] in the
+    dtype of x.
 
     Several projections of one tensor are one call, their weights concatenated.  Parameters of any float dtype.
     """

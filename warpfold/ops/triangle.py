@@ -5,14 +5,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import op
+from warpfold.ops.dispatch import faster_on_cpu
 from warpfold.ops.gate import gate
-from warpfold.ops.library import triangle as library
+from warpfold.ops.register import register
+from warpfold.ops.tensors import empty_like
 
 
-@op(library.triangle_factor, refuses=library.refuses, small=library.small)
+def empty_factor(y: Tensor) -> Tensor:
+    """Allocate the factor, [*, c, i, k] in order."""
+    *leading, i, k, c = y.shape
+    return y.new_empty(*leading, c, i, k)
+
+
+@register(
+    shapes="y [*, i, k, c], g [*, i, k, c], mask [*, i, k], grad [*, c, i, k]",
+    empty=lambda y, g, mask: empty_factor(y),
+    keeps="y g mask",
+    gradients="y g",
+    empty_gradients=lambda grad, y, g, mask: (empty_like(y), empty_like(g)),
+    same_dtype="y g",
+    prefer_definition=lambda y, g, mask: faster_on_cpu(y, y.numel(), 2**17),
+)
 def triangle_factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
-    """One factor of the product, gated and masked (lines 2 and 3), its channels in front.
+    """Return one factor of the product, gated and masked (lines 2 and 3), its channels in front.
 
     y, g [*, i, k, c], mask [*, i, k] -> [*, c, i, k], in order.
     """
@@ -21,13 +36,13 @@ def triangle_factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
 
 
 def triangle_product(a: Tensor, b: Tensor, outgoing: bool) -> Tensor:
-    """The sum over the third corner of the triangle, for each channel alone -> [*, i, j, c].
+    """Sum over the third corner of the triangle, for each channel alone -> [*, i, j, c].
 
     outgoing: sum_k a_ik b_jk, of a [*, c, i, k] and b [*, c, j, k];
     incoming: sum_k a_kj b_ki, of a [*, c, k, j] and b [*, c, k, i].
 
-    One matrix product per channel.  The operands should lie in order, and the gradient is put in order before the
-    backward pass: products of strided matrices are copied and multiplied one by one (docs/decisions/0004).
+    One matrix product per channel.  The operands should be contiguous, and the gradient is made so before the backward
+    pass: products of strided matrices are copied and multiplied one by one (docs/decisions/0004).
     """
     product = a @ b.mT if outgoing else b.mT @ a
     x: Tensor = _ContiguousGradient.apply(product)
@@ -35,7 +50,7 @@ def triangle_product(a: Tensor, b: Tensor, outgoing: bool) -> Tensor:
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity; its gradient is laid out in order."""
+    """Return the input; make its gradient contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

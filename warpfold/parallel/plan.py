@@ -21,7 +21,7 @@ from warpfold.model.axial import (
     one_by_one,
 )
 from warpfold.model.residues import ALL, Resident
-from warpfold.ops.dispatch import Kernels, choose
+from warpfold.ops.dispatch import Kernels, set_kernels
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import TIME_LIMIT, Mesh
 from warpfold.parallel.schedules import chunked, in_place, whole
@@ -127,7 +127,7 @@ def apply(plan: Plan, model: nn.Module, mesh: Mesh | None = None) -> nn.Module:
     """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    choose(plan.kernels)
+    set_kernels(plan.kernels)
     schedule: Schedule = whole
     if plan.chunk is not None:
         schedule = in_place(plan.chunk) if plan.in_place else chunked(plan.chunk)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
-from warpfold.ops.gate import gate, tail
+from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import DropoutFactors, Factors, Noise
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
@@ -29,7 +29,7 @@ OPS: Mapping[Name, Op[..., Tensor]] = {
     "layer_norm": layer_norm,
     "norm_linear": norm_linear,
     "gate": gate,
-    "tail": tail,
+    "tail": gated_linear_residual,
     "transition": transition,
     "triangle_factor": triangle_factor,
     "outer_product": outer_product,
@@ -161,7 +161,7 @@ class _Draw:
 
     def positions(self, case: Case, channels: int) -> Tensor:
         """[rows, length, channels] or [batches, rows, ...], laid out as that layer's tensors; each position's numbers
-        begin at a multiple of eight, as projections do (ops/library/norm.py)."""
+        begin at a multiple of eight, as projections do (ops/norm.py)."""
         padded = -(-channels // 8) * 8
         rows, lead = case.rows // case.batches, ((case.batches,) if case.batches > 1 else ())
         order = (case.length, rows) if case.turned else (rows, case.length)

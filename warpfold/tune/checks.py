@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warpfold.ops.dispatch import place, using
+from warpfold.ops.dispatch import backend, using
 from warpfold.ops.noise import DropoutFactors
-from warpfold.ops.precision import wide
+from warpfold.ops.tensors import accumulation_dtype
 from warpfold.tune.cases import OPS, Argument, Case, Inputs, inputs
 from warpfold.tune.sizes import ODD
 
@@ -55,7 +55,7 @@ class Jitter(TorchDispatchMode):
         generator = self.generators.get(x.device)
         if generator is None:
             generator = self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
-        dtype = wide(x)
+        dtype = accumulation_dtype(x)
         amount = (torch.finfo(x.dtype).eps + (terms - 1) ** 0.5 * torch.finfo(dtype).eps) / 2
         by = torch.rand(x.shape, generator=generator, device=x.device, dtype=dtype)
         x.copy_(by.mul_(2 * amount).add_(1 - amount).mul_(x))
@@ -203,13 +203,13 @@ def check(case: Case, dtype: str, device: torch.device | str) -> Verdict:
     """One operation on one device, against its definition in fp64, with masked keys and a row of nothing else."""
     op = OPS[case.op]
     given = inputs(case, DTYPES[dtype], device, masked=True)
-    reason = op.refuses(*given.args)
+    reason = op.unsupported_reason(*given.args)
     if reason is not None:
         return Verdict(case, dtype, "definition", reason, (), True)
     ours, again = run(op.fast, given), run(op.fast, given)
     repeats = all(torch.equal(a, b) for a, b in zip(ours, again))
     found = truth(op.definition, given.args, given.grad, given.names).errors(ours)
-    return Verdict(case, dtype, place(given.grad), "", found, repeats)
+    return Verdict(case, dtype, backend(given.grad), "", found, repeats)
 
 
 def compare(

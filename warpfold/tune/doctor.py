@@ -90,9 +90,9 @@ def examine(
 
 
 def _is_small(case: Case, dtype: str, device: torch.device) -> bool:
-    small = OPS[case.op].small
+    prefer = OPS[case.op].prefer_definition
     # Without numbers: sizes decide.  What a GPU is given is never small.
-    return device.type == "cpu" and small is not None and small(*inputs(case, DTYPES[dtype], "meta").args)
+    return device.type == "cpu" and prefer is not None and prefer(*inputs(case, DTYPES[dtype], "meta").args)
 
 
 def _speed(case: Case, dtype: str, device: torch.device) -> float | None:

@@ -27,23 +27,6 @@ BUSY = 1_000_000  # cycles, half a millisecond, for which the GPU is kept busy w
 Progress = Callable[[int, int, str], None]
 Seconds = dict[KernelConfig, list[float]]  # of each repeat
 
-# Registered operations, and the launchers in ops/triton that compute them.
-LAUNCHERS = {
-    "attention": ("attention", "attention"),
-    "attention_backward": ("attention", "attention_backward"),
-    "layer_norm": ("norm", "layer_norm"),
-    "layer_norm_backward": ("norm", "layer_norm_backward"),
-    "norm_linear": ("norm", "norm_linear"),
-    "norm_linear_backward": ("norm", "norm_linear_backward"),
-    "gate": ("gate", "gate"),
-    "gate_backward": ("gate", "gate_backward"),
-    "tail": ("gate", "gated_linear_residual"),
-    "tail_backward": ("gate", "gated_linear_residual_backward"),
-    "keep": ("noise", "dropout_factors"),
-    "triangle_factor": ("triangle", "triangle_factor"),
-    "triangle_factor_backward": ("triangle", "triangle_factor_backward"),
-}
-
 
 class _Launching(TorchDispatchMode):
     """Make registered operations on "meta" call their launchers, instead of returning shapes alone."""
@@ -51,8 +34,7 @@ class _Launching(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func.namespace != "warpfold":
             return func(*args, **(kwargs or {}))
-        module, name = LAUNCHERS[func._opname]
-        return getattr(dispatch.implementation(module, args[0]), name)(*args, **(kwargs or {}))
+        return dispatch.implementation(func._opname, args[0])(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -173,7 +173,7 @@ def _ours(given: Inputs) -> Subject:
 
 
 def _refuses_ours(given: Inputs) -> str | None:
-    return OPS[given.case.op].refuses(*given.args)
+    return OPS[given.case.op].unsupported_reason(*given.args)
 
 
 _EVERY = (

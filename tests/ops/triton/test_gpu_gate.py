@@ -6,9 +6,9 @@ from torch import Tensor
 
 from tests.ops.triton.gate_cases import FACTORS, GATES, TAILS, factor_case, gate_case, tail_case
 from tests.ops.triton.layouts import laid, poisoned, within
-from warpfold.ops.gate import gate, tail
-from warpfold.ops.library.attention import empty_like
-from warpfold.ops.noise import keep
+from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.noise import dropout_factors
+from warpfold.ops.tensors import empty_like
 from warpfold.ops.triangle import triangle_factor
 from warpfold.tune.checks import answer, wrong
 
@@ -55,7 +55,7 @@ def test_noise_is_that_of_a_cpu(dtype: str) -> None:
         ((2, 3, 2, 3, 2), (1000, 7, 300, 1, 20), 11),  # axes that cannot be merged
     ):
         draw = (123_000, 0.15, shape, strides, offset, DTYPES[dtype])
-        assert torch.equal(keep.fast(key.cuda(), *draw).cpu(), keep.definition(key, *draw))
+        assert torch.equal(dropout_factors.fast(key.cuda(), *draw).cpu(), dropout_factors.definition(key, *draw))
 
 
 @pytest.mark.parametrize("name", TAILS)
@@ -63,8 +63,8 @@ def test_noise_is_that_of_a_cpu(dtype: str) -> None:
 def test_tail(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     given, grad = _on_gpu(*tail_case(name), DTYPES[dtype])
     with poisoned(monkeypatch):
-        fast = answer(tail.fast, given, grad)
-    assert not wrong(tail.definition, given, grad, fast)
+        fast = answer(gated_linear_residual.fast, given, grad)
+    assert not wrong(gated_linear_residual.definition, given, grad, fast)
     assert fast[0].stride() == empty_like(given[0].detach()).stride()
 
 
@@ -81,9 +81,11 @@ def test_true_sizes(c: int, inputs: int, turned: bool) -> None:
         (laid(kept) > -0.5) * 1.25,
     ]
     given, grad = _on_gpu(values, laid((250, 259, c), order), torch.bfloat16)
-    fast = answer(tail.fast, given, grad)
-    assert not wrong(tail.definition, given, grad, fast)
-    assert all(torch.equal(a, b) for a, b in zip(fast, answer(tail.fast, given, grad))), "not the same bit for bit"
+    fast = answer(gated_linear_residual.fast, given, grad)
+    assert not wrong(gated_linear_residual.definition, given, grad, fast)
+    assert all(torch.equal(a, b) for a, b in zip(fast, answer(gated_linear_residual.fast, given, grad))), (
+        "not the same bit for bit"
+    )
 
 
 def test_past_two_to_the_31_elements() -> None:
@@ -95,6 +97,9 @@ def test_past_two_to_the_31_elements() -> None:
     ends = torch.cat([rows[:100], rows[-100:]]).double()
     true = ends[:, :128] * ends[:, 128:].sigmoid()
     with torch.no_grad():
-        for got, wanted in ((gate.fast(x, g), true), (tail.fast(x, x, g, weight, bias), ends[:, :128] + true + 1)):
+        for got, wanted in (
+            (gate.fast(x, g), true),
+            (gated_linear_residual.fast(x, x, g, weight, bias), ends[:, :128] + true + 1),
+        ):
             found = torch.cat([got[:100], got[-100:]]).double()
             torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-6)

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from tests.ops.triton.layouts import laid, poisoned, within
 from tests.ops.triton.norm_cases import LINEARS, NORMS, linear_case, norm_case, of_dtype
-from warpfold.ops.library.attention import empty_like
-from warpfold.ops.library.norm import empty_projected
-from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.norm import empty_projected, layer_norm, norm_linear
+from warpfold.ops.tensors import empty_like
 from warpfold.tune.checks import answer, wrong
 
 pytestmark = pytest.mark.gpu

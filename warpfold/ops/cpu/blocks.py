@@ -10,7 +10,7 @@ POSITIONS = 2048  # of a block
 
 
 def blocks(like: Tensor, *tensors: Tensor, size: int | None = None) -> Iterator[list[Tensor]]:
-    """For each block, the views of `tensors`, which share all axes but the last.
+    """Yield the views of `tensors` for each block; the tensors share all axes but the last.
 
     A block has `size` positions (None: POSITIONS) or fewer, in the order in which those of `like` lie in memory.
     """
@@ -23,32 +23,43 @@ def blocks(like: Tensor, *tensors: Tensor, size: int | None = None) -> Iterator[
 
 
 def rows(block: Tensor) -> Tensor:
-    """A block [*, c] as [positions, c], to be read: a view, or in order."""
+    """Return a block [*, c] as [positions, c], to be read: a view, or a copy whose channels are contiguous."""
     flat = block.flatten(0, -2) if block.dim() > 1 else block[None]
     if flat.stride(-1) == 1:
         return flat
-    return flat.t().contiguous().t().contiguous()  # twice: whole rows first, then within the cache
+    # Two copies: the first reads long runs of memory, the second turns them round within the cache.
+    return flat.t().contiguous().t().contiguous()
 
 
-def room(block: Tensor) -> Tensor:
-    """Where the results of a block go, [positions, c]: the block itself if it lies so, else memory for `put`."""
+def writable(block: Tensor) -> Tensor:
+    """Return memory for the results of a block, [positions, c]: the block itself if it lies so, else a new tensor that
+    `put` copies to it."""
     flat = block.flatten(0, -2) if block.dim() > 1 else block[None]
     here = flat.data_ptr() == block.data_ptr() and flat.stride(-1) == 1
     return flat if here else torch.empty(flat.shape, dtype=flat.dtype)
 
 
-def opening(g: Tensor) -> Tensor:
-    """sigmoid(g), in order.  Without `out`, torch takes five times as long where g is a slice."""
+def gate_values(g: Tensor) -> Tensor:
+    """Return sigmoid(g), contiguous.  Without `out`, torch takes five times as long where g is a slice."""
     return torch.sigmoid(g, out=torch.empty(g.shape, dtype=g.dtype))
 
 
 def put(block: Tensor, results: Tensor) -> None:
-    """Write [positions, c] to the block, if `room` did not give the block itself."""
+    """Write [positions, c] to the block, if `writable` did not give the block itself."""
     if results.data_ptr() != block.data_ptr():
         block.copy_(results.view(block.shape))
 
 
+def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a^T b to `total`, in place; `total` may have a wider dtype than a and b."""
+    if total.dtype == a.dtype:
+        total.addmm_(a.t(), b)
+    else:
+        total += a.t() @ b
+
+
 def _indices(shape: list[int], size: int) -> Iterator[tuple[int | slice, ...]]:
+    """Yield the indices of the blocks: the innermost axes whole, then a slice of the next."""
     inner = math.prod(shape[1:])
     if not shape or (inner <= size and shape[0] * inner <= size):
         yield ()

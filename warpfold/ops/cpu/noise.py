@@ -6,22 +6,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from warpfold.ops.library.noise import scale
+from warpfold.ops.noise import LOW, OF_STREAM, kept_factor
 
 BLOCK = 2**14  # elements
-LOW = 0xFFFFFFFF
 
 
 def dropout_factors(
-    key: Tensor,
-    stream: int,
-    rate: float,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    offset: int,
-    dtype: torch.dtype,
+    key: Tensor, stream: int, rate: float, shape: Sequence[int], strides: Sequence[int], offset: int, dtype: torch.dtype
 ) -> Tensor:
-    """warpfold::keep."""
+    """Compute warpfold::dropout_factors."""
     first, second = key.tolist()
     numbers = torch.full((1,) * len(shape), offset, dtype=torch.int64)
     for axis, (size, stride) in enumerate(zip(shape, strides)):
@@ -32,18 +25,18 @@ def dropout_factors(
     scratch = torch.empty(min(BLOCK, flat.numel()), dtype=torch.int64)
     # uniform >= rate, in whole numbers: a uniform number is 24 bits times 2^-24, compared in fp32.
     least = math.ceil(float(torch.tensor(rate, dtype=torch.float32)) * 2**24) << 8
-    word = second + stream * 0x9E3779B9
+    word = second + stream * OF_STREAM
     for start in range(0, flat.numel(), BLOCK):
         x = flat[start : start + BLOCK]
         spare = scratch[: x.numel()]
         _mix(x.bitwise_xor_(first), spare)
         _mix(x.add_(word).bitwise_and_(LOW), spare)
         out[start : start + BLOCK].copy_(x >= least)
-    return out.mul_(scale(rate, dtype)).view(list(shape))
+    return out.mul_(kept_factor(rate, dtype)).view(list(shape))
 
 
 def _mix(x: Tensor, spare: Tensor) -> None:
-    """As in ops/noise.py, in place."""
+    """Mix 32 bits as ops/noise.py does, in place."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         torch.bitwise_right_shift(x, shift, out=spare)
         x.bitwise_xor_(spare).mul_(factor).bitwise_and_(LOW)

@@ -1,15 +1,15 @@
-"""Norms and the projections that follow them, on a CPU: a block of positions is normalised, projected and forgotten."""
+"""Norms and the projections that follow them, on a CPU: block by block, so that what is normalised stays in cache."""
 
 import torch
 from torch import Tensor
 
-from warpfold.ops.cpu.blocks import blocks, put, room, rows
-from warpfold.ops.library.attention import empty_like
-from warpfold.ops.library.norm import empty_projected, empty_statistics
+from warpfold.ops.cpu.blocks import accumulate, blocks, put, rows, writable
+from warpfold.ops.norm import empty_projected, empty_statistics
+from warpfold.ops.tensors import empty_like
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """warpfold::layer_norm."""
+    """Compute warpfold::layer_norm."""
     y, (mean, scale) = empty_like(x), empty_statistics(x)
     w, b = weight.to(mean.dtype), bias.to(mean.dtype)
     for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
@@ -22,14 +22,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
 def layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """warpfold::layer_norm_backward."""
+    """Compute warpfold::layer_norm_backward."""
     dx, w = empty_like(x), weight.to(mean.dtype)
     dweight, dbias = torch.zeros_like(w), torch.zeros_like(w)
     for xb, dxb, gb, mb, sb in blocks(x, x, dx, grad, mean[..., None], scale[..., None]):
         g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))  # torch's kernel reads past strides
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(g, xs, x.shape[-1:], m, s, w, w, [True, False, False])
         put(dxb, dxs)
-        # Not those of native_layer_norm_backward: of bf16 it sums them in bf16.
+        # Not by native_layer_norm_backward, which sums gradients of bf16 in bf16.
         dweight += (xs.to(m.dtype) - m).mul_(s).mul_(g).sum(0)
         dbias += g.sum(0, dtype=w.dtype)
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
@@ -38,13 +38,13 @@ def layer_norm_backward(
 def norm_linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """warpfold::norm_linear."""
+    """Compute warpfold::norm_linear."""
     y, (mean, scale) = empty_projected(x, weight.shape[0]), empty_statistics(x)
     nw, nb = norm_weight.to(mean.dtype), norm_bias.to(mean.dtype)
     w, b = weight.to(x.dtype).t(), None if bias is None else bias.to(x.dtype)
     for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
         n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], nw, nb, eps)
-        results = room(yb)
+        results = writable(yb)
         if b is None:
             torch.mm(n, w, out=results)
         else:
@@ -64,7 +64,7 @@ def norm_linear_backward(
     mean: Tensor,
     scale: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """warpfold::norm_linear_backward.
+    """Compute warpfold::norm_linear_backward.
 
     With h = (x - mean) * scale, the gradients of all parameters follow from grad^T h and from the sum of grad.
     """
@@ -84,11 +84,3 @@ def norm_linear_backward(
     dweight = product * nw + total[:, None] * nb
     parameters = ((product * w).sum(0).to(norm_weight.dtype), (total @ w).to(norm_bias.dtype), dweight.to(weight.dtype))
     return dx, *parameters, dbias
-
-
-def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total + a^T b, written over total, which may be wider than a and b."""
-    if total.dtype == a.dtype:
-        total.addmm_(a.t(), b)
-    else:
-        total += a.t() @ b

@@ -1,6 +1,6 @@
-"""The outer product on a CPU: some rows of z after another, so that the products of all channels never leave the cache.
+"""The outer product on a CPU: a few rows of z at a time, so that the products of all channels never leave the cache.
 
-The backward pass multiplies them again: of all [i, j, c d] none is kept, which is most of what this layer would keep.
+The backward pass multiplies them again, for [i, j, c d] is most of what this layer would otherwise keep.
 """
 
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from warpfold.ops.cpu.norm import accumulate
-from warpfold.ops.precision import wide
+from warpfold.ops.cpu.blocks import accumulate
+from warpfold.ops.tensors import accumulation_dtype
 
 PRODUCTS = 2**21  # numbers of a block
 
 
-def forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
-    """warpfold::outer_product."""
+def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
+    """Compute warpfold::outer_product."""
     out = a.new_empty(a.shape[0], a.shape[2], b.shape[2], weight.shape[0])
     w, narrow = weight.to(a.dtype).t(), bias.to(a.dtype)
     for batch, rows in _blocks(a, b):
@@ -25,11 +25,11 @@ def forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -
     return out
 
 
-def backward(
+def outer_product_backward(
     grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """warpfold::outer_product_backward."""
-    dtype = wide(a)
+    """Compute warpfold::outer_product_backward."""
+    dtype = accumulation_dtype(a)
     da, db = a.new_empty(a.shape), b.new_zeros(b.shape, dtype=dtype)
     dweight, dbias = weight.new_zeros(weight.shape, dtype=dtype), bias.new_zeros(bias.shape, dtype=dtype)
     (_, _, _, c), (_, s, j, d) = a.shape, b.shape
@@ -47,7 +47,7 @@ def backward(
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """a [s, i, c], b [s, j, d] -> [i j, c d]."""
+    """Multiply a [s, i, c] by b [s, j, d] -> [i j, c d]."""
     (_, i, c), (_, j, d) = a.shape, b.shape
     return (a.flatten(1).t() @ b.flatten(1)).view(i, c, j, d).transpose(1, 2).reshape(i * j, c * d)
 

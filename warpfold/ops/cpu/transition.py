@@ -1,20 +1,18 @@
-"""The transition on a CPU: a block of positions after another, whose hidden layer never leaves the cache.
+"""The transition on a CPU: block by block, so that the hidden layer never leaves the cache.
 
-The backward pass computes the hidden layer again: one product more of five, and a quarter of the block's memory less.
+The backward pass computes the hidden layer again: one product more than five, and a quarter of the block's memory less.
 """
 
 import torch
 from torch import Tensor
 
-from warpfold.ops.cpu.blocks import blocks, put, room, rows
-from warpfold.ops.cpu.norm import accumulate
-from warpfold.ops.library.attention import empty_like
-from warpfold.ops.precision import wide
+from warpfold.ops.cpu.blocks import accumulate, blocks, put, rows, writable
+from warpfold.ops.tensors import accumulation_dtype, empty_like
 
 HIDDEN = 2**20  # numbers of the hidden layer in a block
 
 
-def forward(
+def transition(
     x: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
@@ -25,12 +23,12 @@ def forward(
     residual: bool,
     eps: float,
 ) -> Tensor:
-    """warpfold::transition."""
-    y, dtype = empty_like(x), wide(x)
+    """Compute warpfold::transition."""
+    y, dtype = empty_like(x), accumulation_dtype(x)
     nw, nb = norm_weight.to(dtype), norm_bias.to(dtype)
     w1, b1, w2, b2 = up.to(x.dtype).t(), up_bias.to(x.dtype), down.to(x.dtype).t(), down_bias.to(x.dtype)
     for xb, yb in blocks(x, x, y, size=_size(up)):
-        xs, results = rows(xb), room(yb)
+        xs, results = rows(xb), writable(yb)
         n, _, _ = torch.native_layer_norm(xs, x.shape[-1:], nw, nb, eps)
         hidden = torch.addmm(b1, n, w1).relu_()
         if residual:
@@ -41,7 +39,7 @@ def forward(
     return y
 
 
-def backward(
+def transition_backward(
     grad: Tensor,
     x: Tensor,
     norm_weight: Tensor,
@@ -52,8 +50,8 @@ def backward(
     residual: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """warpfold::transition_backward.  The gradients of up and of the norm follow from one product: see norm.py."""
-    dx, dtype, c = empty_like(x), wide(x), x.shape[-1]
+    """Compute warpfold::transition_backward; the gradients of up and of the norm from one product, as in norm.py."""
+    dx, dtype, c = empty_like(x), accumulation_dtype(x), x.shape[-1]
     nw, nb, w = norm_weight.to(dtype), norm_bias.to(dtype), up.to(dtype)
     one, narrow1, narrow2, b1 = torch.ones_like(nw), up.to(x.dtype), down.to(x.dtype), up_bias.to(x.dtype)
     product, ddown = torch.zeros_like(w), torch.zeros_like(down, dtype=dtype)

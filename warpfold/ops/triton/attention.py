@@ -10,7 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from warpfold.ops.library.attention import empty_bias, empty_like, empty_lse, empty_out
+from warpfold.ops.attention import empty_bias, empty_lse, empty_out
+from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton import attention_backward as kernels
 from warpfold.ops.triton import pointwise
 from warpfold.ops.triton.attention_forward import FORWARD

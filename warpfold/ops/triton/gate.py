@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.library.attention import empty_like
+from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton.gated_linear_residual import gated_linear_residual as gated_linear_residual
 from warpfold.ops.triton.gated_linear_residual import gated_linear_residual_backward as gated_linear_residual_backward
 from warpfold.ops.triton.launch import Kernel, configs, register

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.library.attention import empty_like
+from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton.launch import configs, register_by_precision
 from warpfold.ops.triton.noise import SCALARS, drawn, fill, scalars
 from warpfold.ops.triton.positions import (

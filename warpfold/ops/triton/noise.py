@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.library.noise import scale
+from warpfold.ops.noise import kept_factor
 from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.positions import Strided, coalesce, offsets
 
@@ -60,7 +60,7 @@ KEEP = register("keep", _keep, configs("BLOCK", (1024, 4, 1)))  # too little wor
 def scalars(stream: int, rate: float, dtype: torch.dtype) -> tuple[int, float, float]:
     """Return word, rate and scale of a draw, as the kernels take them."""
     word = stream * 0x9E3779B9 & 0xFFFFFFFF
-    return word - 2**32 if word >= 2**31 else word, rate, scale(rate, dtype)  # a signed 32-bit number for any stream
+    return word - 2**32 if word >= 2**31 else word, rate, kept_factor(rate, dtype)  # signed, for any stream
 
 
 def dropout_factors(
@@ -72,7 +72,7 @@ def dropout_factors(
     offset: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute warpfold::keep."""
+    """Compute warpfold::dropout_factors."""
     out = key.new_empty(shape, dtype=dtype)
     fill(out, key, offset, strides, scalars(stream, rate, dtype))
     return out

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.library.attention import empty_like
-from warpfold.ops.library.norm import empty_statistics
+from warpfold.ops.norm import empty_statistics
+from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.norm_linear import norm_linear as norm_linear
 from warpfold.ops.triton.norm_linear import norm_linear_backward as norm_linear_backward

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.library.attention import empty_like
-from warpfold.ops.library.norm import empty_projected, empty_statistics
+from warpfold.ops.norm import empty_projected, empty_statistics
+from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton.launch import configs, register, register_by_precision
 from warpfold.ops.triton.positions import (
     Positions,

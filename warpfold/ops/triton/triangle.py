@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from warpfold.ops.library.attention import empty_like
-from warpfold.ops.library.triangle import empty_factor
+from warpfold.ops.tensors import empty_like
+from warpfold.ops.triangle import empty_factor
 from warpfold.ops.triton.gate import gate_backward_kernel, gate_kernel, run_gate, run_gate_backward
 from warpfold.ops.triton.launch import configs, register
 

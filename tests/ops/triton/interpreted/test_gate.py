@@ -6,8 +6,8 @@ import torch
 from tests.ops.triton.gate_cases import FACTORS, GATES, TAILS, factor_case, gate_case, tail_case
 from tests.ops.triton.layouts import exact_bf16, poisoned, within
 from warpfold.ops import dispatch
-from warpfold.ops.gate import gate, tail
-from warpfold.ops.library.attention import empty_like
+from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.tensors import empty_like
 from warpfold.ops.triangle import triangle_factor
 from warpfold.ops.triton import gated_linear_residual, sums
 from warpfold.tune.checks import answer, wrong
@@ -30,7 +30,7 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     values, grad = gate_case(name)
     x, g = (within(v, DTYPES[dtype]) for v in values)
     grad = within(grad, DTYPES[dtype]).detach()
-    assert gate.refuses(x, g) is None
+    assert gate.unsupported_reason(x, g) is None
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
         fast = answer(gate.fast, [x, g], grad)
     assert not wrong(gate.definition, [x, g], grad, fast)
@@ -44,7 +44,7 @@ def test_triangle_factor(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str)
     values, grad = factor_case(name)
     y, g, mask = (within(v, d) for v, d in zip(values, (DTYPES[dtype], DTYPES[dtype], torch.float32)))
     mask, grad = mask.detach(), within(grad, DTYPES[dtype]).detach()
-    assert triangle_factor.refuses(y, g, mask) is None
+    assert triangle_factor.unsupported_reason(y, g, mask) is None
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
         fast = answer(triangle_factor.fast, [y, g, mask], grad)
     assert not wrong(triangle_factor.definition, [y, g, mask], grad, fast)
@@ -64,10 +64,10 @@ def _tail(name: str, dtype: torch.dtype, factors: torch.dtype) -> tuple[list[tor
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_tail(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     given, grad = _tail(name, DTYPES[dtype], DTYPES[dtype])
-    assert tail.refuses(*given) is None
+    assert gated_linear_residual.unsupported_reason(*given) is None
     with poisoned(monkeypatch):
-        fast = answer(tail.fast, given, grad)
-    assert not wrong(tail.definition, given, grad, fast)
+        fast = answer(gated_linear_residual.fast, given, grad)
+    assert not wrong(gated_linear_residual.definition, given, grad, fast)
     wanted = [empty_like(given[i].detach()).stride() for i in (0, 1, 2)]
     assert [fast[0].stride(), fast[2].stride(), fast[3].stride()] == wanted
 
@@ -76,15 +76,15 @@ def test_tail(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
 def test_tail_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     given, grad = _tail(name, torch.bfloat16, torch.bfloat16)
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
-        fast = answer(tail.fast, given, grad)
-    assert not wrong(tail.definition, given, grad, fast)
+        fast = answer(gated_linear_residual.fast, given, grad)
+    assert not wrong(gated_linear_residual.definition, given, grad, fast)
 
 
 def test_factors_may_be_wider_than_the_rest() -> None:
     given, grad = _tail("starting node", torch.float16, torch.float32)
-    out = tail.fast(*given)
+    out = gated_linear_residual.fast(*given)
     with torch.no_grad():
-        narrow = tail.fast(*given[:5], given[5].half())
+        narrow = gated_linear_residual.fast(*given[:5], given[5].half())
     assert out.dtype == torch.float16
     torch.testing.assert_close(out, narrow)  # 0 and 1.25 are the same in both
     assert all(t.isfinite().all() for t in torch.autograd.grad(out, given[:5], grad))

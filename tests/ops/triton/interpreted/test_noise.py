@@ -1,4 +1,4 @@
-"""Dropout factors: the Triton kernels, interpreted, draw what the definition draws, bit for bit, alone and in tail."""
+"""Dropout factors: the Triton kernels, interpreted, draw what the definition draws, bit for bit."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
 from warpfold.ops import dispatch
-from warpfold.ops.gate import tail
-from warpfold.ops.noise import DropoutFactors, keep
+from warpfold.ops.gate import gated_linear_residual
+from warpfold.ops.noise import DropoutFactors, dropout_factors
 from warpfold.tune.checks import answer
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -34,10 +34,10 @@ def interpreted() -> None:
 @pytest.mark.parametrize("stream", [0, 3, 123_000])
 def test_a_draw_is_its_definition(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, stream: int) -> None:
     draw = (KEY, stream, 0.15, *DRAWS[name], DTYPES[dtype])
-    assert keep.refuses(*draw) is None
+    assert dropout_factors.unsupported_reason(*draw) is None
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
-        fast = keep.fast(*draw)
-    assert torch.equal(fast, keep.definition(*draw))
+        fast = dropout_factors.fast(*draw)
+    assert torch.equal(fast, dropout_factors.definition(*draw))
 
 
 # shape of the positions, channels, inputs; order of x in memory; shape, strides and offset of the draw
@@ -69,11 +69,11 @@ def test_a_tail_draws_what_it_would_be_given(monkeypatch: pytest.MonkeyPatch, na
     weight, bias = within(laid((c, inputs)), torch.float32), within(laid((c,)), torch.float32)
     grad = laid((*shape, c), order).to(DTYPES[dtype])
     factors = DropoutFactors(KEY, 5000, 0.25, DTYPES[dtype], *draw)
-    kept: Tensor = keep.definition(KEY, 5000, 0.25, *draw, DTYPES[dtype])
-    assert tail.refuses(x, o, g, weight, bias, factors) is None
+    kept: Tensor = dropout_factors.definition(KEY, 5000, 0.25, *draw, DTYPES[dtype])
+    assert gated_linear_residual.unsupported_reason(x, o, g, weight, bias, factors) is None
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
-        ours = answer(lambda *given: tail.fast(*given, factors), [x, o, g, weight, bias], grad)
-        given = answer(lambda *given: tail.fast(*given, kept), [x, o, g, weight, bias], grad)
+        ours = answer(lambda *given: gated_linear_residual.fast(*given, factors), [x, o, g, weight, bias], grad)
+        given = answer(lambda *given: gated_linear_residual.fast(*given, kept), [x, o, g, weight, bias], grad)
     for drawn, loaded in zip(ours, given, strict=True):
         assert drawn.isfinite().all()
         assert torch.equal(drawn, loaded)

@@ -6,9 +6,8 @@ import torch
 from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
 from tests.ops.triton.norm_cases import LINEARS, NORMS, linear_case, norm_case, of_dtype
 from warpfold.ops import dispatch
-from warpfold.ops.library.attention import empty_like
-from warpfold.ops.library.norm import empty_projected
-from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.norm import empty_projected, layer_norm, norm_linear
+from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton import norm, sums
 from warpfold.ops.triton import norm_linear as norm_linear_launcher
 from warpfold.tune.checks import answer, wrong
@@ -32,7 +31,7 @@ def test_layer_norm(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> N
     values, grad = norm_case(name)
     arguments = [within(v, d) for v, d in zip(values, of_dtype(values, DTYPES[dtype]))]
     grad = within(grad, DTYPES[dtype]).detach()
-    assert layer_norm.refuses(*arguments) is None
+    assert layer_norm.unsupported_reason(*arguments) is None
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
         fast = answer(layer_norm.fast, arguments, grad)
     assert not wrong(layer_norm.definition, arguments, grad, fast)
@@ -46,7 +45,7 @@ def test_norm_linear(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> 
     values, grad = linear_case(name)
     given = [None if v is None else within(v, d) for v, d in zip(values, of_dtype(values, DTYPES[dtype]))]
     grad = within(grad, DTYPES[dtype]).detach()
-    assert norm_linear.refuses(*given) is None
+    assert norm_linear.unsupported_reason(*given) is None
     with poisoned(monkeypatch):
         fast = answer(norm_linear.fast, given, grad)
     assert not wrong(norm_linear.definition, given, grad, fast)

@@ -15,7 +15,7 @@ TAKEN = ("bias", (2, 1, 2, 5, 1))  # it broadcasts in the kernels too; the other
 def test_shapes_that_were_taken_for_others(name: str, which: str, shape: tuple[int, ...]) -> None:
     op, shapes = OPERANDS[name]
     shapes = shapes | {which: shape}
-    taken = op.refuses(*operands(list(shapes.values()), torch.float32)) is None
+    taken = op.unsupported_reason(*operands(list(shapes.values()), torch.float32)) is None
     if not taken or (which, shape) == TAKEN:
         check(op, shapes, torch.float32, CLOSE)
     assert taken <= (which in ("bias", "mask", "v"))  # which broadcast over leading axes and, a bias, over all

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
-from warpfold.ops.gate import gate, tail
+from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.tune.checks import answer, wrong
 
@@ -65,8 +65,14 @@ CASES: dict[str, tuple[Op[..., Tensor], Callable[[], Arguments]]] = {
         lambda: (given((3, 4, 6))[0].mT.mT.transpose(0, 1), *given((6,), (6,), (9, 6))),
     ),
     "gate": (gate, lambda: (*given((3, 4, 6), (3, 4, 6)),)),
-    "tail": (tail, lambda: (*given((3, 4, 6), (3, 4, 8), (3, 4, 8), (6, 8), (6,)), torch.rand(1, 4, 6).double())),
-    "tail, all kept": (tail, lambda: (*given((3, 4, 6), (3, 4, 8), (3, 4, 8), (6, 8), (6,)),)),
+    "gated_linear_residual": (
+        gated_linear_residual,
+        lambda: (*given((3, 4, 6), (3, 4, 8), (3, 4, 8), (6, 8), (6,)), torch.rand(1, 4, 6).double()),
+    ),
+    "gated_linear_residual, all kept": (
+        gated_linear_residual,
+        lambda: (*given((3, 4, 6), (3, 4, 8), (3, 4, 8), (6, 8), (6,)),),
+    ),
 }
 
 
@@ -170,3 +176,23 @@ def test_gradients_that_nobody_wants_are_not_made() -> None:
     with dispatch.using("strict"):
         out = attention(q, k, v, mask, bias.detach())
     assert len(torch.autograd.grad(out.sum(), (q, k, v))) == 3
+
+
+def test_arguments_go_by_name_in_any_order_and_a_wrong_call_is_a_type_error() -> None:
+    x, g = given((3, 4), (3, 4))
+    assert torch.equal(gate.fast(g=g, x=x), gate.fast(x, g))
+    n = norm_linear.fast(x, norm_bias=x[0], weight=g, norm_weight=g[0])
+    assert torch.equal(n, norm_linear.fast(x, g[0], x[0], g, None, 1e-5))
+    for run in (gate.fast, gate.unsupported_reason, gate.prefer_definition):
+        with pytest.raises(TypeError):
+            run(x, g, h=g)
+    for run in (gate.fast, gate.unsupported_reason):
+        with pytest.raises(TypeError):
+            run(x)
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    x, g = given((3, 4), (3, 4))
+    (dx,) = torch.autograd.grad(gate.fast(x, g).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="gate_backward"):
+        torch.autograd.grad(dx.sum(), g)

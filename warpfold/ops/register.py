@@ -1,0 +1,223 @@
+"""Make an operation from its definition: `@register(...)` is all that a fused operation needs beside its kernels.
+
+    @register(
+        shapes="x [*, c], g [*, c], grad [*, c]",
+        empty=lambda x, g: empty_like(x),
+        keeps="x g",
+        gradients="x g",
+        empty_gradients=lambda grad, x, g: (empty_like(x), empty_like(g)),
+    )
+    def gate(x: Tensor, g: Tensor) -> Tensor:
+        return x * g.sigmoid()
+
+This registers `warpfold::gate` and `warpfold::gate_backward` with torch and returns an `Op` (ops/dispatch.py), which
+calls the first where it can and the definition elsewhere.  `ops/cpu/gate.py` and `ops/triton/gate.py`, named like the
+module of the definition, hold functions `gate` and `gate_backward` that compute them.  torch knows the rest from here:
+the schema from the definition's type hints, the shapes and strides of the results (fake tensors, torch.compile), and
+the gradient.  torch.compile, `opcheck` and selective checkpointing see one opaque operation per call, forward and
+backward.  A second derivative is an error: the definition has it.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, ParamSpec, get_type_hints
+
+import torch
+from torch import Tensor
+
+from warpfold.ops import dispatch
+from warpfold.ops.dispatch import Op, unsupported_device
+from warpfold.ops.shapes import Shapes, Sizes
+
+P = ParamSpec("P")
+Registered = Callable[..., Any]  # an operation of torch.ops.warpfold
+
+
+class Expansion(NamedTuple):
+    """How a parameter that torch has no type for becomes several operands of the registered operation."""
+
+    types: Mapping[str, Any]  # of those operands, by name; the first is named like the parameter
+    split: Callable[[Any, Tensor], tuple[Any, ...]]  # (argument, first argument of all) -> those operands
+
+
+@dataclass(frozen=True, kw_only=True)
+class register:
+    """What an operation needs to be one beside its definition, which this decorates.
+
+    shapes: of all operands of the registered operation, of its results and of `grad`, as ops/shapes.py reads them.
+    empty: of the definition's arguments, allocates the results; they must have the strides that the kernels return.
+    results: the names of the results, of which the caller gets the first; the others are kept for the backward pass.
+    keeps: what the backward operation is given beside `grad`: operands and results by their names, tensors first; then
+        `NAME_wanted`, whether the gradient of NAME is wanted at all.
+    gradients: the operands whose gradients the backward operation returns, at least two; none: there is no gradient.
+    empty_gradients: of what the backward operation is given, allocates them, as `empty` does the results.
+    residual: the operand to which the rest is added, so that its gradient is `grad` itself.
+    same_dtype: operands that must share a dtype.
+    check: of (name, sizes, operands by name), raises ValueError for what `shapes` cannot describe.
+    expand: a parameter of the definition that is several operands of the registered operation.
+    caller_shapes: the shapes that the definition's arguments must have, where `adapter` makes others of them.
+    adapter: calls the registered operation, its first argument, with the definition's arguments, which are the rest.
+    unsupported_reason: of the definition's arguments, why the fast way does not take them, or None; asked where
+        devices, shapes and dtypes are right.
+    prefer_definition: of the definition's arguments (those with a default may be missing), whether that is faster.
+    """
+
+    shapes: str
+    empty: Callable[..., Tensor | tuple[Tensor, ...]]
+    results: str = "out"
+    keeps: str = ""
+    gradients: str = ""
+    empty_gradients: Callable[..., tuple[Tensor, ...]] = lambda *_: ()
+    residual: str = ""
+    same_dtype: str = ""
+    check: Callable[[str, Sizes, Mapping[str, Any]], None] | None = None
+    expand: Expansion | None = None
+    caller_shapes: str | None = None
+    adapter: Callable[..., Tensor] | None = None
+    unsupported_reason: Callable[..., str | None] | None = None
+    prefer_definition: Callable[..., bool] | None = None
+
+    def __call__(self, definition: Callable[P, Tensor]) -> Op[P, Tensor]:
+        """Register the operation of a definition, and the backward one, and return the `Op`."""
+        name, module = definition.__name__, definition.__module__.rpartition(".")[2]
+        results, gradients = self.results.split(), self.gradients.split()
+        types = {**get_type_hints(definition), **dict.fromkeys((*results, "grad"), Tensor)}
+        operands = self._operands(list(inspect.signature(definition).parameters), types)
+        op = self._define(name, module, operands, len(results), self.empty)
+        if gradients:
+            back, needs = f"{name}_backward", self._operands(["grad", *self.keeps.split()], types)
+            self._define(back, module, needs, len(gradients), self.empty_gradients)
+            save, differentiate = self._autograd(_registered(back), list(operands), needs)
+            op.register_autograd(differentiate, setup_context=save)
+        return self._choosing(definition, _registered(name))
+
+    def _operands(self, names: Sequence[str], types: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the operands of a registered operation, name and type."""
+        expanded = {} if self.expand is None else self.expand.types
+        operands: dict[str, Any] = {}
+        for name in names:
+            operands.update(expanded if name in expanded else {name: bool if name.endswith("_wanted") else types[name]})
+        return operands
+
+    def _define(
+        self, name: str, module: str, operands: Mapping[str, Any], returns: int, empty: Callable[..., Any]
+    ) -> torch.library.CustomOpDef:
+        """Register `warpfold::name` with torch: its schema, its checks, its implementations and its fake function."""
+        dispatch.modules[name] = module
+        qualified, shapes, check = f"warpfold::{name}", Shapes(self.shapes, list(operands)), self.check
+
+        def run(*args: Any) -> Any:
+            sizes = shapes.require(qualified, args)
+            if check is not None:
+                check(qualified, sizes, dict(zip(operands, args)))
+            return dispatch.implementation(name, args[0])(*args)
+
+        # torch reads the schema from a function's signature: give `run` the one that its operands make.
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(operand, kind, annotation=hint) for operand, hint in operands.items()],
+            return_annotation=Tensor if returns == 1 else tuple[(Tensor,) * returns],  # type: ignore[misc]
+        )
+        op = torch.library.custom_op(qualified, run, mutates_args=())
+        more = list(self.expand.types)[1:] if self.expand is not None else []
+
+        @op.register_fake
+        def _(*args: Any) -> Any:
+            # `empty` has the parameters as they were written, one for those operands that one became.
+            return empty(*(arg for operand, arg in zip(operands, args) if operand not in more))
+
+        return op
+
+    def _autograd(
+        self, backward: Registered, operands: list[str], needs: Mapping[str, Any]
+    ) -> tuple[Callable[..., None], Callable[..., tuple[Tensor | None, ...]]]:
+        """Return what torch asks for: the function that keeps what the backward pass needs, and the backward pass."""
+        known, gradients = [*operands, *self.results.split()], self.gradients.split()
+        tensors = [name for name, hint in needs.items() if hint in (Tensor, Tensor | None)]
+        saved = [known.index(name) for name in tensors if name in known]
+        constants = [known.index(name) for name in needs if name in known and name not in tensors]
+        flags = [operands.index(name.removesuffix("_wanted")) for name in needs if name.endswith("_wanted")]
+        # Where the gradient of each operand is among those returned; `grad` itself is put behind them.
+        places = {**{name: i for i, name in enumerate(gradients)}, self.residual: len(gradients)}
+        sources = [places.get(name) for name in operands]
+
+        def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            values = (*inputs, *(output if isinstance(output, tuple) else (output,)))
+            ctx.save_for_backward(*(values[i] for i in saved))
+            ctx.constants = [values[i] for i in constants]
+            ctx.set_materialize_grads(False)
+
+        def differentiate(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+            if grad is None:
+                return (None,) * len(sources)
+            wanted = ctx.needs_input_grad
+            found = backward(grad, *ctx.saved_tensors, *ctx.constants, *(wanted[i] for i in flags))
+            found = *found, grad
+            return tuple([found[at] if at is not None and wanted[i] else None for i, at in enumerate(sources)])
+
+        return save, differentiate
+
+    def _caller(self, op: Registered, parameters: list[str]) -> Callable[..., Tensor]:
+        """Return a function of the definition's arguments that calls the registered operation for its first result."""
+        first = op if " " not in self.results else lambda *args: op(*args)[0]
+        if self.expand is None:
+            return first
+        (name, *_), split = self.expand
+        at = parameters.index(name)
+        return lambda *args: first(*args[:at], *split(args[at], args[0]), *args[at + 1 :])
+
+    def _choosing(self, definition: Callable[P, Tensor], registered: Registered) -> Op[P, Tensor]:
+        """Return the `Op` of a definition, whose fast way is the registered operation."""
+        parameters, complete = _parameters(definition)
+        shapes, call = Shapes(self.caller_shapes or self.shapes, parameters), self._caller(registered, parameters)
+        adapter, unsupported, prefer = self.adapter, self.unsupported_reason, self.prefer_definition
+        same = self.same_dtype.split()
+        alike = [parameters.index(name) for name in same]
+        differ = f"{', '.join(same[:-1])} and {''.join(same[-1:])} differ in dtype"
+
+        def fast(*args: Any, **kwargs: Any) -> Tensor:
+            args = complete(args, kwargs)
+            return call(*args) if adapter is None else adapter(call, *args)
+
+        def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
+            """Return why the fast way does not take these arguments, or None: first what all operations share."""
+            args = complete(args, kwargs)
+            given = [args[i] for i in shapes.positions]
+            reason = unsupported_device(given) or shapes.unsupported_reason(given)
+            if reason is not None:
+                return reason
+            for i in alike:
+                if args[i].dtype != args[alike[0]].dtype:
+                    return differ
+            return None if unsupported is None else unsupported(*args)
+
+        def prefer_definition(*args: Any, **kwargs: Any) -> bool:
+            assert prefer is not None
+            return prefer(*(complete(args, kwargs) if kwargs else args))
+
+        return Op(definition, fast, unsupported_reason, None if prefer is None else prefer_definition)
+
+
+def _registered(name: str) -> Registered:
+    """Return the overload of torch.ops.warpfold, which is called faster than the name that stands for all overloads."""
+    overload: Registered = getattr(torch.ops.warpfold, name).default
+    return overload
+
+
+def _parameters(definition: Callable[..., Any]) -> tuple[list[str], Callable[..., tuple[Any, ...]]]:
+    """Return the names of a definition's parameters, and a function that makes (args, kwargs) one value for each."""
+    signature = inspect.signature(definition)
+    names = list(signature.parameters)
+    by_name = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+    defaults, least = tuple(by_name.values()), len(names) - len(by_name)
+
+    def complete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if not kwargs and least <= len(args) <= len(names):  # the quickest way, as nearly always
+            return args + defaults[len(args) - least :]
+        rest, values = names[len(args) :], {**by_name, **kwargs}
+        if all(name in values for name in rest) and all(name in rest for name in kwargs):
+            return (*args, *(values[name] for name in rest))
+        return signature.bind(*args, **kwargs).args  # raises the TypeError that a call of the definition would
+
+    return names, complete

@@ -1,0 +1,29 @@
+"""What operations ask of a tensor besides its shape: the dtype to compute in, and the layout of what they return."""
+
+import torch
+from torch import Tensor
+
+
+def upcast_half(x: Tensor) -> Tensor:
+    """Return x in fp32 if it has 16 bits, else x itself: for norms, softmax, frames, losses and logits."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums over x, of its statistics and its logits: fp64 for fp64, else fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Allocate a dense tensor of x's shape whose axes lie in memory in the order of x's.
+
+    Not torch.empty_like, which makes a tensor in row-major order of one that is expanded or a slice.
+    """
+    order = sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True)
+    back = [order.index(axis) for axis in range(x.dim())]
+    return x.new_empty([x.shape[axis] for axis in order]).permute(back)
+
+
+def empty_parameters(*parameters: Tensor) -> tuple[Tensor, ...]:
+    """Allocate a contiguous tensor like each of these: gradients of parameters."""
+    return tuple(p.new_empty(p.shape) for p in parameters)
