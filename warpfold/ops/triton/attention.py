@@ -4,6 +4,7 @@ One family serves every attention of the trunk, at any strides: rows and columns
 many.  One query over a handful of keys, the template attention, has a kernel of its own (pointwise.py).
 """
 
+import math
 from typing import Any
 
 import torch
@@ -128,11 +129,10 @@ def _width_innermost(t: Tensor) -> bool:
 
 def strided(vectors: dict[str, Tensor]) -> dict[str, Strided]:
     """Return tensors [B, R, Q or K, h, d] as the kernels take them: copied where their last axis has not stride 1."""
-    found = {}
-    for name, t in vectors.items():
-        t = t if _width_innermost(t) else t.contiguous()
-        found[name] = Strided.of(t, _strides(t), 16)
-    return found
+    given = {name: t if _width_innermost(t) else t.contiguous() for name, t in vectors.items()}
+    # One unit for all: with one for each, dk and dv of heads 64 wide want more registers than sm_80 has.
+    unit = math.gcd(16, *(stride for t in given.values() for stride in _strides(t)))
+    return {name: Strided.of(t, _strides(t), unit) for name, t in given.items()}
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:
