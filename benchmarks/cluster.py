@@ -29,6 +29,7 @@ import torch.distributed as dist
 from link import DEVICE, Shape, enter, linked, refusal
 from torch import Tensor, nn
 
+from benchmarks.traffic import Block, Link, Move, Traffic, moves, seconds
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.evoformer import Evoformer
 from warpfold.parallel.collectives import all_gather_flat
@@ -37,7 +38,6 @@ from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan
-from warpfold.tune.communication import Block, Link, Move, Traffic, moves, seconds
 
 RANKS, RANKS_PER_NODE = 4, 2
 SHAPES = [Shape(10, 0.1), Shape(1, 0.1), Shape(10, 5), Shape(1, 5)]

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.traffic import LINKS, Block, Move, count, moves, seconds, total
+from tests.fake import Held, memory_of
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
-from warpfold.tune.communication import LINKS, Block, Move, count, moves, seconds, total
-from warpfold.tune.fake import Held, memory_of
 
 # FastFold's placement (Cheng et al. 2022; fastfold/model/fastnn): its number, what moves, how, whether it is waited for
 # at once, and the moves here that stand for it.  Rows 3, 4 and 14 move nothing.

@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py [--all]
 
-By the package's tables, for AlphaFold2 and a wider model in bf16 and fp32; no GPU is needed.  --all: every call that
+By the package's tables, for AlphaFold2 and a wider model in bf16 and fp32; no GPU is needed.  --all: every launch that
 leads to code of its own; some ten minutes.
 """
 
@@ -11,21 +11,21 @@ from collections.abc import Iterator
 
 import triton
 
+from tests.ops.triton.budgets import BUDGETS, Figures, breaches, distinct, figures
+from tests.ops.triton.model_launches import demanding, launches_of, wider
 from warpfold.model.alphafold import ModelConfig
-from warpfold.ops.triton.compile import BUDGETS, Figures, breaches, compiled, distinct
-from warpfold.ops.triton.launch import Call
+from warpfold.ops.triton.launch import KernelLaunch
 from warpfold.parallel.plan import Plan
-from warpfold.tune.kernel_calls import calls_of, demanding, wider
 
 SIZES = {"res": 256, "seq": 128, "extra": 1024, "tmpl": 4}
 
 
-def calls(every: bool) -> Iterator[tuple[str, Call]]:
-    """With the precision of the model that makes them."""
+def launches(every: bool) -> Iterator[tuple[str, KernelLaunch]]:
+    """Yield launches with the precision of the model that makes them."""
     for precision in ("bf16", "fp32"):
         plan = Plan(precision=precision)
-        found = [call for model in (ModelConfig(), wider()) for call in calls_of(plan, model, SIZES)]
-        yield from ((precision, call) for call in (distinct(found) if every else demanding(found)))
+        found = [launch for model in (ModelConfig(), wider()) for launch in launches_of(plan, model, SIZES)]
+        yield from ((precision, launch) for launch in (distinct(found) if every else demanding(found)))
 
 
 def cell(found: Figures) -> str:
@@ -41,13 +41,13 @@ def main() -> int:
     print(f"| kernel, key | launch | {' | '.join(BUDGETS)} |")
     print("|---|---|" + "---|" * len(BUDGETS))
     wrong = []
-    for precision, call in calls("--all" in sys.argv[1:]):
+    for precision, launch in launches("--all" in sys.argv[1:]):
         cells = []
         for arch, budget in BUDGETS.items():
-            found = compiled(call, budget.target)
+            found = figures(launch, budget.target)
             cells.append(cell(found))
-            wrong += [f"{call.kernel.name} {call.key} on {arch}: {w}" for w in breaches(call, found, budget)]
-        print(f"| {call.kernel.name} {call.key} {precision} | {call.launch} | {' | '.join(cells)} |", flush=True)
+            wrong += [f"{launch.kernel.name} {launch.key} on {arch}: {w}" for w in breaches(launch, found, budget)]
+        print(f"| {launch.kernel.name} {launch.key} {precision} | {launch.config} | {' | '.join(cells)} |", flush=True)
     print("\n" + ("over the budget:\n" + "\n".join(wrong) if wrong else "all within the budget"))
     return bool(wrong)
 

@@ -16,17 +16,19 @@ from hypothesis import strategies as st
 from tests.test_cli import refused, run
 from warpfold.errors import UserError
 from warpfold.ops.triton import launch as launches
-from warpfold.ops.triton.launch import SHIPPED, Entry, Launch, choice_of, kernels, launch, read
+from warpfold.ops.triton.launch import SHIPPED, KernelConfig, TableEntry, config_for, kernels, read, table_for
 from warpfold.tune import kernels as tuning
 from warpfold.tune.cases import OpCase
-from warpfold.tune.kernel_bench import CHECKED, Seconds, Task, noted, smaller, tasks
-from warpfold.tune.kernels import TUNED, Timed, choose, places, report, timed, write
+from warpfold.tune.kernel_bench import CHECKED, Seconds, TuningTask, launches_of, tuning_tasks, with_room
+from warpfold.tune.kernels import TUNED, Timed, choose, report, timed, workloads, write
 
-A, B, C = (Launch({"BLOCK": 2**i}, 4, 2) for i in (4, 5, 6))
+A, B, C = (KernelConfig({"BLOCK": 2**i}, 4, 2) for i in (4, 5, 6))
 HEAD = {"gpu": "NVIDIA Toy 9000", "driver": "1.2", "torch": "2", "triton": "3", "date": "2026-11-20"}
 
 
-def times(kernel: str, key: tuple[int, ...], out: dict[Launch, str] | None = None, **seconds: list[float]) -> Timed:
+def times(
+    kernel: str, key: tuple[int, ...], out: dict[KernelConfig, str] | None = None, **seconds: list[float]
+) -> Timed:
     """What candidates a, b, c took."""
     found = {{"a": A, "b": B, "c": C}[name]: taken for name, taken in seconds.items()}
     return Timed(kernel, key, "somewhere", found, out or {})
@@ -35,23 +37,23 @@ def times(kernel: str, key: tuple[int, ...], out: dict[Launch, str] | None = Non
 def test_the_fastest_median_is_chosen() -> None:
     """Not the fastest mean: one slow repeat says nothing."""
     found = [times("k", (1,), a=[3.0, 3.0, 3.0], b=[2.0, 2.0, 90.0], c=[1.0, 4.0, 4.0])]
-    assert choose(found) == [Entry("k", (1,), B)]
+    assert choose(found) == [TableEntry("k", (1,), B)]
 
 
 def test_of_nearly_equal_ones_the_first_named_is_chosen() -> None:
-    assert choose([times("k", (1,), a=[1.009], b=[1.0])]) == [Entry("k", (1,), A)]
-    assert choose([times("k", (1,), a=[1.011], b=[1.0])]) == [Entry("k", (1,), B)]
-    assert choose([times("k", (1,), b=[1.009], a=[1.0])]) == [Entry("k", (1,), B)]
+    assert choose([times("k", (1,), a=[1.009], b=[1.0])]) == [TableEntry("k", (1,), A)]
+    assert choose([times("k", (1,), a=[1.011], b=[1.0])]) == [TableEntry("k", (1,), B)]
+    assert choose([times("k", (1,), b=[1.009], a=[1.0])]) == [TableEntry("k", (1,), B)]
 
 
 def test_places_with_one_key_decide_together() -> None:
     found = [times("k", (1,), a=[1.0], b=[3.0]), times("k", (2,), a=[1.0], b=[3.0]), times("k", (1,), a=[9.0], b=[4.0])]
-    assert choose(found) == [Entry("k", (1,), B), Entry("k", (2,), A)]
+    assert choose(found) == [TableEntry("k", (1,), B), TableEntry("k", (2,), A)]
 
 
 def test_a_candidate_that_is_out_at_one_place_is_out() -> None:
     found = [times("k", (1,), a=[1.0], b=[2.0]), times("k", (1,), {A: "not exact: output"}, b=[2.0])]
-    assert choose(found) == [Entry("k", (1,), B)]
+    assert choose(found) == [TableEntry("k", (1,), B)]
     assert report(found, choose(found)) == [
         {
             "kernel": "k",
@@ -90,26 +92,26 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
 
 
 def test_what_is_written_is_what_is_launched(gpu: torch.device, tmp_path: Path) -> None:
-    entries = [Entry("toy", (32, 256), A), Entry("toy", (32, 1024), B)]
+    entries = [TableEntry("toy", (32, 256), A), TableEntry("toy", (32, 1024), B)]
     path = write(tmp_path, HEAD, entries)
     assert path.name == "NVIDIA-Toy-9000.json"
-    assert choice_of(gpu).why == "made on this machine for NVIDIA Toy 9000"
+    assert table_for(gpu)[1] == "made on this machine for NVIDIA Toy 9000"
     assert dict(read(path).head) == HEAD
-    assert launch("toy", (32, 300), gpu) == A
-    assert launch("toy", (32, 800), gpu) == B
+    assert config_for("toy", (32, 300), gpu) == A
+    assert config_for("toy", (32, 800), gpu) == B
     assert sum('"kernel"' in line for line in path.read_text().splitlines()) == 2
 
 
 def test_kernels_that_a_table_lacks_are_launched_by_the_default(gpu: torch.device, tmp_path: Path) -> None:
-    write(tmp_path, HEAD, [Entry("toy", (1,), A)])
+    write(tmp_path, HEAD, [TableEntry("toy", (1,), A)])
     known = read(SHIPPED / "default.json").entries[0]
-    assert launch(known.kernel, known.key, gpu) == known.launch
+    assert config_for(known.kernel, known.key, gpu) == known.config
 
 
 def test_tuning_one_operation_keeps_the_others(gpu: torch.device, tmp_path: Path) -> None:
-    write(tmp_path, HEAD, [Entry("one", (1,), A), Entry("two", (1,), A)])
-    path = write(tmp_path, {**HEAD, "date": "2026-11-21"}, [Entry("two", (2,), B)])
-    assert read(path).entries == (Entry("one", (1,), A), Entry("two", (2,), B))
+    write(tmp_path, HEAD, [TableEntry("one", (1,), A), TableEntry("two", (1,), A)])
+    path = write(tmp_path, {**HEAD, "date": "2026-11-21"}, [TableEntry("two", (2,), B)])
+    assert read(path).entries == (TableEntry("one", (1,), A), TableEntry("two", (2,), B))
     assert read(path).head["date"] == "2026-11-21"
 
 
@@ -119,7 +121,7 @@ def test_tuning_one_operation_keeps_the_others(gpu: torch.device, tmp_path: Path
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("op", TUNED)
 def test_every_operation_has_tasks(op: str, quick: bool) -> None:
-    found = tasks(places([op], quick), quick)
+    found = tuning_tasks(workloads([op], quick), quick)
     assert found
     assert all(task.candidates for task in found)
     assert not quick or len({(task.kernel, task.key) for task in found}) == len(found)
@@ -127,72 +129,77 @@ def test_every_operation_has_tasks(op: str, quick: bool) -> None:
 
 def test_every_kernel_is_tuned() -> None:
     """But for those of which a table of the model has nothing to say."""
-    tuned = {task.kernel for task in tasks(places(TUNED))}
+    tuned = {task.kernel for task in tuning_tasks(workloads(TUNED))}
     assert set(kernels()) - tuned == {"norm_linear_wide", "keep"}
 
 
 def test_the_draw_of_noise_has_one_launch_which_is_that_of_the_table() -> None:
     """A pair's factors are some 30,000 numbers, less than a launch costs: there is nothing to choose."""
     (only,) = kernels()["keep"].candidates
-    assert [e.launch for e in read(SHIPPED / "default.json").entries if e.kernel == "keep"] == [only]
+    assert [e.config for e in read(SHIPPED / "default.json").entries if e.kernel == "keep"] == [only]
 
 
 def test_tails_are_tuned_as_they_draw() -> None:
     """A launch must fit the registers of a kernel that draws its factors: they are what training runs."""
-    drawing = [call for place in places(["tail"]) for call in noted(place) if call.arguments.get("DRAWN")]
+    drawing = [
+        call
+        for workload in workloads(["tail"])
+        for call in launches_of(workload)
+        if call.arguments.get("key") is not None
+    ]
     assert {call.kernel.name for call in drawing} == {
         f"{name}{precision}" for name in ("tail", "tail_backward", "tail_weight") for precision in ("", "_fp32")
     }
 
 
 def test_attention_is_tuned_at_every_width_of_the_model() -> None:
-    found = {task.key[0] for task in tasks(places(["attention"], True)) if task.kernel == "attention_forward"}
+    found = {task.key[0] for task in tuning_tasks(workloads(["attention"], True)) if task.kernel == "attention_forward"}
     assert found == {8, 16, 32}
 
 
 def test_a_forced_launch_is_what_runs() -> None:
     """What a task's candidates are tried by."""
-    task = tasks(places(["gate"], True), True)[0]
+    task = tuning_tasks(workloads(["gate"], True), True)[0]
     for candidate in task.candidates[:3]:
         with launches.forced({task.kernel: candidate}):
-            mine = [call for call in noted(task.place) if call.kernel.name == task.kernel]
+            mine = [call for call in launches_of(task.workload) if call.kernel.name == task.kernel]
         assert mine
-        assert {call.launch for call in mine} == {candidate}
+        assert {call.config for call in mine} == {candidate}
 
 
 def test_cases_are_checked_at_a_size_that_fits() -> None:
     large = OpCase(op="attention", where="x", rows=4096, length=512, heads=8, width=32, bias=True)
-    assert smaller(large).logits <= CHECKED
-    assert smaller(large).rows == CHECKED // (512 * 512 * 8)
+    assert with_room(large).logits <= CHECKED
+    assert with_room(large).rows == CHECKED // (512 * 512 * 8)
     small = OpCase(op="gate", where="x", rows=8, length=8, channels=16)
-    assert smaller(small) is small
+    assert with_room(small) is small
 
 
 class Toy:
     """A bench whose times are a function of kernel and candidate."""
 
-    def __init__(self, seconds: Callable[[str, Launch], float]) -> None:
+    def __init__(self, seconds: Callable[[str, KernelConfig], float]) -> None:
         self.seconds = seconds
 
-    def time(self, task: Task) -> tuple[Seconds, dict[Launch, str]]:
+    def time(self, task: TuningTask) -> tuple[Seconds, dict[KernelConfig, str]]:
         last = task.candidates[-1]
         kept = [c for c in task.candidates if c != last]
         return {c: [self.seconds(task.kernel, c)] * 3 for c in kept}, {last: "not exact: output"}
 
 
-def largest(kernel: str, candidate: Launch) -> float:
+def largest(kernel: str, candidate: KernelConfig) -> float:
     """The largest tiles win."""
     return 1.0 / sum(candidate.sizes.values()) + 1e-3 * candidate.warps
 
 
 def test_tuning_by_made_up_times_gives_a_table_that_is_used(gpu: torch.device, tmp_path: Path) -> None:
-    todo = [task for task in tasks(places(["gate"], True), True)]
+    todo = [task for task in tuning_tasks(workloads(["gate"], True), True)]
     entries = choose(timed(todo, Toy(largest)))
     write(tmp_path, HEAD, entries)
     for entry in entries:
         candidates = next(task.candidates for task in todo if task.kernel == entry.kernel)
-        assert entry.launch == min(candidates[:-1], key=lambda c: largest(entry.kernel, c))
-        assert launch(entry.kernel, entry.key, gpu) == entry.launch
+        assert entry.config == min(candidates[:-1], key=lambda c: largest(entry.kernel, c))
+        assert config_for(entry.kernel, entry.key, gpu) == entry.config
 
 
 # ---- the command
@@ -226,7 +233,7 @@ def test_the_command_writes_the_table_and_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tune_on(device: torch.device, ops: list[str], quick: bool, progress: object) -> list[Timed]:
-        return timed(tasks(places(ops, quick), quick), Toy(largest))
+        return timed(tuning_tasks(workloads(ops, quick), quick), Toy(largest))
 
     monkeypatch.setattr(tuning, "tune_on", tune_on)
     monkeypatch.setattr(tuning, "head", lambda device: HEAD)

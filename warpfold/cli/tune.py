@@ -9,7 +9,7 @@ from warpfold.cli.common import AsJson, Device, app, chosen, decides, device_of,
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
-    from warpfold.tune.kernel_bench import Task
+    from warpfold.tune.kernel_bench import TuningTask
 
 
 @app.command(epilog="Example:  warpfold tune --op attention --quick")
@@ -36,13 +36,13 @@ def tune(
     import torch
 
     from warpfold.ops.triton.launch import home
-    from warpfold.tune.kernel_bench import tasks
-    from warpfold.tune.kernels import TUNED, choose, head, places, report, tune_on, write
+    from warpfold.tune.kernel_bench import tuning_tasks
+    from warpfold.tune.kernels import TUNED, choose, head, report, tune_on, workloads, write
 
     ops = chosen("--op", op or ["all"], ("all", *TUNED))
     ops = list(TUNED) if "all" in ops else ops
     if dry_run:
-        _say(tasks(places(ops, quick), quick), as_json)
+        _say(tuning_tasks(workloads(ops, quick), quick), as_json)
         return
     where = torch.device(device_of(device))
     with progress_bar(narrate=True) as progress:
@@ -62,9 +62,10 @@ def tune(
     typer.echo(f"wrote {path}")
 
 
-def _say(todo: "list[Task]", as_json: bool) -> None:
+def _say(todo: "list[TuningTask]", as_json: bool) -> None:
     rows = [
-        {"kernel": t.kernel, "key": list(t.key), "place": str(t.place), "candidates": len(t.candidates)} for t in todo
+        {"kernel": t.kernel, "key": list(t.key), "place": str(t.workload), "candidates": len(t.candidates)}
+        for t in todo
     ]
     if as_json:
         show({"launches": rows})

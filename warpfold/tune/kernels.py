@@ -17,9 +17,17 @@ import torch
 from warpfold.errors import UserError
 from warpfold.files import update_file
 from warpfold.model.alphafold import ModelConfig
-from warpfold.ops.triton.launch import SHIPPED, Entry, Key, Launch, file_of, read, reset, table_used
+from warpfold.ops.triton.launch import SHIPPED, KernelConfig, Key, TableEntry, file_of, read, reset, table_used
 from warpfold.progress import Progress
-from warpfold.tune.kernel_bench import Bench, GpuBench, Place, Seconds, Task, compile_ahead, tasks
+from warpfold.tune.kernel_bench import (
+    Bench,
+    GpuBench,
+    Seconds,
+    TuningTask,
+    Workload,
+    compile_ahead,
+    tuning_tasks,
+)
 from warpfold.tune.machine import describe
 from warpfold.tune.sizes import DataSizes, of_settings
 
@@ -30,27 +38,27 @@ SAME = 1.01  # faster by less is no difference: of such candidates the first is 
 
 @dataclass(frozen=True)
 class Timed:
-    """What the candidates of a kernel took at one place; and why others were not timed."""
+    """What the candidates of a kernel took in one workload; and why others were not timed."""
 
     kernel: str
     key: Key
-    place: str
+    workload: str
     seconds: Seconds
-    out: Mapping[Launch, str]
+    out: Mapping[KernelConfig, str]
 
 
-def places(ops: Iterable[str], quick: bool = False) -> list[Place]:
-    """Where the model calls operations; "attention" has the global one with it, of the same kernels.
+def workloads(ops: Iterable[str], quick: bool = False) -> list[Workload]:
+    """Return how the model calls operations; "attention" has the global one with it, of the same kernels.
 
     quick: at the sizes of initial training, in bf16, alone.
     """
-    found: dict[Place, None] = {}
+    found: dict[Workload, None] = {}
     for op in ops:
         names = ("attention", "global_attention") if op == "attention" else (op,)
         for sizes in list(SIZES.values())[: 1 if quick else None]:
             for dtype in ("bf16",) if quick else ("bf16", "fp32"):
                 cases = (case for case in of_settings(ModelConfig(), sizes) if case.op in names)
-                found |= dict.fromkeys(Place(op, case, dtype) for case in cases)
+                found |= dict.fromkeys(Workload(op, case, dtype) for case in cases)
     return list(found)
 
 
@@ -62,25 +70,25 @@ def tune_on(device: torch.device, ops: Sequence[str], quick: bool, progress: Pro
             "timed, on any machine"
         )
     with table_used(read(SHIPPED / "default.json")):  # of the other kernels: the same wherever a table is made
-        todo = tasks(places(ops, quick), quick)
+        todo = tuning_tasks(workloads(ops, quick), quick)
         compile_ahead(todo, device, os.cpu_count() or 1, progress)
         return timed(todo, GpuBench(device), progress)
 
 
-def timed(todo: Sequence[Task], bench: Bench, progress: Progress | None = None) -> list[Timed]:
+def timed(todo: Sequence[TuningTask], bench: Bench, progress: Progress | None = None) -> list[Timed]:
     """Try the candidates of every task, in order."""
     found = []
     for done, task in enumerate(todo):
         if progress:
-            progress(done, len(todo), f"{task.kernel}: {task.place}")
-        found.append(Timed(task.kernel, task.key, str(task.place), *bench.time(task)))
+            progress(done, len(todo), f"{task.kernel}: {task.workload}")
+        found.append(Timed(task.kernel, task.key, str(task.workload), *bench.time(task)))
     return found
 
 
-def choose(found: Iterable[Timed]) -> list[Entry]:
-    """The fastest candidate for each kernel and key: by the sum of medians over all places with that key.
+def choose(found: Iterable[Timed]) -> list[TableEntry]:
+    """Choose the fastest candidate for each kernel and key, by the sum of medians over all workloads with that key.
 
-    A candidate must have been timed at each of them.  Of those within one per cent of the fastest, the first that the
+    A candidate must have been timed in each of them.  Of those within one per cent of the fastest, the first that the
     kernel names, so that noise decides less.
     Errors: UserError where no candidate is left.
     """
@@ -91,7 +99,7 @@ def choose(found: Iterable[Timed]) -> list[Entry]:
             reasons = dict.fromkeys(reason for one in group for reason in one.out.values())
             raise UserError(f"{kernel} {key}: no candidate is fit: {'; '.join(reasons)}; nothing was written")
         best = min(totals.values())
-        entries.append(Entry(kernel, key, next(c for c, total in totals.items() if total <= SAME * best)))
+        entries.append(TableEntry(kernel, key, next(c for c, total in totals.items() if total <= SAME * best)))
     return entries
 
 
@@ -102,8 +110,8 @@ def _grouped(found: Iterable[Timed]) -> dict[tuple[str, Key], list[Timed]]:
     return groups
 
 
-def _totals(group: Sequence[Timed]) -> dict[Launch, float]:
-    """Seconds of each candidate that was timed at every place."""
+def _totals(group: Sequence[Timed]) -> dict[KernelConfig, float]:
+    """Return the seconds of each candidate that was timed in every workload."""
     return {
         candidate: sum(statistics.median(one.seconds[candidate]) for one in group)
         for candidate in group[0].seconds
@@ -111,8 +119,8 @@ def _totals(group: Sequence[Timed]) -> dict[Launch, float]:
     }
 
 
-def report(found: Sequence[Timed], entries: Iterable[Entry]) -> list[dict[str, Any]]:
-    """For people: of each kernel and key the chosen launch, its microseconds and those of the slowest, who is out."""
+def report(found: Sequence[Timed], entries: Iterable[TableEntry]) -> list[dict[str, Any]]:
+    """Return for people of each kernel and key what was chosen, its microseconds and the slowest's, and who is out."""
     groups = _grouped(found)
     rows = []
     for entry in entries:
@@ -122,18 +130,18 @@ def report(found: Sequence[Timed], entries: Iterable[Entry]) -> list[dict[str, A
             {
                 "kernel": entry.kernel,
                 "key": list(entry.key),
-                "launch": str(entry.launch),
-                "microseconds": round(1e6 * totals[entry.launch], 1),
+                "launch": str(entry.config),
+                "microseconds": round(1e6 * totals[entry.config], 1),
                 "slowest": round(1e6 * max(totals.values()), 1),
                 "timed": len(totals),
                 "out": {str(c): reason for one in group for c, reason in one.out.items()},
-                "places": [one.place for one in group],
+                "places": [one.workload for one in group],
             }
         )
     return rows
 
 
-def write(folder: Path, head: Mapping[str, str], entries: Iterable[Entry]) -> Path:
+def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry]) -> Path:
     """Write a GPU's table, one launch a line; entries of kernels that are not among these stay as they were.
 
     head: says "gpu", the name.  Errors: UserError where it cannot be written, or what is there cannot be read.
@@ -150,19 +158,18 @@ def write(folder: Path, head: Mapping[str, str], entries: Iterable[Entry]) -> Pa
     return path
 
 
-def _line(entry: Entry) -> dict[str, Any]:
-    launch = entry.launch
+def _line(entry: TableEntry) -> dict[str, Any]:
     return {
         "kernel": entry.kernel,
         "key": list(entry.key),
-        "sizes": dict(launch.sizes),
-        "warps": launch.warps,
-        "stages": launch.stages,
+        "sizes": dict(entry.config.sizes),
+        "warps": entry.config.warps,
+        "stages": entry.config.stages,
     }
 
 
 def head(device: torch.device) -> dict[str, str]:
-    """What a table says of its making."""
+    """Return what a table says of its making."""
     found = describe(device)
     date = datetime.date.today().isoformat()
     return {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from warpfold.ops.triton.launch import choice_of
+from warpfold.ops.triton.launch import table_for
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """The device, the driver, versions, and the launch table in use."""
+    """Return the device, the driver, versions, and the launch table in use."""
     found = {"device": name(device)}
     if device.type == "cuda":
         found["driver"] = driver()
@@ -25,13 +25,13 @@ def describe(device: torch.device) -> dict[str, str]:
     found["triton"] = version("triton")
     found["python"] = platform.python_version()
     if device.type == "cuda":
-        choice = choice_of(device)
-        found["launches"] = f"{choice.table.path.name} ({choice.why})"
+        table, why = table_for(device)
+        found["launches"] = f"{table.path.name} ({why})"
     return found
 
 
 def name(device: torch.device) -> str:
-    """ "NVIDIA H200", or the processor's name."""
+    """Return the GPU's name, "NVIDIA H200", or the processor's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpus = Path("/proc/cpuinfo")
@@ -41,7 +41,7 @@ def name(device: torch.device) -> str:
 
 
 def driver() -> str:
-    """Of the GPU; "not known" where nvidia-smi does not say."""
+    """Return the version of the GPU's driver; "not known" where nvidia-smi does not say."""
     try:
         said = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
@@ -56,7 +56,7 @@ def driver() -> str:
 
 
 def version(package: str) -> str:
-    """Of an installed package; it is loaded for that."""
+    """Return the version of an installed package, which is loaded for that."""
     if importlib.util.find_spec(package) is None:
         return "not installed"
     return str(getattr(importlib.import_module(package), "__version__", "not known"))

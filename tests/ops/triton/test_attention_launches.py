@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.triton.budgets import BUDGETS, figures
+from tests.ops.triton.offsets import overflows
 from warpfold.ops.triton import attention
-from warpfold.ops.triton.compile import BUDGETS, compiled
-from warpfold.ops.triton.launch import Call, recorded
-from warpfold.ops.triton.offsets import overflows
+from warpfold.ops.triton.launch import KernelLaunch, recorded
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -21,42 +21,43 @@ def projected(rows: int, length: int, heads: int, width: int, turned: bool = Fal
     return tuple(t.unflatten(-1, (heads, width)) for t in x.split([c, c, c, c + 16], -1)[:3])
 
 
-def launched(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Call]:
-    """The calls of a forward and a backward pass, by name."""
+def launched(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, KernelLaunch]:
+    """Return the launches of a forward and a backward pass, by name."""
     mask = meta(*k.shape[:3], dtype=torch.float32)
-    with recorded() as calls:
+    with recorded() as found:
         out, lse = attention.attention(q, k, v, mask, bias)
         attention.attention_backward(torch.empty_like(out), q, k, v, mask, bias, out, lse, bias is not None)
-    return {call.kernel.name: call for call in calls}
+    return {launch.kernel.name: launch for launch in found}
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
 def test_no_vector_is_copied(turned: bool) -> None:
     q, k, v = projected(40, 24, 4, 32, turned)
-    calls = launched(q, k, v, None)
-    assert set(calls) == {"attention_forward", "attention_dq", "attention_dkdv"}
-    for call in calls.values():
-        assert all(call.arguments[name] is t for name, t in (("q", q), ("k", k), ("v", v)))
-        strides = tuple(stride * call.arguments["UNIT"] for stride in call.arguments["q_at"])
+    launches = launched(q, k, v, None)
+    assert set(launches) == {"attention_forward", "attention_dq", "attention_dkdv"}
+    for launch in launches.values():
+        assert all(launch.arguments[name].data is t for name, t in (("q", q), ("k", k), ("v", v)))
+        given = launch.arguments["q"]
+        strides = tuple(stride * given.unit.value for stride in given.strides)
         assert strides == (0, *q.stride()[1:4])  # of the one batch none is needed
 
 
 def test_addresses_are_known_to_be_wide() -> None:
     """Of padded projections all strides are multiples of 16 numbers; of heads 8 wide, of 8."""
     wide = launched(*projected(40, 24, 4, 32), meta(1, 24, 24, 4).permute(0, 3, 1, 2))
-    assert wide["attention_forward"].arguments["UNIT"] == 16
-    assert launched(*projected(40, 24, 8, 8), None)["attention_forward"].arguments["UNIT"] == 8
-    bias = wide["attention_forward"].arguments["bias"]
+    assert wide["attention_forward"].arguments["q"].unit.value == 16
+    assert launched(*projected(40, 24, 8, 8), None)["attention_forward"].arguments["q"].unit.value == 8
+    bias = wide["attention_forward"].arguments["bias"].data
     assert bias.stride() == (4 * 24 * 32, 24 * 32, 32, 1)  # laid out for 16-byte loads; 24 keys padded to 32
 
 
 @pytest.mark.parametrize(("rows", "length", "slabs"), [(256, 256, 8), (8, 256, 2), (3, 64, 1), (512, 1024, 1)])
 def test_rows_of_the_gradient_of_the_bias_are_cut_by_the_shapes_alone(rows: int, length: int, slabs: int) -> None:
-    calls = launched(*projected(rows, length, 4, 32), meta(1, 4, length, length))
-    call = calls["attention_dbias"]
-    assert ("attention_slabs" in calls) == (slabs > 1)
-    assert call.arguments["slab"] * slabs >= rows > call.arguments["slab"] * (slabs - 1)
-    into = call.arguments["dbias"]
+    launches = launched(*projected(rows, length, 4, 32), meta(1, 4, length, length))
+    launch = launches["attention_dbias"]
+    assert ("attention_slabs" in launches) == (slabs > 1)
+    assert launch.arguments["slab"] * slabs >= rows > launch.arguments["slab"] * (slabs - 1)
+    into = launch.arguments["dbias"]
     assert into.shape == ((slabs, 1, 4, length, length) if slabs > 1 else (1, 4, length, length))
     assert into.dtype == (torch.float32 if slabs > 1 else torch.bfloat16)
 
@@ -70,13 +71,13 @@ def test_one_query_and_few_keys_have_kernels_of_their_own() -> None:
 @pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
 def test_no_index_overflows_at_twenty_thousand_residues(turned: bool) -> None:
     n = 20_000
-    calls = launched(*projected(n, n, 4, 32, turned), meta(1, n, n, 4).permute(0, 3, 1, 2))
-    assert [str(o) for call in calls.values() for o in overflows(call)] == []
+    launches = launched(*projected(n, n, 4, 32, turned), meta(1, n, n, 4).permute(0, 3, 1, 2))
+    assert [str(o) for launch in launches.values() for o in overflows(launch)] == []
 
 
 def test_no_index_overflows_with_one_query_for_each_pair() -> None:
     vectors = [meta(20_000, 20_000, n, 4, 16) for n in (1, 4, 4)]
-    assert [str(o) for call in launched(*vectors, None).values() for o in overflows(call)] == []
+    assert [str(o) for launch in launched(*vectors, None).values() for o in overflows(launch)] == []
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 5, 1, 1), (1, 1, 1, 1, 1), (2, 1, 17, 1, 3)], ids=str)
@@ -84,5 +85,5 @@ def test_sizes_of_one_compile(sizes: tuple[int, ...]) -> None:
     """Triton takes an argument that is 1 for a constant, which has no methods."""
     batches, rows, queries, keys, heads = sizes
     q, k = meta(batches, rows, queries, heads, 16), meta(batches, rows, keys, heads, 16)
-    for call in launched(q, k, k, meta(batches, heads, queries, keys)).values():
-        assert compiled(call, BUDGETS["sm_90"].target).registers > 0
+    for launch in launched(q, k, k, meta(batches, heads, queries, keys)).values():
+        assert figures(launch, BUDGETS["sm_90"].target).registers > 0

@@ -1,10 +1,12 @@
 """Offline compilation: every launch of the shipped tables, on four architectures, within what there is of each.
 
-No GPU is needed.  By default the most demanding call of each kernel is compiled; with --slow every call of the model
-that leads to code of its own.
+No GPU is needed.  By default the most demanding launch of each kernel is compiled for every architecture, each entry of
+the default table for one of them in turn, and a sample of the candidates; with --slow every launch of the model that
+leads to code of its own, and every candidate.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from functools import cache
 
@@ -13,44 +15,96 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
-from tests.ops.triton.toy_kernels import COPY, GIANT_TILES, SMALL_TILES, copy_call, product_call
+from tests.ops.triton.budgets import BUDGETS, Figures, breaches, distinct, figures
+from tests.ops.triton.model_launches import demanding, launches_of, wider
+from tests.ops.triton.toy_kernels import COPY, GIANT_TILES, SMALL_TILES, copy_launch, product_launch
 from warpfold.model.alphafold import ModelConfig
-from warpfold.ops.triton.compile import BUDGETS, Figures, breaches, compiled, distinct, source
-from warpfold.ops.triton.launch import SHIPPED, Call, choice_of, kernels, read, table_used
+from warpfold.ops.triton.compile import source
+from warpfold.ops.triton.launch import SHIPPED, KernelConfig, KernelLaunch, kernels, read, table_for, table_used
 from warpfold.parallel.plan import Plan, Precision
-from warpfold.tune.kernel_calls import calls_of, demanding, wider
 
 INITIAL = {"res": 256, "seq": 128, "extra": 1024, "tmpl": 4}
-TABLES = sorted(path.stem for path in SHIPPED.glob("*.json") if path.stem != "interpreter")
+TABLES = sorted(path.stem for path in SHIPPED.glob("*.json"))
+ARCHITECTURES = list(BUDGETS)
+# Of the default table's entries, what is over the budget and was when every entry came to be compiled: a smaller tile
+# would change the order of sums.
+KNOWN = ["attention_dkdv_fp32 (32, 2, 256, 256) BLOCK_Q 32, BLOCK_K 32, ROWS 1, 4 warps, 2 stages on sm_80"]
 
 
 @cache
-def calls(table: str, precision: Precision) -> tuple[Call, ...]:
-    """Every call of a step of initial training, of AlphaFold2 and of a wider model, by a table's launches."""
+def launches(table: str, precision: Precision) -> tuple[KernelLaunch, ...]:
+    """Return every launch of a step of initial training, of AlphaFold2 and of a wider model, by a table."""
     plan = Plan(precision=precision)
     with table_used(read(SHIPPED / f"{table}.json")):
-        return tuple(call for model in (ModelConfig(), wider()) for call in calls_of(plan, model, INITIAL))
+        return tuple(launch for model in (ModelConfig(), wider()) for launch in launches_of(plan, model, INITIAL))
 
 
-def over_budget(found: Iterable[Call], arch: str) -> list[str]:
-    """What each call takes too much of."""
+def over_budget(found: Iterable[KernelLaunch], arch: str) -> list[str]:
+    """Return what each launch takes too much of."""
     budget = BUDGETS[arch]
     return [
-        f"{call.kernel.name} {call.key} {call.launch} on {arch}: {wrong}"
-        for call in found
-        for wrong in breaches(call, compiled(call, budget.target), budget)
+        f"{launch.kernel.name} {launch.key} {launch.config} on {arch}: {wrong}"
+        for launch in found
+        for wrong in breaches(launch, figures(launch, budget.target), budget)
     ]
+
+
+def retiled(launch: KernelLaunch, config: KernelConfig) -> KernelLaunch:
+    """Return the launch with other tiles, to be compiled: its grid is still that of its own."""
+    return dataclasses.replace(launch, config=config, arguments={**launch.arguments, **config.sizes})
+
+
+@cache
+def by_kernel() -> dict[str, list[KernelLaunch]]:
+    """Return each kernel's launches that lead to different code, those with the smallest keys first."""
+    found: dict[str, list[KernelLaunch]] = {}
+    for launch in distinct([*launches("default", "bf16"), *launches("default", "fp32")]):
+        found.setdefault(launch.kernel.name, []).append(launch)
+    return {name: sorted(those, key=lambda launch: math.prod(launch.key)) for name, those in found.items()}
 
 
 @pytest.mark.parametrize("arch", BUDGETS)
 def test_the_most_demanding_launches_are_within_the_budget(arch) -> None:
-    wrong = over_budget(demanding(calls("default", "bf16")), arch)
+    wrong = over_budget(demanding(launches("default", "bf16")), arch)
     assert not wrong
 
 
 def test_in_fp32_they_are_too() -> None:
-    wrong = over_budget(demanding(calls("default", "fp32")), "sm_80")
+    wrong = over_budget(demanding(launches("default", "fp32")), "sm_80")
     assert not wrong
+
+
+def test_every_entry_of_the_default_table_is_within_the_budget() -> None:
+    """Compile each entry for one of the architectures, in turn: the most demanding launch that it decides; or, where
+    the model has none, the one that is nearest to its key."""
+    wrong, table = [], read(SHIPPED / "default.json")
+    for index, entry in enumerate(table.entries):
+        launched = by_kernel()[entry.kernel]
+        own = [launch for launch in launched if table.nearest(entry.kernel, launch.key) == entry]
+        nearest = min(launched, key=lambda launch: sum(abs(math.log2(a / b)) for a, b in zip(launch.key, entry.key)))
+        (chosen,) = demanding(own or [nearest])
+        wrong += over_budget([retiled(chosen, entry.config)], ARCHITECTURES[index % len(ARCHITECTURES)])
+    assert wrong == [f"{known}: 8 bytes of a thread are spilled" for known in KNOWN]
+
+
+@pytest.mark.parametrize("name", sorted(kernels()))
+def test_a_sample_of_the_candidates_is_fit(name) -> None:
+    for candidate in kernels()[name].candidates[::9]:
+        assert is_fit(name, candidate), candidate
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", sorted(kernels()))
+def test_every_candidate_is_fit(name) -> None:
+    """What no architecture can launch at any size of the model is no candidate."""
+    assert not [str(candidate) for candidate in kernels()[name].candidates if not is_fit(name, candidate)]
+
+
+def is_fit(name: str, candidate: KernelConfig) -> bool:
+    """Return whether a candidate is within the budget of some architecture for some launch of the model."""
+    launched = [retiled(launch, candidate) for launch in by_kernel()[name]]
+    return any(not over_budget([launch], arch) for launch in launched for arch in ("sm_90", "sm_80", "sm_100"))
 
 
 @pytest.mark.slow
@@ -59,23 +113,23 @@ def test_in_fp32_they_are_too() -> None:
 @pytest.mark.parametrize("arch", BUDGETS)
 @pytest.mark.parametrize("table", TABLES)
 def test_every_launch_is_within_the_budget(table, arch, precision) -> None:
-    wrong = over_budget(distinct(calls(table, precision), BUDGETS[arch].target), arch)
+    wrong = over_budget(distinct(launches(table, precision), BUDGETS[arch].target), arch)
     assert not wrong
 
 
 def test_every_kernel_is_compiled() -> None:
-    launched = {call.kernel.name for precision in ("bf16", "fp32") for call in calls("default", precision)}
+    launched = {launch.kernel.name for precision in ("bf16", "fp32") for launch in launches("default", precision)}
     assert launched == set(kernels())
 
 
-def test_calls_without_a_gpu_are_launched_by_the_default() -> None:
-    assert choice_of(torch.device("meta")).table.path == SHIPPED / "default.json"
+def test_launches_without_a_gpu_are_those_of_the_default() -> None:
+    assert table_for(torch.device("meta"))[0].path == SHIPPED / "default.json"
 
 
 @pytest.mark.parametrize("arch", BUDGETS)
 def test_giant_tiles_are_over_the_budget(arch) -> None:
     """So the tests above can fail."""
-    good, bad = (product_call(tiles, torch.bfloat16) for tiles in (SMALL_TILES, GIANT_TILES))
+    good, bad = (product_launch(tiles, torch.bfloat16) for tiles in (SMALL_TILES, GIANT_TILES))
     assert not over_budget([good], arch)
     found = "\n".join(over_budget([bad], arch))
     assert "bytes of shared memory, of" in found
@@ -85,22 +139,22 @@ def test_giant_tiles_are_over_the_budget(arch) -> None:
 @pytest.mark.parametrize("arch", BUDGETS)
 def test_instructions_are_counted(arch) -> None:
     """A product runs on tensor cores and loads in wide words; a copy of fp32, one number a thread, does neither."""
-    product = compiled(product_call(SMALL_TILES, torch.bfloat16), BUDGETS[arch].target)
+    product = figures(product_launch(SMALL_TILES, torch.bfloat16), BUDGETS[arch].target)
     assert product.dots == 1
     assert product.tensor > 0
     assert 0 < product.wide <= product.loads
-    copy = compiled(copy_call(COPY, 4, 64), BUDGETS[arch].target)
+    copy = figures(copy_launch(COPY, 4, 64), BUDGETS[arch].target)
     assert (copy.dots, copy.tensor, copy.wide) == (0, 0, 0)
     assert 0 < copy.loads <= 2
     assert 0 < copy.registers < 64
 
 
 def test_products_without_tensor_cores_are_over_the_budget() -> None:
-    call = product_call(SMALL_TILES, torch.bfloat16)
-    found = compiled(call, BUDGETS["sm_90"].target)
-    assert not breaches(call, found, BUDGETS["sm_90"])
+    launch = product_launch(SMALL_TILES, torch.bfloat16)
+    found = figures(launch, BUDGETS["sm_90"].target)
+    assert not breaches(launch, found, BUDGETS["sm_90"])
     without = dataclasses.replace(found, tensor=0, wide=0)
-    assert breaches(call, without, BUDGETS["sm_90"]) == [
+    assert breaches(launch, without, BUDGETS["sm_90"]) == [
         "matrix products without tensor cores",
         "matrix products of which nothing is loaded in 128 bits at once",
     ]
@@ -116,25 +170,25 @@ def test_products_without_tensor_cores_are_over_the_budget() -> None:
     ],
 )
 def test_each_bound_is_kept(change, words) -> None:
-    call = product_call(SMALL_TILES, torch.bfloat16)
+    launch = product_launch(SMALL_TILES, torch.bfloat16)
     fits = Figures(registers=255, spilled=0, shared=163 * 1024, tensor=1, wide=1, loads=1, dots=1, columns=512)
-    assert not breaches(call, fits, BUDGETS["sm_80"])
-    assert breaches(call, dataclasses.replace(fits, **change), BUDGETS["sm_80"]) == [words]
+    assert not breaches(launch, fits, BUDGETS["sm_80"])
+    assert breaches(launch, dataclasses.replace(fits, **change), BUDGETS["sm_80"]) == [words]
 
 
 def test_many_warps_share_the_registers() -> None:
-    call = product_call(dataclasses.replace(SMALL_TILES, warps=16), torch.bfloat16)
+    launch = product_launch(dataclasses.replace(SMALL_TILES, warps=16), torch.bfloat16)
     figures = Figures(registers=128, spilled=0, shared=0, tensor=1, wide=1, loads=1, dots=1)
-    assert not breaches(call, figures, BUDGETS["sm_90"])
-    assert breaches(call, dataclasses.replace(figures, registers=129), BUDGETS["sm_90"])
+    assert not breaches(launch, figures, BUDGETS["sm_90"])
+    assert breaches(launch, dataclasses.replace(figures, registers=129), BUDGETS["sm_90"])
 
 
 def test_arguments_are_specialised_as_triton_does() -> None:
     """One is a constant, sixteenths are known as such, what passes 2^31 has 64 bits: what runs is what is compiled."""
     target = GPUTarget("cuda", 90, 32)
     x = torch.empty(64, 64, device="meta")
-    call = copy_call(COPY, 1, 2**31 + 16)
-    shifted = dataclasses.replace(call, arguments={**call.arguments, "x": x[:, 1:]})
+    launch = copy_launch(COPY, 1, 2**31 + 16)
+    shifted = dataclasses.replace(launch, arguments={**launch.arguments, "x": x[:, 1:]})
     specialised, options = source(shifted, target)
     assert specialised.signature == {
         "x": "*fp32",
@@ -153,6 +207,6 @@ def test_arguments_are_specialised_as_triton_does() -> None:
 
 def test_the_same_code_is_compiled_once() -> None:
     found = [
-        copy_call(COPY, rows, stride) for rows, stride in ((4, 64), (5, 64), (5, 80), (5, 65), (1, 64), (1, 2**31))
+        copy_launch(COPY, rows, stride) for rows, stride in ((4, 64), (5, 64), (5, 80), (5, 65), (1, 64), (1, 2**31))
     ]
     assert distinct(found) == [found[0], found[3], found[4], found[5]]

@@ -7,14 +7,14 @@ import torch
 
 from warpfold.ops.gate import gate
 from warpfold.ops.triton import launch as launches
-from warpfold.ops.triton.launch import choice_of, recorded
+from warpfold.ops.triton.launch import config_for, recorded, table_for
 from warpfold.tune.cases import OpCase, inputs
-from warpfold.tune.kernel_bench import GpuBench, Place, noted, tasks
+from warpfold.tune.kernel_bench import GpuBench, Workload, launches_of, tuning_tasks
 from warpfold.tune.kernels import choose, head, timed, write
 
 pytestmark = pytest.mark.gpu
-GATE = Place("gate", OpCase(op="gate", where="toy", rows=64, length=64, channels=64), "bf16")
-ATTENTION = Place(
+GATE = Workload("gate", OpCase(op="gate", where="toy", rows=64, length=64, channels=64), "bf16")
+ATTENTION = Workload(
     "attention", OpCase(op="attention", where="toy", rows=40, length=130, heads=4, width=32, bias=True), "bf16"
 )
 
@@ -27,14 +27,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
     return torch.device("cuda:0")
 
 
-@pytest.mark.parametrize("place", [GATE, ATTENTION], ids=lambda place: place.op)
-def test_the_table_that_is_made_is_used(place: Place, gpu: torch.device, tmp_path: Path) -> None:
-    todo = tasks([place], quick=True)
+@pytest.mark.parametrize("workload", [GATE, ATTENTION], ids=lambda workload: workload.op)
+def test_the_table_that_is_made_is_used(workload: Workload, gpu: torch.device, tmp_path: Path) -> None:
+    todo = tuning_tasks([workload], quick=True)
     entries = choose(timed(todo, GpuBench(gpu, repeats=3)))
     path = write(tmp_path, head(gpu), entries)
-    assert choice_of(gpu).table.path == path
+    assert table_for(gpu)[0].path == path
     assert {(e.kernel, e.key) for e in entries} == {(task.kernel, task.key) for task in todo}
-    assert all(launches.launch(e.kernel, e.key, gpu) == e.launch for e in entries)
+    assert all(config_for(e.kernel, e.key, gpu) == e.config for e in entries)
     assert {"driver", "torch", "triton"} <= set(head(gpu))
 
 
@@ -43,13 +43,13 @@ def test_what_would_be_launched_is_what_is_launched(gpu: torch.device) -> None:
     with recorded(run=True) as made:
         given = inputs(GATE.case, torch.bfloat16, gpu)
         torch.autograd.grad(gate.fast(*given.args), given.wanted, given.grad)
-    found = [(call.kernel.name, call.key, call.grid, call.launch) for call in made]
-    assert found == [(call.kernel.name, call.key, call.grid, call.launch) for call in noted(GATE)]
+    found = [(call.kernel.name, call.key, call.grid, call.config) for call in made]
+    assert found == [(call.kernel.name, call.key, call.grid, call.config) for call in launches_of(GATE)]
 
 
 def test_what_is_not_exact_is_not_timed(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "definition", lambda x, g: 1.5 * x * g.sigmoid())
-    (task, *_) = tasks([GATE])
+    (task, *_) = tuning_tasks([GATE])
     seconds, out = GpuBench(gpu, repeats=1).time(task)
     assert not seconds
     assert set(out) == set(task.candidates)

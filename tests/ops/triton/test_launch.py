@@ -10,21 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ops.triton.toy_kernels import COPY, WIDE, copy_call
+from tests.ops.triton.toy_kernels import COPY, WIDE, copy_launch
 from warpfold.errors import UserError
 from warpfold.ops.triton import launch as launches
 from warpfold.ops.triton.launch import (
     SHIPPED,
-    Entry,
-    Launch,
-    Table,
-    choice_of,
+    KernelConfig,
+    LaunchTable,
+    TableEntry,
+    TiledKernel,
+    config_for,
     file_of,
     forced,
     kernels,
-    launch,
     read,
     recorded,
+    table_for,
     table_used,
 )
 
@@ -32,17 +33,17 @@ CPU = torch.device("cpu")
 KEYS = st.tuples(st.integers(0, 4096), st.integers(1, 4096))
 
 
-def table(*keys: tuple[int, ...], kernel: str = "_copy") -> Table:
+def table(*keys: tuple[int, ...], kernel: str = "_copy") -> LaunchTable:
     """A table whose launches have as many warps as their place in it."""
-    entries = [Entry(kernel, key, Launch({"BLOCK": 64}, i + 1, 1)) for i, key in enumerate(keys)]
-    return Table(Path("toy.json"), {}, tuple(entries))
+    entries = [TableEntry(kernel, key, KernelConfig({"BLOCK": 64}, i + 1, 1)) for i, key in enumerate(keys)]
+    return LaunchTable(Path("toy.json"), {}, tuple(entries))
 
 
-def warps(of: Table, *key: int) -> int:
+def warps(of: LaunchTable, *key: int) -> int:
     """Of the launch that is taken for a key."""
     found = of.nearest("_copy", key)
     assert found is not None
-    return found.launch.warps
+    return found.config.warps
 
 
 def test_the_nearest_entry_is_taken() -> None:
@@ -78,40 +79,32 @@ def test_keys_of_another_version_are_refused() -> None:
 
 def test_sizes_of_another_version_are_refused(monkeypatch) -> None:
     monkeypatch.setitem(launches.KERNELS, "_copy", COPY)
-    old = Table(Path("toy.json"), {}, (Entry("_copy", (1,), Launch({"TILE": 64}, 1, 1)),))
+    old = LaunchTable(Path("toy.json"), {}, (TableEntry("_copy", (1,), KernelConfig({"TILE": 64}, 1, 1)),))
     with table_used(old), pytest.raises(UserError, match="sizes TILE, of another version"):
-        launch("_copy", (1,), CPU)
+        config_for("_copy", (1,), CPU)
 
 
 def test_an_entry_for_the_very_key_goes_before_a_near_one(monkeypatch) -> None:
     """A table tuned at a few sizes says nothing about others, whose tiles may not fit: default.json may have them."""
     partial, default = table((32, 256)), table((64, 256), (32, 512))
     monkeypatch.setattr(launches, "read", lambda path: default)
-    by_default = {e.key: e.launch for e in default.entries}
+    by_default = {e.key: e.config for e in default.entries}
     with table_used(partial):
-        assert launch("_copy", (64, 256), CPU) is by_default[64, 256]
-        assert launch("_copy", (32, 512), CPU) is by_default[32, 512]
-        assert launch("_copy", (32, 256), CPU) is partial.entries[0].launch
-        assert launch("_copy", (64, 300), CPU) is partial.entries[0].launch  # nobody has it: the nearest of the first
-
-
-def test_the_interpreter_gets_no_tiles_of_a_gpu() -> None:
-    kernel, key = "tail", (64, 64)
-    exact = {e.key: e.launch for e in read(SHIPPED / "default.json").entries if e.kernel == kernel}
-    own = [e.launch for e in read(SHIPPED / "interpreter.json").entries if e.kernel == kernel]
-    assert key in exact
-    assert launch(kernel, key, CPU) in own
+        assert config_for("_copy", (64, 256), CPU) is by_default[64, 256]
+        assert config_for("_copy", (32, 512), CPU) is by_default[32, 512]
+        assert config_for("_copy", (32, 256), CPU) is partial.entries[0].config
+        assert config_for("_copy", (64, 300), CPU) is partial.entries[0].config  # nobody has it
 
 
 def test_a_table_in_use_and_forced_launches() -> None:
-    by_hand = Launch({"BLOCK": 8}, 7, 7)
+    by_hand = KernelConfig({"BLOCK": 8}, 7, 7)
     with table_used(table((32,), (64,))):
-        assert launch("_copy", (60,), CPU).warps == 2
+        assert config_for("_copy", (60,), CPU).warps == 2
         with forced({"_copy": by_hand}):
-            assert launch("_copy", (60,), CPU) is by_hand
-        assert launch("_copy", (60,), CPU).warps == 2
+            assert config_for("_copy", (60,), CPU) is by_hand
+        assert config_for("_copy", (60,), CPU).warps == 2
     with pytest.raises(LookupError, match="_copy"):
-        launch("_copy", (60,), CPU)
+        config_for("_copy", (60,), CPU)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +138,9 @@ def gpu(monkeypatch, tmp_path) -> torch.device:
 
 
 def test_an_unknown_gpu_gets_the_default_and_is_told(gpu) -> None:
-    found = choice_of(gpu)
-    assert found.table.path == SHIPPED / "default.json"
-    assert found.why == "no table for NVIDIA Toy 9000; make one: warpfold tune"
+    found, why = table_for(gpu)
+    assert found.path == SHIPPED / "default.json"
+    assert why == "no table for NVIDIA Toy 9000; make one: warpfold tune"
 
 
 def test_a_known_gpu_gets_its_own_table(gpu, monkeypatch, tmp_path) -> None:
@@ -158,41 +151,54 @@ def test_a_known_gpu_gets_its_own_table(gpu, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(launches, "home", lambda: home)
     for folder, why in ((shipped, "shipped"), (home, "made on this machine")):
         (folder / "NVIDIA-Toy-9000.json").write_text('{"gpu": "NVIDIA Toy 9000", "launches": []}')
-        assert choice_of(gpu).table.path == folder / "NVIDIA-Toy-9000.json"
-        assert choice_of(gpu).why == f"{why} for NVIDIA Toy 9000"
+        found, reason = table_for(gpu)
+        assert found.path == folder / "NVIDIA-Toy-9000.json"
+        assert reason == f"{why} for NVIDIA Toy 9000"
 
 
-def test_kernels_on_a_cpu_have_a_table_of_their_own() -> None:
-    assert choice_of(CPU).table.path.name == "interpreter.json"
-    assert choice_of(torch.device("meta")).table.path.name == "default.json"
+def test_what_is_no_gpu_gets_the_default() -> None:
+    """So kernels are interpreted, and noted without memory, in tiles that a GPU would get."""
+    for device in (CPU, torch.device("meta")):
+        assert table_for(device)[0].path == SHIPPED / "default.json"
 
 
-def test_a_call_is_noted_with_its_key_and_its_arguments() -> None:
-    call = copy_call(COPY, 5, 64)
-    assert (call.kernel, call.grid, call.launch) == (COPY, (5,), COPY.candidates[0])
-    assert {n: v for n, v in call.arguments.items() if isinstance(v, int)} == {
+def test_a_launch_is_noted_with_its_key_and_its_arguments() -> None:
+    launch = copy_launch(COPY, 5, 64)
+    assert (launch.kernel, launch.grid, launch.config) == (COPY, (5,), COPY.candidates[0])
+    assert {n: v for n, v in launch.arguments.items() if isinstance(v, int)} == {
         "rows": 5,
         "channels": 64,
         "stride": 64,
         "BLOCK": 64,
     }
+    x = torch.empty(1, device="meta")
+    arguments = {"x": x, "y": x, "rows": 1, "channels": 1, "stride": 1}
     with recorded() as outer, table_used(table((32,))):
-        choice = launch("_copy", (40,), CPU)
+        tiled = COPY.tiled((40,), x)
         with recorded() as inner:
-            WIDE.run((1,), choice, torch.empty(1, device="meta"))
-        COPY.run((2,), choice, torch.empty(1, device="meta"))
-    assert [(c.kernel.name, c.key) for c in outer] == [("_copy", (40,))]
-    assert [c.kernel.name for c in inner] == ["_copy_wide"]
+            TiledKernel(WIDE, (1,), tiled.config).run((1,), **arguments)
+        tiled.run((2,), **arguments)
+    assert [(one.kernel.name, one.key) for one in outer] == [("_copy", (40,))]
+    assert [one.kernel.name for one in inner] == ["_copy_wide"]
+
+
+def test_arguments_are_the_kernels_own() -> None:
+    tiled, x = TiledKernel(COPY, (), COPY.candidates[0]), torch.empty(1, device="meta")
+    with recorded():
+        with pytest.raises(KeyError, match="stride"):
+            tiled.run((1,), x=x, y=x, rows=1, channels=1)
+        with pytest.raises(TypeError, match="_copy takes no step"):
+            tiled.run((1,), x=x, y=x, rows=1, channels=1, stride=1, step=2)
 
 
 def test_the_package_says_which_table_without_triton() -> None:
     """Where Triton is not installed, `doctor` can still tell."""
     code = (
-        "import sys; sys.modules['triton'] = None; import torch; from warpfold.ops.triton.launch import choice_of; "
-        "print(choice_of(torch.device('cpu')).why)"
+        "import sys; sys.modules['triton'] = None; import torch; from warpfold.ops.triton.launch import table_for; "
+        "print(table_for(torch.device('cpu'))[1])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "kernels on a CPU are interpreted\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "cpu is no GPU\n"), done.stderr
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
@@ -201,14 +207,20 @@ def test_shipped_tables_are_of_this_version(path) -> None:
     found, known = read(path), kernels()
     for entry in found.entries:
         assert entry.kernel in known, entry
-        assert set(entry.launch.sizes) == set(known[entry.kernel].candidates[0].sizes), entry
-        assert entry.launch.warps in (1, 2, 4, 8, 16), entry
-        assert 1 <= entry.launch.stages <= 8, entry
+        assert set(entry.config.sizes) == set(known[entry.kernel].candidates[0].sizes), entry
+        assert entry.config.warps in (1, 2, 4, 8, 16), entry
+        assert 1 <= entry.config.stages <= 8, entry
     pairs = [(e.kernel, e.key) for e in found.entries]
     assert len(set(pairs)) == len(pairs)
     assert len({(name, len(key)) for name, key in pairs}) == len({name for name, _ in pairs})
-    if path.stem in ("default", "interpreter"):
+    if path.stem == "default":
         assert {name for name, _ in pairs} == set(known)
+
+
+def test_the_default_tiles_are_candidates() -> None:
+    """So the candidates beside a kernel are all the tiles that it is launched with, tuned or not."""
+    known = kernels()
+    assert not [str(e) for e in read(SHIPPED / "default.json").entries if e.config not in known[e.kernel].candidates]
 
 
 def test_tables_are_read_by_people_too() -> None:

@@ -2,12 +2,17 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
+from tests.ops.triton.budgets import distinct
+from tests.ops.triton.model_launches import launches_of, wider
+from tests.ops.triton.offsets import RULES, overflows
 from tests.ops.triton.toy_kernels import (
     COPY,
     LATE,
@@ -16,15 +21,12 @@ from tests.ops.triton.toy_kernels import (
     UNTIL,
     WALKING,
     WIDE,
-    copy_call,
-    product_call,
+    copy_launch,
+    product_launch,
 )
 from warpfold.model.alphafold import ModelConfig
-from warpfold.ops.triton.compile import distinct
-from warpfold.ops.triton.launch import Call, kernels
-from warpfold.ops.triton.offsets import RULES, overflows
+from warpfold.ops.triton.launch import KernelLaunch, kernels
 from warpfold.parallel.plan import Plan, Precision
-from warpfold.tune.kernel_calls import calls_of, wider
 
 ROWS, STRIDE = 2**16, 2**15 + 16  # each of 32 bits; the product is not
 LAST = (ROWS - 1) * STRIDE
@@ -32,62 +34,62 @@ LAST = (ROWS - 1) * STRIDE
 
 @pytest.mark.parametrize("kernel", [COPY, LATE], ids=lambda kernel: kernel.name)
 def test_a_product_of_32_bits_is_caught(kernel) -> None:
-    (found,) = {(o.operation, o.interval) for o in overflows(copy_call(kernel, ROWS, STRIDE))}
+    (found,) = {(o.operation, o.interval) for o in overflows(copy_launch(kernel, ROWS, STRIDE))}
     assert found == ("32-bit product", (0, LAST))
 
 
 def test_a_sum_over_a_loop_is_caught() -> None:
-    (found,) = overflows(copy_call(WALKING, ROWS, STRIDE, programs=1))
+    (found,) = overflows(copy_launch(WALKING, ROWS, STRIDE, programs=1))
     assert (found.operation, found.interval) == ("32-bit sum", (0, ROWS * STRIDE))
-    assert not overflows(copy_call(WALKING, ROWS // 2, STRIDE, programs=1))
+    assert not overflows(copy_launch(WALKING, ROWS // 2, STRIDE, programs=1))
 
 
 def test_an_offset_that_memory_decides_is_caught() -> None:
-    assert {(o.operation, o.interval) for o in overflows(copy_call(LOOKING_UP, 4, 64))} == {("64-bit product", None)}
+    assert {(o.operation, o.interval) for o in overflows(copy_launch(LOOKING_UP, 4, 64))} == {("64-bit product", None)}
 
 
 def test_a_count_that_memory_decides_is_bounded_by_what_it_is_the_least_of() -> None:
-    (found,) = overflows(copy_call(UNTIL, ROWS, STRIDE, programs=1))
+    (found,) = overflows(copy_launch(UNTIL, ROWS, STRIDE, programs=1))
     assert (found.operation, found.interval) == ("32-bit product", (0, LAST))
-    assert not overflows(copy_call(UNTIL, ROWS, 2**15, programs=1))
+    assert not overflows(copy_launch(UNTIL, ROWS, 2**15, programs=1))
 
 
 def test_the_place_is_named() -> None:
-    assert str(overflows(copy_call(COPY, ROWS, STRIDE))[0]).startswith("toy_kernels.py:")
-    assert f"reaches {LAST:,}" in str(overflows(copy_call(COPY, ROWS, STRIDE))[0])
+    assert str(overflows(copy_launch(COPY, ROWS, STRIDE))[0]).startswith("toy_kernels.py:")
+    assert f"reaches {LAST:,}" in str(overflows(copy_launch(COPY, ROWS, STRIDE))[0])
 
 
 @pytest.mark.parametrize(("rows", "stride"), [(ROWS, 2**15), (2**20, 64), (4, 2**31)])
 def test_what_fits_is_let_pass(rows, stride) -> None:
     """Also a stride of more than 32 bits, which Triton passes as 64."""
-    assert not overflows(copy_call(COPY, rows, stride))
+    assert not overflows(copy_launch(COPY, rows, stride))
 
 
 @pytest.mark.parametrize("rows", [ROWS, 2**30])
 def test_64_bits_are_enough(rows) -> None:
-    assert not overflows(copy_call(WIDE, rows, STRIDE))
+    assert not overflows(copy_launch(WIDE, rows, STRIDE))
 
 
 def test_64_bits_may_be_too_few() -> None:
-    (found,) = overflows(copy_call(WIDE, 2**30, 2**34))[:1]
+    (found,) = overflows(copy_launch(WIDE, 2**30, 2**34))[:1]
     assert found.operation == "64-bit product"
 
 
 def test_a_grid_that_no_gpu_takes_is_caught() -> None:
-    call = copy_call(WIDE, 70_000, 64)
-    tall = type(call)(call.kernel, (1, 70_000), call.launch, call.key, call.arguments)
-    assert not overflows(call)
+    launch = copy_launch(WIDE, 70_000, 64)
+    tall = replace(launch, grid=(1, 70_000))
+    assert not overflows(launch)
     assert [o.where for o in overflows(tall)] == ["_copy_wide: grid axis 1"]
 
 
-def test_the_same_code_is_looked_at_with_each_call_s_numbers() -> None:
-    few, many = copy_call(COPY, ROWS // 2, STRIDE), copy_call(COPY, ROWS, STRIDE)
+def test_the_same_code_is_looked_at_with_each_launch_s_numbers() -> None:
+    few, many = copy_launch(COPY, ROWS // 2, STRIDE), copy_launch(COPY, ROWS, STRIDE)
     assert distinct([few, many]) == [few]
-    assert [bool(overflows(call)) for call in (few, many, few)] == [False, True, False]
+    assert [bool(overflows(launch)) for launch in (few, many, few)] == [False, True, False]
 
 
 def test_products_of_tiles_are_followed() -> None:
-    assert not overflows(product_call(SMALL_TILES, torch.bfloat16, n=2**17))
+    assert not overflows(product_launch(SMALL_TILES, torch.bfloat16, n=2**17))
 
 
 def _python(name: str) -> Callable[[int, int], int]:
@@ -134,43 +136,42 @@ RUNS: dict[str, tuple[Precision, ModelConfig, dict[str, int]]] = {
 }
 
 
-def kernel_calls(run: str) -> list[Call]:
-    """Those of a training step that differ in code, in grid or in a number; no machine could compute it."""
+def kernel_launches(run: str) -> list[KernelLaunch]:
+    """Return those of a training step that differ in code, in grid or in a number; no machine could compute it."""
     precision, model, sizes = RUNS[run]
-    found: dict[object, Call] = {}
-    for call in calls_of(Plan(precision=precision), model, sizes):
-        numbers = tuple((n, v) for n, v in call.arguments.items() if not isinstance(v, torch.Tensor))
-        tensors = tuple((v.dtype, v.storage_offset() % 16) for v in call.arguments.values() if hasattr(v, "dtype"))
-        found.setdefault((call.kernel.name, call.grid, call.launch, numbers, tensors), call)
+    found: dict[object, KernelLaunch] = {}
+    for launch in launches_of(Plan(precision=precision), model, sizes):
+        leaves = tree_leaves(list(launch.arguments.values()))
+        numbers = tuple(str(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        tensors = tuple((t.dtype, t.storage_offset() % 16) for t in launch.tensors)
+        found.setdefault((launch.kernel.name, launch.grid, launch.config, numbers, tensors), launch)
     return list(found.values())
 
 
-def all_overflows(calls: list[Call]) -> list[str]:
-    """Each once."""
-    return list(dict.fromkeys(f"{call.kernel.name} {call.grid}: {o}" for call in calls for o in overflows(call)))
+def all_overflows(launches: list[KernelLaunch]) -> list[str]:
+    """Return each once."""
+    return list(dict.fromkeys(f"{one.kernel.name} {one.grid}: {o}" for one in launches for o in overflows(one)))
 
 
 def test_no_kernel_overflows() -> None:
-    """Every call of one step, of kernels that it does not launch every call of another, and attention once more."""
+    """Every launch of one step, of kernels that it lacks every launch of another, and attention once more."""
     seen: set[str] = set()
     for run in RUNS:
-        calls = kernel_calls(run)
-        attention = [call for call in calls if call.kernel.name.startswith(("attention", "pointwise"))]
-        calls = attention if run == "longer" else [call for call in calls if call.kernel.name not in seen]
-        assert all_overflows(calls) == []
-        seen |= {call.kernel.name for call in calls}
+        found = kernel_launches(run)
+        attention = [one for one in found if one.kernel.name.startswith(("attention", "pointwise"))]
+        found = attention if run == "longer" else [one for one in found if one.kernel.name not in seen]
+        assert all_overflows(found) == []
+        seen |= {one.kernel.name for one in found}
     assert seen == set(kernels())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
-def test_no_call_overflows(run) -> None:
-    assert all_overflows(kernel_calls(run)) == []
+def test_no_launch_overflows(run) -> None:
+    assert all_overflows(kernel_launches(run)) == []
 
 
 def test_the_sizes_are_past_32_bits() -> None:
-    numbers = [
-        a.numel() for call in kernel_calls("long") for a in call.arguments.values() if isinstance(a, torch.Tensor)
-    ]
+    numbers = [t.numel() for launch in kernel_launches("long") for t in launch.tensors]
     assert max(numbers) > 2**33
     assert sum(n > 2**31 for n in numbers) > 100

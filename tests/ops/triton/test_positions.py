@@ -1,18 +1,18 @@
-"""How kernels walk positions: which axes are one, in which order, and what happens to more than three."""
+"""How kernels walk positions: which axes are coalesced, in which order, and what happens to more than three."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.ops.triton.positions import AXES, MOST, Positions, cuts, deliver, positions, walk
+from warpfold.ops.triton.positions import MAX_AXES, MOST, Coalesced, Positions, coalesce, programs_for
 
 
-def _strides(*tensors: Tensor) -> Positions | None:
-    return positions(tensors[0].shape[:-1], *(t.stride()[:-1] for t in tensors))
+def _strides(*tensors: Tensor) -> Coalesced | None:
+    return coalesce(tensors[0].shape[:-1], *(t.stride()[:-1] for t in tensors))
 
 
-def _visited(p: Positions, tensor: int) -> list[int]:
+def _visited(p: Coalesced, tensor: int) -> list[int]:
     """Where the kernel finds its positions in a tensor, in its order: what `offsets` computes."""
     middle, inner = p.sizes
     outer_step, middle_step, inner_step = p.strides[tensor]
@@ -27,8 +27,12 @@ def _visited(p: Positions, tensor: int) -> list[int]:
 def test_axes_in_order_are_one() -> None:
     x, y = torch.empty(3, 4, 5, 8), torch.empty(3, 4, 5, 24)[..., :8]
     p = _strides(x, y)
-    assert p == Positions(60, 1, (1, 60), ((0, 0, 8), (0, 0, 24)))
-    assert p.unit(0, 1) == 8
+    assert p == Coalesced(60, 1, (1, 60), ((0, 0, 8), (0, 0, 24)))
+    found = Positions({"x": x}, writes={"y": y}).arguments
+    assert found["x"].strides == (0, 0, 1, 1)
+    assert found["y"].strides == (0, 0, 3, 1)
+    assert [found[name].unit.value for name in ("x", "y")] == [8, 8]
+    assert found["axes"][:3] == (60, 1, 60)
 
 
 def test_the_first_tensor_gives_the_order() -> None:
@@ -45,7 +49,7 @@ def test_every_position_is_met_once_and_in_step(shape: tuple[int, ...]) -> None:
     turned = torch.empty(*reversed(shape), 12)[..., :8].permute(*reversed(range(len(shape))), len(shape))
     p = _strides(x, turned)
     if p is None:
-        assert len(shape) > AXES
+        assert len(shape) > MAX_AXES
         return
     numbers = torch.arange(p.count)
     met = [torch.empty(t.untyped_storage().nbytes() // 4, dtype=torch.long).fill_(-1) for t in (x, turned)]
@@ -65,22 +69,22 @@ def test_shared_axes_have_no_stride() -> None:
 def test_more_than_three_axes_are_copied_and_delivered() -> None:
     x = torch.arange(2 * 3 * 2 * 3 * 4.0).view(2, 3, 2, 3, 4)
     other = torch.empty(3, 2, 3, 2, 4).permute(3, 2, 1, 0, 4)
-    p, (copy,), (written,) = walk((x,), (other,))
-    assert p.axes == 1
-    assert written is not other
-    written.copy_(copy)
-    deliver((other,), (written,))
+    p = Positions({"x": x}, writes={"y": other})
+    assert p.arguments["axes"].number.value == 1
+    assert not p.writes_in_place("y")
+    p.arguments["y"].data.copy_(p.arguments["x"].data)
+    p.copy_back()
     assert torch.equal(other, x)
 
 
 def test_too_many_positions_are_an_error() -> None:
     with pytest.raises(UserError, match="more than the kernels count"):
-        positions((MOST,), (8,))
+        coalesce((MOST,), (8,))
 
 
 @pytest.mark.parametrize(("total", "size", "most"), [(1, 64, 8), (64, 64, 8), (1000, 16, 8), (129, 16, 8), (7, 1, 3)])
 def test_programs_share_the_blocks_and_none_is_idle(total: int, size: int, most: int) -> None:
-    programs, blocks = cuts(total, size, most), -(-total // size)
+    programs, blocks = programs_for(total, size, most), -(-total // size)
     each = -(-blocks // programs)
     assert programs <= most
     assert (programs - 1) * each < blocks <= programs * each

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.triton.launch import Call, Kernel, Launch, recorded
+from warpfold.ops.triton.launch import Kernel, KernelConfig, KernelLaunch, TiledKernel, configs, recorded
 
 
 @triton.jit
@@ -82,28 +82,28 @@ def _product(x, y, z, n, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, B
 
 
 COPY, WIDE, LATE, WALKING, LOOKING_UP, UNTIL = (
-    Kernel(f.__name__, f, (Launch({"BLOCK": 64}, 1, 1), Launch({"BLOCK": 128}, 2, 1)))
+    Kernel(f.__name__, f, configs("BLOCK", (64, 1, 1), (128, 2, 1)))
     for f in (_copy, _copy_wide, _copy_late, _copy_walking, _copy_looking_up, _copy_until)
 )
-SMALL_TILES = Launch({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}, 4, 2)
-GIANT_TILES = Launch({"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}, 4, 6)
+SMALL_TILES, GIANT_TILES = configs("BLOCK_M BLOCK_N BLOCK_K", (64, 64, 32, 4, 2), (128, 256, 64, 4, 6))
 PRODUCT = Kernel("_product", _product, (SMALL_TILES, GIANT_TILES))
 
 
-def call(kernel: Kernel, grid: tuple[int, ...], choice: Launch, *args: Any) -> Call:
-    """What launching it would be."""
-    with recorded() as calls:
-        kernel.run(grid, choice, *args)
-    return calls[0]
+def launch_of(kernel: Kernel, grid: tuple[int, ...], config: KernelConfig, **arguments: Any) -> KernelLaunch:
+    """Return what launching it would be."""
+    with recorded() as launches:
+        TiledKernel(kernel, (), config).run(grid, **arguments)
+    return launches[0]
 
 
-def copy_call(kernel: Kernel, rows: int, stride: int, programs: int | None = None) -> Call:
-    """A copy of [rows, 64], rows `stride` apart, in fp32."""
+def copy_launch(kernel: Kernel, rows: int, stride: int, programs: int | None = None) -> KernelLaunch:
+    """Return the launch of a copy of [rows, 64], rows `stride` apart, in fp32."""
     x = torch.empty_strided((rows, 64), (stride, 1), device="meta")
-    return call(kernel, (rows if programs is None else programs,), kernel.candidates[0], x, x, rows, 64, stride)
+    grid = (rows if programs is None else programs,)
+    return launch_of(kernel, grid, kernel.candidates[0], x=x, y=x, rows=rows, channels=64, stride=stride)
 
 
-def product_call(choice: Launch, dtype: torch.dtype, n: int = 1024) -> Call:
-    """A product of two [n, n]."""
+def product_launch(config: KernelConfig, dtype: torch.dtype, n: int = 1024) -> KernelLaunch:
+    """Return the launch of a product of two [n, n]."""
     x: Tensor = torch.empty(n, n, dtype=dtype, device="meta")
-    return call(PRODUCT, (n // choice.sizes["BLOCK_M"],), choice, x, x, x, n, n)
+    return launch_of(PRODUCT, (n // config.sizes["BLOCK_M"],), config, x=x, y=x, z=x, n=n, stride=n)

@@ -9,15 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from warpfold.ops.noise import kept_factor
-from warpfold.ops.triton.launch import Kernel, Launch, launch, register
-from warpfold.ops.triton.positions import offsets, positions
+from warpfold.ops.triton.launch import configs, register
+from warpfold.ops.triton.positions import Strided, coalesce, offsets
 
 SCALARS = ["number", "word", "rate", "scale"]  # they differ from draw to draw: nothing is compiled anew for them
 
 
 @triton.jit
 def _mix(x: tl.tensor) -> tl.tensor:
-    """The finaliser after its first shift, on uint32."""
+    """Apply the finaliser after its first shift, on uint32."""
     x = tl.mul(x, 0x7FEB352D, sanitize_overflow=False)  # it is meant to wrap around
     x = tl.mul(x ^ (x >> 15), 0x846CA68B, sanitize_overflow=False)
     return x ^ (x >> 16)
@@ -25,7 +25,7 @@ def _mix(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def drawn(key: tl.tensor, numbers: tl.tensor, word: tl.tensor, rate: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """The factors of the elements of these numbers (int64), in fp32."""
+    """Return the factors of the elements of these numbers (int64), in fp32."""
     first, second = tl.load(key), tl.load(key + 1)
     x = numbers ^ first
     x = _mix((x ^ (x >> 16)).to(tl.uint32))
@@ -39,38 +39,28 @@ def drawn(key: tl.tensor, numbers: tl.tensor, word: tl.tensor, rate: tl.tensor, 
 @triton.jit(do_not_specialize=SCALARS)
 def _keep(
     key: tl.tensor,
-    out: tl.tensor,
-    count: tl.tensor,
-    sizes: tl.tuple,
-    out_at: tl.tuple,
-    numbers_at: tl.tuple,
+    out: tl.tuple,
+    numbers: tl.tuple,
+    axes: tl.tuple,
     number: tl.tensor,
     word: tl.tensor,
     rate: tl.tensor,
     scale: tl.tensor,
-    AXES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK factors; number: that of the tensor's first element."""
+    """Store BLOCK factors; number: that of the tensor's first element."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    kept = drawn(key, number + offsets(i, sizes, numbers_at, AXES, 1), word, rate, scale)
-    tl.store(out + offsets(i, sizes, out_at, AXES, 1), kept.to(out.dtype.element_ty), mask=i < count)
+    kept = drawn(key, number + offsets(numbers, i, axes), word, rate, scale)
+    tl.store(out.data + offsets(out, i, axes), kept.to(out.data.dtype.element_ty), mask=i < axes.positions)
 
 
-KEEP = register(
-    Kernel(
-        "keep",
-        _keep,
-        (Launch({"BLOCK": 1024}, 4, 1),),  # too little work for the launch to matter
-    )
-)
+KEEP = register("keep", _keep, configs("BLOCK", (1024, 4, 1)))  # too little work for the launch to matter
 
 
 def scalars(stream: int, rate: float, dtype: torch.dtype) -> tuple[int, float, float]:
-    """word, rate and scale of a draw, as the kernels take them."""
+    """Return word, rate and scale of a draw, as the kernels take them."""
     word = stream * 0x9E3779B9 & 0xFFFFFFFF
-    signed = word - 2**32 if word >= 2**31 else word  # 32 bits, for any stream
-    return signed, rate, kept_factor(rate, dtype)
+    return word - 2**32 if word >= 2**31 else word, rate, kept_factor(rate, dtype)  # signed, for any stream
 
 
 def dropout_factors(
@@ -82,7 +72,7 @@ def dropout_factors(
     offset: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """warpfold::dropout_factors."""
+    """Compute warpfold::dropout_factors."""
     out = key.new_empty(shape, dtype=dtype)
     fill(out, key, offset, strides, scalars(stream, rate, dtype))
     return out
@@ -90,15 +80,18 @@ def dropout_factors(
 
 def fill(out: Tensor, key: Tensor, number: int, strides: Sequence[int], draw: tuple[int, float, float]) -> None:
     """Draw into `out`, whose first element has this number; draw: what `scalars` returned."""
-    p = positions(out.shape, out.stride(), strides)
-    if p is None:  # more than three axes that cannot be merged
+    found = coalesce(out.shape, out.stride(), strides)
+    if found is None:  # more than three axes that cannot be coalesced
         for i in range(len(out)):
             fill(out[i], key, number + i * strides[0], strides[1:], draw)
         return
-    choice = launch(KEEP.name, (math.prod(out.shape), out.element_size()), out.device)
-    KEEP.run(
-        (triton.cdiv(p.count, choice.sizes["BLOCK"]),),
-        choice,
-        *(key, out, p.count, p.sizes, p.strides[0], p.strides[1], number, *draw),
-        AXES=p.axes,
+    kernel = KEEP.tiled((math.prod(out.shape), out.element_size()), out)
+    kernel.run(
+        (triton.cdiv(found.count, kernel["BLOCK"]),),
+        key=key,
+        out=Strided.of(out, found.strides[0], 1),
+        numbers=Strided.of(None, found.strides[1], 1),
+        axes=found.argument,
+        number=number,
+        **dict(zip(SCALARS[1:], draw)),
     )

@@ -1,186 +1,140 @@
-"""layer_norm and norm_linear on a GPU: from tensors to launches.
+"""layer_norm on a GPU; norm_linear has a file of its own.
 
-What is read and written, in tensors [*, c] or [*, o]: forward x and y, once each; backward of layer_norm grad, x and
-dx, once each.  The backward of norm_linear reads grad and x twice, for the gradient of x and for that of the weight:
-the two want different sums (over outputs, over positions), and one program cannot hold both ([o, c] in fp32 is
-270 kB for the 520 outputs of 128 channels that a triangle attention has; a program's registers are 256 kB).
+What is read and written, in tensors [*, c]: forward x and y, once each; backward grad, x and dx, once each.
 """
 
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.norm import empty_projected, empty_statistics
+from warpfold.ops.norm import empty_statistics
 from warpfold.ops.tensors import empty_like
-from warpfold.ops.triton import norm_kernels, norm_linear_kernels
-from warpfold.ops.triton.launch import launch
-from warpfold.ops.triton.positions import channels_last, cuts, deliver, operand, power, walk
-from warpfold.ops.triton.sums import partials_of, sum_partials
+from warpfold.ops.triton.launch import configs, register
+from warpfold.ops.triton.norm_linear import norm_linear as norm_linear
+from warpfold.ops.triton.norm_linear import norm_linear_backward as norm_linear_backward
+from warpfold.ops.triton.norm_linear import statistics
+from warpfold.ops.triton.positions import Positions, offsets, pointers, power_of_two, programs_for
+from warpfold.ops.triton.sums import empty_partials, sum_partials
 
-PROGRAMS = 1024  # at most, of the backward kernel of a norm alone: eight on each core of a large GPU
-TILES = 256  # of gradients of a weight, where there are positions enough: two on each core of a large GPU
-WIDEST = 256  # channels of 16 bits that a program of the projection holds
+PROGRAMS = 1024  # at most, of the backward kernel: eight on each core of a large GPU
+
+
+@triton.jit
+def _layer_norm(
+    x: tl.tuple,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tuple,
+    mean: tl.tuple,
+    rstd: tl.tensor,
+    axes: tl.tuple,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> None:
+    """Store y = layer_norm(x) * weight + bias, and the statistics of the positions."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_C)
+    valid = (m < axes.positions)[:, None] & (c < C)[None, :]
+    v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
+    w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
+    b = tl.load(bias + c, mask=c < C, other=0).to(tl.float32)
+    d, mu, r = statistics(v, valid, eps, C)
+    n = d * r[:, None] * w[None, :] + b[None, :]
+    tl.store(pointers(y, m, c, axes), n.to(y.data.dtype.element_ty), mask=valid)
+    at = offsets(mean, m, axes)
+    tl.store(mean.data + at, mu, mask=m < axes.positions)
+    tl.store(rstd + at, r, mask=m < axes.positions)
+
+
+@triton.jit
+def _layer_norm_backward(
+    grad: tl.tuple,
+    x: tl.tuple,
+    weight: tl.tensor,
+    mean: tl.tuple,
+    rstd: tl.tensor,
+    dx: tl.tuple,
+    partials: tl.tensor,
+    axes: tl.tuple,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> None:
+    """Store dx; and in partials [programs, 2 C] what this program's positions add to the gradients of weight and bias.
+
+    With x_hat the normalised channels and dn = dy weight: dx = (dn - c2 - x_hat c1) rstd, c1 and c2 the means over the
+    channels of dn x_hat and of dn.
+    """
+    c = tl.arange(0, BLOCK_C)
+    w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
+    dw = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    db = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(0)):
+        m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        valid = (m < axes.positions)[:, None] & (c < C)[None, :]
+        dy = tl.load(pointers(grad, m, c, axes), mask=valid, other=0).to(tl.float32)
+        v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
+        at = offsets(mean, m, axes)
+        mu = tl.load(mean.data + at, mask=m < axes.positions, other=0)
+        r = tl.load(rstd + at, mask=m < axes.positions, other=0)
+        x_hat = tl.where(valid, (v - mu[:, None]) * r[:, None], 0.0)
+        dw += dy * x_hat
+        db += dy
+        dn = dy * w[None, :]
+        c1 = tl.sum(dn * x_hat, 1) / C
+        c2 = tl.sum(dn, 1) / C
+        out = (dn - c2[:, None] - x_hat * c1[:, None]) * r[:, None]
+        tl.store(pointers(dx, m, c, axes), out.to(dx.data.dtype.element_ty), mask=valid)
+    mine = partials + tl.program_id(0).to(tl.int64) * (2 * C) + c
+    tl.store(mine, tl.sum(dw, 0), mask=c < C)
+    tl.store(mine + C, tl.sum(db, 0), mask=c < C)
+
+
+_CANDIDATES = configs("BLOCK_M", *((m, warps, 1) for m in (2, 4, 8, 16, 32, 64) for warps in (2, 4, 8)))
+FORWARD = register("layer_norm", _layer_norm, _CANDIDATES)
+BACKWARD = register("layer_norm_backward", _layer_norm_backward, _CANDIDATES)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """warpfold::layer_norm."""
-    c, out, (mean, scale) = x.shape[-1], empty_like(x), empty_statistics(x)
-    p, (x,), (y, _) = walk((x,), (out, mean[..., None]))
-    unit = p.unit(0, 1)
-    choice = launch("layer_norm", (c, x.element_size()), x.device)
-    norm_kernels.FORWARD.run(
-        (triton.cdiv(p.count, choice.sizes["BLOCK_M"]),),
-        choice,
-        *(x, weight.contiguous(), bias.contiguous(), y, mean, scale, p.count, p.sizes),
-        *(p.of(0, x, unit), p.of(1, y, unit), p.of(2, mean), eps),
+    """Compute warpfold::layer_norm."""
+    c, y, (mean, rstd) = x.shape[-1], empty_like(x), empty_statistics(x)
+    p = Positions({"x": x}, writes={"y": y, "mean": mean[..., None]})
+    kernel = FORWARD.tiled((c, x.element_size()), x)
+    kernel.run(
+        (triton.cdiv(p.count, kernel["BLOCK_M"]),),
+        **p.arguments,
+        weight=weight.contiguous(),
+        bias=bias.contiguous(),
+        rstd=rstd,
+        eps=eps,
         C=c,
-        AXES=p.axes,
-        UNIT=unit,
-        BLOCK_C=power(c),
+        BLOCK_C=power_of_two(c),
     )
-    deliver((out,), (y,))
-    return out, mean, scale
+    p.copy_back()
+    return y, mean, rstd
 
 
 def layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """warpfold::layer_norm_backward."""
-    c, out = x.shape[-1], empty_like(x)
-    p, (x, grad, *_), (dx,) = walk((x, grad, mean[..., None]), (out,))
-    unit = p.unit(0, 1, 3)
-    choice = launch("layer_norm_backward", (c, x.element_size()), x.device)
-    programs = cuts(p.count, choice.sizes["BLOCK_M"], PROGRAMS)
-    partials = partials_of(x, programs, 2 * c)
-    norm_kernels.BACKWARD.run(
+    """Compute warpfold::layer_norm_backward."""
+    c, dx = x.shape[-1], empty_like(x)
+    p = Positions({"x": x, "grad": grad, "mean": mean[..., None]}, writes={"dx": dx})
+    kernel = BACKWARD.tiled((c, x.element_size()), x)
+    programs = programs_for(p.count, kernel["BLOCK_M"], PROGRAMS)
+    partials = empty_partials(x, programs, 2 * c)
+    kernel.run(
         (programs,),
-        choice,
-        *(grad, x, weight.contiguous(), mean, scale, dx, partials, p.count, p.sizes),
-        *(p.of(1, grad, unit), p.of(0, x, unit), p.of(3, dx, unit), p.of(2, mean)),
+        **p.arguments,
+        weight=weight.contiguous(),
+        rstd=rstd,
+        partials=partials,
         C=c,
-        AXES=p.axes,
-        UNIT=unit,
-        BLOCK_C=power(c),
+        BLOCK_C=power_of_two(c),
     )
-    deliver((out,), (dx,))
+    p.copy_back()
     dweight, dbias = weight.new_empty(weight.shape), weight.new_empty(weight.shape)
     sum_partials(partials, dweight, dbias)
-    return out, dweight, dbias
-
-
-def norm_linear(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """warpfold::norm_linear."""
-    c, outputs = x.shape[-1], weight.shape[0]
-    out, (mean, scale) = empty_projected(x, outputs), empty_statistics(x)
-    p, (x,), (y, _) = walk((x,), (out, mean[..., None]))
-    units = p.unit(0), p.unit(1)
-    wide = c > WIDEST or x.element_size() > 2
-    kernel = norm_linear_kernels.WIDE.of(x) if wide else norm_linear_kernels.FORWARD
-    choice = launch(kernel.name, (c, outputs), x.device)
-    rows = triton.cdiv(p.count, choice.sizes["BLOCK_M"])
-    weights = (norm_weight.contiguous(), norm_bias.contiguous(), operand(weight, x, p.count))
-    kernel.run(
-        (rows, triton.cdiv(outputs, choice.sizes["BLOCK_O"])) if wide else (rows,),
-        choice,
-        *(x, *weights, weights[-1] if bias is None else bias.contiguous(), y, mean, scale, p.count, p.sizes),
-        *(p.of(0, x, units[0]), p.of(1, y, units[1]), p.of(2, mean), eps),
-        C=c,
-        OUTPUTS=outputs,
-        PADDED=-(-outputs // 8) * 8 if y is out else outputs,
-        BIAS=bias is not None,
-        AXES=p.axes,
-        X_UNIT=units[0],
-        Y_UNIT=units[1],
-        **({} if wide else {"BLOCK_C": power(c)}),
-    )
-    deliver((out,), (y,))
-    return out, mean, scale
-
-
-def norm_linear_backward(
-    grad: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mean: Tensor,
-    scale: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """warpfold::norm_linear_backward."""
-    grad = channels_last(grad)
-    dx, partials = _through_norm(grad, x, norm_weight, weight, mean, scale)
-    dnorm_weight, dnorm_bias = norm_weight.new_empty(norm_weight.shape), norm_bias.new_empty(norm_bias.shape)
-    sum_partials(partials, dnorm_weight, dnorm_bias)
-    partials = _of_weight(grad, x, norm_weight, norm_bias, weight, bias is not None, mean, scale)
-    dweight = weight.new_empty(weight.shape)
-    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    sum_partials(partials, dweight, dbias)
-    return dx, dnorm_weight, dnorm_bias, dweight, dbias
-
-
-def _through_norm(
-    grad: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and of those of the norm's parameters what each program adds."""
-    c, outputs, out = x.shape[-1], weight.shape[0], empty_like(x)
-    p, (x, grad, *_), (dx,) = walk((x, grad, mean[..., None]), (out,))
-    unit, grad_unit = p.unit(0, 3), p.unit(1)
-    kernel = norm_linear_kernels.BACKWARD.of(x)
-    choice = launch(kernel.name, (c, outputs), x.device)
-    programs = triton.cdiv(p.count, choice.sizes["BLOCK_M"])
-    partials = partials_of(x, programs, 2 * c)
-    kernel.run(
-        (programs,),
-        choice,
-        *(grad, x, norm_weight.contiguous(), operand(weight, x, p.count), mean, scale, dx, partials, p.count, p.sizes),
-        *(p.of(1, grad, grad_unit), p.of(0, x, unit), p.of(3, dx, unit), p.of(2, mean)),
-        C=c,
-        OUTPUTS=outputs,
-        AXES=p.axes,
-        G_UNIT=grad_unit,
-        X_UNIT=unit,
-        BLOCK_C=power(c),
-    )
-    deliver((out,), (dx,))
-    return out, partials
-
-
-def _of_weight(
-    grad: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor,
-    biased: bool,
-    mean: Tensor,
-    scale: Tensor,
-) -> Tensor:
-    """Of the gradients of weight and bias what each span of positions adds.
-
-    A kernel of our own and not torch.mm: that would want the normalised tensor written and read (twice c numbers of a
-    position), grad read once more for the gradient of the bias, and its sums rounded to the dtype of x.
-    """
-    c, outputs = x.shape[-1], weight.shape[0]
-    p, (x, grad, *_), _ = walk((x, grad, mean[..., None]), ())
-    unit, grad_unit = p.unit(0), p.unit(1)
-    kernel = norm_linear_kernels.WEIGHT.of(x)
-    choice = launch(kernel.name, (c, outputs), x.device)
-    tiles = triton.cdiv(outputs, choice.sizes["BLOCK_O"]), triton.cdiv(c, choice.sizes["BLOCK_C"])
-    programs = cuts(p.count, choice.sizes["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
-    width = outputs * (c + biased)
-    partials = partials_of(x, programs, width)
-    kernel.run(
-        (*tiles, programs),
-        choice,
-        *(grad, x, norm_weight.contiguous(), norm_bias.contiguous(), mean, scale, partials, p.count, p.sizes),
-        *(p.of(1, grad, grad_unit), p.of(0, x, unit), p.of(2, mean)),
-        C=c,
-        OUTPUTS=outputs,
-        BIAS=biased,
-        AXES=p.axes,
-        G_UNIT=grad_unit,
-        X_UNIT=unit,
-    )
-    return partials
+    return dx, dweight, dbias

@@ -1,13 +1,14 @@
-"""Where a kernel finds the numbers of a position: tensors of the same positions, each with strides of its own.
+"""Tensors of the same positions, each with strides of its own: how kernels are given them and find a number in them.
 
 A kernel counts positions in one sequence, in the order in which they lie in memory in the first of its tensors, and
-divides the count into at most three axes: all that is left once axes that are one in every tensor are merged.  So
+divides the count into at most three axes: all that is left once axes that are one in every tensor are coalesced.  So
 transposed and padded views are read where they lie.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,37 +16,56 @@ from torch import Tensor
 
 from warpfold.errors import UserError
 
-AXES = 3
+MAX_AXES = 3
 CAST_ROWS = 4096  # positions, from which on weights are cast before a kernel
 MOST = 2**30  # positions, counted in 32 bits; where they begin is counted in 64
-Strides = tuple[int, int, int]
-Tensors = tuple[Tensor, ...]
+
+
+class Strided(NamedTuple):
+    """A tensor as a kernel is given it.
+
+    strides: those of the axes that the kernel walks, divided by `unit`, a constant for the compiler: a kernel that
+    knows what divides every stride reads in wide words.  Triton itself asks of a number only whether 16 divides it, and
+    the rows of a projection are 520 apart.  Of positions: outer, middle, inner, and last, not in units, channels.
+    """
+
+    data: Tensor | None
+    strides: tuple[int, ...]
+    unit: Any
+
+    @staticmethod
+    def of(t: Tensor | None, strides: Sequence[int], most: int, *rest: int) -> "Strided":
+        """Divide the strides by their greatest common divisor with `most`; rest: strides that follow as they are."""
+        unit = math.gcd(most, *strides)
+        return Strided(t, (*(s // unit for s in strides), *rest), tl.constexpr(unit))
+
+
+class Axes(NamedTuple):
+    """The axes of positions as a kernel is given them: all positions, sizes of the middle and the inner axis."""
+
+    positions: int
+    middle: int
+    inner: int
+    number: Any  # of axes, a constant
 
 
 @dataclass(frozen=True)
-class Positions:
-    """count of positions; sizes of the middle and the inner axis; of each tensor its strides, outer axis first."""
+class Coalesced:
+    """Axes that are left, and for each tensor its strides along the outer, the middle and the inner one."""
 
     count: int
     axes: int
     sizes: tuple[int, int]
-    strides: tuple[Strides, ...]
+    strides: tuple[tuple[int, int, int], ...]
 
-    def unit(self, *tensors: int) -> int:
-        """What divides every stride of these tensors, 8 at most: a kernel that knows it reads in wide words.
-
-        Triton itself asks of a number only whether 16 divides it, and the rows of a projection are 520 apart.
-        """
-        return math.gcd(8, *(stride for i in tensors for stride in self.strides[i]))
-
-    def of(self, tensor: int, t: Tensor, unit: int = 1) -> tuple[int, int, int, int]:
-        """The strides of tensor t, which is this one of those walked: of positions, in units; and of channels."""
-        outer, middle, inner = self.strides[tensor]
-        return outer // unit, middle // unit, inner // unit, t.stride(-1)
+    @property
+    def argument(self) -> Axes:
+        """The axes, for a kernel."""
+        return Axes(self.count, *self.sizes, tl.constexpr(self.axes))
 
 
-def positions(shape: Sequence[int], *strides: Sequence[int]) -> Positions | None:
-    """How to walk axes of this shape, in tensors of these strides; None if more than three cannot be merged.
+def coalesce(shape: Sequence[int], *strides: Sequence[int]) -> Coalesced | None:
+    """Coalesce axes of this shape, in tensors of these strides; None if more than three are left.
 
     Errors: UserError for more positions than the kernels count.
     """
@@ -60,58 +80,77 @@ def positions(shape: Sequence[int], *strides: Sequence[int]) -> Positions | None
     count = math.prod(shape)
     if count >= MOST:
         raise UserError(f"{count} positions of a tensor are more than the kernels count (2^30); cut it along an axis")
-    if len(merged) > AXES:
+    if len(merged) > MAX_AXES:
         return None
-    padded = [(1, [0] * len(strides))] * (AXES - len(merged)) + merged
+    padded = [(1, [0] * len(strides))] * (MAX_AXES - len(merged)) + merged
     (_, outer), (middle_size, middle), (inner_size, inner) = padded
-    return Positions(count, max(len(merged), 1), (middle_size, inner_size), tuple(zip(outer, middle, inner)))
+    return Coalesced(count, max(len(merged), 1), (middle_size, inner_size), tuple(zip(outer, middle, inner)))
 
 
-def walk(inputs: Tensors, outputs: Tensors) -> tuple[Positions, Tensors, Tensors]:
-    """How to walk the positions of tensors [*, c], these inputs and these outputs.
+class Positions:
+    """Tensors [*, c] that a kernel reads and writes position by position, by the names of its arguments.
 
-    They are the tensors given; or, where their positions together have more than three axes, copies in order of the
-    inputs, and empty tensors in order for the outputs: `deliver` then copies those.
+        p = Positions({"x": x, "g": g}, writes={"y": out})
+        kernel.run((triton.cdiv(p.count, kernel["BLOCK_M"]),), **p.arguments, C=c)
+        p.copy_back()
+
+    arguments: each tensor, `Strided`, and "axes"; a tensor that is None stays None.
     """
-    shape = inputs[0].shape[:-1]
-    found = positions(shape, *(t.stride()[:-1] for t in inputs + outputs))
-    if found is None:
-        inputs = tuple(t.contiguous() for t in inputs)
-        outputs = tuple(t if t.is_contiguous() else t.new_empty(t.shape) for t in outputs)
-        found = positions(shape, *(t.stride()[:-1] for t in inputs + outputs))
-    assert found is not None, "tensors in order have one axis"
-    return found, inputs, outputs
+
+    def __init__(self, reads: Mapping[str, Tensor | None], writes: Mapping[str, Tensor]) -> None:
+        found = _coalesced(reads, writes)
+        self._wanted, self._written = writes, dict(writes)
+        if found is None:  # then everything in order, which has one axis; `copy_back` copies what is written
+            reads = {name: None if t is None else t.contiguous() for name, t in reads.items()}
+            self._written = {n: t if t.is_contiguous() else t.new_empty(t.shape) for n, t in writes.items()}
+            found = _coalesced(reads, self._written)
+            assert found is not None
+        given = {name: t for name, t in {**reads, **self._written}.items() if t is not None}
+        self.count = found.count
+        self.arguments: dict[str, Any] = {
+            **dict.fromkeys(reads),
+            **{n: Strided.of(t, s, 8, t.stride(-1)) for (n, t), s in zip(given.items(), found.strides)},
+            "axes": found.argument,
+        }
+
+    def writes_in_place(self, name: str) -> bool:
+        """Whether the kernel writes this tensor where it is wanted, and nothing is copied."""
+        return self._written[name] is self._wanted[name]
+
+    def copy_back(self) -> None:
+        """Copy what was written elsewhere to where it is wanted."""
+        for name, t in self._written.items():
+            if not self.writes_in_place(name):
+                self._wanted[name].copy_(t)
 
 
-def deliver(outputs: Tensors, written: Tensors) -> None:
-    """Copy what was written elsewhere."""
-    for output, t in zip(outputs, written):
-        if t is not output:
-            output.copy_(t)
+def _coalesced(reads: Mapping[str, Tensor | None], writes: Mapping[str, Tensor]) -> Coalesced | None:
+    given = [t for t in (*reads.values(), *writes.values()) if t is not None]
+    return coalesce(given[0].shape[:-1], *(t.stride()[:-1] for t in given))
 
 
 def channels_last(t: Tensor) -> Tensor:
-    """t [*, c] with the channels of a position side by side: as it is, or a copy."""
+    """Return t [*, c] with the channels of a position side by side: as it is, or a copy."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def cuts(total: int, size: int, most: int) -> int:
-    """Into how many programs blocks of `size` out of `total` go: one each, or, where that is too many, several each.
+def programs_for(total: int, block: int, most: int) -> int:
+    """Return how many programs share the blocks of `total`: one for each, or, where that is too many, for several.
 
     It depends on shapes alone, and so does the order of every sum.
     """
-    blocks = -(-total // size)
+    blocks = -(-total // block)
     each = -(-blocks // most)
     return -(-blocks // each)
 
 
-def power(n: int, least: int = 16) -> int:
-    """The power of two that holds n, of `least` at least."""
+def power_of_two(n: int, least: int = 16) -> int:
+    """Return the power of two that holds n, and is `least` at least."""
     return max(least, 1 << (n - 1).bit_length())
 
 
-def operand(weight: Tensor, x: Tensor, rows: int) -> Tensor:
-    """A weight as the kernels take it, in order; in the dtype of x where many programs read it.
+def cast_weight(weight: Tensor, x: Tensor, rows: int) -> Tensor:
+    """Return a weight as the kernels take it, in order; in the dtype of x where many programs read it.
 
     They cast it as they read it.  But each reads all of it, from the second cache: of 128 x 520 numbers in fp32, by
     65,536 / 128 programs, 136 MB, more than x and y together.  Cast before, half, and copied past the registers.
@@ -120,27 +159,22 @@ def operand(weight: Tensor, x: Tensor, rows: int) -> Tensor:
 
 
 @triton.jit
-def offsets(at: tl.tensor, sizes: tl.tuple, strides: tl.tuple, AXES: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
-    """Where positions `at` begin in a tensor: elements, in 64 bits.
-
-    sizes of the middle and the inner axis; strides outer to inner, in units.
-    """
-    if AXES == 1:
-        place = at.to(tl.int64) * strides[2]
+def offsets(x: tl.tuple, m: tl.tensor, axes: tl.tuple) -> tl.tensor:
+    """Return where positions m begin in a `Strided`: elements, in 64 bits."""
+    if axes.number == 1:
+        offset = m.to(tl.int64) * x.strides[2]
     else:
-        middle, inner = sizes
-        above = at // inner
-        place = (at % inner).to(tl.int64) * strides[2]
-        if AXES == 2:
-            place += above.to(tl.int64) * strides[1]
+        above = m // axes.inner
+        offset = (m % axes.inner).to(tl.int64) * x.strides[2]
+        if axes.number == 2:
+            offset += above.to(tl.int64) * x.strides[1]
         else:
-            place += (above % middle).to(tl.int64) * strides[1] + (above // middle).to(tl.int64) * strides[0]
-    return place * UNIT
+            middle, outer = above % axes.middle, above // axes.middle
+            offset += middle.to(tl.int64) * x.strides[1] + outer.to(tl.int64) * x.strides[0]
+    return offset * x.unit
 
 
 @triton.jit
-def tile(
-    m: tl.tensor, c: tl.tensor, sizes: tl.tuple, strides: tl.tuple, AXES: tl.constexpr, UNIT: tl.constexpr
-) -> tl.tensor:
-    """Where channels c of positions m are, [m, c].  The fourth of the strides is that of channels, not in units."""
-    return offsets(m, sizes, strides, AXES, UNIT)[:, None] + (c.to(tl.int64) * strides[3])[None, :]
+def pointers(x: tl.tuple, m: tl.tensor, c: tl.tensor, axes: tl.tuple) -> tl.tensor:
+    """Return pointers to the channels c of positions m, [m, c]."""
+    return x.data + (offsets(x, m, axes)[:, None] + (c.to(tl.int64) * x.strides[3])[None, :])

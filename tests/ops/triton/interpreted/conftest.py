@@ -1,6 +1,15 @@
-"""These tests run kernels in Triton's interpreter, in a process that `test_interpreted.py` starts for them all."""
+"""These tests run kernels in Triton's interpreter, in a process that `test_interpreted.py` starts for them all.
+
+Tiles are those of default.json, which a GPU gets; only sums over programs, whose many small programs would take half of
+the time, are made in larger ones, but in their own test.
+"""
 
 import os
+from collections.abc import Iterator
+
+import pytest
+
+from warpfold.ops.triton.launch import configs, forced
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETING else ["test_*.py"]
@@ -29,3 +38,13 @@ if INTERPRETING:
         return self.rewrite()(*args, **kwargs) if ours else _call(self, *args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = _quick_call
+
+
+@pytest.fixture(autouse=True)
+def large_sums(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Sum over programs in few large tiles, but for their own test, which does as a GPU would."""
+    if request.module.__name__.endswith("test_sums"):
+        yield
+        return
+    with forced({"sum_partials": configs("BLOCK_P BLOCK_N", (128, 4096, 4, 1))[0]}):
+        yield

@@ -7,17 +7,18 @@ from tests.ops.triton.attention_cases import Case, answers, guarded, inputs, mis
 from tests.ops.triton.layouts import poisoned
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
-from warpfold.ops.triton.launch import Launch, forced
+from warpfold.ops.triton.launch import configs, forced
 from warpfold.tune.checks import answer, wrong
 
 ROWS, TILES = ("attention_forward", "attention_dq", "attention_dkdv"), ("attention_dbias",)
 
 
 def tiles(queries: int = 32, keys: int = 32, rows: int = 2):
-    """Every kernel launched with such tiles."""
-    sizes = {"BLOCK_Q": queries, "BLOCK_K": keys}
-    launches = {n + f: Launch(sizes | {"ROWS": rows}, 4, 1) for n in ROWS for f in ("", "_fp32")}
-    return forced(launches | {n + f: Launch(sizes, 4, 1) for n in TILES for f in ("", "_fp32")})
+    """Launch every kernel with such tiles within the context."""
+    (of_rows,) = configs("BLOCK_Q BLOCK_K ROWS", (queries, keys, rows, 4, 1))
+    (of_bias,) = configs("BLOCK_Q BLOCK_K", (queries, keys, 4, 1))
+    chosen = {name + suffix: of_rows for name in ROWS for suffix in ("", "_fp32")}
+    return forced(chosen | {name + suffix: of_bias for name in TILES for suffix in ("", "_fp32")})
 
 
 FP32 = [
@@ -54,9 +55,11 @@ def test_in_half_precision_too(case: Case, dtype: torch.dtype) -> None:
     assert not mistakes(given, found(given))
 
 
-def test_with_the_launches_of_the_interpreters_table() -> None:
-    given = inputs(Case(lead=(2, 2), layout="own"), torch.float32)
-    with dispatch.using("strict"):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [Case(lead=(2, 2), layout="own"), *FP32[1:]], ids=str)
+def test_in_the_default_tiles(case: Case, dtype: torch.dtype) -> None:
+    given = inputs(case, dtype)
+    with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"):
         assert not mistakes(given, answers(attention, given))
 
 

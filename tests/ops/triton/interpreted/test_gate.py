@@ -9,7 +9,7 @@ from warpfold.ops import dispatch
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.triangle import triangle_factor
-from warpfold.ops.triton import gate as launches
+from warpfold.ops.triton import gated_linear_residual as launchers
 from warpfold.ops.triton import sums
 from warpfold.tune.checks import answer, wrong
 
@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few programs that each has several blocks of positions, and so few sums at once that there are two rounds."""
     dispatch.interpret()
-    monkeypatch.setattr(launches, "TILES", 2)
+    monkeypatch.setattr(launchers, "TILES", 2)
     monkeypatch.setattr(sums, "ONCE", 1)
     monkeypatch.setattr(sums, "SPANS", 2)
 

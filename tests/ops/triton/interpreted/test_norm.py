@@ -9,6 +9,7 @@ from warpfold.ops import dispatch
 from warpfold.ops.norm import empty_projected, layer_norm, norm_linear
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton import norm, sums
+from warpfold.ops.triton import norm_linear as norm_linear_launcher
 from warpfold.tune.checks import answer, wrong
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -18,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few programs that each has several blocks of positions, and so few sums at once that there are two rounds."""
     dispatch.interpret()
-    monkeypatch.setattr(norm, "TILES", 2)
+    monkeypatch.setattr(norm_linear_launcher, "TILES", 2)
     monkeypatch.setattr(norm, "PROGRAMS", 2)
     monkeypatch.setattr(sums, "ONCE", 1)
     monkeypatch.setattr(sums, "SPANS", 2)

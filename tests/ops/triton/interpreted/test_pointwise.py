@@ -7,13 +7,13 @@ from tests.ops.triton.attention_cases import Case, answers, guarded, inputs, mis
 from tests.ops.triton.layouts import poisoned
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention
-from warpfold.ops.triton.launch import Launch, forced
+from warpfold.ops.triton.launch import configs, forced
 
 
 def found(given) -> dict[str, torch.Tensor]:
     """What the kernels make of it, in tiles that the last is not full of."""
-    launches = {name: Launch({"BLOCK": 32}, 4, 1) for name in ("pointwise_forward", "pointwise_backward")}
-    with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"), forced(launches):
+    tiles = {name: configs("BLOCK", (32, 4, 1))[0] for name in ("pointwise_forward", "pointwise_backward")}
+    with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"), forced(tiles):
         return answers(attention, given)
 
 
@@ -22,6 +22,13 @@ def found(given) -> dict[str, torch.Tensor]:
 def test_is_as_exact_as_the_definition(width: int, dtype: torch.dtype) -> None:
     given = inputs(Case((5, 7), 1, 4, 4, width, "own", "none"), dtype)
     assert not mistakes(given, found(given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_the_default_tiles(dtype: torch.dtype) -> None:
+    given = inputs(Case((5, 37), 1, 4, 4, 16, "own", "none"), dtype)
+    with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"):
+        assert not mistakes(given, answers(attention, given))
 
 
 @pytest.mark.parametrize("keys", [1, 3, 32, 33])

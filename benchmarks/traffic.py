@@ -11,12 +11,12 @@ from typing import Literal, get_args
 
 import torch
 
+from tests.fake import fake_ranks
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.waits import Event, watched
-from warpfold.tune.fake import fake_ranks
 
 Phase = Literal["forward", "recomputed", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

@@ -8,7 +8,7 @@ NAME = r"%[\w$.-]+(?:#\d+)?"
 
 
 @dataclass
-class Op:
+class Operation:
     """One operation.
 
     results: names of what it makes; of a loop its counter, what it carries from turn to turn as seen within, and after;
@@ -23,19 +23,19 @@ class Op:
     type: str = ""
     place: str = ""  # its name in the text
     yields: list[list[str]] = field(default_factory=list)  # what each of its regions ends with
-    inner: list["Op"] = field(default_factory=list)  # operations of its regions, theirs apart
+    inner: list["Operation"] = field(default_factory=list)  # operations of its regions, theirs apart
 
 
 class _Reader:
     """Reads a text once, from the top."""
 
     def __init__(self) -> None:
-        self.ops: list[Op] = []
-        self.within: list[Op] = []  # whose braces are open
+        self.ops: list[Operation] = []
+        self.within: list[Operation] = []  # whose braces are open
         self.scopes: list[dict[str, str]] = [{}]  # names in the text -> unique names; the innermost last
         self.taken: set[str] = set()
 
-    def read(self, text: str) -> list[Op]:
+    def read(self, text: str) -> list[Operation]:
         for line in text.splitlines():
             match = re.fullmatch(r"\s*(.*?)\s*(?:loc\(#(loc\d*)\))?", line)
             assert match is not None
@@ -54,7 +54,7 @@ class _Reader:
         elif match := re.match(rf"(?:({NAME})(?::(\d+))? = )?\"?([a-z_]+\.[\w.]+)\"?", line):
             self._operation(match, line, place)
         elif line.endswith("{"):
-            self._open(Op("", [], [], line))
+            self._open(Operation("", [], [], line))
 
     def _operation(self, match: re.Match[str], line: str, place: str) -> None:
         name, rest = match[3], line[match.end() :]
@@ -70,7 +70,7 @@ class _Reader:
             used = re.findall(NAME, rest.split(" : ")[0])
         operands = [self._known(n) for n in used]
         results = [self._define(n) for n in printed]
-        op = Op(name, results, operands, line, typed[1] if typed else "", place)
+        op = Operation(name, results, operands, line, typed[1] if typed else "", place)
         if name == "scf.yield":
             self.within[-1].yields.append(operands)
         if self.within:
@@ -80,7 +80,7 @@ class _Reader:
             self._open(op)
             op.results = [*(self._define(n) for n in inside), *results]
 
-    def _open(self, op: Op) -> None:
+    def _open(self, op: Operation) -> None:
         self.within.append(op)
         self.scopes.append({})
 
@@ -94,26 +94,26 @@ class _Reader:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), name)
 
 
-def parse(text: str) -> list[Op]:
-    """Every operation, in order.  Errors: ValueError for what is not followed: calls and while loops."""
+def parse(text: str) -> list[Operation]:
+    """Return every operation, in order.  Errors: ValueError for what is not followed: calls and while loops."""
     if found := re.search(r"\b(tt\.call|scf\.while|cf\.\w+)\b", text):
         raise ValueError(f"{found[1]} is not followed")
     return _Reader().read(text)
 
 
 def arguments(text: str) -> list[str]:
-    """The names of the kernel's arguments, in order."""
+    """Return the names of the kernel's arguments, in order."""
     return re.findall(rf"({NAME}): ", next(line for line in text.splitlines() if "tt.func public" in line))
 
 
-class Places:
-    """Where in the source operations stand."""
+class SourceLines:
+    """The lines of the source that operations stem from."""
 
     def __init__(self, text: str) -> None:
         self.known = dict(re.findall(r"^#(loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
 
-    def of(self, op: Op) -> str:
-        """ "norm.py:61"; of what was inlined, the place in the function that was."""
+    def of(self, op: Operation) -> str:
+        """Return "norm.py:61"; of what was inlined, the place in the function that was."""
         place = op.place
         for _ in range(20):
             if found := re.search(r'"([^"]*\.py)":(\d+)', self.known.get(place, "")):

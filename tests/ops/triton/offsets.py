@@ -12,9 +12,10 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from warpfold.ops.triton.compile import BUDGETS, source, ttir
-from warpfold.ops.triton.launch import Call
-from warpfold.ops.triton.ttir import Op, Places, arguments, parse
+from tests.ops.triton.budgets import SM_80, ttir
+from tests.ops.triton.ttir import Operation, SourceLines, arguments, parse
+from warpfold.ops.triton.compile import source
+from warpfold.ops.triton.launch import KernelLaunch
 
 GRID = (2**31 - 1, 65535, 65535)  # the programs that CUDA allows along each axis
 
@@ -39,21 +40,21 @@ class Overflow:
         return f"{self.where}: {self.operation} {size}"
 
 
-def overflows(call: Call) -> list[Overflow]:
-    """Every overflow that this call may have, in the order of the source; also a grid that no GPU takes."""
-    text = ttir(call)
-    values = _Values(text, call)
+def overflows(launch: KernelLaunch) -> list[Overflow]:
+    """Every overflow that this launch may have, in the order of the source; also a grid that no GPU takes."""
+    text = ttir(launch)
+    values = _Values(text, launch)
     for op in values.ops:
         if op.name == "tt.addptr":
             if values.of(op.operands[1]) is None:
-                values.overflows.append(Overflow(values.places.of(op), "offset", None))
+                values.overflows.append(Overflow(values.lines.of(op), "offset", None))
         elif op.name in ("arith.cmpi", "scf.for", "tt.make_tensor_ptr", "tt.advance") or "descriptor" in op.name:
             for operand in op.operands:
                 values.of(operand)
     found = {str(o): o for o in values.overflows}
-    for axis, (programs, most) in enumerate(zip(call.grid, GRID)):
+    for axis, (programs, most) in enumerate(zip(launch.grid, GRID)):
         if programs > most:
-            where = f"{call.kernel.name}: grid axis {axis}"
+            where = f"{launch.kernel.name}: grid axis {axis}"
             found[where] = Overflow(where, "count of programs", (0, programs))
     return sorted(found.values(), key=lambda o: (o.where, o.operation))
 
@@ -65,10 +66,10 @@ def _constant(text: str) -> Interval | None:
     return (int(match[1]),) * 2 if match else None
 
 
-def _arguments(text: str, call: Call) -> dict[str, Interval | None]:
+def _arguments(text: str, launch: KernelLaunch) -> dict[str, Interval | None]:
     """The intervals of the kernel's arguments, by their names in the text: they stand there in the same order."""
-    specialised, _ = source(call, BUDGETS["sm_80"].target)
-    values = [v for name, kind in specialised.signature.items() for v in _leaves(kind, call.arguments.get(name))]
+    specialised, _ = source(launch, SM_80)
+    values = [v for name, kind in specialised.signature.items() for v in _leaves(kind, launch.arguments.get(name))]
     return {n: (v, v) if isinstance(v, int) else None for n, v in zip(arguments(text), values, strict=True)}
 
 
@@ -82,12 +83,12 @@ def _leaves(kind: Any, value: Any) -> list[Any]:
 class _Values:
     """The intervals of a kernel's integers; `overflows`: those that may not fit, of the ones asked for."""
 
-    def __init__(self, text: str, call: Call) -> None:
-        self.call = call
-        self.places = Places(text)
+    def __init__(self, text: str, launch: KernelLaunch) -> None:
+        self.launch = launch
+        self.lines = SourceLines(text)
         self.ops = parse(text)
         self.made = {result: op for op in self.ops for result in op.results}
-        self.arguments = _arguments(text, call)
+        self.arguments = _arguments(text, launch)
         self.known: dict[str, Interval | None] = {}
         self.overflows: list[Overflow] = []
 
@@ -111,7 +112,7 @@ class _Values:
             return _join(*(self.of(end[at]) for end in op.yields)) if len(op.yields) == 2 else None
         return self._fit(op, self._exact(op))
 
-    def _fit(self, op: Op, exact: Interval | None) -> Interval | None:
+    def _fit(self, op: Operation, exact: Interval | None) -> Interval | None:
         """What is left of a result in as many bits as it has; notes where that is not all."""
         if op.name not in CHECKED:
             return exact
@@ -119,18 +120,18 @@ class _Values:
         limit = 2 ** (width - 1)
         if exact is None or exact[0] < -limit or exact[1] >= limit:
             what = f"{width}-bit {CHECKED[op.name]}"
-            self.overflows.append(Overflow(self.places.of(op), what, exact))
+            self.overflows.append(Overflow(self.lines.of(op), what, exact))
             return -limit, limit - 1
         return exact
 
-    def _exact(self, op: Op) -> Interval | None:
+    def _exact(self, op: Operation) -> Interval | None:
         """Of an operation on integers of any size."""
         if op.name == "tt.get_program_id":
             axis = "xyz".index(op.text.split("tt.get_program_id ")[1][0])
-            return 0, (*self.call.grid, 1, 1)[axis] - 1
+            return 0, (*self.launch.grid, 1, 1)[axis] - 1
         if op.name == "tt.get_num_programs":
             axis = "xyz".index(op.text.split("tt.get_num_programs ")[1][0])
-            return ((*self.call.grid, 1, 1)[axis],) * 2
+            return ((*self.launch.grid, 1, 1)[axis],) * 2
         if op.name == "tt.make_range":
             start, end = (int(re.findall(rf"\b{word} = (-?\d+)", op.text)[0]) for word in ("start", "end"))
             return start, end - 1
@@ -149,7 +150,7 @@ class _Values:
         rule = RULES.get(op.name)
         return rule(given[0], given[1]) if rule and len(given) == 2 and None not in given else None  # type: ignore[arg-type]
 
-    def _of_loop(self, loop: Op, name: str) -> Interval | None:
+    def _of_loop(self, loop: Operation, name: str) -> Interval | None:
         """The counter, or what is carried from turn to turn, if each adds a bounded number."""
         lower, upper, step, *first = loop.operands
         low, high, by = self.of(lower), self.of(upper), self.of(step)

@@ -1,0 +1,172 @@
+"""What a launch, compiled for a GPU that is not here, takes of each architecture, against what there is.
+
+Works on launches noted by `launch.recorded`; not under TRITON_INTERPRET.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+
+from warpfold.ops.triton.compile import compiled, source
+from warpfold.ops.triton.launch import KernelLaunch
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a program may take on an architecture.
+
+    shared: bytes; registers: of a thread; together: registers of a thread times warps, or the program cannot start.
+    Spilled may be nothing at all.
+    """
+
+    target: GPUTarget
+    shared: int
+    registers: int
+    together: int = 2048  # 65,536 registers for 32 threads a warp; AMD: 512 of each of 64 lanes, on 4 units
+
+
+SM_80 = GPUTarget("cuda", 80, 32)
+BUDGETS = {
+    "sm_80": Budget(SM_80, 163 * 1024, 255),
+    "sm_90": Budget(GPUTarget("cuda", 90, 32), 227 * 1024, 255),
+    "sm_100": Budget(GPUTarget("cuda", 100, 32), 227 * 1024, 255),
+    "gfx942": Budget(GPUTarget("hip", "gfx942", 64), 64 * 1024, 512),
+}
+COLUMNS = 512
+_ttir: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a compiled kernel takes and does.  In bytes: shared, spilled (a thread's local memory).  Instructions, as
+    they stand in the code: tensor (tensor cores), wide (loads of 128 bits) and loads (of any width, from global)."""
+
+    registers: int
+    spilled: int
+    shared: int
+    tensor: int
+    wide: int
+    loads: int
+    dots: int  # matrix products, as Triton sees them
+    columns: int = 0  # of tensor memory (Blackwell)
+
+
+def distinct(launches: Iterable[KernelLaunch], target: GPUTarget = SM_80) -> list[KernelLaunch]:
+    """Return the launches that lead to different code, the first of each."""
+    found: dict[tuple[str, str], KernelLaunch] = {}
+    for launch in launches:
+        specialised, options = source(launch, target)
+        found.setdefault((specialised.hash(), options.hash()), launch)
+    return list(found.values())
+
+
+def ttir(launch: KernelLaunch, target: GPUTarget = SM_80) -> str:
+    """Return Triton's own representation of the kernel, optimised, with places in the source."""
+    specialised, options = source(launch, target)
+    code = specialised.hash() + options.hash()  # launches of the same code differ in numbers alone
+    if code not in _ttir:
+        _ttir[code] = _lowered(specialised, options, target)
+    return _ttir[code]
+
+
+def _lowered(specialised: ASTSource, options: Any, target: GPUTarget) -> str:
+    backend = make_backend(target)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+    backend.add_stages(stages, options, specialised.language)
+    module = specialised.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    return str(stages["ttir"](module, {}))
+
+
+def figures(launch: KernelLaunch, target: GPUTarget) -> Figures:
+    """Compile a launch for a target, and read what it takes.  Errors: Triton's own, for what cannot be compiled."""
+    read = _read_amd if target.backend == "hip" else _read_nvidia
+    return read(compiled(launch, target))
+
+
+def breaches(launch: KernelLaunch, found: Figures, budget: Budget) -> list[str]:
+    """Return in words where a launch takes more than there is, or does what is slow; none if it is within limits."""
+    warps = launch.config.warps
+    wrong = []
+    if found.spilled:
+        wrong.append(f"{found.spilled} bytes of a thread are spilled")
+    if found.shared > budget.shared:
+        wrong.append(f"{found.shared} bytes of shared memory, of {budget.shared}")
+    if found.registers > budget.registers or found.registers * warps > budget.together:
+        wrong.append(f"{found.registers} registers in {warps} warps, of {budget.registers} and {budget.together}")
+    if found.columns > COLUMNS:
+        wrong.append(f"{found.columns} columns of tensor memory, of {COLUMNS}")
+    if found.dots and _dtype(launch) in ("bf16", "fp16"):
+        if not found.tensor:
+            wrong.append("matrix products without tensor cores")
+        if not found.wide and budget.target.warp_size == 32:  # over AMD's 64 threads small tiles are too thin for it
+            wrong.append("matrix products of which nothing is loaded in 128 bits at once")
+    return wrong
+
+
+def _dtype(launch: KernelLaunch) -> str:
+    """Return the dtype of the first floating-point tensor among the arguments, as Triton names it."""
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    dtypes = (str(t.dtype).removeprefix("torch.") for t in launch.tensors)
+    return next((names[d] for d in dtypes if d in names), "")
+
+
+def _read_nvidia(kernel: Any) -> Figures:
+    used = _tool("cuobjdump", "-res-usage", kernel.asm["cubin"])
+    registers, stack, local = (int(re.findall(rf"\b{name}:(\d+)", used)[-1]) for name in ("REG", "STACK", "LOCAL"))
+    ptx = kernel.asm["ptx"]
+    return Figures(
+        registers,
+        stack + local,
+        kernel.metadata.shared,
+        tensor=len(re.findall(r"\b(?:w?mma|wgmma\.mma_async|tcgen05\.mma)\.", ptx)),
+        wide=len(re.findall(r"\bld\.global\S*\.(?:v4\.[bfu]32|v2\.[bfu]64)|\bcp\.async\.c[ag]\.\S+[^;]*, 0x10\b", ptx))
+        + len(re.findall(r"\bcp\.async\.bulk\.tensor", ptx)),
+        loads=len(re.findall(r"\bld\.global\b|\bcp\.async\.(?:c[ag]|bulk\.tensor)\b", ptx)),
+        dots=_dots(kernel),
+        columns=getattr(kernel.metadata, "tmem_size", None) or 0,
+    )
+
+
+def _read_amd(kernel: Any) -> Figures:
+    code = kernel.asm["amdgcn"]
+
+    def number(name: str) -> int:
+        return int(re.findall(rf"\.{name}:\s*(\d+)", code)[-1])
+
+    return Figures(
+        number("vgpr_count"),
+        max(number("private_segment_fixed_size"), 4 * number("vgpr_spill_count")),
+        kernel.metadata.shared,
+        tensor=len(re.findall(r"\bv_mfma_", code)),
+        wide=len(re.findall(r"\b(?:global|buffer)_load_(?:lds_)?dwordx4\b", code)),
+        loads=len(re.findall(r"\b(?:global|buffer)_load_", code)),
+        dots=_dots(kernel),
+    )
+
+
+def _dots(kernel: Any) -> int:
+    return str(kernel.asm["ttir"]).count("tt.dot ")
+
+
+def _tool(name: str, option: str, binary: bytes) -> str:
+    """Return what one of the CUDA programs in Triton's wheel says of a binary."""
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        return subprocess.run([program, option, file.name], capture_output=True, text=True, check=True).stdout

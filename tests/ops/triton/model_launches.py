@@ -1,0 +1,56 @@
+"""Every kernel that the model launches at any size, with its arguments, on a machine that has no GPU and no room.
+
+The model runs on the device "meta" (shapes and strides alone); where it would launch a kernel, the launch is noted
+instead.  So what is compiled offline, and what index arithmetic is followed, is what the model does: no list of shapes
+beside it that could fall behind.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from tests.fake import memory_of
+from warpfold.model.alphafold import ModelConfig
+from warpfold.model.losses import LossConfig
+from warpfold.ops import dispatch
+from warpfold.ops.triton.launch import KernelLaunch
+from warpfold.parallel.plan import Plan
+from warpfold.tune.kernel_bench import launching
+
+
+def wider() -> ModelConfig:
+    """Return a model wider than AlphaFold2: heads of 64 numbers, alignments of 512 channels, templates of 128."""
+    c = ModelConfig(c_m=512, c_z=256, c_e=128)
+    return replace(c, templates=replace(c.templates, c=128, pair=replace(c.templates.pair, c_triangle=128)))
+
+
+def one_block(config: ModelConfig) -> ModelConfig:
+    """Return the same model with one block of each stack: it launches the same kernels."""
+    return replace(
+        config,
+        evoformer=replace(config.evoformer, blocks=1),
+        extra_blocks=min(1, config.extra_blocks),
+        templates=replace(config.templates, blocks=1),
+        structure=replace(config.structure, layers=1),
+    )
+
+
+def launches_of(plan: Plan, config: ModelConfig, sizes: Mapping[str, int], training: bool = True) -> list[KernelLaunch]:
+    """Return the launches of one training step, or with `training` False of folding, in order; tensors are on "meta".
+
+    sizes: residues "res", sequences "seq", "extra" sequences and templates "tmpl".
+    """
+    losses = LossConfig() if training else None
+    with dispatch.using(plan.kernels), launching() as launches:
+        memory_of(plan, one_block(config), sizes, losses, recycles=0)
+    return launches
+
+
+def demanding(launches: Iterable[KernelLaunch]) -> list[KernelLaunch]:
+    """Return of each kernel the launch with the largest key."""
+    found: dict[str, KernelLaunch] = {}
+    for launch in launches:
+        other = found.setdefault(launch.kernel.name, launch)
+        if math.prod(launch.key) > math.prod(other.key):
+            found[launch.kernel.name] = launch
+    return list(found.values())

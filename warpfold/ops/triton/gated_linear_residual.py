@@ -1,0 +1,327 @@
+"""gated_linear_residual on a GPU: projection, bias, gate, dropout and residual without a tensor in between.
+
+Forward it reads x, o, g and writes y.  Backward it reads grad, o, g twice, for the gradients of o and g and for that of
+the weight, as in `norm_linear`.  One pass for both was tried, for weights of 128 x 128: compiled for sm_80, sm_90 and
+gfx942 its registers are spilled.  The kernels' names in launch tables begin with "tail", as the operation was called.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from warpfold.ops.tensors import empty_like
+from warpfold.ops.triton.launch import configs, register_by_precision
+from warpfold.ops.triton.noise import SCALARS, drawn, fill, scalars
+from warpfold.ops.triton.positions import (
+    Positions,
+    cast_weight,
+    channels_last,
+    coalesce,
+    offsets,
+    pointers,
+    programs_for,
+)
+from warpfold.ops.triton.sums import empty_partials, sum_partials
+
+TILES = 256  # of the gradient of the weight: as in `norm_linear`
+
+
+@triton.jit
+def _factors(
+    factors: tl.tuple,
+    at: tl.tensor,
+    valid: tl.tensor,
+    key: tl.tensor,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
+) -> tl.tensor:
+    """Return dropout factors in fp32: loaded at these offsets; or, with a key, drawn for the elements number + at."""
+    if key is not None:
+        return drawn(key, number + at, word, rate, scale)
+    else:  # not after the `if`: Triton compiles what follows it, and there may be no data
+        return tl.load(factors.data + at, mask=valid, other=0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def _gated_linear_residual(
+    x: tl.tuple,
+    o: tl.tuple,
+    g: tl.tuple,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    factors: tl.tuple,
+    key: tl.tensor,
+    y: tl.tuple,
+    axes: tl.tuple,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
+    C: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Store y = x + factors * ((o * sigmoid(g)) weight^T + bias): BLOCK_C channels of BLOCK_M positions."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    real = (m < axes.positions)[:, None]
+    o_rows = o.data + offsets(o, m, axes)[:, None]
+    g_rows = g.data + offsets(g, m, axes)[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for start in range(0, INPUTS, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        valid = real & (k < INPUTS)[None, :]
+        gate_values = tl.sigmoid(tl.load(g_rows + k[None, :], mask=valid, other=0).to(tl.float32))
+        h = tl.load(o_rows + k[None, :], mask=valid, other=0).to(tl.float32) * gate_values
+        wt = tl.load(weight + c[None, :] * INPUTS + k[:, None], mask=(c < C)[None, :] & (k < INPUTS)[:, None], other=0)
+        acc = tl.dot(h.to(y.data.dtype.element_ty), wt.to(y.data.dtype.element_ty), acc, input_precision="ieee")
+    acc += tl.load(bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
+    valid = real & (c < C)[None, :]
+    if factors is not None:
+        at = offsets(factors, m, axes)[:, None] + (c.to(tl.int64) * factors.strides[3])[None, :]
+        acc *= _factors(factors, at, valid, key, number, word, rate, scale)
+    acc += tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
+    tl.store(pointers(y, m, c, axes), acc.to(y.data.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def _gated_linear_residual_backward(
+    grad: tl.tuple,
+    o: tl.tuple,
+    g: tl.tuple,
+    weight: tl.tensor,
+    factors: tl.tuple,
+    key: tl.tensor,
+    do: tl.tuple,
+    dg: tl.tuple,
+    axes: tl.tuple,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
+    C: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Store do and dg, from dh = (grad * factors) weight: BLOCK_I inputs of BLOCK_M positions."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    real = (m < axes.positions)[:, None]
+    grad_rows = grad.data + offsets(grad, m, axes)[:, None]
+    if factors is not None:
+        factor_rows = offsets(factors, m, axes)[:, None]
+    dh = tl.zeros([BLOCK_M, BLOCK_I], tl.float32)
+    for start in range(0, C, BLOCK_K):
+        c = start + tl.arange(0, BLOCK_K)
+        valid = real & (c < C)[None, :]
+        dz = tl.load(grad_rows + c[None, :], mask=valid, other=0)
+        if factors is not None:
+            at = factor_rows + (c.to(tl.int64) * factors.strides[3])[None, :]
+            dz = (dz.to(tl.float32) * _factors(factors, at, valid, key, number, word, rate, scale)).to(dz.dtype)
+        wt = tl.load(weight + c[:, None] * INPUTS + i[None, :], mask=(c < C)[:, None] & (i < INPUTS)[None, :], other=0)
+        dh = tl.dot(dz, wt.to(dz.dtype), dh, input_precision="ieee")
+    valid = real & (i < INPUTS)[None, :]
+    at = offsets(o, m, axes)[:, None]
+    v = tl.load(o.data + at + i[None, :], mask=valid, other=0).to(tl.float32)
+    at = offsets(g, m, axes)[:, None]
+    gate_values = tl.sigmoid(tl.load(g.data + at + i[None, :], mask=valid, other=0).to(tl.float32))
+    dv = dh * gate_values
+    tl.store(pointers(do, m, i, axes), dv.to(do.data.dtype.element_ty), mask=valid)
+    tl.store(pointers(dg, m, i, axes), (dv * v * (1 - gate_values)).to(dg.data.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def _gated_linear_residual_weight(
+    grad: tl.tuple,
+    o: tl.tuple,
+    g: tl.tuple,
+    factors: tl.tuple,
+    key: tl.tensor,
+    partials: tl.tensor,
+    axes: tl.tuple,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
+    C: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+) -> None:
+    """Store in partials [programs, C INPUTS + C] a tile of dz^T h, and of the sum of dz, of a span of positions."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    each = tl.cdiv(tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(2))
+    first = tl.program_id(2) * each * BLOCK_M
+    last = min(axes.positions, first + each * BLOCK_M)
+    dw = tl.zeros([BLOCK_C, BLOCK_I], tl.float32)
+    db = tl.zeros([BLOCK_C], tl.float32)
+    for start in range(first, last, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        valid = (m < axes.positions)[:, None] & (c < C)[None, :]
+        at = offsets(grad, m, axes)[:, None]
+        dz = tl.load(grad.data + at + c[None, :], mask=valid, other=0)
+        if factors is not None:
+            at = offsets(factors, m, axes)[:, None] + (c.to(tl.int64) * factors.strides[3])[None, :]
+            dz = (dz.to(tl.float32) * _factors(factors, at, valid, key, number, word, rate, scale)).to(dz.dtype)
+        valid = (m < axes.positions)[:, None] & (i < INPUTS)[None, :]
+        at = offsets(o, m, axes)[:, None]
+        v = tl.load(o.data + at + i[None, :], mask=valid, other=0).to(tl.float32)
+        at = offsets(g, m, axes)[:, None]
+        h = v * tl.sigmoid(tl.load(g.data + at + i[None, :], mask=valid, other=0).to(tl.float32))
+        dw = tl.dot(tl.trans(dz), h.to(dz.dtype), dw, input_precision="ieee")
+        db += tl.sum(dz.to(tl.float32), 0)
+    mine = partials + tl.program_id(2).to(tl.int64) * (C * INPUTS + C)
+    tl.store(mine + c[:, None] * INPUTS + i[None, :], dw, mask=(c < C)[:, None] & (i < INPUTS)[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(mine + C * INPUTS + c, db, mask=c < C)
+
+
+_TILES = (
+    *((64, 64, k, 4, s) for k in (32, 64) for s in (2, 3)),
+    *((64, 128, k, w, s) for k in (32, 64) for w in (4, 8) for s in (2, 3)),
+    *((64, 256, k, 8, s) for k in (32, 64) for s in (2, 3)),
+    *((128, 128, k, 8, s) for k in (32, 64) for s in (2, 3)),
+)
+_FP32 = ((32, 64, 16, 4, 1), (64, 64, 16, 8, 1))
+
+FORWARD = register_by_precision(
+    "tail",
+    _gated_linear_residual,
+    configs("BLOCK_M BLOCK_C BLOCK_K", *_TILES),
+    configs("BLOCK_M BLOCK_C BLOCK_K", *_FP32),
+)
+BACKWARD = register_by_precision(
+    "tail_backward",
+    _gated_linear_residual_backward,
+    configs("BLOCK_M BLOCK_I BLOCK_K", *_TILES),
+    configs("BLOCK_M BLOCK_I BLOCK_K", *_FP32),
+)
+WEIGHT = register_by_precision(
+    "tail_weight",
+    _gated_linear_residual_weight,
+    configs(
+        "BLOCK_M BLOCK_C BLOCK_I",
+        *((m, 64, i, 4, s) for i in (128, 64) for m in (32, 64) for s in (2, 3)),
+        *((m, 128, 128, 8, s) for m in (32, 64) for s in (2, 3)),
+        (64, 64, 64, 8, 2),
+    ),
+    configs("BLOCK_M BLOCK_C BLOCK_I", (16, 32, 64, 4, 1), (32, 32, 64, 4, 1), (16, 64, 64, 8, 1), (16, 64, 64, 4, 1)),
+)
+
+
+class _Dropout:
+    """Dropout factors as the kernels take them: given, to be drawn by the kernel, or none.
+
+    of: the factors [*, c]; of those to be drawn a tensor on "meta", with the strides of the numbers to draw for.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        factors: Tensor | None,
+        key: Tensor | None,
+        strides: Sequence[int],
+        offset: int,
+        stream: int,
+        rate: float,
+    ) -> None:
+        self.key, self.number, self.draw = key, offset, (0, 0.0, 0.0)
+        self.of = None if factors is None else factors.expand(x.shape)
+        if key is not None:
+            self.of = torch.empty_strided(x.shape, tuple(strides), device="meta")
+            self.draw = scalars(stream, rate, x.dtype)
+
+    def walked_with(self, reads: dict[str, Tensor], writes: dict[str, Tensor]) -> tuple[Positions, dict[str, Any]]:
+        """Return the positions of these tensors and of the factors, and the kernel's arguments about all of them."""
+        if self.of is not None and self.key is not None:
+            walked = (*reads.values(), self.of, *writes.values())
+            if coalesce(self.of.shape[:-1], *(t.stride()[:-1] for t in walked)) is None:
+                # They want a copy in order, and "meta" holds nothing: draw first, once for each element that differs.
+                shape = [1 if stride == 0 else size for size, stride in zip(self.of.shape, self.of.stride())]
+                factors = walked[0].new_empty(shape)
+                fill(factors, self.key, self.number, self.of.stride(), self.draw)
+                self.of, self.key = factors.expand(self.of.shape), None
+        p = Positions({**reads, "factors": self.of}, writes)
+        if self.key is not None:  # there is nothing to load: the kernel needs the strides alone
+            p.arguments["factors"] = p.arguments["factors"]._replace(data=None)
+        return p, p.arguments | {"key": self.key, "number": self.number} | dict(zip(SCALARS[1:], self.draw))
+
+
+def gated_linear_residual(
+    x: Tensor,
+    o: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    factors: Tensor | None,
+    key: Tensor | None,
+    strides: Sequence[int],
+    offset: int,
+    stream: int,
+    rate: float,
+) -> Tensor:
+    """Compute warpfold::gated_linear_residual."""
+    c, inputs, y = x.shape[-1], o.shape[-1], empty_like(x)
+    dropout = _Dropout(x, factors, key, strides, offset, stream, rate)
+    p, arguments = dropout.walked_with({"x": x, "o": channels_last(o), "g": channels_last(g)}, writes={"y": y})
+    kernel = FORWARD.tiled((c, inputs), x)
+    kernel.run(
+        (triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(c, kernel["BLOCK_C"])),
+        **arguments,
+        weight=cast_weight(weight, x, p.count),
+        bias=bias.contiguous(),
+        C=c,
+        INPUTS=inputs,
+    )
+    p.copy_back()
+    return y
+
+
+def gated_linear_residual_backward(
+    grad: Tensor,
+    o: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    factors: Tensor | None,
+    key: Tensor | None,
+    strides: Sequence[int],
+    offset: int,
+    stream: int,
+    rate: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute warpfold::gated_linear_residual_backward."""
+    dropout = _Dropout(grad, factors, key, strides, offset, stream, rate)
+    reads = {"grad": channels_last(grad), "o": channels_last(o), "g": channels_last(g)}
+    c, inputs, do, dg = grad.shape[-1], o.shape[-1], empty_like(reads["o"]), empty_like(reads["g"])
+    p, arguments = dropout.walked_with(reads, writes={"do": do, "dg": dg})
+    kernel = BACKWARD.tiled((inputs, c), o)
+    kernel.run(
+        (triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(inputs, kernel["BLOCK_I"])),
+        **arguments,
+        weight=cast_weight(weight, o, p.count),
+        C=c,
+        INPUTS=inputs,
+    )
+    p.copy_back()
+    p, arguments = dropout.walked_with(reads, writes={})
+    kernel = WEIGHT.tiled((c, inputs), o)
+    tiles = triton.cdiv(c, kernel["BLOCK_C"]), triton.cdiv(inputs, kernel["BLOCK_I"])
+    programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
+    partials = empty_partials(o, programs, c * (inputs + 1))
+    kernel.run((*tiles, programs), **arguments, partials=partials, C=c, INPUTS=inputs)
+    dweight, dbias = weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+    sum_partials(partials, dweight, dbias)
+    return do, dg, dweight, dbias
