@@ -33,6 +33,7 @@ from typing import Any
 
 OWN = Path(__file__).resolve()
 ROOT = OWN.parents[1]  # the checkout that is measured; --root names another
+NOT_COUNTED = ("CHANGELOG.md", "tests/journeys.py", "docs/architecture.md")  # they tell of journeys
 C_Z = 12  # channels of z in tests/helpers.py's model
 
 
@@ -82,11 +83,13 @@ def naming(word: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in listed:
         path = ROOT / name
-        readable = path.suffix in (".py", ".md", ".json", ".toml", ".sh") and path.exists()
-        if readable and name != "CHANGELOG.md" and path.resolve() != OWN and "benchmarks/results/" not in name:
-            # `_` counts as the end of a word: triangle_factor_backward names triangle_factor.
-            if re.search(rf"(?<![A-Za-z0-9]){word}(?![A-Za-z0-9])", path.read_text(encoding="utf-8")):
-                found.setdefault(name.split("/")[0], []).append(name)
+        if path.suffix not in (".py", ".md", ".json", ".toml", ".sh") or not path.exists():
+            continue
+        if name in NOT_COUNTED or name.startswith("benchmarks/results/"):
+            continue
+        # `_` counts as the end of a word: triangle_factor_backward names triangle_factor.
+        if re.search(rf"(?<![A-Za-z0-9]){word}(?![A-Za-z0-9])", path.read_text(encoding="utf-8")):
+            found.setdefault(name.split("/")[0], []).append(name)
     return found
 
 
@@ -251,7 +254,7 @@ def triangle(residues: int, channels: int) -> Callable[[], object]:
 
 
 def journey_triangle() -> list[Row]:
-    """2: one triangle product by its definition, fast on a CPU, and by the kernels of a GPU, which Triton interprets."""
+    """2: one triangle product by its definition, fast on a CPU, and by a GPU's kernels, interpreted."""
     rows = []
     for kernels, what in (("definition", "by its definition"), ("fast", "fast on a CPU")):
         with find("using", under="ops")(kernels):
@@ -460,7 +463,9 @@ def table(rows: Sequence[Row]) -> str:
     """Return the rows as text."""
     lines = [f"{'':52} {'files':>6} {'functions':>10} {'calls':>7}"]
     for row in rows:
-        cells = [f"{'' if n is None else n:>{width}}" for n, width in zip((row.files, row.functions, row.calls), (6, 10, 7))]
+        cells = [
+            f"{'' if n is None else n:>{width}}" for n, width in zip((row.files, row.functions, row.calls), (6, 10, 7))
+        ]
         lines.append(" ".join([f"{row.what:52}", *cells]).rstrip())
         if row.note:
             lines.append(f"    {row.note}")
