@@ -14,6 +14,7 @@ Where a name is gone it says so; add the new name beside the old one here.
 
 import argparse
 import ast
+import difflib
 import importlib
 import json
 import os
@@ -297,13 +298,14 @@ class GatedMLP(AxialUpdate):
         (n,) = local
         return self.out(self.value(n).relu() * self.gate(n).sigmoid()) * mask[..., None]
 '''
-# How a block takes the layer: (file, a line that stands there, what stands there then), for each design of a block.
-PLACES = [
-    (
-        "model/pair.py",
-        "        self.transition = Transition(c_z, c.transition)\n",
-        "        self.transition = Transition(c_z, c.transition)\n        self.mlp = GatedMLP(c_z)\n",
-    ),
+# How a block takes the layer, for each design of a block: lines of model/pair.py, and what stands there then.
+INIT = "        self.transition = Transition(c_z, c.transition)\n"
+DESIGNS = [
+    {
+        INIT: INIT + "        self.mlp = GatedMLP(c_z)\n",
+        'Step("z", self.transition)\n': 'Step("z", self.transition), Step("z", self.mlp)\n',
+    },
+    {INIT: INIT + "        self.mlp = GatedMLP(c_z)\n"},  # layers ran in the order in which they were declared
 ]
 PLANS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -314,28 +316,27 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_layer(root: Path) -> tuple[int, list[str]]:
-    """Write the layer into the package below `root`; return how many lines were added, and to which files.
+def add_layer(root: Path) -> int:
+    """Write the layer into the package below `root`, and into the pair stack; return how many lines changed.
 
-    Errors: Gone, where no known place is left.
+    Errors: Gone, where no known design is left.
     """
-    for name, there, then in PLACES:
-        path = root / "warpfold" / name
-        text = path.read_text(encoding="utf-8")
-        if there not in text:
-            continue
-        new = text.replace(there, then)
-        # Before the class that uses it, and with the one name that the file may not import yet.
-        users = then.replace(there.strip(), "")
-        first = min(m.start() for m in re.finditer(r"^\n\n(?=class |@)", new, re.M) if "GatedMLP" in users)
-        new = new[:first] + LAYER.rstrip() + "\n" + new[first:]
-        imported = re.search(r"^from warpfold\.model\.axial import .*$", new, re.M)
-        if imported and "AxialUpdate" not in imported.group():
-            new = new.replace(imported.group(), imported.group().replace("import ", "import AxialUpdate, "))
-        path.write_text(new, encoding="utf-8")
-        added = len([line for line in new.splitlines() if line.strip()])
-        return added - len([line for line in text.splitlines() if line.strip()]), [name]
-    raise Gone("no place for a new layer of the pair stack: add the line that a block needs to PLACES")
+    path = root / "warpfold/model/pair.py"
+    text = path.read_text(encoding="utf-8")
+    changes = next((changes for changes in DESIGNS if all(line in text for line in changes)), None)
+    if changes is None:
+        raise Gone("no place for a new layer of the pair stack in model/pair.py: add its lines to DESIGNS")
+    new = text
+    for there, then in changes.items():
+        new = new.replace(there, then)
+    start = new.index("\n\nclass ")
+    new = new[:start] + LAYER.rstrip() + "\n" + new[start:]
+    imported = re.search(r"^from warpfold\.model\.axial import .*$", new, re.M)
+    if imported and "AxialUpdate" not in imported.group():
+        new = new.replace(imported.group(), imported.group().replace("import ", "import AxialUpdate, "))
+    path.write_text(new, encoding="utf-8")
+    changed = difflib.ndiff(text.splitlines(), new.splitlines())
+    return sum(line.startswith("+ ") and bool(line[2:].strip()) for line in changed)
 
 
 def journey_layer() -> list[Row]:
@@ -344,13 +345,13 @@ def journey_layer() -> list[Row]:
         copy = Path(folder) / "copy"
         for name in ("warpfold", "tests", "settings"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        added, files = add_layer(copy)
+        added = add_layer(copy)
         command = [sys.executable, str(OWN), "--root", str(copy), "--json", "_layer"]
         ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode:
         return [Row("layer", "a new layer", note=f"failed: {(ran.stderr.strip().splitlines() or ['?'])[-1]}")]
     (row,) = json.loads(ran.stdout)
-    return [Row("layer", f"a gated MLP in the pair stack: {added} lines", len(files), note=row["note"])]
+    return [Row("layer", f"a gated MLP in the pair stack: {added} lines", 1, note=row["note"])]
 
 
 def journey__layer() -> list[Row]:
