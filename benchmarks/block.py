@@ -23,7 +23,8 @@ import torch
 
 from warpfold.device import keep_memory
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.parallel.plan import DTYPES, Plan, apply
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import DTYPES, Plan
 
 SEQUENCES, RESIDUES, C_M, C_Z = 128, 256, 256, 128  # TARGETS, "Speed on a CPU"
 # What the products of the block alone cost, counted: the backward pass twice the forward, and the weights of attention
@@ -70,7 +71,7 @@ def measure(case: Case, repeats: int) -> dict[str, object]:
     if case.kept:
         keep_memory()
     torch.manual_seed(0)
-    stack = apply(case.plan, Evoformer(C_M, C_Z, EvoformerConfig(blocks=1)))
+    stack = Execution(case.plan).bind(Evoformer(C_M, C_Z, EvoformerConfig(blocks=1)))
     dtype, seconds, rates = DTYPES[case.plan.precision], [], []
     for _ in range(repeats + 1):
         m = torch.randn(SEQUENCES, RESIDUES, C_M, dtype=dtype, requires_grad=case.backward)

@@ -34,8 +34,9 @@ from warpfold.model.evoformer import Evoformer
 from warpfold.parallel.collectives import all_gather
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
-from warpfold.parallel.plan import Plan, apply
+from warpfold.parallel.plan import Plan
 from warpfold.tune.communication import Block, Link, Move, Traffic, moves, seconds
 
 RANKS, RANKS_PER_NODE = 4, 2
@@ -127,7 +128,7 @@ def axial(rounds: int) -> dict[str, Any]:
             cut, whole = (seconds(moves(block, ranks, way), link) for way in (True, False))
             figures = measured[f"axial {ranks}, {residues} residues moved: channels"]
             figures["against_gather_modelled"] = round(cut / whole, 2)
-            figures["chosen_by_plan"] = Plan().by_channels(residues, ranks)
+            figures["chosen_by_plan"] = Plan().by_channels(residues, ranks, channels=128, c_z=128, itemsize=2)
         found |= {f"axial {ranks}, a call": vars(link), **measured}
         dist.barrier()
     return found
@@ -146,7 +147,7 @@ def computed(group: Group, triangle: Any) -> Callable[[], None]:
     torch.manual_seed(0)
     plan, block = Plan(axial=group.size, triangle=triangle), BLOCK
     stack = Evoformer(block.c_m, block.c_z, replace(block.evoformer, blocks=1))
-    apply(plan, stack, Mesh(axial=group, model=group))
+    Execution(plan, Mesh(axial=group, model=group)).bind(stack)
     here = block.residues // group.size
     m = torch.randn(block.sequences, here, block.c_m, requires_grad=True)
     z = torch.randn(here, block.residues, block.c_z, requires_grad=True)

@@ -110,7 +110,9 @@ def choices() -> list[dict[str, Any]]:
         for residues in RESIDUES:
             for ranks in (2, 4, 8, 16):
                 gathered, cut = (seconds(moves(Block(residues=residues), ranks, way), link) for way in (False, True))
-                chosen = "channels" if Plan().by_channels(residues, ranks) else "gather"
+                chosen = (
+                    "channels" if Plan().by_channels(residues, ranks, channels=128, c_z=128, itemsize=2) else "gather"
+                )
                 ms = {"gather_ms": round(1e3 * gathered, 3), "channels_ms": round(1e3 * cut, 3)}
                 rows.append({"link": name, "residues": residues, "axial": ranks, **ms, "chosen": chosen})
     return rows

@@ -19,7 +19,8 @@ from torch import Tensor
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.ops.dispatch import Kernels, refusals, using
 from warpfold.ops.noise import Noise
-from warpfold.parallel.plan import DTYPES, Plan, apply
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.tune.machine import describe
 from warpfold.tune.timing import Subject, measure
 
@@ -32,7 +33,7 @@ class Block:
     def __init__(self, size: tuple[int, int, int, int], device: torch.device) -> None:
         s, r, c_m, c_z = size
         torch.manual_seed(0)
-        self.stack = apply(Plan(precision="bf16"), Evoformer(c_m, c_z, EvoformerConfig(blocks=1)).to(device))
+        self.stack = Execution(Plan(precision="bf16")).bind(Evoformer(c_m, c_z, EvoformerConfig(blocks=1)).to(device))
         for p in self.stack.parameters():
             torch.nn.init.normal_(p, std=0.02)
         for module in self.stack.modules():

@@ -30,8 +30,9 @@ from warpfold.ops.noise import Noise
 from warpfold.parallel import collectives, sharded
 from warpfold.parallel.collectives import mine
 from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
-from warpfold.parallel.plan import Plan, apply
+from warpfold.parallel.plan import Plan
 
 LIMIT = 1e-10  # relative; TARGETS "Exactness"
 # Some gradients are zeros in exact arithmetic (a bias that softmax does not see): what is left of them is rounding of
@@ -130,7 +131,7 @@ class Answer:
 
 def answer(work: Work, plan: Plan, mesh: Mesh) -> Answer:
     """One example of each data rank, forward and backward."""
-    model = apply(plan, model_for(work), mesh).train()
+    model = Execution(plan, mesh).bind(model_for(work)).train()
     outputs, terms, inputs = backward(model, work, mesh.data.rank)
     parameters = {name: grad_of(p) for name, p in model.named_parameters()}
     for x in [*terms.values(), *inputs.values(), *parameters.values()]:
@@ -252,7 +253,7 @@ def test_a_plan_computes_what_one_device_computes(work: Work, plan: Plan) -> Non
 def test_folding_in_place_does_too(work: Work, plan: Plan) -> None:
     @torch.no_grad()
     def folded(plan: Plan, mesh: Mesh) -> Answer:
-        model = apply(replace(plan, precision="fp64"), model_for(work), mesh)
+        model = Execution(replace(plan, precision="fp64"), mesh).bind(model_for(work))
         return Answer(outputs_of(model(example(work, 0), work.recycles)), {}, {}, {})
 
     expected = folded(Plan(), Mesh())
@@ -274,7 +275,7 @@ STEPS, EXAMPLES = 5, 2  # in a step, on however many data ranks
 def trained(outer: str, plan: Plan, mesh: Mesh, sync: SyncConfig) -> tuple[list[float], Named]:
     """Five steps of two examples each, one with templates and one without -> the norms of this rank's, the weights."""
     works = TRAINED[outer]
-    model = apply(replace(plan, precision="fp64"), model_for(works[0]), mesh).train()
+    model = Execution(replace(plan, precision="fp64"), mesh).bind(model_for(works[0])).train()
     optimizer = Optimizer(model, OptimConfig(warmup_steps=1, accumulate=EXAMPLES), mesh, sync)
     norms = []
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""The two laws of the axial contract, for every layer that there is, and what follows from them: the schedules."""
+"""The two laws of the axial contract, for every layer that there is, and what follows: execution in slices."""
 
 import pytest
 import torch
@@ -6,10 +6,12 @@ from torch import nn
 
 import warpfold.model.alphafold  # noqa: F401  (defines every subclass)
 from warpfold.model.attention import AttentionUpdate, Transition
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, ChannelProduct, whole
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, ChannelProduct
 from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
-from warpfold.parallel.schedules import chunked, in_place, shared_in_slices
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.slices import shared_in_slices
 
 C_M, C_Z, S, R = 16, 12, 7, 10
 # Slices may add in another order.  From x to an update there are at most some 150 additions one after another (a norm
@@ -35,7 +37,7 @@ READS_M = ("row", "column", "global column", "transition of m")
 
 
 def make(name, seed=0, batch=()):
-    """A layer with random parameters (none is zero), and x, mask, source for it, in fp64."""
+    """A layer with random parameters (none is zero), and x, mask, other for it, in fp64."""
     torch.manual_seed(seed)
     layer = CASES[name]().double().train()
     for p in layer.parameters():
@@ -64,10 +66,9 @@ def test_every_layer_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [1, 3, 64])
 def test_shared_is_the_join_of_shared_of_slices(name, size):
-    layer, x, mask, source = make(name)
-    n = layer.normed(layer.operand(x, source))
-    expected = layer.shared(n, mask, source)
-    got = shared_in_slices(layer, x, mask, source, size)
+    layer, x, mask, other = make(name)
+    _, expected = layer.local_and_shared(layer.deferred_norm(layer.operand(x, other)), mask, other)
+    got = shared_in_slices(layer, layer.operand(x, other), mask, other, size)
     assert len(got) == len(expected)
     for a, b in zip(got, expected):
         torch.testing.assert_close(a, b, rtol=CLOSE, atol=CLOSE)
@@ -76,34 +77,35 @@ def test_shared_is_the_join_of_shared_of_slices(name, size):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [1, 3])
 def test_update_is_the_join_of_update_of_slices(name, size):
-    layer, x, mask, source = make(name)
-    n = layer.normed(layer.operand(x, source))
-    shared = layer.shared(n, mask, source)
+    layer, x, mask, other = make(name)
+    n = layer.deferred_norm(layer.operand(x, other))
+    _, shared = layer.local_and_shared(n, mask, other)
     expected = layer.update(layer.local(n, mask), shared, mask)
     axes = [layer.axis] if layer.axis is not None else [ROWS, COLS]  # None: anywhere
     for axis in axes:
-        reads = axis if layer.reads is None else layer.reads
+        reads = axis if layer.operand_axis is None else layer.operand_axis
         cuts = zip(n.x.split(size, reads), mask.split(size, reads + 1))
-        local = ((layer.local(layer.normed(piece), piece_mask), piece_mask) for piece, piece_mask in cuts)
+        local = ((layer.local(layer.deferred_norm(piece), piece_mask), piece_mask) for piece, piece_mask in cuts)
         parts = [layer.update(piece, shared, piece_mask) for piece, piece_mask in local]
         torch.testing.assert_close(torch.cat(parts, axis), expected, rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_are_local_and_shared(name):
-    layer, x, mask, source = make(name)
-    n = layer.normed(layer.operand(x, source))
-    local, shared = layer.parts(n, mask, source)
+def test_local_and_shared_are_both(name):
+    layer, x, mask, other = make(name)
+    n = layer.deferred_norm(layer.operand(x, other))
+    local, shared = layer.local_and_shared(n, mask, other)
     torch.testing.assert_close(local, tuple(layer.local(n, mask)), rtol=CLOSE, atol=CLOSE)
-    torch.testing.assert_close(shared, tuple(layer.shared(n, mask, source)), rtol=CLOSE, atol=CLOSE)
+    expected = layer.shared_of(other) if layer.shared_from_other else layer.shared(n, mask)
+    torch.testing.assert_close(shared, tuple(expected), rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dropped", [False, True])
 def test_add_is_the_residual_and_the_update(name, dropped):
-    layer, x, mask, source = make(name)
+    layer, x, mask, other = make(name)
     layer.train(dropped)
-    local, shared = layer.parts(layer.normed(layer.operand(x, source)), mask, source)
+    local, shared = layer.local_and_shared(layer.deferred_norm(layer.operand(x, other)), mask, other)
     factors = layer.dropout_factors(x.shape, x)
     dx = layer.update(local, shared, mask)
     expected = x + (dx if factors is None else dx * factors)
@@ -113,12 +115,12 @@ def test_add_is_the_residual_and_the_update(name, dropped):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_chunked_is_whole_in_values_and_every_gradient(name, size):
-    layer, x, mask, source = make(name)
+    layer, x, mask, other = make(name)
     results = []
-    for schedule in (whole, chunked(size)):
-        layer.schedule = schedule
-        inputs = [t.clone().requires_grad_() for t in (x, source) if t is not None]
-        out = layer(inputs[0], mask, inputs[1] if source is not None else None)
+    for plan in (Plan(), Plan(chunk=size)):
+        Execution(plan).bind(layer)
+        inputs = [t.clone().requires_grad_() for t in (x, other) if t is not None]
+        out = layer(inputs[0], mask, inputs[1] if other is not None else None)
         leaves = inputs + list(layer.parameters())
         grads = torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)
         results.append([out, *(torch.zeros_like(l) if g is None else g for l, g in zip(leaves, grads))])
@@ -128,40 +130,40 @@ def test_chunked_is_whole_in_values_and_every_gradient(name, size):
 
 @pytest.mark.parametrize("name", CASES)
 def test_in_place_is_whole_and_writes_over_x(name):
-    layer, x, mask, source = make(name)
-    expected = layer(x, mask, source)
-    layer.schedule = in_place(3)
+    layer, x, mask, other = make(name)
+    expected = layer(x, mask, other)
+    Execution(Plan(chunk=3, in_place=True)).bind(layer)
     with torch.no_grad():
-        mine = x.clone()
-        got = layer(mine, mask, source)
-    assert got.data_ptr() == mine.data_ptr()
+        written = x.clone()
+        got = layer(written, mask, other)
+    assert got.data_ptr() == written.data_ptr()
     torch.testing.assert_close(got, expected.detach(), rtol=CLOSE, atol=CLOSE)
 
 
 def test_in_place_refuses_gradients():
-    layer, x, mask, source = make("outgoing")
-    layer.schedule = in_place(3)
+    layer, x, mask, other = make("outgoing")
+    Execution(Plan(chunk=3, in_place=True)).bind(layer)
     with pytest.raises(RuntimeError, match="no_grad"):
-        layer(x, mask, source)
+        layer(x, mask, other)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_leading_axes_are_examples(name):
-    layer, x, mask, source = make(name, batch=(2,))
+    layer, x, mask, other = make(name, batch=(2,))
     layer.eval()
-    got = layer(x, mask, source)
+    got = layer(x, mask, other)
     for i in range(2):
-        alone = layer(x[i], mask[i], None if source is None else source[i])
+        alone = layer(x[i], mask[i], None if other is None else other[i])
         torch.testing.assert_close(got[i], alone, rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fully_masked_is_finite_with_finite_gradients(name, dtype):
-    layer, x, mask, source = make(name)
+    layer, x, mask, other = make(name)
     layer = layer.float()
     x = x.to(dtype).requires_grad_()
-    out = layer(x, torch.zeros_like(mask, dtype=torch.float32), None if source is None else source.to(dtype))
+    out = layer(x, torch.zeros_like(mask, dtype=torch.float32), None if other is None else other.to(dtype))
     assert out.dtype == dtype
     assert out.isfinite().all()
     out.float().square().sum().backward()
@@ -171,16 +173,16 @@ def test_fully_masked_is_finite_with_finite_gradients(name, dtype):
 
 @pytest.mark.parametrize("name", ["row", "column", "global column", "outer product"])
 def test_a_masked_sequence_reaches_no_other(name):
-    layer, x, mask, source = make(name)
+    layer, x, mask, other = make(name)
     layer.eval()
     mask = mask.clone()
     mask[3] = 0
-    m = source if name == "outer product" else x
-    other = m.clone()
-    other[3] += 5
-    args = (x, mask, other) if name == "outer product" else (other, mask, source)
+    m = other if name == "outer product" else x
+    changed = m.clone()
+    changed[3] += 5
+    args = (x, mask, changed) if name == "outer product" else (changed, mask, other)
     rest = [i for i in range(x.shape[0]) if i != 3 or name == "outer product"]
-    expected = layer.delta(x, mask, source)[rest]
+    expected = layer.delta(x, mask, other)[rest]
     torch.testing.assert_close(layer.delta(*args)[rest], expected, rtol=CLOSE, atol=CLOSE)
 
 

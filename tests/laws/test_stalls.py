@@ -16,7 +16,8 @@ from warpfold.engine import rules
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.losses import LossConfig, total_loss
-from warpfold.parallel.plan import Plan, apply
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan
 from warpfold.run import metrics
 from warpfold.run.train import ca_lddt, train
 from warpfold.tune.kernel_calls import one_block
@@ -58,7 +59,7 @@ PLANS = {
 def test_examples_wait_for_nothing_and_an_update_for_one_number(name: str) -> None:
     plan, config = PLANS[name]
     model = AlphaFold(one_block(tiny_config())).train().to("meta")
-    apply(plan, model)
+    Execution(plan).bind(model)
     optimizer = Optimizer(model, config)
     batch = on_the_device()
     total_loss(model(batch, recycles=0), batch, LOSSES)  # tables of constants go to the device once

@@ -8,7 +8,8 @@ import torch
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.batch import FEATURES
 from warpfold.model.alphafold import AlphaFold
-from warpfold.parallel.plan import Plan, apply
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan
 
 
 def tensors(output):
@@ -43,11 +44,11 @@ def test_shapes_and_names():
 @pytest.mark.parametrize("outer", ["middle", "first", "last"])
 def test_every_plan_gives_the_same_result(plan, outer):
     config = tiny_config()
-    model = apply(Plan(precision="fp64"), tiny_model(evoformer=replace(config.evoformer, outer=outer)))
+    model = Execution(Plan(precision="fp64")).bind(tiny_model(evoformer=replace(config.evoformer, outer=outer)))
     batch = {k: v.double() if v.is_floating_point() else v for k, v in random_batch().items()}
     with torch.no_grad():
         expected = model(batch)
-        assert_same(apply(replace(plan, precision="fp64"), model)(batch), expected, 1e-10)
+        assert_same(Execution(replace(plan, precision="fp64")).bind(model)(batch), expected, 1e-10)
 
 
 @pytest.mark.parametrize("plan", [Plan(chunk=3), Plan(recompute=True), Plan(chunk=5, recompute=True)], ids=str)
@@ -55,7 +56,7 @@ def test_every_plan_gives_the_same_gradients_dropout_included(plan):
     batch = {k: v.double() if v.is_floating_point() else v for k, v in random_batch().items()}
     grads = []
     for p in (Plan(precision="fp64"), replace(plan, precision="fp64")):
-        model = apply(p, tiny_model()).train()
+        model = Execution(p).bind(tiny_model()).train()
         model.noise.seed(1, 2, 3)
         out = model(batch)
         (out.msa.square().sum() + out.pair.sin().sum() + out.structure.atom14.square().mean()).backward()
@@ -106,7 +107,7 @@ def test_an_ensemble_of_equals_is_one():
 @pytest.mark.parametrize(("residues", "sequences", "extra", "templates"), [(1, 1, 1, 0), (1, 5, 2, 1), (3, 1, 1, 2)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_degenerate_sizes_are_finite(residues, sequences, extra, templates, precision):
-    model = apply(Plan(precision=precision), tiny_model()).train()
+    model = Execution(Plan(precision=precision)).bind(tiny_model()).train()
     out = model(random_batch(residues, sequences, extra, templates))
     total = sum(t.float().square().mean() for t in tensors(out).values())
     total.backward()
@@ -152,7 +153,7 @@ def test_bf16_is_near_fp32_and_its_logits_are_fp32():
         p.data *= 0.3
     with torch.no_grad():
         wide = model(batch)
-        narrow = apply(Plan(precision="bf16"), model)(batch)
+        narrow = Execution(Plan(precision="bf16")).bind(model)(batch)
     assert narrow.pair.dtype == torch.bfloat16
     for name in ("distogram_logits", "plddt_logits", "masked_msa_logits", "resolved_logits", "pae_logits"):
         assert getattr(narrow, name).dtype == torch.float32

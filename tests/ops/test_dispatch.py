@@ -14,7 +14,8 @@ from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor
-from warpfold.parallel.plan import Plan, apply
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan
 
 
 def odd(x: Tensor) -> str | None:
@@ -73,9 +74,9 @@ def test_nothing_to_compute_is_no_refusal() -> None:
 
 def test_a_plan_says_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_kernels", "fast")  # put back afterwards
-    apply(Plan(kernels="definition"), torch.nn.Module())
+    Execution(Plan(kernels="definition")).bind(torch.nn.Module())
     assert plus(EVEN).tolist() == [1, 1]
-    apply(Plan(), torch.nn.Module())
+    Execution(Plan()).bind(torch.nn.Module())
     assert plus(EVEN).tolist() == [-1, -1]
 
 

@@ -13,8 +13,8 @@ import pytest
 from tests.parallel.tracing import InReverse, Order, at_once, traced
 from tests.ranks import run_ranks
 from warpfold.parallel import collectives, sharded
-from warpfold.parallel.cut import Cut
 from warpfold.parallel.plan import Plan, Triangle
+from warpfold.parallel.sharded_tensor import ShardedTensor
 
 Found = list[tuple[str, str, list[str]]]
 CUTS: tuple[Triangle, ...] = ("gather", "channels")
@@ -98,13 +98,13 @@ def test_waiting_would_be_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_holding_back_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Cut.start
+    start = ShardedTensor.start
 
-    def at_first_use(cut: Cut, axis: int) -> None:
+    def at_first_use(cut: ShardedTensor, axis: int) -> None:
         if sys._getframe(1).f_code.co_name == "pending":
             start(cut, axis)
 
-    monkeypatch.setattr(Cut, "start", at_first_use)
+    monkeypatch.setattr(ShardedTensor, "start", at_first_use)
     assert any(move == "forward turn m to rows" for move in wasted(trace(Plan(axial=2), "middle"), 1))
 
 

@@ -25,8 +25,9 @@ from warpfold.model.pair import PairConfig
 from warpfold.ops.dispatch import Op
 from warpfold.parallel import collectives
 from warpfold.parallel.collectives import Event, Pending, mine, watched
+from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
-from warpfold.parallel.plan import Plan, apply
+from warpfold.parallel.plan import Plan
 
 Order = Literal["middle", "first", "last"]
 
@@ -215,12 +216,12 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _called_by() -> tuple[str, bool]:
-    """The name of the layer that a schedule is at work on, and whether in a recomputation, from the stack of calls."""
+    """The name of the layer that is being run, and whether in a recomputation, from the stack of calls."""
     frame, layer = sys._getframe(3), ""
     while frame is not None:
         name = frame.f_code.co_name
         if not layer and name in ("_by_slices", "_by_channels", "_share"):
-            layer = frame.f_locals["step"].name.strip()
+            layer = frame.f_locals["layout"].name.strip()
         if name == "recompute_fn":
             return layer, True
         frame = frame.f_back
@@ -283,7 +284,7 @@ def traced(plan: Plan, outer: Order, blocks: int = 2, global_column: bool = Fals
     torch.manual_seed(0)
     pairs = PairConfig(heads=2, c_triangle=4, transition=2)
     config = EvoformerConfig(blocks=blocks, heads=2, c_outer=3, transition=2, outer=outer, pair=pairs)
-    stack = apply(plan, Evoformer(C_M, C_Z, config, global_column), mesh).train()
+    stack = Execution(plan, mesh).bind(Evoformer(C_M, C_Z, config, global_column)).train()
     m, z = torch.randn(SEQUENCES, RESIDUES, C_M), torch.randn(RESIDUES, RESIDUES, C_Z)
     m, z = (mine(x, axis, mesh.axial).requires_grad_() for x, axis in ((m, COLS), (z, ROWS)))
     masks = torch.ones(SEQUENCES, RESIDUES), mine(torch.ones(RESIDUES, RESIDUES), -2, mesh.axial)

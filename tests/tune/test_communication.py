@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.pair import PairConfig
 from warpfold.parallel.collectives import Event, watched
-from warpfold.parallel.plan import Plan, apply
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan
 from warpfold.tune.communication import LINKS, Block, Phase, Traffic, count, moves, seconds, total
 from warpfold.tune.fake import fake_ranks
 
@@ -93,7 +94,7 @@ def test_watchers_see_what_torch_sees() -> None:
     events: list[Event] = []
     ranks, n, s = 4, 16, 8
     with fake_ranks(axial=ranks) as mesh, watched(events.append), Collectives() as torch_saw:
-        stack = apply(Plan(axial=ranks, triangle="gather"), Evoformer(8, 4, SMALL), mesh)
+        stack = Execution(Plan(axial=ranks, triangle="gather"), mesh).bind(Evoformer(8, 4, SMALL))
         m = torch.empty(s, n // ranks, 8, requires_grad=True)
         z = torch.empty(n // ranks, n, 4, requires_grad=True)
         out = stack(m, z, torch.empty(s, n), torch.empty(n // ranks, n))
@@ -111,7 +112,7 @@ def test_watchers_see_what_torch_sees() -> None:
 def test_every_start_is_awaited() -> None:
     events: list[Event] = []
     with fake_ranks(axial=3) as mesh, watched(events.append):
-        stack = apply(Plan(axial=3), Evoformer(8, 4, SMALL), mesh)
+        stack = Execution(Plan(axial=3), mesh).bind(Evoformer(8, 4, SMALL))
         m, z = torch.empty(4, 3, 8, requires_grad=True), torch.empty(3, 9, 4, requires_grad=True)
         out = stack(m, z, torch.empty(4, 9), torch.empty(3, 9))
         torch.autograd.backward(out, [torch.empty_like(x) for x in out])
@@ -124,5 +125,5 @@ def test_the_plans_choice_is_never_much_dearer_than_the_other(link) -> None:
     for residues in (64, 96, 128, 256, 384, 768, 1536, 3072):
         for ranks in (2, 3, 4, 8, 16, 64):
             gathered, cut = (seconds(moves(Block(residues=residues), ranks, way), LINKS[link]) for way in (False, True))
-            chosen = cut if Plan().by_channels(residues, ranks) else gathered
+            chosen = cut if Plan().by_channels(residues, ranks, channels=128, c_z=128, itemsize=2) else gathered
             assert chosen <= (1.05 if residues >= 256 else 1.15) * min(gathered, cut), (residues, ranks)

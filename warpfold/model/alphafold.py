@@ -9,9 +9,9 @@ from warpfold.batch import Batch, at_pass
 from warpfold.geometry.atoms import pseudo_beta
 from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
+from warpfold.model.execution import Executable
 from warpfold.model.heads import DistogramHead, MaskedMSAHead, PAEHead, PLDDTHead, ResolvedHead
-from warpfold.model.layers import Linear
-from warpfold.model.residues import Resident
+from warpfold.model.layers import DrawsNoise, Linear
 from warpfold.model.structure import StructureConfig, StructureModule, StructureOutput
 from warpfold.model.template import TemplateConfig, TemplateEmbedder
 from warpfold.ops.noise import Noise
@@ -82,15 +82,12 @@ class Output:
     pae_logits: Tensor | None  # [*, r, r, 64]
 
 
-class AlphaFold(Resident):
+class AlphaFold(Executable):
     """Algorithm 2 with recycling (Algorithms 30 and 31), on a batch of the feature table (warpfold/batch.py).
 
-    Under a plan that spreads an example over processes, each has its slice of what has a pair axis or an alignment:
-    m cut along residues, z along its rows (model/residues.py).  The batch, and everything per residue alone, is whole.
+    Under a plan that shards an example over processes, each has its shard of what has a pair axis or an alignment:
+    m cut along residues, z along its rows (model/execution.py).  The batch, and everything per residue, is whole.
     """
-
-    # How the trunk runs; set by a plan (parallel/plan.py), never part of what the model is.
-    dtype: torch.dtype = torch.float32
 
     def __init__(self, config: ModelConfig | None = None) -> None:
         super().__init__()
@@ -151,9 +148,9 @@ class AlphaFold(Resident):
 
     def trunk(self, batch: Batch, recycled: Recycled) -> Representations:
         """Algorithm 2, lines 4 to 19, for one sample of the alignment (no `pass` axis)."""
-        m_mask, dtype = batch["msa_mask"], self.dtype
-        seq_mask, mine = batch["seq_mask"], self.residues.mine
-        z_mask = mine(seq_mask, -1)[..., :, None] * seq_mask[..., None, :]
+        m_mask, dtype = batch["msa_mask"], self.execution.dtype
+        seq_mask = batch["seq_mask"]
+        z_mask = self.residues.local_shard(seq_mask, -1)[..., :, None] * seq_mask[..., None, :]
 
         m, z = self.input(batch["target_feat"].to(dtype), batch["msa_feat"].to(dtype), batch["residue_index"])
         m_first, z_recycled = self.recycling(
@@ -173,7 +170,7 @@ class AlphaFold(Resident):
             m, m_mask = torch.cat((m, rows), -3), torch.cat((m_mask, rows_mask), -2)
         m, z = self.evoformer(m, z, m_mask, z_mask)
         m_first = m[..., 0, :, :]
-        single = self.residues.whole(self.single(m_first), -2, seq_mask.shape[-1])
+        single = self.residues.all_gather(self.single(m_first), -2, seq_mask.shape[-1])
         return Representations(m[..., :s, :, :], z, single, m_first)
 
     def output(self, representations: Representations, structure: StructureOutput) -> Output:
@@ -194,11 +191,11 @@ class AlphaFold(Resident):
 
     def _nothing_recycled(self, batch: Batch) -> Recycled:
         """Zeros before the first pass; their norms' offsets still count (Algorithm 32)."""
-        c, aatype = self.config, batch["aatype"]
-        shape, mine, like = aatype.shape, self.residues.mine(aatype, -1).shape, batch["target_feat"]
+        c, aatype, dtype = self.config, batch["aatype"], self.execution.dtype
+        shape, shard, like = aatype.shape, self.residues.local_shard(aatype, -1).shape, batch["target_feat"]
         return Recycled(
-            like.new_zeros(*mine, c.c_m, dtype=self.dtype),
-            like.new_zeros(*mine, shape[-1], c.c_z, dtype=self.dtype),
+            like.new_zeros(*shard, c.c_m, dtype=dtype),
+            like.new_zeros(*shard, shape[-1], c.c_z, dtype=dtype),
             like.new_zeros(*shape, 37, 3),
         )
 
@@ -211,8 +208,7 @@ class AlphaFold(Resident):
             )
 
     def _share_noise(self) -> None:
-        """One source of dropout noise for all layers, and a stream of its own for each."""
-        layers = [m for m in self.modules() if m is not self and isinstance(getattr(m, "noise", None), Noise)]
+        """Have all layers draw from one source of dropout noise, each from streams of its own."""
+        layers = [module for module in self.modules() if isinstance(module, DrawsNoise)]
         for number, layer in enumerate(layers):
-            layer.noise = self.noise
-            layer.__dict__["stream"] = 1000 * number  # a layer may use the streams that follow its own
+            layer.draw_from(self.noise, 1000 * number)  # a layer may use the streams that follow its own

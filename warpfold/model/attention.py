@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, Tensors
-from warpfold.model.layers import LayerNorm, Linear, Normed
+from warpfold.model.axial import COLS, ROWS, AxialUpdate
+from warpfold.model.execution import Tensors
+from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear
 from warpfold.ops.attention import attention
 from warpfold.ops.gate import gate, tail
 from warpfold.ops.noise import Factors
@@ -15,7 +16,7 @@ from warpfold.ops.transition import transition
 class GatedAttention(nn.Module):
     """Multi-head attention whose output is gated by the sigmoid of a projection of its input.
 
-    Three steps, so that a schedule can do the first while the bias is on its way, and the last is one with the
+    It works in three steps, so that the first can be done while the bias is on its way and the last joins the
     residual: `projections` of n [*, K, c] are q, k, v and the gate g, each [*, K, h d]; `attend` within the
     last-but-one axis of n gives o [*, K, h d]; then `update` or `add`.
     """
@@ -32,54 +33,54 @@ class GatedAttention(nn.Module):
 
     @property
     def projections(self) -> tuple[Linear, ...]:
-        """Of q, k, v and the gate."""
+        """The linear layers of q, k, v and the gate."""
         return self.q, self.k, self.v, self.gate
 
     def attend(self, projected: Tensors, mask: Tensor, bias: Tensor | None = None) -> Tensor:
-        """projected: as `projections` give; mask [*, K], bias [*, h, K, K] -> o [*, K, h d]."""
+        """Return o [*, K, h d] of what `projections` give, mask [*, K] and bias [*, h, K, K]."""
         q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in projected[:3])
         return attention(q, k, v, mask, bias).flatten(-2)
 
     def update(self, o: Tensor, g: Tensor) -> Tensor:
-        """o, g [*, K, h d] -> [*, K, c]."""
+        """Return the update [*, K, c] of o and the gate's logits g, both [*, K, h d]."""
         return self.out(gate(o, g))
 
     def add(self, x: Tensor, o: Tensor, g: Tensor, factors: Factors | None) -> Tensor:
-        """x [*, K, c] with the update, of which dropout leaves `factors`."""
+        """Return x [*, K, c] plus the update times the dropout factors (None: ones)."""
         assert self.out.bias is not None
         return tail(x, o, g, self.out.weight, self.out.bias, factors)
 
 
 class AttentionUpdate(AxialUpdate):
-    """A trunk layer whose update is a gated attention, within each row or, turned, within each column."""
+    """A trunk layer whose update is a gated attention, within each row or, if `by_column`, within each column."""
 
     attention: GatedAttention
-    turned = False
+    by_column = False
 
-    def turn(self, t: Any) -> Any:
-        """Rows for columns, where the layer attends within columns; again, and they are back."""
-        return t.transpose(ROWS, COLS) if self.turned else t
+    def transpose_if_column(self, t: Any) -> Any:
+        """Exchange rows and columns where the layer attends within columns; called again, it exchanges them back."""
+        return t.transpose(ROWS, COLS) if self.by_column else t
 
     def bias_of(self, shared: Tensors) -> Tensor | None:
-        """[*, 1, h, K, K], or None."""
+        """Return the additive bias [*, 1, h, K, K] of the logits, or None."""
         return None
 
-    def local(self, n: Normed, mask: Tensor) -> Tensors:
-        return self.turn(n).project(*self.attention.projections)
+    def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
+        return self.transpose_if_column(n).project(*self.attention.projections)
 
     def attend(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        """o of the slice, turned as `local` is."""
-        mask = self.turn(mask[..., None])[..., 0]
+        """Return o of the slice, with rows and columns as in `local`."""
+        mask = self.transpose_if_column(mask[..., None])[..., 0]
         return self.attention.attend(local, mask, self.bias_of(shared))
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        dx: Tensor = self.turn(self.attention.update(self.attend(local, shared, mask), local[3]))
+        dx: Tensor = self.transpose_if_column(self.attention.update(self.attend(local, shared, mask), local[3]))
         return dx
 
     def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
-        factors = None if factors is None else self.turn(factors)
+        factors = None if factors is None else self.transpose_if_column(factors)
         o = self.attend(local, shared, mask)
-        new: Tensor = self.turn(self.attention.add(self.turn(x), o, local[3], factors))
+        new: Tensor = self.transpose_if_column(self.attention.add(self.transpose_if_column(x), o, local[3], factors))
         return new
 
 
@@ -92,7 +93,7 @@ class Transition(AxialUpdate):
         self.up = Linear(c, factor * c, init="relu")
         self.down = Linear(factor * c, c, init="final")
 
-    def local(self, n: Normed, mask: Tensor) -> Tensors:
+    def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         return (n.x,)  # normalised on the way
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:

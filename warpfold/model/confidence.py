@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from warpfold.model.residues import ALL, Residues
+from warpfold.model.execution import ALL, Residues
 from warpfold.ops.precision import island
 
 
@@ -63,17 +63,17 @@ def _centers(breaks: Tensor) -> Tensor:
     return torch.cat([breaks + step / 2, (breaks[-1] + 1.5 * step)[None]])
 
 
-def _tm(logits: Tensor, breaks: Tensor, asym_id: Tensor | None, mask: Tensor | None, of: Residues) -> Tensor:
+def _tm(logits: Tensor, breaks: Tensor, asym_id: Tensor | None, mask: Tensor | None, residues: Residues) -> Tensor:
     """Expected TM-score of the best alignment: the frame whose row has the highest mean over the pairs that count."""
     ones = torch.ones(logits.shape[-2], device=logits.device)
     counts = ones if mask is None else ones * mask
-    residues = max(int(counts.sum()), 19)  # below 19 the TM-score's own d0 is not defined sensibly
-    d0 = 1.24 * (residues - 15) ** (1 / 3) - 1.8
+    number = max(int(counts.sum()), 19)  # below 19 the TM-score's own d0 is not defined sensibly
+    d0 = 1.24 * (number - 15) ** (1 / 3) - 1.8
     score = 1 / (1 + (_centers(breaks.to(logits.device)) / d0) ** 2)
     expected = (island(logits).softmax(-1) * score).sum(-1)
     pairs = counts[:, None] * counts[None, :]
     if asym_id is not None:
         pairs = pairs * (asym_id[:, None] != asym_id[None, :])
-    pairs = of.mine(pairs, -2)
+    pairs = residues.local_shard(pairs, -2)
     per_frame = (expected * pairs).sum(-1) / (1e-8 + pairs.sum(-1))
-    return of.whole(per_frame, -1, len(counts)).max()
+    return residues.all_gather(per_frame, -1, len(counts)).max()

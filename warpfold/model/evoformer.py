@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from warpfold.model.axial import BlockStack, Branching
+from warpfold.model.axial import Block, BlockStack, Step, Steps
 from warpfold.model.msa import MSAStack, OuterProductMean
 from warpfold.model.pair import PairConfig, PairStack
 
@@ -25,28 +25,28 @@ class EvoformerConfig:
     pair: PairConfig = field(default_factory=PairConfig)
 
 
-class EvoformerBlock(Branching):
-    """Algorithm 6 (and 18, with global column attention): m [*, s, r, c_m], z [*, r, r, c_z] -> m, z."""
+class EvoformerBlock(Block):
+    """Algorithm 6 (and 18, with global column attention).
+
+    m [*, s, r, c_m], z [*, r, r, c_z], m_mask [*, s, r], z_mask [*, r, r] -> m, z.
+    """
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, global_column: bool = False) -> None:
         super().__init__()
         self.order = config.outer
-        self.independent = config.outer != "middle"
         self.msa = MSAStack(c_m, c_z, config.heads, config.transition, config.rate, global_column)
         self.outer = OuterProductMean(c_m, c_z, config.c_outer)
         self.pair = PairStack(c_z, config.pair)
 
-    def forward(self, m: Tensor, z: Tensor, m_mask: Tensor, z_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """m_mask [*, s, r], z_mask [*, r, r] -> m, z."""
-        if self.order == "middle":
-            m = self.msa(m, m_mask, z)
-            z = self.outer(z, m_mask, m)
-            return m, self.pair(z, z_mask)
+    @property
+    def steps(self) -> Steps:
+        """Algorithm 6, with the outer product where the settings have it."""
+        outer = Step("z", self.outer, "m")
         if self.order == "first":
-            z = self.outer(z, m_mask, m)
-            return self.branches(self.msa, (m, m_mask, z), self.pair, (z, z_mask))
-        m, z = self.branches(self.msa, (m, m_mask, z), self.pair, (z, z_mask))
-        return m, self.outer(z, m_mask, m)
+            return outer, *self.msa.steps, *self.pair.steps
+        if self.order == "middle":
+            return *self.msa.steps, outer, *self.pair.steps
+        return *self.msa.steps, *self.pair.steps, outer
 
 
 class Evoformer(BlockStack):
@@ -57,5 +57,6 @@ class Evoformer(BlockStack):
         self.blocks = nn.ModuleList(EvoformerBlock(c_m, c_z, config, global_column) for _ in range(config.blocks))
 
     def forward(self, m: Tensor, z: Tensor, m_mask: Tensor, z_mask: Tensor) -> tuple[Tensor, Tensor]:
-        m, z = self.run(self.blocks, (m, z), (m_mask, z_mask))
+        """Return the new m [*, s, r, c_m] and z [*, r, r, c_z], given m_mask [*, s, r] and z_mask [*, r, r]."""
+        m, z = self.execution.stack(self, (m, z), (m_mask, z_mask))
         return m, z

@@ -6,8 +6,8 @@ Each is a small module from one representation to logits in fp32, named part by 
 import torch
 from torch import Tensor, nn
 
+from warpfold.model.execution import Executable
 from warpfold.model.layers import LayerNorm, Linear
-from warpfold.model.residues import Resident
 from warpfold.ops.precision import island
 
 
@@ -21,7 +21,7 @@ def pae_breaks(bins: int = 64, max_error: float = 31.0) -> Tensor:
     return torch.linspace(0.0, max_error, bins - 1)
 
 
-class DistogramHead(Resident):
+class DistogramHead(Executable):
     """Supp. 1.9.8: pair -> logits of the distance between beta carbons.  z [*, N, N, c_z] -> [*, N, N, bins].
 
     Symmetric in i and j by construction: half of the logits from either side.  DeepMind: `distogram_head`.

@@ -1,7 +1,7 @@
-"""The two parametrised building blocks of every layer: Linear with AlphaFold2's initialisations, and LayerNorm.
+"""The building blocks of every layer: Linear with AlphaFold2's initialisations, LayerNorm, and where dropout draws.
 
-Both keep their parameters as they are (normally fp32) and compute in the dtype of what arrives, so that the activations
-alone decide between fp32, bf16 and fp64, with no autocast context.
+Linear and LayerNorm keep their parameters as they are (normally fp32) and compute in the dtype of what arrives, so
+that the activations alone decide between fp32, bf16 and fp64, with no autocast context.
 """
 
 import math
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from warpfold.ops.noise import Noise
 from warpfold.ops.norm import layer_norm, norm_linear
 
 Init = Literal["default", "relu", "glorot", "gating", "final"]
@@ -56,20 +57,35 @@ class LayerNorm(nn.LayerNorm):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class Part(NamedTuple):
+class DrawsNoise(nn.Module):
+    """A module with dropout: `noise` is where it draws from, `stream` sets its draws apart from those of others."""
+
+    noise: Noise
+    stream: int = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Noise()
+
+    def draw_from(self, noise: Noise, stream: int) -> None:
+        """Draw from `noise` and this stream of it from now on."""
+        self.noise, self.stream = noise, stream
+
+
+class LinearSlice(NamedTuple):
     """Some of the outputs of a linear layer."""
 
     weight: Tensor
     bias: Tensor | None
 
 
-Projection = Linear | Part
+Projection = Linear | LinearSlice
 
 
-class Normed:
-    """A tensor and its norm, which is put off until it is known what for: a projection normalises on the way.
+class DeferredLayerNorm:
+    """A tensor and a norm that is applied only when its purpose is known: a projection normalises on the way.
 
-    So no normalised tensor is written to memory, read again and kept for the gradient.  Who wants one takes `value`.
+    So no normalised tensor is written to memory, read again and kept for the gradient.  Whoever needs it takes `value`.
     """
 
     def __init__(self, x: Tensor, norm: LayerNorm) -> None:
@@ -82,7 +98,7 @@ class Normed:
         return y
 
     def project(self, *linears: Projection) -> tuple[Tensor, ...]:
-        """Every projection of the normalised tensor, in one pass over it; as views of one tensor."""
+        """Return every projection of the normalised tensor, made in one pass over it, as views of one tensor."""
         norm = self.norm
         weight, bias = linears[0].weight, linears[0].bias
         if len(linears) > 1:
@@ -96,6 +112,6 @@ class Normed:
         y = norm_linear(self.x, norm.weight, norm.bias, weight, bias, norm.eps)
         return y.split([len(linear.weight) for linear in linears], -1)
 
-    def transpose(self, a: int, b: int) -> "Normed":
-        """With two axes exchanged."""
-        return Normed(self.x.transpose(a, b), self.norm)
+    def transpose(self, a: int, b: int) -> "DeferredLayerNorm":
+        """Return the same with two axes exchanged."""
+        return DeferredLayerNorm(self.x.transpose(a, b), self.norm)

@@ -17,9 +17,9 @@ from warpfold.batch import at_pass
 from warpfold.geometry import residue
 from warpfold.geometry.atoms import RenamedTruth, rename_ground_truth, residue_rows
 from warpfold.geometry.rigid import Rigid
+from warpfold.model.execution import ALL, Residues
 from warpfold.model.fape import backbone_fape, sidechain_fape
 from warpfold.model.heads import distogram_breaks, pae_breaks
-from warpfold.model.residues import ALL, Residues
 from warpfold.model.violations import find_violations
 from warpfold.ops.precision import island
 
@@ -90,7 +90,7 @@ def total_loss(
     """
     terms: Terms = {}
     if config.structure_module:
-        terms |= _divided(structure_loss(output.structure, batch, config), residues.cuts)
+        terms |= _divided(structure_loss(output.structure, batch, config), residues.shards)
     if config.distogram:
         logits = output.distogram_logits
         breaks = _on(distogram_breaks, logits.shape[-1], logits.device)
@@ -101,7 +101,7 @@ def total_loss(
         terms["masked_msa"] = masked_msa_loss(output.masked_msa_logits, msa["true_msa"], msa["bert_mask"], residues)
     terms |= _confidence_losses(output, batch, config, residues)
 
-    terms = _divided(terms, residues.copies)
+    terms = _divided(terms, residues.replicas)
     total = torch.stack([getattr(config, name) * terms[name] for name in WEIGHTED if name in terms]).sum()
     if config.scale_by_length:
         total = total * batch["seq_mask"].sum().sqrt()
@@ -123,7 +123,7 @@ def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: Lo
         terms["experimentally_resolved"] = experimentally_resolved_loss(
             output.resolved_logits, batch["all_atom_mask"], batch["atom37_atom_exists"]
         )
-    terms = _divided(terms, residues.cuts)
+    terms = _divided(terms, residues.shards)
     if config.predicted_aligned_error:
         if output.pae_logits is None:
             raise ValueError("a loss on the predicted aligned error is wanted, but the model has no such head")
@@ -239,7 +239,7 @@ def distogram_loss(
 
     logits [N, N, bins] (rows of the residues here), breaks [bins - 1] angstrom, pseudo_beta [N, 3], mask [N].
     """
-    squared = (residues.mine(pseudo_beta, -2)[:, None, :] - pseudo_beta[None, :, :]).square().sum(-1)
+    squared = (residues.local_shard(pseudo_beta, -2)[:, None, :] - pseudo_beta[None, :, :]).square().sum(-1)
     return _mean_of_pairs(_cross_entropy(logits, _bin(squared, breaks)), mask, 1e-6, residues)
 
 
@@ -249,9 +249,9 @@ def masked_msa_loss(logits: Tensor, true_msa: Tensor, bert_mask: Tensor, residue
     logits [S, N, classes] (23; Multimer 22; columns of the residues here), true_msa [S, N] codes below `classes`,
     bert_mask [S, N].
     """
-    error = _cross_entropy(logits, residues.mine(true_msa, -1))
+    error = _cross_entropy(logits, residues.local_shard(true_msa, -1))
     bert_mask = bert_mask.to(error.dtype)
-    return (error * residues.mine(bert_mask, -1)).sum() / (1e-8 + bert_mask.sum())
+    return (error * residues.local_shard(bert_mask, -1)).sum() / (1e-8 + bert_mask.sum())
 
 
 def plddt_loss(logits: Tensor, ca: Tensor, true_ca: Tensor, mask: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def predicted_aligned_error_loss(
     """
     with torch.no_grad():
         local, true_local = (
-            Rigid(residues.mine(x.rotation, -3), residues.mine(x.translation, -2))[:, None].invert_apply(
+            Rigid(residues.local_shard(x.rotation, -3), residues.local_shard(x.translation, -2))[:, None].invert_apply(
                 x.translation[None, :]
             )
             for x in (frames, true_frames)
@@ -342,7 +342,7 @@ def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 def _mean_of_pairs(value: Tensor, mask: Tensor, epsilon: float, residues: Residues) -> Tensor:
     """Mean of value [N, N], of which the rows here are given, over the pairs of residues where mask [N] is 1."""
     pairs = mask[:, None] * mask[None, :]
-    return (value * residues.mine(pairs, -2)).sum() / (epsilon + pairs.sum())
+    return (value * residues.local_shard(pairs, -2)).sum() / (epsilon + pairs.sum())
 
 
 def _mean(value: Tensor, mask: Tensor, epsilon: float) -> Tensor:

@@ -1,11 +1,12 @@
 """The layers of the MSA stack, m [*, s, r, c_m], and the outer product that carries m into z (Algorithms 7-10, 19)."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, Chain, Tensors
-from warpfold.model.layers import LayerNorm, Linear, Normed
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, Step, Steps
+from warpfold.model.execution import Tensors
+from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear
 from warpfold.ops.attention import global_attention, masked_mean
 from warpfold.ops.gate import gate, tail
 from warpfold.ops.noise import Factors
@@ -16,20 +17,18 @@ class MSARowAttention(AttentionUpdate):
     """Algorithm 7: attention within each sequence, biased by the pair representation."""
 
     axis = ROWS
-    gathers = ROWS
-    shares_source = True
+    shared_from_other = True  # rows of z, whichever they are
 
     def __init__(self, c_m: int, c_z: int, heads: int = 8, rate: float = 0.15) -> None:
         super().__init__()
-        self.rate = rate
+        self.dropout_rate = rate
         self.norm = LayerNorm(c_m)
         self.norm_z = LayerNorm(c_z)
         self.bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_m, heads)
 
-    def shared(self, n: Normed, mask: Tensor, source: Tensor | None) -> Tensors:
-        assert source is not None
-        return Normed(source, self.norm_z).project(self.bias)  # [*, i, j, h]
+    def shared_of(self, other: Tensor) -> Tensors:
+        return DeferredLayerNorm(other, self.norm_z).project(self.bias)  # [*, i, j, h]
 
     def bias_of(self, shared: Tensors) -> Tensor:
         return shared[0].movedim(-1, -3)[..., None, :, :, :]
@@ -39,7 +38,7 @@ class MSAColumnAttention(AttentionUpdate):
     """Algorithm 8: attention within each residue's column, between sequences."""
 
     axis = COLS
-    turned = True
+    by_column = True
 
     def __init__(self, c_m: int, heads: int = 8) -> None:
         super().__init__()
@@ -63,13 +62,13 @@ class MSAColumnGlobalAttention(AxialUpdate):
         self.gate = Linear(c_m, heads * width, init="gating")
         self.out = Linear(heads * width, c_m, init="final")
 
-    def local(self, n: Normed, mask: Tensor) -> Tensors:
+    def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         n, mask = n.transpose(ROWS, COLS), mask.transpose(-2, -1)  # [*, r, s, c], [*, r, s]
         q = self.q(masked_mean(n.value, mask[..., None], axis=-2)).unflatten(-1, (self.heads, -1))
         return q, *n.project(self.k, self.v, self.gate)
 
     def attend(self, local: Tensors, mask: Tensor) -> Tensor:
-        """o [*, r, s, h d], the same for all sequences."""
+        """Return o [*, r, s, h d], the same for all sequences."""
         q, k, v, g = local
         o = global_attention(q, k, v, mask.transpose(-2, -1))  # [*, r, h, d]
         return o.flatten(-2)[..., None, :].expand(g.shape)
@@ -85,12 +84,11 @@ class MSAColumnGlobalAttention(AxialUpdate):
 
 
 class OuterProductMean(AxialUpdate):
-    """Algorithm 10: row i of z from column i of m, given every column's b.  x is z, source is m, mask is m's."""
+    """Algorithm 10: row i of z from column i of m, given every column's b.  x is z, other is m, mask is m's."""
 
     axis = ROWS
-    reads = COLS
-    gathers = COLS
-    reads_source = True
+    operand_axis = COLS
+    operand_is_other = True
 
     def __init__(self, c_m: int, c_z: int, c: int = 32) -> None:
         super().__init__()
@@ -99,14 +97,14 @@ class OuterProductMean(AxialUpdate):
         self.b = Linear(c_m, c)
         self.out = Linear(c * c, c_z, init="final")  # from the products, left channel outermost
 
-    def shared(self, n: Normed, mask: Tensor, source: Tensor | None) -> Tensors:
+    def shared(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         mask = mask[..., None].to(n.x.dtype)
         return n.project(self.b)[0] * mask, mask
 
-    def local(self, n: Normed, mask: Tensor) -> Tensors:
+    def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         return (n.project(self.a)[0] * mask[..., None].to(n.x.dtype),)
 
-    def parts(self, n: Normed, mask: Tensor, source: Tensor | None) -> tuple[Tensors, Tensors]:
+    def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
         a, b = n.project(self.a, self.b)
         mask = mask[..., None].to(n.x.dtype)
         return (a * mask,), (b * mask, mask)
@@ -117,7 +115,7 @@ class OuterProductMean(AxialUpdate):
         return outer_product(a, b, self.out.weight, self.out.bias, pairs + 1e-3)
 
 
-class MSAStack(Chain):
+class MSAStack(nn.Module):
     """The MSA half of a block: row attention, column attention (global for the extra MSA), transition."""
 
     def __init__(
@@ -127,3 +125,8 @@ class MSAStack(Chain):
         self.row = MSARowAttention(c_m, c_z, heads, rate)
         self.column = MSAColumnGlobalAttention(c_m, heads) if global_column else MSAColumnAttention(c_m, heads)
         self.transition = Transition(c_m, factor)
+
+    @property
+    def steps(self) -> Steps:
+        """Algorithm 6, lines 2 to 4."""
+        return Step("m", self.row, "z"), Step("m", self.column), Step("m", self.transition)

@@ -9,8 +9,9 @@ from typing import Literal
 from torch import Tensor
 
 from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
-from warpfold.model.axial import COLS, ROWS, Chain, ChannelProduct, Tensors
-from warpfold.model.layers import LayerNorm, Linear, Normed, Part, Projection
+from warpfold.model.axial import COLS, ROWS, Block, ChannelProduct, Step, Steps
+from warpfold.model.execution import Tensors
+from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, LinearSlice, Projection
 from warpfold.ops.gate import gate
 from warpfold.ops.triangle import triangle_factor, triangle_product
 
@@ -39,7 +40,7 @@ class TriangleMultiplication(ChannelProduct):
 
     def __init__(self, c_z: int, c: int, outgoing: bool, rate: float = 0.25, fused: bool = False) -> None:
         super().__init__()
-        self.outgoing, self.fused, self.rate = outgoing, fused, rate
+        self.outgoing, self.fused, self.channels, self.dropout_rate = outgoing, fused, c, rate
         self.axis = ROWS if outgoing else COLS
         self.norm = LayerNorm(c_z)
         if fused:  # a in the first half of the channels, b in the second
@@ -55,37 +56,37 @@ class TriangleMultiplication(ChannelProduct):
         self.gate = Linear(c_z, c_z, init="gating")
 
     @property
-    def joins(self) -> int:
+    def join_axis(self) -> int:
         return -2 if self.outgoing else -1  # rows or columns, with no channel axis behind them
 
-    def left(self, n: Normed, mask: Tensor) -> Tensor:
+    def left(self, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
         y, g = n.project(*self._projections(0))
         return triangle_factor(y, g, mask)
 
-    def right(self, n: Normed, mask: Tensor) -> Tensor:
+    def right(self, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
         y, g = n.project(*self._projections(1))
         return triangle_factor(y, g, mask)
 
-    def parts(self, n: Normed, mask: Tensor, source: Tensor | None) -> tuple[Tensors, Tensors]:
+    def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
         a, a_gate, b, b_gate, g = n.project(*self._projections(0), *self._projections(1), self.gate)
         return (triangle_factor(a, a_gate, mask), g), (triangle_factor(b, b_gate, mask),)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         return triangle_product(left, right, self.outgoing)
 
-    def finish(self, x: Tensor, opening: Tensor) -> Tensor:
-        return gate(Normed(x, self.norm_out).project(self.out)[0], opening)
+    def finish(self, x: Tensor, gate_logits: Tensor) -> Tensor:
+        return gate(DeferredLayerNorm(x, self.norm_out).project(self.out)[0], gate_logits)
 
     def _projections(self, half: int) -> tuple[Projection, Projection]:
-        """Of a (half 0) or b (half 1) of the product, and of its gate."""
+        """Return the projections of a (half 0) or b (half 1) of the product, and of its gate."""
         if self.fused:
             return _half(self.ab, half), _half(self.ab_gate, half)
         return (self.b, self.b_gate) if half else (self.a, self.a_gate)
 
 
 def _half(linear: Linear, half: int) -> Projection:
-    """One half of the outputs of a fused projection."""
-    return Part(linear.weight.chunk(2)[half], linear.bias.chunk(2)[half])
+    """Return one half of the outputs of a fused projection."""
+    return LinearSlice(linear.weight.chunk(2)[half], linear.bias.chunk(2)[half])
 
 
 class TriangleAttention(AttentionUpdate):
@@ -95,31 +96,34 @@ class TriangleAttention(AttentionUpdate):
         self, c_z: int, starting: bool, heads: int = 4, head_width: int | None = None, rate: float = 0.25
     ) -> None:
         super().__init__()
-        self.turned, self.rate = not starting, rate
-        self.axis = self.spread = ROWS if starting else COLS
+        self.by_column, self.dropout_rate = not starting, rate
+        self.axis = self.dropout_shared_axis = ROWS if starting else COLS
         self.norm = LayerNorm(c_z)
         self.bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_z, heads, head_width)
 
-    def shared(self, n: Normed, mask: Tensor, source: Tensor | None) -> Tensors:
+    def shared(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         return n.project(self.bias)  # [*, i, j, h]
 
-    def parts(self, n: Normed, mask: Tensor, source: Tensor | None) -> tuple[Tensors, Tensors]:
-        *local, bias = self.turn(n).project(*self.attention.projections, self.bias)
-        return tuple(local), (self.turn(bias),)
+    def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
+        *local, bias = self.transpose_if_column(n).project(*self.attention.projections, self.bias)
+        return tuple(local), (self.transpose_if_column(bias),)
 
     def bias_of(self, shared: Tensors) -> Tensor:
-        bias: Tensor = self.turn(shared[0])
+        bias: Tensor = self.transpose_if_column(shared[0])
         return bias.movedim(-1, -3)[..., None, :, :, :]
 
 
-class PairStack(Chain):
-    """The pair half of a block: the triangle updates in the order of the settings, then the transition."""
+class PairStack(Block):
+    """The pair half of a block: triangle updates and transition; z [*, i, j, c_z] and its mask [*, i, j] -> z."""
+
+    states = ("z",)
 
     def __init__(self, c_z: int, config: PairConfig) -> None:
         super().__init__()
         c = config
-        for kind in ("mul", "att") if c.order == "multiplication_first" else ("att", "mul"):
+        self.multiplication_first = c.order == "multiplication_first"
+        for kind in ("mul", "att") if self.multiplication_first else ("att", "mul"):
             if kind == "mul":
                 self.outgoing = TriangleMultiplication(c_z, c.c_triangle, True, c.rate, c.fused)
                 self.incoming = TriangleMultiplication(c_z, c.c_triangle, False, c.rate, c.fused)
@@ -127,3 +131,11 @@ class PairStack(Chain):
                 self.starting = TriangleAttention(c_z, True, c.heads, c.head_width, c.rate)
                 self.ending = TriangleAttention(c_z, False, c.heads, c.head_width, c.rate)
         self.transition = Transition(c_z, c.transition)
+
+    @property
+    def steps(self) -> Steps:
+        """Algorithm 6, lines 6 to 10; attention first in Algorithm 16, lines 2 to 6."""
+        multiplication = Step("z", self.outgoing), Step("z", self.incoming)
+        attention = Step("z", self.starting), Step("z", self.ending)
+        both = multiplication + attention if self.multiplication_first else attention + multiplication
+        return *both, Step("z", self.transition)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from warpfold.geometry.atoms import atom14_to_atom37, frames_to_atom14, torsions_to_frames
 from warpfold.geometry.rigid import Rigid, update_affine
-from warpfold.model.layers import LayerNorm, Linear
-from warpfold.model.residues import Resident
-from warpfold.ops.noise import Noise, dropout
+from warpfold.model.execution import Executable
+from warpfold.model.layers import DrawsNoise, LayerNorm, Linear
+from warpfold.ops.noise import dropout
 from warpfold.ops.precision import island
 
 
@@ -101,14 +101,13 @@ class StructureModule(nn.Module):
         )
 
 
-class FoldIteration(nn.Module):
+class FoldIteration(DrawsNoise):
     """Algorithm 20, lines 6 to 14: attention, transition, backbone update and torsion angles of one layer."""
 
     def __init__(self, c_s: int, c_z: int, config: StructureConfig) -> None:
         super().__init__()
         c = config
         self.rate = c.dropout
-        self.noise, self.stream = Noise(), 0  # where dropout draws from; two streams for every layer
         self.invariant_point_attention = InvariantPointAttention(c.c, c_z, c.heads, c.c_hidden, c.qk_points, c.v_points)
         self.attention_layer_norm = LayerNorm(c.c)
         last = c.transition_layers - 1
@@ -127,7 +126,7 @@ class FoldIteration(nn.Module):
         s_initial [*, N, c_s] and z [*, N, N, c_z], normalised; affine: quaternion w x y z and translation in units of
         `position_scale`; mask [*, N]; the angles (sin, cos) are not normalised; `layer` picks the dropout noise.
         """
-        stream = self.stream + 2 * layer
+        stream = self.stream + 2 * layer  # two streams for every layer
         s = s + self.invariant_point_attention(s, z, Rigid.from_quaternion7(affine), mask)
         s = self.attention_layer_norm(dropout(s, self.rate, self.noise, stream, self.training))
         s = s + self._transition(s)
@@ -142,7 +141,7 @@ class FoldIteration(nn.Module):
         return last(s)
 
 
-class InvariantPointAttention(Resident):
+class InvariantPointAttention(Executable):
     """Algorithm 22, InvariantPointAttention: attention by likeness, by pair and by distance in space.
 
     The result is the same under any rigid motion of all frames together.
@@ -160,16 +159,16 @@ class InvariantPointAttention(Resident):
         self.output_projection = Linear(heads * (c_hidden + 4 * v_points + c_z), c, init="final")
 
     def forward(self, s: Tensor, z: Tensor, frames: Rigid, mask: Tensor) -> Tensor:
-        """s [*, N, c], z [*, N, N, c_z], frames [*, N], mask [*, N] -> update of s [*, N, c].
+        """Return the update of s [*, N, c], given z [*, N, N, c_z], frames [*, N] and mask [*, N].
 
-        Of z, the rows of the residues that are here, whose queries alone are asked.
+        z: this rank's rows; only their queries are computed.
         """
         k, v = self._heads(self.kv_scalar(s)).split(self.c_hidden, dim=-1)
         kv_points = frames[..., None, None].apply(self._points(self.kv_point_local(s)))
         k_points, v_points = kv_points.split([self.qk_points, self.v_points], dim=-2)
-        mine = self.residues.mine
-        at = Rigid(mine(frames.rotation, -3), mine(frames.translation, -2))[..., None, None]
-        a = self._attention(mine(s, -2), k, k_points, z, at, mask)
+        local_shard = self.residues.local_shard
+        at = Rigid(local_shard(frames.rotation, -3), local_shard(frames.translation, -2))[..., None, None]
+        a = self._attention(local_shard(s, -2), k, k_points, z, at, mask)
 
         o = torch.einsum("...hij,...jhc->...ihc", a, v)
         o_points = at.invert_apply(torch.einsum("...hij,...jhpx->...ihpx", a, v_points))
@@ -177,7 +176,7 @@ class InvariantPointAttention(Resident):
         o_pair = torch.einsum("...hij,...ijc->...ihc", a, z)
         parts = [o, *o_points.unbind(-1), o_lengths, o_pair]
         update = self.output_projection(torch.cat([part.flatten(-2) for part in parts], dim=-1))
-        return self.residues.whole(update, -2, s.shape[-2])
+        return self.residues.all_gather(update, -2, s.shape[-2])
 
     def _attention(self, s: Tensor, k: Tensor, k_points: Tensor, z: Tensor, at: Rigid, mask: Tensor) -> Tensor:
         """Lines 1 to 7: the weights [*, H, I, N] of I queries; k [*, N, H, c], global k_points [*, N, H, P, 3]."""
@@ -192,7 +191,7 @@ class InvariantPointAttention(Resident):
         gamma = nn.functional.softplus(self.trainable_point_weights.to(s.dtype))[:, None, None]
         points = gamma * distance.square() * (0.5 * math.sqrt(2 / (9 * self.qk_points)))
         # A masked residue may attend to all: nobody reads it, and its softmax has something to normalise.
-        hidden = self.residues.mine(mask, -1)[..., None, :, None] * (1 - mask[..., None, None, :])
+        hidden = self.residues.local_shard(mask, -1)[..., None, :, None] * (1 - mask[..., None, None, :])
         return torch.softmax(math.sqrt(1 / 3) * (scalar + pair - points) - 1e5 * hidden, dim=-1)
 
     def _heads(self, x: Tensor) -> Tensor:

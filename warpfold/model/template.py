@@ -11,9 +11,9 @@ from warpfold.geometry.atoms import atom37_to_torsions, distogram_bins
 from warpfold.geometry.residue import ATOM_ORDER, UNKNOWN
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.axial import BlockStack
+from warpfold.model.execution import Executable
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.model.pair import PairConfig, PairStack
-from warpfold.model.residues import Resident
 from warpfold.ops.attention import attention
 
 AATYPES = 22  # one-hot of template residue types: 20, X, gap
@@ -38,7 +38,7 @@ class TemplateConfig:
     pair: PairConfig = field(default_factory=_template_pair)
 
 
-class TemplatePairEmbedder(Resident):
+class TemplatePairEmbedder(Executable):
     """The 88 pair features of one template, projected (Supp. 1.2.9 table 1, Algorithm 2 line 9)."""
 
     bins = 39  # of the beta carbon distances, 3.25 to 50.75 angstrom
@@ -49,30 +49,30 @@ class TemplatePairEmbedder(Resident):
         self.linear = Linear(self.bins + 2 + 2 * AATYPES + 3, c_t, init="relu")
 
     def forward(self, template: Batch, dtype: torch.dtype) -> Tensor:
-        """One template, [*, r, ...] -> [*, r, r, c_t]; its features are zero where a backbone is missing.
+        """Embed one template, [*, r, ...] -> [*, r, r, c_t]; its features are zero where a backbone is missing.
 
-        Of the result, the rows of the residues that are here.
+        Returns this rank's shard: the rows of its residues.
         """
-        mine = self.residues.mine
+        local_shard = self.residues.local_shard
         beta, beta_mask = template["template_pseudo_beta"], template["template_pseudo_beta_mask"]
         aatype = F.one_hot(template["template_aatype"], AATYPES).to(beta.dtype)
         positions, masks = template["template_all_atom_positions"], template["template_all_atom_masks"]
         n, ca, c = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
         has_backbone = masks[..., n] * masks[..., ca] * masks[..., c]
-        has_both = (mine(has_backbone, -1)[..., :, None] * has_backbone[..., None, :])[..., None]
+        has_both = (local_shard(has_backbone, -1)[..., :, None] * has_backbone[..., None, :])[..., None]
         if self.unit_vectors:
             backbone = [positions[..., atom, :] for atom in (n, ca, c)]
-            frames = Rigid.from_three_points(*(mine(x, -2) for x in backbone))
+            frames = Rigid.from_three_points(*(local_shard(x, -2) for x in backbone))
             vector = frames[..., :, None].invert_apply(backbone[1][..., None, :, :])
             vector = vector * torch.rsqrt(1e-6 + vector.square().sum(-1, keepdim=True)) * has_both
         else:
             vector = beta.new_zeros(*has_both.shape[:-1], 3)
         features = torch.cat(
             (
-                distogram_bins(beta, 3.25, 50.75, self.bins, mine(beta, -2)),
-                (mine(beta_mask, -1)[..., :, None] * beta_mask[..., None, :])[..., None],
+                distogram_bins(beta, 3.25, 50.75, self.bins, local_shard(beta, -2)),
+                (local_shard(beta_mask, -1)[..., :, None] * beta_mask[..., None, :])[..., None],
                 aatype[..., None, :, :].expand(*has_both.shape[:-1], AATYPES),  # of column j
-                mine(aatype, -2)[..., :, None, :].expand(*has_both.shape[:-1], AATYPES),  # of row i
+                local_shard(aatype, -2)[..., :, None, :].expand(*has_both.shape[:-1], AATYPES),  # of row i
                 vector,
                 has_both,
             ),
@@ -93,7 +93,7 @@ class TemplatePointwiseAttention(nn.Module):
         self.out = Linear(heads * width, c_z, init="final")
 
     def forward(self, z: Tensor, t: Tensor, template_mask: Tensor) -> Tensor:
-        """z [*, r, r, c_z], t [*, tmpl, r, r, c_t], template_mask [*, tmpl] -> [*, r, r, c_z]."""
+        """Return the update of z [*, r, r, c_z], given t [*, tmpl, r, r, c_t] and template_mask [*, tmpl]."""
         t = t.movedim(-4, -2)
         q = self.q(z)[..., None, :].unflatten(-1, (self.heads, -1))  # one query per pair
         k, v = (f(t).unflatten(-1, (self.heads, -1)) for f in (self.k, self.v))
@@ -118,7 +118,7 @@ class TemplateEmbedder(nn.Module):
         self.rows = TemplateRows(c_m) if config.torsion_rows else None
 
     def forward(self, z: Tensor, z_mask: Tensor, batch: Batch) -> Tensor:
-        """z [*, r, r, c_z] -> the update of z; zero where there is no template."""
+        """Return the update of z [*, r, r, c_z]; zero where there is no template."""
         mask = batch["template_mask"]
         if mask.shape[-1] == 0:
             return torch.zeros_like(z)
@@ -140,11 +140,11 @@ class TemplatePairStack(BlockStack):
         self.blocks = nn.ModuleList(PairStack(config.c, config.pair) for _ in range(config.blocks))
 
     def forward(self, t: Tensor, z_mask: Tensor) -> Tensor:
-        (t,) = self.run(self.blocks, (t,), (z_mask,))
+        (t,) = self.execution.stack(self, (t,), (z_mask,))
         return t
 
 
-class TemplateRows(Resident):
+class TemplateRows(Executable):
     """Algorithm 2, lines 7 and 8: each template as a row of the MSA, from its torsion angles."""
 
     def __init__(self, c_m: int) -> None:
@@ -153,17 +153,17 @@ class TemplateRows(Resident):
         self.down = Linear(c_m, c_m, init="relu")
 
     def forward(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """-> rows [*, tmpl, r, c_m], of the residues here, and their mask [*, tmpl, r], one where psi is defined.
+        """Return rows [*, tmpl, r, c_m] (this rank's shard) and their mask [*, tmpl, r], 1 where psi is defined.
 
         Torsions that are not defined are zero.  (The official code feeds rounding noise there.)
         """
         features, mask = self.features(batch)
-        features = self.residues.mine(features, -2)
+        features = self.residues.local_shard(features, -2)
         return self.down(self.up(features.to(dtype)).relu()), mask
 
     @staticmethod
     def features(batch: Batch) -> tuple[Tensor, Tensor]:
-        """-> the 57 features [*, tmpl, r, 57] and the row mask [*, tmpl, r]."""
+        """Return the 57 features [*, tmpl, r, 57] and the row mask [*, tmpl, r]."""
         aatype = batch["template_aatype"]
         known = aatype.clamp(max=UNKNOWN)  # a gap has the atoms of X: none
         torsions = atom37_to_torsions(known, batch["template_all_atom_positions"], batch["template_all_atom_masks"])

@@ -82,6 +82,11 @@ def choose(kernels: Kernels) -> None:
     _kernels = kernels
 
 
+def kernels() -> Kernels:
+    """Return how operations are computed now."""
+    return _kernels
+
+
 @contextmanager
 def using(kernels: Kernels) -> Iterator[None]:
     """Compute operations that way within the context."""

@@ -1,146 +1,264 @@
-"""The axial schedules: every layer works on this rank's slices, and what it needs from others is on its way meanwhile.
+"""Stacks over several ranks: every layer works on this rank's shards, and what it needs from others travels meanwhile.
 
-A stack's layers are cut along rows or columns in turn.  Which slice of m or z is wanted after a layer is known before
-anything runs (`itineraries`), so an all-to-all begins as soon as its input exists, and is awaited by the layer that
-needs it.  A layer works in phases: between two of them it would wait, and something else may be done meanwhile.
+A stack's layers are sharded along rows or columns in turn.  Which shard of m or z is wanted after a step is read from
+the blocks' steps before anything runs (`layout_plan`), so an all-to-all begins as soon as its input exists, and is
+awaited by the layer that needs it.  A layer works in phases: between two of them it would wait, and something else may
+be done meanwhile.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import cast
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, BlockStack, Branching, Chain, ChannelProduct, Tensors
-from warpfold.model.layers import Normed
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, Block, ChannelProduct, Step, Steps
+from warpfold.model.execution import Tensors
+from warpfold.model.layers import DeferredLayerNorm
+from warpfold.ops.dispatch import using
 from warpfold.ops.noise import Factors
 from warpfold.parallel.collectives import Pending, gather, mine, swap, tied, turn
-from warpfold.parallel.cut import Cut, CutResidues, MSAMask, PairMask
 from warpfold.parallel.mesh import Mesh
-from warpfold.parallel.schedules import joined_updates, shared_in_slices
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.sharded_tensor import Mask, MSAMask, PairMask, ShardedTensor
+from warpfold.parallel.slices import add_in_slices, cut_axes, shared_in_slices
 
-Phases = Generator[Sequence[Pending], None, Cut]  # what it is about to wait for
-ENTERS = {2: (COLS, ROWS), 1: (ROWS,)}  # how a stack's states come and go, (m, z) or (z,): cut by residues
+Phases = Generator[Sequence[Pending], None, ShardedTensor]  # what it is about to wait for
+Sharded = dict[str, ShardedTensor]
+ENTERS = {"m": COLS, "z": ROWS}  # how a stack's states come and go: sharded by residues
 
 
 @dataclass(frozen=True)
-class Step:
-    """What is known of a layer's call: where its result is cut, and along which axes x and source are wanted next."""
+class Layout:
+    """Where a step's result is sharded, and along which axes its state and the other one are wanted next."""
 
     name: str
     axis: int
-    x_next: int | None
-    source_next: int | None = None
+    next: int | None  # None: as it comes
+    other_next: int | None = None
 
 
 @dataclass(frozen=True)
-class Itinerary:
-    """The calls of a stack, and for each block the axis along which it takes each state (None: as it comes)."""
+class BlockLayout:
+    """The axis along which a block takes each state (None: as it comes), and the layout of each of its steps."""
 
-    steps: Mapping[AxialUpdate, Step]
-    entries: list[list[int | None]]
+    enters: Mapping[str, int | None]
+    steps: tuple[Layout, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Use:
-    """One reading of a state, while an itinerary is made."""
+    """One reading of a state by a step, while layouts are planned."""
 
-    layer: AxialUpdate
     block: int
-    state: int
+    step: int
+    state: str
     axis: int | None  # None: any
     writes: bool
 
 
-class Sharding:
-    """One rank's way through a model that is cut over the axial ranks and, with two branches, shared out to them.
+def layout_plan(name: str, blocks: Sequence[Block], by_channels: bool) -> list[BlockLayout]:
+    """Return the layout of every block, found by following each state through all steps.
 
-    chunk, in_place: as in a plan.  channels: whether triangle products are cut by channels, given (residues, ranks).
+    by_channels: triangle products take z as it comes.
+    """
+    uses = [use for number, block in enumerate(blocks) for use in _uses(number, block, by_channels)]
+    now, other_next = dict(ENTERS), None
+    found: dict[tuple[int, int], tuple[int, int | None, int | None]] = {}
+    for index, use in enumerate(uses):
+        after = next((later.axis for later in uses[index + 1 :] if later.state == use.state), ENTERS[use.state])
+        if not use.writes:
+            other_next = after
+            continue
+        now[use.state] = now[use.state] if use.axis is None else use.axis
+        found[use.block, use.step] = now[use.state], after, other_next
+        other_next = None
+    layouts = []
+    for number, block in enumerate(blocks):
+        enters: dict[str, int | None] = dict.fromkeys(block.states)
+        for use in reversed([use for use in uses if use.block == number]):
+            enters[use.state] = use.axis  # of its first use
+        names = {module: key for key, module in block.named_modules()}
+        said = [names.get(step.layer, type(step.layer).__name__) for step in block.steps]
+        steps = tuple(Layout(f"{name} {layer}", *found[number, index]) for index, layer in enumerate(said))
+        layouts.append(BlockLayout(enters, steps))
+    return layouts
+
+
+def _uses(number: int, block: Block, by_channels: bool) -> Iterator[_Use]:
+    """Yield the readings of a block in order; a step's reading of the state that it updates comes last."""
+    for index, (state, layer, other) in enumerate(block.steps):
+        axis = operand_axis = None
+        if isinstance(layer, AxialUpdate):
+            axis = None if by_channels and isinstance(layer, ChannelProduct) else layer.axis
+            operand_axis = layer.operand_axis if layer.operand_is_other else None
+        if other is not None:
+            yield _Use(number, index, other, operand_axis, False)
+        yield _Use(number, index, state, axis, True)
+
+
+def independent_runs(steps: Steps) -> list[range]:
+    """Return the steps in runs within which no step reads what the steps of another state wrote.
+
+    Within a run, the states are independent of each other, and their steps may run at the same time.
+    """
+    starts, written = [0], set[str]()
+    for index, step in enumerate(steps):
+        if step.other in written:
+            starts.append(index)
+            written = set()
+        written.add(step.state)
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(steps)])]
+
+
+def unsupported_reason(plan: Plan, name: str, block: Block) -> str | None:
+    """Return why a block cannot run under a plan that shards its states or shares them out; None if it can."""
+    setting, size = ("plan.axial", plan.axial) if plan.axial > 1 else ("plan.branch", plan.branch)
+    kind = f"{name or 'the block'} ({type(block).__name__})"
+    if type(block).forward is not Block.forward:
+        return f"{setting} = {size} runs blocks by their steps, but {kind} has a forward of its own; leave it at 1"
+    if not set(block.states) <= set(ENTERS):
+        return f"{setting} = {size} knows the states m and z, but {kind} has {', '.join(block.states)}; leave it at 1"
+    plain = [type(step.layer).__name__ for step in block.steps if not isinstance(step.layer, AxialUpdate)]
+    if plain and plan.axial > 1:
+        return f"{setting} = {size} cuts layers along an axis, but {plain[0]} in {kind} has none; leave it at 1"
+    if plan.branch > 1 and len(block.states) > 1 and not has_halves(block.steps):
+        return plan.unsupported_reason("middle")
+    return None
+
+
+def has_halves(steps: Steps) -> bool:
+    """Return whether some steps of two states are independent, so that branch ranks can share them."""
+    return any(len({steps[index].state for index in run}) > 1 for run in independent_runs(steps))
+
+
+class ShardedStack:
+    """Blocks one after another on this rank of a mesh: sharded over axial ranks, halves shared out to branch ranks.
+
+    compiled: what to call in the place of some layers.
     """
 
-    def __init__(self, mesh: Mesh, chunk: int | None, in_place: bool, channels: Callable[[int, int], bool]) -> None:
-        self.mesh, self.group, self.chunk, self.in_place, self.channels = mesh, mesh.axial, chunk, in_place, channels
-        self.residues = CutResidues(mesh.axial, mesh.branch.size)
-        self.steps: dict[tuple[AxialUpdate, bool], Step] = {}
+    def __init__(
+        self,
+        name: str,
+        blocks: Sequence[Block],
+        plan: Plan,
+        mesh: Mesh,
+        compiled: Mapping[AxialUpdate, AxialUpdate] | None = None,
+    ) -> None:
+        self.name, self.blocks, self.plan, self.mesh, self.group = name, blocks, plan, mesh, mesh.axial
+        self.compiled = compiled or {}
+        self.layouts = {by_channels: layout_plan(name, blocks, by_channels) for by_channels in (False, True)}
+        products = [m for block in blocks for m in block.modules() if isinstance(m, ChannelProduct)]
+        self.product_channels = products[0].channels if products else 0
 
-    def lead(self, name: str, stack: BlockStack, run: Callable[..., tuple[Cut, ...]]) -> None:
-        """Take over a stack: its layers, its blocks, and the way from one block to the next.
-
-        run: runs one block given its states, or recomputes it.
-        """
-        plans = {by: itinerary(name, stack.blocks, by) for by in (False, True)}
-        for by, plan in plans.items():
-            self.steps.update({(layer, by): step for layer, step in plan.steps.items()})
-        for module in stack.modules():
-            if isinstance(module, AxialUpdate):
-                module.schedule = self.schedule
-            if isinstance(module, Branching):
-                module.branches = self.branches
-
-        def through(blocks: Iterable[nn.Module], states: Tensors, masks: Tensors) -> Tensors:
-            """The stack's way of running its blocks (`BlockStack.run`)."""
-            cuts, cut_masks = self._enter(states, masks, name)
-            for block, entries in zip(blocks, plans[cuts[0].by_channels].entries):
-                if self.mesh.branch.size > 1:
-                    for cut in cuts:  # what the other branch sends is awaited outside of what is recomputed
-                        cut.along(cut.present)
-                taken = (cut.only(cut.present if axis is None else axis) for cut, axis in zip(cuts, entries))
-                cuts = run((_apart(block),), tuple(taken), cut_masks)
-            left = tuple(cut.along(axis) for cut, axis in zip(cuts, ENTERS[len(cuts)]))
-            return tied(*left) if self.mesh.branch.size > 1 else left  # the extra MSA's m is used by nobody
-
-        stack.run = through
-
-    def _enter(self, states: Tensors, masks: Tensors, name: str) -> tuple[tuple[Cut, ...], tuple[Any, ...]]:
-        residues = states[-1].shape[COLS]
-        by_channels = self.channels(residues, self.group.size)
-        lengths = [{ROWS: residues, COLS: residues}]
-        cut_masks: tuple[Any, ...] = (PairMask(masks[-1]),)
-        if len(states) == 2:
-            lengths.insert(0, {ROWS: states[0].shape[ROWS], COLS: residues})
-            cut_masks = (MSAMask(masks[0], self.group), *cut_masks)
-        cuts = tuple(
-            Cut(axis, state, length, self.group, f"{name} {letter}", by_channels)
-            for axis, state, length, letter in zip(ENTERS[len(states)], states, lengths, "mz"[-len(states) :])
+    def run(self, states: Tensors, masks: Tensors) -> Tensors:
+        """Return the new shards of the states, given this rank's shards; the mask of m is whole, that of z its rows."""
+        names = self.blocks[0].states
+        z = states[-1]
+        residues = z.shape[COLS]
+        by_channels = self.plan.by_channels(
+            residues, self.group.size, self.product_channels, z.shape[-1], z.element_size()
         )
-        return cuts, cut_masks
+        held: Sharded = {}
+        mask: dict[str, Mask] = {}
+        for name, state, its_mask in zip(names, states, masks):
+            lengths = {ROWS: state.shape[ROWS] if name == "m" else residues, COLS: residues}
+            held[name] = ShardedTensor(ENTERS[name], state, lengths, self.group, f"{self.name} {name}")
+            mask[name] = MSAMask(its_mask, self.group) if name == "m" else PairMask(its_mask)
+        for block, layout in zip(self.blocks, self.layouts[by_channels]):
+            if self.mesh.branch.size > 1:
+                for x in held.values():  # what the other branch sends is awaited outside of what is recomputed
+                    x.along(x.present)
+            enters = zip(held.values(), layout.enters.values())
+            taken = [x.only(x.present if axis is None else axis) for x, axis in enters]
+            run = partial(self._block, block, layout, by_channels, mask)
+            if self.plan.recompute and torch.is_grad_enabled():
+                new = checkpoint(run, *taken, use_reentrant=False, preserve_rng_state=True)
+            else:
+                new = run(*taken)
+            held = dict(zip(names, new))
+        left = tuple(x.along(ENTERS[name]) for name, x in held.items())
+        return tied(*left) if self.mesh.branch.size > 1 else left  # the extra MSA's m is used by nobody
 
-    def schedule(self, layer: AxialUpdate, x: Any, mask: Any, source: Any = None) -> Any:
-        """The axial schedule of a layer: x, source: `Cut`; mask: as `MSAMask`."""
-        (out,) = _alternate(self.phases(layer, x, mask, source))
-        return out
+    def _block(
+        self, block: Block, layout: BlockLayout, by_channels: bool, mask: dict[str, Mask], *states: ShardedTensor
+    ) -> tuple[ShardedTensor, ...]:
+        """Run one block; second shards that it makes of its states live while it runs."""
+        with using(self.plan.kernels):  # also where it is recomputed, perhaps by another thread
+            held = dict(zip(block.states, (x.only(x.present) for x in states)))
+            steps = list(zip(block.steps, layout.steps))
+            for run in independent_runs(block.steps):
+                held |= self._run_independent([steps[index] for index in run], by_channels, held, mask)
+            return tuple(held.values())
 
-    def phases(self, layer: AxialUpdate, x: Cut, mask: Any, source: Cut | None) -> Phases:
-        """The layer's work, interrupted wherever it may have to wait for others."""
-        step = self.steps[layer, x.by_channels]
-        if isinstance(layer, ChannelProduct) and x.by_channels:
-            return self._by_channels(layer, x, mask, step)
-        return self._by_slices(layer, x, mask, source, step)
+    def _run_independent(
+        self, steps: list[tuple[Step, Layout]], by_channels: bool, held: Sharded, mask: Mapping[str, Mask]
+    ) -> Sharded:
+        """Run steps whose states are independent: in turn where one would wait, or each on its own branch rank."""
+        states = [state for state in held if any(step.state == state for step, _ in steps)]
+        chains = {state: [(step, layout) for step, layout in steps if step.state == state] for state in states}
+        if self.mesh.branch.size == 1 or len(states) == 1:
+            results = _alternate(*(self._chain(chain, by_channels, held, mask) for chain in chains.values()))
+            return dict(zip(states, results))
+        own, other = states if self.mesh.branch.rank == 0 else states[::-1]
+        (result,) = _alternate(self._chain(chains[own], by_channels, held, mask))
+        axis, other_axis = (chains[state][-1][1].axis for state in (own, other))
+        shape = held[other].shard_shape(other_axis, held[other].along(held[other].present))
+        name = f"{held[other].name} of the other branch"
+        received = swap(result.along(axis), shape, self.mesh.branch, name)
+        return {own: result, other: held[other].with_shard(other_axis, received)}
 
-    def _by_slices(self, layer: AxialUpdate, x: Cut, mask: Any, source: Cut | None, step: Step) -> Phases:
-        axis = x.present if layer.axis is None else layer.axis
-        reads = axis if layer.reads is None else layer.reads
+    def _chain(
+        self, steps: list[tuple[Step, Layout]], by_channels: bool, held: Sharded, mask: Mapping[str, Mask]
+    ) -> Phases:
+        """Run the steps of one state, which read the others as they are in `held`."""
+        x = held[steps[0][0].state]
+        for step, layout in steps:
+            other = None if step.other is None else held[step.other]
+            layer = step.layer
+            if not isinstance(layer, AxialUpdate):
+                x = self._plain(step, x, mask[step.state], other, layout)
+                continue
+            run = self.compiled.get(layer, layer)
+            if by_channels and isinstance(layer, ChannelProduct):
+                x = yield from self._by_channels(cast(ChannelProduct, run), x, mask[step.masked], layout)
+            else:
+                x = yield from self._by_slices(run, x, mask[step.masked], other, layout)
+        return x
+
+    def _plain(
+        self, step: Step, x: ShardedTensor, mask: Mask, other: ShardedTensor | None, layout: Layout
+    ) -> ShardedTensor:
+        """Run a step that only knows whole tensors, where every rank has them: one axial rank, two branches."""
+        others = () if other is None else (other.along(other.present),)
+        return self._leave(x, x.present, step.layer(x.along(x.present), mask.along(x.present), *others), layout)
+
+    def _by_slices(
+        self, layer: AxialUpdate, x: ShardedTensor, mask: Mask, other: ShardedTensor | None, layout: Layout
+    ) -> Phases:
+        """Run a layer, interrupted wherever it may have to wait for others."""
+        axis, operand_axis = cut_axes(layer, x.present)
         pending: list[Pending] = []
-        if layer.shares_source:
-            assert source is not None
-            pending = self._share(layer, source, mask, source.present, source.present, step)
         operand = x
-        if layer.reads_source:
-            assert source is not None
-            operand = source
-        yield [operand.pending(reads)]
-        here = operand.along(reads)
-        n = layer.normed(here)
-        n_mask = mask.along(reads)
-        if layer.gathers is not None and not layer.shares_source:
-            assert layer.joins is not None
-            pending = self._share(layer, operand, mask, reads, layer.joins, step, n)
-        local = layer.local(n, n_mask) if self.chunk is None else None
+        if other is not None and layer.shared_from_other:
+            pending = self._share(layer, other, mask, other.present, layout)
+        elif other is not None and layer.operand_is_other:
+            operand = other
+        yield [operand.pending(operand_axis)]
+        held_operand = operand.along(operand_axis)
+        n, n_mask = layer.deferred_norm(held_operand), mask.along(operand_axis)
+        if layer.shared_axis is not None and not layer.shared_from_other:
+            pending = self._share(layer, operand, mask, operand_axis, layout, n)
+        local = layer.local(n, n_mask) if self.plan.chunk is None else None
         yield pending
         shared = tuple(p.wait() for p in pending)
         dx = None
-        if local is not None and layer.reads_source:  # x may still be on its way
+        if local is not None and layer.operand_is_other:  # x may still be on its way
             dx = layer.update(local, shared, n_mask)
         yield [x.pending(axis)]
         held = x.along(axis)
@@ -150,99 +268,82 @@ class Sharding:
         elif local is not None:
             new = layer.add(held, local, shared, n_mask, factors)
         else:
-            assert self.chunk is not None
-            new = joined_updates(layer, held, here, n_mask, shared, factors, (axis, reads), self.chunk, self.in_place)
-        return self._leave(x, axis, new, step)
+            assert self.plan.chunk is not None
+            axes, size = (axis, operand_axis), self.plan.chunk
+            new = add_in_slices(layer, held, held_operand, n_mask, shared, factors, axes, size, self.plan.in_place)
+        return self._leave(x, axis, new, layout)
 
     def _share(
-        self, layer: AxialUpdate, of: Cut, mask: Any, cut: int, joins: int, step: Step, n: Normed | None = None
+        self,
+        layer: AxialUpdate,
+        of: ShardedTensor,
+        mask: Mask,
+        axis: int,
+        layout: Layout,
+        n: DeferredLayerNorm | None = None,
     ) -> list[Pending]:
-        """`shared` of this rank's slice of x or source, each tensor on its way to be joined with the others'."""
-        held = of.along(cut)
-        if self.chunk is None:
-            tensors = layer.shared(
-                layer.normed(held) if n is None else n, mask.along(cut) if n is not None else held, held
-            )
+        """Return `shared` of this rank's shard, each tensor on its way to be joined with the others'.
+
+        of: the operand, of which n is the norm; or, without n, the other representation.
+        """
+        held = of.along(axis)
+        join_axis = axis if n is None or layer.join_axis is None else layer.join_axis
+        if self.plan.chunk is not None:
+            n_mask = mask.along(axis) if n is not None else held  # not read where `shared` is made from the other
+            tensors = shared_in_slices(layer, held, n_mask, held, self.plan.chunk)
+        elif n is None:
+            tensors = layer.shared_of(held)
         else:
-            tensors = shared_in_slices(layer, held, mask.along(cut), held, self.chunk)
-        length, name = of.lengths[cut], f"{step.name} shared"
-        pending = [gather(t, joins, length, self.group, f"{name} {i}") for i, t in enumerate(tensors)]
-        if step.source_next is not None:  # later than what is needed sooner
-            of.start(step.source_next)
+            tensors = layer.shared(n, mask.along(axis))
+        length, name = of.lengths[axis], f"{layout.name} shared"
+        pending = [gather(t, join_axis, length, self.group, f"{name} {i}") for i, t in enumerate(tensors)]
+        if layout.other_next is not None:  # later than what is needed sooner
+            of.start(layout.other_next)
         return pending
 
-    def _by_channels(self, layer: ChannelProduct, x: Cut, mask: Any, step: Step) -> Phases:
+    def _by_channels(self, layer: ChannelProduct, x: ShardedTensor, mask: Mask, layout: Layout) -> Phases:
+        """Run a product on whole rows and columns of this rank's channels, whatever the axis along which x is there."""
         axis = x.present
         yield [x.pending(axis)]
         held = x.along(axis)
-        n, n_mask = layer.normed(held), mask.along(axis)
+        n, n_mask = layer.deferred_norm(held), mask.along(axis)
         had = axis + 1  # of the factors, which have no channels behind
         length = x.lengths[axis]
-        right = turn(layer.right(n, n_mask), had, -3, length, self.group, f"{step.name} right")
+        right = turn(layer.right(n, n_mask), had, -3, length, self.group, f"{layout.name} right")
         factor = layer.left(n, n_mask)
         channels = factor.shape[-3]
-        left = turn(factor, had, -3, length, self.group, f"{step.name} left")
-        opening = layer.opening(n)
+        left = turn(factor, had, -3, length, self.group, f"{layout.name} left")
+        gate_logits = layer.gate_logits(n)
         yield [left, right]
         product = layer.product(left.wait(), right.wait())
-        back = turn(product, -1, axis, channels, self.group, f"{step.name} product")
+        back = turn(product, -1, axis, channels, self.group, f"{layout.name} product")
         factors = self._factors(layer, x, held, axis)
         yield [back]
-        dx = layer.finish(back.wait(), opening)
-        return self._leave(x, axis, held + (dx if factors is None else dx * factors), step)
+        dx = layer.finish(back.wait(), gate_logits)
+        return self._leave(x, axis, held + (dx if factors is None else dx * factors), layout)
 
-    def _factors(self, layer: AxialUpdate, x: Cut, held: Tensor, axis: int) -> Factors | None:
-        """This rank's slice of the dropout factors, which are drawn for all of x."""
+    def _factors(self, layer: AxialUpdate, x: ShardedTensor, held: Tensor, axis: int) -> Factors | None:
+        """Return this rank's shard of the dropout factors, which are drawn for all of x."""
         factors = layer.dropout_factors(x.whole_shape(held), held)
         if factors is None or factors.shape[axis] == 1:
             return factors
         return mine(factors, axis, self.group)
 
-    def _leave(self, x: Cut, axis: int, new: Tensor, step: Step) -> Cut:
-        out = x.with_slice(axis, new)
-        if step.x_next is not None:
-            out.start(step.x_next)
+    def _leave(self, x: ShardedTensor, axis: int, new: Tensor, layout: Layout) -> ShardedTensor:
+        """Return the new x, already on its way to where it is wanted next."""
+        out = x.with_shard(axis, new)
+        if layout.next is not None:
+            out.start(layout.next)
         return out
 
-    def branches(self, msa: Chain, msa_args: Any, pair: Chain, pair_args: Any) -> tuple[Cut, Cut]:
-        """The two halves of a block: in turn where one would wait, or each on its own branch rank."""
-        m, z = msa_args[0], pair_args[0]
-        if self.mesh.branch.size == 1:
-            return _alternate(self._chain(msa, *msa_args), self._chain(pair, *pair_args))
-        first = self.mesh.branch.rank == 0
-        # Both read the other's state before it changes.
-        (own,) = _alternate(self._chain(msa, *msa_args) if first else self._chain(pair, *pair_args))
-        ends = [self.steps[list(chain.children())[-1], m.by_channels].axis for chain in (msa, pair)]  # type: ignore[index]
-        axis, other_axis = ends if first else ends[::-1]
-        other = z if first else m
-        shape = other.slice_shape(other_axis, other.along(other.present))
-        theirs = swap(own.along(axis), shape, self.mesh.branch, f"{other.name} of the other branch")
-        received = other.with_slice(other_axis, theirs)
-        return (own, received) if first else (received, own)
 
-    def _chain(self, chain: Chain, x: Cut, mask: Any, source: Cut | None = None) -> Phases:
-        for layer in chain.children():
-            assert isinstance(layer, AxialUpdate)
-            x = yield from self.phases(layer, x, mask, source)
-        return x
-
-
-def _apart(block: nn.Module) -> Callable[..., Any]:
-    """The block on `Cut`s of its own: a second slice that it makes of what it was given lives while it runs."""
-
-    def run(*args: Any) -> Any:
-        return block(*(arg.only(arg.present) if isinstance(arg, Cut) else arg for arg in args))
-
-    return run
-
-
-def _alternate(*works: Phases) -> tuple[Any, ...]:
-    """Several works in turn: each goes on until it would wait; where all would, the one that came to it first does.
+def _alternate(*works: Phases) -> tuple[ShardedTensor, ...]:
+    """Run several works in turn: each goes on until it would wait; where all would, the first that came to it waits.
 
     Recomputed, they must take the same turns, although what a block was given has long arrived then: a tensor that
     ever travelled counts as awaited from when it was asked for here.
     """
-    results: dict[int, Cut] = {}
+    results: dict[int, ShardedTensor] = {}
     awaited: set[Pending] = set()
     turns = deque(enumerate(works))
     while turns:
@@ -255,58 +356,3 @@ def _alternate(*works: Phases) -> tuple[Any, ...]:
         except StopIteration as end:
             results[number] = end.value
     return tuple(results[number] for number in range(len(works)))
-
-
-def itinerary(name: str, blocks: Iterable[nn.Module], by_channels: bool) -> Itinerary:
-    """The way of the states through blocks, found by leading tokens through them.
-
-    by_channels: triangle products take z as it comes.
-    """
-    uses = _uses(blocks, by_channels)
-    states = 1 + max(use.state for use in uses)
-    names = {
-        layer: f"{name} {key}" for b in blocks for key, layer in b.named_modules() if isinstance(layer, AxialUpdate)
-    }
-    now = list(ENTERS[states])
-    entries: list[list[int | None]] = []
-    found: dict[AxialUpdate, dict[str, int | None]] = {}
-    for index, use in enumerate(uses):
-        if use.block == len(entries):
-            firsts = [next((u for u in uses[index:] if u.state == s), None) for s in range(states)]
-            entries.append([u.axis if u is not None and u.block == use.block else None for u in firsts])
-        after = next((u.axis for u in uses[index + 1 :] if u.state == use.state), ENTERS[states][use.state])
-        step = found.setdefault(use.layer, {})
-        if use.writes:
-            now[use.state] = use.axis if use.axis is not None else now[use.state]
-            step["axis"], step["x_next"] = now[use.state], after
-        else:
-            step["source_next"] = after
-    steps = {layer: Step(names[layer], **step) for layer, step in found.items()}  # type: ignore[arg-type]
-    return Itinerary(steps, entries)
-
-
-def _uses(blocks: Iterable[nn.Module], by_channels: bool) -> list[_Use]:
-    """Every reading of a state by a layer, in order; tokens stand for the states, and schedules note who asks."""
-    uses: list[_Use] = []
-    block_now = 0
-
-    def note(layer: AxialUpdate, x: Any, mask: Any, source: Any = None) -> Any:
-        if layer.shares_source:
-            uses.append(_Use(layer, block_now, source, None, False))
-        if layer.reads_source:
-            uses.append(_Use(layer, block_now, source, layer.reads, False))
-        anywhere = by_channels and isinstance(layer, ChannelProduct)
-        uses.append(_Use(layer, block_now, x, None if anywhere else layer.axis, True))
-        return x
-
-    tokens = (0, 1) if any(isinstance(m, AxialUpdate) and m.reads_source for b in blocks for m in b.modules()) else (0,)
-    for block_now, block in enumerate(blocks):  # noqa: B007 (`note` reads it)
-        before = {layer: layer.schedule for layer in block.modules() if isinstance(layer, AxialUpdate)}
-        try:
-            for layer in before:
-                layer.schedule = note
-            block(*tokens, *(None for _ in tokens))
-        finally:  # a layer that only notes who asks is silently the identity
-            for layer, schedule in before.items():
-                layer.schedule = schedule
-    return uses

@@ -58,7 +58,7 @@ class RunConfig:
         plan, examples = self.plan, self.optim.accumulate
         if plan.in_place:
             raise ValueError("plan.in_place is for inference: training needs what it would write over; leave it out")
-        if reason := plan.refuses(self.model.evoformer.outer):
+        if reason := plan.unsupported_reason(self.model.evoformer.outer):
             raise ValueError(reason)
         if examples % plan.data:
             raise ValueError(

@@ -23,7 +23,8 @@ from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.heads import pae_breaks
 from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
-from warpfold.parallel.plan import Plan, Precision, apply, inference_plan
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan, Precision, inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run.outputs import Prediction
 from warpfold.run.predict_templates import user_templates
@@ -54,7 +55,7 @@ class Predictor:
     ) -> None:
         self.team = team or Team()
         self.axial, self.branch = self.team.mesh.axial.size, self.team.mesh.branch.size
-        if reason := Plan(axial=self.axial, branch=self.branch).refuses(model.config.evoformer.outer):
+        if reason := Plan(axial=self.axial, branch=self.branch).unsupported_reason(model.config.evoformer.outer):
             raise UserError(reason)
         self.model = model.to(device).eval()
         self.device = torch.device(device)
@@ -125,7 +126,7 @@ class Predictor:
         batch = to_tensors(features, self.device)
         plan = inference_plan(batch, self.precision, self.chunk)
         plan = replace(plan, axial=self.axial, branch=self.branch, kernels=self.kernels)
-        apply(plan, self.model, self.team.mesh)
+        Execution(plan, self.team.mesh).bind(self.model)
         ready = time.perf_counter()
 
         self.model.config = replace(settings, ensemble=ensemble)

@@ -31,7 +31,8 @@ from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.losses import total_loss
 from warpfold.model.weights import load_model, load_state, save_params
 from warpfold.ops.dispatch import refusals
-from warpfold.parallel.plan import apply, inference_plan
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run import metrics
 from warpfold.run.config import RunConfig, TrainConfig
@@ -77,7 +78,7 @@ def train(
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
     source = origin(sources, init, team)
     model = initial_model(config, init, team).to(device)
-    apply(config.plan, model, team.mesh)
+    Execution(config.plan, team.mesh).bind(model)
     optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.launch.ranks_per_node)
     with ExitStack() as stack:
         run, signals = stack.enter_context(RunFolder(out, team.leads)), stack.enter_context(StopSignals())
@@ -340,8 +341,8 @@ def validate(
             raw = example.take(0, min(example.length, config.train.validation_residues))
             features = make_features(raw, config.data, config.train.seed, (key, "validation"), passes)
             batch = to_tensors(features, device)
-            apply(replace(inference_plan(batch, config.plan.precision), kernels=config.plan.kernels), model)
+            Execution(replace(inference_plan(batch, config.plan.precision), kernels=config.plan.kernels)).bind(model)
             found[key] = float(ca_lddt(model(batch), batch))
-    apply(config.plan, model, team.mesh).train()
+    Execution(config.plan, team.mesh).bind(model).train()
     every = {key: lddt for part in team.share(found, "validation") for key, lddt in part.items()}
     return validation_row(step, {key: every[key] for _, key in held_out})

@@ -13,7 +13,8 @@ import torch
 
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.parallel.collectives import Event, sizes_of, watched
-from warpfold.parallel.plan import DTYPES, Plan, apply
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.tune.fake import fake_ranks
 
 Phase = Literal["forward", "recomputed", "backward"]
@@ -79,7 +80,7 @@ def _count(plan: Plan, block: Block, blocks: int, branch_rank: int) -> dict[str,
     events: list[Event] = []
     with fake_ranks(axial=plan.axial, branch=plan.branch, rank=branch_rank) as mesh, watched(events.append):
         config = replace(block.evoformer, blocks=blocks)
-        stack = apply(plan, Evoformer(block.c_m, block.c_z, config, block.global_column), mesh)
+        stack = Execution(plan, mesh).bind(Evoformer(block.c_m, block.c_z, config, block.global_column))
         here, dtype = sizes_of(block.residues, plan.axial)[0], DTYPES[plan.precision]
         m = torch.empty(block.sequences, here, block.c_m, dtype=dtype, requires_grad=True)
         z = torch.empty(here, block.residues, block.c_z, dtype=dtype, requires_grad=True)

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 from warpfold.batch import FEATURES, Batch
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.losses import LossConfig, total_loss
+from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh, make_mesh
-from warpfold.parallel.plan import Plan, apply
+from warpfold.parallel.plan import Plan
 
 
 @contextmanager
@@ -125,7 +126,7 @@ def memory_of(
     training = losses is not None
     with fake_ranks(plan.data, plan.axial, plan.branch) as mesh:
         model = AlphaFold(config).train(training)
-        apply(plan, model, mesh)
+        Execution(plan, mesh).bind(model)
         model.noise.seed(0)
         for p in model.parameters():
             p.grad = torch.empty_like(p)

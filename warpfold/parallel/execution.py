@@ -1,0 +1,156 @@
+"""How a plan runs a model: whole, in slices, in place, recomputed, compiled, over several ranks."""
+
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from warpfold.errors import UserError
+from warpfold.model.axial import AxialUpdate, Block, BlockStack
+from warpfold.model.execution import Executable, PlainExecution, Tensors, as_tuple
+from warpfold.parallel.mesh import Mesh
+from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.parallel.sharded import ShardedStack, unsupported_reason
+from warpfold.parallel.sharded_tensor import ShardedResidues
+from warpfold.parallel.slices import layer_in_slices
+
+# The functions of a layer that are compiled: they only compute.
+COMPILED = (
+    *("local", "shared", "shared_of", "local_and_shared", "update", "add"),
+    *("left", "right", "gate_logits", "product", "finish"),
+)
+M = TypeVar("M", bound=nn.Module)
+SHAPES = 64  # of each function that may be compiled before torch gives up, which it would only warn of
+
+
+class Execution(PlainExecution):
+    """Run models, stacks, blocks and layers as a plan says, on this rank of a mesh.
+
+        execution = Execution(Plan(axial=4, recompute=True, precision="bf16"), mesh)
+        model = execution.bind(model)     # from now on model(batch) runs so
+        print(execution)
+
+    It computes what the model computes in plain torch, up to rounding; nothing is kept between two calls.
+    mesh: this rank's groups, of the plan's sizes; needed where axial x branch is more than one rank.
+    Errors: ValueError without such a mesh.
+    """
+
+    def __init__(self, plan: Plan | None = None, mesh: Mesh | None = None) -> None:
+        self.plan = plan = Plan() if plan is None else plan
+        self.mesh = mesh or Mesh()
+        if (self.mesh.axial.size, self.mesh.branch.size) != (plan.axial, plan.branch) and self.distributed:
+            raise ValueError(
+                f"a plan of axial {plan.axial} x branch {plan.branch} needs a mesh of these sizes, not {mesh}"
+            )
+        self.dtype, self.kernels = DTYPES[plan.precision], plan.kernels
+        if self.distributed:
+            self.residues = ShardedResidues(self.mesh.axial, plan.branch)
+        self._sharded: dict[nn.Module, ShardedStack] = {}
+        self._compiled: dict[AxialUpdate, Any] = {}
+
+    @property
+    def distributed(self) -> bool:
+        """Whether several ranks share an example."""
+        return self.plan.axial * self.plan.branch > 1
+
+    def __str__(self) -> str:
+        p = self.plan
+        ranks = f"axial {p.axial} x branch {p.branch}, rank {self.mesh.model.rank}"
+        said = [ranks if self.distributed else "one device"]
+        if p.chunk is not None:
+            said.append(f"slices of {p.chunk} rows{', in place' if p.in_place else ''}")
+        said += [word for word, on in (("recomputed", p.recompute), ("compiled", p.compile)) if on]
+        return ", ".join([*said, p.precision, f"{p.kernels} kernels"])
+
+    def bind(self, model: M) -> M:
+        """Have a model, or any module that holds trunk layers, run so from now on; return it.
+
+        A later execution replaces this one; one that cannot run the model changes nothing.
+        Errors: UserError for a block that the plan cannot run, or where compiling needs a compiler that is not there.
+        """
+        if self.plan.compile:
+            self._compiled |= _compile(model)
+        if self.distributed:
+            self._sharded |= self._shard(model)
+        if self.plan.threads is not None:
+            torch.set_num_threads(self.plan.threads)
+        if self.plan.precision == "fp64":
+            model.double()  # a reference run: parameters too
+        for module in model.modules():
+            if isinstance(module, Executable):
+                module.execution = self
+        return model
+
+    def stack(self, stack: BlockStack, states: Tensors, masks: Tensors) -> Tensors:
+        """Run the blocks of a stack one after another, over several ranks or recomputed in the backward pass."""
+        if self.distributed:
+            return self._sharded[stack].run(states, masks)
+        for block in stack.blocks:
+            if self.plan.recompute and torch.is_grad_enabled():  # dropout noise is keyed, so it repeats
+                new = checkpoint(block, *states, *masks, use_reentrant=False, preserve_rng_state=True)
+            else:
+                new = block(*states, *masks)
+            states = as_tuple(new)
+        return states
+
+    def block(self, block: Block, states: Tensors, masks: Tensors) -> Tensors:
+        """Run the steps of a block one after another, over several ranks if it stands alone."""
+        if self.distributed:
+            return self._sharded[block].run(states, masks)
+        return super().block(block, states, masks)
+
+    def layer(self, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
+        """Return x with the layer's update, computed at once or in slices."""
+        layer = self._compiled.get(layer, layer)
+        if self.plan.chunk is None:
+            return super().layer(layer, x, mask, other)
+        return layer_in_slices(layer, x, mask, other, self.plan.chunk, self.plan.in_place)
+
+    def _shard(self, model: nn.Module) -> dict[nn.Module, ShardedStack]:
+        """Return what runs each stack, and each block outside of stacks, over the ranks."""
+        found: dict[nn.Module, ShardedStack] = {}
+        inside: set[nn.Module] = set()
+        for name, module in model.named_modules():
+            if module in inside or not isinstance(module, BlockStack | Block | AxialUpdate):
+                continue
+            if isinstance(module, AxialUpdate):
+                raise UserError(
+                    f"plan.axial = {self.plan.axial}, plan.branch = {self.plan.branch}: {name or 'the layer'} "
+                    f"({type(module).__name__}) stands in no block; put it into one, or leave both at 1"
+                )
+            blocks = cast(list[Block], [*module.blocks] if isinstance(module, BlockStack) else [module])
+            for block in blocks:
+                if reason := unsupported_reason(self.plan, name, block):
+                    raise UserError(reason)
+            found[module] = ShardedStack(name, blocks, self.plan, self.mesh, self._compiled)
+            inside.update(module.modules())
+        return found
+
+
+class _Compiled:
+    """A layer whose functions are compiled; everything else is the layer's own."""
+
+    def __init__(self, layer: AxialUpdate) -> None:
+        self._layer = layer
+        for name in COMPILED:
+            if hasattr(layer, name):
+                setattr(self, name, torch.compile(getattr(layer, name), dynamic=False))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _compile(model: nn.Module) -> dict[AxialUpdate, Any]:
+    """Return the layers that share something, compiled; a transition alone gets slower."""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        if not torch.cuda.is_available():
+            get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        raise UserError("plan.compile on a CPU needs a C++ compiler; install g++, or leave it out") from None
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
+    layers = (module for module in model.modules() if isinstance(module, AxialUpdate))
+    return {layer: _Compiled(layer) for layer in layers if layer.shared_axis is not None}

@@ -1,0 +1,111 @@
+"""Tensors of which every rank holds a shard, as the trunk's layers pass them on under an axial plan."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from warpfold.model.axial import COLS, ROWS
+from warpfold.model.execution import Residues
+from warpfold.parallel.collectives import Pending, gather, mine, sizes_of, turn
+from warpfold.parallel.mesh import Group
+
+
+class ShardedTensor:
+    """m [*, s, r, c] or z [*, i, j, c], sharded along ROWS or COLS, or for a while along both.
+
+    The second shard is made from the first by an all-to-all that is started when its use is foreseen (`start`) and
+    awaited at its use (`along`).  lengths: of the whole along both axes.
+    """
+
+    def __init__(self, axis: int, shard: Tensor | Pending, lengths: Mapping[int, int], group: Group, name: str) -> None:
+        self.lengths, self.group, self.name = lengths, group, name
+        self._shards = {axis: shard if isinstance(shard, Pending) else Pending(shard)}
+
+    @property
+    def present(self) -> int:
+        """An axis along which it can be had without waiting, if there is one."""
+        return next((axis for axis, pending in self._shards.items() if pending.arrived), next(iter(self._shards)))
+
+    def start(self, axis: int) -> None:
+        """Begin to make the shard along `axis`, unless it is there or on its way, or there is nothing to make it of."""
+        had = self.present
+        if axis not in self._shards and self._shards[had].arrived:
+            x = self._shards[had].wait()
+            name = f"{self.name} to {'rows' if axis == ROWS else 'columns'}"
+            self._shards[axis] = turn(x, had, axis, self.lengths[had], self.group, name)
+
+    def pending(self, axis: int) -> Pending:
+        """Return this rank's shard along `axis`, which may be on its way."""
+        if axis not in self._shards:
+            self._shards[self.present].wait()
+            self.start(axis)
+        return self._shards[axis]
+
+    def along(self, axis: int) -> Tensor:
+        """Return this rank's shard along `axis`, once it is there."""
+        return self.pending(axis).wait()
+
+    def only(self, axis: int) -> "ShardedTensor":
+        """Return the same with this one shard alone: what a block keeps of its input."""
+        self.start(axis)
+        if axis not in self._shards:  # it comes from a rank that has not sent it yet
+            axis = self.present
+        self._shards[axis].given = True
+        return self.with_shard(axis, self._shards[axis])
+
+    def with_shard(self, axis: int, shard: Tensor | Pending) -> "ShardedTensor":
+        """Return another tensor of the same whole shape."""
+        return ShardedTensor(axis, shard, self.lengths, self.group, self.name)
+
+    def shard_shape(self, axis: int, like: Tensor) -> list[int]:
+        """Return the shape of this rank's shard along `axis`; `like`: any shard of it."""
+        shape = self.whole_shape(like)
+        shape[axis] = sizes_of(self.lengths[axis], self.group.size)[self.group.rank]
+        return shape
+
+    def whole_shape(self, like: Tensor) -> list[int]:
+        """Return the shape of the whole; `like`: any shard of it."""
+        shape = list(like.shape)
+        shape[ROWS], shape[COLS] = self.lengths[ROWS], self.lengths[COLS]
+        return shape
+
+
+class MSAMask:
+    """The mask [*, s, r] of m, whole on every rank."""
+
+    def __init__(self, whole: Tensor, group: Group) -> None:
+        self.whole, self.group = whole, group
+
+    def along(self, axis: int) -> Tensor:
+        """Return this rank's shard; `axis` is one of m's, which has channels behind."""
+        return mine(self.whole, axis + 1, self.group)
+
+
+class PairMask:
+    """The mask of z, of which this rank has its rows [*, i, j]; it is symmetric, so they are its columns too."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def along(self, axis: int) -> Tensor:
+        """Return this rank's shard."""
+        return self.rows if axis == ROWS else self.rows.mT
+
+
+Mask = MSAMask | PairMask
+
+
+class ShardedResidues(Residues):
+    """The residues of one rank of an axial group, of which there may be several replicas (branch ranks)."""
+
+    def __init__(self, group: Group, replicas: int = 1) -> None:
+        self.group, self.shards, self.replicas = group, group.size, replicas
+
+    def local_shard(self, x: Tensor, axis: int) -> Tensor:
+        return mine(x, axis, self.group)
+
+    def all_gather(self, x: Tensor, axis: int, length: int) -> Tensor:
+        return gather(x, axis, length, self.group, "residues").wait()
+
+    def transposed(self, z: Tensor, length: int) -> Tensor:
+        return turn(z, ROWS, COLS, length, self.group, "pairs").wait().transpose(ROWS, COLS)
