@@ -27,7 +27,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -78,11 +78,15 @@ def find(*names: str, under: str = "") -> Any:
     raise Gone(f"{' or '.join(names)} is not defined in warpfold/**{under}**; tell tests/journeys.py its new name")
 
 
+def tracked() -> list[str]:
+    """Return the files that git knows."""
+    return subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+
+
 def naming(word: str) -> dict[str, list[str]]:
     """Return the files that name a word, by the folder at the root: those that git knows, changelogs apart."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     found: dict[str, list[str]] = {}
-    for name in listed:
+    for name in tracked():
         path = ROOT / name
         if path.suffix not in (".py", ".md", ".json", ".toml", ".sh") or not path.exists():
             continue
@@ -179,10 +183,9 @@ def bind(model: Any, **settings: Any) -> Any:
     if plan.data * plan.axial * plan.branch > 1:
         mesh = find("make_mesh")(plan.data, plan.axial, plan.branch)
     try:
-        apply = find("apply", under="parallel")
-    except Gone:
         return find("Execution", under="parallel")(plan, mesh).bind(model)
-    return apply(plan, model, mesh)
+    except Gone:  # a checkout of before November 2026
+        return find("apply", under="parallel")(plan, model, mesh)
 
 
 @contextmanager
@@ -205,13 +208,11 @@ def features_of(structure: Path, alignment: Path, crop: int | None = None) -> di
 
 
 def training_step(crop: int) -> Callable[[], object]:
-    """Return one training step of the tiny model on a sample protein: forward, loss, backward, optimiser."""
+    """Return one training step of the tiny model on a sample protein: forward, loss, backward, optimizer."""
     with sample() as files:
         batch = find("to_tensors", under="batch")(features_of(*files, crop=crop))
     model = importlib.import_module("tests.helpers").tiny_model().train()
-    optimizer = find("Optimizer", under="engine" if (ROOT / "warpfold/engine").exists() else "run")(
-        model, find("OptimConfig")()
-    )
+    optimizer = find("Optimizer")(model, find("OptimConfig")())
     total_loss, losses = find("total_loss"), find("LossConfig")()
 
     def step() -> None:
@@ -232,7 +233,7 @@ def journey_step() -> list[Row]:
     step = training_step(crop)
     return [
         counted("step", "z through one training step: what holds it", step, holds_z(crop)),
-        counted("step", "the whole step: model, losses, backward, optimiser", step),
+        counted("step", "the whole step: model, losses, backward, optimizer", step),
     ]
 
 
@@ -270,9 +271,9 @@ def journey__interpreted() -> list[Row]:
     return [counted("triangle", "one triangle product, by a GPU's kernels", triangle(16, 32))]
 
 
-def elsewhere(journey: str, **environment: str) -> list[Row]:
-    """Return a journey's rows, measured in another process with these environment variables."""
-    command = [sys.executable, str(OWN), "--root", str(ROOT), "--json", journey, *(["--show"] if SHOW else [])]
+def elsewhere(journey: str, root: Path | None = None, **environment: str) -> list[Row]:
+    """Return a journey's rows, measured in another process with these environment variables, of another checkout."""
+    command = [sys.executable, str(OWN), "--root", str(root or ROOT), "--json", journey, *(["--show"] if SHOW else [])]
     ran = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     print(ran.stderr, end="", file=sys.stderr)
     if ran.returncode:
@@ -346,12 +347,8 @@ def journey_layer() -> list[Row]:
         for name in ("warpfold", "tests", "settings"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         added = add_layer(copy)
-        command = [sys.executable, str(OWN), "--root", str(copy), "--json", "_layer"]
-        ran = subprocess.run(command, capture_output=True, text=True)
-    if ran.returncode:
-        return [Row("layer", "a new layer", note=f"failed: {(ran.stderr.strip().splitlines() or ['?'])[-1]}")]
-    (row,) = json.loads(ran.stdout)
-    return [Row("layer", f"a gated MLP in the pair stack: {added} lines", 1, note=row["note"])]
+        (row,) = elsewhere("_layer", copy)
+    return [replace(row, what=f"a gated MLP in the pair stack: {added} lines", files=1)]
 
 
 def journey__layer() -> list[Row]:
@@ -386,14 +383,13 @@ def journey_operation() -> list[Row]:
 
 
 def journey_optimizer() -> list[Row]:
-    """5: a new optimiser: the files that name an existing rule, and what runs in a step of it."""
+    """5: a new optimizer: the files that name an existing rule, and what runs in a step of it."""
     step = training_step(8)
-    room = str(ROOT / "warpfold") + os.sep
     step()
     with Trace() as trace:
         step()
-    names = {os.sep.join((room + "engine", "")), os.sep.join((room + "run", ""))}
-    trace.calls = Counter({key: n for key, n in trace.calls.items() if any(key[0].startswith(name) for name in names)})
+    rooms = tuple(f"{ROOT / 'warpfold' / room}{os.sep}" for room in ("engine", "run"))
+    trace.calls = Counter({key: calls for key, calls in trace.calls.items() if key[0].startswith(rooms)})
     return [
         naming_row("optimizer", "files that name LAMB", "[Ll]amb"),
         trace.row("optimizer", "collect() and step(): what runs of engine/ and run/"),
@@ -402,44 +398,35 @@ def journey_optimizer() -> list[Row]:
 
 def journey_tile() -> list[Row]:
     """6: a changed tile: the files that name one, and whether a test of the default suite fails where it is broken."""
-    table = next((ROOT / "warpfold").rglob("default.json"), None)
-    if table is None:
+    path = next((ROOT / "warpfold").rglob("default.json"), None)
+    if path is None:
         raise Gone("default.json, the launch table of every GPU, is gone")
-    entries = json.loads(table.read_text(encoding="utf-8"))["launches"]
-    chosen = [entries[i * len(entries) // TILES] for i in range(TILES)]
-    rows = [naming_row("tile", "files that name the tile BLOCK_Q of attention", "BLOCK_Q")]
-    caught = []
-    for entry in chosen:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    launches = [number for number, line in enumerate(lines) if '"kernel"' in line]  # one a line
+    tests = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    said, found = [], 0
+    for number in (launches[i * len(launches) // TILES] for i in range(TILES)):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / "copy"
-            names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-            for name in names.split():
-                if not name.startswith("benchmarks/results"):
-                    (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(ROOT / name, copy / name)
-            # One launch a line.  24 is no power of two: Triton neither compiles it nor interprets it.
-            lines = table.read_text(encoding="utf-8").splitlines(keepends=True)
-            (number,) = [i for i, line in enumerate(lines) if '"kernel"' in line and one_launch(line) == entry]
-            lines[number] = re.sub(r'("sizes": \{"\w+": )\d+', r"\g<1>24", lines[number])
-            (copy / table.relative_to(ROOT)).write_text("".join(lines), encoding="utf-8")
-            tests = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+            for name in tracked():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copy / name)
+            # 24 is no power of two: Triton neither compiles it nor interprets it.
+            broken = re.sub(r'("sizes": \{"\w+": )\d+', r"\g<1>24", lines[number])
+            text = "".join([*lines[:number], broken, *lines[number + 1 :]])
+            (copy / path.relative_to(ROOT)).write_text(text, encoding="utf-8")
+            environment = os.environ | {"PYTHONPATH": str(copy)}
             ran = subprocess.run(
-                [*tests, "tests/ops/triton"],
-                cwd=copy,
-                env=os.environ | {"PYTHONPATH": str(copy)},
-                capture_output=True,
-                text=True,
+                [*tests, "tests/ops/triton"], cwd=copy, env=environment, capture_output=True, text=True
             )
-            failed = re.findall(r"^FAILED \S+?::(\w+)", ran.stdout, re.M)
-            caught.append(f"{entry['kernel']} {entry['key']}: {failed[0] if failed else 'no test fails'}")
-    found = sum("no test" not in one for one in caught)
-    what = f"of {TILES} broken tiles of {len(entries)}, found by a test of the default suite: {found}"
-    return [*rows, Row("tile", what, note="; ".join(caught))]
-
-
-def one_launch(line: str) -> Any:
-    """Return the launch on a line of a launch table."""
-    return json.loads(line.strip().removesuffix(","))
+        failed = re.findall(r"^FAILED \S+?::(\w+)", ran.stdout, re.M)
+        found += bool(failed)
+        said.append(f"{lines[number].strip()[:60]}...: {failed[0] if failed else 'no test fails'}")
+    what = f"broken tiles that a default test finds: {found} of {TILES}, of {len(launches)} in the table"
+    return [
+        naming_row("tile", "files that name the tile BLOCK_Q of attention", "BLOCK_Q"),
+        Row("tile", what, note="; ".join(said)),
+    ]
 
 
 def journey_mmcif() -> list[Row]:
