@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from warpfold.errors import UserError
+from warpfold.model.execution import Executable
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention
 from warpfold.ops.gate import gate, tail
@@ -72,12 +73,18 @@ def test_nothing_to_compute_is_no_refusal() -> None:
     assert dispatch.refusals() == {}
 
 
-def test_a_plan_says_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_kernels", "fast")  # put back afterwards
-    Execution(Plan(kernels="definition")).bind(torch.nn.Module())
-    assert plus(EVEN).tolist() == [1, 1]
-    Execution(Plan()).bind(torch.nn.Module())
-    assert plus(EVEN).tolist() == [-1, -1]
+class Plus(Executable):
+    """A module that calls an operation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return plus(x)
+
+
+def test_an_execution_says_which_way_and_for_its_own_model_only() -> None:
+    module = Execution(Plan(kernels="definition")).bind(Plus())
+    assert module(EVEN).tolist() == [1, 1]
+    assert plus(EVEN).tolist() == Plus()(EVEN).tolist() == [-1, -1]
+    assert Execution().bind(module)(EVEN).tolist() == [-1, -1]
 
 
 def test_an_operation_reads_as_its_definition() -> None:

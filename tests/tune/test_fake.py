@@ -80,13 +80,13 @@ def test_a_block_more_costs_slices_of_m_and_z(ranks) -> None:
     """What recomputation keeps of a block, in fp32: the first rank's slices, the largest; of z both, by rows and by
     columns, where there are two."""
     peaks = []
-    for blocks in (2, 3):
+    for blocks in (2, 2, 3):  # the first fills caches
         config = tiny_config(evoformer=replace(tiny_config().evoformer, blocks=blocks))
         plan = Plan(axial=ranks, recompute=True, triangle="channels")
         peaks.append(memory_of(plan, config, SIZES, LOSSES, recycles=0).peak)
     c, rows = tiny_config(), SIZES["seq"] + SIZES["tmpl"]
     of_m, of_z = -(-rows // ranks) * N * c.c_m, -(-N // ranks) * N * c.c_z
-    assert 4 * (of_m + of_z) <= peaks[1] - peaks[0] <= 4 * (of_m + min(ranks, 2) * of_z)
+    assert 4 * (of_m + of_z) <= peaks[2] - peaks[1] <= 4 * (of_m + min(ranks, 2) * of_z)
 
 
 def test_memory_falls_with_the_ranks() -> None:

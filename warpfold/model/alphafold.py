@@ -125,7 +125,7 @@ class AlphaFold(Executable):
         return self.output(representations, structure)
 
     def one_pass(self, batch: Batch, index: int, recycled: Recycled) -> tuple[Representations, StructureOutput]:
-        """Pass `index`: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31)."""
+        """Run pass `index`: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31)."""
         ensemble = self.config.ensemble
         self.noise.at_pass(index)
         first = mean = self.trunk(at_pass(batch, index * ensemble), recycled)
@@ -147,7 +147,7 @@ class AlphaFold(Executable):
         return mean, self.structure(mean.single, mean.pair, batch["aatype"], batch["seq_mask"])
 
     def trunk(self, batch: Batch, recycled: Recycled) -> Representations:
-        """Algorithm 2, lines 4 to 19, for one sample of the alignment (no `pass` axis)."""
+        """Run Algorithm 2, lines 4 to 19, on one sample of the alignment (no `pass` axis)."""
         m_mask, dtype = batch["msa_mask"], self.execution.dtype
         seq_mask = batch["seq_mask"]
         z_mask = self.residues.local_shard(seq_mask, -1)[..., :, None] * seq_mask[..., None, :]
@@ -174,7 +174,7 @@ class AlphaFold(Executable):
         return Representations(m[..., :s, :, :], z, single, m_first)
 
     def output(self, representations: Representations, structure: StructureOutput) -> Output:
-        """The heads (Supp. 1.9), in fp32."""
+        """Run the heads (Supp. 1.9), in fp32."""
         r = representations
         return Output(
             msa=r.msa,
@@ -190,7 +190,7 @@ class AlphaFold(Executable):
         )
 
     def _nothing_recycled(self, batch: Batch) -> Recycled:
-        """Zeros before the first pass; their norms' offsets still count (Algorithm 32)."""
+        """Return what is recycled before the first pass: zeros, of whose norms the offsets count (Algorithm 32)."""
         c, aatype, dtype = self.config, batch["aatype"], self.execution.dtype
         shape, shard, like = aatype.shape, self.residues.local_shard(aatype, -1).shape, batch["target_feat"]
         return Recycled(

@@ -8,14 +8,14 @@ from warpfold.ops.precision import island
 
 
 def plddt(logits: Tensor) -> Tensor:
-    """Predicted lDDT-Ca of each residue: logits [*, N, bins] -> [*, N], 0 to 100, fp32 (Algorithm 29)."""
+    """Return the predicted lDDT-Ca of each residue: logits [*, N, bins] -> [*, N], 0 to 100, fp32 (Algorithm 29)."""
     bins = logits.shape[-1]
     centers = (torch.arange(bins, device=logits.device) + 0.5) / bins
     return 100 * (island(logits).softmax(-1) * centers).sum(-1)
 
 
 def pae(logits: Tensor, breaks: Tensor) -> Tensor:
-    """Expected aligned error: logits [*, N, N, bins], breaks [bins - 1] -> [*, N, N], angstrom, fp32.
+    """Return the expected aligned error: logits [*, N, N, bins], breaks [bins - 1] -> [*, N, N], angstrom, fp32.
 
     [i, j] is the error of residue j when prediction and truth are aligned on the frame of residue i (Supp. 1.9.7).
     """
@@ -23,12 +23,12 @@ def pae(logits: Tensor, breaks: Tensor) -> Tensor:
 
 
 def max_pae(breaks: Tensor) -> float:
-    """The largest value that `pae` can give, angstrom: the centre of the last bin."""
+    """Return the largest value that `pae` can give, angstrom: the centre of the last bin."""
     return float(_centers(breaks)[-1])
 
 
 def ptm(logits: Tensor, breaks: Tensor, mask: Tensor | None = None, residues: Residues = ALL) -> Tensor:
-    """Predicted TM-score: aligned-error logits [N, N, bins], breaks [bins - 1] -> scalar in 0..1 (Supp. 1.9.7).
+    """Return the predicted TM-score: aligned-error logits [N, N, bins], breaks [bins - 1] -> 0..1 (Supp. 1.9.7).
 
     `mask` [N]: residues that count, all when None.  residues: those whose rows of the logits are given.
     """
@@ -38,7 +38,7 @@ def ptm(logits: Tensor, breaks: Tensor, mask: Tensor | None = None, residues: Re
 def iptm(
     logits: Tensor, breaks: Tensor, asym_id: Tensor, mask: Tensor | None = None, residues: Residues = ALL
 ) -> Tensor:
-    """Interface pTM: as `ptm`, over pairs in different chains only; asym_id [N] (AlphaFold-Multimer, sec. 2.6).
+    """Return the interface pTM: `ptm` over pairs in different chains; asym_id [N] (AlphaFold-Multimer, sec. 2.6).
 
     0 where there is one chain.
     """
@@ -46,7 +46,7 @@ def iptm(
 
 
 def ranking_confidence(plddt: Tensor, ptm: Tensor | None = None, iptm: Tensor | None = None) -> Tensor:
-    """What predictions are ranked by: with an ipTM 0.8 ipTM + 0.2 pTM, else the mean pLDDT (0 to 100).
+    """Return what predictions are ranked by: with an ipTM 0.8 ipTM + 0.2 pTM, else the mean pLDDT (0 to 100).
 
     plddt [N] of the residues that count.  Errors: ValueError for an ipTM without a pTM.
     """
@@ -58,13 +58,13 @@ def ranking_confidence(plddt: Tensor, ptm: Tensor | None = None, iptm: Tensor | 
 
 
 def _centers(breaks: Tensor) -> Tensor:
-    """Centres [bins] of bins of one width whose inner edges are `breaks`, the first of them 0."""
+    """Return the centres [bins] of bins of one width whose inner edges are `breaks`, the first of them 0."""
     step = breaks[1] - breaks[0]
     return torch.cat([breaks + step / 2, (breaks[-1] + 1.5 * step)[None]])
 
 
 def _tm(logits: Tensor, breaks: Tensor, asym_id: Tensor | None, mask: Tensor | None, residues: Residues) -> Tensor:
-    """Expected TM-score of the best alignment: the frame whose row has the highest mean over the pairs that count."""
+    """Return the expected TM-score of the best alignment: of the frame whose row has the highest mean."""
     ones = torch.ones(logits.shape[-2], device=logits.device)
     counts = ones if mask is None else ones * mask
     number = max(int(counts.sum()), 19)  # below 19 the TM-score's own d0 is not defined sensibly

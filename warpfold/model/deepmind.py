@@ -134,14 +134,14 @@ class Array:
         return self.shape if self.block is None else (self.blocks, *self.shape)
 
     def to_ours(self, array: np.ndarray) -> torch.Tensor:
-        """DeepMind's array -> our tensor: [c_in..., c_out...] -> [c_out, c_in] for weights, flat for the others."""
+        """Return our tensor of DeepMind's array: [c_in..., c_out...] -> [c_out, c_in] for weights, flat for others."""
         part = torch.from_numpy(np.array(array if self.block is None else array[self.block]))
         if self.ours.endswith("weight") and len(self.shape) > 1:
             return part.reshape(self._c_in, -1).T.contiguous()
         return part.reshape(-1)
 
     def to_theirs(self, tensor: torch.Tensor) -> np.ndarray:
-        """The inverse, for one block."""
+        """Invert `to_ours` for one block."""
         return (tensor.detach().cpu().T if tensor.dim() == 2 else tensor.detach().cpu()).reshape(self.shape).numpy()
 
     @property
@@ -152,7 +152,7 @@ class Array:
 
 
 def arrays(module: nn.Module, scope: str = "", name: str = "") -> Iterator[Array]:
-    """Every tensor of `module`, with its array of DeepMind's under `scope`."""
+    """Yield every tensor of `module`, with its array of DeepMind's under `scope`."""
     for child_name, child in module.named_children():
         if isinstance(child, Noise):  # it has no weights
             continue
@@ -219,7 +219,7 @@ def _leaf(
 
 
 def _shapes(module: nn.Module, child: str, linear: Linear) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """DeepMind's shapes of a Linear's weight and bias."""
+    """Return DeepMind's shapes of a Linear's weight and bias."""
     c_in, c_out = linear.in_features, linear.out_features
     if isinstance(module, msa.OuterProductMean) and child == "out":
         return (module.a.out_features, module.b.out_features, c_out), (c_out,)
@@ -253,7 +253,7 @@ def from_deepmind(module: nn.Module, params: Mapping[str, np.ndarray], scope: st
 
 
 def to_deepmind(module: nn.Module, scope: str = "") -> dict[str, np.ndarray]:
-    """The inverse of `from_deepmind`: every parameter as DeepMind's arrays, fp32, named scope//name."""
+    """Return every parameter as DeepMind's arrays, the inverse of `from_deepmind`:, fp32, named scope//name."""
     tensors = module.state_dict()
     out: dict[str, np.ndarray] = {}
     for a in arrays(module, scope):
@@ -266,7 +266,7 @@ def to_deepmind(module: nn.Module, scope: str = "") -> dict[str, np.ndarray]:
 
 
 def refuse(source: str, missing: list[str], surplus: list[str], misshapen: list[str]) -> None:
-    """One line that names everything that does not fit, if anything does not."""
+    """Return one line that names everything that does not fit, if anything does not."""
     report = [
         f"{len(names)} {what}: {', '.join(names)}"
         for what, names in (("missing", missing), ("surplus", surplus), ("misshapen", misshapen))
@@ -277,7 +277,7 @@ def refuse(source: str, missing: list[str], surplus: list[str], misshapen: list[
 
 
 def config_from_deepmind(params: Mapping[str, np.ndarray], source: str = "params") -> ModelConfig:
-    """The settings that DeepMind's arrays imply: channels, blocks, heads, templates, ptm.
+    """Return the settings that DeepMind's arrays imply: channels, blocks, heads, templates, ptm.
 
     What no array shows keeps the published value (layers of the structure module, recycles, relative positions).
     Errors: UserError for arrays of another model (Multimer), or too few of them to tell.
@@ -323,7 +323,7 @@ def config_from_deepmind(params: Mapping[str, np.ndarray], source: str = "params
 
 
 def _attention_shape(p: Mapping[str, tuple[int, ...]], scope: str) -> tuple[int, int, tuple[int, int]]:
-    """-> blocks, channels, (heads, width of a head) of a stacked attention."""
+    """Return blocks, channels, (heads, width of a head) of a stacked attention."""
     blocks, c, h, width = p[f"{scope}//query_w"]
     return blocks, c, (h, width)
 

@@ -40,7 +40,7 @@ class EvoformerBlock(Block):
 
     @property
     def steps(self) -> Steps:
-        """Algorithm 6, with the outer product where the settings have it."""
+        """The lines of Algorithm 6, with the outer product where the settings have it."""
         outer = Step("z", self.outer, "m")
         if self.order == "first":
             return outer, *self.msa.steps, *self.pair.steps

@@ -18,7 +18,7 @@ def frame_aligned_point_error(
     clamped: Tensor | float = 1.0,
     scale: float = 10.0,
 ) -> Tensor:
-    """Algorithm 28: the mean distance of predicted to true points, each pair seen from its own frame -> [*].
+    """Return the mean distance [*] of predicted to true points, each pair seen from its own frame (Algorithm 28).
 
     frames [*, F] and points [*, P, 3] in angstrom, likewise the true ones (leading axes may broadcast); frame_mask
     [*, F]; point_mask [*, P]; `clamp` caps a distance, angstrom (None: no cap); `clamped`: the share of the loss, 0 to
@@ -42,7 +42,7 @@ def frame_aligned_point_error(
 def backbone_fape(
     frames: Rigid, true_frames: Rigid, mask: Tensor, clamp: float = 10.0, clamped: Tensor | float = 1.0
 ) -> Tensor:
-    """FAPE of Ca positions from backbone frames (Algorithm 20): frames [*, N], true [N], mask [N] -> [*].
+    """Return the FAPE of Ca positions from backbone frames (Algorithm 20): frames [*, N], true [N], mask [N] -> [*].
 
     One value for every leading axis of `frames`, for example for every layer; angstrom.
     """
@@ -60,7 +60,7 @@ def sidechain_fape(
     atom_mask: Tensor,
     clamp: float = 10.0,
 ) -> Tensor:
-    """FAPE of all atoms from all rigid groups (Algorithm 20) -> scalar.
+    """Return the FAPE of all atoms from all rigid groups (Algorithm 20), a scalar.
 
     frames [N, 8], atoms [N, 14, 3], frame_mask [N, 8], atom_mask [N, 14]; angstrom.  The truth must already bear the
     better of its two names (`rename_ground_truth`), frames and atoms alike.
@@ -77,17 +77,17 @@ def sidechain_fape(
 
 
 def _flat(frames: Rigid) -> Rigid:
-    """Frames [*, N, G] -> [*, N G]."""
+    """Flatten frames [*, N, G] to [*, N G]."""
     return Rigid(frames.rotation.flatten(-4, -3), frames.translation.flatten(-3, -2))
 
 
 def _offset(frames: Rigid) -> Tensor:
-    """R^T t [*, F, 3]: what inverting a frame subtracts once the point is rotated."""
+    """Return R^T t [*, F, 3]: what inverting a frame subtracts once the point is rotated."""
     return (island(frames.rotation) * island(frames.translation)[..., None]).sum(-2)
 
 
 def _project(start: Tensor, frames: Rigid, points: Tensor, k: int, sign: int) -> Tensor:
-    """start + sign (R^T x)_k [*, F, P]: points on axis k of frames.
+    """Return start + sign (R^T x)_k [*, F, P]: points on axis k of frames.
 
     In plain products and sums, for a GPU may compute a matmul in TF32, which is not enough for coordinates.
     """

@@ -78,12 +78,12 @@ def total_loss(
     pass_index: int = -1,
     residues: Residues = ALL,
 ) -> tuple[Tensor, Terms]:
-    """The weighted sum of all losses of one example, and the terms by name (Supp. 1.9, eq. 7).
+    """Return the weighted sum of all losses of one example, and the terms by name (Supp. 1.9, eq. 7).
 
     The terms are not weighted, and carry no gradient: they are there to be read.
     batch: the features of the whole example with its labels (warpfold/batch.py, no batch axis), from which the
     masked MSA of pass `pass_index` is taken: the last pass in training, its first ensemble member otherwise.
-    residues: the model's.  Where they are spread over processes, loss and terms are this one's parts of sums.
+    residues: the model's.  Where they are sharded over processes, loss and terms are this one's parts of sums.
     Terms: "structure_module" and its parts "fape", "sidechain_fape", "chi_loss", "angle_norm_loss", "violation";
     "distogram", "masked_msa", "plddt", "experimentally_resolved", "predicted_aligned_error".
     Errors: KeyError for a label that is missing; ValueError when a model without PAE head has a weight for it.
@@ -109,12 +109,12 @@ def total_loss(
 
 
 def _divided(terms: Terms, number: int) -> Terms:
-    """Parts of sums over so many processes that compute the same."""
+    """Return this process's part of terms that so many processes compute alike."""
     return terms if number == 1 else {name: term / number for name, term in terms.items()}
 
 
 def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: LossConfig, residues: Residues) -> Terms:
-    """The terms that are learnt from well resolved structures only."""
+    """Return the terms that are learnt from well resolved structures only."""
     terms: Terms = {}
     if config.plddt:
         ca, true_ca = (x[:, CA_ATOM] for x in (output.structure.final_atom37, batch["all_atom_positions"]))
@@ -140,12 +140,12 @@ def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: Lo
 
 
 def well_resolved(resolution: Tensor, config: LossConfig) -> Tensor:
-    """Whether the resolution (angstrom; 0 = unknown) lies within the limits: bool, of the shape of `resolution`."""
+    """Return whether a resolution (angstrom; 0 = unknown) lies within the limits: bool, in its shape."""
     return (resolution >= config.min_resolution) & (resolution <= config.max_resolution)
 
 
 def structure_loss(structure: "StructureOutput", batch: Mapping[str, Tensor], config: LossConfig) -> Terms:
-    """The structure module's loss and its parts: FAPE, torsions, violations -> terms (see `total_loss`)."""
+    """Return the structure module's loss and its parts: FAPE, torsions, violations (terms of `total_loss`)."""
     layers = backbone_fape(
         structure.frames,
         Rigid.from_quaternion7(batch["backbone_affine_tensor"]),
@@ -185,7 +185,7 @@ def structure_loss(structure: "StructureOutput", batch: Mapping[str, Tensor], co
 
 
 def renamed_truth(atom14: Tensor, batch: Mapping[str, Tensor]) -> RenamedTruth:
-    """The labels `atom14_*` of a batch in whichever naming is nearer to atom14 [N, 14, 3] (Algorithm 26)."""
+    """Return the labels `atom14_*` of a batch in the naming that is nearer to atom14 [N, 14, 3] (Algorithm 26)."""
     return rename_ground_truth(
         atom14,
         batch["atom14_gt_positions"],
@@ -197,7 +197,7 @@ def renamed_truth(atom14: Tensor, batch: Mapping[str, Tensor]) -> RenamedTruth:
 
 
 def renamed_sidechain_fape(frames: Rigid, atom14: Tensor, batch: Mapping[str, Tensor], clamp: float = 10.0) -> Tensor:
-    """Side-chain FAPE against the truth in whichever of its two namings fits better (Algorithms 26, 28) -> scalar.
+    """Return the side-chain FAPE against the truth in the better of its two namings (Algorithms 26, 28).
 
     frames [N, 8], atom14 [N, 14, 3] in angstrom; batch: the labels `rigidgroups_*` and `atom14_*`.
     """
@@ -219,7 +219,7 @@ def renamed_sidechain_fape(frames: Rigid, atom14: Tensor, batch: Mapping[str, Te
 def torsion_angle_loss(
     angles: Tensor, unnormalized: Tensor, chi_angles: Tensor, chi_mask: Tensor, aatype: Tensor, seq_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 27 for the side chains' chi -> (squared error, deviation of the norm from one), scalars.
+    """Return the squared error of the chi angles and their norms' deviation from one (Algorithm 27).
 
     angles, unnormalized [L, N, 7, 2] as (sin, cos), of which the last four are chi; chi_angles [N, 4] radian; chi_mask
     [N, 4]; aatype [N]; seq_mask [N].  A chi that looks the same turned by pi may be predicted either way.
@@ -235,7 +235,7 @@ def torsion_angle_loss(
 def distogram_loss(
     logits: Tensor, breaks: Tensor, pseudo_beta: Tensor, mask: Tensor, residues: Residues = ALL
 ) -> Tensor:
-    """Supp. 1.9.8: cross-entropy of binned distances between (pseudo) beta carbons -> scalar.
+    """Return the cross-entropy of binned distances between (pseudo) beta carbons (Supp. 1.9.8).
 
     logits [N, N, bins] (rows of the residues here), breaks [bins - 1] angstrom, pseudo_beta [N, 3], mask [N].
     """
@@ -244,7 +244,7 @@ def distogram_loss(
 
 
 def masked_msa_loss(logits: Tensor, true_msa: Tensor, bert_mask: Tensor, residues: Residues = ALL) -> Tensor:
-    """Supp. 1.9.9: cross-entropy at the masked places of the MSA -> scalar.
+    """Return the cross-entropy at the masked positions of the MSA (Supp. 1.9.9).
 
     logits [S, N, classes] (23; Multimer 22; columns of the residues here), true_msa [S, N] codes below `classes`,
     bert_mask [S, N].
@@ -255,7 +255,7 @@ def masked_msa_loss(logits: Tensor, true_msa: Tensor, bert_mask: Tensor, residue
 
 
 def plddt_loss(logits: Tensor, ca: Tensor, true_ca: Tensor, mask: Tensor) -> Tensor:
-    """Supp. 1.9.6, Algorithm 29: cross-entropy of each residue's binned lDDT-Ca -> scalar.
+    """Return the cross-entropy of each residue's binned lDDT-Ca (Supp. 1.9.6, Algorithm 29).
 
     logits [N, bins]; ca, true_ca [N, 3] angstrom; mask [N].  No gradient reaches the structure.
     """
@@ -267,7 +267,7 @@ def plddt_loss(logits: Tensor, ca: Tensor, true_ca: Tensor, mask: Tensor) -> Ten
 
 
 def experimentally_resolved_loss(logits: Tensor, resolved: Tensor, exists: Tensor) -> Tensor:
-    """Supp. 1.9.10: binary cross-entropy of which atoms the experiment resolved -> scalar.
+    """Return the binary cross-entropy of which atoms the experiment resolved (Supp. 1.9.10).
 
     logits, resolved (0 or 1), exists (which atoms the residue type has) [N, 37].
     """
@@ -285,7 +285,7 @@ def predicted_aligned_error_loss(
     epsilon: Tensor | float = 0.0,
     residues: Residues = ALL,
 ) -> Tensor:
-    """Supp. 1.9.7: cross-entropy of the binned error of Ca j in the frame of residue i -> scalar.
+    """Return the cross-entropy of the binned error of Ca j in the frame of residue i (Supp. 1.9.7).
 
     logits [N, N, bins] (rows of the residues here), breaks [bins - 1] angstrom, frames [N] angstrom, mask [N].
     `epsilon`, square angstrom, is added to the squared errors.  No gradient reaches the frames.
@@ -302,7 +302,7 @@ def predicted_aligned_error_loss(
 
 
 def lddt(points: Tensor, true_points: Tensor, mask: Tensor, cutoff: float = 15.0, per_residue: bool = False) -> Tensor:
-    """lDDT of one atom per residue, 0 to 1: the share of true distances below `cutoff` that are kept.
+    """Return the lDDT of one atom per residue, 0 to 1: the share of true distances below `cutoff` that are kept.
 
     points, true_points [*, N, 3] angstrom, mask [*, N] -> [*], or [*, N] when `per_residue`.  A distance is kept to a
     quarter for each of 0.5, 1, 2, 4 angstrom that bounds its error (Mariani et al. 2013; Supp. 1.9.6).  1 where there
@@ -328,24 +328,24 @@ def _on(breaks: Callable[[int], Tensor], bins: int, device: torch.device) -> Ten
 
 
 def _bin(squared: Tensor, breaks: Tensor) -> Tensor:
-    """Index of the bin that each squared distance falls into; one equal to an edge falls below it."""
+    """Return the index of the bin of each squared distance; one equal to an edge falls below it."""
     return torch.bucketize(squared, breaks.to(squared).square())
 
 
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """-log softmax(logits)[target]: logits [*, classes], target int64 [*] -> [*], fp32 at least."""
+    """Return -log softmax(logits)[target]: logits [*, classes], target int64 [*] -> [*], fp32 at least."""
     # Flat: the kernel for several axes is not deterministic on a GPU.
     errors = F.cross_entropy(island(logits).flatten(0, -2), target.flatten(), reduction="none")
     return errors.view(target.shape)
 
 
 def _mean_of_pairs(value: Tensor, mask: Tensor, epsilon: float, residues: Residues) -> Tensor:
-    """Mean of value [N, N], of which the rows here are given, over the pairs of residues where mask [N] is 1."""
+    """Return the mean of value [N, N], given as this rank's rows, over the pairs where mask [N] is 1."""
     pairs = mask[:, None] * mask[None, :]
     return (value * residues.local_shard(pairs, -2)).sum() / (epsilon + pairs.sum())
 
 
 def _mean(value: Tensor, mask: Tensor, epsilon: float) -> Tensor:
-    """Mean over the entries where `mask` is 1 (broadcast over leading axes of `value`); 0 where there is none."""
+    """Return the mean where `mask` is 1 (broadcast over leading axes of `value`); 0 where there is none."""
     mask = mask.to(value.dtype).expand_as(value)
     return (value * mask).sum() / (epsilon + mask.sum())

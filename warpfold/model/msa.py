@@ -128,5 +128,5 @@ class MSAStack(nn.Module):
 
     @property
     def steps(self) -> Steps:
-        """Algorithm 6, lines 2 to 4."""
+        """Lines 2 to 4 of Algorithm 6."""
         return Step("m", self.row, "z"), Step("m", self.column), Step("m", self.transition)

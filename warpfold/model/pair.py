@@ -134,7 +134,7 @@ class PairStack(Block):
 
     @property
     def steps(self) -> Steps:
-        """Algorithm 6, lines 6 to 10; attention first in Algorithm 16, lines 2 to 6."""
+        """Lines 6 to 10 of Algorithm 6; with attention first, lines 2 to 6 of Algorithm 16."""
         multiplication = Step("z", self.outgoing), Step("z", self.incoming)
         attention = Step("z", self.starting), Step("z", self.ending)
         both = multiplication + attention if self.multiplication_first else attention + multiplication

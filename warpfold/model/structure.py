@@ -62,7 +62,9 @@ class StructureModule(nn.Module):
         self.fold_iteration = FoldIteration(c_s, c_z, c)
 
     def forward(self, s: Tensor, z: Tensor, aatype: Tensor, seq_mask: Tensor) -> StructureOutput:
-        """s [*, N, c_s], z [*, N, N, c_z], aatype int64 [*, N] (0-20), seq_mask [*, N] -> structure of every layer.
+        """Return the structure of every layer.
+
+        s [*, N, c_s], z [*, N, N, c_z], aatype int64 [*, N] (0-20), seq_mask [*, N].
 
         All residues start at the origin ("black hole").  The gradient does not pass from one layer to the next through
         rotations (line 20), only through translations and activations.
@@ -81,7 +83,7 @@ class StructureModule(nn.Module):
         return self._atoms(s, torch.stack(affines), torch.stack(angles), aatype)
 
     def _atoms(self, s: Tensor, affines: Tensor, unnormalized: Tensor, aatype: Tensor) -> StructureOutput:
-        """Lines 11, 14 and 24 for all layers at once: torsions, frames of the rigid groups, atoms."""
+        """Compute lines 11, 14 and 24 for all layers at once: torsions, frames of the rigid groups, atoms."""
         traj = torch.cat([affines[..., :4], affines[..., 4:] * self.config.position_scale], dim=-1)
         frames = Rigid.from_quaternion7(traj)
         angles = normalize_angles(unnormalized)
@@ -121,7 +123,7 @@ class FoldIteration(DrawsNoise):
     def forward(
         self, s: Tensor, s_initial: Tensor, z: Tensor, affine: Tensor, mask: Tensor, layer: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One layer: (s [*, N, c], affine [*, N, 7]) -> the new s and affine, and the torsion angles [*, N, 7, 2].
+        """Run one layer: (s [*, N, c], affine [*, N, 7]) -> the new s and affine, torsion angles [*, N, 7, 2].
 
         s_initial [*, N, c_s] and z [*, N, N, c_z], normalised; affine: quaternion w x y z and translation in units of
         `position_scale`; mask [*, N]; the angles (sin, cos) are not normalised; `layer` picks the dropout noise.
@@ -179,7 +181,7 @@ class InvariantPointAttention(Executable):
         return self.residues.all_gather(update, -2, s.shape[-2])
 
     def _attention(self, s: Tensor, k: Tensor, k_points: Tensor, z: Tensor, at: Rigid, mask: Tensor) -> Tensor:
-        """Lines 1 to 7: the weights [*, H, I, N] of I queries; k [*, N, H, c], global k_points [*, N, H, P, 3]."""
+        """Return the weights [*, H, I, N] of I queries (lines 1 to 7); k [*, N, H, c], k_points [*, N, H, P, 3]."""
         q = self._heads(self.q_scalar(s))
         scalar = torch.einsum("...ihc,...jhc->...hij", q, k) / math.sqrt(self.c_hidden)
         pair = self.attention_2d(z).movedim(-1, -3)
@@ -195,11 +197,11 @@ class InvariantPointAttention(Executable):
         return torch.softmax(math.sqrt(1 / 3) * (scalar + pair - points) - 1e5 * hidden, dim=-1)
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[*, N, H c] -> [*, N, H, c]."""
+        """Split [*, N, H c] into heads: [*, N, H, c]."""
         return x.unflatten(-1, (self.heads, -1))
 
     def _points(self, x: Tensor) -> Tensor:
-        """[*, N, 3 H P] -> [*, N, H, P, 3]."""
+        """Split [*, N, 3 H P] into the points of each head: [*, N, H, P, 3]."""
         return x.unflatten(-1, (3, self.heads, -1)).movedim(-3, -1)
 
 
@@ -215,7 +217,7 @@ class AngleResnet(nn.Module):
         self.unnormalized_angles = Linear(c_hidden, 14)
 
     def forward(self, s: Tensor, s_initial: Tensor) -> Tensor:
-        """s [*, N, c], s_initial [*, N, c_initial] -> [*, N, 7, 2] (sin, cos), not normalised."""
+        """Return (sin, cos) [*, N, 7, 2], not normalised, of s [*, N, c] and s_initial [*, N, c_initial]."""
         a = self.input_projection(s.relu()) + self.input_projection_initial(s_initial.relu())
         for first, second in zip(self.resblock1, self.resblock2):
             a = a + second(first(a.relu()).relu())
@@ -223,5 +225,5 @@ class AngleResnet(nn.Module):
 
 
 def normalize_angles(unnormalized: Tensor) -> Tensor:
-    """Pairs of length one over the last axis; (0, 0) stays, with a finite gradient."""
+    """Normalise pairs to length one over the last axis; (0, 0) stays, with a finite gradient."""
     return unnormalized * torch.rsqrt(unnormalized.square().sum(-1, keepdim=True).clamp(min=1e-12))

@@ -55,7 +55,7 @@ class Violations:
 
     @property
     def loss(self) -> Tensor:
-        """L_viol of Supp. 1.9.11 -> scalar."""
+        """The scalar L_viol of Supp. 1.9.11."""
         per_atom = self.clashes.per_atom_loss + self.within.per_atom_loss
         return self.connections.loss + per_atom.sum() / (1e-6 + self.atoms)
 
@@ -69,7 +69,7 @@ def find_violations(
     tolerance_factor: float = 12.0,
     overlap_tolerance: float = 1.5,
 ) -> Violations:
-    """All violations of one structure, differentiable in `atoms`, fp32 at least.
+    """Return all violations of one structure, differentiable in `atoms`, fp32 at least.
 
     asym_id [N]: the chain of each residue; one chain when None.
     """
@@ -92,7 +92,7 @@ def find_violations(
 def connection_violations(
     atoms: Tensor, atom_mask: Tensor, aatype: Tensor, residue_index: Tensor, tolerance_factor: float = 12.0
 ) -> Connections:
-    """Peptide bonds between residues that follow one another in sequence (Supp. 1.9.11); units as in the class."""
+    """Check peptide bonds between residues that follow one another (Supp. 1.9.11); units as in the class."""
     follows = (residue_index[1:] - residue_index[:-1] == 1).to(atoms.dtype)
     ca, c, n, next_ca = atoms[:-1, CA_ATOM], atoms[:-1, C_ATOM], atoms[1:, N_ATOM], atoms[1:, CA_ATOM]
     has_ca, has_c = atom_mask[:-1, CA_ATOM], atom_mask[:-1, C_ATOM]
@@ -128,7 +128,7 @@ def clash_violations(
     asym_id: Tensor | None = None,
     overlap_tolerance: float = 1.5,
 ) -> AtomViolations:
-    """Atoms of different residues nearer than the sum of their van der Waals radii allows (Supp. 1.9.11).
+    """Find atoms of different residues nearer than the sum of their van der Waals radii allows (Supp. 1.9.11).
 
     Peptide bonds and SG-SG are exempt.  As in DeepMind's code, pairs of residues of one index are not looked at, in
     different chains neither, and every atom at SG's place in atom14 is exempt against its like.
@@ -175,7 +175,7 @@ def within_residue_violations(
     tolerance_factor: float = 12.0,
     overlap_tolerance: float = 1.5,
 ) -> AtomViolations:
-    """Distances within residues outside what bond lengths, bond angles and radii allow (Supp. 1.9.11)."""
+    """Find distances within residues outside what bond lengths, angles and radii allow (Supp. 1.9.11)."""
     lower, upper = (bound[aatype] for bound in _bounds(overlap_tolerance, tolerance_factor, atoms.dtype, atoms.device))
     looked_at = (
         atom_mask[:, :, None] * atom_mask[:, None, :] * (1 - torch.eye(14, dtype=atoms.dtype, device=atoms.device))
@@ -193,7 +193,7 @@ def within_residue_violations(
 def violation_metrics(
     violations: Violations, atoms: Tensor, atom_mask: Tensor, residue_index: Tensor, seq_mask: Tensor
 ) -> dict[str, Tensor]:
-    """Shares of the residues (0 to 1) with each kind of violation, named as in DeepMind's code.
+    """Return the share of residues (0 to 1) with each kind of violation, named as in DeepMind's code.
 
     `violations_extreme_ca_ca_distance` is the share of neighbours whose Ca are 1.5 angstrom too far apart.
     """
@@ -212,18 +212,18 @@ def violation_metrics(
 def _excess(
     value: Tensor, target: Tensor | float, deviation: Tensor | float, factor: float, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and 0/1 violation of values more than `factor` deviations off the target, and the mask."""
+    """Return loss and 0/1 violation of values more than `factor` deviations off the target, and the mask."""
     error = torch.sqrt(1e-6 + (value - target).square())
     return (error - factor * deviation).relu(), mask * (error > factor * deviation), mask
 
 
 def _distance(difference: Tensor, epsilon: float = 1e-10) -> Tensor:
-    """Lengths of vectors [*, 3] -> [*]; the gradient of a zero vector is zero."""
+    """Return the lengths [*] of vectors [*, 3]; the gradient of a zero vector is zero."""
     return torch.sqrt(epsilon + difference.square().sum(-1))
 
 
 def _unit(vector: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors [*, 3] divided by their lengths, and the lengths [*]."""
+    """Return vectors [*, 3] divided by their lengths, and the lengths [*]."""
     length = _distance(vector, 1e-6)
     return vector / length[..., None], length
 

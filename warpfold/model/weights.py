@@ -47,7 +47,7 @@ def save_params(path: Path, model: AlphaFold, data: Mapping[str, Any] | None = N
 
 
 def load_model(path: Path | str) -> AlphaFold:
-    """A model from WarpFold's safetensors or from DeepMind's params_model_*.npz (monomer, ptm), loaded strictly.
+    """Load a model from WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm), strictly.
 
     Errors: UserError for a file that is neither, and for arrays that are missing, surplus or misshapen, all named.
     """
@@ -114,7 +114,7 @@ def _deepmind_model(path: Path) -> tuple[bool, int | None]:
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """`load_state_dict`, strictly: UserError that names every missing, surplus and misshapen tensor."""
+    """Load a state dict strictly: UserError that names every missing, surplus and misshapen tensor."""
     own = model.state_dict()
     misshapen = [
         f"{name} {list(state[name].shape)}, expected {list(own[name].shape)}"
@@ -127,7 +127,7 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: str)
 
 @contextmanager
 def _opened_npz(path: Path) -> Iterator[Any]:
-    """Open a file of arrays, read as they are asked for; UserError for what is none, there or within."""
+    """Open a file of arrays, read as they are asked for; UserError where it is missing, broken or something else."""
     try:
         with np.load(path, allow_pickle=False) as file:
             yield file

@@ -33,8 +33,8 @@ ENTERS = {"m": COLS, "z": ROWS}  # how a stack's states come and go: sharded by 
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where a step's result is sharded, and along which axes its state and the other one are wanted next."""
+class StepLayout:
+    """The axis of a step's result, and those along which its state and the other one are wanted next."""
 
     name: str
     axis: int
@@ -47,7 +47,7 @@ class BlockLayout:
     """The axis along which a block takes each state (None: as it comes), and the layout of each of its steps."""
 
     enters: Mapping[str, int | None]
-    steps: tuple[Layout, ...]
+    steps: tuple[StepLayout, ...]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def layout_plan(name: str, blocks: Sequence[Block], by_channels: bool) -> list[B
             enters[use.state] = use.axis  # of its first use
         names = {module: key for key, module in block.named_modules()}
         said = [names.get(step.layer, type(step.layer).__name__) for step in block.steps]
-        steps = tuple(Layout(f"{name} {layer}", *found[number, index]) for index, layer in enumerate(said))
+        steps = tuple(StepLayout(f"{name} {layer}", *found[number, index]) for index, layer in enumerate(said))
         layouts.append(BlockLayout(enters, steps))
     return layouts
 
@@ -197,7 +197,7 @@ class ShardedStack:
             return tuple(held.values())
 
     def _run_independent(
-        self, steps: list[tuple[Step, Layout]], by_channels: bool, held: Sharded, mask: Mapping[str, Mask]
+        self, steps: list[tuple[Step, StepLayout]], by_channels: bool, held: Sharded, mask: Mapping[str, Mask]
     ) -> Sharded:
         """Run steps whose states are independent: in turn where one would wait, or each on its own branch rank."""
         states = [state for state in held if any(step.state == state for step, _ in steps)]
@@ -214,7 +214,7 @@ class ShardedStack:
         return {own: result, other: held[other].with_shard(other_axis, received)}
 
     def _chain(
-        self, steps: list[tuple[Step, Layout]], by_channels: bool, held: Sharded, mask: Mapping[str, Mask]
+        self, steps: list[tuple[Step, StepLayout]], by_channels: bool, held: Sharded, mask: Mapping[str, Mask]
     ) -> Phases:
         """Run the steps of one state, which read the others as they are in `held`."""
         x = held[steps[0][0].state]
@@ -232,14 +232,14 @@ class ShardedStack:
         return x
 
     def _plain(
-        self, step: Step, x: ShardedTensor, mask: Mask, other: ShardedTensor | None, layout: Layout
+        self, step: Step, x: ShardedTensor, mask: Mask, other: ShardedTensor | None, layout: StepLayout
     ) -> ShardedTensor:
         """Run a step that only knows whole tensors, where every rank has them: one axial rank, two branches."""
         others = () if other is None else (other.along(other.present),)
         return self._leave(x, x.present, step.layer(x.along(x.present), mask.along(x.present), *others), layout)
 
     def _by_slices(
-        self, layer: AxialUpdate, x: ShardedTensor, mask: Mask, other: ShardedTensor | None, layout: Layout
+        self, layer: AxialUpdate, x: ShardedTensor, mask: Mask, other: ShardedTensor | None, layout: StepLayout
     ) -> Phases:
         """Run a layer, interrupted wherever it may have to wait for others."""
         axis, operand_axis = cut_axes(layer, x.present)
@@ -279,7 +279,7 @@ class ShardedStack:
         of: ShardedTensor,
         mask: Mask,
         axis: int,
-        layout: Layout,
+        layout: StepLayout,
         n: DeferredLayerNorm | None = None,
     ) -> list[Pending]:
         """Return `shared` of this rank's shard, each tensor on its way to be joined with the others'.
@@ -301,7 +301,7 @@ class ShardedStack:
             of.start(layout.other_next)
         return pending
 
-    def _by_channels(self, layer: ChannelProduct, x: ShardedTensor, mask: Mask, layout: Layout) -> Phases:
+    def _by_channels(self, layer: ChannelProduct, x: ShardedTensor, mask: Mask, layout: StepLayout) -> Phases:
         """Run a product on whole rows and columns of this rank's channels, whatever the axis along which x is there."""
         axis = x.present
         yield [x.pending(axis)]
@@ -329,7 +329,7 @@ class ShardedStack:
             return factors
         return mine(factors, axis, self.group)
 
-    def _leave(self, x: ShardedTensor, axis: int, new: Tensor, layout: Layout) -> ShardedTensor:
+    def _leave(self, x: ShardedTensor, axis: int, new: Tensor, layout: StepLayout) -> ShardedTensor:
         """Return the new x, already on its way to where it is wanted next."""
         out = x.with_shard(axis, new)
         if layout.next is not None:
