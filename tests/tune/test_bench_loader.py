@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from warpfold.data.features.sample import SampleConfig
+from warpfold.data.features.choose import SampleConfig
 
 from tests.run.runs import make_store
 from warpfold.tune.bench_loader import Simulation, epoch_gap, footprint, simulate, straggler

@@ -1,0 +1,99 @@
+"""The pages keep their word: Python examples run or import what exists; commands, options, files and links exist."""
+
+import ast
+import importlib
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from warpfold import cli
+
+ROOT = Path(__file__).parents[1]
+OFFICIAL = {"data/pipeline.py", "data/mmcif_parsing.py", "data/templates.py"}  # of DeepMind's code
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def test_python_example_runs(tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = blocks(ROOT / "README.md", "python")
+    assert len(example.strip().splitlines()) <= 10
+    shutil.copy(tiny_params, tmp_path / "params.safetensors")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    prediction = names["prediction"]
+    n = len(prediction.sequence)  # type: ignore[attr-defined]
+    for kind, shape in (("positions", (n, 37, 3)), ("plddt", (n,)), ("pae", (n, n)), ("single", (n, 20))):
+        array = getattr(prediction, kind)
+        assert array.shape == shape
+        assert np.isfinite(array).all()
+    assert list(tmp_path.glob("*/*.cif"))
+
+
+# What a page says of the command line or of files stands between backticks, or in a block.
+page_parametrized = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def quoted(page: Path) -> list[str]:
+    """Return what stands between backticks in a page's text, blocks of code apart."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+
+
+def wrong_options(line: str) -> set[str]:
+    """Return the options of a `warpfold ...` line that its command lacks.  Errors: KeyError without such a command."""
+    words = line.split("#")[0].split()
+    command = cli.typer.main.get_command(cli.app).commands[words[1]]  # type: ignore[attr-defined]
+    command = getattr(command, "commands", {}).get(words[2] if len(words) > 2 else "", command)  # a group's
+    known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+    return {word for word in words if word.startswith("--")} - known
+
+
+@page_parametrized
+def test_commands_and_options_exist(page: Path) -> None:
+    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    for line in (*lines, *quoted(page)):
+        if re.match(r"warpfold +[a-z]", line):
+            assert not wrong_options(line), line
+
+
+@page_parametrized
+def test_imports_exist(page: Path) -> None:
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(str(node.module))
+                assert not [alias.name for alias in node.names if not hasattr(module, alias.name)], node.module
+
+
+@page_parametrized
+def test_files_exist(page: Path) -> None:
+    """Paths stand as from the repository's root, or from the package: `tests/ranks.py`, `model/pair.py`, `ops/cpu`."""
+    outside = {"warpfold", "tests", "benchmarks", "docs", "settings"}
+    rooms = {path.name for path in (ROOT / "warpfold").iterdir() if path.is_dir()}
+    for code in quoted(page):
+        room, *rest = code.split("/")
+        if rest and re.fullmatch(r"[\w./*-]+", code):
+            # run/metrics.jsonl and its like are files of somebody's run.
+            ours = room in rooms and (code.endswith(".py") or (room != "run" and "." not in code))
+            if room in outside or (ours and code not in OFFICIAL):
+                there = ROOT if room in outside else ROOT / "warpfold"
+                assert list(there.glob(code.rstrip("/"))), code
+
+
+@page_parametrized
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]+)?\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)", there.read_text(encoding="utf-8"), re.M)
+                anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                assert anchor[1:] in anchors, f"{page.name}: {target}{anchor}"
