@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,8 @@ def compute(case: ReferenceCase) -> CaseOutputs:
         raise NotImplementedCase(f"{case.title}: part of AlphaFold-Multimer")
     if known is None:
         raise BrokenCase(f"{key}: a case of an unknown name")
-    return _KNOWN[known](case, tensors(case))
+    inputs = tensors(case)
+    return replace(_KNOWN[known](case, inputs), inputs=inputs)
 
 
 # Results for people and for programs
@@ -216,14 +217,6 @@ def as_data(results: Sequence[CaseResult]) -> dict[str, Any]:
 
 
 def _check_data(check: Check) -> dict[str, Any]:
-    numbers = {"error": check.error, "masked_error": check.masked_error}
-    finite = {name: x if x is not None and math.isfinite(x) else None for name, x in numbers.items()}
-    return {
-        "what": check.what,
-        "error": finite["error"],
-        "bound": check.bound,
-        "measure": check.measure,
-        "ok": check.ok,
-        "note": check.note,
-        "masked_error": finite["masked_error"],
-    }
+    errors = {"error": check.error, "masked_error": check.masked_error}
+    finite = {name: None if x is None or not math.isfinite(x) else x for name, x in errors.items()}
+    return {**asdict(check), **finite, "ok": check.ok}

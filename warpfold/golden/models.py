@@ -24,7 +24,7 @@ from torch import Tensor
 
 from warpfold.batch import FEATURES, Arrays, Batch, at_pass, to_tensors
 from warpfold.geometry.rigid import Rigid
-from warpfold.golden.compare import CaseOutputs, Tensors, load, parameter_gradients
+from warpfold.golden.compare import CaseOutputs, Tensors, load
 from warpfold.golden.config import loss_config, model_config
 from warpfold.golden.geometry import true_distances
 from warpfold.golden.layers import pairs
@@ -81,7 +81,8 @@ def whole_model(case: ReferenceCase) -> CaseOutputs:
         notes[f"grad_params/{PAE_HEAD}//bias"] = OWN_ERROR
     return CaseOutputs(
         outputs,
-        gradients=parameter_gradients(model, case, SCOPE),
+        module=model,
+        scope=SCOPE,
         objective=total if step is None else total + step,
         valid=_valid(outputs, batch, last),
         quaternions=("out/structure_module/traj", "out/structure_module/final_affines"),
