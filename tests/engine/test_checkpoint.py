@@ -189,7 +189,7 @@ def test_damaged_notes_of_an_older_checkpoint_do_not_end_a_run(tmp_path: Path) -
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, bool]] = []
     with RunFolder(tmp_path) as run:
-        monkeypatch.setattr(module, "_sync", lambda path: synced.append((path.name, run.step_path(1).exists())))
+        monkeypatch.setattr(module, "sync_path", lambda path: synced.append((path.name, run.step_path(1).exists())))
         run.save(checkpoint(1), keep=1)
     draft = {"state.safetensors", "state.json", "checksums.json", ".partial-step-00000001"}  # and the folder's names
     assert set(synced) == {(name, False) for name in draft} | {("checkpoints", True)}

@@ -20,7 +20,8 @@ from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.pair import PairConfig
 from warpfold.model.template import TemplateConfig
-from warpfold.run.train import RunConfig, TrainConfig, train
+from warpfold.run.config import RunConfig, TrainConfig
+from warpfold.run.train import train
 
 # A residue of a helix about the z axis, turned by 100 degrees and raised by 1.5 angstrom for the next.
 HELIX = {

@@ -22,8 +22,10 @@ from warpfold.engine import checkpoint
 from warpfold.errors import UserError
 from warpfold.model.weights import load_model
 from warpfold.run import train as module
+from warpfold.run.config import RunConfig
+from warpfold.run.examples import draw_recycles, split
 from warpfold.run.results import ExampleResult, SkippedExamples
-from warpfold.run.train import RunConfig, Summary, draw_recycles, split, train
+from warpfold.run.train import Summary, train
 
 
 @pytest.fixture(scope="module")

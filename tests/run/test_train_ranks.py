@@ -33,9 +33,10 @@ from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run import train as module
+from warpfold.run.config import RunConfig
 from warpfold.run.ranks import begin_end_step, end_step
 from warpfold.run.results import ExampleResult
-from warpfold.run.train import RunConfig, Summary, train
+from warpfold.run.train import Summary, train
 
 STEPS = 4
 

@@ -57,6 +57,7 @@ def train(
     from warpfold import settings as toml
     from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run import train as training
+    from warpfold.run.config import RunConfig
     from warpfold.run.results import training_bar
 
     plan = {
@@ -66,7 +67,7 @@ def train(
         "plan.kernels": "strict" if strict else None,
     }
     changes = [*(change or []), *(f"{key}={value}" for key, value in plan.items() if value is not None)]
-    config = toml.build(training.RunConfig, toml.load(settings, changes), settings)
+    config = toml.build(RunConfig, toml.load(settings, changes), settings)
     process = ProcessInfo.from_environment(os.environ)
     where = device_of(device, process)
     bar = training_bar(config.train.steps) if process.rank == 0 else nullcontext()

@@ -36,11 +36,13 @@ from warpfold.engine.loop import Row
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.progress import Progress, no_progress
 from warpfold.run import figures, metrics
+from warpfold.run.config import RunConfig
+from warpfold.run.examples import split
 from warpfold.run.outputs import Prediction, claim_folder, write_summary
 from warpfold.run.predict import keep
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import ReportPage, ReportTable, Section, Target, target_of, write_report
-from warpfold.run.train import RunConfig, initial_model, split, train
+from warpfold.run.train import initial_model, train
 
 CA = ATOM_ORDER["CA"]
 DRAWN = 4  # held-out proteins shown in 3D

@@ -8,16 +8,14 @@
 Both are only appended to, so that a `kill -9` loses no example that was used.
 """
 
-import errno
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
 from types import TracebackType
 
 from warpfold.data.load.schedule import Draw, State
+from warpfold.engine.checkpoint import AppendedFile
 from warpfold.errors import UserError
 from warpfold.parallel.mesh import Group
 from warpfold.parallel.team import Team
@@ -38,8 +36,8 @@ class Ledger:
     ) -> None:
         self._team = team = team or Team()
         self._path, self._place = folder / order_name(team.mesh.data), place
-        self._order = _Appended(self._path, HEADER + data + "\n") if team.is_example_leader else None
-        self._aside = _Appended(folder / "quarantine.jsonl") if team.is_rank_zero else None
+        self._order = AppendedFile(self._path, HEADER + data + "\n") if team.is_example_leader else None
+        self._aside = AppendedFile(folder / "quarantine.jsonl") if team.is_rank_zero else None
         self._known = dict(_lines(self._path, data, place)) if team.is_example_leader else {}
         if replay is not None and team.mesh.data.size > 1:
             replay = replay.with_name(self._path.name)
@@ -99,33 +97,6 @@ def _follows(replay: Sequence[Sequence[Draw]], state: State) -> bool:
     numbers = [draw.number for draws in replay for draw in draws]
     used = (number for number in numbers if number < state.first or number in state.early)
     return len(set(numbers)) == len(numbers) and next(used, None) is None
-
-
-class _Appended:
-    """A text file that is appended to line by line; `write` returns once the system has the line."""
-
-    def __init__(self, path: Path, header: str = "") -> None:
-        self.path = path
-        try:
-            with suppress(FileNotFoundError), open(path, "rb+") as file:  # remove a line that a kill cut off
-                text = file.read()
-                file.truncate(text.rfind(b"\n") + 1)
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by the ledger)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
-        if header and not self._file.tell():
-            self.write(header)
-
-    def write(self, line: str) -> None:
-        data = line.encode()
-        try:
-            if self._file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror}; make room and start again") from error
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _lines(path: Path, data: str, place: int) -> Iterator[tuple[int, Draw]]:

@@ -31,8 +31,8 @@ from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import inference_plan
 from warpfold.parallel.team import Team
-from warpfold.run.config import RunConfig, TrainConfig
-from warpfold.run.examples import draw_recycles, fingerprint, hold_out, load, open_ledger, origin, split
+from warpfold.run.config import RunConfig
+from warpfold.run.examples import draw_recycles, fingerprint, hold_out, load, open_ledger, origin
 from warpfold.run.ranks import begin_end_step, begin_sums, end_step, next_examples, stop_requested
 from warpfold.run.results import (
     DeviceResult,
@@ -43,8 +43,6 @@ from warpfold.run.results import (
     step_row,
     validation_row,
 )
-
-__all__ = ["RunConfig", "Summary", "TrainConfig", "draw_recycles", "initial_model", "split", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
