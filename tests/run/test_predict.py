@@ -62,7 +62,7 @@ def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment
         assert len(query.alignment) == 2
     entry = predict(tmp_path / "q.fasta", [tmp_path / "U.a3m"], tiny_params, tmp_path / "o")["predictions"][0]
     assert (entry["sequence"], entry["msa_depth"]) == ("MKTAYIXKQRQISFVKSH", 2)
-    assert "1 residue is none of the twenty amino acids (X at 7)" in entry["warnings"][0]
+    assert "1 residue is not one of the twenty amino acids (X at 7)" in entry["warnings"][0]
     prediction = load(tiny_params, device="cpu").fold(query.sequence, ["-KTAYLUKQRQISFVRSH"], name="one")
     with np.load(tmp_path / "o/one/one.npz", allow_pickle=False) as arrays:
         np.testing.assert_array_equal(prediction.positions, arrays["positions"])
@@ -460,8 +460,8 @@ def test_templates_that_cannot_be_used_end_the_run_before_it_writes(
 def test_sources_that_make_no_sense(tmp_path: Path) -> None:
     for message, arguments in (
         ("hits need the mmCIF files", {"hits": [tmp_path / "a.hhr"]}),
-        ("of no use without hits", {"structures": tmp_path}),
-        ("of no use without hits", {"files": ["a.cif"], "max_date": "2020-01-01"}),
+        ("has no effect without hits", {"structures": tmp_path}),
+        ("has no effect without hits", {"files": ["a.cif"], "max_date": "2020-01-01"}),
         ("14.5.2020: is not a date", {"hits": [tmp_path], "structures": tmp_path, "max_date": "14.5.2020"}),
     ):
         with pytest.raises(UserError, match=message):

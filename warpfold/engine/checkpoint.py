@@ -58,8 +58,8 @@ class Checkpoint:
 class RunFolder:
     """One run's output folder, locked while it is open (`with`), so that no second run writes into it.
 
-    writes: False for a process beside the one that writes, which only reads.  score: the number in a row of a
-    validation by which checkpoints are compared, higher being better.
+    writes: False in the processes that only read.  score: the key of the number in a validation's row by which
+    checkpoints are compared; higher is better.
     """
 
     def __init__(self, path: Path | str, writes: bool = True, score: str = "score") -> None:
@@ -73,7 +73,7 @@ class RunFolder:
         if not self._writes:
             return self
         found = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
-        # A run has its lock, and a copy of a run these two.
+        # A run's folder has a lock; a copy of one may lack it, but has these two.
         if found and ".lock" not in found and not {"settings.toml", "checkpoints"} <= found:
             raise UserError(f"{self.path}: holds something else, which is left alone; choose another --out")
         taken = UserError(f"{self.path}: another run is writing there; wait for it or choose another --out")
@@ -218,7 +218,7 @@ class RunFolder:
             shutil.rmtree(doomed)
 
     def _notes(self, step: int) -> dict[str, Any]:
-        """Return the notes of a checkpoint; none where they are damaged, which `load` reports."""
+        """Return the notes of a checkpoint, empty where they are damaged (`load` reports that)."""
         try:
             notes = json.loads((self.step_path(step) / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -250,7 +250,7 @@ class RunFolder:
     ) -> Path:
         """Save what reproduces a failure: the batch, the weights, and the rest in failure.json; return the folder.
 
-        Where a run goes on after failures, the first MAX_FAILURES are saved.
+        If a run goes on after failures, only the first MAX_FAILURES are saved.
         """
         folder = self.path / "failures" / f"example-{index:08d}"
         if len(list(self.path.glob("failures/*"))) >= MAX_FAILURES and not folder.exists():

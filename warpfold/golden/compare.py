@@ -5,7 +5,7 @@ The rule by which two arrays agree:
 * The official fp32 run's own distance from fp64 is stated: max |ours - theirs| <= 10 * that + 1e-6 * scale.
 * It is not stated: |ours - theirs|_2 / |theirs|_2 <= 1e-4.
 
-Only valid entries count (masks of the case); what masked entries do is reported beside, never judged.
+Only valid entries count (masks of the case); the error of masked entries is reported, never judged.
 """
 
 import math
@@ -24,8 +24,8 @@ TIMES_NOISE = 10.0
 OF_SCALE = 1e-6
 RELATIVE_L2 = 1e-4
 UNDEFINED_ABOVE, ZERO_ABOVE = 1e-2, 10.0
-# A gradient below this part of the case's largest one is what fp32 leaves of zero (for example of an offset that adds
-# the same to all logits of a softmax): without stated noise, all that can be asked is that ours is as small.
+# A gradient smaller than this fraction of the case's largest one is fp32 rounding of an exact zero (for example that of
+# an offset added to all logits of a softmax): without stated noise, ours only has to be as small.
 RESOLVED, ZERO = 1e-7, "the exact gradient is 0"
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -34,7 +34,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class CaseOutputs:
-    """What WarpFold computes for one case, and how to look at it.
+    """What WarpFold computes for one case, and how to compare it.
 
     outputs:     by the reference's names; still attached to the graph.
     module:      the module whose parameters' gradients are compared; None: there are no parameters.

@@ -69,14 +69,14 @@ def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store,
 
 
 def draw_recycles(config: RunConfig, step: int) -> int:
-    """Draw how often the examples of a step are recycled: uniform from 0 to the model's number, the same for all."""
+    """Draw how often the examples of a step are recycled: uniform from 0 to the model's number, one draw for all."""
     return int(keyed_rng(config.train.seed, "recycles", step).integers(config.model.recycles + 1))  # Algorithm 31
 
 
 def open_ledger(
     run: RunFolder, config: RunConfig, state: Checkpoint, origin: Mapping[str, str], replay: Path | None, team: Team
 ) -> Ledger:
-    """Open the record of what the run has used and is to use again: all after its last checkpoint, or `replay`."""
+    """Open the record of the examples used so far; those after the last checkpoint, or `replay`, are used again."""
     decides = [origin["store"], config.train.seed, config.train.order, config.train.validation]
     place = state.step * config.optim.accumulate // team.mesh.data.size
     return Ledger(run.path, fingerprint(repr(decides).encode()), place, used(config, state), replay, team)

@@ -94,8 +94,7 @@ def predict(
     queries = read_queries(query, msas)
     tell(0, len(queries), "loading the parameters")
     params_digest = _file_digest(params)
-    predictor = load(params, options.device, options.chunk, options.precision, team=team)
-    predictor.kernels = options.kernels
+    predictor = load(params, options.device, options.chunk, options.precision, team=team, kernels=options.kernels)
     given: dict[str, Any] = {"max_msa": options.max_msa, "max_extra": options.max_extra}
     predictor.sample = replace(predictor.sample, **{name: most for name, most in given.items() if most is not None})
     if templates:
@@ -223,7 +222,7 @@ def _unknown(sequence: str) -> list[str]:
         return []
     what = "1 residue is" if len(places) == 1 else f"{len(places)} residues are"
     some = ", ".join(places[:5]) + (" ..." if len(places) > 5 else "")
-    return [f"{what} none of the twenty amino acids (X at {some}) and without atoms; give C for U to have cysteine"]
+    return [f"{what} not one of the twenty amino acids (X at {some}), so without atoms; write C for U to get cysteine"]
 
 
 def _new_summary(run: str, params: Path, digest: str, options: PredictOptions, predictor: Predictor) -> dict[str, Any]:
@@ -257,7 +256,7 @@ def _settings(options: PredictOptions, predictor: Predictor) -> dict[str, Any]:
 
 
 def _run_digest(queries: Sequence[FoldQuery], params_digest: str, settings: Mapping[str, Any]) -> str:
-    """Return a text that is equal for equal inputs."""
+    """Return a digest of everything that decides the result."""
     digest = hashlib.sha256(json.dumps([params_digest, settings]).encode())
     for query in queries:
         digest.update(f"{query.name}\n{query.sequence}\n".encode())
@@ -289,10 +288,6 @@ def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:
             summary["predictions"].append(entry)
         elif entry["folder"] == file_name(entry["folder"]):
             remove_prediction(folder, entry["name"])
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be made: {error.strerror}; name another folder") from error
     write_summary(out, summary)
 
 

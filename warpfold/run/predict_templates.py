@@ -21,7 +21,7 @@ class TemplateSources:
 
     files: FILE or FILE:CHAIN, mmCIF or PDB, used for every query whatever their date.  hits: files of HHsearch or
     hmmsearch; with several queries each is named after its query (NAME.hhr).  structures: the mmCIF files that hits
-    point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: none is.
+    point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: no limit.
     """
 
     files: Sequence[str] = ()
@@ -33,7 +33,7 @@ class TemplateSources:
         if self.hits and self.structures is None:
             raise UserError("hits need the mmCIF files they point to; give their folder (--template-structures)")
         if not self.hits and (self.structures is not None or self.max_date is not None):
-            raise UserError("a folder or a date for templates is of no use without hits; give --hits, or --template")
+            raise UserError("a template folder or date has no effect without hits; give --hits, or use --template")
         given_date(self.max_date, MAX_DATE)  # a wrong one is an error before any work is done
 
     def __bool__(self) -> bool:
@@ -45,7 +45,7 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
 
     queries: name -> sequence.  A hit that cannot be used is among the outcomes.
     Errors: UserError for a file of the user that cannot be used, a file of hits that cannot be read or belongs to no
-    query, and for hits none of which has its structure in the folder.
+    query, and a folder that has the structure of none of the hits.
     """
     hits = _hits_by_query(queries, sources.hits)
     newest = given_date(sources.max_date, MAX_DATE)

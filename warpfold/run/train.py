@@ -49,12 +49,12 @@ from warpfold.run.results import (
 class Summary:
     """How a run ended."""
 
-    steps: int  # done, those before a resume included
+    steps: int  # done, including those before a resume
     finished: bool  # False: stopped by a signal; the same command continues
     lddt_ca: float | None  # held out, averaged weights, at the last validation
     params: Path  # the averaged weights
     quarantined: tuple[str, ...] = ()  # entries that could not be used; quarantine.jsonl has the reasons
-    signal: int = 0  # that stopped it; 0: none
+    signal: int = 0  # the one that stopped it; 0: none
     refused: Mapping[str, int] = field(default_factory=dict)  # why fast operations were not used, and how often
 
 
@@ -110,7 +110,7 @@ def train(
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks
             log(step_row(step, results, rate, recycles, timer))
             skipped.add(step, results)
-            stop = stop or (signals.received if team.process.ranks == 1 else 0)  # one may have come since
+            stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
             if step == config.train.steps or stop or due(step, config.train.save_every):
                 save(run, model, optimizer, step, examples, {"skipped": skipped.places, **source}, config, team)
             if held_out and validates(config, step):  # after saving: it may take long
@@ -121,12 +121,12 @@ def train(
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether something that is done every so many steps is done after this one; never for 0."""
+    """Return whether something done every `every` steps is due after this one; never for 0."""
     return every > 0 and step % every == 0
 
 
 def validates(config: RunConfig, step: int) -> bool:
-    """Return whether a run validates after this step: before the first, after the last, and every so many."""
+    """Return whether a run validates after this step: before the first, after the last, and every `validate_every`."""
     return step in (0, config.train.steps) or due(step, config.train.validate_every)
 
 
@@ -164,7 +164,7 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
 
 
 def identity(values: settings.Mapped) -> settings.Mapped:
-    """Return the settings that make a run what it is; how it executes, saves and ends may change on the way."""
+    """Return the settings that must stay the same in a run; how it executes, saves and ends may change on resuming."""
     fixed = {name: values.get(name, {}) for name in ("model", "loss", "data", "optim")}
     return {**fixed, "train": {name: values.get("train", {}).get(name) for name in ("seed", "order", "validation")}}
 
@@ -185,7 +185,7 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:
-    """Open the log, which rank 0 writes, `watch` shows, and TensorBoard too where the settings ask for it."""
+    """Open the log: rank 0 writes it, `watch` shows it, and so does TensorBoard where the settings ask for it."""
     watchers = [watch] if watch else []
     if config.train.tensorboard and team.is_rank_zero:
         watchers.insert(0, tensorboard(run.path / "tensorboard", state.step))
