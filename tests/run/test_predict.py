@@ -191,7 +191,7 @@ def test_alignments_find_their_records(tmp_path: Path, fasta: Path, a3m: Path) -
         ("MKT\n", None, "does not start with a '>'"),
         (">a\nMKT\n", ">b\nMKV\n", "differs from the query"),
         (">a\nMKT\n", ">a\nMKT\n>b\nMK\n", "row 2"),
-        (FASTA, ">b\nMKV\n", "the sequence of no record"),
+        (FASTA, ">b\nMKV\n", "not the sequence of any record"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(

@@ -310,7 +310,7 @@ def test_ranks_that_do_not_see_the_same_are_refused(store: Store, tmp_path: Path
         config = replace(config, data=replace(config.data, crop=8 + mesh.world.rank))
         train(config, store, tmp_path / "run", team=Team(ProcessInfo(mesh.world.rank, 2), mesh))
 
-    with pytest.raises(RankError, match="rank 1 has another settings than rank 0; give all the same"):
+    with pytest.raises(RankError, match="rank 1 and rank 0 differ in settings; give all ranks the same"):
         run_ranks(on_a_rank, 2)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Shard:
     """The flat part of the weights that this rank updates, and norms of whole parameters, which may cross shards.
 
-    weights: the shard itself.  segments: which part of which parameter lies where in it.  names: of all parameters.
+    weights: the shard itself.  segments: where in it which part of which parameter lies.  names: of all parameters.
     sum_shards: sums a tensor over the ranks that hold the other shards, in place.
     """
 
@@ -49,9 +49,8 @@ class Shard:
     def norms(self, flat: Tensor) -> Tensor:
         """Return the norm of each parameter's part of the whole flat vector, [parameters]; flat: this rank's shard."""
         rows = flat.view(-1, ALIGN).square().sum(1).double()
-        sums = torch.segment_reduce(
-            rows, "sum", lengths=self._lengths, unsafe=True
-        )  # the check would copy the lengths to the host
+        # unsafe: the check of the lengths would wait for the device.
+        sums = torch.segment_reduce(rows, "sum", lengths=self._lengths, unsafe=True)
         squares = sums.new_zeros(self._names + 1)
         squares[self._owners[1::2]] = sums[1::2]  # a shard has at most one part of a parameter
         return self._sum_shards(squares)[:-1].sqrt().to(flat.dtype)

@@ -32,7 +32,7 @@ from warpfold.progress import Progress
 PASS, FAIL, NOT_RUN, NOT_IMPLEMENTED = "pass", "FAIL", "could not be run", "not implemented"
 _COLOURS = {PASS: "green", FAIL: "bold red", NOT_RUN: "bold red", NOT_IMPLEMENTED: "yellow"}
 
-# What a case that does not fit the code runs into: a missing array, a shape that does not match, a wrong dtype.
+# What a case that does not fit the code raises: a missing array, a shape that does not match, a wrong dtype.
 _DOES_NOT_FIT = (UserError, KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError)
 
 _MULTIMER = (
@@ -146,7 +146,7 @@ def compute(case: ReferenceCase) -> CaseOutputs:
 def table(results: Sequence[CaseResult]) -> Table:
     """Return one row per case: how many arrays, the worst of them, its error and bound, the verdict; then notes.
 
-    Errors and bounds are absolute, or relative L2 norms where "L2" stands beside them.
+    Errors and bounds are absolute, or relative L2 norms where "L2" follows them.
     """
     shown = Table(
         "case", "arrays", Column("worst", overflow="fold"), "error", "bound", "verdict", box=None, pad_edge=False
@@ -176,7 +176,7 @@ def failures(result: CaseResult) -> list[Check]:
 
 
 def summary(results: Sequence[CaseResult]) -> str:
-    """Say in one line how many cases passed, failed, could not be run, and are not implemented (those by name)."""
+    """Return one line: how many cases passed, failed, could not be run, and are not implemented (these by name)."""
     counts = {verdict: [r for r in results if r.verdict == verdict] for verdict in _COLOURS}
     line = (
         f"{len(results)} cases: {len(counts[PASS])} passed, {len(counts[FAIL])} failed, "

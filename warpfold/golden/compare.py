@@ -174,7 +174,7 @@ def _gradients(case: ReferenceCase, result: CaseOutputs) -> dict[str, np.ndarray
 
 
 def _norm_check(case: ReferenceCase, what: str, ours: np.ndarray, theirs: np.ndarray) -> Check:
-    """Check the norm of a parameter's gradient, of which only a sample is stored: within 1e-4.
+    """Check the norm of a parameter's gradient where only a sample of the gradient is stored: within 1e-4.
 
     Where the sample's noise says that the exact gradient is zero, the norm is that of rounding, at most
     10 * noise for each entry.

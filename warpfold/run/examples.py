@@ -22,7 +22,7 @@ from warpfold.run.config import RunConfig
 from warpfold.run.ledger import Ledger
 
 
-def origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
+def fingerprint_origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
     """Return fingerprints of the data and of the first weights; a store's manifest holds checksums of its contents.
 
     Rank 0 alone reads `init`.

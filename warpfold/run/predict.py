@@ -153,7 +153,9 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[FoldQuery]:
     for msa in sorted(msas, key=lambda path: stacking_order(path.name)):  # otherwise as given
         alignment = read_alignment(msa, found[0][1] if len(found) == 1 else None)
         if alignment.query not in as_rows.values():
-            raise UserError(f"{msa}: its first row is the sequence of no record in {path}; give alignments of these")
+            raise UserError(
+                f"{msa}: its first row is not the sequence of any record in {path}; give alignments of these"
+            )
         by_sequence.setdefault(alignment.query, []).append(alignment)
     return [
         FoldQuery(

@@ -20,7 +20,7 @@ from warpfold.progress import progress_bar
 from warpfold.run import metrics
 
 CA = ATOM_ORDER["CA"]
-WINDOW = 1_000  # examples in a row of which train.max_skipped may be skipped
+WINDOW = 1_000  # train.max_skipped counts within this many examples in a row
 
 
 @dataclass(frozen=True)

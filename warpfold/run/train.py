@@ -32,7 +32,7 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run.config import RunConfig
-from warpfold.run.examples import draw_recycles, fingerprint, hold_out, load, open_ledger, origin
+from warpfold.run.examples import draw_recycles, fingerprint, fingerprint_origin, hold_out, load, open_ledger
 from warpfold.run.ranks import begin_end_step, begin_sums, end_step, next_examples, stop_requested
 from warpfold.run.results import (
     DeviceResult,
@@ -76,18 +76,18 @@ def train(
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
-    source = origin(sources, init, team)
+    origin = fingerprint_origin(sources, init, team)
     model = initial_model(config, init, team).to(device)
     Execution(config.plan, team.mesh).bind(model)
     optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.process.ranks_per_node)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
         signals = stack.enter_context(StopSignals())
-        claim(run, config, source, team)
-        state = restore(run, optimizer, source, team)
+        claim(run, config, origin, team)
+        state = restore(run, optimizer, origin, team)
         skipped = SkippedExamples(config.train.max_skipped, state.notes.get("skipped", ()))
         log = open_log(run, config, state, watch, team)
-        ledger = stack.enter_context(open_ledger(run, config, state, source, replay, team))
+        ledger = stack.enter_context(open_ledger(run, config, state, origin, replay, team))
         examples = stack.enter_context(load(config, sources, state, ledger, log, device, team))
         step, timer = state.step, StepTimer()
         if held_out and not (log.validation and log.validation["step"] == step) and validates(config, step):
@@ -112,7 +112,7 @@ def train(
             skipped.add(step, results)
             stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
             if step == config.train.steps or stop or due(step, config.train.save_every):
-                save(run, model, optimizer, step, examples, {"skipped": skipped.places, **source}, config, team)
+                save(run, model, optimizer, step, examples, {"skipped": skipped.places, **origin}, config, team)
             if held_out and validates(config, step):  # after saving: it may take long
                 log(validate(model, optimizer, held_out, config, step, team))
     finished, lddt_ca = step >= config.train.steps, log.validation["lddt_ca"] if log.validation else None
@@ -158,8 +158,8 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
     for rank, there in enumerate(said):
         if differing := [name for name, value in there.items() if value != said[0][name]]:
             raise UserError(
-                f"rank {rank} has another {' and '.join(differing)} than rank 0; give all the same, and {run.path} "
-                "on a file system that all machines share"
+                f"rank {rank} and rank 0 differ in {' and '.join(differing)}; give all ranks the same, and put "
+                f"{run.path} on a file system that all machines share"
             )
 
 
