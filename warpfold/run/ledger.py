@@ -12,12 +12,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, takewhile
 from pathlib import Path
-from types import TracebackType
 
 from warpfold.data.load.schedule import Draw, State
 from warpfold.engine.checkpoint import AppendedFile
 from warpfold.errors import UserError
-from warpfold.parallel.mesh import Group
 from warpfold.parallel.team import Team
 
 HEADER = "# warpfold order 1 "
@@ -35,11 +33,13 @@ class Ledger:
         self, folder: Path, data: str, place: int, state: State, replay: Path | None = None, team: Team | None = None
     ) -> None:
         self._team = team = team or Team()
-        self._path, self._place = folder / order_name(team.mesh.data), place
+        ranks = team.mesh.data
+        self._path = folder / ("order.txt" if ranks.size == 1 else f"order-{ranks.rank}-of-{ranks.size}.txt")
+        self._place = place
         self._order = AppendedFile(self._path, HEADER + data + "\n") if team.is_example_leader else None
         self._aside = AppendedFile(folder / "quarantine.jsonl") if team.is_rank_zero else None
         self._known = dict(_lines(self._path, data, place)) if team.is_example_leader else {}
-        if replay is not None and team.mesh.data.size > 1:
+        if replay is not None and ranks.size > 1:
             replay = replay.with_name(self._path.name)
         ahead = self._known if replay is None else dict(_lines(replay, data, place))
         own = list(takewhile(lambda draw: draw is not None, map(ahead.get, count(place))))  # without a gap
@@ -58,7 +58,7 @@ class Ledger:
     def __enter__(self) -> "Ledger":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in (self._order, self._aside):
             if file is not None:
                 file.close()
@@ -85,11 +85,6 @@ class Ledger:
         """Return the entries that were set aside since the last call: name, index, reason."""
         taken, self._unshared = self._unshared, []
         return taken
-
-
-def order_name(ranks: Group) -> str:
-    """Return the name of the file with the order of a data rank."""
-    return "order.txt" if ranks.size == 1 else f"order-{ranks.rank}-of-{ranks.size}.txt"
 
 
 def _follows(replay: Sequence[Sequence[Draw]], state: State) -> bool:

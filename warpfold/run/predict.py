@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from warpfold.data.formats.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats.input_files import stacking_order
 from warpfold.data.formats.sequences import read_alignment, read_fasta
 from warpfold.errors import UserError
-from warpfold.files import file_name, is_given_pipe, open_regular
+from warpfold.files import file_name, is_given_pipe, opened
 from warpfold.model.weights import assumed_settings
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
@@ -93,7 +92,8 @@ def predict(
         raise UserError(f"{pipes[0]}: is a pipe, which several processes cannot share; give a regular file")
     queries = read_queries(query, msas)
     tell(0, len(queries), "loading the parameters")
-    params_digest = _file_digest(params)
+    with opened(params, unpack=False) as file:
+        params_digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
     predictor = load(params, options.device, options.chunk, options.precision, team=team, kernels=options.kernels)
     given: dict[str, Any] = {"max_msa": options.max_msa, "max_extra": options.max_extra}
     predictor.sample = replace(predictor.sample, **{name: most for name, most in given.items() if most is not None})
@@ -268,14 +268,6 @@ def _run_digest(queries: Sequence[FoldQuery], params_digest: str, settings: Mapp
             for array in (query.templates.aatype, query.templates.positions, query.templates.mask):
                 digest.update(array.tobytes())
     return digest.hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; give a file of parameters") from error
 
 
 def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:

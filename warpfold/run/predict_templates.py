@@ -50,8 +50,13 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
     hits = _hits_by_query(queries, sources.hits)
     newest = given_date(sources.max_date, MAX_DATE)
     library = Library(sources.structures) if sources.structures is not None else None
-    if library is not None:
-        _refuse_wrong_folder(library, [hit.pdb_id for each in hits.values() for hit in each])
+    entries = [hit.pdb_id for each in hits.values() for hit in each]
+    if library is not None and entries and not any(map(library.has, entries)):
+        some = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
+        raise UserError(
+            f"{library.folder}: has the structures of none of the {len(entries)} hits ({some} ...); give the folder of "
+            "their mmCIF files, or leave the hits out"
+        )
     found: dict[str, Found] = {}
     for name, sequence in queries.items():
         own, outcomes = user_templates(sequence, sources.files)
@@ -64,16 +69,6 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
             outcomes += refused
         found[name] = join(parts), outcomes
     return found
-
-
-def _refuse_wrong_folder(library: Library, entries: Sequence[str]) -> None:
-    """Raise UserError if the library has the structure of none of the entries: probably it is the wrong folder."""
-    if entries and not any(library.has(entry) for entry in entries):
-        some = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
-        raise UserError(
-            f"{library.folder}: has the structures of none of the {len(entries)} hits ({some} ...); give the folder of "
-            "their mmCIF files, or leave the hits out"
-        )
 
 
 def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
