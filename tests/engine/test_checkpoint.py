@@ -1,4 +1,4 @@
-"""The run's folder: whole after any failure, and never two runs'."""
+"""The run's folder: whole after any failure, and never shared by two runs."""
 
 import errno
 import json
@@ -228,7 +228,7 @@ def test_a_lock_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_folder_that_only_looks_like_a_run_is_left_alone(tmp_path: Path) -> None:
-    """Another tool's, with names like ours: its log would be cut, and its parameters replaced."""
+    """A folder of another tool, with names like ours: its log would be cut and its parameters replaced."""
     (tmp_path / "checkpoints" / ".partial-mine").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
     with pytest.raises(UserError, match="something else"), RunFolder(tmp_path):

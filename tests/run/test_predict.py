@@ -52,7 +52,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment(
     tmp_path: Path, tiny_params: Path
 ) -> None:
-    """As officially; from files and from Python alike, and the alignment of the protein is found for either letter."""
+    """As in the official code, from files and from Python; the alignment is found for either letter."""
     (tmp_path / "q.fasta").write_text(">one\nMKTAYIUKQRQISFVKSH\n")
     for letter in "UC":
         (tmp_path / f"{letter}.a3m").write_text(f">one\nMKTAYI{letter}KQRQISFVKSH\n>b\n-KTAYLUKQRQISFVRSH\n")
@@ -208,7 +208,7 @@ def test_bad_input_is_refused_before_anything_is_written(
 
 
 def test_several_processes_do_not_share_a_pipe(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
-    """Each would read what the others left of it."""
+    """Each process would read only what the others left in the pipe."""
     read, write = os.pipe()
     pipe, team = Path(f"/dev/fd/{read}"), Team(ProcessInfo(rank=0, ranks=2))
     for query, msas in ((pipe, []), (a3m, [pipe])):

@@ -58,7 +58,9 @@ Axial = Annotated[
 ]
 Branch = Annotated[
     int | None,
-    runs("2: run the halves of a block on processes of their own (not AlphaFold2's).", "--plan.branch", min=1),
+    runs(
+        "2: run the two halves of a block on separate processes (not for AlphaFold2's blocks).", "--plan.branch", min=1
+    ),
 ]
 Strict = Annotated[bool, runs("Fail if an operation has no fast kernel here, instead of running slower.", "--strict")]
 Workers = Annotated[int, runs("Number of processes.", min=1)]

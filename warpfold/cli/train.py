@@ -40,9 +40,11 @@ def train(
     out: Annotated[Path, writes("Folder of the run; the same command continues a stopped run, bit for bit.")],
     init: Annotated[Path | None, reads("Parameters to start from; default: random ones.")] = None,
     replay: Annotated[Path | None, reads("order.txt of a run of the same data and seed, to follow.")] = None,
-    change: Annotated[list[str] | None, decides("Settings over those of the file, KEY=VALUE.", "--set")] = None,
+    change: Annotated[
+        list[str] | None, decides("Settings that override those of the file, KEY=VALUE.", "--set")
+    ] = None,
     examples: Annotated[
-        int | None, runs("Proteins at a time, each on processes of its own.", "--plan.data", min=1)
+        int | None, runs("Proteins at a time, each on its own processes.", "--plan.data", min=1)
     ] = None,
     axial: Axial = None,
     branch: Branch = None,
