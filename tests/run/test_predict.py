@@ -220,7 +220,11 @@ def test_several_processes_do_not_share_a_pipe(tmp_path: Path, a3m: Path, tiny_p
 def test_parameters_that_are_none(tmp_path: Path, fasta: Path) -> None:
     wrong = tmp_path / "params.npz"
     np.savez(wrong, a=np.zeros(3))
-    for params, message in ((tmp_path / "missing", "cannot be read"), (fasta, "safetensors"), (wrong, "params.npz")):
+    for params, message in (
+        (tmp_path / "missing", "missing: no such file"),
+        (fasta, "safetensors"),
+        (wrong, "params.npz"),
+    ):
         with pytest.raises(UserError, match=message):
             predict(fasta, [], params, tmp_path / "out")
     assert not (tmp_path / "out").exists()

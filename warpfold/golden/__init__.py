@@ -27,7 +27,7 @@ from warpfold.golden.layers import UNITS
 from warpfold.golden.models import whole_model
 from warpfold.golden.read import BrokenCase, CaseFiles, NotImplementedCase, ReferenceCase, find, read
 from warpfold.model.deepmind import PREFIX
-from warpfold.progress import Progress
+from warpfold.progress import Progress, no_progress
 
 PASS, FAIL, NOT_RUN, NOT_IMPLEMENTED = "pass", "FAIL", "could not be run", "not implemented"
 _COLOURS = {PASS: "green", FAIL: "bold red", NOT_RUN: "bold red", NOT_IMPLEMENTED: "yellow"}
@@ -76,7 +76,7 @@ class CaseResult:
         return max(self.checks, key=lambda check: check.ratio, default=None)
 
 
-def run(folder: str | Path, only: str | None = None, progress: Progress | None = None) -> list[CaseResult]:
+def run(folder: str | Path, only: str | None = None, progress: Progress = no_progress) -> list[CaseResult]:
     """Run the reference cases under `folder`, one after another, in fp32 on the CPU.
 
     only:     a shell pattern on the case's path ("units/*", "*triangle*"); a bare word matches anywhere in it.
@@ -92,11 +92,9 @@ def run(folder: str | Path, only: str | None = None, progress: Progress | None =
         raise UserError(f"--only {only}: none of the {len(found)} cases matches; the first is {found[0].name}")
     results = []
     for done, files in enumerate(chosen):
-        if progress:
-            progress(done, len(chosen), files.name)
+        progress(done, len(chosen), files.name)
         results.append(run_case(files))
-    if progress:
-        progress(len(chosen), len(chosen), "")
+    progress(len(chosen), len(chosen), "")
     return results
 
 
