@@ -41,6 +41,7 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("default_tiles")
 def test_triangle_factor(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     values, grad = factor_case(name)
     y, g, mask = (within(v, d) for v, d in zip(values, (DTYPES[dtype], DTYPES[dtype], torch.float32)))
@@ -74,6 +75,7 @@ def test_tail(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ending node", "odd"])
+@pytest.mark.usefixtures("default_tiles")
 def test_tail_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     given, grad = _tail(name, torch.bfloat16, torch.bfloat16)
     with poisoned(monkeypatch), exact_bf16(monkeypatch):

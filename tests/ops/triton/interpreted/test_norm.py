@@ -55,6 +55,7 @@ def test_norm_linear(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> 
 
 
 @pytest.mark.parametrize("name", ["128 to 132", "200 to 130", "384 to 100"])
+@pytest.mark.usefixtures("default_tiles")
 def test_norm_linear_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     values, grad = linear_case(name)
     given = [None if v is None else within(v, d) for v, d in zip(values, of_dtype(values, torch.bfloat16))]
@@ -65,6 +66,7 @@ def test_norm_linear_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["128", "200", "1024"])
+@pytest.mark.usefixtures("default_tiles")
 def test_channels_around_ten_thousand(name: str) -> None:
     values, grad = norm_case(name, mean=1e4)
     arguments = [within(v, torch.float32) for v in values]
