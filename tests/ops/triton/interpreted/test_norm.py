@@ -5,7 +5,6 @@ import torch
 
 from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
 from tests.ops.triton.norm_cases import LINEARS, NORMS, linear_case, norm_case, of_dtype
-from warpfold.ops import dispatch
 from warpfold.ops.norm import empty_projected, layer_norm, norm_linear
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton import norm, sums
@@ -16,9 +15,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few programs that each has several blocks of positions, and so few sums at once that there are two rounds."""
-    dispatch.interpret()
     monkeypatch.setattr(norm_linear_launcher, "TILES", 2)
     monkeypatch.setattr(norm, "PROGRAMS", 2)
     monkeypatch.setattr(sums, "ONCE", 1)
