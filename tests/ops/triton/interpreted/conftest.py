@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import KernelConfig, forced, kernels
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -20,9 +21,6 @@ if INTERPRETING:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from warpfold.ops import dispatch
-
-    dispatch.interpret()
     _dot = interpreter.InterpreterBuilder.create_dot
 
     def _exact_dot(self, a, b, d, *rest):
@@ -40,6 +38,13 @@ if INTERPRETING:
         return self.rewrite()(*args, **kwargs) if ours else _call(self, *args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = _quick_call
+
+
+@pytest.fixture(autouse=True)
+def interpreting() -> Iterator[None]:
+    """Give tensors on a CPU to the Triton kernels."""
+    with dispatch.interpreting():
+        yield
 
 
 @pytest.fixture
