@@ -19,6 +19,7 @@ from types import TracebackType
 
 from warpfold.data.load.schedule import Draw, State
 from warpfold.errors import UserError
+from warpfold.files import writing
 from warpfold.parallel.mesh import Group
 from warpfold.parallel.team import Team
 
@@ -106,13 +107,11 @@ class _Appended:
 
     def __init__(self, path: Path, header: str = "") -> None:
         self.path = path
-        try:
+        with writing(path):
             with suppress(FileNotFoundError), open(path, "rb+") as file:  # remove a line that a kill cut off
                 text = file.read()
                 file.truncate(text.rfind(b"\n") + 1)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by the ledger)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         if header and not self._file.tell():
             self.write(header)
 

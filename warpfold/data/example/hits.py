@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from warpfold.data.formats.sequences import read_bytes
 from warpfold.data.similar.pairwise import MIN_IDENTITY
 from warpfold.errors import UserError
+from warpfold.files import read_file
 
 # Whole numbers have at most 18 digits here, so that they fit into int64; longer ones are not taken for numbers.
 # "Q 1abcA  7 MKT-A 10 (73)": query or template (T), its name, the first place, letters, the last place, its length.
@@ -53,7 +53,7 @@ def read_hits(path: str | Path, query: str) -> list[Hit]:
     query: the sequence that was searched for, one letter per residue; hmmsearch's files do not hold it.
     Errors: UserError for a file that is none of these, is cut short, or is of another query.
     """
-    data = read_bytes(path)
+    data = read_file(path)
     try:
         text = data.decode()
     except UnicodeDecodeError:

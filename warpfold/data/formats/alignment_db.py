@@ -11,9 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from warpfold.data.formats.sequences import read_bytes
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, open_regular, pread
+from warpfold.files import LARGEST, open_regular, pread, read_file
 
 _FARTHEST = 10**30  # bytes; a larger number is damage, and may be too large to be printed or divided
 _EXPECTED = 'expected {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}'
@@ -62,7 +61,7 @@ class AlignmentDB:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         try:
-            self._entries = json.loads(read_bytes(path))
+            self._entries = json.loads(read_file(path))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: damaged, or no JSON ({error}); fetch or make the index again") from None
         if not isinstance(self._entries, dict):

@@ -13,9 +13,9 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 
 from warpfold.data.formats.alignment_db import AlignmentDB, Slice
-from warpfold.data.formats.sequences import parse_alignment, read_bytes
+from warpfold.data.formats.sequences import parse_alignment
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, opened
+from warpfold.files import LARGEST, opened, read_file
 
 STRUCTURES = (".cif", ".mmcif", ".pdb", ".ent")
 ALIGNMENTS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln", ".afa")  # .fasta only if named itself
@@ -69,8 +69,8 @@ class InputFile:
         return _text(self.file)
 
     @property
-    def bears(self) -> set[str]:
-        """Return the names of a chain or an entry that it may go by, lower case: its own, and its folder's."""
+    def protein_names(self) -> set[str]:
+        """Return the names of a chain or an entry that it may have, lower case: its own, and its folder's."""
         if self.chain:
             return {self.chain.lower()}
         folder = self.path.parent
@@ -93,7 +93,7 @@ class InputFile:
         Errors: UserError if it cannot be read, is empty or damaged, or has more than `limit` bytes.
         """
         try:
-            return self.slice.read(limit=limit) if self.slice else read_bytes(self.path, limit)
+            return self.slice.read(limit=limit) if self.slice else read_file(self.path, limit)
         except UserError as error:
             raise self._named(error) from None
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from warpfold.data.formats.alignment import LETTERS, Alignment, decode, encode
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, read_file
+from warpfold.files import file_name, read_file
 from warpfold.geometry.residue import GAP
 
 _INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
@@ -40,17 +40,6 @@ _ALIGNED = _table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)  # every character 
 _A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
 
 
-def read_bytes(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
-    """Read a file, unpacked if it is gzipped.
-
-    limit, pipe: as in `files.read_file`.  Errors: UserError if it cannot be read, is empty, cut short or over `limit`.
-    """
-    data = read_file(Path(path), limit, pipe)
-    if not data.strip():
-        raise UserError(f"{path}: is empty; fetch or write the file again")
-    return data
-
-
 def _plain_text(data: bytes | str, source: str) -> bytes:
     """Return text with plain line ends and no byte-order mark; raise UserError if it is not UTF-8."""
     if isinstance(data, str):
@@ -69,7 +58,24 @@ def read_fasta(path: str | Path) -> list[tuple[str, str]]:
     It may be a pipe that this process was given, such as /dev/stdin.
     Errors: UserError if it is not FASTA, has a record without a sequence, or a character that is no residue.
     """
-    return parse_fasta(read_bytes(path, pipe=True), str(path))
+    return parse_fasta(read_file(path, pipe=True), str(path))
+
+
+def read_proteins(paths: Iterable[Path]) -> dict[str, str]:
+    """Return name -> sequence, upper case, of all records of FASTA files; a name is the first word of its header.
+
+    Errors: UserError as in `read_fasta`, and for two records with the same name.
+    """
+    found: dict[str, str] = {}
+    files: dict[str, Path] = {}
+    for path in paths:
+        for header, sequence in read_fasta(path):
+            name = file_name((header.split() or ["query"])[0])
+            if (key := name.lower()) in files:  # some file systems do not tell A from a
+                where = "twice" if files[key] == path else f"in {files[key]} too"
+                raise UserError(f"{path}: a record is called {name} {where}; give each protein a name of its own")
+            files[key], found[name] = path, sequence
+    return found
 
 
 def parse_fasta(data: bytes | str, source: str = "<fasta>") -> list[tuple[str, str]]:
@@ -96,7 +102,7 @@ def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
     Errors: UserError, naming file and row, for text that is not UTF-8, rows of different length, characters outside
     the alphabet, nucleic acids, a first row with gaps or other than the query.
     """
-    return parse_alignment(read_bytes(path, pipe=True), str(path), query)
+    return parse_alignment(read_file(path, pipe=True), str(path), query)
 
 
 def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str | None = None) -> Alignment:

@@ -2,10 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.library import Library
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, within_memory
+from warpfold.files import within_memory
 
 WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
 
@@ -64,7 +62,7 @@ class BuiltChains:
 
     entries: as `PackEntry`, with "sequence", "entity", and of those kept "record" (its number, header and crc) and
     "meta".  bad: alignments and hits that could not be read, with the reason.  looked_up: the entries that its hits
-    name.  library: what the library had of them, as `TemplateLibrary.digest`.
+    name.  library: what the library had of them, as `Library.digest`.
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -219,34 +217,7 @@ def _with_templates(
     return replace(raw, templates=templates)
 
 
-class TemplateLibrary(Library):
-    """Several folders as one library of templates: an entry is looked for in one after another."""
-
-    def __init__(self, folders: Sequence[Path], limit: int = LARGEST) -> None:
-        super().__init__(folders[-1], limit=limit)
-        self._others = [Library(folder) for folder in folders[:-1]]
-        self._files: dict[str, str] = {}  # what `digest` saw
-
-    def find(self, pdb_id: str) -> Path:
-        """Return the file of an entry, in the first folder that has it.  Errors: UserError if none does."""
-        for library in self._others:
-            with suppress(UserError):
-                return library.find(pdb_id)
-        return super().find(pdb_id)
-
-    def digest(self, pdb_ids: Sequence[str]) -> str:
-        """Return a fingerprint of the files of some entries: where they are, their sizes, when they were written."""
-        for pdb_id in pdb_ids:
-            if pdb_id not in self._files:
-                self._files[pdb_id] = ""
-                with suppress(UserError, OSError):
-                    status = (path := self.find(pdb_id)).stat()
-                    self._files[pdb_id] = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
-        found = "\n".join(self._files[pdb_id] for pdb_id in pdb_ids)
-        return blake2b(found.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-
-
 @lru_cache(maxsize=2)
-def template_library(folders: tuple[Path, ...], limit: int) -> TemplateLibrary:
-    """Return the library of some folders, which this process keeps for further jobs.  limit: as for `Library`."""
-    return TemplateLibrary(folders, limit)
+def template_library(folders: tuple[Path, ...], limit: int) -> Library:
+    """Return the library of some folders, kept in this process for later jobs.  limit: as for `Library`."""
+    return Library(*folders, limit=limit)

@@ -130,7 +130,9 @@ class PackInputs:
         entries = {source.path.name.partition(".")[0].lower(): source.name for source in reversed(self.structures)}
         own = []
         for source in self.alignments:
-            named = (entries[entry] for name in sorted(source.bears) if (entry := name.partition("_")[0]) in entries)
+            named = (
+                entries[entry] for name in sorted(source.protein_names) if (entry := name.partition("_")[0]) in entries
+            )
             if _is_of(next(named, source.name), part):
                 own.append(source)
         return own

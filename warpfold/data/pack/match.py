@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -24,14 +24,14 @@ from warpfold.data.pack.build import ChainJob, read_queries
 from warpfold.data.pack.jobs import DIED, JobRunner, PackJob
 from warpfold.data.pack.part import FileVersion, QueryOrError, has_same_options, part_paths, query_job, query_lines
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
+from warpfold.progress import Progress, no_progress
 
 BATCH = 64  # alignments whose queries one job reads
 # The folders of the other parts are looked at every 10 seconds, but for no more than a twentieth of the time.
 LOOK, SELDOM = 10.0, 20
 KMER = 6  # residues: alignments that share none with a chain are not tried
 TRIED = 5  # similar alignments to compare with a chain
-
-Tell = Callable[[int], None]  # of how many queries are known
+READING = "reading alignments"
 
 
 class Queries:
@@ -52,7 +52,7 @@ class Queries:
         found = ((source, self.found.get(source.version, ("", ""))) for source in sources)
         return [(source, query) for source, (query, error) in found if query]
 
-    def read(self, sources: Sequence[InputFile], tell: Tell = lambda known: None) -> None:
+    def read(self, sources: Sequence[InputFile], progress: Progress = no_progress) -> None:
         """Read the queries of these alignments, but for those that are known here or in another part."""
         missing = [source for source in sources if source.version not in self.found]
         if not missing:
@@ -65,17 +65,17 @@ class Queries:
             self.runner.writer.add_queries(rows)
             self.found.update(rows)
             known += len(rows)
-            tell(known)
-        tell(len(sources))
+            progress(known, len(sources), READING)
+        progress(len(sources), len(sources), READING)
 
-    def read_all(self, sources: Sequence[InputFile], tell: Tell) -> None:
+    def read_all(self, sources: Sequence[InputFile], progress: Progress) -> None:
         """Do as `read` does, in an order of this part's own: parts that run at once then read different files."""
         self._next_look = -math.inf  # a look now saves reading what the others have read
         self._look_at_others()
         missing = [source for source in sources if source.version not in self.found]
         batches = [missing[start : start + BATCH] for start in range(0, len(missing), BATCH)]
         random.Random(self.part.number).shuffle(batches)
-        self.read([source for batch in batches for source in batch], tell)
+        self.read([source for batch in batches for source in batch], progress)
 
     def _jobs(self, sources: Sequence[InputFile]) -> Iterator[PackJob]:
         """Yield jobs as they are handed out: what another part has read meanwhile is no job any more."""
@@ -109,7 +109,7 @@ class Queries:
 class Matcher:
     """Find the alignments and the template hits of a chain by names and sequences, reading as few queries as possible.
 
-    tell: called while all queries are read, if that is necessary.
+    progress: called while all queries are read, if that is necessary.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class Matcher:
         alignments: Sequence[InputFile],
         hits: Sequence[InputFile] = (),
         min_identity: float = MIN_IDENTITY,
-        tell: Tell = lambda known: None,
+        progress: Progress = no_progress,
     ) -> None:
-        self.queries, self.alignments, self.min_identity, self.tell = queries, alignments, min_identity, tell
+        self.queries, self.alignments, self.min_identity, self.progress = queries, alignments, min_identity, progress
         self._alignments_named, self._hits_named = _by_name(alignments), _by_name(hits)
         self._nearest = lru_cache(maxsize=4096)(self._find_nearest)  # chains of one sequence come again and again
         self._queries_named = cache(self._find_queries)
@@ -165,7 +165,7 @@ class Matcher:
     @cached_property
     def _index(self) -> "_QueryIndex":
         """All alignments by their queries, which are read for it: most runs never need it."""
-        self.queries.read_all(self.alignments, self.tell)
+        self.queries.read_all(self.alignments, self.progress)
         return _QueryIndex(self.queries.known(self.alignments))
 
     def _find_hits(self, key: str, sequence: str, alignments: Sequence[InputFile]) -> list[InputFile]:
@@ -177,7 +177,7 @@ class Matcher:
         """
         if named := self._hits_named.get(key.lower()):
             return sorted(named)
-        names = {name for source in alignments for name in source.bears} & self._hits_named.keys()
+        names = {name for source in alignments for name in source.protein_names} & self._hits_named.keys()
         names = {name for name in names if self._queries_named(name) == {sequence}}
         if beside := sorted({source for name in names for source in self._hits_named[name]}):
             return beside
@@ -194,7 +194,7 @@ class Matcher:
 def _by_name(sources: Sequence[InputFile]) -> dict[str, list[InputFile]]:
     named: dict[str, list[InputFile]] = defaultdict(list)
     for source in sources:
-        for name in source.bears:
+        for name in source.protein_names:
             named[name].append(source)
     return dict(named)
 

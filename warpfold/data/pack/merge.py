@@ -44,7 +44,7 @@ def report_part(part: PartFolder) -> PackReport:
     return _report(_drop_duplicates([part]), {}, {})
 
 
-def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | None, tell: Progress) -> PackReport:
+def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | None, progress: Progress) -> PackReport:
     """Write the store `out` from parts that belong together and are whole; without chains to keep, nothing.
 
     Where two files have a chain of one name, the first file (by name) has it.
@@ -53,7 +53,7 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
     files = _drop_duplicates(parts)
     kept = [found for _, _, entries in files for found in entries if found["kept"]]
     if kept:
-        tell(0, 1, "clustering")
+        progress(0, 1, "clustering")
         for found, cluster in zip(kept, _clusters(kept, parts[0].manifest, executor)):
             found["cluster"] = cluster
     bad = {name: why for _, result, _ in files for name, why in result.data["bad"].items()}
@@ -69,7 +69,7 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
                     record = Packed(part.record(result, place["number"]), place["header"], place["crc"])
                     writer.add(found["name"], record, found["meta"] | {"cluster": found["cluster"]})
                     done += 1
-                    tell(done, len(kept), "writing")
+                    progress(done, len(kept), "writing")
         origin = {name: parts[0].manifest[name] for name in ("warpfold", "options", "inputs")}
         texts = {"pack.json": report.text(), "pack.tsv": report.table()}
         writer.finish(texts | {"sources.json": json.dumps(origin, indent=1) + "\n"})
@@ -87,7 +87,7 @@ def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
 
     No two entries of one name are kept.
     """
-    jobs = sorted(((job, part, result) for part in parts for job, result in part.jobs("structure")), key=lambda j: j[0])
+    jobs = sorted(((job, part, result) for part in parts for job, result in part.structures()), key=lambda j: j[0])
     holders: dict[str, str] = {}
     files = []
     for _, part, result in jobs:

@@ -43,7 +43,7 @@ def pack(
     workers: int = 1,
     cluster: str | None = None,
     part: JobPart | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> PackReport:
     """Make the store `out` from files of structures, alignments and template hits, or folders of them.
 
@@ -62,18 +62,17 @@ def pack(
     if part is None and (report := finished_report(out, manifest)) is not None:
         remove_part(folder)  # of a run that was killed at its very end
         return report
-    tell = progress or no_progress
     template_library.cache_clear()  # of an earlier run of this process: files may have come and gone
     with pool(workers, cluster) as executor:
         writer = PartWriter(folder, manifest)
         try:
             if not writer.finished:
                 ahead = max(AHEAD, 4 * workers) if cluster is None else CLUSTER_AHEAD
-                _fill(JobRunner(writer, executor, ahead), inputs, options, own, out, tell)
+                _fill(JobRunner(writer, executor, ahead), inputs, options, own, out, progress)
                 writer.finish()
             if part is not None:
                 return report_part(writer)
-            report = merge_parts([writer], out, executor, tell)
+            report = merge_parts([writer], out, executor, progress)
             remove_part(folder)
         finally:  # before the workers finish their jobs: a stop that has no time for that must not look like a death
             if not writer.results:
@@ -87,7 +86,7 @@ def merge(
     out: Path,
     workers: int = 1,
     cluster: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> PackReport:
     """Put the parts of a store, packed with `part`, into the store `out`: the same that one run would have made.
 
@@ -99,7 +98,7 @@ def merge(
     if (report := finished_report(out, opened[0].manifest)) is not None:
         return report
     with pool(workers, cluster) as executor:
-        report = merge_parts(opened, out, executor, progress or no_progress)
+        report = merge_parts(opened, out, executor, progress)
     return _with_content(report, out)
 
 
@@ -112,29 +111,25 @@ def _with_content(report: PackReport, out: Path) -> PackReport:
 
 
 def _fill(
-    runner: JobRunner, inputs: PackInputs, options: PackOptions, part: JobPart, out: Path, tell: Progress
+    runner: JobRunner, inputs: PackInputs, options: PackOptions, part: JobPart, out: Path, progress: Progress
 ) -> None:
     """Do the jobs of a part that are not done yet, and forget those of files that are gone."""
     writer, own, aligned = runner.writer, inputs.structures_of(part), inputs.alignments_of(part)
     wanted = {_job_name(one) for one in own}
-    writer.forget([job for job, _ in writer.jobs("structure") if job not in wanted])
+    writer.forget([job for job, _ in writer.structures() if job not in wanted])
     unrequested = [[one.name, "template hits; name their folder in --hits to use them"] for one in inputs.unrequested]
     _keep(writer, "hits", [*([one.name, ""] for one in inputs.hits), *unrequested])
-
-    def reading(sources: Sequence[InputFile]) -> Callable[[int], None]:
-        return lambda known: tell(known, len(sources), "reading alignments")
-
     queries = Queries(runner, options.limit, part, out)
-    queries.read(aligned, reading(aligned))
-    matcher = Matcher(queries, inputs.alignments, inputs.hits, options.min_identity, reading(inputs.alignments))
+    queries.read(aligned, progress)
+    matcher = Matcher(queries, inputs.alignments, inputs.hits, options.min_identity, progress)
     jobs = StructureJobs(runner, matcher, options, inputs.folders)
     waiting = [one for one in own if not jobs.is_done(one)]
     waiting.sort(key=_cost(inputs), reverse=True)  # the longest first, so that none is alone at the end
     done = len(own) - len(waiting)
-    tell(done, len(own), "packing")
+    progress(done, len(own), "packing")
     for _ in jobs.run(waiting):
         done += 1
-        tell(done, len(own), "packing")
+        progress(done, len(own), "packing")
     _keep(writer, "alignments", [[one.name, *queries.found[one.version]] for one in aligned])
 
 
@@ -148,7 +143,7 @@ def _cost(inputs: PackInputs) -> Callable[[InputFile], tuple[int, str]]:
     """Return a sort key for structure files by cost: their bytes, and those of the alignments that bear their names."""
     sizes: dict[str, int] = defaultdict(int)
     for source in inputs.alignments:
-        for name in source.bears:
+        for name in source.protein_names:
             sizes[name.partition("_")[0]] += source.size
     return lambda file: (file.size + sizes[file.path.name.partition(".")[0].lower()], file.name)
 

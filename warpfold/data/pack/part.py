@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from warpfold.bulk import JobPart
 from warpfold.errors import UserError
-from warpfold.files import lock_folder, pread, refuse_foreign, remove_own
+from warpfold.files import lock_folder, pread, refuse_foreign, remove_own, writing
 
 FORMAT, VERSION = "warpfold-part", 2
 _END = "end"  # the job after all jobs; its result is the inputs that were done
@@ -118,9 +118,9 @@ class PartFolder:
         """Return whether all jobs are done, for the very inputs of the manifest."""
         return _END in self.results and self.results[_END].data == self.manifest["inputs"]
 
-    def jobs(self, kind: str) -> list[tuple[str, JobResult]]:
-        """Return names and results of the jobs whose names begin with `kind` and a blank, in the order of the names."""
-        return sorted((job, result) for job, result in self.results.items() if job.startswith(f"{kind} "))
+    def structures(self) -> list[tuple[str, JobResult]]:
+        """Return names and results of the jobs of structure files, sorted by name."""
+        return sorted((job, result) for job, result in self.results.items() if job.startswith("structure "))
 
     def record(self, result: JobResult, number: int) -> bytes:
         """Return one of the records of a result.  No file stays open: a merge may have thousands of parts."""
@@ -232,12 +232,10 @@ class PartWriter(PartFolder):
         self._forget_trials([query_job(version) for version, _ in found])
 
     def _append(self, file: IO[bytes], *pieces: bytes) -> None:
-        try:
+        with writing(self.path):
             for piece in pieces:
                 file.write(piece)
             file.flush()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def begin(self, jobs: Sequence[str]) -> None:
         """Note that these jobs are tried now, so that one that ends this process is known for it afterwards."""

@@ -85,7 +85,7 @@ class Engine(Protocol):
 
     name: str
 
-    def per_pass(self, threads: int) -> int:
+    def queries_per_pass(self, threads: int) -> int:
         """Return how many queries share one call of `search`."""
         ...
 

@@ -43,7 +43,7 @@ Thresholds = dict[str, Any]
 class HmmerEngine(Engine):
     """What jackhmmer and hmmsearch have in common: databases are FASTA."""
 
-    def per_pass(self, threads: int) -> int:
+    def queries_per_pass(self, threads: int) -> int:
         """Return how many queries share one reading of a database.
 
         One thread reads as fast as six search for one query, and what is on the way when a run is stopped is lost.

@@ -30,7 +30,7 @@ class MMseqs2(Engine):
     sensitivity: float = 7.5
     name = "mmseqs2"
 
-    def per_pass(self, threads: int) -> int:
+    def queries_per_pass(self, threads: int) -> int:
         return 256  # the start of a call takes seconds, whatever their number
 
     def identity(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class HHblits(Engine):
     e_value: float = 1e-3
     name = "hhblits"
 
-    def per_pass(self, threads: int) -> int:
+    def queries_per_pass(self, threads: int) -> int:
         return 1
 
     def identity(self) -> dict[str, Any]:

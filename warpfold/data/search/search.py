@@ -22,12 +22,12 @@ import zstandard
 from warpfold import __version__
 from warpfold.bulk import JobPart, in_order, pool
 from warpfold.data.formats.alignment import LETTERS, is_nucleic
-from warpfold.data.formats.sequences import read_fasta, write_fasta
+from warpfold.data.formats.sequences import read_proteins, write_fasta
 from warpfold.data.search.database import Database, Engine, SearchQuery, Survey, Tell
 from warpfold.data.search.hmmer import LONGEST, Hmmsearch, Jackhmmer
 from warpfold.data.search.programs import HHblits, MMseqs2
 from warpfold.errors import UserError
-from warpfold.files import file_name, update_file
+from warpfold.files import update_file
 from warpfold.geometry.residue import RESTYPES
 from warpfold.progress import Progress, no_progress
 
@@ -57,7 +57,7 @@ def search(
     engine: Engine | None = None,
     templates: Path | None = None,
     options: SearchOptions = SearchOptions(),
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Search for every protein of FASTA files; return the report that is in `out/search.json` as well.
 
@@ -68,7 +68,6 @@ def search(
     Errors: UserError for bad queries, databases, an engine that is not installed, an `out` that holds something else.
     """
     start = time.perf_counter()
-    tell = progress or no_progress
     targets: list[tuple[Database, Engine]] = [(database, engine or Jackhmmer()) for database in databases]
     if templates is not None:
         targets.append((Database(TEMPLATES, templates), Hmmsearch()))
@@ -76,12 +75,12 @@ def search(
     for database in databases:
         if names.count(database.name.lower()) > 1:
             raise UserError(f"--database {database.path}: another is called {database.name} too; use NAME=FILE")
-    proteins = read_queries(queries)
+    proteins = read_proteins(queries)
     report = out / ("search.json" if options.part is None else f"search-{options.part}.json".replace("/", "-of-"))
     _check_output(out)
     cache = Cache(options.cache or out / "cache")
-    searches = [DatabaseSearch(one, by, by.identity(), cache.survey(one, by, tell)) for one, by in targets]
-    run = _SearchRun(out, cache, options, tell, proteins, searches)
+    searches = [DatabaseSearch(one, by, by.identity(), cache.survey(one, by, progress)) for one, by in targets]
+    run = _SearchRun(out, cache, options, progress, proteins, searches)
 
     def write_report(status: str) -> dict[str, Any]:
         found = run.report(status, time.perf_counter() - start)
@@ -92,23 +91,6 @@ def search(
     with pool(options.workers, options.cluster) as executor:
         run.find_all(executor)
     return write_report("failed" if run.failures else "complete")
-
-
-def read_queries(paths: Sequence[Path]) -> dict[str, str]:
-    """Return name -> sequence, upper case, of all records of FASTA files; a name is the first word of its header.
-
-    Errors: UserError for what is no FASTA of proteins, and for two records of one name.
-    """
-    found: dict[str, str] = {}
-    files: dict[str, Path] = {}
-    for path in paths:
-        for header, sequence in read_fasta(path):
-            name = file_name((header.split() or ["query"])[0])
-            if (key := name.lower()) in files:  # some file systems do not tell A from a
-                where = "twice" if files[key] == path else f"in {files[key]} too"
-                raise UserError(f"{path}: a record is called {name} {where}; give each protein a name of its own")
-            files[key], found[name] = path, sequence
-    return found
 
 
 def unsearchable_reason(sequence: str) -> str | None:
@@ -163,7 +145,7 @@ class Cache:
         """Keep a text under a key.  Errors: UserError if the disk refuses."""
         update_file(self._path(key), zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text.encode()))
 
-    def survey(self, database: Database, engine: Engine, tell: Progress) -> Survey:
+    def survey(self, database: Database, engine: Engine, progress: Progress) -> Survey:
         """Return what is known of a database: read once, then remembered by path, size and time of its files.
 
         These are all whose names begin with its path.  Errors: those of `Engine.survey`.
@@ -174,7 +156,7 @@ class Cache:
         key = digest_of("survey", engine.name, states)
         if (known := self.get(key)) is not None:
             return Survey(**json.loads(known))
-        found = engine.survey(path, lambda done, total: tell(done, total, f"reading {database.name}"))
+        found = engine.survey(path, lambda done, total: progress(done, total, f"reading {database.name}"))
         self.put(key, json.dumps(vars(found)))
         return found
 
@@ -236,11 +218,11 @@ class _SearchRun:
         out: Path,
         cache: Cache,
         options: SearchOptions,
-        tell: Progress,
+        progress: Progress,
         proteins: Mapping[str, str],
         searches: Sequence[DatabaseSearch],
     ) -> None:
-        self.out, self.cache, self.options, self.tell, self.searches = out, cache, options, tell, searches
+        self.out, self.cache, self.options, self.progress, self.searches = out, cache, options, progress, searches
         self.proteins: dict[str, dict[str, Any]] = {}  # by name, in the order of the queries: what the report says
         self.failures: list[dict[str, str]] = []
         self.done = 0
@@ -280,10 +262,10 @@ class _SearchRun:
     def _search_here(self, job: SearchJob) -> tuple[list[str | UserError], float]:
         """Do a job in this process, and tell how far it is."""
         name = job.search.database.name
-        return search_batch(job, lambda done, total: self._progress(f"{name}, {done / total:.0%}" if total else name))
+        return search_batch(job, lambda done, total: self._tell(f"{name}, {done / total:.0%}" if total else name))
 
-    def _progress(self, what: str) -> None:
-        self.tell(self.done, len(self.names) * len(self.searches), what)
+    def _tell(self, what: str) -> None:
+        self.progress(self.done, len(self.names) * len(self.searches), what)
 
     def _jobs(self, search: DatabaseSearch, sequences: Sequence[str]) -> Iterator[SearchJob]:
         """Yield what one database has still to be searched for, in passes; write what is known."""
@@ -294,14 +276,14 @@ class _SearchRun:
                 missing.append(query)
             else:
                 self._write_result(search, query, text, 0.0, cached=True)
-        self._progress(search.database.name)
+        self._tell(search.database.name)
         if self.options.cluster:
             size, threads = CLUSTER_PASS, 1
         else:
             size = max(1, -(-len(missing) // self.options.workers))
             threads = max(1, _cores() // self.options.workers)
         threads = self.options.threads or threads
-        size = min(size, search.engine.per_pass(threads))
+        size = min(size, search.engine.queries_per_pass(threads))
         for start in range(0, len(missing), size):
             yield SearchJob(search, missing[start : start + size], threads)
 
@@ -320,7 +302,7 @@ class _SearchRun:
         self.done += 1
         for name in self.names[sequence]:
             self.failures.append({"name": name, "database": search.database.name, "error": reason})
-        self._progress(search.database.name)
+        self._tell(search.database.name)
 
     def _write_result(
         self, search: DatabaseSearch, query: SearchQuery, text: str, seconds: float, cached: bool
@@ -335,7 +317,7 @@ class _SearchRun:
             found = {"file": str(file), "hits": hits, "seconds": round(seconds, 3), "cached": cached}
             self.proteins[name]["databases"][database] = found
         self.done += 1
-        self._progress(database)
+        self._tell(database)
 
     def report(self, status: str, seconds: float) -> dict[str, Any]:
         """Return what search.json says."""

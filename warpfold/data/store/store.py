@@ -30,7 +30,7 @@ FORMAT, VERSION = "warpfold-store", 2
 MAGIC = b"WARPFOLD"
 HEAD = struct.Struct("<8sII")  # magic, version, 0
 FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
-BLOCK = 1 << 17  # bytes of an array per blob, before compression: the price of reading a few rows
+BLOCK = 1 << 17  # bytes of an array per blob, before compression: as much is read for a single row
 SHARD = 1 << 30  # bytes after which the next shard begins
 _OWN = re.compile(r"lock|store\.json|pack\.json|pack\.tsv|sources\.json|shard-\d{5,}\.wfs")  # what a writer makes
 LEVEL = 1  # of zstd: reading must be fast, and higher levels hardly compress residues better
@@ -279,10 +279,9 @@ class Store:
             raise UserError(f"{file}: damaged, or not a store's; pack it again") from error
         if not known:
             raise UserError(f"{file}: not a WarpFold store's")
-        if version > VERSION:
-            raise UserError(f"{self.path}: format {version}, this WarpFold reads {VERSION}; update WarpFold")
-        if version < VERSION:
-            raise UserError(f"{self.path}: format {version}, this WarpFold reads {VERSION}; pack it again")
+        if version != VERSION:
+            cure = "update WarpFold" if version > VERSION else "pack it again"
+            raise UserError(f"{self.path}: format {version}, this WarpFold reads {VERSION}; {cure}")
         return shards
 
     def _open_shard(self, number: int, shard: Mapping[str, int]) -> None:

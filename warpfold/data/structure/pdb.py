@@ -87,6 +87,7 @@ def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
 
 def _release_date(data: bytes) -> str | None:
     """Return the date of the first revision (REVDAT 1) as YYYY-MM-DD."""
+    # Months have three letters, so a name stands at a multiple of 3; -1, not found, leaves 2.
     months = b"JANFEBMARAPRMAYJUNJULAUGSEPOCTNOVDEC"
     found = re.search(rb"^REVDAT   1   (\d\d)-([A-Z]{3})-(\d\d)", data, re.MULTILINE)
     if found is None or months.find(found[2]) % 3 != 0:

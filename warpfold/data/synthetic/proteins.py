@@ -24,7 +24,7 @@ from warpfold.data.synthetic.sequence import draw, evolve, model_sites
 from warpfold.data.synthetic.sidechain import add_side_chains
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_MASK, ATOM14_TO_ATOM37, RESTYPE_ORDER
-from warpfold.progress import Progress
+from warpfold.progress import Progress, no_progress
 
 BATCH, ATTEMPTS = 48, 40  # blueprints built together, and how often before giving up
 SHORTEST, LONGEST = 30, 60
@@ -98,7 +98,7 @@ def generate(
     min_length: int = SHORTEST,
     max_length: int = LONGEST,
     depth: tuple[int, int] = (16, 128),
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> list[dict[str, Any]]:
     """Make a folder of sample proteins: OUT/mmcif/NAME.cif, OUT/msas/NAME_A.a3m, OUT/manifest.json, OUT/README.txt.
 
@@ -128,8 +128,7 @@ def generate(
             (partial / folder).mkdir()
         for index in range(proteins):
             entries.append(_write(make_protein(seed, index, min_length, max_length, depth), partial))
-            if progress is not None:
-                progress(index + 1, proteins, "making proteins")
+            progress(index + 1, proteins, "making proteins")
         about = {"generator": f"WarpFold {__version__}", "seed": seed, "proteins": entries}
         (partial / "manifest.json").write_text(json.dumps(about, indent=1) + "\n")
         text = README.format(count=proteins, version=__version__, seed=seed, folds=len(FOLDS), resolution=RESOLUTION)
