@@ -71,8 +71,8 @@ def _refuse_wrong_folder(library: Library, entries: Sequence[str]) -> None:
     if entries and not any(library.has(entry) for entry in entries):
         some = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
         raise UserError(
-            f"{library.folders[0]}: has the structures of none of the {len(entries)} hits ({some} ...); give the folder of "
-            "their mmCIF files, or leave the hits out"
+            f"{library.folders[0]}: has the structures of none of the {len(entries)} hits ({some} ...); give the "
+            "folder of their mmCIF files, or leave the hits out"
         )
 
 
