@@ -1,4 +1,4 @@
-"""Files and folders: names that every system accepts, and contents that are there whole or not at all."""
+"""Files and folders: portable names, safe reading, and writing that leaves a whole file or none."""
 
 import contextlib
 import errno
@@ -155,9 +155,9 @@ def pread(file: int, size: int, offset: int) -> bytes:
 
 
 def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> None:
-    """Write a file so that it is there whole or not at all, whatever happens meanwhile.
+    """Write a file so that the whole file appears or nothing does, even if this process is killed.
 
-    sync: also after a power cut; False for a file that can be made again.
+    sync: even after a power cut; False for a file that can be made again.
     Errors: UserError when it cannot be written (no folder, no permission, a full disk).
     """
     with writing(path), contextlib.ExitStack() as in_the_end:
@@ -173,9 +173,9 @@ def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> Non
 
 
 def update_file(path: Path, content: bytes) -> None:
-    """Write a file that can be made again, and its folders; keep its time if it has this content already.
+    """Write a file that can be made again, and its folders; leave it alone if it has this content already.
 
-    `warpfold pack`, for one, goes by the times of its inputs, and so finds them unchanged.
+    So its time stays, by which `warpfold pack` tells whether its inputs have changed.
     Errors: UserError when it cannot be written.
     """
     with writing(path):
@@ -188,7 +188,7 @@ def update_file(path: Path, content: bytes) -> None:
 def lock_file(path: Path, taken: UserError) -> TextIO:
     """Open a file, without changing it, and lock it until it is closed or this process ends.
 
-    On a file system that has no locks a warning says so, and nothing keeps a second process out.
+    On a file system without locks this logs a warning, and nothing keeps a second process out.
     Errors: `taken` when another process holds the lock; OSError when the file cannot be opened or locked.
     """
     file = open(path, "a")  # noqa: SIM115 (the caller closes it)
@@ -244,7 +244,7 @@ def remove_own(folder: Path, is_own: Callable[[str], object]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make sure that what was renamed or removed in a folder survives a power cut."""
+    """Make renames and removals in a folder survive a power cut."""
     folder = os.open(path, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)

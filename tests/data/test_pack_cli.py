@@ -121,7 +121,7 @@ def test_what_is_no_part_is_one_line(capsys: pytest.CaptureFixture[str], files: 
             run(capsys, "--structures", files / "structures", "--out", files / "p", "--shard", "1/1")
             (files / "p.part-1-of-1/records").unlink()
             folder = files / "p.part-1-of-1"
-        assert "no part of a store" in refused(run(capsys, "--merge", folder, "--out", files / "o"))
+        assert "not a part of a store" in refused(run(capsys, "--merge", folder, "--out", files / "o"))
 
 
 def test_sigterm_is_a_stop_and_no_death(

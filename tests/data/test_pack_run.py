@@ -93,7 +93,7 @@ def test_parts_that_do_not_belong_together(files: Path) -> None:
         ([one, one], r"part 1/2, and so is .*part-1-of-2; give each part once"),
         ([one, other[1]], r"belongs to another store than .*\(it differs in --min-length, --require-msa\)"),
         ([one, two, third], r"is part 1/1, .* is 1/2; give the parts of one run"),
-        ([one, files / "msas"], r"msas: no part of a store"),
+        ([one, files / "msas"], r"msas: not a part of a store"),
     ):
         with pytest.raises(UserError, match=message):
             merge(parts, files / "store")

@@ -1,4 +1,4 @@
-"""The features of one example: choose what is used of it, read only that, and compute with it (Supp. 1.2)."""
+"""Make the features of one example: choose what is used, read only that, and compute (Supp. 1.2)."""
 
 import numpy as np
 import torch
@@ -22,13 +22,13 @@ def make_features(
 ) -> Arrays:
     """Return the model's input for one example: arrays of the feature table (`warpfold.batch.FEATURES`), no batch axis.
 
-    example: in memory or in a store, of which only what is chosen is read (for `clustering = "chain"` the chosen rows
-    over the whole chain).  key: names this draw, e.g. (example name, step).  passes: (recycles + 1) x ensemble; with
+    example: in memory or in a store; only the chosen part is read (for `clustering = "chain"` the chosen rows over the
+    whole chain).  key: names this draw, e.g. (example name, step).  passes: (recycles + 1) x ensemble; with
     `resample_msa` the MSA features hold that many samples, otherwise one.  train: crop, delete blocks, keep within
     `max_cost`, draw the templates and the clamping of FAPE.
     Whole numbers and masks may be narrower than in the table: `batch.to_tensors` widens them.
-    Labels are included if the example has coordinates.  If the alignment has no row to spare for the extra MSA, there
-    is one fully masked row, which is what AlphaFold2's padding comes to, or the query's (`empty_extra`).
+    Labels are included if the example has coordinates.  If no row is left for the extra MSA, it is one fully masked
+    row, as with AlphaFold2's padding, or the query's (`empty_extra`).
     """
     chosen = select(example.length, example.depth, config, seed, key, train, example.templates_count)
     chain = None

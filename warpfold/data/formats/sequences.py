@@ -56,7 +56,7 @@ def read_fasta(path: str | Path) -> list[tuple[str, str]]:
     """Return header line and sequence (upper case, letters as in the file) of every record of a FASTA file, gz or not.
 
     It may be a pipe that this process was given, such as /dev/stdin.
-    Errors: UserError if it is not FASTA, has a record without a sequence, or a character that is no residue.
+    Errors: UserError if it is not FASTA, has a record without a sequence, or a character that is not a residue.
     """
     return parse_fasta(read_file(path, pipe=True), str(path))
 
@@ -79,10 +79,10 @@ def read_proteins(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def parse_fasta(data: bytes | str, source: str = "<fasta>") -> list[tuple[str, str]]:
-    """Do as `read_fasta` for text in memory; `source` is its name in errors."""
+    """Parse text in memory as `read_fasta` does; `source` is its name in errors."""
     data = _plain_text(data, source)
     if b"\0" in data:
-        raise UserError(f"{source}: has NUL bytes, so it is no FASTA text; export it again")
+        raise UserError(f"{source}: has NUL bytes, so it is not FASTA text; export it again")
     names, sequences = _records(data, source)
     joined, starts = _join(sequences)
     _refuse_illegal(_SEQUENCE[np.frombuffer(joined, dtype=np.uint8)], starts, joined, names, source)
@@ -106,7 +106,7 @@ def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
 
 
 def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str | None = None) -> Alignment:
-    """Do as `read_alignment` for text in memory; `source` is its name in errors."""
+    """Parse text in memory as `read_alignment` does; `source` is its name in errors."""
     data = _plain_text(data, source).lstrip(b"\n")
     if not data.strip(b"\0" + _BLANKS):
         raise UserError(f"{source}: is empty; give an alignment with at least the query's row")
@@ -131,7 +131,7 @@ def write_fasta(records: Iterable[tuple[str, str]], width: int = 80) -> str:
 
 
 def write_a3m(alignment: Alignment) -> str:
-    """Return A3M text that `read_alignment` reads back unchanged; the letters that were inserted are lost, so x."""
+    """Return A3M text that `read_alignment` reads back unchanged; inserted residues, which are not kept, become x."""
     records = []
     for name, row, deletions in zip(alignment.names, alignment.rows, alignment.deletions):
         pieces, last = [], 0
@@ -226,7 +226,7 @@ def _insertions(codes: np.ndarray, starts: np.ndarray, width: int) -> np.ndarray
         rows, begins = deletions[block], starts[block.start : block.stop + 1]
         part = codes[begins[0] : begins[-1]]
         inserted = np.flatnonzero(part == _INSERTED)
-        column = np.cumsum(part <= GAP)[inserted]  # the next one, counted through the rows
+        column = np.cumsum(part <= GAP)[inserted]  # the next match column, counted on from row to row
         ends = np.searchsorted(begins - begins[0], inserted, side="right") * width
         cells, counts = np.unique(column[column < ends], return_counts=True)  # what follows the last column is lost
         rows.reshape(-1)[cells] = counts

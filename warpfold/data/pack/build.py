@@ -1,4 +1,4 @@
-"""The jobs of packing, as workers do them: read the queries of alignments, read structures, build records of chains."""
+"""The jobs of packing that workers do: read the queries of alignments, read structures, build records of chains."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
 
 @dataclass(frozen=True)
 class ReadChains:
-    """A structure file as it was read: the chains to pack, and what became of the others."""
+    """A structure file as it was read: the chains to pack, and why the others were dropped."""
 
     structure: Structure | None  # with these chains alone
     dropped: list[PackEntry]
@@ -58,11 +58,11 @@ class BuildJob:
 
 @dataclass
 class BuiltChains:
-    """What became of the chains of a structure file.
+    """The result of building the chains of a structure file.
 
-    entries: as `PackEntry`, with "sequence", "entity", and of those kept "record" (its number, header and crc) and
-    "meta".  bad: alignments and hits that could not be read, with the reason.  looked_up: the entries that its hits
-    name.  library: what the library had of them, as `Library.digest`.
+    entries: as `PackEntry`, with "sequence", "entity", and if kept "record" (its number, header and crc) and "meta".
+    bad: alignments and hits that could not be read, with the reason.  looked_up: the entries that its hits name.
+    library: `Library.digest` of these.
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -86,7 +86,7 @@ def read_queries(job: tuple[Sequence[InputFile], int]) -> list[tuple[str, str]]:
 
 
 def read_chains(job: tuple[InputFile, PackOptions]) -> ReadChains:
-    """Read the chains of a structure file that the options let pass."""
+    """Read a structure file, and drop the chains that the options exclude."""
     file, options = job
     try:
         with within_memory(file.name):
@@ -116,7 +116,7 @@ def _entry(structure: Structure, chain: str, file: InputFile, kept: bool, reason
 
 
 def build(job: BuildJob) -> BuiltChains:
-    """Build the records of the chains; copies of a chain share one alignment and its templates."""
+    """Build the records of the chains; copies of a chain share one stored alignment and its templates."""
     built = BuiltChains()
     copies: dict[tuple[Any, ...], list[ChainJob]] = defaultdict(list)
     for chain in job.chains:
@@ -148,7 +148,7 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
         with within_memory(job.file.name):
             first = structure.chains[name]
             raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity)
-            del alignments  # they may take most of the memory, and `raw` has all of them
+            del alignments  # they may take most of the memory, and `raw` has all their rows
             if group[0].hits:
                 raw = _with_templates(raw, group[0].hits, job, model, built)
             model.depth = raw.depth
@@ -170,7 +170,7 @@ def _build_one(
     model: PackEntry,
     built: BuiltChains,
 ) -> None:
-    """Add one of the copies; `raw` is the first's, `whole` its arrays."""
+    """Add the record of one of the copies; `raw` is the first copy, `whole` its arrays."""
     entry = replace(model, name=f"{structure.id}_{chain}")
     arrays, shared = whole, {}
     if entry.name != raw.name:
@@ -196,7 +196,7 @@ def _build_one(
 def _with_templates(
     raw: RawExample, sources: Sequence[InputFile], job: BuildJob, entry: PackEntry, built: BuiltChains
 ) -> RawExample:
-    """Return the example with its templates; counts of those used and refused go into `entry`."""
+    """Return the example with its templates; put the counts of used and refused ones into `entry`."""
     hits: list[Hit] = []
     for source in sources:
         try:

@@ -1,7 +1,7 @@
-"""`warpfold search`: alignments and template hits of many proteins, found once and kept (docs/search.md).
+"""`warpfold search`: find alignments and template hits of many proteins, and keep them (docs/search.md).
 
-Every result lies in a cache under a key made of the sequence, the database's contents and all settings; the output is
-written from there.  So a run that was stopped goes on, and nothing is searched for twice.
+Every result is cached under a hash of the sequence, the database's contents and all settings, and the output is written
+from there.  So a stopped run continues, and nothing is searched for twice.
 """
 
 import glob
@@ -32,22 +32,22 @@ from warpfold.geometry.residue import RESTYPES
 from warpfold.progress import Progress, no_progress
 
 FORMAT = "warpfold-search-1"
-TEMPLATES = "templates"  # what template hits are called beside the databases of alignments
+TEMPLATES = "templates"  # the name of the database of template hits
 HELD = 256  # alignments held at a time to search for templates with
-CLUSTER_PASS = 4  # queries that share a reading on a cluster, where workers are many
+CLUSTER_PASS = 4  # queries that share a pass over a database on a cluster, which has many workers
 
 ENGINES = {"jackhmmer": Jackhmmer, "mmseqs2": MMseqs2, "hhblits": HHblits}
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search; nothing here changes what is found."""
+    """How to search; nothing here changes the results."""
 
     cache: Path | None = None  # None: in the output folder
     workers: int = 1  # processes
     threads: int | None = None  # of each process; None: all cores, shared among the processes; on a cluster one
     cluster: str | None = None  # the address of a Dask scheduler
-    part: JobPart | None = None  # of the proteins, as one task of a job array does
+    part: JobPart | None = None  # of the proteins, for one task of a job array
 
 
 def search(
@@ -59,13 +59,13 @@ def search(
     options: SearchOptions = SearchOptions(),
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Search for every protein of FASTA files; return the report that is in `out/search.json` as well.
+    """Search for every protein of FASTA files; return the report, which is also in `out/search.json`.
 
     Writes `out/NAME/DATABASE.a3m`, and `out/NAME/templates.sto` from the sequences in `templates` (FASTA like
-    pdb_seqres), which are searched with a profile of what the first database gave.  engine: None for jackhmmer as
-    AlphaFold2 sets it.  The same command continues a run that was stopped.  A protein that fails is named under
-    "failures" and does not stop the others.
-    Errors: UserError for bad queries, databases, an engine that is not installed, an `out` that holds something else.
+    pdb_seqres), which are searched with a profile of the first database's alignment.  engine: None for jackhmmer with
+    AlphaFold2's settings.  The same command continues a stopped run.  A protein that fails is named under "failures"
+    and does not stop the others.
+    Errors: UserError for bad queries or databases, an engine that is not installed, or an `out` with other files.
     """
     start = time.perf_counter()
     targets: list[tuple[Database, Engine]] = [(database, engine or Jackhmmer()) for database in databases]
@@ -94,7 +94,7 @@ def search(
 
 
 def unsearchable_reason(sequence: str) -> str | None:
-    """Return why nothing can be searched for with this sequence, or None."""
+    """Return why this sequence cannot be searched for, or None."""
     if len(sequence) > LONGEST:
         return f"{len(sequence)} residues, more than HMMER's {LONGEST}; search for its domains"
     if is_nucleic(sequence):
@@ -105,7 +105,7 @@ def unsearchable_reason(sequence: str) -> str | None:
 
 
 def _check_output(out: Path) -> None:
-    """Raise UserError if the output folder holds something else."""
+    """Raise UserError if the output folder holds other files than a search's."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; name a folder for the output")
     names = {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
@@ -114,7 +114,7 @@ def _check_output(out: Path) -> None:
 
 
 def _is_report(path: Path) -> bool:
-    """Return whether this is the report of a search, and not somebody's file of such a name."""
+    """Return whether this is the report of a search, and not another file of that name."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -125,7 +125,7 @@ def _is_report(path: Path) -> bool:
 class Cache:
     """Results and surveys by their keys, in a folder that any number of processes may share.
 
-    An entry is there whole or not at all, and under zstd's checksum: a damaged one counts as missing.
+    Entries are written atomically and have zstd's checksum: a damaged one counts as missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -142,13 +142,13 @@ class Cache:
             return None
 
     def put(self, key: str, text: str) -> None:
-        """Keep a text under a key.  Errors: UserError if the disk refuses."""
+        """Keep a text under a key.  Errors: UserError if it cannot be written."""
         update_file(self._path(key), zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text.encode()))
 
     def survey(self, database: Database, engine: Engine, progress: Progress) -> Survey:
-        """Return what is known of a database: read once, then remembered by path, size and time of its files.
+        """Return what is known about a database: read once, then remembered by path, size and time of its files.
 
-        These are all whose names begin with its path.  Errors: those of `Engine.survey`.
+        Its files are all whose names begin with its path.  Errors: those of `Engine.survey`.
         """
         path = database.path
         files = sorted(path.parent.glob(f"{glob.escape(path.name)}*"))
@@ -162,13 +162,13 @@ class Cache:
 
 
 def digest_of(*parts: Any) -> str:
-    """Return 32 hexadecimal digits that stand for anything JSON can hold."""
+    """Return a hash of plain data: 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class DatabaseSearch:
-    """One database, and what searches it."""
+    """One database, and the engine that searches it."""
 
     database: Database
     engine: Engine
@@ -180,13 +180,13 @@ class DatabaseSearch:
         return isinstance(self.engine, Hmmsearch)
 
     def key(self, query: SearchQuery) -> str:
-        """Return the key of a result in the cache: it stands for all that the result depends on."""
+        """Return the key of a result in the cache: a hash of everything that the result depends on."""
         return digest_of(query.sequence, query.rows, self.survey.digest, self.identity, self.database.max_rows)
 
 
 @dataclass(frozen=True)
 class SearchJob:
-    """Queries that are searched for in one reading of a database."""
+    """Queries that are searched for in one pass over a database."""
 
     search: DatabaseSearch
     queries: Sequence[SearchQuery]
@@ -202,15 +202,15 @@ def search_batch(job: SearchJob, tell: Tell = lambda done, total: None) -> tuple
         results = job.search.engine.search(
             job.queries, database.path, job.search.survey, database.max_rows, job.threads, tell
         )
-    except UserError as error:  # a program that failed on all of them
+    except UserError as error:  # the program failed for all of them
         results = [error] * len(job.queries)
     return results, time.perf_counter() - start
 
 
 class _SearchRun:
-    """The state of one run: what is to be found, and what was found.
+    """The state of one run: its proteins, and what was found so far.
 
-    proteins: name -> sequence.  Of those that cannot be searched for, `failures` says why.
+    proteins: name -> sequence.  `failures` says why some cannot be searched for.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class _SearchRun:
         searches: Sequence[DatabaseSearch],
     ) -> None:
         self.out, self.cache, self.options, self.progress, self.searches = out, cache, options, progress, searches
-        self.proteins: dict[str, dict[str, Any]] = {}  # by name, in the order of the queries: what the report says
+        self.proteins: dict[str, dict[str, Any]] = {}  # by name, in the order of the queries: entries of the report
         self.failures: list[dict[str, str]] = []
         self.done = 0
         names: dict[str, list[str]] = {}
@@ -241,7 +241,7 @@ class _SearchRun:
                 self.proteins[name] = {"length": len(sequence), "databases": {}}
 
     def find_all(self, executor: Executor | None) -> None:
-        """Find what the databases hold, for every sequence, and write it: alignments first, then templates."""
+        """Search all databases for every sequence, and write the results: alignments first, then templates."""
         sequences = list(self.names)
         self._find([one for one in self.searches if not one.for_templates], sequences, executor)
         templates = [one for one in self.searches if one.for_templates]
@@ -260,7 +260,7 @@ class _SearchRun:
                     self._write_result(job.search, query, result, seconds / len(job.queries), cached=False)
 
     def _search_here(self, job: SearchJob) -> tuple[list[str | UserError], float]:
-        """Do a job in this process, and tell how far it is."""
+        """Do a job in this process, and report its progress."""
         name = job.search.database.name
         return search_batch(job, lambda done, total: self._tell(f"{name}, {done / total:.0%}" if total else name))
 
@@ -268,7 +268,7 @@ class _SearchRun:
         self.progress(self.done, len(self.names) * len(self.searches), what)
 
     def _jobs(self, search: DatabaseSearch, sequences: Sequence[str]) -> Iterator[SearchJob]:
-        """Yield what one database has still to be searched for, in passes; write what is known."""
+        """Yield the searches of one database that are still missing, in passes; write the results that are cached."""
         missing = []
         for query in self._queries(search, sequences):
             text = self.cache.get(search.key(query))
@@ -288,7 +288,7 @@ class _SearchRun:
             yield SearchJob(search, missing[start : start + size], threads)
 
     def _queries(self, search: DatabaseSearch, sequences: Sequence[str]) -> Iterator[SearchQuery]:
-        """Yield what is searched for: sequences, or for templates the first database's alignments."""
+        """Yield the queries of one database: sequences, or for templates the first database's alignments."""
         first = self.searches[0]
         for sequence in sequences:
             if not search.for_templates:
@@ -320,7 +320,7 @@ class _SearchRun:
         self._tell(database)
 
     def report(self, status: str, seconds: float) -> dict[str, Any]:
-        """Return what search.json says."""
+        """Return the content of search.json."""
         return {
             "format": FORMAT,
             "warpfold": __version__,

@@ -21,7 +21,7 @@ from warpfold.errors import UserError
 from warpfold.files import read_file
 from warpfold.geometry.residue import UNKNOWN
 
-TRIED = 20  # alignments per sequence: a similar one beyond the 20th candidate of the word search is rare
+TRIED = 20  # candidates aligned per sequence: later candidates of the word search are rarely similar
 BLOCK = 4096  # sequences compared at a time with the representatives of all earlier blocks
 JOB = 512  # of these, per job of the executor
 WORDS = ((0, 1, 2), (0, 1, 3))  # which residues make a word: contiguous, and spaced as in MMseqs2's prefilter
@@ -171,5 +171,5 @@ def _words(code: np.ndarray, offsets: tuple[int, ...]) -> tuple[np.ndarray, np.n
 
 
 def _codes(sequence: str) -> np.ndarray:
-    """Return uint8 [N], 0 to 19, and 20 for whatever is not an amino acid."""
+    """Return uint8 [N], 0 to 19, and 20 for everything else."""
     return _LETTER_CODES[np.frombuffer(sequence.encode("ascii", "replace"), dtype=np.uint8)]

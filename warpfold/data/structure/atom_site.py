@@ -18,7 +18,7 @@ KNOWN_ATOMS = ATOM37_MASK > 0  # [21, 37]
 KNOWN_ATOMS[:, ATOM_ORDER["OXT"]] = True
 KNOWN_ATOMS[UNKNOWN, [ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O")]] = True
 
-FARTHEST = 1e6  # angstrom; no file has a reason to go further
+FARTHEST = 1e6  # angstrom; a larger coordinate is damage
 MOST_DIGITS = 18  # of a whole number in a file, so that it fits into int64
 
 Columns = dict[str, list[str]]

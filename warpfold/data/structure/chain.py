@@ -19,7 +19,7 @@ _PLAIN = re.compile(r"(\d{4})-(\d{1,2})-(\d{1,2})", re.ASCII)  # mmCIF's diction
 class Chain:
     """One protein chain on its SEQRES: all residues that are in the sample, and the atoms that were seen.
 
-    `sequence` has one letter per residue: modified residues as their parent, X where there is none.
+    `sequence` has one letter per residue: modified residues as their parent, X without one.
     `author_numbers` are the authors' residue number and insertion code ("52", "52A"), "" where the file has none.
     """
 

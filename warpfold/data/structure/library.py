@@ -19,7 +19,7 @@ ENDINGS = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz")
 
 
 class MissingStructure(UserError):
-    """An entry of which a library has no file."""
+    """An entry has no file in a library."""
 
 
 class Library:

@@ -34,14 +34,14 @@ def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST
     nearer to CD (Supp. 1.2.1).  Polymers other than polypeptide(L), and chains in which no residue has N, CA and C
     (CA-only; kept if `ca_only`), are named in `dropped`.
 
-    Errors: UserError for a file that is missing, cut short, no structure, without a usable protein chain, with
+    Errors: UserError for a file that is missing, cut short, not a structure, without a usable protein chain, with
     positions that are not numbers, or whose atoms contradict its sequence.
     """
     return parse_structure(read_file(path, limit), str(path), ca_only)
 
 
 def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: bool = False) -> Structure:
-    """Do as `read_structure` for text in memory; `source` is its name in errors."""
+    """Parse text in memory as `read_structure` does; `source` is its name in errors."""
     data = data.encode() if isinstance(data, str) else data
     try:
         block = pdb.read(data, source) if pdb.is_pdb(data) else _read_mmcif(data, source)

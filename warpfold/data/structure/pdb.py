@@ -132,7 +132,7 @@ def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
 
 
 def _name_mixtures(structure: gemmi.Structure) -> None:
-    """Add to the sequences the other residues that stand at one place (microheterogeneity), which SEQRES lacks."""
+    """Add to the sequences the alternative residues of one place (microheterogeneity), which SEQRES does not name."""
     for chain in structure[0]:
         polymer = chain.get_polymer()
         entity = structure.get_entity_of(polymer)
