@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.pack_inputs import ONE, TWO, alignment, chain, structure
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, structure
 from warpfold.data.formats import input_files as sources
 from warpfold.data.formats.alignment import decode
 from warpfold.data.formats.input_files import ALIGNMENTS, STRUCTURES, InputFile, find, read_query, stacked

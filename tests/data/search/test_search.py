@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.families import database, family, headers, queries
+from tests.data.search.families import database, family, headers, queries
 from tests.test_cli import refused, run
 from warpfold.bulk import JobPart
 from warpfold.data.formats.sequences import read_alignment, read_fasta, read_proteins, write_fasta
@@ -19,7 +19,7 @@ from warpfold.data.search.search import SearchOptions, search
 from warpfold.errors import UserError
 from warpfold.run.predict import read_queries as predict_reads
 
-REALDATA = (Path(__file__).parents[2] / "../shared/realdata").resolve()
+REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 needs_realdata = pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pack_inputs import ONE, TWO, alignment, chain, structure
 
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, structure
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.pack import find_inputs, pack
 from warpfold.data.store.store import Store

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from killers import Here
-from pack_inputs import ONE, chain, contents, make_files, packed, structure
 
+from tests.data.pack.killers import Here
+from tests.data.pack.pack_inputs import ONE, chain, contents, make_files, packed, structure
 from warpfold.bulk import JobPart
 from warpfold.data.pack import inputs as packing_inputs
 from warpfold.data.pack import jobs as pack_jobs
@@ -25,7 +25,7 @@ from warpfold.data.pack.report import PackReport
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_killed_run_continues(files: Path, whole: dict[str, bytes]) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from pack_inputs import packed
+from tests.data.pack.pack_inputs import packed
 
 def progress(done, total, stage):
     if stage == "packing" and done == 5:
@@ -147,7 +147,7 @@ def progress(done, total, stage):
 
 packed(Path({str(files)!r}), progress=progress)
 """
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/data")])
+    path = str(ROOT)
     result = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=False)
     assert result.returncode == -signal.SIGKILL
     assert not (files / "store").exists()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pack_inputs import make_files
 
+from tests.data.pack.pack_inputs import make_files
 from warpfold.cli import main
 from warpfold.data.pack import pack as packing
 from warpfold.data.pack.part import PartFolder

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import killers
 import pytest
-from killers import Here
-from pack_inputs import ONE, TWO, alignment, chain, contents, make_files, packed, structure
 
 from tests.data.formats.test_input_files import _stockholm
+from tests.data.pack import killers
+from tests.data.pack.killers import Here
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, make_files, packed, structure
 from warpfold.bulk import JobPart, pool
 from warpfold.data.pack import build as pack_build
 from warpfold.data.pack import jobs as pack_jobs
@@ -34,7 +34,7 @@ from warpfold.data.store.store import Store, StoreWriter
 from warpfold.data.structure import library as template_library
 from warpfold.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 # ---- bombs and pipes
@@ -202,7 +202,7 @@ def test_a_file_that_kills_its_worker_costs_its_entry_whoever_does_the_work(
 
     code = f"""
 from pathlib import Path
-import killers
+from tests.data.pack import killers
 from warpfold.data.pack import match as pack_match
 from warpfold.data.pack import pack as packing
 from warpfold.data.pack.pack import pack
@@ -212,7 +212,7 @@ folder = Path({str(tmp_path)!r})
 if __name__ == "__main__":
     pack([folder / "s"], [folder / "m"], folder / "one")
 """
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/data")])
+    path = str(ROOT)
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path}
     ends = [subprocess.run(command, env=environment, check=False).returncode for _ in range(4)]
     assert ends == [-signal.SIGKILL] * 3 + [0]  # once for each; the next run knows
@@ -545,7 +545,7 @@ def test_parts_that_are_merged_hold_no_file_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     opened = [PartFolder(part_path(files / "store", JobPart(1, 1))) for _ in range(8)]
     assert len(os.listdir("/proc/self/fd")) == before
-    assert opened[0].jobs("structure")
+    assert opened[0].structures()
 
 
 # ---- what is the user's, and records of any size
