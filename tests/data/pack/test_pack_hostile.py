@@ -212,8 +212,7 @@ folder = Path({str(tmp_path)!r})
 if __name__ == "__main__":
     pack([folder / "s"], [folder / "m"], folder / "one")
 """
-    path = str(ROOT)
-    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path}
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
     ends = [subprocess.run(command, env=environment, check=False).returncode for _ in range(4)]
     assert ends == [-signal.SIGKILL] * 3 + [0]  # once for each; the next run knows
     assert contents(tmp_path / "one") == contents(tmp_path / "two")

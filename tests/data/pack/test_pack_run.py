@@ -147,8 +147,7 @@ def progress(done, total, stage):
 
 packed(Path({str(files)!r}), progress=progress)
 """
-    path = str(ROOT)
-    result = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=False)
+    result = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     assert result.returncode == -signal.SIGKILL
     assert not (files / "store").exists()
     done: list[int] = []

@@ -215,10 +215,10 @@ class Loader:
 
     def _redrawn(self, planned: _Planned) -> _Planned:
         """Return the plan with another entry of the same source that is not in quarantine."""
-        keys = self.order.sources[planned.entry.source].keys or ()
-        entries = (SourceEntry(planned.entry.source, place) for place in range(len(keys)))
+        number = planned.entry.source
+        entries = (SourceEntry(number, place) for place in range(len(self.order.sources[number].keys)))
         if all(self.order.name(entry) in self.quarantine for entry in entries):
-            raise UserError(f"{self.order.sources[planned.entry.source].store.path}: none of its entries can be used")
+            raise UserError(f"{self.order.sources[number].store.path}: none of its entries can be used")
         draw, entry = planned.draw, planned.entry
         while self.order.name(entry) in self.quarantine:
             draw = Draw(draw.number, draw.again + 1)

@@ -19,7 +19,6 @@ Weights = Literal["uniform", "paper"]
 MIXTURE_BLOCK = 4096  # numbers whose stores are drawn at a time
 
 
-@dataclass(frozen=True)
 class Source:
     """Entries of a store to draw from, and how often.
 
@@ -27,25 +26,21 @@ class Source:
     self-distillation).
     """
 
-    store: Store
-    keys: Sequence[str] | None = None
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        keys = list(self.store.keys if self.keys is None else self.keys)
-        object.__setattr__(self, "keys", keys)
-        for key in keys:
-            if key not in self.store:
-                raise UserError(f"{self.store.path}: has no entry {key!r}")
-        if not keys:
-            raise UserError(f"{self.store.path}: no entries to draw from")
-        if not 0 < self.weight < float("inf"):
-            raise UserError(f"{self.store.path}: weight {self.weight}; give a positive number")
+    def __init__(self, store: Store, keys: Sequence[str] | None = None, weight: float = 1.0) -> None:
+        self.store, self.weight = store, weight
+        self.keys = store.keys if keys is None else keys
+        for key in self.keys:
+            if key not in store:
+                raise UserError(f"{store.path}: has no entry {key!r}")
+        if not self.keys:
+            raise UserError(f"{store.path}: no entries to draw from")
+        if not 0 < weight < float("inf"):
+            raise UserError(f"{store.path}: weight {weight}; give a positive number")
 
     def column(self, name: str) -> list:
         """Return one value of the index for each of `keys`."""
         values = dict(zip(self.store.keys, self.store.column(name)))
-        return [values[key] for key in self.keys or ()]
+        return [values[key] for key in self.keys]
 
 
 class SourceEntry(NamedTuple):
@@ -78,7 +73,7 @@ class Order:
 
     def __len__(self) -> int:
         """Return the number of entries of all sources."""
-        return sum(len(source.keys or ()) for source in self.sources)
+        return sum(len(source.keys) for source in self.sources)
 
     def entry(self, index: int, draw: int = 0) -> SourceEntry:
         """Return the entry of example `index`; with `draw` = 1, 2 ... a substitute for one that cannot be used.
@@ -90,7 +85,7 @@ class Order:
             cumulative, parts = self._cumulative[source], (index, draw) if draw else (index,)
             level = self._rng(source, *parts).random() * cumulative[-1]
             return SourceEntry(source, int(np.searchsorted(cumulative, level, side="right")))
-        size = len(self.sources[source].keys or ())
+        size = len(self.sources[source].keys)
         if draw:
             return SourceEntry(source, int(self._rng(source, "replacement", index, draw).integers(size)))
         epoch, place = divmod(number, size)
@@ -100,7 +95,7 @@ class Order:
 
     def key(self, entry: SourceEntry) -> str:
         """Return an entry's key in its store."""
-        return (self.sources[entry.source].keys or ())[entry.place]
+        return self.sources[entry.source].keys[entry.place]
 
     def name(self, entry: SourceEntry) -> str:
         """Return an entry's name in a run: its key, prefixed by the name of its store if there are several."""
