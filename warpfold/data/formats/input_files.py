@@ -6,7 +6,7 @@ Also read the query of an alignment without the rest.
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -97,12 +97,12 @@ class InputFile:
         except UserError as error:
             raise self._named(error) from None
 
-    def read_head(self, enough: Callable[[bytes], bool], limit: int = LARGEST) -> bytes:
-        """Read its beginning, unpacked, until `enough` says so, or all of it.  Errors: as in `read_bytes`."""
+    def read_head(self, limit: int) -> bytes:
+        """Read its first records, among them the query, or all of a Stockholm file.  Errors: as in `read_bytes`."""
         head = b""
         try:
             with nullcontext() if self.slice else opened(self.path) as file:
-                while len(head) <= min(_MOST, limit) and not enough(head):
+                while len(head) <= min(_MOST, limit) and (_is_stockholm(head) or _end(head) is None):
                     size = max(_HEAD, len(head))
                     more = file.read(size) if file else self.slice.read(len(head), size) if self.slice else b""
                     if not more:
@@ -208,8 +208,8 @@ def read_query(source: InputFile, limit: int = LARGEST) -> str:
 
     Errors: UserError for a file that is not an alignment.  The rows that are not read are not checked.
     """
-    head = source.read_head(lambda head: not _is_stockholm(head) and _end(head) is not None, limit)
-    if _is_stockholm(head):  # all of it: its first row may go on to the end
+    head = source.read_head(limit)
+    if _is_stockholm(head):  # interleaved, its first row may continue to the end
         head = _first_row(head)
     return parse_alignment(head[: _end(head)], source.name).query
 
