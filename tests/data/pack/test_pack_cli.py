@@ -1,4 +1,4 @@
-"""`warpfold pack` as a stranger uses it: parts, merging, verifying, telling; every misuse is one line."""
+"""`warpfold pack` at the command line: parts, merging, verifying, reports; every misuse is one line."""
 
 import json
 import os
@@ -127,7 +127,7 @@ def test_what_is_no_part_is_one_line(capsys: pytest.CaptureFixture[str], files: 
 def test_sigterm_is_a_stop_and_no_death(
     capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Schedulers send it before they kill; what was under way is not suspected of having killed the run."""
+    """Schedulers send it before they kill; running jobs are not suspected of having killed the run."""
     read = packing.read_chains
 
     def interrupted(job: Any) -> Any:

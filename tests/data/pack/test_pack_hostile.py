@@ -1,4 +1,4 @@
-"""Files that are bombs, pipes or killers: one entry each; what is the user's stays; other inputs continue a run."""
+"""Files that are bombs, pipes or killers cost one entry each; the user's files stay; other inputs continue a run."""
 
 import gzip
 import json
@@ -219,7 +219,7 @@ if __name__ == "__main__":
 
 
 def test_a_job_that_no_run_outlives_is_given_up_untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on machines where a want of memory ends the whole job, not the worker alone."""
+    """On some machines a lack of memory ends the whole job, not just the worker."""
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     structure(tmp_path / "s/1two.cif", chain("A", TWO))
 
@@ -248,7 +248,7 @@ def test_a_job_that_no_run_outlives_is_given_up_untried(tmp_path: Path, monkeypa
 
 
 def _let_go(writer: PartWriter) -> None:
-    """What a kill does: nothing but freeing the lock."""
+    """Do what a kill does: release the lock, and nothing else."""
     writer._lock.close()
 
 
@@ -273,7 +273,7 @@ def test_what_a_stop_interrupted_is_no_suspect(tmp_path: Path, monkeypatch: pyte
 def test_an_alignment_that_was_changed_after_it_was_read_is_a_suspect_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a run without workers would be killed by it each time it is started."""
+    """Otherwise it would kill a run without workers each time it is started."""
     files = tmp_path
     structure(files / "structures/1one.cif", chain("A", ONE))
     alignment(files / "msas/1one_A.a3m", ONE)
@@ -304,7 +304,7 @@ def test_an_alignment_that_was_changed_after_it_was_read_is_a_suspect_too(
 
 
 def test_templates_are_as_limited_as_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is too large, or for which the memory does not suffice, costs itself and not those who ask for it."""
+    """A template that is too large, or needs too much memory, is lost alone, without the chains that ask for it."""
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     alignment(tmp_path / "h/1one_A.hmmsearch.a3m").write_text("".join(
         f">{name}_A/1-30 mol:protein\n{letter}{ONE[1:]}\n" for name, letter in (("9big", "C"), ("9eat", "D"))
@@ -370,7 +370,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def _stopped(files: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
-    """A run that was stopped when all but its end was done."""
+    """A run that was stopped just before its end."""
 
     def stop(_: PartWriter) -> None:
         raise KeyboardInterrupt
@@ -465,7 +465,7 @@ def test_a_finished_part_continues_with_other_inputs(tmp_path: Path) -> None:
 
 
 def _read_by(action: Callable[[], PackReport]) -> tuple[int, PackReport]:
-    """Bytes that this process reads meanwhile, from files and the like, and the report."""
+    """Return the bytes that this process reads in the meantime, and the report."""
     io = Path("/proc/self/io")
 
     def count() -> int:

@@ -68,7 +68,7 @@ def test_templates_lie_in_the_store_and_the_report_counts_them(files: Path) -> N
 
 
 def test_a_store_without_templates_says_why(files: Path) -> None:
-    """Asked for by hits, and looked for in the wrong folder."""
+    """Hits ask for them, but the folder is the wrong one."""
     (files / "elsewhere").mkdir()
     structure(files / "elsewhere/3old.cif", chain("A", TWO))
     report = pack(
