@@ -1,7 +1,7 @@
 """Bulk work through `concurrent.futures.Executor`: in this process, in others on this machine, or on a Dask cluster.
 
 A job is a picklable argument of a module-level function that returns plain data.  Results come in the order of the
-jobs, whoever did them, so that what is written of them has the same bytes for any number of workers.
+jobs, so that the files made from them have the same bytes for any number of workers.
 """
 
 import os
@@ -23,7 +23,7 @@ from warpfold.errors import UserError
 if TYPE_CHECKING:
     from distributed import Client
 
-AHEAD = 64  # jobs handed out, finished ones included: what a slow job may hold back
+AHEAD = 64  # jobs handed out at a time, including finished ones that wait for a slow one before them
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -31,10 +31,10 @@ Result = TypeVar("Result")
 
 @contextmanager
 def pool(workers: int = 1, cluster: str | None = None) -> Iterator[Executor | None]:
-    """Yield what does the jobs: None (this process does) for one worker, else processes or a Dask cluster's workers.
+    """Yield an executor for the jobs: processes, or a Dask cluster; None for one worker: this process does them.
 
     cluster: the address of a Dask scheduler, "tcp://host:8786"; `workers` is then ignored.
-    Leaving by an exception drops the jobs that are still waiting.
+    An exception drops the jobs that are still waiting.
     Errors: UserError if the cluster cannot be reached or Dask is not installed, or if a worker process died.
     """
     if cluster is not None:
@@ -80,7 +80,7 @@ class ProcessPool(Executor):
 
 
 class ProcessDied(Exception):
-    """The process that did a job died of it."""
+    """A job killed the process that was doing it."""
 
 
 class IsolatedProcess:
@@ -114,7 +114,7 @@ class IsolatedProcess:
 
 
 def deaths_on_cluster() -> tuple[type[Exception], ...]:
-    """Return what a job's future raises after a Dask cluster has lost several workers to that job."""
+    """Return the exceptions that a job's future raises after the job has killed several workers of a Dask cluster."""
     scheduler = sys.modules.get("distributed.scheduler")
     return () if scheduler is None else (scheduler.KilledWorker,)
 
@@ -153,7 +153,7 @@ def _dask(address: str) -> Iterator[Executor]:
 
 
 def _check_cluster(client: "Client", address: str) -> None:
-    """Raise UserError unless the scheduler and its present workers run this version of WarpFold."""
+    """Raise UserError unless the scheduler and its current workers run this version of WarpFold."""
     try:
         found = {"its scheduler": client.run_on_scheduler(_version), **client.run(_version, on_error="return")}
     except (ImportError, AttributeError) as error:
@@ -183,7 +183,7 @@ def in_order(
 
 @dataclass(frozen=True)
 class JobPart:
-    """One of `count` parts of a list of jobs, numbered from 1: the share of one task of a job array."""
+    """One of `count` parts of a list of jobs, numbered from 1: the share of one task in a job array."""
 
     number: int
     count: int
@@ -198,7 +198,7 @@ class JobPart:
         return cls(int(number), int(count))
 
     def of(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        """Return this part's jobs: every `count`-th, so that neighbours, which are alike, go to different parts."""
+        """Return this part's jobs: every `count`-th, so that similar neighbours go to different parts."""
         return jobs[self.number - 1 :: self.count]
 
     def __str__(self) -> str:

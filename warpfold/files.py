@@ -1,4 +1,4 @@
-"""Files and folders: names that every system accepts, and contents that are there whole or not at all."""
+"""Files and folders: portable names, safe reading, and writing that leaves a whole file or none."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ _KEPT = 1 << 28  # bytes; a file that unpacks to more is unpacked twice: to find
 
 
 def file_name(name: str) -> str:
-    """Return a protein's name without the characters that a file system or a shell would mind."""
+    """Return a protein's name as a file name: without characters that file systems or shells treat specially."""
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)
     return kept.lstrip(".-")[:100] or "target"
 
@@ -86,37 +86,42 @@ def opened(path: Path, unpack: bool = True, pipe: bool = False) -> Iterator[Bina
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
-def read_file(path: Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
+def read_file(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
     """Read a whole file, unpacked if it is gzipped.
 
     limit: bytes that it may have when unpacked.  Reading stops as soon as the limit is passed, and the size of a long
     stream is found before any of it is kept, so that a small file that unpacks to a huge one takes no memory.
     pipe: as in `opened`; a pipe can be read once only, so its contents are kept while they are read, up to the limit.
-    Errors: UserError as in `opened`, and for a file that is larger.
+    Errors: UserError as in `opened`, and for a file that is larger or has nothing but blanks.
     """
     too_large = UserError(
         f"{path}: has more than {limit / 1e9:g} GB when unpacked; leave it out, or allow more (pack --max-file-gb)"
     )
+    path = Path(path)
     given = pipe and is_given_pipe(path)
-    most_kept = limit if given else _KEPT
     with opened(path, pipe=pipe) as file:
-        if not given and not isinstance(file, gzip.GzipFile):
+        if given or isinstance(file, gzip.GzipFile):
+            most_kept = limit if given else _KEPT
+            pieces, size = [], 0
+            while piece := file.read(_PIECE):
+                size += len(piece)
+                if size > limit:
+                    raise too_large
+                if size <= most_kept:
+                    pieces.append(piece)
+                else:
+                    pieces.clear()
+            if size > most_kept:
+                file.seek(0)
+                pieces = [file.read(size)]
+            data = b"".join(pieces)
+        else:
             if os.fstat(file.fileno()).st_size > limit:
                 raise too_large
-            return file.read()
-        pieces, size = [], 0
-        while piece := file.read(_PIECE):
-            size += len(piece)
-            if size > limit:
-                raise too_large
-            if size <= most_kept:
-                pieces.append(piece)
-            else:
-                pieces.clear()
-        if size <= most_kept:
-            return b"".join(pieces)
-        file.seek(0)
-        return file.read(size)
+            data = file.read()
+    if not data.strip():
+        raise UserError(f"{path}: is empty; fetch or write the file again")
+    return data
 
 
 @contextlib.contextmanager
@@ -150,9 +155,9 @@ def pread(file: int, size: int, offset: int) -> bytes:
 
 
 def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> None:
-    """Write a file so that it is there whole or not at all, whatever happens meanwhile.
+    """Write a file so that the whole file appears or nothing does, even if this process is killed.
 
-    sync: also after a power cut; False for a file that can be made again.
+    sync: even after a power cut; False for a file that can be made again.
     Errors: UserError when it cannot be written (no folder, no permission, a full disk).
     """
     with writing(path), contextlib.ExitStack() as in_the_end:
@@ -168,9 +173,9 @@ def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> Non
 
 
 def update_file(path: Path, content: bytes) -> None:
-    """Write a file that can be made again, and its folders; keep its time if it has this content already.
+    """Write a file that can be made again, and its folders; leave it alone if it has this content already.
 
-    `warpfold pack`, for one, goes by the times of its inputs, and so finds them unchanged.
+    So its time stays, by which `warpfold pack` tells whether its inputs have changed.
     Errors: UserError when it cannot be written.
     """
     with writing(path):
@@ -183,7 +188,7 @@ def update_file(path: Path, content: bytes) -> None:
 def lock_file(path: Path, taken: UserError) -> TextIO:
     """Open a file, without changing it, and lock it until it is closed or this process ends.
 
-    On a file system that has no locks a warning says so, and nothing keeps a second process out.
+    On a file system without locks this logs a warning, and nothing keeps a second process out.
     Errors: `taken` when another process holds the lock; OSError when the file cannot be opened or locked.
     """
     file = open(path, "a")  # noqa: SIM115 (the caller closes it)
@@ -201,7 +206,7 @@ def lock_file(path: Path, taken: UserError) -> TextIO:
 
 
 def check_new(path: Path) -> None:
-    """Raise UserError unless a file can be made at `path`, where nothing is yet, before minutes of work go into it."""
+    """Raise UserError unless a new file can be made at `path`; called before minutes of work go into its content."""
     if os.path.lexists(path):
         raise UserError(f"{path}: exists already; remove it, or name another file")
     if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
@@ -219,22 +224,18 @@ def lock_folder(folder: Path, what: Path) -> TextIO:
 
 
 def refuse_foreign(folder: Path, is_own: Callable[[str], object]) -> None:
-    """Raise UserError if `folder` is there and holds a file that is not the writer's own: it may be somebody's work."""
-    try:
-        named = (name for name in os.listdir(folder) if not name.startswith(".nfs"))  # NFS removes these itself, later
-        foreign = sorted(name for name in named if not is_own(name))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
-    if foreign:
+    """Raise UserError if `folder` exists and holds a file that is not the writer's own: it may be somebody's work."""
+    with writing(folder):
+        names = os.listdir(folder) if folder.exists() else []
+    # NFS removes its own .nfs files later.
+    if foreign := sorted(name for name in names if not name.startswith(".nfs") and not is_own(name)):
         raise UserError(
             f"{folder}: holds {foreign[0]}, which WarpFold did not write; move it away, or choose another name"
         )
 
 
 def remove_own(folder: Path, is_own: Callable[[str], object]) -> None:
-    """Remove the writer's own files from `folder`, and the folder if nothing else is in it; what cannot go stays."""
+    """Remove the writer's own files from `folder`, and the folder if that empties it; keep what cannot be removed."""
     with contextlib.suppress(OSError):
         for name in filter(is_own, os.listdir(folder)):
             with contextlib.suppress(OSError):

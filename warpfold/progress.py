@@ -11,7 +11,7 @@ Progress = Callable[[int, int, str], None]  # done, total, the current item
 
 
 def no_progress(done: int, total: int, what: str) -> None:
-    """Say nothing."""
+    """Report nothing."""
 
 
 @contextmanager

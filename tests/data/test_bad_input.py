@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pack_inputs import ONE, TWO, alignment, chain, structure
 
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, structure
 from tests.helpers import tiny_model
 from tests.run.runs import tiny_run
 from warpfold import cli, settings

@@ -184,7 +184,7 @@ def test_alignments_find_their_records(tmp_path: Path, fasta: Path, a3m: Path) -
 @pytest.mark.parametrize(
     ("query", "msa", "message"),
     [
-        (">a\nMKT\n>A\nGSH\n", None, "several records are called a"),
+        (">a\nMKT\n>A\nGSH\n", None, "a record is called A twice"),
         (">a\nMKT1\n", None, "'1'"),
         (">a\n\n", None, "no sequence"),
         ("", None, "is empty"),

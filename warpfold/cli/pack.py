@@ -22,7 +22,7 @@ SHOWN = 50  # lines about single entries; a large set has thousands
 
 
 def instead(help: str, *names: str) -> Any:
-    """Return an option that does something else in place of packing."""
+    """Return an option that does something else instead of packing."""
     return typer.Option(*names, help=help, rich_help_panel="In place of packing")
 
 
@@ -87,7 +87,7 @@ def pack(
     packs = partial(packing.pack, structures or [], msas or [], out, options, part=part, **more)
     make = partial(packing.merge, merge, out) if merge else packs
     report = _make(partial(make, workers=workers, cluster=cluster))
-    return show(report.to_json()) if as_json else _tell(report, out, part)
+    return show(report.to_json()) if as_json else _print_report(report, out, part)
 
 
 def _one_of(modes: dict[str, Any]) -> None:
@@ -113,9 +113,9 @@ class _Terminated(KeyboardInterrupt):
 
 @contextmanager
 def _sigterm_stops() -> Iterator[None]:
-    """Make SIGTERM, which schedulers send some time before they kill, a stop like Ctrl-C.
+    """Treat SIGTERM, which schedulers send some time before they kill a job, like Ctrl-C.
 
-    Otherwise the files that are being read would be blamed for the end of the process.
+    Otherwise the files that are being read would be blamed for the death of the process.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -128,7 +128,7 @@ def _sigterm_stops() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _tell(report: "PackReport", out: Path, part: "JobPart | None") -> None:
+def _print_report(report: "PackReport", out: Path, part: "JobPart | None") -> None:
     lines = [f"dropped {entry.name or entry.file}: {entry.reason}" for entry in report.dropped]
     lines += [f"unused {file}: {why}" for file, why in (report.unused | report.unused_hits).items()]
     typer.echo("".join(f"{' '.join(line.split())}\n" for line in lines[:SHOWN]), nl=False)  # names may hold line ends
@@ -141,7 +141,7 @@ def _tell(report: "PackReport", out: Path, part: "JobPart | None") -> None:
         typer.echo(f"{part_path(out, part)}: part {part}, {report.summary()}")
         typer.echo(f"when all are there: warpfold pack --merge {out.with_name(pattern)} --out {out}")
     elif report.finished_before:
-        typer.echo(f"{out}: was finished before, of the same inputs and options: {report.summary()}")
+        typer.echo(f"{out}: was finished before, from the same inputs and options: {report.summary()}")
     else:
         typer.echo(f"{out}: {report.summary()}")
 

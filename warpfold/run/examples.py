@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,7 +46,7 @@ def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[So
     """Return the sources to train on, and the examples held out of the first for validation."""
     first, *others = [Source(data)] if isinstance(data, Store) else data
     training, held_out = split(first.store, config)
-    return [replace(first, keys=training), *others], held_out
+    return [Source(first.store, training, first.weight), *others], held_out
 
 
 def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store, str]]]:

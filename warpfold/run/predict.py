@@ -16,7 +16,7 @@ from warpfold.data.example.raw_example import Templates
 from warpfold.data.example.templates import TemplateOutcome, count_refusals
 from warpfold.data.formats.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats.input_files import stacking_order
-from warpfold.data.formats.sequences import read_alignment, read_fasta
+from warpfold.data.formats.sequences import read_alignment, read_proteins
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe, opened
 from warpfold.model.weights import assumed_settings
@@ -133,7 +133,7 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[FoldQuery]:
     """Read the proteins of a FASTA file, or the one of an alignment, with their alignments from `msas`.
 
     With one protein, every file of `msas` must be an alignment of it; with several, each file belongs to the protein
-    in its first row.  They are stacked in the official order where names say which it is (`sources.stacking_order`).
+    in its first row.  They are stacked in the official order where their names tell (`input_files.stacking_order`).
     Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
     """
     endings = [ending.lower() for ending in path.suffixes]
@@ -142,12 +142,7 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[FoldQuery]:
         name = file_name(path.name.split(".")[0])
         found = [(name, own.query, [own])]
     else:
-        records = [(file_name((header.split() or ["query"])[0]), seq) for header, seq in read_fasta(path)]
-        found = [(name, seq, []) for name, seq in records]
-    names = [name.lower() for name, _, _ in found]  # some file systems ignore case
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{path}: several records are called {name}; give each a name of its own")
+        found = [(name, sequence, []) for name, sequence in read_proteins([path]).items()]
     as_rows = {sequence: decode(encode(sequence)) for _, sequence, _ in found}  # in the letters of an alignment
     by_sequence: dict[str, list[Alignment]] = {}
     for msa in sorted(msas, key=lambda path: stacking_order(path.name)):  # otherwise as given

@@ -16,7 +16,7 @@ from warpfold.data.example.hits import Hit, read_hits
 from warpfold.data.example.raw_example import Templates, join
 from warpfold.data.example.templates import TemplateOutcome, count_refusals, template_from_file, templates_from_hits
 from warpfold.data.features.choose import choose_templates
-from warpfold.data.features.templates import template_features
+from warpfold.data.features.make import template_features
 from warpfold.data.formats.alignment import decode
 from warpfold.data.similar.pairwise import column_map, identity
 from warpfold.data.structure.chain import Chain

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.pack_inputs import ONE, TWO, alignment, chain, structure
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, structure
 from warpfold.data.formats import input_files as sources
 from warpfold.data.formats.alignment import decode
 from warpfold.data.formats.input_files import ALIGNMENTS, STRUCTURES, InputFile, find, read_query, stacked
@@ -43,13 +43,13 @@ def test_files_are_found_by_their_endings_and_named_below_what_was_given(tmp_pat
 
 
 def test_names_that_a_source_may_be_called_by() -> None:
-    def bears(path: str) -> set[str]:
-        return InputFile(path, Path(path)).bears
+    def names_of(path: str) -> set[str]:
+        return InputFile(path, Path(path)).protein_names
 
-    assert bears("/x/1ABC_A/a3m/uniref90_hits.a3m") == {"1abc_a", "uniref90_hits"}
-    assert bears("/x/1abc_A/bfd.a3m.gz") == {"1abc_a", "bfd"}
-    assert bears("/x/msas/1abc_A.a3m") == {"msas", "1abc_a"}
-    assert InputFile("n", Path("/x/db.index"), chain="1abc_A", member="bfd.a3m").bears == {"1abc_a"}
+    assert names_of("/x/1ABC_A/a3m/uniref90_hits.a3m") == {"1abc_a", "uniref90_hits"}
+    assert names_of("/x/1abc_A/bfd.a3m.gz") == {"1abc_a", "bfd"}
+    assert names_of("/x/msas/1abc_A.a3m") == {"msas", "1abc_a"}
+    assert InputFile("n", Path("/x/db.index"), chain="1abc_A", member="bfd.a3m").protein_names == {"1abc_a"}
 
 
 @pytest.mark.parametrize(

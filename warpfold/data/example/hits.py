@@ -1,6 +1,6 @@
 """Template hits: what HHsearch (.hhr) and hmmsearch (Stockholm or A3M) found for a query (Supp. 1.2.3).
 
-A `Hit` says which residues of the query stand on which of the hit.  Nothing here looks at structures.
+A `Hit` says which residues of the query are aligned to which of the hit.  Nothing here looks at structures.
 """
 
 import re
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from warpfold.data.formats.sequences import read_bytes
 from warpfold.data.similar.pairwise import MIN_IDENTITY
 from warpfold.errors import UserError
+from warpfold.files import read_file
 
-# Whole numbers have at most 18 digits here, so that they fit into int64; longer ones are not taken for numbers.
+# Integers have at most 18 digits here, so that they fit into int64; longer ones are not read as numbers.
 # "Q 1abcA  7 MKT-A 10 (73)": query or template (T), its name, the first place, letters, the last place, its length.
 _HHR_ROW = re.compile(r"^([QT]) (\S+) +(\d{1,18}) ([A-Za-z.~-]+) +(\d+) \((\d+)\)")
 _ALIGNED = re.compile(r"Aligned_cols=(\d{1,18})")
@@ -51,9 +51,9 @@ def read_hits(path: str | Path, query: str) -> list[Hit]:
     """Read the hits in a file of HHsearch, HHblits (.hhr) or hmmsearch (Stockholm, A3M), told by content, gz or not.
 
     query: the sequence that was searched for, one letter per residue; hmmsearch's files do not hold it.
-    Errors: UserError for a file that is none of these, is cut short, or is of another query.
+    Errors: UserError for a file in another format, one that is cut short, or the hits of another query.
     """
-    data = read_bytes(path)
+    data = read_file(path)
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -62,7 +62,7 @@ def read_hits(path: str | Path, query: str) -> list[Hit]:
 
 
 def parse_hits(text: str, query: str, source: str = "<hits>") -> list[Hit]:
-    """Do as `read_hits` for text in memory; `source` is its name in errors."""
+    """Parse text in memory as `read_hits` does; `source` is its name in errors."""
     text = text.lstrip("\ufeff \t\r\n").replace("\r\n", "\n")
     if text.startswith(("# STOCKHOLM", ">")):
         return parse_hmmsearch(text, query, source)

@@ -50,7 +50,7 @@ class Templates:
 
 
 def join(templates: Sequence[Templates]) -> Templates | None:
-    """Return templates of one chain as one `Templates`, in the given order; None for none."""
+    """Return templates of one chain as one `Templates`, in the given order; None without any."""
     if not templates:
         return None
     aatype, positions, mask, sum_probs = (
@@ -76,7 +76,7 @@ class RawExample:
     positions: np.ndarray | None = None  # float32 [N, 37, 3], angstrom
     mask: np.ndarray | None = None  # uint8 [N, 37]
     resolution: float | None = None  # angstrom
-    release_date: str | None = None  # YYYY-MM-DD: a note, which a store keeps as JSON
+    release_date: str | None = None  # YYYY-MM-DD: stores keep it as JSON
     sources: tuple[str, ...] = ()  # where the alignment's rows come from
     templates: Templates | None = None
 
@@ -176,8 +176,8 @@ def from_chain(
 def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTITY) -> tuple[np.ndarray, np.ndarray]:
     """Return an alignment on the columns of `sequence`: rows uint8 [R, N], deletions uint16 [R, N].
 
-    Columns of query residues that `sequence` lacks are cut out; inside the sequence, what stood in them is counted as
-    deletions.  Residues that the query lacks get gaps.
+    Columns of query residues that `sequence` lacks are cut out; the residues in them count as deletions, except at the
+    ends.  Residues that the query lacks get gaps.
     Errors: UserError if the query is another protein: identity below `min_identity`, or too little covered.
     """
     column, identity = column_map(alignment.query, sequence)
@@ -210,10 +210,10 @@ def check_map(column: np.ndarray, identity: float, min_identity: float = MIN_IDE
 def merge(query: np.ndarray, placed: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     """Stack alignments below the query (uint8 [N]), as row 0: rows uint8 [R, N], deletions uint16 [R, N].
 
-    Rows of gaps alone are dropped, and so are rows equal to an earlier one, whatever their deletions (as official).
+    Rows with only gaps are dropped, and rows equal to an earlier one, even with other deletions (as official).
     """
 
-    def digest(row: np.ndarray) -> bytes:  # 16 bytes stand for a row, whatever its length
+    def digest(row: np.ndarray) -> bytes:  # so that `seen` takes 16 bytes per row, however long it is
         return hashlib.blake2b(row.tobytes(), digest_size=16).digest()
 
     first = query[None]

@@ -1,7 +1,7 @@
-"""Templates from a search's hits or from files: known structures laid on the residues of a chain (Supp. 1.2.3).
+"""Templates from a search's hits or from files: known structures aligned to the residues of a chain (Supp. 1.2.3).
 
-What can be prepared ahead, the atoms of up to 20 templates, is made here; which of them an example gets is drawn anew
-each time (`data/features/choose.py`).
+The atoms of up to 20 templates are prepared here; which of them an example gets is drawn anew each time
+(`data/features/choose.py`).
 """
 
 import re
@@ -35,9 +35,9 @@ LOW_IDENTITY = 0.3  # below it an alignment of two sequences alone is doubtful (
 class TemplateOutcome:
     """What became of one hit, or of one file that the user gave."""
 
-    name: str  # "1abc_A"; of a hit that was not used, as its file has it
+    name: str  # "1abc_A"; if it was not used, the hit's name in its file
     used: bool
-    note: str  # why it was refused, or what is unusual about it; else ""
+    note: str  # why it was refused, or what is unusual about it; may be empty
     residues: int = 0  # of the query that have atoms of the template
     identity: float = 0.0  # 0 to 1, over the aligned residues
     sum_probs: float | None = None
@@ -47,7 +47,7 @@ class TemplateOutcome:
 def count_refusals(outcomes: Sequence[TemplateOutcome]) -> dict[str, int]:
     """Return how often each reason for a refusal occurs, the most frequent first.
 
-    Reasons are counted without names and numbers: "came out N, after N".
+    Reasons that differ in names and numbers only are counted together: "came out N, after N".
     """
     notes = [one.note.rpartition(": ")[2] if one.missing else one.note for one in outcomes if not one.used]
     kinds = (re.sub(r"\b\d[\w-]*", "N", re.sub(r"^\S*/\S*: ", "", note)) for note in notes)
@@ -62,14 +62,14 @@ def templates_from_hits(
     limit: int = MOST_STORED,
     exclude: Collection[str] = (),
 ) -> tuple[Templates | None, list[TemplateOutcome]]:
-    """Return the `limit` best usable hits of a query, None for none, and what became of each hit.
+    """Return the `limit` best usable hits of a query (None without any) and the outcome of each hit.
 
-    Hits are tried by sum_probs, those without in the order of the file.  max_date: templates that came out later, or
-    whose date is unknown, are refused.  exclude: PDB ids, lower case, such as the query's own.
-    Further refused, as in AlphaFold2 (Supp. 1.2.3): hits that align a tenth of the query or less, have fewer than 10
-    residues, or are the query itself (a part of it, of more than 95 %); and hmmsearch's hits, whose database has every
-    copy of a chain, if they put the same residues on the same places as a better one.  A hit that cannot be read or
-    placed, or whose chain has a jump, is refused too: no file stops the others.
+    Hits are tried in the order of their sum_probs, those without in the order of the file.  max_date: templates that
+    were released later, or whose date is unknown, are refused.  exclude: PDB ids, lower case, such as the query's own.
+    Also refused, as in AlphaFold2 (Supp. 1.2.3): hits that align a tenth of the query or less, have fewer than 10
+    residues, or are the query itself (more than 95 % of it); and hmmsearch's hits, whose database has every copy of a
+    chain, if they put the same residues on the same places as a better one.  A hit that cannot be read or placed, or
+    whose chain has a jump, is refused as well: one bad file does not stop the others.
     """
     kept: list[Templates] = []
     outcomes: list[TemplateOutcome] = []
@@ -116,7 +116,7 @@ def _used(query: str, template: Templates, note: str, sum_probs: float | None) -
 
 
 def _refusal(hit: Hit, query: str, exclude: Collection[str], library: Library, max_date: date | None) -> str | None:
-    """Return why a hit is refused whatever its atoms, or None.
+    """Return why a hit is refused before its atoms are looked at, or None.
 
     The thresholds are AlphaFold2's (Supp. 1.2.3 and its open code).
     """
@@ -138,17 +138,17 @@ def _refusal(hit: Hit, query: str, exclude: Collection[str], library: Library, m
 
 
 def _locate(hit: Hit, structure: Structure) -> tuple[Chain, np.ndarray, str]:
-    """Find a hit's sequence in a structure: its chain, where each residue stands in it (int64, -1 nowhere), and a note.
+    """Find a hit's sequence in a structure: its chain, each residue's place in it (int64, -1 for none), and a note.
 
-    The chain that the hit names is searched first, then the others; X stands for any residue.  If none has the
-    sequence as it is, it is aligned to the named chain (to all, if there is none of that name), and must be 90 %
-    identical (Supp. 1.2.3).
+    The chain that the hit names is searched first, then the others; X matches any residue.  If no chain has exactly
+    this sequence, it is aligned to the named chain (to all, if that name does not exist), and must be 90 % identical
+    (Supp. 1.2.3).
     """
     named = [structure.chains[hit.chain]] if hit.chain in structure.chains else []
     others = [chain for chain in structure.chains.values() if chain.id != hit.chain]
     pattern = re.compile(hit.sequence.replace("X", "."))
     for chain in [*named, *others]:
-        # A repeat may stand there twice: the place that the hit names comes first.
+        # The sequence may occur twice, as a repeat: the place that the hit names comes first.
         found = pattern.match(chain.sequence, hit.start) or pattern.search(chain.sequence)
         if found:
             expected = hit.chain in ("", chain.id)
@@ -166,9 +166,9 @@ def _locate(hit: Hit, structure: Structure) -> tuple[Chain, np.ndarray, str]:
 
 
 def template_from_file(query: str, path: str | Path, chain: str | None = None) -> tuple[Templates, TemplateOutcome]:
-    """Align a structure that the user gives to the query, whatever its name, date and likeness.
+    """Align a structure that the user gives to the query; its name, date and similarity do not matter.
 
-    mmCIF or PDB, gz or not.  chain: the author's name; None takes the one with most residues equal to the query's.
+    mmCIF or PDB, gz or not.  chain: the author's name; None: the one with most residues equal to the query's.
     The query is aligned globally with the chain's whole sequence, by BLOSUM62 (`pairwise.column_map`).
     Errors: UserError for a file that cannot be used, a chain that is not there, or too few aligned atoms.
     """

@@ -1,1 +1,1 @@
-"""From one example to the arrays that the model reads: choose, read, compute."""
+"""Make the arrays that the model reads from one example: choose, read, compute."""

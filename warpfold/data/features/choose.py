@@ -1,7 +1,7 @@
-"""Choose what is used of an example: residues, alignment rows, templates, from sizes alone (Supp. 1.2.6, 1.2.8).
+"""Choose which residues, alignment rows and templates of an example are used, from its sizes (Supp. 1.2.6, 1.2.8).
 
-Nothing needs to be read before it is chosen.  Every draw is keyed: a pure function of (seed, key of the draw, purpose),
-so that one purpose never shifts another, and no process, thread or order matters.
+So only what is chosen has to be read.  Every draw is keyed: a pure function of (seed, key of the draw, purpose), which
+depends on no other draw, process, thread or order.
 """
 
 import hashlib
@@ -13,9 +13,9 @@ import numpy as np
 from warpfold.data.example.raw_example import MOST_STORED
 
 RUN = 64  # rows left out or kept together by `thin_runs`
-# Milliseconds that one core of 2024 takes (fitted to benchmarks/features.py): for an example; for each cell of the
-# alignment that is read; and in each pass for each cell of the clusters and of the extra MSA, for each cell of the
-# alignment that is compared with one centre, and for each of its cells that is counted.
+# Milliseconds that one core of 2024 takes (fitted to benchmarks/features.py): per example; per cell of the alignment
+# that is read; and in each pass per cell of the clusters, per cell of the extra MSA, per cell of the alignment that is
+# compared with one centre, and per cell that is counted.
 COST_EXAMPLE, COST_READ = 2.1, 3e-6
 COST_CENTRE, COST_EXTRA, COST_COMPARE, COST_COUNT = 7e-5, 4.5e-6, 2.6e-8, 2.3e-6
 
@@ -29,8 +29,8 @@ class SampleConfig:
     max_msa: int = 512  # cluster centres, the query included (N_clust)
     max_extra: int = 5120  # rows of the extra MSA (N_extra_seq)
     max_templates: int = 4  # 0 for a model without template parts: then none are read (Supp. 1.2.3)
-    # Where a row's nearest cluster centre is looked for: over the whole "chain", as in the paper, where clusters are
-    # made before the crop (Supp. 1.2.7, 1.2.8), or in the "crop" alone, which is faster for chains longer than it.
+    # Where a row is compared with the cluster centres: over the whole "chain", as in the paper, where clusters are made
+    # before the crop (Supp. 1.2.7, 1.2.8), or only in the "crop", which is faster for longer chains.
     clustering: Literal["chain", "crop"] = "chain"
     # 0: every row counts, as in the paper.  Otherwise the most that a training pass may cost (`predicted_cost`): of an
     # alignment that costs more, fewer rows are used, each with the same probability, but never fewer than `max_msa` +
@@ -70,7 +70,7 @@ class SampleConfig:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is used of an example, and whether its backbone FAPE is clamped."""
+    """The part of an example that is used, and whether its backbone FAPE is clamped."""
 
     start: int  # residues [start, stop)
     stop: int
@@ -98,9 +98,9 @@ def select(
     train: bool,
     templates: int = 0,
 ) -> Selection:
-    """Choose residues, rows and templates of an example from its sizes alone, so that nothing else need be read.
+    """Choose residues, rows and templates of an example from its sizes alone.
 
-    length: residues; depth: alignment rows, the query included; templates: how many there are.  Training crops,
+    length: residues; depth: alignment rows, including the query; templates: how many it has.  Training crops,
     deletes blocks of rows (Algorithm 1) and keeps within `max_cost`; a prediction uses every row.
     """
     if not train:
@@ -121,8 +121,8 @@ def select(
 def choose_templates(count: int, most: int, rng: np.random.Generator | None) -> np.ndarray:
     """Choose among `count` templates, best first: int64 [K], ascending, K <= `most`.
 
-    Training (with `rng`): k = min(uniform[0, n], most) random ones of the n that there are, at most 20 (Supp. 1.2.3),
-    so that the model learns to do without.  Inference (`rng` None): the best.
+    Training (with `rng`): min(uniform[0, n], most) random ones of the best n = 20 (Supp. 1.2.3), or fewer, so that the
+    model learns to do without.  Inference (`rng` None): the best.
     """
     if rng is None:
         return np.arange(min(count, most))
@@ -145,8 +145,8 @@ def crop_start(length: int, size: int, clamped: bool, rng: np.random.Generator) 
 def delete_blocks(depth: int, config: SampleConfig, rng: np.random.Generator) -> np.ndarray:
     """Return the rows that MSA block deletion keeps (Supp. Algorithm 1), int64, ascending; the query always stays.
 
-    Blocks are contiguous and may overlap: rows stand in the order of the search, so near ones are related, and a block
-    takes a whole branch of the family.
+    Blocks are contiguous and may overlap.  Rows are in the order of the search, so neighbours are related, and a block
+    removes a whole branch of the family.
     """
     size = int(depth * config.block_fraction)
     count = int(rng.integers(0, config.blocks + 1)) if config.randomize_num_blocks else config.blocks
@@ -165,7 +165,7 @@ def with_query(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.nda
 def thin_runs(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
     """Draw at most `count` of `rows`, ascending: the first, and runs of about `RUN` neighbours among the others.
 
-    The others form a ring, which is turned at random and cut into runs of equal length (but for one row); a uniform
+    The others form a ring, which is rotated at random and cut into runs of equal length (to within one row); a uniform
     sample of the runs stays.  So every row stays with the same probability, and neighbours mostly stay together.
     """
     ring = np.roll(rows[1:], int(rng.integers(len(rows) - 1)))
@@ -175,7 +175,7 @@ def thin_runs(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndar
 
 
 def row_budget(length: int, config: SampleConfig) -> int | None:
-    """Return how many rows of a chain of `length` residues cost `max_cost`, None for any number.
+    """Return how many rows of a chain of `length` residues fit into `max_cost`, None if all do.
 
     Never fewer than `max_msa` + `max_extra`.
     """
@@ -187,9 +187,9 @@ def row_budget(length: int, config: SampleConfig) -> int | None:
 
 
 def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 1, train: bool = True) -> float:
-    """Return the work of making one example, from its sizes: about the milliseconds that it takes one core of 2024.
+    """Return the cost of making one example, from its sizes: roughly milliseconds on one core of 2024.
 
-    The same on every machine: a formula, fitted to measurements (docs/features.md), not a clock.
+    It is a formula, fitted to measurements (docs/features.md), and so the same on every machine.
     """
     if not train:
         return _cost(length, depth, depth, passes, replace(config, crop=None))

@@ -1,4 +1,4 @@
-"""The labels that supervise the model: all of them follow from the residue types and the atoms of a chain."""
+"""The labels that supervise the model, all computed from the residue types and the atoms of a chain."""
 
 import numpy as np
 import torch

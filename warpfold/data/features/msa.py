@@ -1,8 +1,8 @@
 """The MSA features: clusters, masking, profiles, the extra MSA (Supp. 1.2.7, 1.2.9, table 1).
 
-The order is the paper's: cluster centres are drawn and masked, and every other row joins the nearest, over the whole
-chain; the rest is computed for the crop alone, which gives the same numbers.  Everything is counted in whole numbers
-until the last step, and written once, into arrays that hold all passes of a feature, as the model reads them.
+The order is the paper's: cluster centres are drawn and masked, and every other row joins the nearest one, over the
+whole chain; the rest is computed for the crop alone, which gives the same numbers.  Counts are integers until the last
+step, and are written once, into arrays that hold all passes of a feature, as the model reads them.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ PROFILE = slice(25, 48)  # channels of msa_feat
 
 @dataclass(frozen=True)
 class WholeChain:
-    """The chosen alignment rows over a whole chain of L residues, of which N are in the crop."""
+    """The chosen alignment rows over a whole chain of L residues; N of them are in the crop."""
 
     msa: np.ndarray  # uint8 [R, L], codes 0-21
     profile: np.ndarray  # float32 [L, 22], frequencies in the whole alignment
@@ -38,7 +38,7 @@ class WholeChain:
 
 @dataclass(frozen=True)
 class MsaSample:
-    """What is drawn for one pass: S cluster centres, their masking, and E rows of the extra MSA."""
+    """The random choices of one pass: S cluster centres, their masking, and E rows of the extra MSA."""
 
     centres: np.ndarray  # int64 [S], ascending; the query, row 0, is the first
     masked: np.ndarray  # uint8 [S, L], codes 0-22: the centres as the model sees them
@@ -57,7 +57,7 @@ class Deletions:
     @classmethod
     def of(cls, deletions: np.ndarray) -> "Deletions":
         """Find them in uint16 [R, N]."""
-        row, column = np.divmod(np.flatnonzero(deletions != 0), deletions.shape[1])  # bools are ten times as fast
+        row, column = np.divmod(np.flatnonzero(deletions != 0), deletions.shape[1])  # bools: ten times as fast
         return cls(row, column, deletions[row, column])
 
     def among(self, rows: np.ndarray, depth: int) -> "Deletions":
@@ -109,7 +109,7 @@ def msa_features(
     deletions = Deletions.of(raw.deletions)
     crop = slice(chain.start, chain.start + length)
     for index, (sample, cluster) in enumerate(zip(samples, clusters)):
-        cluster[silent] = seq  # none
+        cluster[silent] = seq  # no cluster
         cluster[sample.centres] = np.arange(seq)
         cut = replace(sample, masked=sample.masked[:, crop], bert_mask=sample.bert_mask[:, crop])
         _fill({name: array[index] for name, array in features.items()}, raw.msa, deletions, cut, cluster)
@@ -166,7 +166,7 @@ def _fill(features: Arrays, msa: np.ndarray, deletions: Deletions, sample: MsaSa
 def mask_msa(
     msa: np.ndarray, profile: np.ndarray, config: SampleConfig, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask as BERT does (Supp. 1.2.7, step 2): return what the model sees, uint8 [S, N], and must restore, bool.
+    """Mask as BERT does (Supp. 1.2.7, step 2): return the masked rows, uint8 [S, N], and the masked positions, bool.
 
     msa: uint8 [S, N]; profile: [N, 22], the frequencies of residue types, X and gap in each column.
     """
@@ -191,11 +191,11 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
     rows: uint8 [R, L], codes 0-21; centres: uint8 [P, S, L], codes 0-22, those of P passes.  Gaps and masked positions
     agree with nothing (Supp. 1.2.7, step 3).
 
-    For each column and code a table says which centres have it there, and a row adds up its lines of the table: the
-    product with one-hot rows, without the zeros.  It is exact: one float32 holds three counts of eight bits each, and
-    columns are taken in spans short enough that none overflows.  Passes share the codes of the rows; as many are done
-    together as have tables of `TABLES` bytes (one for a long chain: a table has 20 MB for 5,000 residues and 128
-    centres).
+    A table says for each column and code which centres have that code there, and the lines of the table that belong to
+    a row are added up: a product with one-hot rows, without the zeros.  It is exact: one float32 holds three counts of
+    eight bits each, and columns are taken in spans short enough that no count overflows.  Passes share the codes of the
+    rows; as many passes are done together as fit their tables into `TABLES` bytes (a table has 20 MB for 5,000 residues
+    and 128 centres, so for a long chain this is one).
     """
     passes, depth, length = centres.shape
     groups = ceil(depth / PLACES)

@@ -76,7 +76,7 @@ class Alignment:
 
 
 def merge(alignments: Sequence[Alignment]) -> Alignment:
-    """Stack alignments of one query, one below the other; the query's row is kept once, on top.
+    """Stack alignments of one query; the query's row is kept once, on top.
 
     Errors: ValueError without any; UserError if their first rows differ.
     """
@@ -106,8 +106,8 @@ def encode(sequence: str, source: str = "sequence") -> np.ndarray:
 def encode_residues(sequence: str, source: str = "sequence") -> np.ndarray:
     """Return the residue types of a protein's own sequence: uint8 [N], 0-19, and 20 (X) for all but the twenty letters.
 
-    This follows the official code (`make_sequence_features` in data/pipeline.py, `map_unknown_to_x`), in which the same
-    letter in the alignment's first row goes by HHblits' table (`encode`).  Errors: as in `encode`.
+    This follows the official code (`make_sequence_features` in data/pipeline.py, `map_unknown_to_x`), which encodes the
+    same letter in the alignment's first row by HHblits' table (`encode`).  Errors: as in `encode`.
     """
     known = np.array([letter in RESTYPES for letter in sequence.upper()], dtype=bool)
     return np.where(known, encode(sequence, source), np.uint8(UNKNOWN))
@@ -121,7 +121,7 @@ def decode(codes: np.ndarray) -> str:
 def is_nucleic(sequence: str) -> bool:
     """Return whether a sequence must be DNA or RNA: ten letters or more, all of ACGTUN, with A, C and G among them.
 
-    An `Alignment` has C for U, which changes nothing here.  Silk, of G and A alone, is a protein.
+    An `Alignment` has C for U, which makes no difference here.  Silk, only G and A, is a protein.
     """
     letters = set(sequence.upper())
     return len(sequence) >= 10 and set("ACG") <= letters <= set("ACGTUN")

@@ -1,9 +1,9 @@
-"""OpenFold's alignment databases: the files of many chains joined into few, and a JSON index of where each lies.
+"""OpenFold's alignment databases: the files of many chains joined into a few, and a JSON index of their offsets.
 
 Two kinds of index (openfold/docs/source/Aux_seq_files.md): one for all shards, as OpenProteinSet's tools make it,
 {"3lrm_A": {"db": "alignment_db_0.db", "files": [["uniref90_hits.a3m", start, size], ...]}, ...}, and one per shard,
 {"3lrm_A": [["uniref90_hits.a3m", start, size], ...], ...}, where `NAME.index` belongs to `NAME.db` beside it.
-An index names shards in its own folder or below; they may be symbolic links, which only the folder's owner can make.
+An index may only name shards in its own folder or below; they may be symbolic links, which only its owner can make.
 """
 
 import json
@@ -11,9 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from warpfold.data.formats.sequences import read_bytes
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, open_regular, pread
+from warpfold.files import LARGEST, open_regular, pread, read_file
 
 _FARTHEST = 10**30  # bytes; a larger number is damage, and may be too large to be printed or divided
 _EXPECTED = 'expected {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}'
@@ -53,16 +52,16 @@ class Slice:
 
 
 class AlignmentDB:
-    """The chains of an alignment database, and their files.  Holds nothing open; workers need only their `Slice`s.
+    """The chains of an alignment database, and their files.  No file stays open; workers need only their `Slice`s.
 
     path: the index.
-    Errors: UserError if it cannot be read or is not an index.  Entries and shards are only looked at when needed.
+    Errors: UserError if it cannot be read or is not an index.  Entries and shards are checked when they are used.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         try:
-            self._entries = json.loads(read_bytes(path))
+            self._entries = json.loads(read_file(path))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: damaged, or no JSON ({error}); fetch or make the index again") from None
         if not isinstance(self._entries, dict):
@@ -73,9 +72,9 @@ class AlignmentDB:
         return sorted(self._entries)
 
     def files(self, chain: str) -> dict[str, Slice]:
-        """Return the files of a chain, name -> where it lies, in the order of the index.
+        """Return the files of a chain by name, in the order of the index.
 
-        Errors: KeyError; UserError if the index has something else there.
+        Errors: KeyError; UserError if the chain's entry is malformed.
         """
         entry = self._entries[chain]
         wrong = UserError(f"{self.path}: {chain} is not an entry of an alignment database; {_EXPECTED}")

@@ -1,21 +1,21 @@
-"""The files that `pack` reads: found in folders or in alignment databases, told apart by their names.
+"""Find the files that `pack` reads, in folders or in alignment databases, and tell them apart by their names.
 
-Also reads the query of an alignment without the rest.
+Also read the query of an alignment without the rest.
 """
 
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 
 from warpfold.data.formats.alignment_db import AlignmentDB, Slice
-from warpfold.data.formats.sequences import parse_alignment, read_bytes
+from warpfold.data.formats.sequences import parse_alignment
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, opened
+from warpfold.files import LARGEST, opened, read_file
 
 STRUCTURES = (".cif", ".mmcif", ".pdb", ".ent")
 ALIGNMENTS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln", ".afa")  # .fasta only if named itself
@@ -42,7 +42,7 @@ _FEW = 8  # records that hold the query: HH-suite's annotations come before it
 class InputFile:
     """A file, or a member of an alignment database."""
 
-    name: str  # from the folder that was given on: the same wherever that folder lies
+    name: str  # path that starts with the given folder's name: the same wherever that folder lies
     path: Path  # absolute; for a member, of the database's index
     size: int = 0  # bytes
     changed: int = 0  # nanoseconds since 1970; for a member, of the index
@@ -55,7 +55,7 @@ class InputFile:
 
     @property
     def identity(self) -> tuple[Path, int]:
-        """Return what identifies the bytes: two indices may name one member."""
+        """Return a key of the bytes themselves: two indices may name one member."""
         return (self.slice.path, self.slice.start) if self.slice else (self.path, 0)
 
     @property
@@ -69,8 +69,8 @@ class InputFile:
         return _text(self.file)
 
     @property
-    def bears(self) -> set[str]:
-        """Return the names of a chain or an entry that it may go by, lower case: its own, and its folder's."""
+    def protein_names(self) -> set[str]:
+        """Return the names of a chain or an entry that it may have, lower case: its own, and its folder's."""
         if self.chain:
             return {self.chain.lower()}
         folder = self.path.parent
@@ -79,12 +79,12 @@ class InputFile:
 
     @property
     def is_hits(self) -> bool:
-        """Return whether its name says that it holds template hits, not an alignment."""
+        """Return whether it holds template hits and not an alignment, by its name."""
         return _HITS_NAME.fullmatch(self.file) is not None
 
     @property
     def version(self) -> tuple[str, int, int]:
-        """Return what changes when the file does: its name, its size, when it was written."""
+        """Return its name, its size and when it was written, which change when the file does."""
         return self.name, self.size, self.changed
 
     def read_bytes(self, limit: int = LARGEST) -> bytes:
@@ -93,16 +93,16 @@ class InputFile:
         Errors: UserError if it cannot be read, is empty or damaged, or has more than `limit` bytes.
         """
         try:
-            return self.slice.read(limit=limit) if self.slice else read_bytes(self.path, limit)
+            return self.slice.read(limit=limit) if self.slice else read_file(self.path, limit)
         except UserError as error:
             raise self._named(error) from None
 
-    def read_head(self, enough: Callable[[bytes], bool], limit: int = LARGEST) -> bytes:
-        """Read its beginning, unpacked, until `enough` says so, or all of it.  Errors: as in `read_bytes`."""
+    def read_head(self, limit: int) -> bytes:
+        """Read its first records, among them the query, or all of a Stockholm file.  Errors: as in `read_bytes`."""
         head = b""
         try:
             with nullcontext() if self.slice else opened(self.path) as file:
-                while len(head) <= min(_MOST, limit) and not enough(head):
+                while len(head) <= min(_MOST, limit) and (_is_stockholm(head) or _end(head) is None):
                     size = max(_HEAD, len(head))
                     more = file.read(size) if file else self.slice.read(len(head), size) if self.slice else b""
                     if not more:
@@ -118,7 +118,7 @@ class InputFile:
 
 
 def stacking_order(file: str) -> int:
-    """Return the place of an alignment with this file name among those of one protein, the last if it does not say.
+    """Return where an alignment with this file name comes among those of one protein; unknown names come last.
 
     Meant as the first part of a sort key.
     """
@@ -204,12 +204,12 @@ def digest(sources: Iterable[InputFile]) -> str:
 
 
 def read_query(source: InputFile, limit: int = LARGEST) -> str:
-    """Return the first row of an alignment without its gaps, reading no more of the others than finding it takes.
+    """Return the first row of an alignment without its gaps, reading only as much of the file as that takes.
 
-    Errors: UserError for a file that holds no alignment.  Rows that are not read are not checked.
+    Errors: UserError for a file that is not an alignment.  The rows that are not read are not checked.
     """
-    head = source.read_head(lambda head: not _is_stockholm(head) and _end(head) is not None, limit)
-    if _is_stockholm(head):  # all of it: its first row may go on to the end
+    head = source.read_head(limit)
+    if _is_stockholm(head):  # interleaved, its first row may continue to the end
         head = _first_row(head)
     return parse_alignment(head[: _end(head)], source.name).query
 
@@ -219,7 +219,7 @@ def _is_stockholm(head: bytes) -> bool:
 
 
 def _end(head: bytes) -> int | None:
-    """Return where the first few records, or rows of a file without headers, end; None if it has fewer."""
+    """Return where the first few records (or rows, in a file without headers) end; None if it has fewer."""
     mark = b"\n>" if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b">", b"#") else b"\n"
     at = 0
     for _ in range(_FEW):
@@ -230,7 +230,7 @@ def _end(head: bytes) -> int | None:
 
 
 def _first_row(data: bytes) -> bytes:
-    """Return a Stockholm file with its first row and its match columns alone; files that are cut short stay so."""
+    """Return a Stockholm file reduced to its first row and its match columns; return one cut short as it is."""
     first = re.search(rb"^(?!#)(\S+)[ \t]+\S", data, re.MULTILINE)
     if first is None or b"\n//" not in data:
         return data

@@ -13,7 +13,7 @@ import numpy as np
 
 from warpfold.data.formats.alignment import LETTERS, Alignment, decode, encode
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, read_file
+from warpfold.files import file_name, read_file
 from warpfold.geometry.residue import GAP
 
 _INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
@@ -40,17 +40,6 @@ _ALIGNED = _table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)  # every character 
 _A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
 
 
-def read_bytes(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
-    """Read a file, unpacked if it is gzipped.
-
-    limit, pipe: as in `files.read_file`.  Errors: UserError if it cannot be read, is empty, cut short or over `limit`.
-    """
-    data = read_file(Path(path), limit, pipe)
-    if not data.strip():
-        raise UserError(f"{path}: is empty; fetch or write the file again")
-    return data
-
-
 def _plain_text(data: bytes | str, source: str) -> bytes:
     """Return text with plain line ends and no byte-order mark; raise UserError if it is not UTF-8."""
     if isinstance(data, str):
@@ -67,16 +56,33 @@ def read_fasta(path: str | Path) -> list[tuple[str, str]]:
     """Return header line and sequence (upper case, letters as in the file) of every record of a FASTA file, gz or not.
 
     It may be a pipe that this process was given, such as /dev/stdin.
-    Errors: UserError if it is not FASTA, has a record without a sequence, or a character that is no residue.
+    Errors: UserError if it is not FASTA, has a record without a sequence, or a character that is not a residue.
     """
-    return parse_fasta(read_bytes(path, pipe=True), str(path))
+    return parse_fasta(read_file(path, pipe=True), str(path))
+
+
+def read_proteins(paths: Iterable[Path]) -> dict[str, str]:
+    """Return name -> sequence, upper case, of all records of FASTA files; a name is the first word of its header.
+
+    Errors: UserError as in `read_fasta`, and for two records with the same name.
+    """
+    found: dict[str, str] = {}
+    files: dict[str, Path] = {}
+    for path in paths:
+        for header, sequence in read_fasta(path):
+            name = file_name((header.split() or ["query"])[0])
+            if (key := name.lower()) in files:  # some file systems do not tell A from a
+                where = "twice" if files[key] == path else f"in {files[key]} too"
+                raise UserError(f"{path}: a record is called {name} {where}; give each protein a name of its own")
+            files[key], found[name] = path, sequence
+    return found
 
 
 def parse_fasta(data: bytes | str, source: str = "<fasta>") -> list[tuple[str, str]]:
-    """Do as `read_fasta` for text in memory; `source` is its name in errors."""
+    """Parse text in memory as `read_fasta` does; `source` is its name in errors."""
     data = _plain_text(data, source)
     if b"\0" in data:
-        raise UserError(f"{source}: has NUL bytes, so it is no FASTA text; export it again")
+        raise UserError(f"{source}: has NUL bytes, so it is not FASTA text; export it again")
     names, sequences = _records(data, source)
     joined, starts = _join(sequences)
     _refuse_illegal(_SEQUENCE[np.frombuffer(joined, dtype=np.uint8)], starts, joined, names, source)
@@ -96,11 +102,11 @@ def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
     Errors: UserError, naming file and row, for text that is not UTF-8, rows of different length, characters outside
     the alphabet, nucleic acids, a first row with gaps or other than the query.
     """
-    return parse_alignment(read_bytes(path, pipe=True), str(path), query)
+    return parse_alignment(read_file(path, pipe=True), str(path), query)
 
 
 def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str | None = None) -> Alignment:
-    """Do as `read_alignment` for text in memory; `source` is its name in errors."""
+    """Parse text in memory as `read_alignment` does; `source` is its name in errors."""
     data = _plain_text(data, source).lstrip(b"\n")
     if not data.strip(b"\0" + _BLANKS):
         raise UserError(f"{source}: is empty; give an alignment with at least the query's row")
@@ -125,7 +131,7 @@ def write_fasta(records: Iterable[tuple[str, str]], width: int = 80) -> str:
 
 
 def write_a3m(alignment: Alignment) -> str:
-    """Return A3M text that `read_alignment` reads back unchanged; the letters that were inserted are lost, so x."""
+    """Return A3M text that `read_alignment` reads back unchanged; inserted residues, which are not kept, become x."""
     records = []
     for name, row, deletions in zip(alignment.names, alignment.rows, alignment.deletions):
         pieces, last = [], 0
@@ -220,7 +226,7 @@ def _insertions(codes: np.ndarray, starts: np.ndarray, width: int) -> np.ndarray
         rows, begins = deletions[block], starts[block.start : block.stop + 1]
         part = codes[begins[0] : begins[-1]]
         inserted = np.flatnonzero(part == _INSERTED)
-        column = np.cumsum(part <= GAP)[inserted]  # the next one, counted through the rows
+        column = np.cumsum(part <= GAP)[inserted]  # the next match column, counted on from row to row
         ends = np.searchsorted(begins - begins[0], inserted, side="right") * width
         cells, counts = np.unique(column[column < ends], return_counts=True)  # what follows the last column is lost
         rows.reshape(-1)[cells] = counts

@@ -1,4 +1,4 @@
-"""From stores to batches on the device, made while the steps before them compute: docs/loader.md.
+"""Make batches on the device from stores, while earlier steps compute: docs/loader.md.
 
 A `Schedule` says which examples this process works on, in which order.  `Workers` make them ahead of time, across
 epochs; an example that is ready may overtake a slow one, within a window; the next batch is copied to the device while
@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from warpfold.errors import UserError
 
 @dataclass(frozen=True)
 class Maker:
-    """What each worker has: the stores and settings from which it makes the features of examples."""
+    """Make the features of examples: what each worker gets, the stores and settings."""
 
     stores: tuple[Store, ...]
     config: SampleConfig
@@ -48,7 +47,7 @@ class Maker:
 class Quarantine:
     """The names of entries that could not be used, set aside for the rest of a run.
 
-    limit: how many at most; one more is an error.  known: those of before.  report: called with the name, the number
+    limit: how many are allowed.  known: those of earlier sessions of the run.  report: called with the name, the number
     of the example, and the reason, for each new one.
     """
 
@@ -61,7 +60,7 @@ class Quarantine:
         return name in self.names
 
     def add(self, name: str, index: int, reason: str) -> None:
-        """Set an entry aside.  Errors: UserError if that is one too many."""
+        """Set an entry aside.  Errors: UserError if it exceeds the limit."""
         if name not in self.names:
             self.names[name] = None
             self._report(name, index, reason)
@@ -94,10 +93,10 @@ class _Planned:
 
     @property
     def kind(self) -> tuple[bool, int]:
-        """Return a key of the examples that it may exchange places with.
+        """Return a key that all examples share with which it may exchange places.
 
-        All examples of a step have the step's number of passes, so only those of one number may be exchanged: then
-        none is made with passes that it lacks or does not need.
+        All examples of a step have the step's number of passes, so only examples with the same number may be
+        exchanged; otherwise some would lack passes or have too many.
         """
         return (True, self.place) if self.fixed else (False, self.passes)
 
@@ -109,7 +108,7 @@ class Loader:
     schedule.  workers: processes; with 0 this process makes each example when it is needed.  ahead: how many examples
     per worker are made ahead at most.  window: how many places an example may come earlier or later than planned; with
     0, or without workers, all come as planned.  used: called with each example before it is used.
-    But for the window, the order does not depend on the number of workers.
+    Without a window the order does not depend on the number of workers.
     Errors while iterating: UserError from `quarantine`, or if a source has no usable entry left.
     """
 
@@ -146,7 +145,7 @@ class Loader:
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -182,12 +181,12 @@ class Loader:
         return Sample(planned.draw.number, self.order.name(planned.entry), features)
 
     def exchanged(self) -> tuple[list[int], list[int]]:
-        """Return the examples that this rank should have used by now and has not, and those it has used early."""
+        """Return the examples that this rank was to have used by now and has not, and those that it has used early."""
         waiting = [*self._planned.values(), *([self._next[0]] if self._next else [])]
         return [p.draw.number for p in waiting if p.place < self._given], list(self._early.values())
 
     def state(self, exchanged: Iterable[tuple[list[int], list[int]]] = ()) -> State:
-        """Return what has been used, at the end of a step.  exchanged: that of every rank, if there are several."""
+        """Return which examples have been used, at the end of a step.  exchanged: of every rank."""
         steps, rest = divmod(self._given, self.schedule.per_rank)
         assert not rest, "in the middle of a step"
         every = list(exchanged) or [self.exchanged()]
@@ -195,7 +194,7 @@ class Loader:
         return self.schedule.state(steps, late, early)
 
     def _plan(self) -> None:
-        """Plan further examples and have them made, up to the limit."""
+        """Plan more examples and submit them, up to the limit."""
         while len(self._planned) < self._limit and (item := next(self._queue, None)):
             place, (draw, fixed) = item
             passes = self._passes(place // self.schedule.per_rank)
@@ -214,11 +213,11 @@ class Loader:
         return planned.entry.source, self.order.key(planned.entry), planned.draw.number, planned.passes
 
     def _redrawn(self, planned: _Planned) -> _Planned:
-        """Return the plan with another entry of the same source, which is not in quarantine."""
-        keys = self.order.sources[planned.entry.source].keys or ()
-        entries = (SourceEntry(planned.entry.source, place) for place in range(len(keys)))
+        """Return the plan with another entry of the same source that is not in quarantine."""
+        number = planned.entry.source
+        entries = (SourceEntry(number, place) for place in range(len(self.order.sources[number].keys)))
         if all(self.order.name(entry) in self.quarantine for entry in entries):
-            raise UserError(f"{self.order.sources[planned.entry.source].store.path}: none of its entries can be used")
+            raise UserError(f"{self.order.sources[number].store.path}: none of its entries can be used")
         draw, entry = planned.draw, planned.entry
         while self.order.name(entry) in self.quarantine:
             draw = Draw(draw.number, draw.again + 1)
@@ -249,7 +248,7 @@ class Loader:
         del self._planned[planned.place]
 
     def _first_ready(self, outcomes: Mapping[int, Outcome]) -> _Planned | None:
-        """Return the first example that is made, of those that may take the next place.
+        """Return the first finished example among those that may take the next place.
 
         These are at most `window` places behind the oldest that was not chosen, so that none comes more than `window`
         places late or early.
@@ -259,7 +258,7 @@ class Loader:
         return next((planned for planned in near if planned.place in outcomes), None)
 
     def _settle(self, outcomes: dict[int, Outcome]) -> None:
-        """Resubmit what was not made: the same example, if its process was killed for the first time; else another."""
+        """Resubmit failed examples: the same one if its process was killed for the first time, otherwise another."""
         for place in [place for place, outcome in outcomes.items() if not isinstance(outcome, Made)]:
             outcome, planned = outcomes.pop(place), self._planned[place]
             assert not isinstance(outcome, Made)

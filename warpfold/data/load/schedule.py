@@ -19,33 +19,28 @@ Weights = Literal["uniform", "paper"]
 MIXTURE_BLOCK = 4096  # numbers whose stores are drawn at a time
 
 
-@dataclass(frozen=True)
 class Source:
-    """Entries of a store to draw from, and how often, relative to other sources.
+    """Entries of a store to draw from, and how often.
 
-    keys: by default all of the store.  weight: relative to the other sources' (Supp. 1.3: 0.25 for the PDB, 0.75 for
+    keys: by default all of the store.  weight: relative to the other sources (Supp. 1.3: 0.25 for the PDB, 0.75 for
     self-distillation).
     """
 
-    store: Store
-    keys: Sequence[str] | None = None
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        keys = list(self.store.keys if self.keys is None else self.keys)
-        object.__setattr__(self, "keys", keys)
-        for key in keys:
-            if key not in self.store:
-                raise UserError(f"{self.store.path}: has no entry {key!r}")
-        if not keys:
-            raise UserError(f"{self.store.path}: no entries to draw from")
-        if not 0 < self.weight < float("inf"):
-            raise UserError(f"{self.store.path}: weight {self.weight}; give a positive number")
+    def __init__(self, store: Store, keys: Sequence[str] | None = None, weight: float = 1.0) -> None:
+        self.store, self.weight = store, weight
+        self.keys = store.keys if keys is None else keys
+        for key in self.keys:
+            if key not in store:
+                raise UserError(f"{store.path}: has no entry {key!r}")
+        if not self.keys:
+            raise UserError(f"{store.path}: no entries to draw from")
+        if not 0 < weight < float("inf"):
+            raise UserError(f"{store.path}: weight {weight}; give a positive number")
 
     def column(self, name: str) -> list:
         """Return one value of the index for each of `keys`."""
         values = dict(zip(self.store.keys, self.store.column(name)))
-        return [values[key] for key in self.keys or ()]
+        return [values[key] for key in self.keys]
 
 
 class SourceEntry(NamedTuple):
@@ -78,19 +73,19 @@ class Order:
 
     def __len__(self) -> int:
         """Return the number of entries of all sources."""
-        return sum(len(source.keys or ()) for source in self.sources)
+        return sum(len(source.keys) for source in self.sources)
 
     def entry(self, index: int, draw: int = 0) -> SourceEntry:
-        """Return the entry of example `index`, or for `draw` = 1, 2 ... another of its source, if that cannot be used.
+        """Return the entry of example `index`; with `draw` = 1, 2 ... a substitute for one that cannot be used.
 
-        Such substitutes are drawn with replacement, by the weights of the order.
+        Substitutes are drawn from the same source with replacement, by the weights of the order.
         """
         source, number = self._source(index)
         if self._cumulative is not None:
             cumulative, parts = self._cumulative[source], (index, draw) if draw else (index,)
             level = self._rng(source, *parts).random() * cumulative[-1]
             return SourceEntry(source, int(np.searchsorted(cumulative, level, side="right")))
-        size = len(self.sources[source].keys or ())
+        size = len(self.sources[source].keys)
         if draw:
             return SourceEntry(source, int(self._rng(source, "replacement", index, draw).integers(size)))
         epoch, place = divmod(number, size)
@@ -100,7 +95,7 @@ class Order:
 
     def key(self, entry: SourceEntry) -> str:
         """Return an entry's key in its store."""
-        return (self.sources[entry.source].keys or ())[entry.place]
+        return self.sources[entry.source].keys[entry.place]
 
     def name(self, entry: SourceEntry) -> str:
         """Return an entry's name in a run: its key, prefixed by the name of its store if there are several."""
@@ -130,7 +125,7 @@ class Order:
 
 
 def paper_weights(source: Source) -> np.ndarray:
-    """Return how likely the supplement draws each chain, up to a factor (Supp. 1.2.5)."""
+    """Return the probability with which each chain is drawn, up to a factor (Supp. 1.2.5)."""
     _, cluster, sizes = np.unique(source.column("cluster"), return_inverse=True, return_counts=True)
     return np.clip(np.array(source.column("length")), 256, 512) / 512 / sizes[cluster]
 
@@ -138,7 +133,7 @@ def paper_weights(source: Source) -> np.ndarray:
 def split_keys(store: Store, held_out: int, seed: int) -> tuple[list[str], list[str]]:
     """Return keys to train on and keys held out, in the store's order; no cluster is split between them.
 
-    held_out: how many to hold out at least; whole clusters, drawn by the seed, are held out until there are as many.
+    held_out: the least number of keys to hold out; whole clusters, drawn by the seed, are held out until it is reached.
     Errors: UserError if nothing would remain to train on.
     """
     clusters = store.column("cluster")
@@ -171,14 +166,14 @@ class State:
         return (index for index in count(self.first) if index not in early)
 
     def after(self, number: int) -> "State":
-        """Return the state after the next `number` of the remaining ones have been used."""
+        """Return the state after the next `number` remaining examples have been used."""
         end = self.first + number
         for index in self.early:
             end += index < end
         return State(end, tuple(index for index in self.early if index >= end)).changed()
 
     def changed(self, late: Iterable[int] = (), early: Iterable[int] = ()) -> "State":
-        """Return the state in which the `late` ones have not been used after all, and the `early` ones have."""
+        """Return the state with the `late` examples not used after all, and the `early` ones used."""
         back = set(late)
         first = min([self.first, *back])
         used = {*self.early, *early, *range(first, self.first)} - back
@@ -238,10 +233,10 @@ class Schedule:
             yield from ((Draw(index), False) for index in indices)
 
     def state(self, steps: int, late: Iterable[int] = (), early: Iterable[int] = ()) -> State:
-        """Return what has been used after so many steps of all ranks.
+        """Return the examples that all ranks have used after `steps` steps.
 
-        late, early: the examples that the ranks, all together, have not used yet though they were planned for these
-        steps, and those that they have used though they were planned for later ones.
+        late: examples that were planned for these steps and have not been used by any rank.  early: examples that were
+        planned for later steps and have been used.
         """
         if steps <= self.repeated:
             draws = (draw for rank in self._replay for draw in rank[: steps * self.per_rank])
@@ -254,7 +249,7 @@ class Schedule:
 def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
     """Return a function from an example to its predicted cost: that of making it, and that of computing with it.
 
-    The latter goes as the square of its residues.  Both are relative to their means over the data, since either can
+    The latter grows with the square of its residues.  Both are relative to their means over the data, since either can
     hold up a step.
     """
     lengths = [np.array(source.column("length")) for source in order.sources]
@@ -276,8 +271,8 @@ def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Deal indices 0 .. len(costs) - 1 to ranks, equally many to each (ascending), so that the largest sum is small.
 
-    Graham's LPT rule: the most expensive first, each to the rank with the least so far that is not full.  Ties go to
-    the first, so that every rank comes to the same result.
+    Graham's LPT rule: the most expensive first, each to the rank with the smallest sum that is not full.  Ties go to
+    the first, so that every rank computes the same result.
     """
     size = -(-len(costs) // ranks)
     dealt: list[list[int]] = [[] for _ in range(ranks)]

@@ -1,9 +1,9 @@
 """Processes that make examples ahead of time: kept for the whole run, replaced when they die.
 
-Arrays travel through a pipe, straight from the maker's memory into a buffer of the receiver's choice (pinned memory,
-where there is a GPU): no pickle, and no /dev/shm, which is 64 MB in most containers.
+Arrays travel through a pipe, straight from the worker's memory into a buffer that the receiver chooses (pinned memory
+for a GPU): no pickle, and no /dev/shm, which is 64 MB in most containers.
 
-    job        JSON, a list of the maker's arguments
+    job        JSON, a list of the arguments of `make`
     answer     JSON: {"arrays": [[name, dtype, shape, offset], ...], "size": bytes}, then that many bytes; or
                {"refused": reason}; {"ready": true} when the process begins, {"failed": traceback} when a bug ends it
 """
@@ -46,7 +46,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Refused:
-    """A job that cannot be done, such as a damaged entry."""
+    """A job that cannot be done, for a damaged entry say."""
 
     reason: str
 
@@ -73,8 +73,8 @@ class Workers:
     """`count` processes that each call `make` with the arguments of one job after another.
 
     make: a picklable callable that returns arrays by name.  Its UserError or MemoryError is the job's outcome; other
-    exceptions are bugs, and end everything.  buffer: makes a buffer of so many bytes to receive arrays into, anything
-    that NumPy can view (default: in ordinary memory).
+    exceptions are bugs, and are raised in the caller.  buffer: makes a buffer of a given size to receive arrays into,
+    anything that NumPy can view (default: in ordinary memory).
     `changed` is notified of new outcomes, and must be held while `outcomes` is touched.
     """
 
@@ -83,7 +83,7 @@ class Workers:
         self.changed = threading.Condition()
         self._make, self._buffer = make, buffer or (lambda size: np.empty(size, np.uint8))
         self._waiting: deque[tuple[int, Sequence[Any]]] = deque()
-        self._stillborn = 0  # processes that died when they started, in a row
+        self._failed_starts = 0  # processes that died when they started, in a row
         # A fork server loads the libraries once and shares their memory: a worker costs 4 MB of its own instead of
         # 140, and starts at once (docs/loader.md).
         self._context: ForkServerContext | SpawnContext = get_context("spawn")
@@ -100,7 +100,7 @@ class Workers:
     def __enter__(self) -> "Workers":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def submit(self, ticket: int, job: Sequence[Any]) -> None:
@@ -147,11 +147,11 @@ class Workers:
         for worker in self._workers:
             if self._waiting and worker.ready and worker.job is None:
                 worker.job = self._waiting.popleft()
-                with contextlib.suppress(ConnectionError):  # it has just died, which `_serve` will see too
+                with contextlib.suppress(ConnectionError):  # it has just died, and `_serve` will notice
                     worker.pipe.send_bytes(json.dumps(worker.job[1]).encode())
 
     def _run(self) -> None:
-        """Run the receiving thread, and hand whatever error ends it to those who wait."""
+        """Run the receiving thread; if an error ends it, hand the error to the waiting thread."""
 
         def ended(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
             with self.changed:
@@ -176,7 +176,7 @@ class Workers:
                 except (EOFError, ConnectionError):
                     if self._closing:
                         return
-                    outcome = self._bury(worker)
+                    outcome = self._replace_dead(worker)
                 with self.changed:
                     if worker.job is not None and outcome is not None:
                         self.outcomes[worker.job[0]] = outcome
@@ -187,7 +187,7 @@ class Workers:
     def _receive(self, worker: _Worker) -> Outcome | None:
         answer = json.loads(worker.pipe.recv_bytes())
         if "ready" in answer:
-            worker.ready, self._stillborn = True, 0
+            worker.ready, self._failed_starts = True, 0
             return None
         if "refused" in answer:
             return Refused(answer["refused"])
@@ -201,7 +201,7 @@ class Workers:
             rest = rest[received:]
         return Made([(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in answer["arrays"]], buffer)
 
-    def _bury(self, worker: _Worker) -> Outcome:
+    def _replace_dead(self, worker: _Worker) -> Outcome:
         """Replace a process that died, and return the outcome of its job."""
         worker.process.join()
         code = worker.process.exitcode or 0
@@ -210,8 +210,8 @@ class Workers:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         how += " (too little memory?)" if code == -signal.SIGKILL else ""
         if not worker.ready:
-            self._stillborn += 1
-            if self._stillborn > len(self._workers):
+            self._failed_starts += 1
+            if self._failed_starts > len(self._workers):
                 raise UserError(f"each loader process {how} when it started; use fewer workers")
         worker.pipe.close()
         with self.changed:
@@ -220,7 +220,7 @@ class Workers:
 
 
 def _work(pipe: Connection, make: Make) -> None:
-    """Make examples until the parent is gone: the main function of a worker process."""
+    """Run a worker process: make examples until the parent is gone."""
     # Ctrl-C and SIGTERM are meant for the training process alone, which ends its workers itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -239,7 +239,7 @@ def _work(pipe: Connection, make: Make) -> None:
 
 
 def _report(pipe: Connection, error: BaseException | None) -> bool:
-    """Tell the parent of a bug, which it raises there; return True to end this process without a second traceback."""
+    """Send the parent the traceback of a bug, to raise it there; return True so that this process prints no other."""
     if error is None or isinstance(error, EOFError | ConnectionError):
         return False
     _tell(pipe, failed="".join(traceback.format_exception(error)))

@@ -1,11 +1,9 @@
-"""The jobs of packing, as workers do them: read the queries of alignments, read structures, build records of chains."""
+"""The jobs of packing that workers do: read the queries of alignments, read structures, build records of chains."""
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,14 @@ from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.library import Library
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, within_memory
+from warpfold.files import within_memory
 
 WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
 
 
 @dataclass(frozen=True)
 class ReadChains:
-    """A structure file as it was read: the chains to pack, and what became of the others."""
+    """A structure file as it was read: the chains to pack, and why the others were dropped."""
 
     structure: Structure | None  # with these chains alone
     dropped: list[PackEntry]
@@ -60,11 +58,11 @@ class BuildJob:
 
 @dataclass
 class BuiltChains:
-    """What became of the chains of a structure file.
+    """The result of building the chains of a structure file.
 
-    entries: as `PackEntry`, with "sequence", "entity", and of those kept "record" (its number, header and crc) and
-    "meta".  bad: alignments and hits that could not be read, with the reason.  looked_up: the entries that its hits
-    name.  library: what the library had of them, as `TemplateLibrary.digest`.
+    entries: as `PackEntry`, with "sequence", "entity", and if kept "record" (its number, header and crc) and "meta".
+    bad: alignments and hits that could not be read, with the reason.  looked_up: the entries that its hits name.
+    library: `Library.digest` of these.
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -88,7 +86,7 @@ def read_queries(job: tuple[Sequence[InputFile], int]) -> list[tuple[str, str]]:
 
 
 def read_chains(job: tuple[InputFile, PackOptions]) -> ReadChains:
-    """Read the chains of a structure file that the options let pass."""
+    """Read a structure file, and drop the chains that the options exclude."""
     file, options = job
     try:
         with within_memory(file.name):
@@ -118,7 +116,7 @@ def _entry(structure: Structure, chain: str, file: InputFile, kept: bool, reason
 
 
 def build(job: BuildJob) -> BuiltChains:
-    """Build the records of the chains; copies of a chain share one alignment and its templates."""
+    """Build the records of the chains; copies of a chain share one stored alignment and its templates."""
     built = BuiltChains()
     copies: dict[tuple[Any, ...], list[ChainJob]] = defaultdict(list)
     for chain in job.chains:
@@ -150,7 +148,7 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
         with within_memory(job.file.name):
             first = structure.chains[name]
             raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity)
-            del alignments  # they may take most of the memory, and `raw` has all of them
+            del alignments  # they may take most of the memory, and `raw` has all their rows
             if group[0].hits:
                 raw = _with_templates(raw, group[0].hits, job, model, built)
             model.depth = raw.depth
@@ -172,7 +170,7 @@ def _build_one(
     model: PackEntry,
     built: BuiltChains,
 ) -> None:
-    """Add one of the copies; `raw` is the first's, `whole` its arrays."""
+    """Add the record of one of the copies; `raw` is the first copy, `whole` its arrays."""
     entry = replace(model, name=f"{structure.id}_{chain}")
     arrays, shared = whole, {}
     if entry.name != raw.name:
@@ -198,7 +196,7 @@ def _build_one(
 def _with_templates(
     raw: RawExample, sources: Sequence[InputFile], job: BuildJob, entry: PackEntry, built: BuiltChains
 ) -> RawExample:
-    """Return the example with its templates; counts of those used and refused go into `entry`."""
+    """Return the example with its templates; put the counts of used and refused ones into `entry`."""
     hits: list[Hit] = []
     for source in sources:
         try:
@@ -219,34 +217,7 @@ def _with_templates(
     return replace(raw, templates=templates)
 
 
-class TemplateLibrary(Library):
-    """Several folders as one library of templates: an entry is looked for in one after another."""
-
-    def __init__(self, folders: Sequence[Path], limit: int = LARGEST) -> None:
-        super().__init__(folders[-1], limit=limit)
-        self._others = [Library(folder) for folder in folders[:-1]]
-        self._files: dict[str, str] = {}  # what `digest` saw
-
-    def find(self, pdb_id: str) -> Path:
-        """Return the file of an entry, in the first folder that has it.  Errors: UserError if none does."""
-        for library in self._others:
-            with suppress(UserError):
-                return library.find(pdb_id)
-        return super().find(pdb_id)
-
-    def digest(self, pdb_ids: Sequence[str]) -> str:
-        """Return a fingerprint of the files of some entries: where they are, their sizes, when they were written."""
-        for pdb_id in pdb_ids:
-            if pdb_id not in self._files:
-                self._files[pdb_id] = ""
-                with suppress(UserError, OSError):
-                    status = (path := self.find(pdb_id)).stat()
-                    self._files[pdb_id] = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
-        found = "\n".join(self._files[pdb_id] for pdb_id in pdb_ids)
-        return blake2b(found.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-
-
 @lru_cache(maxsize=2)
-def template_library(folders: tuple[Path, ...], limit: int) -> TemplateLibrary:
-    """Return the library of some folders, which this process keeps for further jobs.  limit: as for `Library`."""
-    return TemplateLibrary(folders, limit)
+def template_library(folders: tuple[Path, ...], limit: int) -> Library:
+    """Return the library of some folders, kept in this process for later jobs.  limit: as for `Library`."""
+    return Library(*folders, limit=limit)

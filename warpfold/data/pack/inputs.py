@@ -1,4 +1,4 @@
-"""What is packed, and how: the options, the files that were found, and which of them belong to which part."""
+"""What is packed, and how: the options, the files that were found, and which part packs which files."""
 
 import math
 from collections import Counter
@@ -21,11 +21,11 @@ from warpfold.geometry.residue import ATOM_ORDER
 
 @dataclass(frozen=True)
 class PackOptions:
-    """What decides the content of a store.
+    """The options that decide the content of a store.
 
     The paper's filters are the resolution, the share of one amino acid (Supp. 1.2.5), and clusters at 40 % identity.
-    Dates are kept as text, YYYY-MM-DD however they were given, since a store records them; `day` parses one.
-    Errors: UserError for what is no date.
+    Dates are kept as text, always as YYYY-MM-DD, since a store records them; `day` parses one.
+    Errors: UserError for a text that is not a date.
     """
 
     max_resolution: float = 9.0  # angstrom; structures without one (NMR) pass
@@ -49,7 +49,7 @@ class PackOptions:
             raise UserError(f"pack: --max-file-gb {self.max_file_gb:g}: expected a number over 0, and up to 1e6")
         for name in ("released_after", "released_before", "max_template_date"):
             if (day := self.day(name)) is not None:
-                object.__setattr__(self, name, day.isoformat())  # one day is one text: stores compare their options
+                object.__setattr__(self, name, day.isoformat())  # in one spelling: stores compare their options
 
     @property
     def limit(self) -> int:
@@ -91,7 +91,7 @@ DEFAULTS = PackOptions()
 
 @dataclass(frozen=True)
 class PackInputs:
-    """All that is packed.  clusters: a file of clusters, if given."""
+    """All files that are packed.  clusters: a file of clusters, if given."""
 
     structures: list[InputFile]
     alignments: list[InputFile]
@@ -102,7 +102,7 @@ class PackInputs:
     clusters: Path | None
 
     def manifest(self, options: PackOptions, part: JobPart) -> Manifest:
-        """Return what these are and how they are packed, as far as it decides the result."""
+        """Return the inputs and options that decide the result."""
         kinds = {name: getattr(self, name) for name in ("structures", "alignments", "hits", "library")}
         kinds["clusters"] = find([self.clusters], (), "clusters") if self.clusters else []
         return {
@@ -117,20 +117,22 @@ class PackInputs:
         }
 
     def structures_of(self, part: JobPart) -> list[InputFile]:
-        """Return the structure files of a part: which they are follows from their names, whatever else there is."""
+        """Return the structure files of a part, chosen by their names alone."""
         return [source for source in self.structures if _is_of(source.name, part)]
 
     def alignments_of(self, part: JobPart) -> list[InputFile]:
-        """Return the alignments whose queries a part reads: those that bear its structures' names, and some others.
+        """Return the alignments whose queries a part reads: those with its structures' names, and some others.
 
-        By the names of files alone every alignment is one part's.
+        By the names of files alone, every alignment belongs to one part.
         """
         if part.count == 1:
             return self.alignments
         entries = {source.path.name.partition(".")[0].lower(): source.name for source in reversed(self.structures)}
         own = []
         for source in self.alignments:
-            named = (entries[entry] for name in sorted(source.bears) if (entry := name.partition("_")[0]) in entries)
+            named = (
+                entries[entry] for name in sorted(source.protein_names) if (entry := name.partition("_")[0]) in entries
+            )
             if _is_of(next(named, source.name), part):
                 own.append(source)
         return own
@@ -148,11 +150,11 @@ def find_inputs(
     template_structures: Sequence[Path] = (),
     clusters: Path | None = None,
 ) -> PackInputs:
-    """Find what lies in the given files and folders.
+    """Find the inputs in the given files and folders.
 
-    Files in `msas` whose names are those of template hits (`pdb70_hits.hhr`, `hmm_output.sto` ...) are no alignments;
-    in `hits`, everything is hits but for the alignments of `msas`.
-    Errors: UserError for a path that does not exist, or holds nothing of its kind.
+    Files in `msas` that are named like template hits (`pdb70_hits.hhr`, `hmm_output.sto` ...) are not taken as
+    alignments; in `hits`, every file is taken as hits except the alignments of `msas`.
+    Errors: UserError for a path that does not exist, or where nothing is found.
     """
     found = find(structures, STRUCTURES, "structures")
     aligned = find(msas, (*ALIGNMENTS, *HITS), "alignments") if msas else []

@@ -1,8 +1,8 @@
-"""The jobs of a part: done in this process, in several or on a cluster, each noted in the part before it is tried.
+"""Run the jobs of a part in this process, in several or on a cluster; each is noted in the part before it is tried.
 
-A job that kills its process costs only the files that it was to read: the jobs that were under way when a worker
-process or the whole run died are tried again one at a time, in a process of their own; one that kills that process too
-is given up.
+A job that kills its process costs only the files that it was to read: the jobs that were running when a worker process
+or the whole run died are tried again one at a time, in a process of their own, and one that kills that process too is
+given up.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,25 +16,25 @@ from warpfold.bulk import IsolatedProcess, ProcessDied, ProcessPool, deaths_on_c
 from warpfold.data.pack.part import PartWriter
 
 DIED = "the process that read it was killed or crashed, most likely for want of memory"
-ATTEMPTS = 3  # a job that was under way in so many runs that died is given up untried
+ATTEMPTS = 3  # a job that was running in as many runs that died is given up without another try
 
 Call = tuple[Callable[[Any], Any], Any]  # a function that workers can import, and its argument
 
 
 @dataclass(frozen=True)
 class PackJob:
-    """A job: its names in the journal, and the first call that it takes.  singles: its pieces, if it has several."""
+    """A job: its names in the journal, and its first call.  singles: its pieces, if it has several."""
 
     names: tuple[str, ...]
     call: Call
     singles: tuple["PackJob", ...] = ()
 
 
-NextCall = Callable[[PackJob, Any], Call | None]  # of a job and what its last call returned
+NextCall = Callable[[PackJob, Any], Call | None]  # takes a job and what its last call returned
 
 
 class _InProcess(Executor):
-    """An executor that does a call when it is handed out."""
+    """An executor that makes a call as soon as it is submitted."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

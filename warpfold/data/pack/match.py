@@ -1,16 +1,16 @@
-"""Match alignments and template hits to chains, reading the queries of alignments as far as needed.
+"""Match alignments and template hits to chains, reading only the queries of alignments that this needs.
 
-Every query is read once by all tasks of a job array together.  A part reads the queries of its own alignments and
-writes them into its folder.  For most chains these are enough, since an alignment that bears a chain's name comes
-first.  A chain without one may have any alignment: its part then takes the queries of the other parts from their
-folders, beside its own, and reads what nobody has read yet.
+The tasks of a job array share what they read, so that every query is read once.  A part reads the queries of its own
+alignments and writes them into its folder.  For most chains these are enough, since an alignment named after the chain
+comes first.  A chain without one may belong to any alignment: its part then takes the queries of the other parts from
+their folders, beside its own, and reads those that are still missing.
 """
 
 import math
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -24,21 +24,20 @@ from warpfold.data.pack.build import ChainJob, read_queries
 from warpfold.data.pack.jobs import DIED, JobRunner, PackJob
 from warpfold.data.pack.part import FileVersion, QueryOrError, has_same_options, part_paths, query_job, query_lines
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
+from warpfold.progress import Progress, no_progress
 
 BATCH = 64  # alignments whose queries one job reads
 # The folders of the other parts are looked at every 10 seconds, but for no more than a twentieth of the time.
 LOOK, SELDOM = 10.0, 20
-KMER = 6  # residues: alignments that share none with a chain are not tried
+KMER = 6  # residues: alignments that share no k-mer with a chain are not tried
 TRIED = 5  # similar alignments to compare with a chain
-
-Tell = Callable[[int], None]  # of how many queries are known
+READING = "reading alignments"
 
 
 class Queries:
     """The queries of alignments, read when they are asked for.
 
-    limit: bytes that a file may have.  out: the store; the folders of its other parts lie beside it, as soon as they
-    are begun.
+    limit: bytes that a file may have.  out: the store; the folders of its other parts lie beside it.
     """
 
     def __init__(self, runner: JobRunner, limit: int, part: JobPart, out: Path) -> None:
@@ -48,12 +47,12 @@ class Queries:
         self._next_look = -math.inf
 
     def known(self, sources: Sequence[InputFile]) -> list[tuple[InputFile, str]]:
-        """Return those of some alignments whose queries are known, each with its query."""
+        """Return the alignments whose queries are known, each with its query."""
         found = ((source, self.found.get(source.version, ("", ""))) for source in sources)
         return [(source, query) for source, (query, error) in found if query]
 
-    def read(self, sources: Sequence[InputFile], tell: Tell = lambda known: None) -> None:
-        """Read the queries of these alignments, but for those that are known here or in another part."""
+    def read(self, sources: Sequence[InputFile], progress: Progress = no_progress) -> None:
+        """Read the queries of these alignments that are not known here or in another part yet."""
         missing = [source for source in sources if source.version not in self.found]
         if not missing:
             return
@@ -65,20 +64,20 @@ class Queries:
             self.runner.writer.add_queries(rows)
             self.found.update(rows)
             known += len(rows)
-            tell(known)
-        tell(len(sources))
+            progress(known, len(sources), READING)
+        progress(len(sources), len(sources), READING)
 
-    def read_all(self, sources: Sequence[InputFile], tell: Tell) -> None:
-        """Do as `read` does, in an order of this part's own: parts that run at once then read different files."""
-        self._next_look = -math.inf  # a look now saves reading what the others have read
+    def read_all(self, sources: Sequence[InputFile], progress: Progress) -> None:
+        """Read as `read` does, in another order in every part, so that parts that run together read different files."""
+        self._next_look = -math.inf  # look now: what the others have read need not be read again
         self._look_at_others()
         missing = [source for source in sources if source.version not in self.found]
         batches = [missing[start : start + BATCH] for start in range(0, len(missing), BATCH)]
         random.Random(self.part.number).shuffle(batches)
-        self.read([source for batch in batches for source in batch], tell)
+        self.read([source for batch in batches for source in batch], progress)
 
     def _jobs(self, sources: Sequence[InputFile]) -> Iterator[PackJob]:
-        """Yield jobs as they are handed out: what another part has read meanwhile is no job any more."""
+        """Yield jobs as they are handed out, without the queries that another part has read in the meantime."""
 
         def job(batch: Sequence[InputFile], singles: tuple[PackJob, ...] = ()) -> PackJob:
             return PackJob(tuple(query_job(one.version) for one in batch), (read_queries, (batch, self.limit)), singles)
@@ -98,7 +97,7 @@ class Queries:
             at = self._others[path]
             if path == writer.path or (at == 0 and not has_same_options(path, writer.manifest)):
                 continue
-            with suppress(OSError):  # begun or removed this very moment, or not ours to read
+            with suppress(OSError):  # just begun, just removed, or not readable for us
                 for found, length in query_lines(path, at):
                     self.found.update(found)
                     self._others[path] += length
@@ -109,7 +108,7 @@ class Queries:
 class Matcher:
     """Find the alignments and the template hits of a chain by names and sequences, reading as few queries as possible.
 
-    tell: called while all queries are read, if that is necessary.
+    progress: called while all queries are read, if that is necessary.
     """
 
     def __init__(
@@ -118,9 +117,9 @@ class Matcher:
         alignments: Sequence[InputFile],
         hits: Sequence[InputFile] = (),
         min_identity: float = MIN_IDENTITY,
-        tell: Tell = lambda known: None,
+        progress: Progress = no_progress,
     ) -> None:
-        self.queries, self.alignments, self.min_identity, self.tell = queries, alignments, min_identity, tell
+        self.queries, self.alignments, self.min_identity, self.progress = queries, alignments, min_identity, progress
         self._alignments_named, self._hits_named = _by_name(alignments), _by_name(hits)
         self._nearest = lru_cache(maxsize=4096)(self._find_nearest)  # chains of one sequence come again and again
         self._queries_named = cache(self._find_queries)
@@ -128,17 +127,17 @@ class Matcher:
     def find(self, key: str, chain: str, sequence: str) -> ChainJob:
         """Return the job of a chain: `key` is "1crn_A", `chain` "A".
 
-        Its note says which alignments bear its name but are of another protein.
+        Its note says which alignments have its name but are of another protein.
         """
         alignments, note = self._find_alignments(key, sequence)
         return ChainJob(chain, alignments, self._find_hits(key, sequence, alignments), note)
 
     def _find_alignments(self, key: str, sequence: str) -> tuple[list[InputFile], str]:
-        """Return the alignments of a chain, and a note on those that bear its name but were refused.
+        """Return the alignments of a chain, and a note on those that have its name but were refused.
 
-        Tried in this order, until there are any: those that bear the chain's name; those of exactly its sequence; those
-        that bear its entry's name; those of the nearest precursor or part of it; those of the most similar query.  All
-        must be of the same protein (`check_map`).  They are in the order of `stacked`.
+        The first of these that finds any counts: alignments with the chain's name; with exactly its sequence; with its
+        entry's name; of the nearest precursor or part of it; of the most similar query.  All must be of the same
+        protein (`check_map`).  They are in the order of `stacked`.
         """
         named, note = self._find_named(key, sequence)
         if found := named or stacked(self._index.sources.get(sequence, [])):
@@ -164,37 +163,37 @@ class Matcher:
 
     @cached_property
     def _index(self) -> "_QueryIndex":
-        """All alignments by their queries, which are read for it: most runs never need it."""
-        self.queries.read_all(self.alignments, self.tell)
+        """All alignments by their queries, which are all read for this; most runs never need it."""
+        self.queries.read_all(self.alignments, self.progress)
         return _QueryIndex(self.queries.known(self.alignments))
 
     def _find_hits(self, key: str, sequence: str, alignments: Sequence[InputFile]) -> list[InputFile]:
         """Return the template hits of a chain.
 
-        Tried in this order, until there are any: those that bear the name of the chain `key`; those that bear a name of
-        one of its alignments (usually the same folder), if all alignments of that name are of this sequence; those that
-        bear its entry's name.
+        The first of these that finds any counts: hits with the name of the chain `key`; with a name of one of its
+        alignments (usually the same folder), if all alignments of that name are of this sequence; with its entry's
+        name.
         """
         if named := self._hits_named.get(key.lower()):
             return sorted(named)
-        names = {name for source in alignments for name in source.bears} & self._hits_named.keys()
+        names = {name for source in alignments for name in source.protein_names} & self._hits_named.keys()
         names = {name for name in names if self._queries_named(name) == {sequence}}
         if beside := sorted({source for name in names for source in self._hits_named[name]}):
             return beside
         return sorted(self._hits_named.get(key.rpartition("_")[0].lower(), []))
 
     def _find_queries(self, name: str) -> set[str]:
-        """Return the queries of all alignments that bear a name; once two differ, the others need not be read."""
-        bearers = self._alignments_named.get(name, [])
-        if len({query for _, query in self.queries.known(bearers)}) < 2:
-            self.queries.read(bearers)
-        return {query for _, query in self.queries.known(bearers)}
+        """Return the queries of all alignments with a name; once two differ, the others need not be read."""
+        named = self._alignments_named.get(name, [])
+        if len({query for _, query in self.queries.known(named)}) < 2:
+            self.queries.read(named)
+        return {query for _, query in self.queries.known(named)}
 
 
 def _by_name(sources: Sequence[InputFile]) -> dict[str, list[InputFile]]:
     named: dict[str, list[InputFile]] = defaultdict(list)
     for source in sources:
-        for name in source.bears:
+        for name in source.protein_names:
             named[name].append(source)
     return dict(named)
 
@@ -215,12 +214,12 @@ class _QueryIndex:
         self._holders = np.repeat(np.arange(len(words), dtype=np.int32), self._sizes)[order]
 
     def similar(self, sequence: str) -> list[str]:
-        """Return the query that holds the sequence or is held by it best, then those that share most k-mers with it."""
+        """Return the query that best contains the sequence or lies in it, then those that share most k-mers with it."""
         own = _kmers(sequence)
         begins, ends = (np.searchsorted(self._kmers, own, side) for side in ("left", "right"))
         holders = [self._holders[begin:end] for begin, end in zip(begins.tolist(), ends.tolist())]
         shared = np.bincount(np.concatenate([np.empty(0, np.int32), *holders]), minlength=len(self._queries))
-        # One that holds the other shares all of the other's k-mers; the longest overlap, then the least else, is best.
+        # A query that contains the other shares all its k-mers; the longest overlap is best, then the shortest query.
         inside = np.flatnonzero((shared > 0) & ((shared == self._sizes) | (shared == len(own))))
         held = [self._queries[i] for i in inside.tolist()]
         held = [query for query in held if query in sequence or sequence in query]

@@ -1,4 +1,4 @@
-"""The end of packing: the results of all parts -> clusters, a report, and the store."""
+"""Finish packing: make clusters, the report and the store from the results of all parts."""
 
 import json
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ FileResults = list[tuple[PartFolder, JobResult, list[Found]]]
 
 
 def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
-    """Return the report of the store `out`, if it is there; None if nothing is.
+    """Return the report of the store `out`; None if nothing has that name yet.
 
-    Errors: UserError for anything else of that name, or a store of other inputs or options.
+    Errors: UserError if it is something else, or a store of other inputs or options.
     """
     if not out.exists():
         return None
@@ -40,20 +40,20 @@ def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
 
 
 def report_part(part: PartFolder) -> PackReport:
-    """Return the report of one part among several: what was kept and dropped, not yet what is unused."""
+    """Return the report of one part among several: what is kept and dropped; what is unused is not known yet."""
     return _report(_drop_duplicates([part]), {}, {})
 
 
-def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | None, tell: Progress) -> PackReport:
-    """Write the store `out` from parts that belong together and are whole; without chains to keep, nothing.
+def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | None, progress: Progress) -> PackReport:
+    """Write the store `out` from parts that belong together and are finished, unless there is no chain to keep.
 
-    Where two files have a chain of one name, the first file (by name) has it.
-    Errors: UserError if `out` exists or the disk refuses, or for the file of clusters.
+    If two files have a chain with the same name, the first file (by name) counts.
+    Errors: UserError if `out` exists or cannot be written, or for the file of clusters.
     """
     files = _drop_duplicates(parts)
     kept = [found for _, _, entries in files for found in entries if found["kept"]]
     if kept:
-        tell(0, 1, "clustering")
+        progress(0, 1, "clustering")
         for found, cluster in zip(kept, _clusters(kept, parts[0].manifest, executor)):
             found["cluster"] = cluster
     bad = {name: why for _, result, _ in files for name, why in result.data["bad"].items()}
@@ -69,7 +69,7 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
                     record = Packed(part.record(result, place["number"]), place["header"], place["crc"])
                     writer.add(found["name"], record, found["meta"] | {"cluster": found["cluster"]})
                     done += 1
-                    tell(done, len(kept), "writing")
+                    progress(done, len(kept), "writing")
         origin = {name: parts[0].manifest[name] for name in ("warpfold", "options", "inputs")}
         texts = {"pack.json": report.text(), "pack.tsv": report.table()}
         writer.finish(texts | {"sources.json": json.dumps(origin, indent=1) + "\n"})
@@ -85,9 +85,9 @@ def _report(files: FileResults, unused: dict[str, str], unused_hits: dict[str, s
 def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
     """Return the structure files of all parts in the order of their names, each with its entries.
 
-    No two entries of one name are kept.
+    Of entries with the same name only the first is kept.
     """
-    jobs = sorted(((job, part, result) for part in parts for job, result in part.jobs("structure")), key=lambda j: j[0])
+    jobs = sorted(((job, part, result) for part in parts for job, result in part.structures()), key=lambda j: j[0])
     holders: dict[str, str] = {}
     files = []
     for _, part, result in jobs:
@@ -106,7 +106,7 @@ def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
 
 
 def _clusters(kept: Sequence[Found], manifest: Manifest, executor: Executor | None) -> list[str]:
-    """Return the name of each chain's cluster: as a file has it, or of the chain that stands for it."""
+    """Return the name of each chain's cluster: from a file, or that of the cluster's representative."""
     keys, sequences = [found["name"] for found in kept], [found["sequence"] for found in kept]
     first: dict[str, str] = {}
     for key, sequence in zip(keys, sequences):

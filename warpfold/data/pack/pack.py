@@ -1,11 +1,10 @@
-"""Structures, alignments and template hits -> a packed store, and a report of all kept and dropped (Supp. 1.2).
+"""Pack structures, alignments and template hits into a store, and report all that is kept and dropped (Supp. 1.2).
 
 Four steps: find the files (`inputs`); read the queries of the alignments (`match`); read each structure, match its
-chains to alignments and hits by name and sequence, and make their records (`build`); merge.  Workers do the reading and
-making, in any order (`jobs`), and what they have done is kept in a part (`part`) that survives a kill; merging
-(`merge`) puts the records of one part or of many into the store, in the order of the files' names.  So the store is the
-same bytes for any number of workers, parts and kills.  One bad file is an entry of the report, never the end of the
-run.
+chains to alignments and hits by name and sequence, and make their records (`build`); merge.  Workers read and build in
+any order (`jobs`), and their results are kept in a part (`part`) that survives a kill; merging (`merge`) puts the
+records of one part or of many into the store, in the order of the files' names.  So the store has the same bytes for
+any number of workers, parts and kills.  A bad file becomes an entry of the report and does not end the run.
 """
 
 import json
@@ -43,7 +42,7 @@ def pack(
     workers: int = 1,
     cluster: str | None = None,
     part: JobPart | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> PackReport:
     """Make the store `out` from files of structures, alignments and template hits, or folders of them.
 
@@ -51,31 +50,30 @@ def pack(
     clusters (`data.similar.clusters.read_clusters`); without one they are made (`PackOptions.cluster_identity`).
     workers, cluster: as for `bulk.pool`.  part: pack only these, into a folder beside `out` (`part_path`), for `merge`;
     then the report is of this part.
-    A run that was stopped continues; one that is finished is left as it is, if it was of the same inputs and options.
+    A stopped run continues; a finished store of the same inputs and options is left as it is.
     Errors: UserError if a path does not exist; `out` is something else, or of other inputs or options; another
-    process is writing it; nothing is kept (then there is no store).  What is wrong with single files is in the report.
+    process is writing it; nothing is kept (then there is no store).  The report says what is wrong with single files.
     """
     own = part or JobPart(1, 1)
     inputs = find_inputs(structures, msas, hits, template_structures, clusters)
     manifest = inputs.manifest(options, own)
     folder = part_path(out, own)
     if part is None and (report := finished_report(out, manifest)) is not None:
-        remove_part(folder)  # of a run that was killed at its very end
+        remove_part(folder)  # left by a run that was killed just before its end
         return report
-    tell = progress or no_progress
     template_library.cache_clear()  # of an earlier run of this process: files may have come and gone
     with pool(workers, cluster) as executor:
         writer = PartWriter(folder, manifest)
         try:
             if not writer.finished:
                 ahead = max(AHEAD, 4 * workers) if cluster is None else CLUSTER_AHEAD
-                _fill(JobRunner(writer, executor, ahead), inputs, options, own, out, tell)
+                _fill(JobRunner(writer, executor, ahead), inputs, options, own, out, progress)
                 writer.finish()
             if part is not None:
                 return report_part(writer)
-            report = merge_parts([writer], out, executor, tell)
+            report = merge_parts([writer], out, executor, progress)
             remove_part(folder)
-        finally:  # before the workers finish their jobs: a stop that has no time for that must not look like a death
+        finally:  # before the workers finish their jobs: a stop that cannot wait for them must not look like a crash
             if not writer.results:
                 remove_part(folder)
             writer.close()
@@ -87,24 +85,24 @@ def merge(
     out: Path,
     workers: int = 1,
     cluster: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> PackReport:
-    """Put the parts of a store, packed with `part`, into the store `out`: the same that one run would have made.
+    """Merge the parts of a store, packed with `part`, into the store `out`, the same as one run would have made.
 
     The parts stay where they are.
-    Errors: UserError if they do not belong together, one is missing, unfinished or given twice; `out` as for `pack`.
+    Errors: UserError if they do not belong together, or one is missing, unfinished or given twice; `out` as in `pack`.
     """
     opened = [PartFolder(path) for path in parts]
     check_parts(opened)
     if (report := finished_report(out, opened[0].manifest)) is not None:
         return report
     with pool(workers, cluster) as executor:
-        report = merge_parts(opened, out, executor, progress or no_progress)
+        report = merge_parts(opened, out, executor, progress)
     return _with_content(report, out)
 
 
 def _with_content(report: PackReport, out: Path) -> PackReport:
-    """Return the report, if anything was kept; else raise UserError: no store was written."""
+    """Return the report; raise UserError if nothing was kept, so that no store was written."""
     if report.kept:
         return report
     reason, _ = Counter(entry.reason for entry in report.dropped).most_common(1)[0]
@@ -112,43 +110,39 @@ def _with_content(report: PackReport, out: Path) -> PackReport:
 
 
 def _fill(
-    runner: JobRunner, inputs: PackInputs, options: PackOptions, part: JobPart, out: Path, tell: Progress
+    runner: JobRunner, inputs: PackInputs, options: PackOptions, part: JobPart, out: Path, progress: Progress
 ) -> None:
     """Do the jobs of a part that are not done yet, and forget those of files that are gone."""
     writer, own, aligned = runner.writer, inputs.structures_of(part), inputs.alignments_of(part)
     wanted = {_job_name(one) for one in own}
-    writer.forget([job for job, _ in writer.jobs("structure") if job not in wanted])
+    writer.forget([job for job, _ in writer.structures() if job not in wanted])
     unrequested = [[one.name, "template hits; name their folder in --hits to use them"] for one in inputs.unrequested]
     _keep(writer, "hits", [*([one.name, ""] for one in inputs.hits), *unrequested])
-
-    def reading(sources: Sequence[InputFile]) -> Callable[[int], None]:
-        return lambda known: tell(known, len(sources), "reading alignments")
-
     queries = Queries(runner, options.limit, part, out)
-    queries.read(aligned, reading(aligned))
-    matcher = Matcher(queries, inputs.alignments, inputs.hits, options.min_identity, reading(inputs.alignments))
+    queries.read(aligned, progress)
+    matcher = Matcher(queries, inputs.alignments, inputs.hits, options.min_identity, progress)
     jobs = StructureJobs(runner, matcher, options, inputs.folders)
     waiting = [one for one in own if not jobs.is_done(one)]
-    waiting.sort(key=_cost(inputs), reverse=True)  # the longest first, so that none is alone at the end
+    waiting.sort(key=_cost(inputs), reverse=True)  # the longest first, so that no worker is busy alone at the end
     done = len(own) - len(waiting)
-    tell(done, len(own), "packing")
+    progress(done, len(own), "packing")
     for _ in jobs.run(waiting):
         done += 1
-        tell(done, len(own), "packing")
+        progress(done, len(own), "packing")
     _keep(writer, "alignments", [[one.name, *queries.found[one.version]] for one in aligned])
 
 
 def _keep(writer: PartWriter, job: str, data: list[list[str]]) -> None:
-    """Add a result, unless it is there."""
+    """Add a result unless the part has it already."""
     if job not in writer.results or writer.results[job].data != data:
         writer.add(job, data)
 
 
 def _cost(inputs: PackInputs) -> Callable[[InputFile], tuple[int, str]]:
-    """Return a sort key for structure files by cost: their bytes, and those of the alignments that bear their names."""
+    """Return a sort key for structure files by cost: their bytes, and those of the alignments with their names."""
     sizes: dict[str, int] = defaultdict(int)
     for source in inputs.alignments:
-        for name in source.bears:
+        for name in source.protein_names:
             sizes[name.partition("_")[0]] += source.size
     return lambda file: (file.size + sizes[file.path.name.partition(".")[0].lower()], file.name)
 
@@ -156,8 +150,8 @@ def _cost(inputs: PackInputs) -> Callable[[InputFile], tuple[int, str]]:
 class StructureJobs:
     """The jobs of structure files: read, match, build, keep; and whether the result of an earlier run still holds.
 
-    A result says from what it was made: the inputs of the run; the file; the chains with their sequences and what
-    was found to belong to them; the templates' files.  So a run with other inputs keeps what is the same for them.
+    A result says what it was made from: the inputs of the run; the file; the chains with their sequences and what was
+    matched to them; the templates' files.  So a run with other inputs keeps every result that they do not change.
     folders: of the templates' structures.
     """
 
@@ -166,7 +160,7 @@ class StructureJobs:
         self._inputs = _digest(runner.writer.manifest["inputs"])
 
     def is_done(self, file: InputFile) -> bool:
-        """Return whether there is a result for a file, and it is what doing the job again would give."""
+        """Return whether a file has a result, and doing the job again would give the same."""
         result = self.runner.writer.results.get(_job_name(file))
         if result is None:
             return False
@@ -186,7 +180,7 @@ class StructureJobs:
         """Yield each file when its result is kept."""
         by_name = {_job_name(file): file for file in files}
         jobs = (PackJob((name,), (read_chains, (file, self.options))) for name, file in by_name.items())
-        # of files that are being built: what was dropped, the jobs of the other chains, and the arguments of `find`
+        # By file that is being built: the dropped chains, the jobs of the others, and the arguments of `find` for them.
         read: dict[str, tuple[list[PackEntry], list[ChainJob], list[list[str]]]] = {}
 
         def build_next(job: PackJob, result: ReadChains | BuiltChains) -> Call | None:
@@ -227,7 +221,7 @@ def _job_name(file: InputFile) -> str:
 
 
 def _match_digest(jobs: Sequence[ChainJob]) -> str:
-    """Return a fingerprint of what belongs to some chains."""
+    """Return a fingerprint of what is matched to some chains."""
     found = [(job.chain, [a.version for a in job.alignments], [h.version for h in job.hits], job.note) for job in jobs]
     return _digest(found)
 

@@ -1,10 +1,9 @@
 """A part of a store that is being packed: a folder with the results of all finished jobs, which survives a kill.
 
-`plan.json` is its manifest: of what inputs and options it is made.  `records` holds bytes, and `journal` a line for
-each job: its result, and where its records lie.  A line is written after its records and with a checksum, so that
-whatever a kill leaves, we know what is whole.  Another line says that a job was begun: it identifies a job that kills
-every process that tries it.  `queries` has the queries of the alignments that this part read; other parts of the store
-look there.
+`plan.json` is its manifest: the inputs and options.  `records` holds bytes, and `journal` a line for each job: its
+result, and where its records lie.  A line is written after its records and with a checksum, so that after a kill we
+know what is whole.  Another kind of line says that a job was begun: it identifies a job that kills every process that
+tries it.  `queries` has the queries of the alignments that this part has read; the other parts of the store look there.
 """
 
 import json
@@ -19,16 +18,16 @@ from typing import IO, Any
 
 from warpfold.bulk import JobPart
 from warpfold.errors import UserError
-from warpfold.files import lock_folder, pread, refuse_foreign, remove_own
+from warpfold.files import lock_folder, pread, refuse_foreign, remove_own, writing
 
 FORMAT, VERSION = "warpfold-part", 2
-_END = "end"  # the job after all jobs; its result is the inputs that were done
-_BEGUN, _STOPPED, _FORGOTTEN = "begun", "stopped", "forgotten"  # no jobs: lines that say something about some
+_END = "end"  # the last job; its result is the inputs that were done
+_BEGUN, _STOPPED, _FORGOTTEN = "begun", "stopped", "forgotten"  # lines about jobs, which they list
 _OWN = ("plan.json", "plan.json.new", "journal", "records", "queries", "lock")
 _PIECE = 1 << 24  # bytes of the records that are checked at a time
 
 FileVersion = tuple[str, int, int]  # of an alignment: name, bytes, nanoseconds since 1970
-QueryOrError = tuple[str, str]  # of an alignment, and what is wrong with it: one of them is empty
+QueryOrError = tuple[str, str]  # an alignment's query, and what is wrong with it: one of them is empty
 
 Manifest = dict[str, Any]  # "part", "warpfold" (version), "options", "inputs", as JSON can hold them
 
@@ -45,7 +44,7 @@ class JobResult:
 def part_path(out: Path, part: JobPart) -> Path:
     """Return where a part of the store `out` is made.
 
-    Errors: UserError for "." and its like, beside which nothing lies.
+    Errors: UserError for a path that does not end in a name, such as ".".
     """
     if out.name in ("", ".."):
         raise UserError(f"--out {out}: no name for a store; name a folder that is not there yet")
@@ -53,25 +52,25 @@ def part_path(out: Path, part: JobPart) -> Path:
 
 
 def part_paths(out: Path, count: int) -> list[Path]:
-    """Return the folders of parts of the store `out`, of `count` in all, that are there."""
+    """Return the existing folders of parts of the store `out`, which has `count` parts in all."""
     begin, end = f"{out.name}.part-", f"-of-{count}"
     return [out.with_name(name) for name in os.listdir(out.parent) if name.startswith(begin) and name.endswith(end)]
 
 
 def query_job(version: FileVersion) -> str:
-    """Return the name of the job that reads an alignment's query: of this very file, not of a later one of its name."""
+    """Return the name of the job that reads an alignment's query; a later file with the same name has another one."""
     return " ".join(map(str, ("query", *version)))
 
 
 def query_lines(part: Path, at: int = 0) -> Iterator[tuple[list[tuple[FileVersion, QueryOrError]], int]]:
-    """Yield the queries that a part has read, by line of its file from byte `at` on, with the length of the line."""
+    """Yield the queries that a part has read, line by line of its file from byte `at` on, with each line's length."""
     for text, length in _whole_lines(part / "queries", at):
         rows = json.loads(text)
         yield [((name, size, changed), (query, error)) for name, size, changed, query, error in rows], length
 
 
 def has_same_options(path: Path, manifest: Manifest) -> bool:
-    """Return whether a folder is a part that is made by this version with the same options, of whatever inputs."""
+    """Return whether a folder is a part made by this version with the same options; its inputs do not matter."""
     try:
         other = _read_manifest(path)
     except UserError:
@@ -80,7 +79,7 @@ def has_same_options(path: Path, manifest: Manifest) -> bool:
 
 
 def differences(one: Manifest, other: Manifest) -> list[str]:
-    """Return what differs between two manifests, as a person would say it."""
+    """Return what differs between two manifests, in words for an error."""
     found = []
     for group, say in (("options", "--{}".format), ("inputs", "{} files".format)):
         names = [*one[group], *(name for name in other[group] if name not in one[group])]
@@ -91,14 +90,14 @@ def differences(one: Manifest, other: Manifest) -> list[str]:
 class PartFolder:
     """A part, open for reading: its manifest, and the results of its jobs by name.
 
-    Errors: UserError for a folder that is no part.
+    Errors: UserError for a folder that is not a part.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = _read_manifest(path)
         self.results: dict[str, JobResult] = {}
-        self.tried: Counter[str] = Counter()  # jobs that were begun and have no result: how often
+        self.tried: Counter[str] = Counter()  # how often each job without a result was begun
         self._whole = 0, 0  # bytes of the journal and of the records that are whole
         with open(path / "records", "rb") as records:
             for text, length in _whole_lines(path / "journal"):
@@ -115,12 +114,12 @@ class PartFolder:
 
     @property
     def finished(self) -> bool:
-        """Return whether all jobs are done, for the very inputs of the manifest."""
+        """Return whether all jobs are done, for the inputs of the manifest."""
         return _END in self.results and self.results[_END].data == self.manifest["inputs"]
 
-    def jobs(self, kind: str) -> list[tuple[str, JobResult]]:
-        """Return names and results of the jobs whose names begin with `kind` and a blank, in the order of the names."""
-        return sorted((job, result) for job, result in self.results.items() if job.startswith(f"{kind} "))
+    def structures(self) -> list[tuple[str, JobResult]]:
+        """Return names and results of the jobs of structure files, sorted by name."""
+        return sorted((job, result) for job, result in self.results.items() if job.startswith("structure "))
 
     def record(self, result: JobResult, number: int) -> bytes:
         """Return one of the records of a result.  No file stays open: a merge may have thousands of parts."""
@@ -157,7 +156,7 @@ def _crc(file: int, size: int, at: int) -> int | None:
 
 
 def _whole_lines(path: Path, at: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines of a journal from byte `at` on, without checksums, each with its length, until one is torn."""
+    """Yield the lines of a journal from byte `at` on, without checksums, each with its length, up to a torn one."""
     with open(path, "rb") as lines:
         lines.seek(at)
         for line in lines:
@@ -176,9 +175,9 @@ def checked_line(value: Any) -> bytes:
 class PartWriter(PartFolder):
     """A part, open for writing by this process alone; continues one that was begun with the same options.
 
-    The inputs may be others than those it was begun with: who does the jobs asks which results still hold.
+    The inputs may have changed since it was begun: the caller asks which results still hold.
     Errors: UserError if another process is writing it, if it was begun with other options or by another version, if the
-    folder holds what no part has, or the disk refuses.
+    folder holds files that are not a part's, or if it cannot be written.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -206,7 +205,7 @@ class PartWriter(PartFolder):
         self._records_file = open(path / "records", "r+b")  # noqa: SIM115
         self._queries_file = open(path / "queries", "r+b")  # noqa: SIM115
         self._opened = (self._journal_file, self._records_file, self._queries_file)
-        for opened, size in zip(self._opened, (*self._whole, whole)):  # what a kill left torn goes
+        for opened, size in zip(self._opened, (*self._whole, whole)):  # cut off what a kill left torn
             opened.truncate(size)
             opened.seek(size)
 
@@ -222,7 +221,7 @@ class PartWriter(PartFolder):
         self._begun.discard(job)
 
     def add_queries(self, found: Sequence[tuple[FileVersion, QueryOrError]]) -> None:
-        """Keep the queries of some alignments, where the other parts of the store find them."""
+        """Keep the queries of some alignments where the other parts of the store find them."""
         self._append(self._queries_file, checked_line([[*version, *query] for version, query in found]))
         self._take_queries(found)
         self._begun.difference_update(query_job(version) for version, _ in found)
@@ -232,15 +231,13 @@ class PartWriter(PartFolder):
         self._forget_trials([query_job(version) for version, _ in found])
 
     def _append(self, file: IO[bytes], *pieces: bytes) -> None:
-        try:
+        with writing(self.path):
             for piece in pieces:
                 file.write(piece)
             file.flush()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def begin(self, jobs: Sequence[str]) -> None:
-        """Note that these jobs are tried now, so that one that ends this process is known for it afterwards."""
+        """Note that these jobs are tried now, so that a job that kills this process is known afterwards."""
         self.add(_BEGUN, list(jobs))
         self._begun.update(jobs)
 
@@ -257,7 +254,7 @@ class PartWriter(PartFolder):
 
     def close(self) -> None:
         """Close the files and release the lock."""
-        if self._begun:  # a stop is not held against the files of the jobs that it interrupts
+        if self._begun:  # being interrupted by a stop does not count as killing the process
             with suppress(UserError, ValueError):  # a full disk, or a folder that was removed
                 self.add(_STOPPED, sorted(self._begun))
         for file in (*self._opened, self._lock):
@@ -266,7 +263,7 @@ class PartWriter(PartFolder):
 
 
 def remove_part(path: Path) -> None:
-    """Delete the folder of a part, and nothing that parts do not have; a writer of it has still to be closed."""
+    """Delete a part's own files and its folder; its writer still has to be closed."""
     remove_own(path, _OWN.__contains__)
 
 
@@ -278,14 +275,14 @@ def _read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError):
         whole = known = False
     if not whole:
-        raise UserError(f"{path}: no part of a store; `warpfold pack --shard I/N` makes them")
+        raise UserError(f"{path}: not a part of a store; `warpfold pack --shard I/N` makes them")
     if not known:
         raise UserError(f"{path}: a part of another version of WarpFold; remove it and pack it again")
     return manifest
 
 
 def _check_same_run(path: Path, begun: Manifest, manifest: Manifest) -> None:
-    """Raise UserError for other options or another version, and say which inputs differ as well."""
+    """Raise UserError for other options or another version; the error also says which inputs differ."""
     found = differences(begun, manifest)
     version = begun["warpfold"] != manifest["warpfold"]
     if version:
@@ -298,7 +295,7 @@ def _check_same_run(path: Path, begun: Manifest, manifest: Manifest) -> None:
 
 
 def check_parts(parts: Sequence[PartFolder]) -> None:
-    """Raise UserError unless these are all parts of one store, each once and whole."""
+    """Raise UserError unless these are all parts of one store, each given once and finished."""
     first = parts[0]
     by_number: dict[int, PartFolder] = {}
     for one in parts:

@@ -1,4 +1,4 @@
-"""The report of a packing run: what became of every chain and file, as JSON, as a table and in a line."""
+"""The report of a packing run: the outcome of every chain and file, as JSON, as a table and in one line."""
 
 import json
 from collections import Counter
@@ -17,12 +17,12 @@ TABLE = (
 
 @dataclass
 class PackEntry:
-    """What became of one chain, or of one file that could not be read."""
+    """The outcome of one chain, or of one file that could not be read."""
 
     name: str
     file: str
     kept: bool
-    reason: str = ""  # why it was dropped, or what is to be noted
+    reason: str = ""  # why it was dropped, or a note
     length: int = 0
     depth: int = 0  # alignment rows
     templates: int = 0
@@ -45,7 +45,7 @@ class PackReport:
     entries: list[PackEntry]
     unused: dict[str, str]  # alignment file -> why no chain uses it
     unused_hits: dict[str, str] = field(default_factory=dict)
-    finished_before: bool = False  # there was nothing to do: the store was there, with the same inputs and options
+    finished_before: bool = False  # nothing was done: the store existed, with the same inputs and options
 
     @property
     def kept(self) -> list[PackEntry]:
@@ -56,7 +56,7 @@ class PackReport:
         return [entry for entry in self.entries if not entry.kept]
 
     def to_json(self) -> dict[str, Any]:
-        """Return kept and dropped entries, how often each reason occurs, and unused files, as JSON can hold them."""
+        """Return kept and dropped entries, how often each reason occurs, and unused files, as plain data for JSON."""
         return {
             "kept": [asdict(entry) for entry in self.kept],
             "dropped": [asdict(entry) for entry in self.dropped],
@@ -119,7 +119,7 @@ def _cell(value: Any) -> str:
 
 
 def summarize_store(store: Store) -> dict[str, Any]:
-    """Return what is in a store, as JSON can hold it; "packed" says of what inputs and options, if `pack` made it."""
+    """Return what is in a store, as plain data for JSON; "packed": the inputs and options, if `pack` made it."""
 
     def column(name: str) -> list[Any]:
         return [value for value in store.column(name) if value is not None] if name in store.columns else []

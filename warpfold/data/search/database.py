@@ -1,4 +1,4 @@
-"""What is searched for, with what and in what: FASTA databases of any size, read some megabytes at a time."""
+"""Queries, engines and databases: FASTA files of any size, read some megabytes at a time."""
 
 import hashlib
 import re
@@ -12,7 +12,7 @@ from warpfold.errors import UserError
 from warpfold.files import opened
 
 CHUNK = 32 << 20  # bytes of FASTA held at a time; pyhmmer's sequences take some six times as much
-# Rows of an alignment, the query's included, by how its database is called: AlphaFold2's uniref_max_hits and
+# Rows of an alignment, including the query's, by the start of the database's name: AlphaFold2's uniref_max_hits and
 # mgnify_max_hits.
 MAX_ROWS = {"uniref90": 10_000, "mgnify": 501, "mgy": 501}
 OTHER_MAX_ROWS = 10_000
@@ -28,7 +28,7 @@ Tell = Callable[[int, int], None]  # done, total (0 if unknown)
 
 @dataclass(frozen=True)
 class Database:
-    """A database to search, and what its results are called."""
+    """A database to search, and the name of its results."""
 
     name: str
     path: Path
@@ -36,10 +36,10 @@ class Database:
 
     @classmethod
     def parse(cls, text: str, max_rows: Mapping[str, int] | None = None) -> "Database":
-        """Parse "NAME=FILE", or "FILE", which is called like the file without its endings.
+        """Parse "NAME=FILE", or "FILE", which is named after the file without its endings.
 
-        max_rows: by name, in place of AlphaFold2's; "" stands for every database.
-        Errors: UserError for a name that is no file's.
+        max_rows: by name, instead of AlphaFold2's; "" means every database.
+        Errors: UserError for a name that cannot be a file's.
         """
         name, given, file = text.partition("=")
         if not given or Path(text).exists():
@@ -65,7 +65,7 @@ def parse_max_hits(texts: Sequence[str]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class SearchQuery:
-    """A protein to search for, and what was found already: A3M rows without the query's, or nothing."""
+    """A protein to search for, and the rows that were found already: A3M without the query's own, or nothing."""
 
     sequence: str
     rows: str = ""
@@ -73,36 +73,36 @@ class SearchQuery:
 
 @dataclass(frozen=True)
 class Survey:
-    """What is known of a database once it has been read."""
+    """What is known about a database once it has been read."""
 
     digest: str  # of its contents
-    records: int = 0  # HMMER's Z, by which E-values are multiplied; 0 where a program counts itself
+    records: int = 0  # HMMER's Z, by which E-values are multiplied; 0 if the engine counts them itself
     residues: int = 0
 
 
 class Engine(Protocol):
-    """What searches: `Jackhmmer`, `Hmmsearch`, `MMseqs2`, `HHblits`; picklable."""
+    """A search program: `Jackhmmer`, `Hmmsearch`, `MMseqs2`, `HHblits`; picklable."""
 
     name: str
 
-    def per_pass(self, threads: int) -> int:
+    def queries_per_pass(self, threads: int) -> int:
         """Return how many queries share one call of `search`."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Return all that the results depend on but query and database.  Errors: UserError without the program."""
+        """Return the settings and version that results depend on.  Errors: UserError if the program is missing."""
         ...
 
     def survey(self, path: Path, tell: Tell) -> Survey:
-        """Return what is known of a database.  Errors: UserError if `path` is none of this engine's."""
+        """Return what is known about a database.  Errors: UserError if `path` is not a database for this engine."""
         ...
 
     def search(
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
     ) -> list[str | UserError]:
-        """Return what is found for each query, or why there is nothing: A3M rows, best first, without the query's own.
+        """Return for each query the A3M rows found, best first and without the query's own, or an error.
 
-        max_rows: of one alignment, the query's included.  tell: called with the records searched, and all there are.
+        max_rows: of one alignment, including the query's.  tell: called with the records searched so far, and in all.
         Errors: UserError if all these queries have failed.
         """
         ...
@@ -112,7 +112,7 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
     """Yield whole records of a FASTA file, gzipped or not, about `size` bytes at a time.
 
     Records that pdb_seqres calls nucleic acids (mol:na) are left out.
-    Errors: UserError if it cannot be read, is empty, no FASTA, or a gzip stream cut short.
+    Errors: UserError if it cannot be read, is empty, is not FASTA, or is a gzip stream cut short.
     """
     with opened(path) as file:
         held = file.read(size).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -129,11 +129,11 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
 
 
 def survey_fasta(path: Path, tell: Tell = lambda done, total: None) -> Survey:
-    """Read a FASTA database once: every record is looked at, so that no search fails on it hours later.
+    """Read a FASTA database once and check every record, so that no search fails on one hours later.
 
     The digest is that of the text, so a file and its gzipped copy have the same.  tell: called with the records read.
-    Errors: UserError as of `read_chunks`; for a record without name, a character that is no residue, a header that is
-    not UTF-8 (each with the record); for nucleic acids.
+    Errors: UserError as in `read_chunks`; for a record without a name, a character that is not a residue, a header that
+    is not UTF-8 (each names the record); for nucleic acids.
     """
     digest = hashlib.blake2b(digest_size=16)
     records = residues = 0
@@ -172,7 +172,7 @@ def _is_text(chunk: bytes) -> bool:
 
 
 def _first_bad(chunk: bytes, before: int) -> str:
-    """Return what is wrong with the first bad record of a chunk, `before` records having come before it."""
+    """Return what is wrong with the first bad record of a chunk that comes after `before` records."""
     for number, record in enumerate(chunk[1:].split(b"\n>"), before + 1):
         header, _, sequence = record.partition(b"\n")
         name = header.decode(errors="replace").split(maxsplit=1)

@@ -1,8 +1,8 @@
 """jackhmmer and hmmsearch in this process, with pyhmmer, over databases larger than memory.
 
-A database is read once for many queries, some megabytes at a time; threads search a part each.  What is found does not
-depend on how it is cut: E-values are those of the whole database, and thresholds that need the number of hits in all of
-it wait for the end.
+A database is read once for many queries, some megabytes at a time; threads search a part each.  The results do not
+depend on how it is divided: E-values are those of the whole database, and thresholds that need the number of hits in
+all of it are applied at the end.
 """
 
 import io
@@ -34,19 +34,19 @@ AMINO = Alphabet.amino()
 LONGEST = 100_000  # residues of a query or target: HMMER's limit
 NO_TEMPLATES = "# STOCKHOLM 1.0\n//\n"
 Made = TypeVar("Made")
-FAILURES = (MemoryError, EaselError)  # what may go wrong with one query without stopping the others
+FAILURES = (MemoryError, EaselError)  # errors of one query, which do not stop the others
 
 # HMMER's thresholds under its own names: E-values to report and include a target and a domain, and the three filters.
 Thresholds = dict[str, Any]
 
 
 class HmmerEngine(Engine):
-    """What jackhmmer and hmmsearch have in common: databases are FASTA."""
+    """The common part of jackhmmer and hmmsearch: databases are FASTA."""
 
-    def per_pass(self, threads: int) -> int:
+    def queries_per_pass(self, threads: int) -> int:
         """Return how many queries share one reading of a database.
 
-        One thread reads as fast as six search for one query, and what is on the way when a run is stopped is lost.
+        One thread reads as fast as six search for one query.  More queries would lose more when a run is stopped.
         """
         return max(4, threads)
 
@@ -59,7 +59,7 @@ class Jackhmmer(HmmerEngine):
     """Alignments as AlphaFold2 makes them of UniRef90 and MGnify (Supp. 1.2.2): jackhmmer -N 1 -E 1e-4 --incE 1e-4
     --F1 5e-4 --F2 5e-5 --F3 5e-7, the rest as jackhmmer has it (--domE 10, --incdomE 1e-3: its manual page).
 
-    iterations: 1 to 3; from the second on with the profile of what was included before.
+    iterations: 1 to 3; from the second on with a profile of the hits included before.
     """
 
     iterations: int = 1
@@ -95,7 +95,7 @@ class Jackhmmer(HmmerEngine):
             following: dict[int, Callable[[], HMM[AA]]] = {}
             for i in [i for i in profiles if i not in failed]:
                 names = {hit.name for hits in kept[i] for hit in hits.included}
-                if names - included[i]:  # else nothing new: it has converged, or this was the last
+                if names - included[i]:  # otherwise it has converged, or this was the last iteration
                     included[i] |= names
                     following[i] = partial(_next_profile, queries[i].sequence, kept[i])
             profiles = _profiles(following, failed)
@@ -123,7 +123,7 @@ class Hmmsearch(HmmerEngine):
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
     ) -> list[str | UserError]:
         """Return Stockholm text for each query as `hmmsearch -A` writes it: a row per domain, best first, its match
-        columns (#=GC RF) the query's residues.  `max_rows` is ignored: a choice among templates needs their dates.
+        columns (#=GC RF) the query's residues.  `max_rows` is ignored: templates are chosen later, by their dates.
         """
         failed: dict[int, UserError] = {}
         kept: dict[int, list[TopHits]] = {i: [] for i in range(len(queries))}
@@ -142,7 +142,7 @@ def _sequence_profile(sequence: str) -> "HMM[AA]":
 
 
 def _next_profile(sequence: str, hits: Sequence[TopHits]) -> "HMM[AA]":
-    """Return the profile of the query and all that was included; its match columns stay the query's residues."""
+    """Return the profile of the query and all included hits; its match columns stay the query's residues."""
     query = TextSequence(name="query", sequence=sequence).digitize(AMINO)
     traces = [Trace.from_sequence(query)]
     alignment = hits[0].merge(*hits[1:]).to_msa(AMINO, [query], traces, digitize=True, all_consensus_cols=True)
@@ -162,7 +162,7 @@ def _alignment_profile(query: SearchQuery) -> "HMM[AA]":
 def _scan(
     profiles: Mapping[int, "HMM[AA]"], path: Path, survey: Survey, thresholds: Thresholds, threads: int, tell: Tell
 ) -> Iterator[tuple[int, Future[TopHits]]]:
-    """Search every part of the database with every profile; yield which, and its hits there, in a fixed order."""
+    """Search every part of the database with every profile; yield query and hits in a fixed order."""
     done = 0
     with ThreadPoolExecutor(threads) as pool:
         blocks = _blocks(path)
@@ -197,7 +197,7 @@ def _blocks(path: Path) -> Iterator["DigitalSequenceBlock[AA]"]:
 
 
 def _attempt(query: int, make: Callable[[], Made], failed: dict[int, UserError]) -> Made | None:
-    """Return what `make` makes, or None for a query that has failed, now or before."""
+    """Return the result of `make`, or None for a query that has failed, now or before."""
     try:
         made = make()
     except FAILURES as error:
@@ -213,7 +213,7 @@ def _profiles(makers: "Mapping[int, Callable[[], HMM[AA]]]", failed: dict[int, U
 
 @dataclass
 class _BestRows:
-    """The best rows of one query's alignment, out of any number."""
+    """The best `most` rows of one query's alignment, collected while the database is searched."""
 
     most: int
     records: int
@@ -233,9 +233,9 @@ class _BestRows:
                     letters = one.target_sequence.replace("*", "x")  # a stop codon inside an insertion
                     row = "-" * (one.hmm_from - 1) + letters + "-" * (length - one.hmm_to)
                     self.rows.append((-hit.score, hit.name, number, domain.pvalue, header, row))
-        if len(self.rows) > 2 * self.most:  # what cannot be among the best goes
+        if len(self.rows) > 2 * self.most:  # drop rows that cannot be among the best
             self.rows.sort()
-            # domZ may still grow, but never beyond the records there are: what is below the threshold then is certain
+            # domZ may still grow, up to the number of records: rows below the threshold even then are certain.
             certain = np.cumsum([row[3] * self.records <= self.threshold for row in self.rows])
             del self.rows[int(np.searchsorted(certain, self.most)) + 1 :]
 
@@ -248,7 +248,7 @@ class _BestRows:
 def in_columns(rows: Sequence[str]) -> tuple[list[str], str]:
     """Return A3M rows as rows of one width, insertions in columns of their own, and which columns are the query's (x).
 
-    No loop runs over characters: every letter's column is the sum of what stands before it.
+    No loop runs over characters: every letter's column is computed from cumulative sums.
     """
     lengths = np.array([len(row) for row in rows])
     letters = np.frombuffer("".join(rows).encode(), dtype=np.uint8)
@@ -270,7 +270,7 @@ def in_columns(rows: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _stockholm(hits: Sequence[TopHits]) -> str:
-    """Return what `hmmsearch -A` writes."""
+    """Return the text that `hmmsearch -A` writes."""
     merged = hits[0].merge(*hits[1:])
     if not any(len(hit.domains.included) for hit in merged.included):
         return NO_TEMPLATES

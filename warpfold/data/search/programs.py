@@ -15,7 +15,7 @@ from warpfold.errors import UserError
 from warpfold.files import opened
 
 SHOWN = 3  # last lines of a failed program's output
-SAMPLE = 1 << 20  # bytes at either end of a file that stand for it: the whole is too much to read
+SAMPLE = 1 << 20  # bytes at either end of a file that enter its digest: the whole is too much to read
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class MMseqs2(Engine):
     sensitivity: float = 7.5
     name = "mmseqs2"
 
-    def per_pass(self, threads: int) -> int:
-        return 256  # the start of a call takes seconds, whatever their number
+    def queries_per_pass(self, threads: int) -> int:
+        return 256  # starting a call takes seconds, for any number of queries
 
     def identity(self) -> dict[str, Any]:
         program = _program("mmseqs", self.name, "apt install mmseqs2, or conda install -c bioconda mmseqs2")
@@ -43,7 +43,7 @@ class MMseqs2(Engine):
     def search(
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
     ) -> list[str | UserError]:
-        """Return A3M rows; see `Engine`.  Errors: UserError if the program fails, with its last words."""
+        """Return A3M rows; see `Engine`.  Errors: UserError, with its last lines of output, if the program fails."""
         with tempfile.TemporaryDirectory(prefix="warpfold-mmseqs-") as folder:
             where = Path(folder)
             records = [(str(i), query.sequence) for i, query in enumerate(queries)]
@@ -76,7 +76,7 @@ class HHblits(Engine):
     e_value: float = 1e-3
     name = "hhblits"
 
-    def per_pass(self, threads: int) -> int:
+    def queries_per_pass(self, threads: int) -> int:
         return 1
 
     def identity(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class HHblits(Engine):
     def search(
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
     ) -> list[str | UserError]:
-        """Return A3M rows; see `Engine`.  A query for which the program fails has its last words as error."""
+        """Return A3M rows; see `Engine`.  If the program fails for a query, its last lines of output are the error."""
         found: list[str | UserError] = []
         for query in queries:
             with tempfile.TemporaryDirectory(prefix="warpfold-hhblits-") as folder:
@@ -115,7 +115,7 @@ def _program(program: str, engine: str, cure: str) -> str:
 
 
 def _run(command: Sequence[str]) -> str:
-    """Return what a program prints; raise UserError with its last words if it fails or is not there."""
+    """Return the output of a program; raise UserError with its last lines if it fails, or if it is not installed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except FileNotFoundError:
@@ -123,14 +123,14 @@ def _run(command: Sequence[str]) -> str:
     if done.returncode:
         words = [line.strip() for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
         name = " ".join([Path(command[0]).name, *command[1:2]])
-        raise UserError(f"`{name}` failed ({done.returncode}): {' / '.join(words[-SHOWN:]) or 'without a word'}")
+        raise UserError(f"`{name}` failed ({done.returncode}): {' / '.join(words[-SHOWN:]) or 'no output'}")
     return done.stdout
 
 
 def _survey(path: Path, ending: str, cure: str) -> Survey:
     """Survey a database in a program's own format, often a terabyte, by names, sizes and both ends of its files.
 
-    Errors: UserError if there is none, or a file cannot be read.
+    Errors: UserError if it does not exist, or a file cannot be read.
     """
     if not path.with_name(path.name + ending).exists():
         raise UserError(f"{path}: no database of this engine ({path.name}{ending} is not there); {cure}")
@@ -146,7 +146,7 @@ def _survey(path: Path, ending: str, cure: str) -> Survey:
 
 
 def _found(text: str, query: SearchQuery, max_rows: int, program: str) -> str | UserError:
-    """Return the rows of a program's A3M below the query's, a range in MMseqs2's header as HMMER would write it."""
+    """Return the rows below the query's in a program's A3M; MMseqs2's headers get ranges as HMMER writes them."""
     try:
         parse_alignment(text, program, query.sequence)
     except UserError as error:

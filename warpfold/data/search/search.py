@@ -1,7 +1,7 @@
-"""`warpfold search`: alignments and template hits of many proteins, found once and kept (docs/search.md).
+"""`warpfold search`: find alignments and template hits of many proteins, and keep them (docs/search.md).
 
-Every result lies in a cache under a key made of the sequence, the database's contents and all settings; the output is
-written from there.  So a run that was stopped goes on, and nothing is searched for twice.
+Every result is cached under a hash of the sequence, the database's contents and all settings, and the output is written
+from there.  So a stopped run continues, and nothing is searched for twice.
 """
 
 import glob
@@ -22,32 +22,32 @@ import zstandard
 from warpfold import __version__
 from warpfold.bulk import JobPart, in_order, pool
 from warpfold.data.formats.alignment import LETTERS, is_nucleic
-from warpfold.data.formats.sequences import read_fasta, write_fasta
+from warpfold.data.formats.sequences import read_proteins, write_fasta
 from warpfold.data.search.database import Database, Engine, SearchQuery, Survey, Tell
 from warpfold.data.search.hmmer import LONGEST, Hmmsearch, Jackhmmer
 from warpfold.data.search.programs import HHblits, MMseqs2
 from warpfold.errors import UserError
-from warpfold.files import file_name, update_file
+from warpfold.files import update_file
 from warpfold.geometry.residue import RESTYPES
 from warpfold.progress import Progress, no_progress
 
 FORMAT = "warpfold-search-1"
-TEMPLATES = "templates"  # what template hits are called beside the databases of alignments
+TEMPLATES = "templates"  # the name of the database of template hits
 HELD = 256  # alignments held at a time to search for templates with
-CLUSTER_PASS = 4  # queries that share a reading on a cluster, where workers are many
+CLUSTER_PASS = 4  # queries that share a pass over a database on a cluster, which has many workers
 
 ENGINES = {"jackhmmer": Jackhmmer, "mmseqs2": MMseqs2, "hhblits": HHblits}
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search; nothing here changes what is found."""
+    """How to search; nothing here changes the results."""
 
     cache: Path | None = None  # None: in the output folder
     workers: int = 1  # processes
     threads: int | None = None  # of each process; None: all cores, shared among the processes; on a cluster one
     cluster: str | None = None  # the address of a Dask scheduler
-    part: JobPart | None = None  # of the proteins, as one task of a job array does
+    part: JobPart | None = None  # of the proteins, for one task of a job array
 
 
 def search(
@@ -57,18 +57,17 @@ def search(
     engine: Engine | None = None,
     templates: Path | None = None,
     options: SearchOptions = SearchOptions(),
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Search for every protein of FASTA files; return the report that is in `out/search.json` as well.
+    """Search for every protein of FASTA files; return the report, which is also in `out/search.json`.
 
     Writes `out/NAME/DATABASE.a3m`, and `out/NAME/templates.sto` from the sequences in `templates` (FASTA like
-    pdb_seqres), which are searched with a profile of what the first database gave.  engine: None for jackhmmer as
-    AlphaFold2 sets it.  The same command continues a run that was stopped.  A protein that fails is named under
-    "failures" and does not stop the others.
-    Errors: UserError for bad queries, databases, an engine that is not installed, an `out` that holds something else.
+    pdb_seqres), which are searched with a profile of the first database's alignment.  engine: None for jackhmmer with
+    AlphaFold2's settings.  The same command continues a stopped run.  A protein that fails is named under "failures"
+    and does not stop the others.
+    Errors: UserError for bad queries or databases, an engine that is not installed, or an `out` with other files.
     """
     start = time.perf_counter()
-    tell = progress or no_progress
     targets: list[tuple[Database, Engine]] = [(database, engine or Jackhmmer()) for database in databases]
     if templates is not None:
         targets.append((Database(TEMPLATES, templates), Hmmsearch()))
@@ -76,12 +75,12 @@ def search(
     for database in databases:
         if names.count(database.name.lower()) > 1:
             raise UserError(f"--database {database.path}: another is called {database.name} too; use NAME=FILE")
-    proteins = read_queries(queries)
+    proteins = read_proteins(queries)
     report = out / ("search.json" if options.part is None else f"search-{options.part}.json".replace("/", "-of-"))
     _check_output(out)
     cache = Cache(options.cache or out / "cache")
-    searches = [DatabaseSearch(one, by, by.identity(), cache.survey(one, by, tell)) for one, by in targets]
-    run = _SearchRun(out, cache, options, tell, proteins, searches)
+    searches = [DatabaseSearch(one, by, by.identity(), cache.survey(one, by, progress)) for one, by in targets]
+    run = _SearchRun(out, cache, options, progress, proteins, searches)
 
     def write_report(status: str) -> dict[str, Any]:
         found = run.report(status, time.perf_counter() - start)
@@ -94,25 +93,8 @@ def search(
     return write_report("failed" if run.failures else "complete")
 
 
-def read_queries(paths: Sequence[Path]) -> dict[str, str]:
-    """Return name -> sequence, upper case, of all records of FASTA files; a name is the first word of its header.
-
-    Errors: UserError for what is no FASTA of proteins, and for two records of one name.
-    """
-    found: dict[str, str] = {}
-    files: dict[str, Path] = {}
-    for path in paths:
-        for header, sequence in read_fasta(path):
-            name = file_name((header.split() or ["query"])[0])
-            if (key := name.lower()) in files:  # some file systems do not tell A from a
-                where = "twice" if files[key] == path else f"in {files[key]} too"
-                raise UserError(f"{path}: a record is called {name} {where}; give each protein a name of its own")
-            files[key], found[name] = path, sequence
-    return found
-
-
 def unsearchable_reason(sequence: str) -> str | None:
-    """Return why nothing can be searched for with this sequence, or None."""
+    """Return why this sequence cannot be searched for, or None."""
     if len(sequence) > LONGEST:
         return f"{len(sequence)} residues, more than HMMER's {LONGEST}; search for its domains"
     if is_nucleic(sequence):
@@ -123,7 +105,7 @@ def unsearchable_reason(sequence: str) -> str | None:
 
 
 def _check_output(out: Path) -> None:
-    """Raise UserError if the output folder holds something else."""
+    """Raise UserError if the output folder holds other files than a search's."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; name a folder for the output")
     names = {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
@@ -132,7 +114,7 @@ def _check_output(out: Path) -> None:
 
 
 def _is_report(path: Path) -> bool:
-    """Return whether this is the report of a search, and not somebody's file of such a name."""
+    """Return whether this is the report of a search, and not another file of that name."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -143,7 +125,7 @@ def _is_report(path: Path) -> bool:
 class Cache:
     """Results and surveys by their keys, in a folder that any number of processes may share.
 
-    An entry is there whole or not at all, and under zstd's checksum: a damaged one counts as missing.
+    Entries are written atomically and have zstd's checksum: a damaged one counts as missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -160,13 +142,13 @@ class Cache:
             return None
 
     def put(self, key: str, text: str) -> None:
-        """Keep a text under a key.  Errors: UserError if the disk refuses."""
+        """Keep a text under a key.  Errors: UserError if it cannot be written."""
         update_file(self._path(key), zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text.encode()))
 
-    def survey(self, database: Database, engine: Engine, tell: Progress) -> Survey:
-        """Return what is known of a database: read once, then remembered by path, size and time of its files.
+    def survey(self, database: Database, engine: Engine, progress: Progress) -> Survey:
+        """Return what is known about a database: read once, then remembered by path, size and time of its files.
 
-        These are all whose names begin with its path.  Errors: those of `Engine.survey`.
+        Its files are all whose names begin with its path.  Errors: those of `Engine.survey`.
         """
         path = database.path
         files = sorted(path.parent.glob(f"{glob.escape(path.name)}*"))
@@ -174,19 +156,19 @@ class Cache:
         key = digest_of("survey", engine.name, states)
         if (known := self.get(key)) is not None:
             return Survey(**json.loads(known))
-        found = engine.survey(path, lambda done, total: tell(done, total, f"reading {database.name}"))
+        found = engine.survey(path, lambda done, total: progress(done, total, f"reading {database.name}"))
         self.put(key, json.dumps(vars(found)))
         return found
 
 
 def digest_of(*parts: Any) -> str:
-    """Return 32 hexadecimal digits that stand for anything JSON can hold."""
+    """Return a hash of plain data: 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class DatabaseSearch:
-    """One database, and what searches it."""
+    """One database, and the engine that searches it."""
 
     database: Database
     engine: Engine
@@ -198,13 +180,13 @@ class DatabaseSearch:
         return isinstance(self.engine, Hmmsearch)
 
     def key(self, query: SearchQuery) -> str:
-        """Return the key of a result in the cache: it stands for all that the result depends on."""
+        """Return the key of a result in the cache: a hash of everything that the result depends on."""
         return digest_of(query.sequence, query.rows, self.survey.digest, self.identity, self.database.max_rows)
 
 
 @dataclass(frozen=True)
 class SearchJob:
-    """Queries that are searched for in one reading of a database."""
+    """Queries that are searched for in one pass over a database."""
 
     search: DatabaseSearch
     queries: Sequence[SearchQuery]
@@ -220,15 +202,15 @@ def search_batch(job: SearchJob, tell: Tell = lambda done, total: None) -> tuple
         results = job.search.engine.search(
             job.queries, database.path, job.search.survey, database.max_rows, job.threads, tell
         )
-    except UserError as error:  # a program that failed on all of them
+    except UserError as error:  # the program failed for all of them
         results = [error] * len(job.queries)
     return results, time.perf_counter() - start
 
 
 class _SearchRun:
-    """The state of one run: what is to be found, and what was found.
+    """The state of one run: its proteins, and what was found so far.
 
-    proteins: name -> sequence.  Of those that cannot be searched for, `failures` says why.
+    proteins: name -> sequence.  `failures` says why some cannot be searched for.
     """
 
     def __init__(
@@ -236,12 +218,12 @@ class _SearchRun:
         out: Path,
         cache: Cache,
         options: SearchOptions,
-        tell: Progress,
+        progress: Progress,
         proteins: Mapping[str, str],
         searches: Sequence[DatabaseSearch],
     ) -> None:
-        self.out, self.cache, self.options, self.tell, self.searches = out, cache, options, tell, searches
-        self.proteins: dict[str, dict[str, Any]] = {}  # by name, in the order of the queries: what the report says
+        self.out, self.cache, self.options, self.progress, self.searches = out, cache, options, progress, searches
+        self.proteins: dict[str, dict[str, Any]] = {}  # by name, in the order of the queries: entries of the report
         self.failures: list[dict[str, str]] = []
         self.done = 0
         names: dict[str, list[str]] = {}
@@ -259,7 +241,7 @@ class _SearchRun:
                 self.proteins[name] = {"length": len(sequence), "databases": {}}
 
     def find_all(self, executor: Executor | None) -> None:
-        """Find what the databases hold, for every sequence, and write it: alignments first, then templates."""
+        """Search all databases for every sequence, and write the results: alignments first, then templates."""
         sequences = list(self.names)
         self._find([one for one in self.searches if not one.for_templates], sequences, executor)
         templates = [one for one in self.searches if one.for_templates]
@@ -278,15 +260,15 @@ class _SearchRun:
                     self._write_result(job.search, query, result, seconds / len(job.queries), cached=False)
 
     def _search_here(self, job: SearchJob) -> tuple[list[str | UserError], float]:
-        """Do a job in this process, and tell how far it is."""
+        """Do a job in this process, and report its progress."""
         name = job.search.database.name
-        return search_batch(job, lambda done, total: self._progress(f"{name}, {done / total:.0%}" if total else name))
+        return search_batch(job, lambda done, total: self._tell(f"{name}, {done / total:.0%}" if total else name))
 
-    def _progress(self, what: str) -> None:
-        self.tell(self.done, len(self.names) * len(self.searches), what)
+    def _tell(self, what: str) -> None:
+        self.progress(self.done, len(self.names) * len(self.searches), what)
 
     def _jobs(self, search: DatabaseSearch, sequences: Sequence[str]) -> Iterator[SearchJob]:
-        """Yield what one database has still to be searched for, in passes; write what is known."""
+        """Yield the searches of one database that are still missing, in passes; write the results that are cached."""
         missing = []
         for query in self._queries(search, sequences):
             text = self.cache.get(search.key(query))
@@ -294,19 +276,19 @@ class _SearchRun:
                 missing.append(query)
             else:
                 self._write_result(search, query, text, 0.0, cached=True)
-        self._progress(search.database.name)
+        self._tell(search.database.name)
         if self.options.cluster:
             size, threads = CLUSTER_PASS, 1
         else:
             size = max(1, -(-len(missing) // self.options.workers))
             threads = max(1, _cores() // self.options.workers)
         threads = self.options.threads or threads
-        size = min(size, search.engine.per_pass(threads))
+        size = min(size, search.engine.queries_per_pass(threads))
         for start in range(0, len(missing), size):
             yield SearchJob(search, missing[start : start + size], threads)
 
     def _queries(self, search: DatabaseSearch, sequences: Sequence[str]) -> Iterator[SearchQuery]:
-        """Yield what is searched for: sequences, or for templates the first database's alignments."""
+        """Yield the queries of one database: sequences, or for templates the first database's alignments."""
         first = self.searches[0]
         for sequence in sequences:
             if not search.for_templates:
@@ -320,7 +302,7 @@ class _SearchRun:
         self.done += 1
         for name in self.names[sequence]:
             self.failures.append({"name": name, "database": search.database.name, "error": reason})
-        self._progress(search.database.name)
+        self._tell(search.database.name)
 
     def _write_result(
         self, search: DatabaseSearch, query: SearchQuery, text: str, seconds: float, cached: bool
@@ -335,10 +317,10 @@ class _SearchRun:
             found = {"file": str(file), "hits": hits, "seconds": round(seconds, 3), "cached": cached}
             self.proteins[name]["databases"][database] = found
         self.done += 1
-        self._progress(database)
+        self._tell(database)
 
     def report(self, status: str, seconds: float) -> dict[str, Any]:
-        """Return what search.json says."""
+        """Return the content of search.json."""
         return {
             "format": FORMAT,
             "warpfold": __version__,

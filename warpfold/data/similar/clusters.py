@@ -9,18 +9,19 @@ coverage is MMseqs2's default for clusters (--cov-mode 0 -c 0.8; the PDB's files
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from warpfold.bulk import in_order
 from warpfold.data.formats.alignment import LETTERS
-from warpfold.data.formats.sequences import read_bytes
 from warpfold.data.similar.pairwise import COVERAGE, similar
 from warpfold.errors import UserError
+from warpfold.files import read_file
 from warpfold.geometry.residue import UNKNOWN
 
-TRIED = 20  # alignments per sequence: a similar one beyond the 20th candidate of the word search is rare
+TRIED = 20  # candidates aligned per sequence: later candidates of the word search are rarely similar
 BLOCK = 4096  # sequences compared at a time with the representatives of all earlier blocks
 JOB = 512  # of these, per job of the executor
 WORDS = ((0, 1, 2), (0, 1, 3))  # which residues make a word: contiguous, and spaced as in MMseqs2's prefilter
@@ -72,7 +73,7 @@ def read_clusters(path: Path | str, keys: Iterable[str], entities: Mapping[str, 
         return entry.lower() + mark + chain
 
     clusters: dict[str, str] = {}
-    for number, line in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
+    for number, line in enumerate(read_file(path).decode("utf-8", "replace").splitlines(), 1):
         for name in (names := line.split()):
             if clusters.setdefault(plain(name), names[0]) != names[0]:
                 raise UserError(f"{path}: line {number}: {name} is in two clusters; remove it from one")
@@ -93,8 +94,8 @@ def _join(job: tuple[list[str], list[str], float]) -> list[str | None]:
     index = _WordIndex(founders)
     joined: list[str | None] = []
     for sequence in sequences:
-        candidates = (founders[i] for i in index.nearest(sequence, len(founders))[:TRIED])
-        joined.append(next((other for other in candidates if similar(other, sequence, min_identity)), None))
+        candidates = (founders[i] for i in index.nearest(sequence, len(founders)))
+        joined.append(_first_similar(candidates, sequence, min_identity))
     return joined
 
 
@@ -103,10 +104,13 @@ def _join_each_other(sequences: Sequence[str], min_identity: float) -> list[str]
     index = _WordIndex(sequences)
     found: list[str] = []
     for number, sequence in enumerate(sequences):
-        earlier = (sequences[i] for i in index.nearest(sequence, number) if found[i] == sequences[i])
-        candidates = (other for _, other in zip(range(TRIED), earlier))
-        found.append(next((other for other in candidates if similar(other, sequence, min_identity)), sequence))
+        candidates = (sequences[i] for i in index.nearest(sequence, number) if found[i] == sequences[i])
+        found.append(_first_similar(candidates, sequence, min_identity) or sequence)
     return found
+
+
+def _first_similar(candidates: Iterable[str], sequence: str, min_identity: float) -> str | None:
+    return next((other for other in islice(candidates, TRIED) if similar(other, sequence, min_identity)), None)
 
 
 class _WordIndex:
@@ -167,5 +171,5 @@ def _words(code: np.ndarray, offsets: tuple[int, ...]) -> tuple[np.ndarray, np.n
 
 
 def _codes(sequence: str) -> np.ndarray:
-    """Return uint8 [N], 0 to 19, and 20 for whatever is not an amino acid."""
+    """Return uint8 [N], 0 to 19, and 20 for everything else."""
     return _LETTER_CODES[np.frombuffer(sequence.encode("ascii", "replace"), dtype=np.uint8)]

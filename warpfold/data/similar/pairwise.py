@@ -1,4 +1,4 @@
-"""Two sequences aligned to each other: which residue stands on which, and whether they belong to one cluster."""
+"""Align two sequences: which residues correspond, and whether the sequences belong to one cluster."""
 
 from math import exp
 
@@ -7,7 +7,7 @@ import numpy as np
 from warpfold.data.formats.alignment import LETTERS
 from warpfold.geometry.residue import RESTYPE_3, RESTYPES, UNKNOWN
 
-MIN_IDENTITY = 0.9  # below it two sequences are not one protein (a template's realignment: Supp. 1.2.3)
+MIN_IDENTITY = 0.9  # below it two sequences are different proteins (a template's realignment: Supp. 1.2.3)
 COVERAGE = 0.8  # share of either chain that the aligned pairs of similar sequences cover
 _NAMES = dict(zip(RESTYPES, RESTYPE_3))  # gemmi's BLOSUM62 knows residues by their three letters
 _SIMILAR = {letter: RESTYPE_3[code] for letter, code in LETTERS.items() if code != UNKNOWN}  # B, Z and U too
@@ -55,7 +55,7 @@ def _align(query: str, sequence: str, homologs: bool) -> np.ndarray:
 def similar(longer: str, shorter: str, min_identity: float = 0.4) -> bool:
     """Return whether two sequences belong to one cluster, by identity and coverage of their global alignment.
 
-    What counts as similar, and why, is said in `clusters.py`.
+    `clusters.py` says what counts as similar, and why.
     """
     import gemmi
 
@@ -70,7 +70,7 @@ def similar(longer: str, shorter: str, min_identity: float = 0.4) -> bool:
 
 
 def rost_identity(length: int) -> float:
-    """Return the identity above which alignments of this length are of homologues, 0 to 1.
+    """Return the identity, 0 to 1, above which alignments of this length are between homologues.
 
     Source: B. Rost, Twilight zone of protein sequence alignments, Protein Eng. 12 (1999) 85-94, equation 2.
     """

@@ -2,7 +2,7 @@
 
 A store is a folder of shards and a `store.json`.  A shard holds records one after another and ends with its index, so
 that opening reads no record, and the sizes that sampling needs are known without decompressing.  A record begins with a
-small header that says where its blobs lie: any array, or any block of rows of it, is read without the rest.
+small header that says where its blobs lie, so that any array, or any block of its rows, is read without the rest.
 An array that two records share is stored once.  A checksum covers every byte.  The same records give the same bytes.
 """
 
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -30,10 +29,10 @@ FORMAT, VERSION = "warpfold-store", 2
 MAGIC = b"WARPFOLD"
 HEAD = struct.Struct("<8sII")  # magic, version, 0
 FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
-BLOCK = 1 << 17  # bytes of an array per blob, before compression: the price of reading a few rows
+BLOCK = 1 << 17  # bytes of an array per blob, before compression: as much is read for a single row
 SHARD = 1 << 30  # bytes after which the next shard begins
 _OWN = re.compile(r"lock|store\.json|pack\.json|pack\.tsv|sources\.json|shard-\d{5,}\.wfs")  # what a writer makes
-LEVEL = 1  # of zstd: reading must be fast, and higher levels hardly compress residues better
+LEVEL = 1  # of zstd: higher levels hardly compress residues better
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,10 @@ def pack_record(
 
 
 class StoreWriter:
-    """A writer into `path.partial/`, renamed to `path` when done: a store exists whole or not at all.
+    """A writer into `path.partial/`, renamed to `path` when done, so that no half-written store is ever found there.
 
-    Use as a context manager: leaving it by an exception removes what was written.  After a kill, the next writer
-    starts over.  Errors: UserError if `path` exists, another process is writing it, or it cannot be written.
+    Use as a context manager: an exception removes what was written.  After a kill, the next writer starts over.
+    Errors: UserError if `path` exists, another process is writing it, or it cannot be written.
     """
 
     def __init__(self, path: Path | str, shard_bytes: int = SHARD) -> None:
@@ -89,7 +88,7 @@ class StoreWriter:
         self._index: dict[str, list[Any]] = {}
         refuse_foreign(self.partial, _OWN.fullmatch)
         self._lock = lock_folder(self.partial, self.path)
-        if self.path.exists():  # another process has finished it meanwhile
+        if self.path.exists():  # another process has finished it in the meantime
             self.abort()
             raise taken
         for left in self.partial.iterdir():  # left by a writer that was killed
@@ -152,7 +151,7 @@ class StoreWriter:
     def __enter__(self) -> "StoreWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._lock.closed:
             self.abort()
 
@@ -182,10 +181,10 @@ class RecordLocation:
 
 
 class Store:
-    """A store, open for reading; safe to share between threads and forks, and cheap to pickle (reopens by path).
+    """A store, open for reading; safe to share between threads and forks, and cheap to pickle (it reopens by path).
 
-    Errors: UserError for a folder that is not a store, a newer format, a truncated or damaged file (its name and
-    where), on opening or on reading what is damaged.
+    Errors: UserError for a folder that is not a store, another format version, or a truncated or damaged file (which,
+    and where), when the store is opened or when the damaged part is read.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -232,7 +231,7 @@ class Store:
         return Record(self, key, notes, arrays | {name: held[holder][name] for name, holder in shared.items()})
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
-        """Read everything and yield what is damaged, one line each.  progress: called with records done, and of all."""
+        """Read everything and yield a line for each damaged part.  progress: called with records done and in all."""
         for name, crc in self._checksums.items():
             try:
                 whole = zlib.crc32((self.path / name).read_bytes()) == crc
@@ -242,7 +241,7 @@ class Store:
                 yield f"{self.path / name}: damaged or gone; copy or pack the store again"
         for done, key in enumerate(self.keys):
             try:
-                for array in self._header(key)[1].values():  # shared arrays are read with the record that holds them
+                for array in self._header(key)[1].values():  # shared arrays are checked with the record that holds them
                     for number in range(len(array.crcs)):
                         self._blob(array, number)
             except UserError as error:
@@ -279,10 +278,9 @@ class Store:
             raise UserError(f"{file}: damaged, or not a store's; pack it again") from error
         if not known:
             raise UserError(f"{file}: not a WarpFold store's")
-        if version > VERSION:
-            raise UserError(f"{self.path}: format {version}, this WarpFold reads {VERSION}; update WarpFold")
-        if version < VERSION:
-            raise UserError(f"{self.path}: format {version}, this WarpFold reads {VERSION}; pack it again")
+        if version != VERSION:
+            cure = "update WarpFold" if version > VERSION else "pack it again"
+            raise UserError(f"{self.path}: format {version}, this WarpFold reads {VERSION}; {cure}")
         return shards
 
     def _open_shard(self, number: int, shard: Mapping[str, int]) -> None:

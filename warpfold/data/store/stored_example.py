@@ -17,7 +17,7 @@ from warpfold.data.store.store import Record, Store
 from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
 
-TILE = 128  # columns of a tile, at most: a crop of 256 touches three or four, and half of a longer chain stays unread
+TILE = 128  # columns of a tile, at most: a crop of 256 touches three or four, and the rest of a chain stays unread
 PER_RESIDUE = ("aatype", "residue_index", "profile", "positions", "mask")  # arrays whose first axis is residues
 TEMPLATE_ARRAYS = ("aatype", "positions", "mask", "sum_probs")  # of `Templates`; the names are a note
 NEEDED = ("aatype", "residue_index", "profile", "msa", "deletion_starts", "deletion_rows", "deletion_counts")
@@ -54,7 +54,7 @@ def to_tiles(msa: np.ndarray) -> np.ndarray:
 
 
 def to_columns(deletions: np.ndarray) -> Arrays:
-    """Return where uint16 [R, N], mostly 0, has its K other values, column by column.
+    """Return the K values of uint16 [R, N] that are not 0, as compressed sparse columns.
 
     deletion_starts int64 [N + 1]: those of column n are [starts[n], starts[n + 1]) of deletion_rows, uint32 [K], and of
     deletion_counts, uint16 [K].
@@ -70,10 +70,10 @@ def to_columns(deletions: np.ndarray) -> Arrays:
 
 
 class StoredExample:
-    """Example `key` of a store, with the sizes and the `take` of `RawExample`; nothing is read before it is needed.
+    """Example `key` of a store, with the interface of `RawExample`; nothing is read before it is needed.
 
-    Errors: KeyError for a key that the store does not have; UserError, on first use, if the entry is damaged or holds
-    something else.
+    Errors: KeyError for a key that the store does not have; UserError, on first use, if the entry is damaged or is not
+    an example.
     """
 
     def __init__(self, store: Store, key: str) -> None:

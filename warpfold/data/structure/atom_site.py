@@ -11,14 +11,14 @@ from gemmi import cif
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, ATOM_TYPES, RESTYPE_ORDER, UNKNOWN
 
-ABSENT = (".", "?")  # mmCIF's two signs for no value
+ABSENT = (".", "?")  # mmCIF's two marks for a missing value
 
 # Atoms that a residue of each type may have: its own, the C-terminal OXT, and the backbone if the type is unknown.
 KNOWN_ATOMS = ATOM37_MASK > 0  # [21, 37]
 KNOWN_ATOMS[:, ATOM_ORDER["OXT"]] = True
 KNOWN_ATOMS[UNKNOWN, [ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O")]] = True
 
-FARTHEST = 1e6  # angstrom; no file has a reason to go further
+FARTHEST = 1e6  # angstrom; a larger coordinate is damage
 MOST_DIGITS = 18  # of a whole number in a file, so that it fits into int64
 
 Columns = dict[str, list[str]]
@@ -30,9 +30,8 @@ class Polymer:
 
     label: str
     author: str
-    monomers: list[
-        tuple[str, ...]
-    ]  # [N], several names where the crystal has a mixture, that of the atoms to take first
+    # [N], several names where the crystal has a mixture, first that of the atoms to take
+    monomers: list[tuple[str, ...]]
     letters: str  # [N], of the first of each
     entity: str = ""
 
@@ -73,7 +72,7 @@ def read_columns(block: cif.Block, source: str) -> Columns:
 def place_atoms(columns: Columns, polymers: Sequence[Polymer], source: str) -> Atoms:
     """Put heavy atoms on atom37, one conformation per residue, arginine's NH1 and NH2 told apart by distance.
 
-    Errors: UserError for a residue that the sequence does not have there, and for positions that are no numbers.
+    Errors: UserError for a residue that the sequence does not have there, and for positions that are not numbers.
     """
     starts = np.cumsum([0, *(len(polymer.letters) for polymer in polymers)])
     rows, residues, atoms = _rows_of_polymers(columns, polymers, starts, source)
@@ -120,7 +119,7 @@ def occupancies(columns: Columns) -> dict[tuple[str, str, str], float]:
 
 
 def place_of(text: str) -> int:
-    """Return a place in a sequence, from 1; 0 for anything else, numbers that no integer type holds included."""
+    """Return a place in a sequence, from 1; 0 for anything else, such as a number that does not fit into int64."""
     return int(text) if len(text) <= MOST_DIGITS and text.isdecimal() else 0
 
 

@@ -1,4 +1,4 @@
-"""What a structure file holds: chains of atom37 positions on their SEQRES, and the day on which the entry came out.
+"""What a structure file holds: chains of atom37 positions on their SEQRES, and the entry's release date.
 
 Readers (`mmcif.py`, `pdb.py`) make these; nothing here needs gemmi.
 """
@@ -11,15 +11,15 @@ import numpy as np
 
 from warpfold.errors import UserError
 
-_WEEK = re.compile(r"\d{4}-?W\d{2}", re.ASCII)  # names no day, but `fromisoformat` would take its Monday
+_WEEK = re.compile(r"\d{4}-?W\d{2}", re.ASCII)  # a week is not a day, but `fromisoformat` would take its Monday
 _PLAIN = re.compile(r"(\d{4})-(\d{1,2})-(\d{1,2})", re.ASCII)  # mmCIF's dictionary allows 2017-7-26
 
 
 @dataclass(frozen=True)
 class Chain:
-    """One protein chain on its SEQRES: all residues that were in the crystal, and the atoms that were seen.
+    """One protein chain on its SEQRES: all residues that are in the sample, and the atoms that were seen.
 
-    `sequence` has one letter per residue: modified residues as their parent, X where there is none.
+    `sequence` has one letter per residue: modified residues as their parent, X without one.
     `author_numbers` are the authors' residue number and insertion code ("52", "52A"), "" where the file has none.
     """
 
@@ -49,7 +49,7 @@ def parse_date(text: str | None) -> date | None:
 
     Accepts ISO 8601's spellings, 2017-07-26, 20170726, 2017-W30-3 and 2017W303, and mmCIF's without leading zeros,
     2017-7-26.  Meant for dates in files, which may hold anything.  Dates are compared as `datetime.date`, never as
-    text: the same day has several spellings, which sort in no useful order.
+    text, since one day has several spellings.
     """
     text = (text or "").strip()
     if _WEEK.fullmatch(text):

@@ -1,9 +1,12 @@
-"""A folder of structures, looked up by PDB id, in which template hits are found."""
+"""Folders of structures, looked up by PDB id, in which template hits are found."""
 
 import os
 import re
 from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +19,25 @@ ENDINGS = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz")
 
 
 class MissingStructure(UserError):
-    """There is no file of an entry in a library."""
+    """An entry has no file in a library."""
 
 
 class Library:
-    """mmCIF files in a folder and its subfolders (a PDB mirror, say), each read when it is needed.
+    """mmCIF files in folders and their subfolders (a PDB mirror, say), each read when it is needed.
 
-    A file is named by its id, in lower or upper case: `1abc.cif`, `ab/1abc.cif.gz`, `1ABC.cif`.  The last `keep`
-    structures and all release dates that were read stay in memory, but are not pickled.
+    A file is named by its id, in lower or upper case: `1abc.cif`, `ab/1abc.cif.gz`, `1ABC.cif`.  Of several folders
+    with an entry the first one counts.  The last `keep` structures and all release dates that were read stay in
+    memory, but are not pickled.
     limit: bytes that a file may have when it is unpacked.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 16, limit: int = LARGEST) -> None:
-        self.folder, self.keep, self.limit = Path(folder), keep, limit
-        if not self.folder.is_dir():
-            raise UserError(f"{folder}: is not a folder; give the folder of the templates' mmCIF files")
-        self._paths: dict[str, Path] | None = (
-            None  # of all files: listed once an entry is not where PDB mirrors have it
-        )
+    def __init__(self, *folders: str | Path, keep: int = 16, limit: int = LARGEST) -> None:
+        self.folders, self.keep, self.limit = tuple(map(Path, folders)), keep, limit
+        for folder in self.folders:
+            if not folder.is_dir():
+                raise UserError(f"{folder}: is not a folder; give the folder of the templates' mmCIF files")
+        self._listed: dict[Path, dict[str, Path]] = {}  # all files of a folder by id
+        self._states: dict[str, str] = {}  # what `digest` saw of entries
         self._structures: OrderedDict[str, Structure | UserError] = OrderedDict()
         self._dates: dict[str, date | None] = {}
 
@@ -43,22 +47,27 @@ class Library:
     def find(self, pdb_id: str) -> Path:
         """Return the file of an entry, the first by path if there are several.  Errors: MissingStructure if none."""
         pdb_id = pdb_id.lower()
+        for folder in self.folders:
+            if path := self._find_in(folder, pdb_id):
+                return path
+        where = ", ".join(map(str, self.folders))
+        raise MissingStructure(f"{where}: has no {pdb_id}.cif or {pdb_id}.cif.gz; add it, or do without")
+
+    def _find_in(self, top: Path, pdb_id: str) -> Path | None:
         if re.fullmatch(r"[a-z0-9]{4}", pdb_id):
-            for folder in (self.folder, self.folder / pdb_id[1:3]):
+            for folder in (top, top / pdb_id[1:3]):
                 for name in (pdb_id, pdb_id.upper()):
                     for ending in ENDINGS[:2]:
                         if (path := folder / f"{name}{ending}").is_file():
                             return path
-        if self._paths is None:
-            self._paths = {}
-            for here, folders, names in os.walk(self.folder):
+        if top not in self._listed:  # only once an entry is not where PDB mirrors have it: this may take minutes
+            found = self._listed[top] = {}
+            for here, folders, names in os.walk(top):
                 folders.sort()
                 for name in sorted(names):
                     if end := next((ending for ending in ENDINGS if name.lower().endswith(ending)), None):
-                        self._paths.setdefault(name[: -len(end)].lower(), Path(here, name))
-        if pdb_id not in self._paths:
-            raise MissingStructure(f"{self.folder}: has no {pdb_id}.cif or {pdb_id}.cif.gz; add it, or do without")
-        return self._paths[pdb_id]
+                        found.setdefault(name[: -len(end)].lower(), Path(here, name))
+        return self._listed[top].get(pdb_id)
 
     def has(self, pdb_id: str) -> bool:
         """Return whether there is a file of an entry."""
@@ -68,8 +77,19 @@ class Library:
             return False
         return True
 
+    def digest(self, pdb_ids: Sequence[str]) -> str:
+        """Return a fingerprint of the files of some entries: where they are, their sizes, when they were written."""
+        for pdb_id in pdb_ids:
+            if pdb_id not in self._states:
+                self._states[pdb_id] = ""
+                with suppress(UserError, OSError):
+                    status = (path := self.find(pdb_id)).stat()
+                    self._states[pdb_id] = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
+        found = "\n".join(self._states[pdb_id] for pdb_id in pdb_ids)
+        return blake2b(found.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
     def read(self, pdb_id: str) -> Structure:
-        """Return the structure of an entry.  Errors: UserError for one that is not there or cannot be used."""
+        """Return the structure of an entry.  Errors: UserError if it is missing or cannot be used."""
         found = self._structures.pop(pdb_id, None)
         if found is None:
             try:
@@ -85,7 +105,7 @@ class Library:
         return found
 
     def release_date(self, pdb_id: str) -> date | None:
-        """Return when an entry came out; None if its file does not say.  Errors: as in `read`."""
+        """Return when an entry was released; None if its file does not say.  Errors: as in `read`."""
         if pdb_id not in self._dates:
             with within_memory(str(path := self.find(pdb_id))):
                 self._dates[pdb_id] = read_release_date(path, self.limit)

@@ -12,12 +12,11 @@ import gemmi
 import numpy as np
 from gemmi import cif
 
-from warpfold.data.formats.sequences import read_bytes
 from warpfold.data.structure import pdb
 from warpfold.data.structure.atom_site import ABSENT, Columns, Polymer, occupancies, place_atoms, place_of, read_columns
 from warpfold.data.structure.chain import Chain, Structure, parse_date
 from warpfold.errors import UserError
-from warpfold.files import LARGEST
+from warpfold.files import LARGEST, read_file
 from warpfold.geometry.residue import ATOM_ORDER, RESTYPE_3, RESTYPE_ORDER, RESTYPES
 
 _NEAREST = {"U": "C", "O": "K"}  # selenocysteine, pyrrolysine: the nearest of the twenty
@@ -32,17 +31,17 @@ def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST
     among equals; modified residues as their parents (`_one_letter`; MSE with SE as SD).  Of alternative positions the
     conformation of the highest mean occupancy in its residue, the first among equals; atoms that only another
     conformation has are taken from there.  Hydrogens are left out; NH1 and NH2 of arginine are swapped where NH2 is
-    nearer to CD (Supp. 1.2.1).  Polymers other than polypeptide(L), and chains of which no residue has N, CA and C
+    nearer to CD (Supp. 1.2.1).  Polymers other than polypeptide(L), and chains in which no residue has N, CA and C
     (CA-only; kept if `ca_only`), are named in `dropped`.
 
-    Errors: UserError for a file that is missing, cut short, no structure, without a usable protein chain, with
-    positions that are no numbers, or whose atoms contradict its sequence.
+    Errors: UserError for a file that is missing, cut short, not a structure, without a usable protein chain, with
+    positions that are not numbers, or whose atoms contradict its sequence.
     """
-    return parse_structure(read_bytes(path, limit), str(path), ca_only)
+    return parse_structure(read_file(path, limit), str(path), ca_only)
 
 
 def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: bool = False) -> Structure:
-    """Do as `read_structure` for text in memory; `source` is its name in errors."""
+    """Parse text in memory as `read_structure` does; `source` is its name in errors."""
     data = data.encode() if isinstance(data, str) else data
     try:
         block = pdb.read(data, source) if pdb.is_pdb(data) else _read_mmcif(data, source)
@@ -55,13 +54,13 @@ def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: boo
 
 
 def read_release_date(path: str | Path, limit: int = LARGEST) -> date | None:
-    """Return when the entry in a file came out; None if it does not say.
+    """Return when the entry in a file was released; None if the file does not say.
 
-    If the date stands before the atoms, as in the PDB's files since 2017, nothing behind it is parsed, which is several
+    If the date comes before the atoms, as in the PDB's files since 2017, nothing after it is parsed, which is several
     times faster than `read_structure`; otherwise the whole file is.
     Errors: as in `read_structure`, for what is read.
     """
-    data = read_bytes(path, limit)
+    data = read_file(path, limit)
     head = data[: max(data.rfind(b"loop_", 0, max(data.find(b"\n_atom_site."), 0)), 0)]
     if b"_pdbx_audit_revision_history.revision_date" in head:
         with pdb.gemmi_errors(str(path), "is not valid mmCIF"):
@@ -168,11 +167,14 @@ def _polymers(block: cif.Block, columns: Columns, source: str) -> tuple[list[Pol
     for label, (author, entity) in _asyms(block, columns).items():
         if entity not in sequences:
             continue  # a ligand, a sugar, water
-        monomers = [_largest_first(names, label, place, seen) for place, names in enumerate(sequences[entity], 1)]
+        monomers = [  # of several names at one place, that of the largest occupancy first
+            tuple(sorted(names, key=lambda name: -seen.get((label, str(place), name), 0.0)))
+            for place, names in enumerate(sequences[entity], 1)
+        ]
         letters = _one_letter(monomers, parents, canonical.get(entity, ""))
         polymer = Polymer(label, author, monomers, letters, entity)
         kind = kinds.get(entity)
-        if not kind:  # by the greater part of the residues
+        if not kind:  # the file does not say: what most residues are
             amino = sum(gemmi.find_tabulated_residue(names[0]).is_amino_acid() for names in monomers)
             kind = "polypeptide(l)" if 2 * amino > len(monomers) else "no polypeptide"
         if kind == "polypeptide(l)":
@@ -216,13 +218,6 @@ def _asyms(block: cif.Block, columns: Columns) -> dict[str, tuple[str, str]]:
         known = author if author not in ABSENT else authors.get(label) or label
         found[label] = (known, entities.get(label, entity))
     return found
-
-
-def _largest_first(
-    names: tuple[str, ...], label: str, place: int, seen: Mapping[tuple[str, str, str], float]
-) -> tuple[str, ...]:
-    """Return the residue names at a place of a chain, that of the largest occupancy first (stable)."""
-    return tuple(sorted(names, key=lambda name: -seen.get((label, str(place), name), 0.0)))
 
 
 def _named_parents(block: cif.Block) -> dict[str, str]:

@@ -87,6 +87,7 @@ def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
 
 def _release_date(data: bytes) -> str | None:
     """Return the date of the first revision (REVDAT 1) as YYYY-MM-DD."""
+    # Months have three letters, so a name stands at a multiple of 3; -1, not found, leaves 2.
     months = b"JANFEBMARAPRMAYJUNJULAUGSEPOCTNOVDEC"
     found = re.search(rb"^REVDAT   1   (\d\d)-([A-Z]{3})-(\d\d)", data, re.MULTILINE)
     if found is None or months.find(found[2]) % 3 != 0:
@@ -131,7 +132,7 @@ def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
 
 
 def _name_mixtures(structure: gemmi.Structure) -> None:
-    """Add to the sequences the other residues that stand at one place (microheterogeneity), which SEQRES lacks."""
+    """Add to the sequences the alternative residues of one place (microheterogeneity), which SEQRES does not name."""
     for chain in structure[0]:
         polymer = chain.get_polymer()
         entity = structure.get_entity_of(polymer)

@@ -87,7 +87,7 @@ def distances(a: Floats, b: Floats) -> Floats:
 
 
 def apart(count: int) -> NDArray[np.int64]:
-    """Return how many residues each lies from each along the chain: [N, N]."""
+    """Return how far apart residues are along the chain: [N, N]."""
     number = np.arange(count)
     return np.abs(number[:, None] - number[None, :])
 

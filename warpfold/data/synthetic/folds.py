@@ -82,7 +82,7 @@ TRIM = 2  # residues that may be left out at both ends of a sheet
 class Fold:
     """An order of parts: "H" a helix of `helix` (shortest, longest) residues, keys of SHEETS, keys of LOOPS.
 
-    weight: how often it is made.  closed: whether the first and the last part must touch.
+    weight: its relative frequency.  closed: whether the first and the last part must touch.
     """
 
     name: str
@@ -104,10 +104,10 @@ FOLDS: tuple[Fold, ...] = (
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What is decided before a chain is built.
+    """A fold with all the choices that are made before a chain is built.
 
     elements: one letter per residue: H helix, E strand, L loop or turn, T tail.  letters: the residue types that a
-    position asks for, commonest first, "" where any will do.  bodies: [N], helices and sheets numbered along the chain,
+    position needs, commonest first, "" for any.  bodies: [N], helices and sheets numbered along the chain,
     -1 elsewhere.  torsions: [N, 2] phi and psi, degrees.  loops: names of the loops and sheets.
     """
 

@@ -1,7 +1,7 @@
-"""Sample proteins with alignments, made from nothing, to try the whole pipeline without a download.
+"""Make sample proteins with alignments from scratch, to try the whole pipeline without a download.
 
-They are physical (ideal bonds, allowed torsions, packed without clashes, their sequences follow the structure) but they
-are not nature's: a model trained on them has learned this generator.
+They are physical (ideal bonds, allowed torsions, packed without clashes, sequences that follow the structure) but not
+natural: a model trained on them has learned this generator.
 """
 
 import json
@@ -24,11 +24,11 @@ from warpfold.data.synthetic.sequence import draw, evolve, model_sites
 from warpfold.data.synthetic.sidechain import add_side_chains
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_MASK, ATOM14_TO_ATOM37, RESTYPE_ORDER
-from warpfold.progress import Progress
+from warpfold.progress import Progress, no_progress
 
 BATCH, ATTEMPTS = 48, 40  # blueprints built together, and how often before giving up
 SHORTEST, LONGEST = 30, 60
-RESOLUTION = 1.0  # angstrom; ideal geometry, and without a figure training would pass over the confidence losses
+RESOLUTION = 1.0  # angstrom; without one, training would skip the confidence losses
 
 README = """{count} sample proteins, made by WarpFold {version} with seed {seed}.
 
@@ -47,7 +47,7 @@ resolution in the files, {resolution} A, is there so that training treats them a
 
 @dataclass(frozen=True)
 class Protein:
-    """A sample protein: atoms [N, 14, 3] in angstrom (0 where there is none), and an alignment, its own row first."""
+    """A sample protein: atoms [N, 14, 3] in angstrom (0 where masked), and an alignment, its own row first."""
 
     name: str
     blueprint: Blueprint
@@ -71,7 +71,7 @@ def make_protein(
         fold = fold or FOLDS[rng.choice(len(FOLDS), p=weights / weights.sum())]
         blueprints = [draw_blueprint(fold, rng) for _ in range(BATCH)]
         blueprints = [one for one in blueprints if min_length <= len(one.elements) <= max_length]
-        if not blueprints:  # this fold has other lengths
+        if not blueprints:  # this fold does not have these lengths
             fold = None
             continue
         longest = max(len(one.torsions) for one in blueprints)
@@ -98,14 +98,13 @@ def generate(
     min_length: int = SHORTEST,
     max_length: int = LONGEST,
     depth: tuple[int, int] = (16, 128),
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> list[dict[str, Any]]:
     """Make a folder of sample proteins: OUT/mmcif/NAME.cif, OUT/msas/NAME_A.a3m, OUT/manifest.json, OUT/README.txt.
 
     Same seed and version, same bytes; protein i is the same however many are asked for.  Lengths in residues, depth in
-    rows of the alignment (least, most), all inclusive.  `progress` is called with (done, total, what).  `out` must not
-    exist or be empty; it appears when it is complete.  Returns the manifest's entries.  Errors: UserError for `out` in
-    use and for arguments that make no sense.
+    rows of the alignment (least, most), all inclusive.  `out` must not exist or be empty; it appears when it is
+    complete.  Returns the manifest's entries.  Errors: UserError if `out` is in use, and for impossible arguments.
     """
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; name a new folder or remove it")
@@ -128,8 +127,7 @@ def generate(
             (partial / folder).mkdir()
         for index in range(proteins):
             entries.append(_write(make_protein(seed, index, min_length, max_length, depth), partial))
-            if progress is not None:
-                progress(index + 1, proteins, "making proteins")
+            progress(index + 1, proteins, "making proteins")
         about = {"generator": f"WarpFold {__version__}", "seed": seed, "proteins": entries}
         (partial / "manifest.json").write_text(json.dumps(about, indent=1) + "\n")
         text = README.format(count=proteins, version=__version__, seed=seed, folds=len(FOLDS), resolution=RESOLUTION)
@@ -161,7 +159,7 @@ def _write(protein: Protein, out: Path) -> dict[str, Any]:
 
 
 def to_chain(protein: Protein) -> Chain:
-    """Return the protein as the readers give it: chain A, centred, float32."""
+    """Return the protein as `read_structure` would: chain A, centred, float32."""
     types = np.array([RESTYPE_ORDER[letter] for letter in protein.sequence])
     count = len(types)
     residue, slot = np.nonzero(ATOM14_MASK[types])

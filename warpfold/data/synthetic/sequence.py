@@ -46,7 +46,7 @@ CHARGE_GAIN, HYDROPHOBIC_GAIN, VOLUME_SPREAD = 2.0, 1.0, 22.0
 
 @dataclass(frozen=True)
 class Sites:
-    """What evolution may do with a fold.
+    """The distribution of the sequences of a fold.
 
     preferences: [N, 20], rows sum to 1.  fixed: [N], sites whose type their loop asks for.  pairs: sites that evolve
     together, each in one pair at most.  couplings: for each pair, the probabilities of its two types [20, 20].
@@ -163,8 +163,8 @@ def evolve(
 ) -> Alignment:
     """Return an alignment of relatives of `sequence`, the query first: between depth[0] and depth[1] rows.
 
-    A few clades part from the query at different distances, and each row from its clade; in some, loops and ends are
-    lost or grow.
+    A few clades diverge from the query by different amounts, and each row from its clade; some rows lose or gain
+    residues in loops and at the ends.
     """
     count = int(rng.integers(depth[0], depth[1], endpoint=True)) - 1
     query = encode(sequence).astype(np.uint8)

@@ -94,10 +94,10 @@ def rotamers(letter: str) -> Floats:
 
 
 def add_side_chains(sequence: str, backbone: Floats, fixed: Flags) -> tuple[str, Floats] | None:
-    """Choose rotamers that do not clash; residues for which there are none become smaller ones.
+    """Choose rotamers that do not clash; a residue without such a rotamer becomes a smaller one.
 
     sequence: N letters.  backbone: N, CA, C, O, CB [N, 5, 3], angstrom.  fixed: [N], residues that must stay.
-    Returns the sequence and its atoms [N, 14, 3], 0 where there is none, or None if nothing is free of clashes.
+    Returns the sequence and its atoms [N, 14, 3], 0 where masked, or None if some clashes remain.
     """
     letters = list(sequence)
     rotation, origin = frames(backbone)
@@ -119,7 +119,7 @@ def add_side_chains(sequence: str, backbone: Floats, fixed: Flags) -> tuple[str,
 def _choose_rotamers(letters: list[str], backbone: Floats) -> tuple[list[int], list[tuple[int, ...]]]:
     """Return each residue's rotamer, and the groups of one or two residues that clash (one: with the backbone).
 
-    M atoms are those past CB of all rotamers of the chain, one rotamer after another; R are the rotamers.
+    M: the atoms past CB of all rotamers of the chain, one rotamer after another; R: the rotamers.
     """
     rotation, origin = frames(backbone)
     placed, owners, options, depths, polars = [], [], [], [], []
@@ -142,7 +142,7 @@ def _choose_rotamers(letters: list[str], backbone: Floats) -> tuple[list[int], l
     pair = np.maximum.reduceat(np.maximum.reduceat(overlap, starts, axis=0), starts, axis=1)
     pair[residue[:, None] == residue[None, :]] = 0.0
 
-    # every residue in turn takes the rotamer that is best beside those that the others have
+    # Every residue in turn takes the rotamer that fits best with the present rotamers of the others.
     alone, together = own**2 + COMMONER * option, pair**2
     members = [np.flatnonzero(residue == i) for i in np.unique(residue)]
     taken = np.array([m[alone[m].argmin()] for m in members])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyhmmer.easel import DigitalSequenceBlock, SequenceFile, TextSequence
 from pyhmmer.plan7 import Pipeline
 
-from tests.data.families import database, family, headers
+from tests.data.search.families import database, family, headers
 from warpfold.data.example.hits import parse_hits
 from warpfold.data.formats.sequences import write_fasta
 from warpfold.data.search import hmmer as search_hmmer

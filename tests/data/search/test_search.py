@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.families import database, family, headers, queries
+from tests.data.search.families import database, family, headers, queries
 from tests.test_cli import refused, run
 from warpfold.bulk import JobPart
-from warpfold.data.formats.sequences import read_alignment, read_fasta, write_fasta
+from warpfold.data.formats.sequences import read_alignment, read_fasta, read_proteins, write_fasta
 from warpfold.data.search import search as searching
 from warpfold.data.search.database import Database
 from warpfold.data.search.hmmer import Jackhmmer
-from warpfold.data.search.search import SearchOptions, read_queries, search
+from warpfold.data.search.search import SearchOptions, search
 from warpfold.errors import UserError
 from warpfold.run.predict import read_queries as predict_reads
 
-REALDATA = (Path(__file__).parents[2] / "../shared/realdata").resolve()
+REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 needs_realdata = pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")
 
 
@@ -103,7 +103,7 @@ def test_what_changes_the_result_is_searched_anew(
 def test_a_run_that_was_stopped_goes_on(
     files: tuple[Path, Path], tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Jackhmmer, "per_pass", lambda self, threads: 1)
+    monkeypatch.setattr(Jackhmmer, "queries_per_pass", lambda self, threads: 1)
     keep = searching.Cache.put
 
     def stop_at_the_third(self, key, text):
@@ -264,7 +264,7 @@ def test_names_of_databases_and_proteins(tmp_path: Path) -> None:
     assert named("mgnify=x.fa", {"": 7, "bfd": 9}) == ("mgnify", 7)
     assert named("bfd=x.fa", {"": 7, "bfd": 9}) == ("bfd", 9)
     assert Database.parse(f"x={tmp_path}/some.fa").path == tmp_path / "some.fa"
-    assert list(read_queries([write(tmp_path / "q.fa", ">sp|P1|X_HUMAN a b\nMKV\n>../x y\nMKW\n")])) == [
+    assert list(read_proteins([write(tmp_path / "q.fa", ">sp|P1|X_HUMAN a b\nMKV\n>../x y\nMKW\n")])) == [
         "sp_P1_X_HUMAN", "_x"
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Jobs that kill the process that does them, for workers to import (those that pack import it when they are called)."""
+"""Jobs that kill the process that runs them, in a module that workers can import."""
 
 import os
 import signal
@@ -17,14 +17,14 @@ def _die_of(name: str, word: str) -> None:
 
 
 def upper(names: list[str]) -> list[str]:
-    """Names in capitals, but for `kill`."""
+    """Return the names in capitals; die of `kill`."""
     for name in names:
         _die_of(name, "kill")
     return [name.upper() for name in names]
 
 
 def read_chains(job: "tuple[InputFile, PackOptions]") -> "ReadChains":
-    """The original, but for files called `readkill`."""
+    """Do as the original, but die of files called `readkill`."""
     from warpfold.data.pack import build as pack_build
 
     _die_of(job[0].name, "readkill")
@@ -32,7 +32,7 @@ def read_chains(job: "tuple[InputFile, PackOptions]") -> "ReadChains":
 
 
 def build(job: "BuildJob") -> "BuiltChains":
-    """The original, but for files called `buildkill`."""
+    """Do as the original, but die of files called `buildkill`."""
     from warpfold.data.pack import build as pack_build
 
     _die_of(job.file.name, "buildkill")
@@ -40,7 +40,7 @@ def build(job: "BuildJob") -> "BuiltChains":
 
 
 def read_queries(job: "tuple[Sequence[InputFile], int]") -> list[tuple[str, str]]:
-    """The original, but for files called `querykill`."""
+    """Do as the original, but die of files called `querykill`."""
     from warpfold.data.pack import build as pack_build
 
     for source in job[0]:
@@ -49,12 +49,12 @@ def read_queries(job: "tuple[Sequence[InputFile], int]") -> list[tuple[str, str]
 
 
 def starve(job: object) -> Any:
-    """Wants more memory than there is."""
+    """Ask for more memory than there is."""
     raise MemoryError
 
 
 class Here:
-    """`bulk.IsolatedProcess` without a process, where none dies: quicker."""
+    """Replace `bulk.IsolatedProcess` where no process dies, which is quicker."""
 
     def __call__(self, function: Callable[[Any], Any], job: Any) -> Any:
         return function(job)

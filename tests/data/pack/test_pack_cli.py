@@ -1,4 +1,4 @@
-"""`warpfold pack` as a stranger uses it: parts, merging, verifying, telling; every misuse is one line."""
+"""`warpfold pack` at the command line: parts, merging, verifying, reports; every misuse is one line."""
 
 import json
 import os
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pack_inputs import make_files
 
+from tests.data.pack.pack_inputs import make_files
 from warpfold.cli import main
 from warpfold.data.pack import pack as packing
 from warpfold.data.pack.part import PartFolder
@@ -121,13 +121,13 @@ def test_what_is_no_part_is_one_line(capsys: pytest.CaptureFixture[str], files: 
             run(capsys, "--structures", files / "structures", "--out", files / "p", "--shard", "1/1")
             (files / "p.part-1-of-1/records").unlink()
             folder = files / "p.part-1-of-1"
-        assert "no part of a store" in refused(run(capsys, "--merge", folder, "--out", files / "o"))
+        assert "not a part of a store" in refused(run(capsys, "--merge", folder, "--out", files / "o"))
 
 
 def test_sigterm_is_a_stop_and_no_death(
     capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Schedulers send it before they kill; what was under way is not suspected of having killed the run."""
+    """Schedulers send it before they kill; running jobs are not suspected of having killed the run."""
     read = packing.read_chains
 
     def interrupted(job: Any) -> Any:

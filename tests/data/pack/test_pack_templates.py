@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pack_inputs import ONE, TWO, alignment, chain, structure
 
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, structure
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.pack import find_inputs, pack
 from warpfold.data.store.store import Store
@@ -68,7 +68,7 @@ def test_templates_lie_in_the_store_and_the_report_counts_them(files: Path) -> N
 
 
 def test_a_store_without_templates_says_why(files: Path) -> None:
-    """Asked for by hits, and looked for in the wrong folder."""
+    """Hits ask for them, but the folder is the wrong one."""
     (files / "elsewhere").mkdir()
     structure(files / "elsewhere/3old.cif", chain("A", TWO))
     report = pack(

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from killers import Here
-from pack_inputs import ONE, chain, contents, make_files, packed, structure
 
+from tests.data.pack.killers import Here
+from tests.data.pack.pack_inputs import ONE, chain, contents, make_files, packed, structure
 from warpfold.bulk import JobPart
 from warpfold.data.pack import inputs as packing_inputs
 from warpfold.data.pack import jobs as pack_jobs
@@ -25,7 +25,7 @@ from warpfold.data.pack.report import PackReport
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_parts_that_do_not_belong_together(files: Path) -> None:
         ([one, one], r"part 1/2, and so is .*part-1-of-2; give each part once"),
         ([one, other[1]], r"belongs to another store than .*\(it differs in --min-length, --require-msa\)"),
         ([one, two, third], r"is part 1/1, .* is 1/2; give the parts of one run"),
-        ([one, files / "msas"], r"msas: no part of a store"),
+        ([one, files / "msas"], r"msas: not a part of a store"),
     ):
         with pytest.raises(UserError, match=message):
             merge(parts, files / "store")
@@ -139,7 +139,7 @@ def test_a_killed_run_continues(files: Path, whole: dict[str, bytes]) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from pack_inputs import packed
+from tests.data.pack.pack_inputs import packed
 
 def progress(done, total, stage):
     if stage == "packing" and done == 5:
@@ -147,8 +147,7 @@ def progress(done, total, stage):
 
 packed(Path({str(files)!r}), progress=progress)
 """
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/data")])
-    result = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=False)
+    result = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     assert result.returncode == -signal.SIGKILL
     assert not (files / "store").exists()
     done: list[int] = []

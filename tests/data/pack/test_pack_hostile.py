@@ -1,4 +1,4 @@
-"""Files that are bombs, pipes or killers: one entry each; what is the user's stays; other inputs continue a run."""
+"""Files that are bombs, pipes or killers cost one entry each; the user's files stay; other inputs continue a run."""
 
 import gzip
 import json
@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import killers
 import pytest
-from killers import Here
-from pack_inputs import ONE, TWO, alignment, chain, contents, make_files, packed, structure
 
 from tests.data.formats.test_input_files import _stockholm
+from tests.data.pack import killers
+from tests.data.pack.killers import Here
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, make_files, packed, structure
 from warpfold.bulk import JobPart, pool
 from warpfold.data.pack import build as pack_build
 from warpfold.data.pack import jobs as pack_jobs
@@ -34,7 +34,7 @@ from warpfold.data.store.store import Store, StoreWriter
 from warpfold.data.structure import library as template_library
 from warpfold.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 # ---- bombs and pipes
@@ -202,7 +202,7 @@ def test_a_file_that_kills_its_worker_costs_its_entry_whoever_does_the_work(
 
     code = f"""
 from pathlib import Path
-import killers
+from tests.data.pack import killers
 from warpfold.data.pack import match as pack_match
 from warpfold.data.pack import pack as packing
 from warpfold.data.pack.pack import pack
@@ -212,15 +212,14 @@ folder = Path({str(tmp_path)!r})
 if __name__ == "__main__":
     pack([folder / "s"], [folder / "m"], folder / "one")
 """
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/data")])
-    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path}
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
     ends = [subprocess.run(command, env=environment, check=False).returncode for _ in range(4)]
     assert ends == [-signal.SIGKILL] * 3 + [0]  # once for each; the next run knows
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
 def test_a_job_that_no_run_outlives_is_given_up_untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on machines where a want of memory ends the whole job, not the worker alone."""
+    """On some machines a lack of memory ends the whole job, not just the worker."""
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     structure(tmp_path / "s/1two.cif", chain("A", TWO))
 
@@ -249,7 +248,7 @@ def test_a_job_that_no_run_outlives_is_given_up_untried(tmp_path: Path, monkeypa
 
 
 def _let_go(writer: PartWriter) -> None:
-    """What a kill does: nothing but freeing the lock."""
+    """Do what a kill does: release the lock, and nothing else."""
     writer._lock.close()
 
 
@@ -274,7 +273,7 @@ def test_what_a_stop_interrupted_is_no_suspect(tmp_path: Path, monkeypatch: pyte
 def test_an_alignment_that_was_changed_after_it_was_read_is_a_suspect_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a run without workers would be killed by it each time it is started."""
+    """Otherwise it would kill a run without workers each time it is started."""
     files = tmp_path
     structure(files / "structures/1one.cif", chain("A", ONE))
     alignment(files / "msas/1one_A.a3m", ONE)
@@ -305,7 +304,7 @@ def test_an_alignment_that_was_changed_after_it_was_read_is_a_suspect_too(
 
 
 def test_templates_are_as_limited_as_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is too large, or for which the memory does not suffice, costs itself and not those who ask for it."""
+    """A template that is too large, or needs too much memory, is lost alone, without the chains that ask for it."""
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     alignment(tmp_path / "h/1one_A.hmmsearch.a3m").write_text("".join(
         f">{name}_A/1-30 mol:protein\n{letter}{ONE[1:]}\n" for name, letter in (("9big", "C"), ("9eat", "D"))
@@ -371,7 +370,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def _stopped(files: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
-    """A run that was stopped when all but its end was done."""
+    """A run that was stopped just before its end."""
 
     def stop(_: PartWriter) -> None:
         raise KeyboardInterrupt
@@ -466,7 +465,7 @@ def test_a_finished_part_continues_with_other_inputs(tmp_path: Path) -> None:
 
 
 def _read_by(action: Callable[[], PackReport]) -> tuple[int, PackReport]:
-    """Bytes that this process reads meanwhile, from files and the like, and the report."""
+    """Return the bytes that this process reads in the meantime, and the report."""
     io = Path("/proc/self/io")
 
     def count() -> int:
@@ -545,7 +544,7 @@ def test_parts_that_are_merged_hold_no_file_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     opened = [PartFolder(part_path(files / "store", JobPart(1, 1))) for _ in range(8)]
     assert len(os.listdir("/proc/self/fd")) == before
-    assert opened[0].jobs("structure")
+    assert opened[0].structures()
 
 
 # ---- what is the user's, and records of any size

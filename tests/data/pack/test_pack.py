@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pack_inputs import ONE, TWO, alignment, chain, make_files, packed, structure
 
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, make_files, packed, structure
 from warpfold.batch import to_tensors
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
@@ -22,7 +22,7 @@ from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPE_ORDER
 
-REAL = Path(__file__).parents[3] / "shared/realdata"
+REAL = Path(__file__).parents[4] / "shared/realdata"
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def chain(name: str, sequence: str, resolved: int | None = None, shift: float = 
 
 
 def structure(path: Path, *chains: Chain, resolution: float | None = 2.0, released: str | None = None) -> Path:
-    """An mmCIF file, called like its entry."""
+    """Write an mmCIF file, named after its entry."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = write_mmcif(path.name.split(".")[0], chains, resolution=resolution)
     if released:
@@ -39,7 +39,7 @@ def structure(path: Path, *chains: Chain, resolution: float | None = 2.0, releas
 
 
 def alignment(path: Path, *rows: str) -> Path:
-    """An A3M."""
+    """Write an A3M file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(write_fasta([(str(i), row) for i, row in enumerate(rows)]))
     return path
@@ -75,5 +75,5 @@ def packed(files: Path, name: str = "store", **options: Any) -> PackReport:
 
 
 def contents(store: Path) -> dict[str, bytes]:
-    """Every file of a store."""
+    """Return the contents of every file of a store."""
     return {file.name: file.read_bytes() for file in store.iterdir()}
