@@ -61,13 +61,19 @@ def shards(states: Tensors, masks: Tensors, names: tuple[str, ...], mesh: Mesh) 
 
 
 def compare_on_two_ranks(
-    make: Callable[[], Any], names: tuple[str, ...] = ("m", "z"), after: Callable[[Any], Any] = lambda module: None
+    make: Callable[[], Any],
+    names: tuple[str, ...] = ("m", "z"),
+    after: Callable[[Any], Any] = lambda module: None,
+    **plan: Any,
 ) -> None:
     """A module computes the same on two axial ranks as on one device.  after: what is done to it once it is bound."""
 
     def on_a_rank() -> None:
         mesh = make_mesh(axial=2)
-        alone, bound = randomised(make()), Execution(Plan(axial=2, precision="fp64"), mesh).bind(randomised(make()))
+        alone, bound = (
+            randomised(make()),
+            Execution(Plan(axial=2, precision="fp64", **plan), mesh).bind(randomised(make())),
+        )
         after(alone)
         after(bound)
         states, masks = given(names)
@@ -165,6 +171,13 @@ def test_what_is_replaced_after_binding_is_what_runs() -> None:
     compare_on_two_ranks(block, after=other_layer)
     compare_on_two_ranks(lambda: PairStack(6, PAIR), ("z",), after=more_steps)
     compare_on_two_ranks(lambda: Stack(block(), block()), after=fewer_blocks)
+
+
+@pytest.mark.parametrize("triangle", ["gather", "channels"])
+def test_compiled_layers_on_ranks(monkeypatch: pytest.MonkeyPatch, triangle: str) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", lambda: "c++")
+    compare_on_two_ranks(block, compile=True, triangle=triangle)
 
 
 class Adapter(nn.Module):

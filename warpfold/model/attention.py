@@ -35,9 +35,9 @@ class GatedAttention(nn.Module):
 class AttentionUpdate(AxialUpdate):
     """A trunk layer whose update is a gated attention, within each row or, if `by_column`, within each column.
 
-    Within columns, rows and columns are exchanged before anything else: then `local` holds q, k, v and the gate's logits,
-    each [*, K, h d] with the K positions that attend to each other next to last.  `shared` is nothing, or the bias
-    of the logits [*, i, j, h], laid out as x is.
+    Where it is columns, they are exchanged with the rows first.  So `local` is q, k, v and the gate's logits, each
+    [*, K, h d], and the K positions that attend to each other are its last axis but one.  `shared` is nothing, or the
+    bias of the attention's logits [*, i, j, h], with rows and columns as in x.
     """
 
     attention: GatedAttention

@@ -119,6 +119,7 @@ class PairStack(Block):
         super().__init__()
         c = config
         self.multiplication_first = c.order == "multiplication_first"
+        # In the order of the steps: parameters are numbered, drawn and laid out for the optimiser in this order.
         for kind in ("mul", "att") if self.multiplication_first else ("att", "mul"):
             if kind == "mul":
                 self.outgoing = TriangleMultiplication(c_z, c.c_triangle, True, c.rate, c.fused)

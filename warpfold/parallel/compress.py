@@ -81,7 +81,7 @@ class Quantised(Compressor):
     def __init__(self, config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]) -> None:
         super().__init__(config, wire, like, "residual")
         self.bits = 8 if config.method == "int8" else 1
-        between = torch.ones(len(like), dtype=torch.bool)  # parameters there are no numbers, yet 1-bit codes have signs
+        between = torch.ones(len(like), dtype=torch.bool)  # the padding holds no numbers, yet 1-bit codes give it signs
         for segment in segments:
             between[segment.where] = False
         self.between = between.nonzero().flatten().to(like.device)

@@ -25,11 +25,12 @@ from warpfold.ops.noise import Factors
 from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local_shard, sendrecv, tied
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.sharded_tensor import Mask, MSAMask, PairMask, ShardedTensor
+from warpfold.parallel.sharded_tensor import ShardedTensor
 from warpfold.parallel.slices import add_in_slices, cut_axes, shared_in_slices
 
 Phases = Generator[Sequence[Pending], None, ShardedTensor]  # what it is about to wait for
 Sharded = dict[str, ShardedTensor]
+Mask = Mapping[int, Tensor]  # this rank's shards of a state's mask, by the axis along which the state is sharded
 ENTERS = {"m": COLS, "z": ROWS}  # how a stack's states come and go: sharded by residues
 
 
@@ -181,7 +182,10 @@ class ShardedStack:
         for name, state, its_mask in zip(names, states, masks):
             lengths = {ROWS: state.shape[ROWS] if name == "m" else residues, COLS: residues}
             held[name] = ShardedTensor(ENTERS[name], state, lengths, self.group, f"{self.name} {name}")
-            mask[name] = MSAMask(its_mask, self.group) if name == "m" else PairMask(its_mask)
+            if name == "m":  # a mask has no channels behind its axes
+                mask[name] = {axis: local_shard(its_mask, axis + 1, self.group) for axis in (ROWS, COLS)}
+            else:  # symmetric, so its rows are its columns too
+                mask[name] = {ROWS: its_mask, COLS: its_mask.mT}
         for block, layout in zip(self.blocks, self.layouts[by_channels]):
             if self.mesh.branch.size > 1:
                 for x in held.values():  # what the other branch sends is awaited outside of what is recomputed
@@ -248,7 +252,7 @@ class ShardedStack:
     ) -> ShardedTensor:
         """Run a step that only knows whole tensors, where every rank has them: one axial rank, two branches."""
         others = () if other is None else (other.along(other.present),)
-        return self._leave(x, x.present, step.layer(x.along(x.present), mask.along(x.present), *others), layout)
+        return self._leave(x, x.present, step.layer(x.along(x.present), mask[x.present], *others), layout)
 
     def _by_slices(
         self, layer: AxialUpdate, x: ShardedTensor, mask: Mask, other: ShardedTensor | None, layout: StepLayout
@@ -263,7 +267,7 @@ class ShardedStack:
             operand = other
         yield [operand.pending(operand_axis)]
         held_operand = operand.along(operand_axis)
-        n, n_mask = DeferredLayerNorm(held_operand, layer.norm), mask.along(operand_axis)
+        n, n_mask = DeferredLayerNorm(held_operand, layer.norm), mask[operand_axis]
         if layer.shared_axis is not None and not layer.shared_from_other:
             pending = self._share(layer, operand, mask, operand_axis, layout, n)
         local = layer.local(n, n_mask) if self.plan.chunk is None else None
@@ -301,12 +305,12 @@ class ShardedStack:
         held = of.along(axis)
         join_axis = axis if n is None or layer.join_axis is None else layer.join_axis
         if self.plan.chunk is not None:
-            n_mask = mask.along(axis) if n is not None else held  # not read where `shared` is made from the other
+            n_mask = mask[axis] if n is not None else held  # not read where `shared` is made from the other
             tensors = shared_in_slices(layer, held, n_mask, held, self.plan.chunk)
         elif n is None:
             tensors = layer.shared_of(held)
         else:
-            tensors = layer.shared(n, mask.along(axis))
+            tensors = layer.shared(n, mask[axis])
         length, name = of.lengths[axis], f"{layout.name} shared"
         pending = [all_gather(t, join_axis, length, self.group, f"{name} {i}") for i, t in enumerate(tensors)]
         if layout.other_next is not None:  # later than what is needed sooner
@@ -318,7 +322,7 @@ class ShardedStack:
         axis = x.present
         yield [x.pending(axis)]
         held = x.along(axis)
-        n, n_mask = DeferredLayerNorm(held, layer.norm), mask.along(axis)
+        n, n_mask = DeferredLayerNorm(held, layer.norm), mask[axis]
         had = axis + 1  # of the factors, which have no channels behind
         length = x.lengths[axis]
         right = all_to_all(layer.right(n, n_mask), had, -3, length, self.group, f"{layout.name} right")

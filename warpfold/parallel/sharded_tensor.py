@@ -70,31 +70,6 @@ class ShardedTensor:
         return shape
 
 
-class MSAMask:
-    """The mask [*, s, r] of m, whole on every rank."""
-
-    def __init__(self, whole: Tensor, group: Group) -> None:
-        self.whole, self.group = whole, group
-
-    def along(self, axis: int) -> Tensor:
-        """Return this rank's shard; `axis` is one of m's, which has channels behind."""
-        return local_shard(self.whole, axis + 1, self.group)
-
-
-class PairMask:
-    """The mask of z, of which this rank has its rows [*, i, j]; it is symmetric, so they are its columns too."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-
-    def along(self, axis: int) -> Tensor:
-        """Return this rank's shard."""
-        return self.rows if axis == ROWS else self.rows.mT
-
-
-Mask = MSAMask | PairMask
-
-
 class ShardedResidues(Residues):
     """The residues of one rank of an axial group, of which there may be several replicas (branch ranks)."""
 
