@@ -70,10 +70,8 @@ def compare_on_two_ranks(
 
     def on_a_rank() -> None:
         mesh = make_mesh(axial=2)
-        alone, bound = (
-            randomised(make()),
-            Execution(Plan(axial=2, precision="fp64", **plan), mesh).bind(randomised(make())),
-        )
+        execution = Execution(Plan(axial=2, precision="fp64", **plan), mesh)
+        alone, bound = randomised(make()), execution.bind(randomised(make()))
         after(alone)
         after(bound)
         states, masks = given(names)
@@ -82,7 +80,7 @@ def compare_on_two_ranks(
         for found, name, whole in zip(bound(*cut, *cut_masks), names, expected, strict=True):
             torch.testing.assert_close(found, local_shard(whole, ENTERS[name], mesh.axial), rtol=1e-10, atol=1e-10)
 
-    run_ranks(on_a_rank, 2)
+    run_ranks(on_a_rank, 2, timeout=200)
 
 
 class Stack(BlockStack):

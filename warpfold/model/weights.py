@@ -33,7 +33,7 @@ WITH_TEMPLATES = (1, 2)
 def save_params(path: Path, model: AlphaFold, data: Mapping[str, Any] | None = None) -> None:
     """Write the parameters and the settings of `model` as safetensors, by atomic rename.
 
-    data: the settings by which its examples were drawn; `data_settings` reads them, to draw likewise when folding.
+    data: the settings by which its examples were drawn; `data_settings` reads them, so that folding draws alike.
     """
     settings = {"model": to_dict(model.config), "data": dict(data or {})}
     metadata = {FORMAT: json.dumps(settings)}  # one key: the order of several would vary, and the file's bytes with it

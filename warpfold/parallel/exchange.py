@@ -36,7 +36,7 @@ class SyncConfig:
     strategy: "auto" measures plain and hierarchical sums on these ranks, and never chooses "bf16".
     bucket: MiB of gradients that are sent together.
     shard_state: each data rank keeps moments and averaged weights of its own piece only (ZeRO, stage 1).
-    check_every: compare the weights of all ranks after so many steps; 0: never.
+    check_every: steps between two comparisons of all ranks' weights; 0: never.
     """
 
     strategy: Strategy = "plain"

@@ -75,7 +75,7 @@ class Plan:
             raise ValueError(f"plan.threads is {self.threads}: at least 1 is needed")
 
     def by_channels(self, residues: int, ranks: int, channels: int, c_z: int, itemsize: int) -> bool:
-        """Return whether triangle products of so many residues on so many ranks are cut by their channels.
+        """Return whether triangle products are cut by their channels, for this length and number of ranks.
 
         What a pair of products moves per rank: (p - 1) / p of a factor each and (p - 1) / p^2 of z twice, in 4 calls;
         or, cut by channels, (p - 1) / p^2 of two factors and a product each, in 6.  A factor or product has `channels`

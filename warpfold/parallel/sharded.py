@@ -199,7 +199,7 @@ class ShardedStack:
                 new = run(*taken)
             held = dict(zip(names, new))
         left = tuple(x.along(ENTERS[name]) for name, x in held.items())
-        return tied(*left) if self.mesh.branch.size > 1 else left  # the extra MSA's m is used by nobody
+        return tied(*left) if self.mesh.branch.size > 1 else left  # nothing uses the extra MSA's m
 
     def _block(
         self, block: Block, layout: BlockLayout, by_channels: bool, mask: dict[str, Mask], *states: ShardedTensor
@@ -300,7 +300,7 @@ class ShardedStack:
     ) -> list[Pending]:
         """Return `shared` of this rank's shard, each tensor on its way to be joined with the others'.
 
-        of: the operand, of which n is the norm; or, without n, the other representation.
+        of: the operand, which n normalises; or, without n, the other representation.
         """
         held = of.along(axis)
         join_axis = axis if n is None or layer.join_axis is None else layer.join_axis

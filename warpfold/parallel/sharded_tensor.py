@@ -23,7 +23,7 @@ class ShardedTensor:
 
     @property
     def present(self) -> int:
-        """An axis along which it can be had without waiting, if there is one."""
+        """An axis along which its shard is here already; if none is, that of one on its way."""
         return next((axis for axis, pending in self._shards.items() if pending.arrived), next(iter(self._shards)))
 
     def start(self, axis: int) -> None:
@@ -71,7 +71,7 @@ class ShardedTensor:
 
 
 class ShardedResidues(Residues):
-    """The residues of one rank of an axial group, of which there may be several replicas (branch ranks)."""
+    """The residues of one rank of an axial group; `replicas` branch ranks hold the same."""
 
     def __init__(self, group: Group, replicas: int = 1) -> None:
         self.group, self.shards, self.replicas = group, group.size, replicas
