@@ -30,6 +30,7 @@ from warpfold.parallel.plan import Plan
 AXIAL = Mesh(axial=Group("axial", 0, 2, (0, 1)))
 PAIR = PairConfig(heads=2, c_triangle=5)
 ENTERS = {"m": COLS, "z": ROWS}
+LIMIT = 1e-10
 
 
 def randomised(module: Any) -> Any:
@@ -60,15 +61,15 @@ def shards(states: Tensors, masks: Tensors, names: tuple[str, ...], mesh: Mesh) 
     return cut, tuple(x if name == "m" else local_shard(x, -2, mesh.axial) for name, x in zip(names, masks))
 
 
-def compare_on_two_ranks(
+def error_on_two_ranks(
     make: Callable[[], Any],
     names: tuple[str, ...] = ("m", "z"),
     after: Callable[[Any], Any] = lambda module: None,
     **plan: Any,
-) -> None:
-    """A module computes the same on two axial ranks as on one device.  after: what is done to it once it is bound."""
+) -> float:
+    """How far two axial ranks are from one device at most.  after: what is done to a module once it is bound."""
 
-    def on_a_rank() -> None:
+    def on_a_rank() -> float:
         mesh = make_mesh(axial=2)
         execution = Execution(Plan(axial=2, precision="fp64", **plan), mesh)
         alone, bound = randomised(make()), execution.bind(randomised(make()))
@@ -77,10 +78,12 @@ def compare_on_two_ranks(
         states, masks = given(names)
         expected = alone(*states, *masks)
         cut, cut_masks = shards(states, masks, names, mesh)
-        for found, name, whole in zip(bound(*cut, *cut_masks), names, expected, strict=True):
-            torch.testing.assert_close(found, local_shard(whole, ENTERS[name], mesh.axial), rtol=1e-10, atol=1e-10)
+        found = bound(*cut, *cut_masks)
+        assert len(found) == len(names)
+        wholes = zip(found, names, expected)
+        return max(float((x - local_shard(whole, ENTERS[name], mesh.axial)).abs().max()) for x, name, whole in wholes)
 
-    run_ranks(on_a_rank, 2, timeout=200)
+    return max(run_ranks(on_a_rank, 2, timeout=200))
 
 
 class Stack(BlockStack):
@@ -127,21 +130,29 @@ class Twice(PairStack):
         return *super().steps, Step("z", self.ending), Step("z", self.outgoing)
 
 
+class Short(PairStack):
+    """A product and an attention: few graphs to compile."""
+
+    @property
+    def steps(self) -> Steps:
+        return super().steps[1:3]
+
+
 def test_a_block_that_stands_alone() -> None:
-    compare_on_two_ranks(block)
+    assert error_on_two_ranks(block) < LIMIT
 
 
 @pytest.mark.parametrize("kind", [Alignment, lambda: Stack(Alignment(), Alignment())])
 def test_blocks_of_m_alone(kind: Callable[[], Any]) -> None:
-    compare_on_two_ranks(kind, ("m",))
+    assert error_on_two_ranks(kind, ("m",)) < LIMIT
 
 
 def test_blocks_of_z_alone() -> None:
-    compare_on_two_ranks(lambda: Stack(PairStack(6, PAIR), PairStack(6, PAIR)), ("z",))
+    assert error_on_two_ranks(lambda: Stack(PairStack(6, PAIR), PairStack(6, PAIR)), ("z",)) < LIMIT
 
 
 def test_a_layer_used_twice() -> None:
-    compare_on_two_ranks(lambda: Twice(6, PAIR), ("z",))
+    assert error_on_two_ranks(lambda: Twice(6, PAIR), ("z",)) < LIMIT
 
 
 def test_a_block_used_twice() -> None:
@@ -149,11 +160,11 @@ def test_a_block_used_twice() -> None:
         one = block()
         return Stack(one, one)
 
-    compare_on_two_ranks(make)
+    assert error_on_two_ranks(make) < LIMIT
 
 
 def test_a_stack_without_blocks_returns_what_it_is_given() -> None:
-    compare_on_two_ranks(Stack)
+    assert error_on_two_ranks(Stack) < LIMIT
 
 
 def test_what_is_replaced_after_binding_is_what_runs() -> None:
@@ -166,16 +177,16 @@ def test_what_is_replaced_after_binding_is_what_runs() -> None:
     def fewer_blocks(stack: Stack) -> None:
         del stack.blocks[0]
 
-    compare_on_two_ranks(block, after=other_layer)
-    compare_on_two_ranks(lambda: PairStack(6, PAIR), ("z",), after=more_steps)
-    compare_on_two_ranks(lambda: Stack(block(), block()), after=fewer_blocks)
+    assert error_on_two_ranks(block, after=other_layer) < LIMIT
+    assert error_on_two_ranks(lambda: PairStack(6, PAIR), ("z",), after=more_steps) < LIMIT
+    assert error_on_two_ranks(lambda: Stack(block(), block()), after=fewer_blocks) < LIMIT
 
 
 @pytest.mark.parametrize("triangle", ["gather", "channels"])
 def test_compiled_layers_on_ranks(monkeypatch: pytest.MonkeyPatch, triangle: str) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", lambda: "c++")
-    compare_on_two_ranks(block, compile=True, triangle=triangle)
+    assert error_on_two_ranks(lambda: Short(6, PAIR), ("z",), compile=True, triangle=triangle) < LIMIT
 
 
 class Adapter(nn.Module):
