@@ -80,6 +80,7 @@ def error_on_two_ranks(
         cut, cut_masks = shards(states, masks, names, mesh)
         found = bound(*cut, *cut_masks)
         assert len(found) == len(names)
+        assert all(x.isfinite().all() for x in found)
         wholes = zip(found, names, expected)
         return max(float((x - local_shard(whole, ENTERS[name], mesh.axial)).abs().max()) for x, name, whole in wholes)
 
