@@ -5,20 +5,18 @@ import torch
 
 from warpfold.model.heads import (
     DistogramHead,
-    MaskedMSAHead,
-    PAEHead,
+    LogitsHead,
     PLDDTHead,
-    ResolvedHead,
     distogram_breaks,
     pae_breaks,
 )
 
 HEADS = [
     (DistogramHead(8, 64), (5, 5, 8), (5, 5, 64)),
-    (MaskedMSAHead(8, 23), (3, 5, 8), (3, 5, 23)),
+    (LogitsHead(8, 23), (3, 5, 8), (3, 5, 23)),
     (PLDDTHead(8, 16, 50), (5, 8), (5, 50)),
-    (ResolvedHead(8), (5, 8), (5, 37)),
-    (PAEHead(8, 64), (5, 5, 8), (5, 5, 64)),
+    (LogitsHead(8, 37), (5, 8), (5, 37)),
+    (LogitsHead(8, 64), (5, 5, 8), (5, 5, 64)),
 ]
 
 
@@ -46,13 +44,13 @@ def test_logits_have_their_shape_and_are_fp32_even_from_bf16(head, shape, expect
 
 @pytest.mark.parametrize(("head", "shape", "expected"), HEADS)
 def test_an_untrained_head_is_undecided(head, shape, expected):
-    fresh = type(head)(8)
+    fresh = type(head)(8, expected[-1])
     assert not fresh(torch.randn(shape)).any()
 
 
 def test_the_distogram_is_symmetric_and_the_aligned_error_is_not():
     z = torch.randn(5, 5, 8)
-    distogram, pae = shaken(DistogramHead(8))(z), shaken(PAEHead(8))(z)
+    distogram, pae = shaken(DistogramHead(8))(z), shaken(LogitsHead(8, 64))(z)
     torch.testing.assert_close(distogram, distogram.transpose(0, 1))
     assert not torch.allclose(pae, pae.transpose(0, 1))
 

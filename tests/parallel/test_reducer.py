@@ -193,7 +193,7 @@ def test_on_a_gpu_a_stream_beside_waits_and_the_next_use_waits_for_it(monkeypatc
         yield
         now = before
 
-    def reduce_scatter(exchange: Plain, x: Tensor, factors: ClipFactors) -> Stages[Tensor]:
+    def reduce_scatter(exchange: Plain, x: Tensor, factors: ClipFactors | None = None) -> Stages[Tensor]:
         said.append(f"exchange on {now}")
         return (yield from original(exchange, x, factors))
 

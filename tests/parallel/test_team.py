@@ -445,7 +445,7 @@ def test_what_torchrun_says() -> None:
     said = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
     more = {"MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert ProcessInfo.from_environment(said | more) == ProcessInfo(3, 4, 1, 2, "a", 29500, True)
-    with pytest.raises(UserError, match="'MASTER_PORT' is missing or no number; start with torchrun"):
+    with pytest.raises(UserError, match="'MASTER_PORT' is missing or not a number; start with torchrun"):
         ProcessInfo.from_environment(said)
     with pytest.raises(UserError, match="'three'"):
         ProcessInfo.from_environment(said | more | {"RANK": "three"})

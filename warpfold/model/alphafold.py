@@ -10,7 +10,7 @@ from warpfold.geometry.atoms import pseudo_beta
 from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.execution import Executable
-from warpfold.model.heads import DistogramHead, MaskedMSAHead, PAEHead, PLDDTHead, ResolvedHead
+from warpfold.model.heads import DistogramHead, LogitsHead, PLDDTHead
 from warpfold.model.layers import DrawsNoise, Linear
 from warpfold.model.structure import StructureConfig, StructureModule, StructureOutput
 from warpfold.model.template import TemplateConfig, TemplateEmbedder
@@ -101,10 +101,10 @@ class AlphaFold(Executable):
         self.single = Linear(c.c_m, c.c_s)
         self.structure = StructureModule(c.c_s, c.c_z, c.structure)
         self.distogram = DistogramHead(c.c_z, c.heads.distogram_bins)
-        self.masked_msa = MaskedMSAHead(c.c_m, c.heads.msa_classes)
+        self.masked_msa = LogitsHead(c.c_m, c.heads.msa_classes)
         self.plddt = PLDDTHead(c.structure.c, c.heads.plddt_c, c.heads.plddt_bins)
-        self.resolved = ResolvedHead(c.c_s)
-        self.pae = PAEHead(c.c_z, c.heads.pae_bins) if c.heads.pae else None
+        self.resolved = LogitsHead(c.c_s, 37)  # atoms
+        self.pae = LogitsHead(c.c_z, c.heads.pae_bins) if c.heads.pae else None
         self.noise = Noise()
         self._share_noise()
 
@@ -190,7 +190,7 @@ class AlphaFold(Executable):
         )
 
     def _nothing_recycled(self, batch: Batch) -> Recycled:
-        """Return what is recycled before the first pass: zeros, of whose norms the offsets count (Algorithm 32)."""
+        """Return what is recycled before the first pass: zeros (Algorithm 32)."""
         c, aatype, dtype = self.config, batch["aatype"], self.execution.dtype
         shape, shard, like = aatype.shape, self.residues.local_shard(aatype, -1).shape, batch["target_feat"]
         return Recycled(

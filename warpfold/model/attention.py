@@ -14,12 +14,7 @@ from warpfold.ops.transition import transition
 
 
 class GatedAttention(nn.Module):
-    """Multi-head attention whose output is gated by the sigmoid of a projection of its input.
-
-    It works in three steps, so that the first can be done while the bias is on its way and the last joins the
-    residual: `projections` of n [*, K, c] are q, k, v and the gate g, each [*, K, h d]; `attend` within the
-    last-but-one axis of n gives o [*, K, h d]; then `update` or `add`.
-    """
+    """The parameters of multi-head attention whose output is gated by the sigmoid of a projection of its input."""
 
     def __init__(self, c: int, heads: int, width: int | None = None) -> None:
         super().__init__()
@@ -36,23 +31,14 @@ class GatedAttention(nn.Module):
         """The linear layers of q, k, v and the gate."""
         return self.q, self.k, self.v, self.gate
 
-    def attend(self, projected: Tensors, mask: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return o [*, K, h d] of what `projections` give, mask [*, K] and bias [*, h, K, K]."""
-        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in projected[:3])
-        return attention(q, k, v, mask, bias).flatten(-2)
-
-    def update(self, o: Tensor, g: Tensor) -> Tensor:
-        """Return the update [*, K, c] of o and the gate's logits g, both [*, K, h d]."""
-        return self.out(gate(o, g))
-
-    def add(self, x: Tensor, o: Tensor, g: Tensor, factors: Factors | None) -> Tensor:
-        """Return x [*, K, c] plus the update times the dropout factors (None: ones)."""
-        assert self.out.bias is not None
-        return gated_linear_residual(x, o, g, self.out.weight, self.out.bias, factors)
-
 
 class AttentionUpdate(AxialUpdate):
-    """A trunk layer whose update is a gated attention, within each row or, if `by_column`, within each column."""
+    """A trunk layer whose update is a gated attention, within each row or, if `by_column`, within each column.
+
+    Where it is columns, they are exchanged with the rows first.  So `local` is q, k, v and the gate's logits, each
+    [*, K, h d], and the K positions that attend to each other are its last axis but one.  `shared` is nothing, or the
+    bias of the attention's logits [*, i, j, h], with rows and columns as in x.
+    """
 
     attention: GatedAttention
     by_column = False
@@ -61,26 +47,26 @@ class AttentionUpdate(AxialUpdate):
         """Exchange rows and columns where the layer attends within columns; called again, it exchanges them back."""
         return t.transpose(ROWS, COLS) if self.by_column else t
 
-    def bias_of(self, shared: Tensors) -> Tensor | None:
-        """Return the additive bias [*, 1, h, K, K] of the logits, or None."""
-        return None
-
     def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         return self.transpose_if_column(n).project(*self.attention.projections)
 
     def attend(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        """Return o of the slice, with rows and columns as in `local`."""
+        """Return the attention's output [*, K, h d], before gate and projection."""
+        q, k, v = (t.unflatten(-1, (self.attention.heads, -1)) for t in local[:3])
         mask = self.transpose_if_column(mask[..., None])[..., 0]
-        return self.attention.attend(local, mask, self.bias_of(shared))
+        bias = self.transpose_if_column(shared[0]).movedim(-1, -3)[..., None, :, :, :] if shared else None
+        return attention(q, k, v, mask, bias).flatten(-2)  # bias [*, 1, h, K, K]: the same for every row
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        dx: Tensor = self.transpose_if_column(self.attention.update(self.attend(local, shared, mask), local[3]))
+        dx: Tensor = self.transpose_if_column(self.attention.out(gate(self.attend(local, shared, mask), local[3])))
         return dx
 
     def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
+        out, o = self.attention.out, self.attend(local, shared, mask)
+        assert out.bias is not None
         factors = None if factors is None else self.transpose_if_column(factors)
-        o = self.attend(local, shared, mask)
-        new: Tensor = self.transpose_if_column(self.attention.add(self.transpose_if_column(x), o, local[3], factors))
+        x = gated_linear_residual(self.transpose_if_column(x), o, local[3], out.weight, out.bias, factors)
+        new: Tensor = self.transpose_if_column(x)
         return new
 
 

@@ -122,7 +122,7 @@ class AxialUpdate(Executable, DrawsNoise):
 class ChannelProduct(AxialUpdate):
     """A layer whose update mixes two factors of n channel by channel: finish(product(left, right), gate_logits).
 
-    So it may also be cut along the channels of the product, of which every rank then has all rows and columns; that
+    So it may also be cut along the product's channels: a rank then has all rows and columns of a few of them, which
     costs less than gathering a factor (DESIGN section 1, TARGETS "Communication").  The factors have their channels
     in front, [*, c, ., .], and lie as n does otherwise.
     """
@@ -196,12 +196,30 @@ class Block(Executable):
         """The lines of the block, in the order of the supplement."""
         raise NotImplementedError
 
+    def checked_steps(self) -> Steps:
+        """Return `steps`.  Errors: ValueError for a step of a state that the block does not have."""
+        steps = self.steps
+        for step in steps:
+            for state in (step.state, step.other):
+                if state is not None and state not in self.states:
+                    raise ValueError(
+                        f"{type(self).__name__}: the step of {type(step.layer).__name__} names the state {state!r}, "
+                        f"but the block's states are {', '.join(self.states)}"
+                    )
+        return steps
+
     def forward(self, *states_and_masks: Tensor) -> Tensors:
         """Return the new states.
 
         Called with the states, in the order of `states`, and then with their masks: block(m, z, m_mask, z_mask).
+        Errors: ValueError for another number of tensors.
         """
         count = len(self.states)
+        if len(states_and_masks) != 2 * count:
+            raise ValueError(
+                f"{type(self).__name__} takes its states ({', '.join(self.states)}) and their masks, "
+                f"{2 * count} tensors, but got {len(states_and_masks)}"
+            )
         return self.execution.block(self, states_and_masks[:count], states_and_masks[count:])
 
 

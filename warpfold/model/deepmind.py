@@ -1,6 +1,6 @@
 """Our tensors and DeepMind's arrays, one to one, both ways.
 
-Every tensor of the model is one array of DeepMind's with the same numbers: a Linear's weight is transposed and its
+Every tensor of the model has the numbers of one array of DeepMind's: a Linear's weight is transposed and its
 channels are split into heads, and the blocks of a stack stand along a leading axis.  The tables below say which.
 """
 
@@ -134,7 +134,7 @@ class Array:
         return self.shape if self.block is None else (self.blocks, *self.shape)
 
     def to_ours(self, array: np.ndarray) -> torch.Tensor:
-        """Return our tensor of DeepMind's array: [c_in..., c_out...] -> [c_out, c_in] for weights, flat for others."""
+        """Convert DeepMind's array to our tensor: [c_in..., c_out...] -> [c_out, c_in] for weights, flat for others."""
         part = torch.from_numpy(np.array(array if self.block is None else array[self.block]))
         if self.ours.endswith("weight") and len(self.shape) > 1:
             return part.reshape(self._c_in, -1).T.contiguous()
@@ -158,7 +158,10 @@ def arrays(module: nn.Module, scope: str = "", name: str = "") -> Iterator[Array
             continue
         ours = f"{name}.{child_name}" if name else child_name
         if isinstance(child, nn.ModuleList) and child_name == "blocks":
-            yield from _stacked(child, _layer_stack(module, scope), ours)
+            inner = f"{scope}/__layer_stack_no_state" if isinstance(module, template.TemplatePairStack) else scope
+            for index, block in enumerate(child):
+                for a in arrays(block, inner, f"{ours}.{index}"):
+                    yield Array(a.ours, a.theirs, a.shape, index, len(child))
             continue
         theirs = _scopes(module)[child_name]
         if isinstance(child, nn.ModuleList):  # haiku numbers repeated layers: name, name_1, name_2
@@ -184,18 +187,8 @@ def _scopes(module: nn.Module) -> dict[str, str]:
     return {child: child for child, _ in module.named_children()} | table
 
 
-def _layer_stack(module: nn.Module, scope: str) -> str:
-    return f"{scope}/__layer_stack_no_state" if isinstance(module, template.TemplatePairStack) else scope
-
-
 def _join(scope: str, theirs: str) -> str:
     return "/".join(part for part in (scope, theirs) if part)
-
-
-def _stacked(blocks: nn.ModuleList, scope: str, name: str) -> Iterator[Array]:
-    for index, block in enumerate(blocks):
-        for a in arrays(block, scope, f"{name}.{index}"):
-            yield Array(a.ours, a.theirs, a.shape, index, len(blocks))
 
 
 def _leaf(
@@ -253,7 +246,7 @@ def from_deepmind(module: nn.Module, params: Mapping[str, np.ndarray], scope: st
 
 
 def to_deepmind(module: nn.Module, scope: str = "") -> dict[str, np.ndarray]:
-    """Return every parameter as DeepMind's arrays, the inverse of `from_deepmind`:, fp32, named scope//name."""
+    """Return every parameter as DeepMind's arrays, the inverse of `from_deepmind`: fp32, named scope//name."""
     tensors = module.state_dict()
     out: dict[str, np.ndarray] = {}
     for a in arrays(module, scope):
@@ -266,7 +259,7 @@ def to_deepmind(module: nn.Module, scope: str = "") -> dict[str, np.ndarray]:
 
 
 def refuse(source: str, missing: list[str], surplus: list[str], misshapen: list[str]) -> None:
-    """Return one line that names everything that does not fit, if anything does not."""
+    """Raise UserError in one line that names everything that does not fit, if there is anything."""
     report = [
         f"{len(names)} {what}: {', '.join(names)}"
         for what, names in (("missing", missing), ("surplus", surplus), ("misshapen", misshapen))

@@ -64,7 +64,7 @@ class PlainExecution:
     def block(self, block: "Block", states: Tensors, masks: Tensors) -> Tensors:
         """Run the steps of a block one after another; `states` and `masks` in the order of `block.states`."""
         held, mask = dict(zip(block.states, states)), dict(zip(block.states, masks))
-        for step in block.steps:
+        for step in block.checked_steps():
             others = () if step.other is None else (held[step.other],)
             held[step.state] = step.layer(held[step.state], mask[step.masked], *others)
         return tuple(held.values())

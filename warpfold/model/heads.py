@@ -1,4 +1,4 @@
-"""The heads: what the model says besides the structure (Supp. 1.9.6 to 1.9.10).
+"""The heads: what the model predicts besides the structure (Supp. 1.9.6 to 1.9.10).
 
 Each is a small module from one representation to logits in fp32, named part by part as in DeepMind's parameters.
 """
@@ -36,18 +36,20 @@ class DistogramHead(Executable):
         return half + self.residues.transposed(half, half.shape[-2])
 
 
-class MaskedMSAHead(nn.Module):
-    """Supp. 1.9.9: MSA -> logits of what was there before masking.  m [*, S, N, c_m] -> [*, S, N, classes].
+class LogitsHead(nn.Module):
+    """One projection to logits: [*, c] -> [*, classes].
 
-    23 classes: 20 amino acids, X, gap, mask (Multimer: 22).  DeepMind: `masked_msa_head`.
+    Masked MSA (Supp. 1.9.9): m [*, S, N, c_m] -> what was there before masking, 23 classes: 20 amino acids, X, gap,
+    mask (Multimer: 22).  Experimentally resolved (1.9.10): s [*, N, c_s] -> whether an experiment resolves each of the
+    37 atoms.  Aligned error (1.9.7): z [*, N, N, c_z] -> bins of the error of Ca j in the frame of residue i.
     """
 
-    def __init__(self, c_m: int, classes: int = 23) -> None:
+    def __init__(self, c: int, classes: int) -> None:
         super().__init__()
-        self.logits = Linear(c_m, classes, init="final")
+        self.logits = Linear(c, classes, init="final")
 
-    def forward(self, m: Tensor) -> Tensor:
-        logits: Tensor = self.logits(upcast_half(m))
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.logits(upcast_half(x))
         return logits
 
 
@@ -69,34 +71,4 @@ class PLDDTHead(nn.Module):
         s = self.act_0(s).relu()
         s = self.act_1(s).relu()
         logits: Tensor = self.logits(s)
-        return logits
-
-
-class ResolvedHead(nn.Module):
-    """Supp. 1.9.10: single -> logits that an experiment resolves each atom.  s [*, N, c_s] -> [*, N, 37].
-
-    DeepMind: `experimentally_resolved_head`.
-    """
-
-    def __init__(self, c_s: int, atoms: int = 37) -> None:
-        super().__init__()
-        self.logits = Linear(c_s, atoms, init="final")
-
-    def forward(self, s: Tensor) -> Tensor:
-        logits: Tensor = self.logits(upcast_half(s))
-        return logits
-
-
-class PAEHead(nn.Module):
-    """Supp. 1.9.7: pair -> logits of the error of Ca j in the frame of residue i.  z [*, N, N, c_z] -> [*, N, N, bins].
-
-    DeepMind: `predicted_aligned_error_head`.
-    """
-
-    def __init__(self, c_z: int, bins: int = 64) -> None:
-        super().__init__()
-        self.logits = Linear(c_z, bins, init="final")
-
-    def forward(self, z: Tensor) -> Tensor:
-        logits: Tensor = self.logits(upcast_half(z))
         return logits

@@ -85,7 +85,7 @@ Projection = Linear | LinearSlice
 class DeferredLayerNorm:
     """A tensor and a norm that is applied only when its purpose is known: a projection normalises on the way.
 
-    So no normalised tensor is written to memory, read again and kept for the gradient.  Whoever needs it takes `value`.
+    So no normalised tensor is written to memory, read again and kept for the gradient.  `value` is that tensor.
     """
 
     def __init__(self, x: Tensor, norm: LayerNorm) -> None:

@@ -109,7 +109,7 @@ def total_loss(
 
 
 def _divided(terms: Terms, number: int) -> Terms:
-    """Return this process's part of terms that so many processes compute alike."""
+    """Return this process's part of terms that `number` processes compute."""
     return terms if number == 1 else {name: term / number for name, term in terms.items()}
 
 

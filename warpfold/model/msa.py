@@ -30,9 +30,6 @@ class MSARowAttention(AttentionUpdate):
     def shared_of(self, other: Tensor) -> Tensors:
         return DeferredLayerNorm(other, self.norm_z).project(self.bias)  # [*, i, j, h]
 
-    def bias_of(self, shared: Tensors) -> Tensor:
-        return shared[0].movedim(-1, -3)[..., None, :, :, :]
-
 
 class MSAColumnAttention(AttentionUpdate):
     """Algorithm 8: attention within each residue's column, between sequences."""

@@ -109,10 +109,6 @@ class TriangleAttention(AttentionUpdate):
         *local, bias = self.transpose_if_column(n).project(*self.attention.projections, self.bias)
         return tuple(local), (self.transpose_if_column(bias),)
 
-    def bias_of(self, shared: Tensors) -> Tensor:
-        bias: Tensor = self.transpose_if_column(shared[0])
-        return bias.movedim(-1, -3)[..., None, :, :, :]
-
 
 class PairStack(Block):
     """The pair half of a block: triangle updates and transition; z [*, i, j, c_z] and its mask [*, i, j] -> z."""
@@ -123,6 +119,7 @@ class PairStack(Block):
         super().__init__()
         c = config
         self.multiplication_first = c.order == "multiplication_first"
+        # In the order of the steps: parameters are numbered, drawn and laid out for the optimiser in this order.
         for kind in ("mul", "att") if self.multiplication_first else ("att", "mul"):
             if kind == "mul":
                 self.outgoing = TriangleMultiplication(c_z, c.c_triangle, True, c.rate, c.fused)

@@ -192,7 +192,7 @@ class InvariantPointAttention(Executable):
         distance = torch.cdist(q_flat, k_flat, compute_mode="donot_use_mm_for_euclid_dist")
         gamma = nn.functional.softplus(self.trainable_point_weights.to(s.dtype))[:, None, None]
         points = gamma * distance.square() * (0.5 * math.sqrt(2 / (9 * self.qk_points)))
-        # A masked residue may attend to all: nobody reads it, and its softmax has something to normalise.
+        # A masked residue may attend to all: its result is never read, and its softmax has something to normalise.
         hidden = self.residues.local_shard(mask, -1)[..., None, :, None] * (1 - mask[..., None, None, :])
         return torch.softmax(math.sqrt(1 / 3) * (scalar + pair - points) - 1e5 * hidden, dim=-1)
 

@@ -165,7 +165,7 @@ class TemplateRows(Executable):
     def features(batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the 57 features [*, tmpl, r, 57] and the row mask [*, tmpl, r]."""
         aatype = batch["template_aatype"]
-        known = aatype.clamp(max=UNKNOWN)  # a gap has the atoms of X: none
+        known = aatype.clamp(max=UNKNOWN)  # a gap, like X, has no atoms
         torsions = atom37_to_torsions(known, batch["template_all_atom_positions"], batch["template_all_atom_masks"])
         one_hot = F.one_hot(aatype, AATYPES).to(torsions.mask.dtype)
         angles = (torsions.sin_cos.flatten(-2), torsions.alt_sin_cos.flatten(-2))

@@ -130,8 +130,8 @@ def clash_violations(
 ) -> AtomViolations:
     """Find atoms of different residues nearer than the sum of their van der Waals radii allows (Supp. 1.9.11).
 
-    Peptide bonds and SG-SG are exempt.  As in DeepMind's code, pairs of residues of one index are not looked at, in
-    different chains neither, and every atom at SG's place in atom14 is exempt against its like.
+    Peptide bonds and SG-SG are exempt.  As in DeepMind's code, residues of the same index are not compared, even in
+    different chains, and any two atoms at SG's place in atom14 are exempt.
     """
     n = atoms.shape[0]
     flat, exists = atoms.flatten(0, 1), atom_mask.flatten()

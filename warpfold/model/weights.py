@@ -24,7 +24,7 @@ FORMAT = "warpfold-1"
 
 # How DeepMind's models sample their alignment (Supp. table 5; CONFIG_DIFFS in the official model/config.py): all have
 # 512 clusters, those with templates less their 4 (`reduce_msa_clusters_by_max_templates`, however many there are); rows
-# of the extra alignment by the model's number, which no array tells.  The ptm forms are as those that they extend.
+# of the extra alignment go by the model's number, which no array shows.  A ptm model is like the one that it extends.
 CLUSTERS, TEMPLATES = 512, 4
 EXTRA_ROWS = {1: 5120, 2: 1024, 3: 5120, 4: 5120, 5: 1024}
 WITH_TEMPLATES = (1, 2)
@@ -33,10 +33,10 @@ WITH_TEMPLATES = (1, 2)
 def save_params(path: Path, model: AlphaFold, data: Mapping[str, Any] | None = None) -> None:
     """Write the parameters and the settings of `model` as safetensors, by atomic rename.
 
-    data: the settings by which its examples were drawn; whoever folds with it should draw alike (`data_settings`).
+    data: the settings by which its examples were drawn; `data_settings` reads them, so that folding draws alike.
     """
     settings = {"model": to_dict(model.config), "data": dict(data or {})}
-    metadata = {FORMAT: json.dumps(settings)}  # of several keys the order would vary, and with it the bytes
+    metadata = {FORMAT: json.dumps(settings)}  # one key: the order of several would vary, and the file's bytes with it
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
     try:
@@ -104,7 +104,7 @@ def assumed_settings(path: Path | str) -> str | None:
 def _deepmind_model(path: Path) -> tuple[bool, int | None]:
     """Return whether DeepMind's parameters have template parts, and the model's number, 1 to 5, if the name has it.
 
-    A number that the arrays contradict (templates in models 1 and 2 alone) is none.
+    A number that the arrays contradict (only models 1 and 2 have templates) is ignored.
     """
     with _opened_npz(path) as file:
         templates = any("/template_embedding/" in name for name in file.files)

@@ -64,7 +64,7 @@ class Layout:
 
 
 def make_layout(parameters: Mapping[str, Tensor], bucket_bytes: float, ranks: int) -> Layout:
-    """Lay out parameters, named in the order of the forward pass, for so many ranks in all.
+    """Lay out parameters, named in the order of the forward pass, for `ranks` ranks in all.
 
     A bucket is closed as soon as it has `bucket_bytes`; a parameter is never split between buckets.
     """

@@ -30,7 +30,7 @@ class CompressionConfig:
     2018), "int8", "1bit" (quantised: Seide et al. 2014, Tang et al. 2021).
     start: how many first steps send whole gradients.
     rank: of PowerSGD's matrices.
-    ratio, warmup: the share of numbers that topk sends, reached exponentially in so many steps.
+    ratio, warmup: the share of numbers that topk sends, reached exponentially in `warmup` steps.
     momentum: of topk's momentum correction; lower the optimiser's own, beta1, as far.
     """
 
@@ -81,7 +81,7 @@ class Quantised(Compressor):
     def __init__(self, config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]) -> None:
         super().__init__(config, wire, like, "residual")
         self.bits = 8 if config.method == "int8" else 1
-        between = torch.ones(len(like), dtype=torch.bool)  # parameters there are no numbers, yet 1-bit codes have signs
+        between = torch.ones(len(like), dtype=torch.bool)  # the padding holds no numbers, yet 1-bit codes give it signs
         for segment in segments:
             between[segment.where] = False
         self.between = between.nonzero().flatten().to(like.device)
@@ -305,7 +305,7 @@ def orthonormal(x: Tensor) -> Tensor:
 def make_compressor(
     config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]
 ) -> Compressor | None:
-    """Return the compressor of the settings for a shard; None where none is wanted or there is one data rank."""
+    """Return the settings' compressor for a shard; None without compression, or with one data rank."""
     if config.method == "none" or wire.group.size == 1:
         return None
     kinds: dict[str, type[PowerSGD | TopK | Quantised]] = {"powersgd": PowerSGD, "topk": TopK}

@@ -36,7 +36,7 @@ class SyncConfig:
     strategy: "auto" measures plain and hierarchical sums on these ranks, and never chooses "bf16".
     bucket: MiB of gradients that are sent together.
     shard_state: each data rank keeps moments and averaged weights of its own piece only (ZeRO, stage 1).
-    check_every: compare the weights of all ranks after so many steps; 0: never.
+    check_every: steps between two comparisons of all ranks' weights; 0: never.
     """
 
     strategy: Strategy = "plain"
@@ -80,7 +80,7 @@ class Wire:
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean of flat tensors.  Each number is added up on one rank, so all ranks have the same bits."""
         padded = torch.cat([x, x.new_zeros(-len(x) % self.group.size)])
-        (piece,) = finish([Plain(self).reduce_scatter(padded, no_factors)])
+        (piece,) = finish([Plain(self).reduce_scatter(padded)])
         finish([Plain(self).all_gather(piece.div_(self.group.size), padded)])
         return padded[: len(x)]
 
@@ -105,10 +105,6 @@ def finish(exchanges: Sequence[Stages[T]]) -> list[T]:
     return [results[number] for number in range(len(exchanges))]
 
 
-def no_factors() -> None:
-    """Return None: every rank's contribution counts as it is."""
-
-
 class Plain:
     """Send each piece to its owner, which adds them up in the order of the ranks; then gather the sums.
 
@@ -122,8 +118,8 @@ class Plain:
         self.wire = wire
         self.index = wire.group.rank
 
-    def reduce_scatter(self, x: Tensor, factors: ClipFactors) -> Stages[Tensor]:
-        """Return this rank's piece of the sum of all flat contributions x, each times its rank's factor.
+    def reduce_scatter(self, x: Tensor, factors: ClipFactors | None = None) -> Stages[Tensor]:
+        """Return this rank's piece of the sum of all flat contributions x, each times its rank's factor (None: 1).
 
         `factors` is called when all has arrived, after the second yield; a contribution of factor zero may hold NaN.
         """
@@ -134,7 +130,7 @@ class Plain:
         work.wait()
         yield
         pieces = received.view(self.wire.group.size, -1).to(x.dtype)
-        if (factor := factors()) is not None:
+        if factors is not None and (factor := factors()) is not None:
             pieces.masked_fill_((factor == 0)[:, None], 0).mul_(factor[:, None].to(pieces.dtype))  # 0 x NaN is NaN
         return pieces.sum(0)
 
@@ -173,9 +169,9 @@ class Hierarchical:
         self.within, self.between = Plain(within), Plain(between)
         self.index = within.group.rank * between.group.size + between.group.rank
 
-    def reduce_scatter(self, x: Tensor, factors: ClipFactors) -> Stages[Tensor]:
-        of_node = yield from self.within.reduce_scatter(x, no_factors)
-        return (yield from self.between.reduce_scatter(of_node, no_factors))
+    def reduce_scatter(self, x: Tensor, factors: ClipFactors | None = None) -> Stages[Tensor]:
+        of_node = yield from self.within.reduce_scatter(x)
+        return (yield from self.between.reduce_scatter(of_node))
 
     def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
         of_node = piece.new_empty(len(piece) * self.between.wire.group.size)
@@ -227,7 +223,7 @@ def _seconds(exchange: Exchange, mesh: Mesh, total: Tensor, pieces: Sequence[sli
         dist.all_reduce(total[:1].clone(), group=mesh.world.handle)
     float(total[0])  # on a GPU: wait until what came before is done
     begin = time.perf_counter()
-    owned = finish([exchange.reduce_scatter(total[piece], no_factors) for piece in pieces])
+    owned = finish([exchange.reduce_scatter(total[piece]) for piece in pieces])
     if hidden and exchange.late_factors:
         float(owned[-1][0])
         begin = time.perf_counter()

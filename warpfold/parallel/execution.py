@@ -1,6 +1,6 @@
 """How a plan runs a model: whole, in slices, in place, recomputed, compiled, over several ranks."""
 
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from warpfold.model.axial import AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
-from warpfold.parallel.sharded import ShardedStack, unsupported_reason
+from warpfold.parallel.sharded import ShardedStack
 from warpfold.parallel.sharded_tensor import ShardedResidues
 from warpfold.parallel.slices import layer_in_slices
 
@@ -54,6 +54,10 @@ class Execution(PlainExecution):
         """Whether several ranks share an example."""
         return self.plan.axial * self.plan.branch > 1
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Execution":
+        """Return the same: a copy of a model runs as the original does; where ranks share it, bind it again first."""
+        return self
+
     def __str__(self) -> str:
         p = self.plan
         ranks = f"axial {p.axial} x branch {p.branch}, rank {self.mesh.model.rank}"
@@ -85,7 +89,7 @@ class Execution(PlainExecution):
     def stack(self, stack: BlockStack, states: Tensors, masks: Tensors) -> Tensors:
         """Run the blocks of a stack one after another, over several ranks or recomputed in the backward pass."""
         if self.distributed:
-            return self._sharded[stack].run(states, masks)
+            return self._over_ranks(stack, states, masks)
         for block in stack.blocks:
             if self.plan.recompute and torch.is_grad_enabled():  # dropout noise is keyed, so it repeats
                 states = checkpoint(block, *states, *masks, use_reentrant=False, preserve_rng_state=True)
@@ -96,38 +100,42 @@ class Execution(PlainExecution):
     def block(self, block: Block, states: Tensors, masks: Tensors) -> Tensors:
         """Run the steps of a block one after another, over several ranks if it stands alone."""
         if self.distributed:
-            if block not in self._sharded:
-                raise ValueError(
-                    f"a {type(block).__name__} is called outside of the stack or block that it was bound with"
-                )
-            return self._sharded[block].run(states, masks)
+            return self._over_ranks(block, states, masks)
         return super().block(block, states, masks)
 
     def layer(self, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
         """Return x with the layer's update, computed at once or in slices."""
+        if self.plan.axial > 1:  # it would take a shard for the whole
+            raise ValueError(f"a {type(layer).__name__} of a sharded model is called outside of its block")
         layer = self._compiled.get(layer, layer)
         if self.plan.chunk is None:
             return super().layer(layer, x, mask, other)
         return layer_in_slices(layer, x, mask, other, self.plan.chunk, self.plan.in_place)
 
+    def _over_ranks(self, module: nn.Module, states: Tensors, masks: Tensors) -> Tensors:
+        """Run a stack, or a block that stands alone, on this rank's shards."""
+        if module not in self._sharded:
+            raise ValueError(
+                f"a {type(module).__name__} is called that was not bound on its own (a copy, or part of a stack): "
+                "bind it first"
+            )
+        return self._sharded[module].run(states, masks)
+
     def _shard(self, model: nn.Module) -> dict[nn.Module, ShardedStack]:
         """Return what runs each stack, and each block outside of stacks, over the ranks."""
         found: dict[nn.Module, ShardedStack] = {}
-        inside: set[nn.Module] = set()
+        inside: set[nn.Module] = set()  # blocks that were found, and all their modules
         for name, module in model.named_modules():
-            if module in inside or not isinstance(module, BlockStack | Block | AxialUpdate):
+            if module in inside:
                 continue
             if isinstance(module, AxialUpdate):
                 raise UserError(
                     f"plan.axial = {self.plan.axial}, plan.branch = {self.plan.branch}: {name or 'the layer'} "
                     f"({type(module).__name__}) stands in no block; put it into one, or leave both at 1"
                 )
-            blocks = cast(list[Block], [*module.blocks] if isinstance(module, BlockStack) else [module])
-            for block in blocks:
-                if reason := unsupported_reason(self.plan, name, block):
-                    raise UserError(reason)
-            found[module] = ShardedStack(name, blocks, self.plan, self.mesh, self._compiled)
-            inside.update(module.modules())
+            if isinstance(module, BlockStack | Block):
+                found[module] = ShardedStack(name, module, self.plan, self.mesh, self._compiled)
+                inside.update(part for block in found[module].blocks for part in block.modules())
         return found
 
 

@@ -118,11 +118,11 @@ def split(name: str, members: Sequence[Sequence[int]], limit: float) -> Group:
 def set_timeouts(handle: dist.ProcessGroup | None, limit: float) -> None:
     """Have the collectives of a group give up after `limit` seconds, and NCCL's own watchdog after ours.
 
-    NCCL's ends the process without a word about who is missing, so it is the last resort.
+    NCCL's ends the process without saying who is missing, so it is the last resort.
     """
     if handle is None:
         return
-    for device, seconds in (("cuda", limit + WATCHDOG), ("cpu", limit)):  # if gloo serves both, the second holds
+    for device, seconds in (("cuda", limit + WATCHDOG), ("cpu", limit)):  # if gloo serves both, the second value counts
         if torch.device(device) in handle._device_types:
             backend = handle._get_backend(torch.device(device))
             if hasattr(backend, "_set_default_timeout"):  # the fake one has none

@@ -38,8 +38,8 @@ class Plan:
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32.
     compile: the layers' own functions by torch.compile, whatever else the plan says; the first step then takes minutes,
     and a CPU needs a C++ compiler.
-    kernels: "fast": operations in the fast way there is for the device, or by their definition where that refuses;
-    "strict": likewise, but a refusal is an error; "definition": plain torch throughout.
+    kernels: "fast": operations in the device's fast way, or by their definition where that does not support them;
+    "strict": likewise, but what is not supported is an error; "definition": plain torch throughout.
     threads: of one operation on a CPU, for the whole process; None: torch's choice, all cores.  Operations on a few
     thousand numbers run faster on one (docs/decisions/0007).
     """
@@ -62,7 +62,7 @@ class Plan:
         if min(self.data, self.axial, self.branch) < 1:
             raise ValueError(f"plan: data {self.data}, axial {self.axial}, branch {self.branch}: each is at least 1")
         if not self.time_limit > 0:
-            raise ValueError(f"plan.time_limit is {self.time_limit}: seconds, more than none")
+            raise ValueError(f"plan.time_limit is {self.time_limit}: seconds, and must be positive")
         if self.branch > 2:
             raise ValueError(f"plan.branch is {self.branch}: a block has two halves, so 1 or 2")
         if self.chunk is not None and self.chunk < 1:
@@ -75,7 +75,7 @@ class Plan:
             raise ValueError(f"plan.threads is {self.threads}: at least 1 is needed")
 
     def by_channels(self, residues: int, ranks: int, channels: int, c_z: int, itemsize: int) -> bool:
-        """Return whether triangle products of so many residues on so many ranks are cut by their channels.
+        """Return whether triangle products are cut by their channels, for this length and number of ranks.
 
         What a pair of products moves per rank: (p - 1) / p of a factor each and (p - 1) / p^2 of z twice, in 4 calls;
         or, cut by channels, (p - 1) / p^2 of two factors and a product each, in 6.  A factor or product has `channels`
@@ -99,7 +99,7 @@ class Plan:
 
 
 def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | None = None) -> Plan:
-    """Return a plan to fold one example without gradients: slices in place, of a size that suits the machine, or none.
+    """Return a plan to fold one example without gradients: in place, in slices that suit the machine, or at once.
 
     chunk: rows of a slice; 0: everything at once; None: as many as keep the largest temporary, an attention's logits
     (8 heads x N x N of each row), within `CACHED` numbers on a CPU and `RESIDENT` on a GPU.

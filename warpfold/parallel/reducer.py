@@ -27,7 +27,6 @@ from warpfold.parallel.exchange import (
     choose,
     finish,
     make_exchanges,
-    no_factors,
 )
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.waits import SerialThread, Work, waiting
@@ -210,7 +209,7 @@ class Reducer:
             return total.div_(examples)
         if self.compressor is not None:
             return self.compressor.mean(total.div_(examples))
-        exchanges = self._in_flight or [self.exchange.reduce_scatter(total[p], no_factors) for p in self.pieces]
+        exchanges = self._in_flight or [self.exchange.reduce_scatter(total[p]) for p in self.pieces]
         owned = [piece.div_(examples * self.mesh.data.size) for piece in finish(exchanges)]
         self._in_flight, self._clip_factors, self._clip_work = [], None, Work(None, "")
         if self.config.shard_state:

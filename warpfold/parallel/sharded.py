@@ -7,16 +7,17 @@ be done meanwhile.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, Block, ChannelProduct, Step, Steps
+from warpfold.errors import UserError
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, Block, BlockStack, ChannelProduct, Step, Steps
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm
 from warpfold.ops.dispatch import using
@@ -24,11 +25,12 @@ from warpfold.ops.noise import Factors
 from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local_shard, sendrecv, tied
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.sharded_tensor import Mask, MSAMask, PairMask, ShardedTensor
+from warpfold.parallel.sharded_tensor import ShardedTensor
 from warpfold.parallel.slices import add_in_slices, cut_axes, shared_in_slices
 
 Phases = Generator[Sequence[Pending], None, ShardedTensor]  # what it is about to wait for
 Sharded = dict[str, ShardedTensor]
+Mask = Mapping[int, Tensor]  # this rank's shards of a state's mask, by the axis along which the state is sharded
 ENTERS = {"m": COLS, "z": ROWS}  # how a stack's states come and go: sharded by residues
 
 
@@ -50,55 +52,49 @@ class BlockLayout:
     steps: tuple[StepLayout, ...]
 
 
-@dataclass(frozen=True)
-class _Use:
-    """One reading of a state by a step, while layouts are planned."""
-
-    block: int
-    step: int
-    state: str
-    axis: int | None  # None: any
-    writes: bool
-
-
 def layout_plan(name: str, blocks: Sequence[Block], by_channels: bool) -> list[BlockLayout]:
     """Return the layout of every block, found by following each state through all steps.
 
     by_channels: triangle products take z as it comes.
     """
-    uses = [use for number, block in enumerate(blocks) for use in _uses(number, block, by_channels)]
-    now, other_next = dict(ENTERS), None
-    found: dict[tuple[int, int], tuple[int, int | None, int | None]] = {}
-    for index, use in enumerate(uses):
-        after = next((later.axis for later in uses[index + 1 :] if later.state == use.state), ENTERS[use.state])
-        if not use.writes:
-            other_next = after
-            continue
-        now[use.state] = now[use.state] if use.axis is None else use.axis
-        found[use.block, use.step] = now[use.state], after, other_next
-        other_next = None
+    present = dict(ENTERS)
+    axes = []  # of each step's result
+    for block in blocks:
+        for step in block.steps:
+            axis, _ = _axes_read(step, by_channels)
+            present[step.state] = present[step.state] if axis is None else axis
+            axes.append(present[step.state])
+    wanted: dict[str, int | None] = {**ENTERS}  # by what comes later: so the steps are gone through backwards
     layouts = []
-    for number, block in enumerate(blocks):
-        enters: dict[str, int | None] = dict.fromkeys(block.states)
-        for use in reversed([use for use in uses if use.block == number]):
-            enters[use.state] = use.axis  # of its first use
+    for block in reversed(blocks):
         names = {module: key for key, module in block.named_modules()}
-        said = [names.get(step.layer, type(step.layer).__name__) for step in block.steps]
-        steps = tuple(StepLayout(f"{name} {layer}", *found[number, index]) for index, layer in enumerate(said))
-        layouts.append(BlockLayout(enters, steps))
-    return layouts
+        enters: dict[str, int | None] = dict.fromkeys(block.states)
+        steps = []
+        for step in reversed(block.steps):
+            axis, other_axis = _axes_read(step, by_channels)
+            next_axis, other_next = wanted[step.state], None
+            enters[step.state] = wanted[step.state] = axis
+            if step.other is not None:
+                other_next = wanted[step.other]
+                enters[step.other] = wanted[step.other] = other_axis
+            label = names.get(step.layer, type(step.layer).__name__)
+            steps.append(StepLayout(f"{name} {label}", axes.pop(), next_axis, other_next))
+        layouts.append(BlockLayout(enters, tuple(reversed(steps))))
+    return layouts[::-1]
 
 
-def _uses(number: int, block: Block, by_channels: bool) -> Iterator[_Use]:
-    """Yield the readings of a block in order; a step's reading of the state that it updates comes last."""
-    for index, (state, layer, other) in enumerate(block.steps):
-        axis = operand_axis = None
-        if isinstance(layer, AxialUpdate):
-            axis = None if by_channels and isinstance(layer, ChannelProduct) else layer.axis
-            operand_axis = layer.operand_axis if layer.operand_is_other else None
-        if other is not None:
-            yield _Use(number, index, other, operand_axis, False)
-        yield _Use(number, index, state, axis, True)
+def _axes_read(step: Step, by_channels: bool) -> tuple[int | None, int | None]:
+    """Return the axes along which a step takes its state and the other one; None: as it comes."""
+    layer = step.layer
+    if not can_be_cut(layer):
+        return None, None
+    axis = None if by_channels and isinstance(layer, ChannelProduct) else layer.axis
+    return axis, layer.operand_axis if layer.operand_is_other else None
+
+
+def can_be_cut(layer: nn.Module) -> TypeGuard[AxialUpdate]:
+    """Return whether a layer is what the contract says, and no more: one with a `forward` of its own may do more."""
+    return isinstance(layer, AxialUpdate) and type(layer).forward is AxialUpdate.forward
 
 
 def independent_runs(steps: Steps) -> list[range]:
@@ -121,46 +117,63 @@ def unsupported_reason(plan: Plan, name: str, block: Block) -> str | None:
     kind = f"{name or 'the block'} ({type(block).__name__})"
     if type(block).forward is not Block.forward:
         return f"{setting} = {size} runs blocks by their steps, but {kind} has a forward of its own; leave it at 1"
-    if not set(block.states) <= set(ENTERS):
+    if not set(block.states) <= ENTERS.keys():
         return f"{setting} = {size} knows the states m and z, but {kind} has {', '.join(block.states)}; leave it at 1"
-    plain = [type(step.layer).__name__ for step in block.steps if not isinstance(step.layer, AxialUpdate)]
-    if plain and plan.axial > 1:
-        return f"{setting} = {size} cuts layers along an axis, but {plain[0]} in {kind} has none; leave it at 1"
-    if plan.branch > 1 and len(block.states) > 1 and not has_halves(block.steps):
+    steps = block.checked_steps()
+    for step in steps:
+        if plan.axial > 1 and not can_be_cut(step.layer):
+            layer = type(step.layer).__name__
+            why = "has a forward of its own" if isinstance(step.layer, AxialUpdate) else "has none"
+            return f"{setting} = {size} cuts layers along an axis, but {layer} in {kind} {why}; leave it at 1"
+    halves = any(len({steps[index].state for index in run}) > 1 for run in independent_runs(steps))
+    if plan.branch > 1 and len(block.states) > 1 and not halves:
         return plan.unsupported_reason("middle")
     return None
-
-
-def has_halves(steps: Steps) -> bool:
-    """Return whether some steps of two states are independent, so that branch ranks can share them."""
-    return any(len({steps[index].state for index in run}) > 1 for run in independent_runs(steps))
 
 
 class ShardedStack:
     """Blocks one after another on this rank of a mesh: sharded over axial ranks, halves shared out to branch ranks.
 
-    compiled: what to call in the place of some layers.
+    module: a stack, or a block that stands alone.  compiled: what to call in the place of some layers.
+    Errors: UserError for a block that the plan cannot run.
     """
 
     def __init__(
         self,
         name: str,
-        blocks: Sequence[Block],
+        module: BlockStack | Block,
         plan: Plan,
         mesh: Mesh,
         compiled: Mapping[AxialUpdate, AxialUpdate] | None = None,
     ) -> None:
-        self.name, self.blocks, self.plan, self.mesh, self.group = name, blocks, plan, mesh, mesh.axial
+        self.name, self.module, self.plan, self.mesh, self.group = name, module, plan, mesh, mesh.axial
         self.compiled = compiled or {}
-        self.layouts = {by_channels: layout_plan(name, blocks, by_channels) for by_channels in (False, True)}
-        products = [m for block in blocks for m in block.modules() if isinstance(m, ChannelProduct)]
-        self.product_channels = products[0].channels if products else 0
+        self._planned: list[tuple[Block, type[Block], Steps]] | None = None
+        self._plan_layouts()
+
+    def _plan_layouts(self) -> None:
+        """Plan the layouts of the blocks as they are now: a layer may have been replaced, or a block left out."""
+        module = self.module
+        self.blocks = cast(list[Block], [*module.blocks] if isinstance(module, BlockStack) else [module])
+        found = [(block, type(block), block.steps) for block in self.blocks]
+        if found == self._planned:
+            return
+        for block in self.blocks:
+            if reason := unsupported_reason(self.plan, self.name, block):
+                raise UserError(reason)
+        self.layouts = {ways: layout_plan(self.name, self.blocks, ways) for ways in (False, True)}  # by channels or not
+        products = (step.layer for *_, steps in found for step in steps if isinstance(step.layer, ChannelProduct))
+        self.product_channels = next((layer.channels for layer in products), 0)
+        self._planned = found
 
     def run(self, states: Tensors, masks: Tensors) -> Tensors:
         """Return the new shards of the states, given this rank's shards; the mask of m is whole, that of z its rows."""
+        self._plan_layouts()
+        if not self.blocks:
+            return states
         names = self.blocks[0].states
-        z = states[-1]
-        residues = z.shape[COLS]
+        residues = masks[0].shape[-1]  # whole in either mask
+        z = states[names.index("z")] if "z" in names else states[0]
         by_channels = self.plan.by_channels(
             residues, self.group.size, self.product_channels, z.shape[-1], z.element_size()
         )
@@ -169,7 +182,10 @@ class ShardedStack:
         for name, state, its_mask in zip(names, states, masks):
             lengths = {ROWS: state.shape[ROWS] if name == "m" else residues, COLS: residues}
             held[name] = ShardedTensor(ENTERS[name], state, lengths, self.group, f"{self.name} {name}")
-            mask[name] = MSAMask(its_mask, self.group) if name == "m" else PairMask(its_mask)
+            if name == "m":  # a mask has no channels behind its axes
+                mask[name] = {axis: local_shard(its_mask, axis + 1, self.group) for axis in (ROWS, COLS)}
+            else:  # symmetric, so its rows are its columns too
+                mask[name] = {ROWS: its_mask, COLS: its_mask.mT}
         for block, layout in zip(self.blocks, self.layouts[by_channels]):
             if self.mesh.branch.size > 1:
                 for x in held.values():  # what the other branch sends is awaited outside of what is recomputed
@@ -183,7 +199,7 @@ class ShardedStack:
                 new = run(*taken)
             held = dict(zip(names, new))
         left = tuple(x.along(ENTERS[name]) for name, x in held.items())
-        return tied(*left) if self.mesh.branch.size > 1 else left  # the extra MSA's m is used by nobody
+        return tied(*left) if self.mesh.branch.size > 1 else left  # nothing uses the extra MSA's m
 
     def _block(
         self, block: Block, layout: BlockLayout, by_channels: bool, mask: dict[str, Mask], *states: ShardedTensor
@@ -221,8 +237,8 @@ class ShardedStack:
         for step, layout in steps:
             other = None if step.other is None else held[step.other]
             layer = step.layer
-            if not isinstance(layer, AxialUpdate):
-                x = self._plain(step, x, mask[step.state], other, layout)
+            if not can_be_cut(layer):
+                x = self._plain(step, x, mask[step.masked], other, layout)
                 continue
             run = self.compiled.get(layer, layer)
             if by_channels and isinstance(layer, ChannelProduct):
@@ -236,7 +252,7 @@ class ShardedStack:
     ) -> ShardedTensor:
         """Run a step that only knows whole tensors, where every rank has them: one axial rank, two branches."""
         others = () if other is None else (other.along(other.present),)
-        return self._leave(x, x.present, step.layer(x.along(x.present), mask.along(x.present), *others), layout)
+        return self._leave(x, x.present, step.layer(x.along(x.present), mask[x.present], *others), layout)
 
     def _by_slices(
         self, layer: AxialUpdate, x: ShardedTensor, mask: Mask, other: ShardedTensor | None, layout: StepLayout
@@ -251,7 +267,7 @@ class ShardedStack:
             operand = other
         yield [operand.pending(operand_axis)]
         held_operand = operand.along(operand_axis)
-        n, n_mask = DeferredLayerNorm(held_operand, layer.norm), mask.along(operand_axis)
+        n, n_mask = DeferredLayerNorm(held_operand, layer.norm), mask[operand_axis]
         if layer.shared_axis is not None and not layer.shared_from_other:
             pending = self._share(layer, operand, mask, operand_axis, layout, n)
         local = layer.local(n, n_mask) if self.plan.chunk is None else None
@@ -284,17 +300,17 @@ class ShardedStack:
     ) -> list[Pending]:
         """Return `shared` of this rank's shard, each tensor on its way to be joined with the others'.
 
-        of: the operand, of which n is the norm; or, without n, the other representation.
+        of: the operand, which n normalises; or, without n, the other representation.
         """
         held = of.along(axis)
         join_axis = axis if n is None or layer.join_axis is None else layer.join_axis
         if self.plan.chunk is not None:
-            n_mask = mask.along(axis) if n is not None else held  # not read where `shared` is made from the other
+            n_mask = mask[axis] if n is not None else held  # not read where `shared` is made from the other
             tensors = shared_in_slices(layer, held, n_mask, held, self.plan.chunk)
         elif n is None:
             tensors = layer.shared_of(held)
         else:
-            tensors = layer.shared(n, mask.along(axis))
+            tensors = layer.shared(n, mask[axis])
         length, name = of.lengths[axis], f"{layout.name} shared"
         pending = [all_gather(t, join_axis, length, self.group, f"{name} {i}") for i, t in enumerate(tensors)]
         if layout.other_next is not None:  # later than what is needed sooner
@@ -306,7 +322,7 @@ class ShardedStack:
         axis = x.present
         yield [x.pending(axis)]
         held = x.along(axis)
-        n, n_mask = DeferredLayerNorm(held, layer.norm), mask.along(axis)
+        n, n_mask = DeferredLayerNorm(held, layer.norm), mask[axis]
         had = axis + 1  # of the factors, which have no channels behind
         length = x.lengths[axis]
         right = all_to_all(layer.right(n, n_mask), had, -3, length, self.group, f"{layout.name} right")

@@ -23,7 +23,7 @@ class ShardedTensor:
 
     @property
     def present(self) -> int:
-        """An axis along which it can be had without waiting, if there is one."""
+        """An axis along which its shard is here already; if none is, that of one on its way."""
         return next((axis for axis, pending in self._shards.items() if pending.arrived), next(iter(self._shards)))
 
     def start(self, axis: int) -> None:
@@ -70,33 +70,8 @@ class ShardedTensor:
         return shape
 
 
-class MSAMask:
-    """The mask [*, s, r] of m, whole on every rank."""
-
-    def __init__(self, whole: Tensor, group: Group) -> None:
-        self.whole, self.group = whole, group
-
-    def along(self, axis: int) -> Tensor:
-        """Return this rank's shard; `axis` is one of m's, which has channels behind."""
-        return local_shard(self.whole, axis + 1, self.group)
-
-
-class PairMask:
-    """The mask of z, of which this rank has its rows [*, i, j]; it is symmetric, so they are its columns too."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-
-    def along(self, axis: int) -> Tensor:
-        """Return this rank's shard."""
-        return self.rows if axis == ROWS else self.rows.mT
-
-
-Mask = MSAMask | PairMask
-
-
 class ShardedResidues(Residues):
-    """The residues of one rank of an axial group, of which there may be several replicas (branch ranks)."""
+    """The residues of one rank of an axial group; `replicas` branch ranks hold the same."""
 
     def __init__(self, group: Group, replicas: int = 1) -> None:
         self.group, self.shards, self.replicas = group, group.size, replicas

@@ -1,4 +1,4 @@
-"""The processes of a run: how they find each other, and what they tell each other outside of the computation.
+"""The processes of a run: how they meet, and what they tell each other outside of the computation.
 
 `torchrun` starts them and tells each its rank.  A job that is restarted meets under a new name, so that nobody finds
 the addresses of the processes before it (torch keeps one store for all attempts, and its count of restarts is not the
@@ -66,7 +66,7 @@ class ProcessInfo:
                 agent_keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             )
         except (KeyError, ValueError) as error:
-            raise UserError(f"WORLD_SIZE is set, but {error} is missing or no number; start with torchrun") from None
+            raise UserError(f"WORLD_SIZE is set, but {error} is missing or not a number; start with torchrun") from None
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Team:
         return _begin(x, self.mesh.model, what)
 
     def of_example_leaders(self, values: list[Any]) -> list[Any]:
-        """Return, of values gathered from all, those of the first process of each example, by data rank."""
+        """Pick those of the example leaders from values gathered from all processes; in the order of data ranks."""
         return values[:: self.mesh.model.size]
 
     def gather_shards(self, x: Tensor, axis: int, length: int) -> Tensor | None:

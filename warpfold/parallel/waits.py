@@ -64,7 +64,7 @@ def waiting(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Work:
-    """A collective under way; None: one that ended at once."""
+    """A collective under way; None: one that has ended already."""
 
     work: dist.Work | None
     name: str
