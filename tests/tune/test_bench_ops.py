@@ -14,10 +14,11 @@ from warpfold.errors import UserError
 from warpfold.ops.attention import attention
 from warpfold.tune import bench_ops, peers
 from warpfold.tune.bench_ops import COLUMNS, HEADS, STYLES, bench, checked, picture, table, write_csv
-from warpfold.tune.cases import OPS, OpCase, OpInputs, inputs
+from warpfold.tune.cases import OPS, PROFILES, OpInputs, inputs
 from warpfold.tune.checks import truth
 from warpfold.tune.peers import WAYS, too_large
-from warpfold.tune.sizes import KINDS, shapes
+from warpfold.tune.profile import OpCase
+from warpfold.tune.sizes import shapes
 from warpfold.tune.timing import CpuTimer, Subject, allocated, measure
 
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def test_shapes_of_their_names() -> None:
     assert (row.rows, row.length, row.heads, row.width, row.bias) == (128, 256, 8, 32, True)
     assert (ending.rows, ending.length, ending.heads, ending.transposed) == (64, 64, 4, True)
     assert [name for name, _ in shapes("attention", ["starting"])] == [
-        f"starting:{n}" for n in KINDS["attention"]["starting"]
+        f"starting:{n}" for n in PROFILES["attention"].kinds["starting"]
     ]
     assert len(shapes("attention", quick=True)) == 5
     assert {name.partition(":")[0] for name, _ in shapes("tail")} == {"pair", "msa", "dropout"}
@@ -269,7 +270,7 @@ def test_every_way_has_a_colour_and_a_marker_of_its_own() -> None:
 def test_what_is_too_large_is_named_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench_ops.LARGEST, "cpu", 4 * 12**3)
     left = bench(["attention"], CPU, ["fp32"], ["starting", "starting:12"], repeats=1, ways=["ours"])["left_out"]
-    assert left == [f"attention starting:{n}" for n in KINDS["attention"]["starting"]]
+    assert left == [f"attention starting:{n}" for n in PROFILES["attention"].kinds["starting"]]
     named = bench(["attention"], CPU, ["fp32"], ["starting:16"], repeats=1, ways=["ours"])  # larger, but asked for
     assert named["left_out"] == []
     assert {row["shape"] for row in named["rows"]} == {"starting:16"}

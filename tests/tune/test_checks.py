@@ -11,9 +11,10 @@ from torch import Tensor
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.ops.dispatch import Op
 from warpfold.ops.noise import DropoutFactors, dropout_factors
-from warpfold.tune.cases import OPS, OpCase, argument_names, inputs
+from warpfold.tune.cases import ODD, OPS, argument_names, inputs
 from warpfold.tune.checks import Error, check, compare, failures, odd, run, truth
-from warpfold.tune.sizes import ODD, DataSizes, of_settings
+from warpfold.tune.profile import OpCase
+from warpfold.tune.sizes import DataSizes, of_settings
 
 ATTENTION = ODD[0]
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[Tensor]
     """Makes an operation's fast way the definition with something wrong in the result."""
 
     def spoil(name: str, wrong: Callable[[Tensor], Tensor]) -> None:
-        op = OPS[name]  # type: ignore[index]
+        op = OPS[name]
         monkeypatch.setattr(op, "fast", lambda *args: wrong(op.definition(*args)))
 
     return spoil

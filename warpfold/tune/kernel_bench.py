@@ -17,8 +17,9 @@ from warpfold.bulk import pool
 from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import KERNELS, KernelConfig, KernelLaunch, Key, forced, recorded
 from warpfold.progress import Progress
-from warpfold.tune.cases import OPS, OpCase, inputs
+from warpfold.tune.cases import OPS, PROFILES, inputs, size_in_words
 from warpfold.tune.checks import DTYPES, run, truth
+from warpfold.tune.profile import OpCase
 from warpfold.tune.timing import FLUSH, SETTLE
 
 REPEATS = 20
@@ -53,7 +54,7 @@ class Workload:
     dtype: str
 
     def __str__(self) -> str:
-        return f"{self.op}, {self.case.where}, {self.case.shape}, {self.dtype}"
+        return f"{self.op}, {self.case.where}, {size_in_words(self.case)}, {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -206,5 +207,4 @@ class GpuBench:
 
 def with_room(case: OpCase) -> OpCase:
     """Return the case with no more rows than its definition in fp64 has room for."""
-    numbers = case.logits or case.rows * case.length * max(case.channels, case.outputs)
-    return case.with_rows(case.rows * CHECKED // numbers) if numbers > CHECKED else case
+    return case.with_rows(case.rows * CHECKED // PROFILES[case.op].numbers(case))

@@ -19,6 +19,7 @@ from warpfold.files import update_file
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.launch import SHIPPED, KernelConfig, Key, TableEntry, file_of, read, reset, table_used
 from warpfold.progress import Progress
+from warpfold.tune.cases import meant_by
 from warpfold.tune.kernel_bench import (
     Bench,
     GpuBench,
@@ -31,7 +32,6 @@ from warpfold.tune.kernel_bench import (
 from warpfold.tune.machine import describe
 from warpfold.tune.sizes import DataSizes, of_settings
 
-TUNED = ("attention", "layer_norm", "norm_linear", "gate", "tail", "triangle_factor")  # operations, as --op names them
 SIZES = {"initial training": DataSizes(crop=256, max_msa=128, max_extra=1024), "fine-tuning": DataSizes(crop=384)}
 SAME = 1.01  # faster by less is no difference: of such candidates the first is taken
 
@@ -48,13 +48,13 @@ class Timed:
 
 
 def workloads(ops: Iterable[str], quick: bool = False) -> list[Workload]:
-    """Return how the model calls operations; "attention" has the global one with it, of the same kernels.
+    """Return how the model calls the operations that --op means.
 
     quick: at the sizes of initial training, in bf16, alone.
     """
     found: dict[Workload, None] = {}
     for op in ops:
-        names = ("attention", "global_attention") if op == "attention" else (op,)
+        names = meant_by([op])
         for sizes in list(SIZES.values())[: 1 if quick else None]:
             for dtype in ("bf16",) if quick else ("bf16", "fp32"):
                 cases = (case for case in of_settings(ModelConfig(), sizes) if case.op in names)

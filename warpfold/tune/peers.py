@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.tune.cases import OPS, Argument, OpInputs
+from warpfold.tune.cases import BENCHED, OPS, PROFILES, OpInputs
+from warpfold.tune.profile import Argument
 from warpfold.tune.timing import Subject
 
 PER_LOGIT = 20  # bytes that the definition has at its peak, forward and backward, in fp32 and bf16 alike
@@ -177,7 +178,7 @@ _OURS = Way(
     lambda given: OPS[given.case.op].unsupported_reason(*given.args),
     lambda given: _call("ours", OPS[given.case.op].fast, given),
 )
-_ATTENTION = (
+_PEERS = (
     Way("sdpa", _supported, _expanded, True),
     Way("sdpa-materialised", _materialised_unsupported, _materialised, True),
     Way("trifast", _trifast_unsupported, _trifast),
@@ -185,11 +186,7 @@ _ATTENTION = (
     Way("flash-attn", _flash_unsupported, _flash),
 )
 WAYS: Mapping[str, tuple[Way, ...]] = {
-    "attention": (*_EVERY, *_ATTENTION, _OURS),
-    **dict.fromkeys(
-        ("layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor", "outer_product"),
-        (*_EVERY, _OURS),
-    ),
+    op: (*_EVERY, *(way for way in _PEERS if way.name in PROFILES[op].peers), _OURS) for op in BENCHED
 }
 
 

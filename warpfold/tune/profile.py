@@ -1,0 +1,196 @@
+"""What the tuner has to know of an operation, and how its inputs are drawn with the strides that the model gives them.
+
+An `OpProfile` says all of it: what an operation is called with in each layer of the model, how inputs of a size are
+drawn, and what it costs.  tune/cases.py has the profile of every operation; nothing else in `tune` names one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from warpfold.ops.dispatch import Op
+from warpfold.ops.noise import DropoutFactors, Factors, Noise
+
+MASKED = 0.15  # the share of keys masked in checks, where the last row is masked throughout
+DROPPED = 0.25  # the dropout rate
+Argument = Tensor | DropoutFactors | None  # of an operation
+Kinds = Mapping[str, tuple[str, ...]]  # the bench's kinds of shape, and the sizes of each by default
+LayerKind = Literal[
+    "attention", "pointwise attention", "global attention", "projection", "transition", "outer product",
+    "triangle product", "triangle output",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCase:
+    """One operation at one size: positions [rows, length], as the layer that calls it sees them.
+
+    For an outer product, [rows, keys] are the positions of the result, and `length` the sequences that it sums over.
+    """
+
+    op: str
+    where: str  # the layer that calls it
+    rows: int
+    length: int  # of attention: queries; of global attention: 1
+    keys: int = 0  # 0: as many as queries
+    heads: int = 0
+    width: int = 0  # of a head
+    channels: int = 0  # of x; of a gate: of both arguments
+    outputs: int = 0  # of norm_linear; of a tail: channels of o and g; of a transition: its hidden channels
+    bias: bool = False  # of attention
+    transposed: bool = False  # rows and positions lie in memory the other way round
+    dropped: bool = False  # a tail with dropout
+    drawn: bool = False  # whose factors it draws itself, from seeded noise, as in every training run
+    expanded: bool = False  # a tail whose o is the same at all positions of a row, with a stride of zero
+    batches: int = 1  # in which rows lie, each with a bias of its own
+    full_rows: int = 0  # how many rows the model has; 0: these
+
+    @property
+    def attended(self) -> int:
+        """How many keys a row has."""
+        return self.keys or self.length
+
+    @property
+    def logits(self) -> int:
+        """How many logits all rows and heads have together; 0 if this is not attention."""
+        return self.rows * self.heads * self.length * self.attended
+
+    @property
+    def row_count(self) -> str:
+        """The rows in words: "256 rows", or "2 of 256 rows" where they were cut."""
+        return f"{self.rows} of {self.full_rows} rows" if self.full_rows else f"{self.rows} rows"
+
+    def with_rows(self, rows: int) -> "OpCase":
+        """Return the case with at most that many rows, but whole batches, and at least one; lengths stay."""
+        if self.rows <= rows:
+            return self
+        each = self.rows // self.batches if self.batches > 1 else 1
+        few = max(1, rows // each)
+        batches = few if self.batches > 1 else 1
+        return replace(self, rows=few * each, batches=batches, full_rows=self.full_rows or self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """A layer of the trunk at the size of an example: what decides how it calls operations (tune/sizes.py)."""
+
+    kind: LayerKind
+    name: str
+    rows: int
+    length: int
+    keys: int = 0  # 0: as many as queries
+    channels: int = 0  # of its operand
+    projected: int = 0  # what it projects its normalised operand to; 0: no such projection
+    heads: int = 0
+    width: int = 0  # of a head
+    hidden: int = 0  # channels within a transition, a factor of a triangle product, an outer product's operands
+    outputs: int = 0  # of an outer product
+    bias: bool = False
+    transposed: bool = False
+    dropped: bool = False
+    batches: int = 1
+
+    def case(self, op: str, **more: Any) -> OpCase:
+        """Return a case of an operation that this layer calls at its positions."""
+        at = {"where": self.name, "rows": self.rows, "length": self.length, "transposed": self.transposed}
+        return OpCase(op=op, **(at | more))  # type: ignore[arg-type]  # mypy takes the values for objects
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one pass must do: floating point operations of products, exponentials, and bytes to move."""
+
+    flops: float
+    exps: float
+    bytes: float
+
+
+@dataclass
+class Draw:
+    """Draw the random tensors of one case."""
+
+    dtype: torch.dtype
+    device: torch.device
+    generator: torch.Generator | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.device.type != "meta":  # it has no generator, and needs none: there are no numbers
+            self.generator = torch.Generator(self.device).manual_seed(0)
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        """Draw normal numbers."""
+        x = torch.randn(*shape, generator=self.generator, device=self.device)
+        return (x * scale).to(dtype or self.dtype)
+
+    def parameter(self, *shape: int, mean: float = 0.0, scale: float = 0.1) -> Tensor:
+        """Draw a parameter; like the model's, it stays in fp32."""
+        return self.normal(*shape, scale=scale, dtype=torch.float32) + mean
+
+    def factors(self, *shape: int, drawn: bool) -> Factors:
+        """Draw dropout factors; drawn: leave it to the operation, which draws them from seeded noise."""
+        if drawn:
+            noise = Noise().to(self.device)
+            noise.seed(0)
+            return noise.factors(shape, DROPPED, 0, torch.empty((), dtype=self.dtype, device=self.device))
+        kept = torch.rand(*shape, generator=self.generator, device=self.device) > DROPPED
+        return (kept / (1 - DROPPED)).to(self.dtype)
+
+    def positions(self, case: OpCase, channels: int) -> Tensor:
+        """Draw [rows, length, channels] or [batches, rows, ...], laid out as that layer's tensors; each position's
+        numbers begin at a multiple of eight, as projections do (ops/norm.py)."""
+        padded = -(-channels // 8) * 8
+        rows, leading = case.rows // case.batches, ((case.batches,) if case.batches > 1 else ())
+        order = (case.length, rows) if case.transposed else (rows, case.length)
+        x = self.normal(*leading, *order, padded)[..., :channels]
+        return x.transpose(-2, -3) if case.transposed else x
+
+    def mask(self, case: OpCase, masked: bool) -> Tensor:
+        """Return a mask of ones; masked: draw one, whose last row is zero."""
+        rows, leading = case.rows // case.batches, ((case.batches,) if case.batches > 1 else ())
+        shape = (*leading, case.attended, rows) if case.transposed else (*leading, rows, case.attended)
+        mask = torch.ones(shape, device=self.device)
+        mask = mask.mT if case.transposed else mask
+        if masked:
+            mask *= torch.rand(mask.shape, generator=self.generator, device=self.device) > MASKED
+            mask[..., -1, :] = 0
+        return mask
+
+
+class OpProfile(ABC):
+    """All that `tune` knows of one operation; a subclass for each stands in tune/cases.py."""
+
+    name: ClassVar[str]  # on the command line and in tables
+    op: ClassVar[Op[..., Tensor]]
+    part_of: ClassVar[str] = ""  # the operation whose --op means this one too
+    tuned: ClassVar[bool] = True  # it has kernels of its own
+    peers: ClassVar[tuple[str, ...]] = ()  # ways of others to compute it (tune/peers.py)
+    kinds: ClassVar[Kinds] = {}  # none: the bench does not time it by itself
+    odd: ClassVar[tuple[OpCase, ...]]  # sizes that find mistakes
+
+    @abstractmethod
+    def case(self, layer: LayerSizes) -> OpCase | None:
+        """Return how a layer calls the operation; None if it does not."""
+
+    @abstractmethod
+    def arguments(self, case: OpCase, draw: Draw, masked: bool) -> tuple[Argument, ...]:
+        """Draw the arguments of a case; masked: with some keys masked, and all keys of one row."""
+
+    @abstractmethod
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count what one pass must do, without the bytes of parameters, a few thousandths."""
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        """Return a case of the bench with AlphaFold2's channels and heads (Supp. 1.4, 1.6): s sequences, r residues."""
+        return OpCase(op=self.name, where=kind, rows=s, length=r, channels=256 if kind == "msa" else 128)
+
+    def numbers(self, case: OpCase) -> int:
+        """Count the numbers in the largest tensor that the definition holds."""
+        return case.rows * case.length * max(case.channels, case.outputs)
+
+    def size(self, case: OpCase) -> str:
+        """Return the size in words: "256 rows of 256, 128 channels"."""
+        return f"{case.row_count} of {case.length}, {case.channels} channels"
