@@ -14,10 +14,10 @@ from warpfold.errors import UserError
 from warpfold.ops.attention import attention
 from warpfold.tune import bench_ops, peers
 from warpfold.tune.bench_ops import COLUMNS, HEADS, STYLES, bench, checked, picture, table, write_csv
-from warpfold.tune.cases import OPS, PROFILES, OpInputs, inputs
+from warpfold.tune.cases import OPS, PROFILES, inputs
 from warpfold.tune.checks import truth
 from warpfold.tune.peers import WAYS, too_large
-from warpfold.tune.profile import OpCase
+from warpfold.tune.profile import OpCase, OpInputs
 from warpfold.tune.sizes import shapes
 from warpfold.tune.timing import CpuTimer, Subject, allocated, measure
 

@@ -1,5 +1,6 @@
 """The check finds what is wrong with a fast way, and nothing where nothing is."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.ops.dispatch import Op
 from warpfold.ops.noise import DropoutFactors, dropout_factors
-from warpfold.tune.cases import ODD, OPS, argument_names, inputs
+from warpfold.tune.cases import ODD, OPS, inputs
 from warpfold.tune.checks import Error, check, compare, failures, odd, run, truth
 from warpfold.tune.profile import OpCase
 from warpfold.tune.sizes import DataSizes, of_settings
@@ -249,7 +250,7 @@ def test_inputs_are_strided_as_the_model_has_them(case: OpCase) -> None:
         assert first.stride(0) < first.stride(1)
     if case.op in ("attention", "gate"):
         assert not first.is_contiguous() or first.shape[0] == 1
-    args = zip(argument_names(case.op), given.args)
+    args = zip(inspect.signature(OPS[case.op].definition).parameters, given.args)
     wanted = [name for name, t in args if isinstance(t, Tensor) and t.requires_grad]
     assert list(given.names) == wanted
     assert all(t.is_leaf for t in given.wanted)

@@ -17,11 +17,11 @@ import torch
 from warpfold.errors import UserError
 from warpfold.files import write_atomically
 from warpfold.progress import Progress, no_progress
-from warpfold.tune.cases import OpInputs, inputs
+from warpfold.tune.cases import inputs
 from warpfold.tune.checks import DTYPES, failures, odd
 from warpfold.tune.machine import describe
 from warpfold.tune.peers import WAYS, Way, too_large
-from warpfold.tune.profile import OpCase
+from warpfold.tune.profile import OpCase, OpInputs
 from warpfold.tune.roofline import Ceilings, Pass, ceilings, cost
 from warpfold.tune.sizes import shapes
 from warpfold.tune.timing import Times, measure

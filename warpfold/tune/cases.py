@@ -1,8 +1,7 @@
 """The profiles of the operations: the one place where the bench, the doctor and tuning learn of an operation."""
 
-import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,17 @@ from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor
-from warpfold.tune.profile import Argument, Cost, Draw, Kinds, LayerSizes, OpCase, OpProfile
+from warpfold.tune.profile import (
+    Argument,
+    Cost,
+    Kinds,
+    LayerKind,
+    LayerSizes,
+    OpCase,
+    OpInputs,
+    OpProfile,
+    RandomTensors,
+)
 
 TRIANGLES = ("64", "128", "256", "384", "512", "1024", "2048")
 PAIRS = TRIANGLES[2:6]
@@ -48,8 +57,9 @@ def _attention_cost(case: OpCase, forward: bool, itemsize: int, key_heads: int) 
     return Cost(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)
 
 
-class Attention(OpProfile):
+class AttentionProfile(OpProfile):
     name, op = "attention", attention
+    layers = ("attention", "pointwise attention")
     peers = ("sdpa", "sdpa-materialised", "trifast", "cuequivariance", "flash-attn")
     kinds: ClassVar[Kinds] = {
         "row": ALIGNMENTS,
@@ -70,13 +80,12 @@ class Attention(OpProfile):
         _attention("longer than a tile", 2, 150, 1, 32, bias=True),
     )
 
-    def case(self, layer: LayerSizes) -> OpCase | None:
-        if layer.kind not in ("attention", "pointwise attention"):
-            return None
-        heads = {"heads": layer.heads, "width": layer.width, "bias": layer.bias}
-        return layer.case(self.name, keys=layer.keys, batches=layer.batches, **heads)
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        sizes = {"keys": layer.keys, "heads": layer.heads, "width": layer.width}
+        return sizes | {"bias": layer.bias, "batches": layer.batches}
 
-    def arguments(self, case: OpCase, draw: Draw, masked: bool) -> tuple[Argument, ...]:
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        """Draw q, k, v as slices of one projection, and the bias too where z itself is what attends."""
         inner, h = case.heads * case.width, case.heads
         from_z = case.bias and case.where != "msa row" and case.rows == case.length and not case.keys
         y = draw.positions(case, 4 * inner + (h if from_z else 0))
@@ -114,16 +123,15 @@ class Attention(OpProfile):
         return f"{case.row_count}, {case.heads} heads, {case.length} x {case.attended}, width {case.width}"
 
 
-class GlobalAttention(OpProfile):
+class GlobalAttentionProfile(OpProfile):
     name, op, part_of = "global_attention", global_attention, "attention"
+    layers = ("global attention",)
     odd = (_global_attention(9, 77, 4, 8), _global_attention(3, 130, 8, 32))
 
-    def case(self, layer: LayerSizes) -> OpCase | None:
-        if layer.kind != "global attention":
-            return None
-        return layer.case(self.name, length=1, keys=layer.length, heads=layer.heads, width=layer.width)
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"length": 1, "keys": layer.length, "heads": layer.heads, "width": layer.width}
 
-    def arguments(self, case: OpCase, draw: Draw, masked: bool) -> tuple[Argument, ...]:
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         w = case.width  # keys, values and gates are one projection
         y = draw.positions(replace(case, length=case.attended), (2 + case.heads) * w)
         k, v = y[..., :w].detach(), y[..., w : 2 * w].detach()
@@ -139,9 +147,10 @@ class GlobalAttention(OpProfile):
         return f"{case.row_count}, {case.heads} heads, {case.attended} keys, width {case.width}"
 
 
-class LayerNorm(OpProfile):
+class LayerNormProfile(OpProfile):
     name = "layer_norm"
     op: ClassVar[Op[..., Tensor]] = layer_norm
+    layers: ClassVar[tuple[LayerKind, ...]] = ("global attention",)
     kinds: ClassVar[Kinds] = {"pair": PAIRS, "msa": ALIGNMENTS}
     odd: ClassVar[tuple[OpCase, ...]] = (
         _at("layer_norm", "rows", 7, 19, 128),
@@ -150,10 +159,10 @@ class LayerNorm(OpProfile):
         _at("layer_norm", "many channels", 1, 3, 1024),
     )
 
-    def case(self, layer: LayerSizes) -> OpCase | None:
-        return layer.case(self.name, channels=layer.channels) if layer.kind == "global attention" else None
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.channels}
 
-    def arguments(self, case: OpCase, draw: Draw, masked: bool) -> tuple[Argument, ...]:
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         c = case.channels
         return draw.positions(case, c), draw.parameter(c, mean=1.0), draw.parameter(c)
 
@@ -162,18 +171,21 @@ class LayerNorm(OpProfile):
         return Cost(0, 0, case.rows * case.length * case.channels * itemsize * (2 if forward else 3))
 
 
-class NormLinear(LayerNorm):
+class NormLinearProfile(LayerNormProfile):
     name, op = "norm_linear", norm_linear
+    layers = (
+        "attention", "global attention", "projection", "outer product", "triangle product", "triangle output",
+    )  # fmt: skip
     odd = (
         _at("norm_linear", "rows", 7, 19, 64, 132),
         _at("norm_linear", "transposed", 5, 21, 128, 8, transposed=True),
         _at("norm_linear", "odd channels", 3, 5, 24, 37),
     )
 
-    def case(self, layer: LayerSizes) -> OpCase | None:
-        return layer.case(self.name, channels=layer.channels, outputs=layer.projected) if layer.projected else None
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.channels, "outputs": layer.projected}
 
-    def arguments(self, case: OpCase, draw: Draw, masked: bool) -> tuple[Argument, ...]:
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         norm = super().arguments(case, draw, masked)
         weight = draw.parameter(case.outputs, case.channels, scale=case.channels**-0.5)
         return *norm, weight, draw.parameter(case.outputs)
@@ -191,19 +203,20 @@ class NormLinear(LayerNorm):
         return f"{case.row_count} of {case.length}, {case.channels} -> {case.outputs}"
 
 
-class Gate(OpProfile):
+class GateProfile(OpProfile):
     name = "gate"
     op: ClassVar[Op[..., Tensor]] = gate
+    layers: ClassVar[tuple[LayerKind, ...]] = ("triangle output",)
     kinds: ClassVar[Kinds] = {"pair": PAIRS}
     odd: ClassVar[tuple[OpCase, ...]] = (
         _at("gate", "views of a projection", 7, 19, 24),
         _at("gate", "transposed", 5, 131, 32, transposed=True),
     )
 
-    def case(self, layer: LayerSizes) -> OpCase | None:
-        return layer.case(self.name, channels=layer.projected) if layer.kind == "triangle output" else None
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.projected}
 
-    def arguments(self, case: OpCase, draw: Draw, masked: bool) -> tuple[Argument, ...]:
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         y = draw.positions(case, 2 * case.channels)  # two projections of one tensor
         return y[..., : case.channels].detach(), y[..., case.channels :].detach()
 
@@ -212,8 +225,9 @@ class Gate(OpProfile):
         return Cost(0, numbers, numbers * itemsize * (3 if forward else 5))
 
 
-class GatedLinearResidual(OpProfile):
+class GatedLinearResidualProfile(OpProfile):
     name, op = "tail", gated_linear_residual
+    layers = ("attention", "global attention")
     kinds: ClassVar[Kinds] = {
         "pair": PAIRS,
         "msa": ALIGNMENTS,
@@ -228,14 +242,12 @@ class GatedLinearResidual(OpProfile):
         _at("tail", "odd channels", 3, 5, 24, 40),
     )
 
-    def case(self, layer: LayerSizes) -> OpCase | None:
-        if layer.kind not in ("attention", "global attention"):
-            return None
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
         sizes = {"channels": layer.channels, "outputs": layer.heads * layer.width}
         dropout = {"dropped": layer.dropped, "drawn": layer.dropped}
-        return layer.case(self.name, expanded=layer.kind == "global attention", **sizes, **dropout)
+        return sizes | dropout | {"expanded": layer.kind == "global attention"}
 
-    def arguments(self, case: OpCase, draw: Draw, masked: bool) -> tuple[Argument, ...]:
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         x, o = draw.positions(case, case.channels), draw.positions(case, case.outputs)
         if case.expanded:
             o = o[..., :1, :].expand(o.shape).detach()
@@ -260,15 +272,15 @@ class GatedLinearResidual(OpProfile):
         return f"{super().size(case)}, inner {case.outputs}{dropout}"
 
 
-class Transition(LayerNorm):
+class TransitionProfile(LayerNormProfile):
     name, op, tuned = "transition", transition, False
+    layers = ("transition",)
     odd = (_at("transition", "rows", 7, 19, 32, 128), _at("transition", "odd channels", 3, 5, 24, 56))
 
-    def case(self, layer: LayerSizes) -> OpCase | None:
-        is_one = layer.kind == "transition"
-        return layer.case(self.name, channels=layer.channels, outputs=layer.hidden) if is_one else None
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.channels, "outputs": layer.hidden}
 
-    def arguments(self, case: OpCase, draw: Draw, masked: bool) -> tuple[Argument, ...]:
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         norm, c, n = super().arguments(case, draw, masked), case.channels, case.outputs
         up = draw.parameter(n, c, scale=c**-0.5), draw.parameter(n)
         return *norm, *up, draw.parameter(c, n, scale=n**-0.5), draw.parameter(c)
@@ -286,32 +298,32 @@ class Transition(LayerNorm):
         return f"{super().size(case)}, inner {case.outputs}"
 
 
-class TriangleFactor(Gate):
+class TriangleFactorProfile(GateProfile):
     name, op = "triangle_factor", triangle_factor
+    layers = ("triangle product",)
     odd = (_at("triangle_factor", "rows", 7, 19, 24), _at("triangle_factor", "odd channels", 33, 5, 41))
 
-    def case(self, layer: LayerSizes) -> OpCase | None:
-        return layer.case(self.name, channels=layer.hidden) if layer.kind == "triangle product" else None
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.hidden}
 
-    def arguments(self, case: OpCase, draw: Draw, masked: bool) -> tuple[Argument, ...]:
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         return *super().arguments(case, draw, masked), draw.mask(case, masked)
 
 
-class OuterProduct(OpProfile):
+class OuterProductProfile(OpProfile):
     name, op, tuned = "outer_product", outer_product, False
+    layers = ("outer product",)
     kinds: ClassVar[Kinds] = {"msa": ALIGNMENTS}
     odd = (
         _at("outer_product", "rows and columns", 9, 33, 8, 24, keys=19),
         _at("outer_product", "odd channels", 17, 3, 7, 11, keys=5),
     )
 
-    def case(self, layer: LayerSizes) -> OpCase | None:
-        if layer.kind != "outer product":
-            return None
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
         s, r = layer.rows, layer.length
-        return layer.case(self.name, rows=r, keys=r, length=s, channels=layer.hidden, outputs=layer.outputs)
+        return {"rows": r, "keys": r, "length": s, "channels": layer.hidden, "outputs": layer.outputs}
 
-    def arguments(self, case: OpCase, draw: Draw, masked: bool) -> tuple[Argument, ...]:
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         s, c, z = case.length, case.channels, case.outputs
         a, b = draw.normal(s, case.rows, c), draw.normal(s, case.attended, c)
         weight = draw.parameter(z, c * c, scale=1 / c)
@@ -339,8 +351,8 @@ class OuterProduct(OpProfile):
 PROFILES: Mapping[str, OpProfile] = {
     profile.name: profile
     for profile in (
-        Attention(), GlobalAttention(), LayerNorm(), NormLinear(), Gate(), GatedLinearResidual(), Transition(),
-        TriangleFactor(), OuterProduct(),
+        AttentionProfile(), GlobalAttentionProfile(), LayerNormProfile(), NormLinearProfile(), GateProfile(),
+        GatedLinearResidualProfile(), TransitionProfile(), TriangleFactorProfile(), OuterProductProfile(),
     )
 }  # fmt: skip
 OPS = {name: profile.op for name, profile in PROFILES.items()}
@@ -360,38 +372,6 @@ def size_in_words(case: OpCase) -> str:
     return PROFILES[case.op].size(case)
 
 
-CONSTANT = ("mask", "factors", "count")  # the arguments without a gradient
-
-
-@dataclass(frozen=True)
-class OpInputs:
-    """The arguments of one call, in order, and the names of those that have a gradient."""
-
-    case: OpCase
-    args: tuple[Argument, ...]
-    names: tuple[str, ...]  # of those with a gradient
-    grad: Tensor  # that of the output
-
-    @property
-    def wanted(self) -> list[Tensor]:
-        """The arguments with a gradient."""
-        return [t for t in self.args if isinstance(t, Tensor) and t.requires_grad]
-
-
-def argument_names(op: str) -> tuple[str, ...]:
-    """Return the names of an operation's arguments, in order."""
-    return tuple(inspect.signature(OPS[op].definition).parameters)
-
-
 def inputs(case: OpCase, dtype: torch.dtype, device: torch.device | str, *, masked: bool = False) -> OpInputs:
     """Draw the inputs of a case, the same each time; masked: with some keys masked, and all keys of one row."""
-    draw = Draw(dtype, torch.device(device))
-    args = PROFILES[case.op].arguments(case, draw, masked)
-    names = []
-    for name, t in zip(argument_names(case.op), args):
-        if isinstance(t, Tensor) and name not in CONSTANT:
-            t.requires_grad_()
-            names.append(name)
-    with torch.no_grad():
-        out = OPS[case.op].definition(*(t.to("meta") if isinstance(t, Tensor) else None for t in args))
-    return OpInputs(case, args, tuple(names), draw.normal(*out.shape))
+    return PROFILES[case.op].inputs(case, dtype, torch.device(device), masked)

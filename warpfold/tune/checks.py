@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpfold.ops.dispatch import backend, using
 from warpfold.ops.noise import DropoutFactors
 from warpfold.ops.tensors import accumulation_dtype
-from warpfold.tune.cases import OPS, PROFILES, OpInputs, inputs, meant_by, size_in_words
-from warpfold.tune.profile import Argument, OpCase
+from warpfold.tune.cases import OPS, PROFILES, inputs, meant_by, size_in_words
+from warpfold.tune.profile import Argument, OpCase, OpInputs
 
 BAR = 2.0  # times the worst draw's error, as a root mean square
 PEAK_BAR = 4.0  # times the worst draw's largest error: one wrong number must not hide in a mean

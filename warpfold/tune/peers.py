@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.tune.cases import BENCHED, OPS, PROFILES, OpInputs
-from warpfold.tune.profile import Argument
+from warpfold.tune.cases import BENCHED, OPS, PROFILES
+from warpfold.tune.profile import Argument, OpInputs
 from warpfold.tune.timing import Subject
 
 PER_LOGIT = 20  # bytes that the definition has at its peak, forward and backward, in fp32 and bf16 alike

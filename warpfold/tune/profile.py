@@ -4,10 +4,11 @@ An `OpProfile` says all of it: what an operation is called with in each layer of
 drawn, and what it costs.  tune/cases.py has the profile of every operation; nothing else in `tune` names one.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from warpfold.ops.noise import DropoutFactors, Factors, Noise
 
 MASKED = 0.15  # the share of keys masked in checks, where the last row is masked throughout
 DROPPED = 0.25  # the dropout rate
+CONSTANT = ("mask", "factors", "count")  # the arguments without a gradient
 Argument = Tensor | DropoutFactors | None  # of an operation
 Kinds = Mapping[str, tuple[str, ...]]  # the bench's kinds of shape, and the sizes of each by default
 LayerKind = Literal[
@@ -84,7 +86,7 @@ class LayerSizes:
     length: int
     keys: int = 0  # 0: as many as queries
     channels: int = 0  # of its operand
-    projected: int = 0  # what it projects its normalised operand to; 0: no such projection
+    projected: int = 0  # what it projects its normalised operand to
     heads: int = 0
     width: int = 0  # of a head
     hidden: int = 0  # channels within a transition, a factor of a triangle product, an outer product's operands
@@ -93,11 +95,6 @@ class LayerSizes:
     transposed: bool = False
     dropped: bool = False
     batches: int = 1
-
-    def case(self, op: str, **more: Any) -> OpCase:
-        """Return a case of an operation that this layer calls at its positions."""
-        at = {"where": self.name, "rows": self.rows, "length": self.length, "transposed": self.transposed}
-        return OpCase(op=op, **(at | more))  # type: ignore[arg-type]  # mypy takes the values for objects
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class Cost:
 
 
 @dataclass
-class Draw:
+class RandomTensors:
     """Draw the random tensors of one case."""
 
     dtype: torch.dtype
@@ -160,11 +157,27 @@ class Draw:
         return mask
 
 
+@dataclass(frozen=True)
+class OpInputs:
+    """The arguments of one call, in order, and the names of those that have a gradient."""
+
+    case: OpCase
+    args: tuple[Argument, ...]
+    names: tuple[str, ...]  # of those with a gradient
+    grad: Tensor  # that of the output
+
+    @property
+    def wanted(self) -> list[Tensor]:
+        """The arguments with a gradient."""
+        return [t for t in self.args if isinstance(t, Tensor) and t.requires_grad]
+
+
 class OpProfile(ABC):
     """All that `tune` knows of one operation; a subclass for each stands in tune/cases.py."""
 
     name: ClassVar[str]  # on the command line and in tables
     op: ClassVar[Op[..., Tensor]]
+    layers: ClassVar[tuple[LayerKind, ...]]  # the kinds of layer that call it
     part_of: ClassVar[str] = ""  # the operation whose --op means this one too
     tuned: ClassVar[bool] = True  # it has kernels of its own
     peers: ClassVar[tuple[str, ...]] = ()  # ways of others to compute it (tune/peers.py)
@@ -172,12 +185,32 @@ class OpProfile(ABC):
     odd: ClassVar[tuple[OpCase, ...]]  # sizes that find mistakes
 
     @abstractmethod
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        """Return the sizes with which a layer calls the operation; those of `OpCase` that are not the layer's."""
+
     def case(self, layer: LayerSizes) -> OpCase | None:
         """Return how a layer calls the operation; None if it does not."""
+        if layer.kind not in self.layers:
+            return None
+        at = {"rows": layer.rows, "length": layer.length, "transposed": layer.transposed}
+        return OpCase(op=self.name, where=layer.name, **(at | self.sizes(layer)))  # type: ignore[arg-type]  # bools
 
     @abstractmethod
-    def arguments(self, case: OpCase, draw: Draw, masked: bool) -> tuple[Argument, ...]:
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         """Draw the arguments of a case; masked: with some keys masked, and all keys of one row."""
+
+    def inputs(self, case: OpCase, dtype: torch.dtype, device: torch.device, masked: bool) -> OpInputs:
+        """Draw the arguments of a case, and a gradient of its output, the same each time."""
+        draw = RandomTensors(dtype, device)
+        args = self.arguments(case, draw, masked)
+        names = []
+        for name, t in zip(inspect.signature(self.op.definition).parameters, args):
+            if isinstance(t, Tensor) and name not in CONSTANT:
+                t.requires_grad_()
+                names.append(name)
+        with torch.no_grad():
+            out = self.op.definition(*(t.to("meta") if isinstance(t, Tensor) else None for t in args))
+        return OpInputs(case, args, tuple(names), draw.normal(*out.shape))
 
     @abstractmethod
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
