@@ -263,36 +263,39 @@ def test_inputs_are_strided_as_the_model_has_them(case: OpCase) -> None:
 # ---- the list of places
 
 
+NAMES = {op.name: name for name, op in OPS.items()}  # --op and tables call gated_linear_residual "tail"
+
+
 def key_of_call(op: Op[..., Tensor], args: tuple[Any, ...]) -> tuple[object, ...]:
-    x = args[0]
+    name, x = NAMES.get(op.name, op.name), args[0]
     assert x is not None
-    if op.name == "attention":
+    if name == "attention":
         q, k, bias = x, args[1], args[4] if len(args) > 4 else None
         assert k is not None
-        return op.name, q.shape[:-3].numel(), q.shape[-3], k.shape[-3], *q.shape[-2:], bias is not None
-    if op.name == "global_attention":
+        return name, q.shape[:-3].numel(), q.shape[-3], k.shape[-3], *q.shape[-2:], bias is not None
+    if name == "global_attention":
         k = args[1]
         assert k is not None
-        return op.name, k.shape[:-2].numel(), k.shape[-2], *x.shape[-2:]
-    if op.name == "outer_product":
+        return name, k.shape[:-2].numel(), k.shape[-2], *x.shape[-2:]
+    if name == "outer_product":
         b, weight = args[1], args[2]
         assert b is not None
         assert weight is not None
-        return op.name, *x.shape[-3:], b.shape[-2], weight.shape[0]
+        return name, *x.shape[-3:], b.shape[-2], weight.shape[0]
     places, c = x.shape[:-1].numel(), x.shape[-1]
-    if op.name == "norm_linear":
+    if name == "norm_linear":
         weight = args[3]
         assert weight is not None
-        return op.name, places, c, weight.shape[0]
-    if op.name == "transition":
+        return name, places, c, weight.shape[0]
+    if name == "transition":
         up = args[3]
         assert up is not None
-        return op.name, places, c, up.shape[0]
-    if op.name == "tail":
+        return name, places, c, up.shape[0]
+    if name == "tail":
         o = args[1]
         assert o is not None
-        return op.name, places, c, o.shape[-1], type(args[5])
-    return op.name, places, c
+        return name, places, c, o.shape[-1], type(args[5])
+    return name, places, c
 
 
 def key_of_case(case: OpCase) -> tuple[object, ...]:

@@ -57,7 +57,7 @@ def _attention_cost(case: OpCase, forward: bool, itemsize: int, key_heads: int) 
     return Cost(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)
 
 
-class AttentionProfile(OpProfile):
+class _Attention(OpProfile):
     name, op = "attention", attention
     layers = ("attention", "pointwise attention")
     peers = ("sdpa", "sdpa-materialised", "trifast", "cuequivariance", "flash-attn")
@@ -123,7 +123,7 @@ class AttentionProfile(OpProfile):
         return f"{case.row_count}, {case.heads} heads, {case.length} x {case.attended}, width {case.width}"
 
 
-class GlobalAttentionProfile(OpProfile):
+class _GlobalAttention(OpProfile):
     name, op, part_of = "global_attention", global_attention, "attention"
     layers = ("global attention",)
     odd = (_global_attention(9, 77, 4, 8), _global_attention(3, 130, 8, 32))
@@ -147,7 +147,7 @@ class GlobalAttentionProfile(OpProfile):
         return f"{case.row_count}, {case.heads} heads, {case.attended} keys, width {case.width}"
 
 
-class LayerNormProfile(OpProfile):
+class _LayerNorm(OpProfile):
     name = "layer_norm"
     op: ClassVar[Op[..., Tensor]] = layer_norm
     layers: ClassVar[tuple[LayerKind, ...]] = ("global attention",)
@@ -171,7 +171,7 @@ class LayerNormProfile(OpProfile):
         return Cost(0, 0, case.rows * case.length * case.channels * itemsize * (2 if forward else 3))
 
 
-class NormLinearProfile(LayerNormProfile):
+class _NormLinear(_LayerNorm):
     name, op = "norm_linear", norm_linear
     layers = (
         "attention", "global attention", "projection", "outer product", "triangle product", "triangle output",
@@ -203,7 +203,7 @@ class NormLinearProfile(LayerNormProfile):
         return f"{case.row_count} of {case.length}, {case.channels} -> {case.outputs}"
 
 
-class GateProfile(OpProfile):
+class _Gate(OpProfile):
     name = "gate"
     op: ClassVar[Op[..., Tensor]] = gate
     layers: ClassVar[tuple[LayerKind, ...]] = ("triangle output",)
@@ -225,7 +225,7 @@ class GateProfile(OpProfile):
         return Cost(0, numbers, numbers * itemsize * (3 if forward else 5))
 
 
-class GatedLinearResidualProfile(OpProfile):
+class _GatedLinearResidual(OpProfile):
     name, op = "tail", gated_linear_residual
     layers = ("attention", "global attention")
     kinds: ClassVar[Kinds] = {
@@ -272,7 +272,7 @@ class GatedLinearResidualProfile(OpProfile):
         return f"{super().size(case)}, inner {case.outputs}{dropout}"
 
 
-class TransitionProfile(LayerNormProfile):
+class _Transition(_LayerNorm):
     name, op, tuned = "transition", transition, False
     layers = ("transition",)
     odd = (_at("transition", "rows", 7, 19, 32, 128), _at("transition", "odd channels", 3, 5, 24, 56))
@@ -298,7 +298,7 @@ class TransitionProfile(LayerNormProfile):
         return f"{super().size(case)}, inner {case.outputs}"
 
 
-class TriangleFactorProfile(GateProfile):
+class _TriangleFactor(_Gate):
     name, op = "triangle_factor", triangle_factor
     layers = ("triangle product",)
     odd = (_at("triangle_factor", "rows", 7, 19, 24), _at("triangle_factor", "odd channels", 33, 5, 41))
@@ -310,7 +310,7 @@ class TriangleFactorProfile(GateProfile):
         return *super().arguments(case, draw, masked), draw.mask(case, masked)
 
 
-class OuterProductProfile(OpProfile):
+class _OuterProduct(OpProfile):
     name, op, tuned = "outer_product", outer_product, False
     layers = ("outer product",)
     kinds: ClassVar[Kinds] = {"msa": ALIGNMENTS}
@@ -351,8 +351,8 @@ class OuterProductProfile(OpProfile):
 PROFILES: Mapping[str, OpProfile] = {
     profile.name: profile
     for profile in (
-        AttentionProfile(), GlobalAttentionProfile(), LayerNormProfile(), NormLinearProfile(), GateProfile(),
-        GatedLinearResidualProfile(), TransitionProfile(), TriangleFactorProfile(), OuterProductProfile(),
+        _Attention(), _GlobalAttention(), _LayerNorm(), _NormLinear(), _Gate(), _GatedLinearResidual(), _Transition(),
+        _TriangleFactor(), _OuterProduct(),
     )
 }  # fmt: skip
 OPS = {name: profile.op for name, profile in PROFILES.items()}
