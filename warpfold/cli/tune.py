@@ -82,13 +82,10 @@ def tune(
 
 
 def _say(todo: "list[TuningTask]", as_json: bool) -> None:
-    rows = [
-        {"kernel": t.kernel, "key": list(t.key), "place": str(t.workload), "candidates": len(t.candidates)}
-        for t in todo
-    ]
     if as_json:
-        show({"launches": rows})
+        rows = [(t, {"place": str(t.workload), "candidates": len(t.candidates)}) for t in todo]
+        show({"launches": [{"kernel": t.kernel, "key": list(t.key)} | row for t, row in rows]})
         return
-    for row in rows:
-        typer.echo(f"{row['kernel']} {tuple(row['key'])}: {row['candidates']} candidates ({row['place']})")  # type: ignore[arg-type]
+    for t in todo:
+        typer.echo(f"{t.kernel} {t.key}: {len(t.candidates)} candidates ({t.workload})")
     typer.echo(f"{sum(len(t.candidates) for t in todo)} trials; nothing was run")

@@ -1,7 +1,7 @@
-"""Measure how fast an operation is on this device, beside what the device allows, after a check that it is right.
+"""Check that an operation is right on this device, then time it beside what the device allows.
 
-`checked` finds what is wrong, `bench` times.  Rows are dictionaries, from which a table, a CSV file, JSON and a picture
-are made.
+`checked` says what is wrong and `bench` times.  Rows are dictionaries, which become a table, a CSV file, JSON or a
+picture.
 """
 
 import csv
@@ -71,7 +71,7 @@ def bench(
     for done, (op, name, case, dtype) in enumerate(todo):
         progress(done, len(todo), f"{op} {name} {dtype}")
         if kind == "cuda":
-            torch.cuda.empty_cache()  # of what the last shape used
+            torch.cuda.empty_cache()  # which holds what the last shape used
         given, chosen = inputs(case, DTYPES[dtype], device), [way for way in WAYS[op] if not ways or way.name in ways]
         head = {"op": op, "shape": name, "dtype": dtype}
         rows += [head | row for row in _rows(given, chosen, repeats or REPEATS[kind], BUDGET[kind], tops[dtype])]

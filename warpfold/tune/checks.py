@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpfold.ops.dispatch import backend, using
 from warpfold.ops.noise import DropoutFactors
 from warpfold.ops.tensors import accumulation_dtype
-from warpfold.tune.cases import OPS, PROFILES, inputs, meant_by, size_in_words
+from warpfold.tune.cases import ODD, OPS, inputs, meant_by, size_in_words
 from warpfold.tune.profile import Argument, OpCase, OpInputs
 
 BAR = 2.0  # times the worst draw's error, as a root mean square
@@ -238,7 +238,8 @@ def _distance(x: Tensor, exact: Tensor) -> tuple[float, float]:
 
 def odd(ops: Iterable[str]) -> list[OpCase]:
     """Return the sizes that find mistakes, of the operations that --op means."""
-    return [case for name in meant_by(ops) for case in PROFILES[name].odd]
+    names = meant_by(ops)
+    return [case for case in ODD if case.op in names]
 
 
 def failures(cases: Sequence[OpCase], device: torch.device | str, dtypes: Iterable[str] = DTYPES) -> list[Verdict]:

@@ -1,6 +1,6 @@
 """Check that this device computes what it should: every operation, at the sizes of given settings.
 
-Each runs as dispatch chooses here: in its fast way, or by its definition, with the reason.  Errors are to the
+Each runs as dispatch chooses here: in its fast way, or by its definition, with the reason.  Errors are against the
 definition in fp64; speeds come from a few passes and are rough.
 """
 
@@ -17,9 +17,10 @@ from warpfold.progress import Progress, no_progress
 from warpfold.tune.cases import OPS, PROFILES, inputs, size_in_words
 from warpfold.tune.checks import DTYPES, Verdict, check
 from warpfold.tune.machine import describe
+from warpfold.tune.peers import DEFINITION, OURS
 from warpfold.tune.profile import OpCase
 from warpfold.tune.sizes import DataSizes, of_settings
-from warpfold.tune.timing import Subject, measure
+from warpfold.tune.timing import measure
 
 SECTIONS = ("model", "loss", "data", "optim", "plan", "train")  # of a settings file
 LOGITS = {"cpu": 2**21, "cuda": 2**27}  # the most logits, or numbers in keys, of a case: it gets fewer rows
@@ -91,13 +92,7 @@ def _is_small(case: OpCase, dtype: str, device: torch.device) -> bool:
 
 def _speed(case: OpCase, dtype: str, device: torch.device) -> float | None:
     given = inputs(case, DTYPES[dtype], device)
-    op = OPS[case.op]
-    ways = {"definition": op.definition, "ours": op.fast}
-    subjects = [
-        Subject(name, lambda way=way: way(*given.args), given.wanted, given.grad)  # type: ignore[misc]
-        for name, way in ways.items()
-    ]
-    times = measure(subjects, device, REPEATS, BUDGET / 2, peaks=False)
+    times = measure([DEFINITION.make(given), OURS.make(given)], device, REPEATS, BUDGET / 2, peaks=False)
     seconds = {name: (t.median("training"), t.median("backward")) for name, t in times.items()}
     if any(None in pair for pair in seconds.values()):
         return None  # out of memory

@@ -1,8 +1,8 @@
-"""How a kernel's candidates are tried: where it is used, whether it is right, and how long it takes.
+"""Try a kernel's candidates: find where the kernel is used, check that it is right, and time it.
 
 Kernels are launched by their own launchers, and each is timed alone: the launches of a forward and a backward pass are
-noted as they run, then run again by themselves.  No candidate is timed whose results are not as exact as they have to
-be (tune/checks.py).
+recorded as they run, then run again one by one.  A candidate whose results are not exact enough (tune/checks.py) is not
+timed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from warpfold.tune.profile import OpCase
 from warpfold.tune.timing import FLUSH, SETTLE
 
 REPEATS = 20
-CHECKED = 2**26  # logits, or numbers of the widest tensor, of a case that is checked: in fp64 there is room for it
+CHECKED = 2**26  # the most numbers in the largest tensor of a case that is checked, in fp64
 BUSY = 1_000_000  # cycles, half a millisecond, for which the GPU is kept busy while calls are queued
 
 Seconds = dict[KernelConfig, list[float]]  # of each repeat
@@ -67,16 +67,16 @@ class TuningTask:
 
     @property
     def candidates(self) -> list[KernelConfig]:
-        """In the kernel's order, each once."""
+        """The kernel's candidates in its order, each once."""
         return list(dict.fromkeys(KERNELS[self.kernel].candidates))
 
     def among(self, launches: Iterable[KernelLaunch]) -> list[KernelLaunch]:
-        """Return those of the launches that are of this kernel with this key."""
+        """Return the launches of this kernel with this key."""
         return [launch for launch in launches if (launch.kernel.name, launch.key) == (self.kernel, self.key)]
 
 
 class Bench(Protocol):
-    """The device's side of tuning, which tests replace."""
+    """The part of tuning that needs a device; tests replace it."""
 
     def time(self, task: TuningTask) -> tuple[Seconds, dict[KernelConfig, str]]:
         """Return the seconds of each candidate, and those that are out, with the reason."""
@@ -105,9 +105,9 @@ def tuning_tasks(workloads: Iterable[Workload], quick: bool = False) -> list[Tun
 def compile_ahead(
     todo: Sequence[TuningTask], device: torch.device, workers: int, progress: Progress | None = None
 ) -> None:
-    """Fill Triton's cache with every candidate, by many processes; what is not in it is compiled where it is tried.
+    """Fill Triton's cache with every candidate, by many processes.
 
-    What cannot be compiled is let pass: its trial says so.
+    A candidate that does not compile is skipped: its trial will report the error.
     """
     if torch.version.hip is not None or workers <= 1:
         return
@@ -159,14 +159,14 @@ class GpuBench:
                     continue
                 with recorded(run=True) as made:
                     run(self.fast, self.whole)
-            if mine := task.among(made):
-                launches[candidate] = mine
+            if of_task := task.among(made):
+                launches[candidate] = of_task
             else:
                 out[candidate] = "not launched with this key"
         return self._time(launches), out
 
     def _prepare(self, workload: Workload) -> None:
-        """Make inputs, and what the definition makes of them, for all kernels of a workload."""
+        """Draw inputs and compute the definition's results, for all kernels of a workload."""
         dtype, op = DTYPES[workload.dtype], OPS[workload.case.op]
         self.workload, self.fast = workload, op.fast
         self.whole = inputs(workload.case, dtype, self.device)
@@ -174,7 +174,7 @@ class GpuBench:
         self.truth = truth(op.definition, self.checked.args, self.checked.grad, self.checked.names)
 
     def _reason_against(self) -> str:
-        """Return why the candidate that is forced now is out; nothing if it is right."""
+        """Return why the candidate that is forced now is out; an empty string if it is right."""
         from triton.backends.nvidia.compiler import PTXASError
         from triton.compiler.errors import CompilationError
         from triton.runtime.errors import OutOfResources

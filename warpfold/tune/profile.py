@@ -1,7 +1,8 @@
-"""What the tuner has to know of an operation, and how its inputs are drawn with the strides that the model gives them.
+"""What the bench, the doctor and tuning have to know of an operation.
 
-An `OpProfile` says all of it: what an operation is called with in each layer of the model, how inputs of a size are
-drawn, and what it costs.  tune/cases.py has the profile of every operation; nothing else in `tune` names one.
+An `OpProfile` says all of it: which layers call the operation and with which sizes, how inputs are drawn (with the
+strides that the model gives them), and what it costs.  Every operation has its profile in tune/cases.py; the rest of
+`tune` reads it there.
 """
 
 import inspect
@@ -28,27 +29,43 @@ LayerKind = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpCase:
+class _Sizes:
+    rows: int
+    length: int  # positions in a row; of attention: queries
+    keys: int = 0  # 0: as many as queries
+    heads: int = 0
+    width: int = 0  # of a head
+    channels: int = 0  # of the operand
+    outputs: int = 0
+    bias: bool = False  # of attention
+    transposed: bool = False  # rows and positions lie in memory the other way round
+    dropped: bool = False  # with dropout
+    batches: int = 1  # in which rows lie, each with a bias of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes(_Sizes):
+    """A layer of the trunk at the size of an example: what decides how it calls operations (tune/sizes.py)."""
+
+    kind: LayerKind
+    name: str
+    projected: int = 0  # what it projects its normalised operand to
+    hidden: int = 0  # channels within a transition, a factor of a triangle product, an outer product's operands
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCase(_Sizes):
     """One operation at one size: positions [rows, length], as the layer that calls it sees them.
 
-    For an outer product, [rows, keys] are the positions of the result, and `length` the sequences that it sums over.
+    For an outer product, [rows, keys] are the positions of the result, and `length` the sequences that it sums over;
+    global attention has one query.  `outputs` are of norm_linear; of a tail, the channels of o and g; of a transition,
+    its hidden channels.
     """
 
     op: str
     where: str  # the layer that calls it
-    rows: int
-    length: int  # of attention: queries; of global attention: 1
-    keys: int = 0  # 0: as many as queries
-    heads: int = 0
-    width: int = 0  # of a head
-    channels: int = 0  # of x; of a gate: of both arguments
-    outputs: int = 0  # of norm_linear; of a tail: channels of o and g; of a transition: its hidden channels
-    bias: bool = False  # of attention
-    transposed: bool = False  # rows and positions lie in memory the other way round
-    dropped: bool = False  # a tail with dropout
-    drawn: bool = False  # whose factors it draws itself, from seeded noise, as in every training run
-    expanded: bool = False  # a tail whose o is the same at all positions of a row, with a stride of zero
-    batches: int = 1  # in which rows lie, each with a bias of its own
+    drawn: bool = False  # a tail draws the factors of its dropout, from seeded noise, as in every training run
+    expanded: bool = False  # a tail's o is the same at all positions of a row, with a stride of zero
     full_rows: int = 0  # how many rows the model has; 0: these
 
     @property
@@ -74,27 +91,6 @@ class OpCase:
         few = max(1, rows // each)
         batches = few if self.batches > 1 else 1
         return replace(self, rows=few * each, batches=batches, full_rows=self.full_rows or self.rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSizes:
-    """A layer of the trunk at the size of an example: what decides how it calls operations (tune/sizes.py)."""
-
-    kind: LayerKind
-    name: str
-    rows: int
-    length: int
-    keys: int = 0  # 0: as many as queries
-    channels: int = 0  # of its operand
-    projected: int = 0  # what it projects its normalised operand to
-    heads: int = 0
-    width: int = 0  # of a head
-    hidden: int = 0  # channels within a transition, a factor of a triangle product, an outer product's operands
-    outputs: int = 0  # of an outer product
-    bias: bool = False
-    transposed: bool = False
-    dropped: bool = False
-    batches: int = 1
 
 
 @dataclass(frozen=True)

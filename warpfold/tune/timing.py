@@ -1,4 +1,4 @@
-"""Time several ways to compute the same, in turns, so that a slow minute of the machine affects all of them.
+"""Time several ways to compute the same thing in turns, so that a slow minute of the machine affects all of them.
 
 On CUDA: by events, with the L2 cache flushed before each pass and the device kept busy until the whole pass is queued,
 so that only the device's own time counts.  On a CPU: by the process's clock.
@@ -104,19 +104,30 @@ class CpuTimer:
 
     def peaks(self, subject: Subject, times: Times) -> None:
         """Measure the memory that the passes take above what was allocated before."""
-
-        def forward() -> None:
-            with torch.no_grad():
-                subject.forward()
-
-        times.forward_peak = self._peak(forward)
+        with torch.no_grad():
+            times.forward_peak = self.peak(subject.forward)
         if subject.trains:
-            times.backward_peak = self._peak(
+            times.backward_peak = self.peak(
                 lambda: torch.autograd.grad(subject.forward(), subject.wanted, subject.grad)
             )
 
-    def _peak(self, run: Callable[[], object]) -> int:
-        return allocated(run)
+    def peak(self, run: Callable[[], object]) -> int:
+        """Return the peak of what torch's CPU allocator held while `run` ran, above what it held before."""
+        profile = torch.autograd.profiler.profile(profile_memory=True)
+        with _without_stderr():
+            profile.__enter__()
+        try:
+            run()
+        finally:
+            with _without_stderr():
+                profile.__exit__(None, None, None)
+        results = profile.kineto_results
+        held = peak = 0
+        for event in sorted(results.events() if results else (), key=lambda e: e.start_ns()):
+            if event.name() == "[memory]":
+                held += event.nbytes()  # type: ignore[attr-defined]  # torch's stub lacks it
+                peak = max(peak, held)
+        return peak
 
 
 class CudaTimer(CpuTimer):
@@ -167,7 +178,8 @@ class CudaTimer(CpuTimer):
         times.training.append(marks[0].elapsed_time(marks[1]) / 1e3)
         times.backward.append(marks[1].elapsed_time(marks[2]) / 1e3)
 
-    def _peak(self, run: Callable[[], object]) -> int:
+    def peak(self, run: Callable[[], object]) -> int:
+        """Return the peak of the device's memory while `run` ran, above what was allocated before."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -176,27 +188,8 @@ class CudaTimer(CpuTimer):
         return torch.cuda.max_memory_allocated(self.device) - before
 
 
-def allocated(run: Callable[[], object]) -> int:
-    """Return the peak of what torch's CPU allocator held while `run` ran, above what it held before (its profiler)."""
-    profile = torch.autograd.profiler.profile(profile_memory=True)
-    with _hushed():
-        profile.__enter__()
-    try:
-        run()
-    finally:
-        with _hushed():
-            profile.__exit__(None, None, None)
-    results = profile.kineto_results
-    held = peak = 0
-    for event in sorted(results.events() if results else (), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()  # type: ignore[attr-defined]  # torch's stub lacks it
-            peak = max(peak, held)
-    return peak
-
-
 @contextmanager
-def _hushed() -> Iterator[None]:
+def _without_stderr() -> Iterator[None]:
     """Suppress the lines that torch 2.13's profiler writes to file descriptor 2 when it starts and stops."""
     sys.stderr.flush()
     kept = os.dup(2)
