@@ -83,9 +83,9 @@ def operations(
     wanted = parts(shapes or [])
     for one in ops:
         sizes.shapes(one, wanted)  # so that a wrong name is an error before the checks begin
-    wrong = bench_ops.checked(ops, where)
-    for line in wrong:
-        typer.echo(f"red: {line}", err=True)
+    wrong = checks.failures(checks.odd(ops), where)
+    for verdict in wrong:
+        typer.echo(f"red: {verdict.says()}", err=True)
     if wrong:
         raise typer.Exit(1)
     with progress_bar(narrate=True) as progress:

@@ -1,7 +1,6 @@
-"""Check that an operation is right on this device, then time it beside what the device allows.
+"""Time an operation on this device, beside what the device allows.
 
-`checked` says what is wrong and `bench` times.  Rows are dictionaries, which become a table, a CSV file, JSON or a
-picture.
+Rows are dictionaries, which become a table, a CSV file, JSON or a picture.
 """
 
 import csv
@@ -18,7 +17,7 @@ from warpfold.errors import UserError
 from warpfold.files import write_atomically
 from warpfold.progress import Progress, no_progress
 from warpfold.tune.cases import inputs
-from warpfold.tune.checks import DTYPES, failures, odd
+from warpfold.tune.checks import DTYPES
 from warpfold.tune.machine import describe
 from warpfold.tune.peers import WAYS, Way, too_large
 from warpfold.tune.profile import OpCase, OpInputs
@@ -36,11 +35,6 @@ COLUMNS = (
     "op", "shape", "dtype", "way", "pass", "ms", "times_definition", "tflops", "gb_per_s", "limit_ms", "share_of_limit",
     "peak_mib", "repeats", "note",
 )  # fmt: skip
-
-
-def checked(ops: Sequence[str], device: torch.device) -> list[str]:
-    """Say what is wrong with the operations on this device, a line each; nothing if they may be timed."""
-    return [verdict.says() for verdict in failures(odd(ops), device)]
 
 
 def bench(

@@ -102,9 +102,7 @@ def tuning_tasks(workloads: Iterable[Workload], quick: bool = False) -> list[Tun
     return found
 
 
-def compile_ahead(
-    todo: Sequence[TuningTask], device: torch.device, workers: int, progress: Progress | None = None
-) -> None:
+def compile_ahead(todo: Sequence[TuningTask], device: torch.device, workers: int, progress: Progress) -> None:
     """Fill Triton's cache with every candidate, by many processes.
 
     A candidate that does not compile is skipped: its trial will report the error.
@@ -116,8 +114,7 @@ def compile_ahead(
     with pool(workers) as executor:
         assert executor is not None
         for done, _ in enumerate(executor.map(_compile, first, [10 * major + minor] * len(first))):
-            if progress:
-                progress(done + 1, len(first), "compiling")
+            progress(done + 1, len(first), "compiling")
 
 
 def _compile(task: TuningTask, arch: int) -> None:

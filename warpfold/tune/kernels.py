@@ -18,7 +18,7 @@ from warpfold.errors import UserError
 from warpfold.files import update_file
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.launch import SHIPPED, KernelConfig, Key, TableEntry, file_of, read, reset, table_used
-from warpfold.progress import Progress
+from warpfold.progress import Progress, no_progress
 from warpfold.tune.cases import meant_by
 from warpfold.tune.kernel_bench import (
     Bench,
@@ -59,7 +59,7 @@ def workloads(ops: Iterable[str], quick: bool = False) -> list[Workload]:
     return list(found)
 
 
-def tune_on(device: torch.device, ops: Sequence[str], quick: bool, progress: Progress | None = None) -> list[Timed]:
+def tune_on(device: torch.device, ops: Sequence[str], quick: bool, progress: Progress = no_progress) -> list[Timed]:
     """Try every candidate on a GPU.  Errors: UserError where the device is not one."""
     if device.type != "cuda":
         raise UserError(
@@ -72,12 +72,11 @@ def tune_on(device: torch.device, ops: Sequence[str], quick: bool, progress: Pro
         return timed(todo, GpuBench(device), progress)
 
 
-def timed(todo: Sequence[TuningTask], bench: Bench, progress: Progress | None = None) -> list[Timed]:
+def timed(todo: Sequence[TuningTask], bench: Bench, progress: Progress = no_progress) -> list[Timed]:
     """Try the candidates of every task, in order."""
     found = []
     for done, task in enumerate(todo):
-        if progress:
-            progress(done, len(todo), f"{task.kernel}: {task.workload}")
+        progress(done, len(todo), f"{task.kernel}: {task.workload}")
         found.append(Timed(task.kernel, task.key, str(task.workload), *bench.time(task)))
     return found
 

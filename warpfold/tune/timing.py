@@ -27,7 +27,6 @@ class Subject:
     forward: Callable[[], Tensor | tuple[Tensor, ...]]
     wanted: Sequence[Tensor]  # the tensors whose gradients the backward pass computes
     grad: Tensor | tuple[Tensor, ...]  # the gradient of what `forward` returns
-    trains: bool = True  # False: it has no backward pass
 
 
 @dataclass
@@ -93,8 +92,6 @@ class CpuTimer:
         with torch.no_grad():
             subject.forward()
         times.forward.append(time.perf_counter() - start)
-        if not subject.trains:
-            return
         start = time.perf_counter()
         out = subject.forward()
         middle = time.perf_counter()
@@ -106,10 +103,7 @@ class CpuTimer:
         """Measure the memory that the passes take above what was allocated before."""
         with torch.no_grad():
             times.forward_peak = self.peak(subject.forward)
-        if subject.trains:
-            times.backward_peak = self.peak(
-                lambda: torch.autograd.grad(subject.forward(), subject.wanted, subject.grad)
-            )
+        times.backward_peak = self.peak(lambda: torch.autograd.grad(subject.forward(), subject.wanted, subject.grad))
 
     def peak(self, run: Callable[[], object]) -> int:
         """Return the peak of what torch's CPU allocator held while `run` ran, above what it held before."""
@@ -164,8 +158,6 @@ class CudaTimer(CpuTimer):
             marks.append(self._mark())
         torch.cuda.synchronize(self.device)
         times.forward.append(marks[0].elapsed_time(marks[1]) / 1e3)
-        if not subject.trains:
-            return
         self._ready(subject)
         began = time.perf_counter()
         marks = [self._mark()]
