@@ -135,7 +135,7 @@ def test_errors_are_relative_and_rounding_is_nobodys_fault() -> None:
     assert compare("output", exact.half(), exact, [(0, 0)], torch.float32).red
 
 
-# ---- mistakes that kernels make, and what is none
+# ---- mistakes that kernels make
 
 
 def attended(
