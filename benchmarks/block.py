@@ -44,7 +44,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Each dtype, forward and both passes: the definitions with and without memory kept, then ours."""
+    """List the ways: each dtype, forward and both passes; the definitions with and without memory kept, then ours."""
     ways: list[Case] = []
     for precision in ("fp32", "bf16"):
         for backward in (False, True):
@@ -56,7 +56,7 @@ def cases() -> list[Case]:
 
 
 def rate(dtype: torch.dtype) -> float:
-    """GFLOP/s of a product of square matrices, the best of some."""
+    """Return the best GFLOP/s of a few products of square matrices."""
     a, seconds = torch.randn(GEMM, GEMM).to(dtype), []
     for _ in range(6):
         start = time.perf_counter()
@@ -66,7 +66,7 @@ def rate(dtype: torch.dtype) -> float:
 
 
 def measure(case: Case, repeats: int) -> dict[str, object]:
-    """Seconds (median and least) and peak memory above the imports of one case, in this process."""
+    """Return a case's seconds (median and least) and its peak memory above that of the imports, in this process."""
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if case.kept:
         keep_memory()

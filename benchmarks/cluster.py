@@ -72,7 +72,7 @@ class Nap(torch.autograd.Function):
 
 
 def gradients(rounds: int) -> dict[str, Any]:
-    """Seconds per step of four data ranks, with nothing but the exchange, and behind a backward pass that sleeps."""
+    """Time a step of four data ranks: the exchange alone, and behind a backward pass that sleeps."""
     mesh = make_mesh(data=RANKS)
     works: dict[str, Callable[[], None]] = {}
     for name, (sync, compression) in STRATEGIES.items():
@@ -102,7 +102,7 @@ def gradients(rounds: int) -> dict[str, Any]:
 
 
 def axial(rounds: int) -> dict[str, Any]:
-    """Seconds of a computed block, forward and backward, and of the moves of larger ones alone; two ranks and four."""
+    """Time a block, forward and backward, and the moves of larger blocks alone, on two ranks and on four."""
     found: dict[str, Any] = {}
     for ranks in (2, 4):
         group = crossing(ranks)
@@ -135,7 +135,7 @@ def axial(rounds: int) -> dict[str, Any]:
 
 
 def crossing(ranks: int) -> Group | None:
-    """So many ranks, as many on each node; None for one that is not of them."""
+    """Make a group of ranks, half of them on each node; return None on a rank outside it."""
     members = tuple(range(0, RANKS, RANKS // ranks))
     handle = dist.new_group(list(members))
     here = dist.get_rank()
@@ -143,7 +143,7 @@ def crossing(ranks: int) -> Group | None:
 
 
 def computed(group: Group, triangle: Any) -> Callable[[], None]:
-    """A block's forward and backward pass on this rank's slices."""
+    """Return a function that runs a block forward and backward on this rank's shards."""
     torch.manual_seed(0)
     plan, block = Plan(axial=group.size, triangle=triangle), BLOCK
     stack = Evoformer(block.c_m, block.c_z, replace(block.evoformer, blocks=1))
@@ -161,7 +161,7 @@ def computed(group: Group, triangle: Any) -> Callable[[], None]:
 
 
 def replayed(made: list[Move], group: Group) -> Callable[[], None]:
-    """The moves of a block's forward pass, of as many bytes, one after the other."""
+    """Return a function that repeats the collectives of a block's forward pass, with as many bytes each."""
 
     def work() -> None:
         for move in made:
@@ -178,7 +178,7 @@ def replayed(made: list[Move], group: Group) -> Callable[[], None]:
 
 
 def probed(group: Group) -> Link:
-    """Latency and bandwidth of this group's all-to-all."""
+    """Measure the latency and bandwidth of this group's all-to-all."""
     sent = [others * (group.size - 1) for others in (1, 2**22)]
     works = {str(n): replayed([Move("probe", "all_to_all", Traffic(1, n))], group) for n in sent}
     small, large = (figures["seconds"] for figures in timed(works, 9, group).values())
@@ -186,7 +186,7 @@ def probed(group: Group) -> Link:
 
 
 def timed(works: Mapping[str, Callable[[], None]], rounds: int, group: Group | None = None) -> dict[str, Any]:
-    """Each work in turn, `rounds` times and once before: seconds (median, least, most), and MB over the link each time.
+    """Time each function in turns, after a warm-up: seconds (median, least, most), and MB over the link each time.
 
     A round counts as long as the slowest rank's.
     """
@@ -214,14 +214,14 @@ def timed(works: Mapping[str, Callable[[], None]], rounds: int, group: Group | N
 
 
 def over_the_link() -> int:
-    """Bytes that have left and reached this node; 0 where there are no nodes."""
+    """Return the bytes that this node has sent and received; 0 where there are no nodes."""
     device = f"{DEVICE.format(dist.get_rank() // RANKS_PER_NODE)}:"
     lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()]
     return sum(int(line[1]) + int(line[9]) for line in lines if line[0] == device)
 
 
 def a_rank(rank: int, on_nodes: bool, store: str, rounds: int, pipe: Connection) -> None:
-    """One rank's life; the first sends the results."""
+    """Run all measurements on one rank; the first rank sends the results."""
     torch.set_num_threads(1)
     if on_nodes:
         enter(rank // RANKS_PER_NODE)
@@ -234,7 +234,7 @@ def a_rank(rank: int, on_nodes: bool, store: str, rounds: int, pipe: Connection)
 
 
 def run(shape: Shape | None, rounds: int) -> dict[str, Any]:
-    """All measurements over a link of this shape; None: over loopback, without nodes."""
+    """Run all measurements over a link of this shape; None: over loopback, without nodes."""
     context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder, nullcontext() if shape is None else linked(shape):
         ours, theirs = context.Pipe()

@@ -32,7 +32,8 @@ BUDGET = 8.0  # `max_cost`
 
 
 def profiles(msa: np.ndarray, masked: np.ndarray, cluster: np.ndarray) -> np.ndarray:
-    """Frequencies of codes in each cluster: float32 [S, N, 23]; cluster: int64 [R], S for none, centres left out."""
+    """Return the frequencies of codes in each cluster: float32 [S, N, 23]; cluster: int64 [R],
+    S where a row joins none, without the centres."""
     feat = np.zeros((*masked.shape, 49), np.float32)
     rows, joined = np.concatenate([masked, msa]), np.concatenate([np.arange(len(masked)), cluster])
     write_codes(feat, masked, rows, joined, np.bincount(joined, minlength=len(masked))[: len(masked)] + 1e-6)
@@ -40,12 +41,12 @@ def profiles(msa: np.ndarray, masked: np.ndarray, cluster: np.ndarray) -> np.nda
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:
-    """The mean total variation distance of two sets of profiles."""
+    """Return the mean total variation distance of two sets of profiles."""
     return float(np.abs(one - other).sum(-1).mean() / 2)
 
 
 def effect(raw: RawExample, draw: int) -> dict[str, float]:
-    """The effect of both settings on one draw of an example."""
+    """Measure the effect of both settings on one draw of an example."""
     key = (raw.name, draw)
     chosen = select(raw.length, raw.depth, PAPER, 0, key, train=True)
     fewer = select(raw.length, raw.depth, replace(PAPER, max_cost=BUDGET), 0, key, train=True).rows

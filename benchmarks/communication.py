@@ -44,7 +44,7 @@ FINE_TUNING = LossConfig(experimentally_resolved=0.01, violation=1.0, predicted_
 
 
 def fastfold_bytes(block: Block, ranks: int, number: int) -> int:
-    """What a rank sends in row `number` of FastFold's placement, forward, in bf16."""
+    """Return the bytes that a rank sends in row `number` of FastFold's placement, forward, in bf16."""
     s, n = block.sequences, block.residues
     gathered = {1: n * n * 8, 5: s * n * 32, 7: n * n * 128, 9: n * n * 128, 11: n * n * 4, 13: n * n * 4}
     if number in gathered:
@@ -54,7 +54,7 @@ def fastfold_bytes(block: Block, ranks: int, number: int) -> int:
 
 
 def placement(block: Block, ranks: int) -> list[dict[str, Any]]:
-    """FastFold's rows with its bytes and, counted, those here, forward and backward, in MB."""
+    """Return FastFold's rows with its MB and those counted here, forward and backward."""
     counted = {way: count(Plan(axial=ranks, triangle=way, precision="bf16"), block) for way in ("gather", "channels")}
     rows = []
     for number, what, kind, waits, names in FASTFOLD:
@@ -75,7 +75,7 @@ def mb(size: float) -> float:
 
 
 def figures(found: list[Move]) -> dict[str, Any]:
-    """Calls and MB of each pass."""
+    """Return the calls and MB of each pass."""
     return {
         phase: {"calls": total(found, phase).calls, "mb": mb(total(found, phase).bytes)}
         for phase in ("forward", "recomputed", "backward")
@@ -83,7 +83,7 @@ def figures(found: list[Move]) -> dict[str, Any]:
 
 
 def sums() -> list[dict[str, Any]]:
-    """Every number of ranks, with both triangle schedules, recomputation on; and branches."""
+    """Count for every number of ranks, with both triangle schedules and recomputation; then with branches."""
     rows = []
     for residues in RESIDUES:
         block = Block(residues=residues)
@@ -104,7 +104,7 @@ def sums() -> list[dict[str, Any]]:
 
 
 def choices() -> list[dict[str, Any]]:
-    """For each link, residues and ranks: modelled milliseconds of a block's moves, and what a plan chooses."""
+    """Model, for each link, residues and ranks, the milliseconds of a block's moves; and say what a plan chooses."""
     rows = []
     for name, link in LINKS.items():
         for residues in RESIDUES:
@@ -119,7 +119,7 @@ def choices() -> list[dict[str, Any]]:
 
 
 def memory(what: str, residues: int, losses: LossConfig | None) -> list[dict[str, Any]]:
-    """`what`: the most that the first of p ranks holds; and what of it is the same as on half as many ranks.
+    """Count the most that the first of p ranks holds, and how much of it half as many ranks would hold too.
 
     With losses: a training step on a crop, 48 blocks, recomputation.  Without: folding, slices of 4 rows in place, for
     which the number of blocks does not matter.  One recycling pass; triangle products cut by channels.
@@ -150,7 +150,7 @@ def memory(what: str, residues: int, losses: LossConfig | None) -> list[dict[str
 
 
 def largest(held: list[Held]) -> list[tuple[tuple[str, str], int]]:
-    """The four kinds of memory that take most."""
+    """Return the four kinds of memory that take most."""
     sizes: dict[tuple[str, str], int] = {}
     for h in held:
         what = (" x ".join(map(str, h.shape)), h.made_by)
@@ -159,7 +159,7 @@ def largest(held: list[Held]) -> list[tuple[tuple[str, str], int]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Rows as lines."""
+    """Print rows as lines."""
     for row in rows:
         print(" | ".join(f"{k} {v}" if not isinstance(v, Mapping) else f"{k} {_short(v)}" for k, v in row.items()))
 

@@ -47,7 +47,7 @@ LEAST_ROWS = 20
 
 
 def deepened(raw: RawExample, depth: int) -> RawExample:
-    """An example whose alignment has `depth` rows: row i of it, after a column that varies, goes on as row i + k."""
+    """Deepen an alignment to `depth` rows: after a column that varies, row i continues as row i + k."""
     wanted = -(-depth // raw.depth) * 2
     msa, deletions = [raw.msa], [raw.deletions]
     for k in range(1, wanted):
@@ -64,7 +64,7 @@ def deepened(raw: RawExample, depth: int) -> RawExample:
 
 
 def examples(store: Store, rows: int, alignments: list[Path], folder: Path) -> tuple[list[StoredExample], int]:
-    """One entry per alignment depth, ascending, and a deep one; and those of `alignments`, ascending by length.
+    """Return an entry per alignment depth, ascending, and a deep one; then those of `alignments`, by length.
 
     The latter are without structures.  Also returns how many the former are.
     """
@@ -85,7 +85,7 @@ def examples(store: Store, rows: int, alignments: list[Path], folder: Path) -> t
 
 
 def seconds(example: StoredExample, passes: int, draws: int) -> dict[str, float]:
-    """CPU seconds of a sample under each of CONFIGS: mean over draws, of each the best of three."""
+    """Return the CPU seconds of a sample under each of CONFIGS: the mean over draws of the best of three."""
     taken: dict[str, list[float]] = {name: [] for name in CONFIGS}
     for draw in range(draws):
         best = dict.fromkeys(CONFIGS, float("inf"))
@@ -101,7 +101,7 @@ def seconds(example: StoredExample, passes: int, draws: int) -> dict[str, float]
 
 
 def summary(taken: list[float], cost: list[float]) -> dict[str, Any]:
-    """Of the seconds of every entry, and of its predicted cost."""
+    """Summarise the seconds of every entry and its predicted cost."""
     return {
         "samples_per_second": round(1 / float(np.mean(taken)), 1),
         "slowest": round(1 / max(taken), 1),

@@ -45,18 +45,18 @@ class Block:
         self.masks = torch.ones(s, r, device=device), torch.ones(r, r, device=device)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """m and z after the block, with dropout from seeded noise, as in training."""
+        """Return m and z after the block, with dropout from seeded noise, as in training."""
         m, z = self.stack(self.m, self.z, *self.masks)
         return m, z
 
     @property
     def wanted(self) -> list[Tensor]:
-        """All that a training step wants."""
+        """The tensors whose gradients a training step computes."""
         return [self.m, self.z, *self.stack.parameters()]
 
 
 def subject(block: Block, kernels: Kernels) -> Subject:
-    """The block, computed that way."""
+    """Return the block as a subject, computed with those kernels."""
 
     def forward() -> tuple[Tensor, Tensor]:
         with using(kernels):
@@ -68,7 +68,7 @@ def subject(block: Block, kernels: Kernels) -> Subject:
 
 @contextmanager
 def profiled(found: list[Any]) -> Iterator[None]:
-    """The profile of what runs within, appended to the list."""
+    """Profile what runs within the context, and append the profile to the list."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         yield
@@ -77,7 +77,7 @@ def profiled(found: list[Any]) -> Iterator[None]:
 
 
 def launches(profile: Any) -> dict[str, int]:
-    """Kernels, and copies and fills of memory, that ran on the device; and calls that launched a kernel."""
+    """Count the kernels, copies and fills of memory that ran on the device, and the calls that launched a kernel."""
     events = profile.events()
     names = [e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
     moves = [n for n in names if n.startswith(("Memcpy", "Memset"))]
@@ -86,7 +86,7 @@ def launches(profile: Any) -> dict[str, int]:
 
 
 def counted(one: Subject, profile_to: Path | None) -> dict[str, Any]:
-    """Launches of a forward pass without gradient and of a backward pass, that to the parameters included."""
+    """Count the launches of a forward pass without gradient and of a backward pass, with parameters' gradients."""
     profiles: list[Any] = []
     with profiled(profiles), torch.no_grad():
         one.forward()
@@ -100,7 +100,7 @@ def counted(one: Subject, profile_to: Path | None) -> dict[str, Any]:
 
 
 def replayed(one: Subject, repeats: int = 20) -> float | str:
-    """Milliseconds of the forward pass as a CUDA graph, replayed; or why it cannot be captured."""
+    """Return the milliseconds of the forward pass replayed as a CUDA graph, or why it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.no_grad(), torch.cuda.graph(graph):

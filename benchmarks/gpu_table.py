@@ -52,7 +52,7 @@ class Line:
 
 
 def lines(found: dict[str, Any], gpu: str) -> Iterator[Line]:
-    """Every row of TARGETS that the session measures."""
+    """Yield every row of TARGETS that the session measures."""
     triangles, norms, block = (found.get(part) or None for part in ("triangles", "norms", "block"))
     for direction, bars in (("forward", FORWARD), ("backward", BACKWARD)):
         for n in (256, 384, 1024, 2048):
@@ -87,7 +87,7 @@ def _row(part: dict[str, Any] | None, op: str, shape: str, direction: str, way: 
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What each part printed, where it printed all of it."""
+    """Read what each part printed; parts that did not finish are left out."""
     found = {}
     for part in PARTS:
         path = folder / f"{part}.json"

@@ -29,7 +29,7 @@ def launches(every: bool) -> Iterator[tuple[str, KernelLaunch]]:
 
 
 def cell(found: Figures) -> str:
-    """Registers / kB of shared memory / tensor-core instructions / loads of 128 bits of all loads, or what is wrong."""
+    """Format registers / kB of shared memory / tensor-core instructions / 128-bit loads of all loads, and spills."""
     spilled = f" / **spills {found.spilled} B**" if found.spilled else ""
     return f"{found.registers} / {found.shared / 1024:.0f} / {found.tensor} / {found.wide} of {found.loads}{spilled}"
 

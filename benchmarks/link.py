@@ -1,4 +1,4 @@
-"""Two nodes that are none: network namespaces on one machine, joined by a link of a chosen rate and delay.
+"""Emulate two nodes: network namespaces on one machine, joined by a link of a chosen rate and delay.
 
 The link is a process that carries packets between two TUN devices: it takes no more per second than the rate allows,
 and hands each over when its time has come.  (Kernels built without `netem` cannot delay; every one with TUN can do
@@ -38,7 +38,7 @@ class Shape:
 
 
 def refusal() -> str | None:
-    """Why there can be no namespaces here; None if there can."""
+    """Return why there can be no namespaces here; None if there can."""
     if shutil.which("ip") is None:
         return "there is no `ip` command (iproute2)"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
@@ -52,7 +52,7 @@ def refusal() -> str | None:
 
 
 def enter(node: int) -> None:
-    """Move this process into a node; gloo is told which device to use."""
+    """Move this process into a node, and tell gloo which device to use."""
     with open(f"/run/netns/{NODES[node]}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
@@ -61,7 +61,7 @@ def enter(node: int) -> None:
 
 @contextmanager
 def linked(shape: Shape) -> Iterator[None]:
-    """Within it, the two nodes exist, and packets go from one to the other as over a link of this shape."""
+    """Make the two nodes, and carry packets between them as over a link of this shape, within the context."""
     with ExitStack() as stack:
         ends = []
         for number, name in enumerate(NODES):
@@ -106,7 +106,7 @@ class _Way:
 
 
 def _carry(ends: Sequence[int], shape: Shape) -> None:
-    """The link's life.  It goes before everything else: a real link does not wait for a processor."""
+    """Carry packets until killed, before any other process: a real link does not wait for a processor."""
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     per_byte, delay = 8e-9 / shape.gigabits, shape.milliseconds / 1e3
     ways = [_Way(*ends), _Way(*reversed(ends))]

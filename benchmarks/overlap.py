@@ -35,7 +35,7 @@ CASES: list[tuple[Plan, Order, bool]] = [  # plan, order of the layers, whether 
 
 @contextmanager
 def awaited_at_once() -> Iterator[None]:
-    """Within it, every move is awaited where it begins, there and back."""
+    """Wait for every collective where it begins, forward and backward, within the context."""
     begin, reserved = collectives._begin, collectives._reserved
     collectives._begin, collectives._reserved = at_once(begin), InReverse()
     try:
@@ -45,7 +45,7 @@ def awaited_at_once() -> Iterator[None]:
 
 
 def measure(plan: Plan, outer: Order, blocking: bool) -> dict[str, object]:
-    """The moves of `BLOCKS` blocks on all ranks of a plan, and those awaited while work was left, with that work."""
+    """Count the collectives of `BLOCKS` blocks on all ranks of a plan, and those awaited while work was left."""
 
     def on_a_rank() -> list[tuple[str, str, list[str]]]:
         if not blocking:

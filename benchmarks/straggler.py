@@ -16,7 +16,7 @@ from typing import Any
 
 
 def measure(store: Path | None) -> dict[str, Any]:
-    """All figures, printed as they come."""
+    """Measure everything, and print the figures as they come."""
     from warpfold.data.features.choose import SampleConfig
     from warpfold.data.store.store import Store
     from warpfold.tune.bench_loader import Simulation, epoch_gap, footprint, straggler

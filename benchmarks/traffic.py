@@ -53,21 +53,21 @@ class Move:
     """A tensor that moves, in the passes of one block.  The backward pass of a gather is a reduce-scatter."""
 
     name: str  # which tensor of which layer
-    kind: str  # "gather", "turn", "swap" (parallel/collectives.py)
+    kind: str  # "all_gather", "all_to_all", "sendrecv" (parallel/collectives.py)
     forward: Traffic = Traffic()
     recomputed: Traffic = Traffic()
     backward: Traffic = Traffic()
 
 
 def total(moves: Iterable[Move], phase: Phase) -> Traffic:
-    """All that moves in one pass."""
+    """Add up all that moves in one pass."""
     return sum((getattr(move, phase) for move in moves), Traffic())
 
 
 def count(plan: Plan, block: Block, branch_rank: int = 0) -> list[Move]:
-    """What one block more in a stack sends under `plan`, counted while it runs forward and backward on fake ranks.
+    """Count what one more block in a stack sends under `plan`, while it runs forward and backward on fake ranks.
 
-    Of the first axial rank, which never holds less than another, of branch `branch_rank`.
+    Counts are those of the first axial rank of branch `branch_rank`; no other rank holds more.
     """
     less, more = (_count(plan, block, blocks, branch_rank) for blocks in (1, 2))
     return [
@@ -77,7 +77,7 @@ def count(plan: Plan, block: Block, branch_rank: int = 0) -> list[Move]:
 
 
 def _count(plan: Plan, block: Block, blocks: int, branch_rank: int) -> dict[str, Move]:
-    """What a stack of so many blocks sends."""
+    """Count what a stack of `blocks` blocks sends."""
     events: list[Event] = []
     with fake_ranks(axial=plan.axial, branch=plan.branch, rank=branch_rank) as mesh, watched(events.append):
         config = replace(block.evoformer, blocks=blocks)
@@ -99,7 +99,7 @@ def _count(plan: Plan, block: Block, blocks: int, branch_rank: int) -> dict[str,
 
 
 def moves(block: Block, ranks: int, by_channels: bool, itemsize: int = 2) -> list[Move]:
-    """What `count` counts for an axial plan without branches or recomputation, in closed form.
+    """Return what `count` counts for an axial plan without branches or recomputation, in closed form.
 
     itemsize: bytes of a number.  With p ranks that divide everything, gathering E numbers sends (p - 1) / p E, and
     turning them (p - 1) / p^2 E.
@@ -168,6 +168,6 @@ LINKS = {
 
 
 def seconds(moves: Iterable[Move], link: Link) -> float:
-    """What the forward and the backward pass of a block wait for its moves, if nothing is done meanwhile."""
+    """Return how long the two passes of a block wait for its moves if nothing is computed meanwhile."""
     both = total(moves := list(moves), "forward") + total(moves, "backward")
     return both.calls * link.latency + both.bytes / link.bandwidth

@@ -54,7 +54,7 @@ SAFE = {
     "run/outputs.py:_move_into": "names that were free, or files of the same prediction, asked to",
     "run/outputs.py:remove_prediction": "files of a prediction by their names, and the folder if it is empty then",
     "tune/bench_ops.py:picture": "into memory",
-    "tune/timing.py:_hushed": "opens the null device",
+    "tune/timing.py:_without_stderr": "opens the null device",
 }
 
 WRITES = ("write_text", "write_bytes", "truncate", "ftruncate", "savez", "savez_compressed", "savefig", "save_file")

@@ -13,12 +13,13 @@ from torch import Tensor
 from warpfold.errors import UserError
 from warpfold.ops.attention import attention
 from warpfold.tune import bench_ops, peers
-from warpfold.tune.bench_ops import COLUMNS, HEADS, STYLES, bench, checked, picture, table, write_csv
-from warpfold.tune.cases import OPS, OpCase, OpInputs, inputs
-from warpfold.tune.checks import truth
+from warpfold.tune.bench_ops import COLUMNS, HEADS, STYLES, bench, picture, table, write_csv
+from warpfold.tune.cases import OPS, PROFILES, inputs
+from warpfold.tune.checks import failures, odd, truth
 from warpfold.tune.peers import WAYS, too_large
-from warpfold.tune.sizes import KINDS, shapes
-from warpfold.tune.timing import CpuTimer, Subject, allocated, measure
+from warpfold.tune.profile import OpCase, OpInputs
+from warpfold.tune.sizes import shapes
+from warpfold.tune.timing import CpuTimer, Subject, measure
 
 CPU = torch.device("cpu")
 SMALL = ["row:3x16", "column:5x7", "global:9x4", "starting:12", "ending:12"]
@@ -38,7 +39,7 @@ def test_shapes_of_their_names() -> None:
     assert (row.rows, row.length, row.heads, row.width, row.bias) == (128, 256, 8, 32, True)
     assert (ending.rows, ending.length, ending.heads, ending.transposed) == (64, 64, 4, True)
     assert [name for name, _ in shapes("attention", ["starting"])] == [
-        f"starting:{n}" for n in KINDS["attention"]["starting"]
+        f"starting:{n}" for n in PROFILES["attention"].kinds["starting"]
     ]
     assert len(shapes("attention", quick=True)) == 5
     assert {name.partition(":")[0] for name, _ in shapes("tail")} == {"pair", "msa", "dropout"}
@@ -149,9 +150,9 @@ def test_what_would_not_fit_is_not_tried() -> None:
 # ---- clocks
 
 
-def subject(name: str, forward: object, trains: bool = True) -> Subject:
+def subject(name: str, forward: object) -> Subject:
     x = torch.ones(4, requires_grad=True)
-    return Subject(name, lambda: forward(x), [x], torch.ones(4), trains)  # type: ignore[operator]
+    return Subject(name, lambda: forward(x), [x], torch.ones(4))  # type: ignore[operator]
 
 
 def test_ways_are_timed_in_turn() -> None:
@@ -179,7 +180,7 @@ def test_a_slow_way_is_timed_less_and_a_broken_one_not() -> None:
         return x * 1
 
     slow = subject("slow", sleeping)
-    ways = [slow, subject("broken", broken), subject("wrong", wrong), subject("forward", lambda x: x * 1, False)]
+    ways = [slow, subject("broken", broken), subject("wrong", wrong)]
     times = measure(ways, CPU, repeats=9, budget=0.1, peaks=False)
     assert 1 <= len(times["slow"].forward) < 4
     median = times["slow"].median("forward")
@@ -188,7 +189,6 @@ def test_a_slow_way_is_timed_less_and_a_broken_one_not() -> None:
     assert times["broken"].failed == "out of memory"
     assert times["wrong"].failed == "failed: RuntimeError: no kernel image"
     assert times["broken"].median("forward") is None
-    assert times["forward"].median("backward") is None
 
 
 def test_peaks_are_what_torch_held() -> None:
@@ -199,19 +199,18 @@ def test_peaks_are_what_torch_held() -> None:
         c = torch.empty(1024, 1024)
         del b, c
 
-    assert allocated(several) == 2 * 4 * 1024**2
-    assert allocated(lambda: None) == 0
+    assert CpuTimer().peak(several) == 2 * 4 * 1024**2
+    assert CpuTimer().peak(lambda: None) == 0
     times = measure([subject("x", lambda x: x * 2)], CPU, repeats=1)["x"]
     assert times.forward_peak is not None
     assert 16 <= times.forward_peak < 64  # the result, and torch's scalar
-    assert isinstance(CpuTimer(), CpuTimer)
 
 
 def test_a_kernel_of_its_own_is_counted_too() -> None:
     """Registered operations hide what they compute with from torch's modes, but not their memory."""
     given = found("starting:12")
     ours = WAYS["attention"][-1].make(given)
-    peak = allocated(lambda: ours.forward())
+    peak = CpuTimer().peak(ours.forward)
     assert peak >= given.grad.numel() * 4
 
 
@@ -269,7 +268,7 @@ def test_every_way_has_a_colour_and_a_marker_of_its_own() -> None:
 def test_what_is_too_large_is_named_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench_ops.LARGEST, "cpu", 4 * 12**3)
     left = bench(["attention"], CPU, ["fp32"], ["starting", "starting:12"], repeats=1, ways=["ours"])["left_out"]
-    assert left == [f"attention starting:{n}" for n in KINDS["attention"]["starting"]]
+    assert left == [f"attention starting:{n}" for n in PROFILES["attention"].kinds["starting"]]
     named = bench(["attention"], CPU, ["fp32"], ["starting:16"], repeats=1, ways=["ours"])  # larger, but asked for
     assert named["left_out"] == []
     assert {row["shape"] for row in named["rows"]} == {"starting:16"}
@@ -284,6 +283,6 @@ def test_red_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     from warpfold.ops.gate import gate
 
     monkeypatch.setattr(gate, "fast", lambda x, g: x * g)
-    said = checked(["gate"], CPU)
+    said = [verdict.says() for verdict in failures(odd(["gate"]), CPU)]
     assert said
     assert all("gate" in line and "from fp64" in line for line in said)

@@ -1,5 +1,6 @@
 """The check finds what is wrong with a fast way, and nothing where nothing is."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,10 @@ from torch import Tensor
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.ops.dispatch import Op
 from warpfold.ops.noise import DropoutFactors, dropout_factors
-from warpfold.tune.cases import OPS, OpCase, argument_names, inputs
+from warpfold.tune.cases import ODD, OPS, inputs
 from warpfold.tune.checks import Error, check, compare, failures, odd, run, truth
-from warpfold.tune.sizes import ODD, DataSizes, of_settings
+from warpfold.tune.profile import OpCase
+from warpfold.tune.sizes import DataSizes, of_settings
 
 ATTENTION = ODD[0]
 CPU = torch.device("cpu")
@@ -24,7 +26,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[Tensor]
     """Makes an operation's fast way the definition with something wrong in the result."""
 
     def spoil(name: str, wrong: Callable[[Tensor], Tensor]) -> None:
-        op = OPS[name]  # type: ignore[index]
+        op = OPS[name]
         monkeypatch.setattr(op, "fast", lambda *args: wrong(op.definition(*args)))
 
     return spoil
@@ -133,7 +135,7 @@ def test_errors_are_relative_and_rounding_is_nobodys_fault() -> None:
     assert compare("output", exact.half(), exact, [(0, 0)], torch.float32).red
 
 
-# ---- mistakes that kernels make, and what is none
+# ---- mistakes that kernels make
 
 
 def attended(
@@ -248,7 +250,7 @@ def test_inputs_are_strided_as_the_model_has_them(case: OpCase) -> None:
         assert first.stride(0) < first.stride(1)
     if case.op in ("attention", "gate"):
         assert not first.is_contiguous() or first.shape[0] == 1
-    args = zip(argument_names(case.op), given.args)
+    args = zip(inspect.signature(OPS[case.op].definition).parameters, given.args)
     wanted = [name for name, t in args if isinstance(t, Tensor) and t.requires_grad]
     assert list(given.names) == wanted
     assert all(t.is_leaf for t in given.wanted)
@@ -261,36 +263,39 @@ def test_inputs_are_strided_as_the_model_has_them(case: OpCase) -> None:
 # ---- the list of places
 
 
+NAMES = {op.name: name for name, op in OPS.items()}  # --op and tables call gated_linear_residual "tail"
+
+
 def key_of_call(op: Op[..., Tensor], args: tuple[Any, ...]) -> tuple[object, ...]:
-    x = args[0]
+    name, x = NAMES.get(op.name, op.name), args[0]
     assert x is not None
-    if op.name == "attention":
+    if name == "attention":
         q, k, bias = x, args[1], args[4] if len(args) > 4 else None
         assert k is not None
-        return op.name, q.shape[:-3].numel(), q.shape[-3], k.shape[-3], *q.shape[-2:], bias is not None
-    if op.name == "global_attention":
+        return name, q.shape[:-3].numel(), q.shape[-3], k.shape[-3], *q.shape[-2:], bias is not None
+    if name == "global_attention":
         k = args[1]
         assert k is not None
-        return op.name, k.shape[:-2].numel(), k.shape[-2], *x.shape[-2:]
-    if op.name == "outer_product":
+        return name, k.shape[:-2].numel(), k.shape[-2], *x.shape[-2:]
+    if name == "outer_product":
         b, weight = args[1], args[2]
         assert b is not None
         assert weight is not None
-        return op.name, *x.shape[-3:], b.shape[-2], weight.shape[0]
+        return name, *x.shape[-3:], b.shape[-2], weight.shape[0]
     places, c = x.shape[:-1].numel(), x.shape[-1]
-    if op.name == "norm_linear":
+    if name == "norm_linear":
         weight = args[3]
         assert weight is not None
-        return op.name, places, c, weight.shape[0]
-    if op.name == "transition":
+        return name, places, c, weight.shape[0]
+    if name == "transition":
         up = args[3]
         assert up is not None
-        return op.name, places, c, up.shape[0]
-    if op.name == "tail":
+        return name, places, c, up.shape[0]
+    if name == "tail":
         o = args[1]
         assert o is not None
-        return op.name, places, c, o.shape[-1], type(args[5])
-    return op.name, places, c
+        return name, places, c, o.shape[-1], type(args[5])
+    return name, places, c
 
 
 def key_of_case(case: OpCase) -> tuple[object, ...]:

@@ -12,9 +12,10 @@ from warpfold.errors import UserError
 from warpfold.ops.gate import gate
 from warpfold.ops.norm import layer_norm
 from warpfold.run.config import RunConfig
-from warpfold.tune.cases import OPS, OpCase
+from warpfold.tune.cases import OPS, size_in_words
 from warpfold.tune.doctor import HEADS, LOGITS, SECTIONS, cases_of, cut, examine, report, table
 from warpfold.tune.machine import describe, version
+from warpfold.tune.profile import OpCase
 from warpfold.tune.sizes import DataSizes
 
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ def test_rows_are_cut_and_lengths_stay() -> None:
     small = cut(big, CPU)
     assert small.logits <= LOGITS["cpu"]
     assert (small.length, small.heads, small.full_rows) == (384, 2, 512)
-    assert "of 512 rows" in small.shape
+    assert "of 512 rows" in size_in_words(small)
     pointwise = OpCase(op="attention", where="", rows=256 * 256, batches=256, length=1, keys=4, heads=4, width=16)
     assert cut(pointwise, CPU).rows % 256 == 0
     assert cut(GATE, CPU) is GATE

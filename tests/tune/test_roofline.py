@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from warpfold.tune.cases import OpCase
+from warpfold.tune.profile import OpCase
 from warpfold.tune.roofline import Ceilings, ceilings, cost
 from warpfold.tune.sizes import shapes
 

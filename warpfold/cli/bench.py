@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from warpfold.cli.common import (
     AsJson,
@@ -13,6 +14,7 @@ from warpfold.cli.common import (
     chosen,
     decides,
     device_of,
+    name_operations,
     parts,
     reads,
     runs,
@@ -24,7 +26,15 @@ from warpfold.errors import UserError
 from warpfold.files import check_new, write_atomically
 from warpfold.progress import progress_bar
 
-bench = typer.Typer(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Bench(TyperGroup):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with the operations that can be timed."""
+        name_operations(self, "BENCHED")
+        super().format_help(ctx, formatter)
+
+
+bench = typer.Typer(cls=_Bench, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_typer(bench, name="bench")
 
 
@@ -33,10 +43,7 @@ def operations(
     context: typer.Context,
     op: Annotated[
         list[str] | None,
-        decides(
-            "attention, layer_norm, norm_linear, gate, tail, transition, triangle_factor, outer_product; several "
-            "with commas, or repeated."
-        ),
+        decides("OPERATIONS; several with commas, or repeated."),
     ] = None,
     shapes: Annotated[
         list[str] | None,
@@ -67,18 +74,18 @@ def operations(
         check_new(file)
     import torch
 
-    from warpfold.tune import bench_ops, checks, peers, sizes
+    from warpfold.tune import bench_ops, cases, checks, peers, sizes
 
-    ops = chosen("--op", op, sizes.KINDS)
+    ops = chosen("--op", op, cases.BENCHED)
     where = torch.device(device_of(device))
     dtypes = chosen("--dtype", dtype or ["bf16" if where.type == "cuda" else "fp32"], checks.DTYPES)
     names = chosen("--ways", ways or [], [way.name for one in ops for way in peers.WAYS[one]])
     wanted = parts(shapes or [])
     for one in ops:
         sizes.shapes(one, wanted)  # so that a wrong name is an error before the checks begin
-    wrong = bench_ops.checked(ops, where)
-    for line in wrong:
-        typer.echo(f"red: {line}", err=True)
+    wrong = checks.failures(checks.odd(ops), where)
+    for verdict in wrong:
+        typer.echo(f"red: {verdict.says()}", err=True)
     if wrong:
         raise typer.Exit(1)
     with progress_bar(narrate=True) as progress:

@@ -102,6 +102,15 @@ class Lists(TyperCommand):
         return super().parse_args(ctx, repeat_names(args, lists))
 
 
+def name_operations(command: Any, attribute: str) -> None:
+    """Put the operations of tune/cases.py into a command's --help: only --help loads torch for their names."""
+    from warpfold.tune import cases
+
+    for parameter in command.params:
+        if parameter.name == "op":
+            parameter.help = parameter.help.replace("OPERATIONS", ", ".join(getattr(cases, attribute)))
+
+
 def say_refused(refused: Mapping[str, int]) -> None:
     """Say on stderr which operations were computed by their definitions, which is slower, and why."""
     for refusal, count in refused.items():

@@ -1,24 +1,42 @@
 """`warpfold tune`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from warpfold.cli.common import AsJson, Device, app, chosen, decides, device_of, runs, show, show_table, writes
+from warpfold.cli.common import (
+    AsJson,
+    Device,
+    app,
+    chosen,
+    decides,
+    device_of,
+    name_operations,
+    runs,
+    show,
+    show_table,
+    writes,
+)
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
     from warpfold.tune.kernel_bench import TuningTask
 
 
-@app.command(epilog="Example:  warpfold tune --op attention --quick")
+class _Tune(TyperCommand):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with the operations that can be tuned."""
+        name_operations(self, "TUNED")
+        super().format_help(ctx, formatter)
+
+
+@app.command(cls=_Tune, epilog="Example:  warpfold tune --op attention --quick")
 def tune(
     op: Annotated[
         list[str] | None,
-        decides(
-            "attention, layer_norm, norm_linear, gate, tail, triangle_factor; default: all; repeated, or with commas."
-        ),
+        decides("OPERATIONS; default: all; repeated, or with commas."),
     ] = None,
     quick: Annotated[bool, decides("Tune for initial training in bf16 alone.", "--quick")] = False,
     out: Annotated[
@@ -36,8 +54,9 @@ def tune(
     import torch
 
     from warpfold.ops.triton.launch import home
+    from warpfold.tune.cases import TUNED
     from warpfold.tune.kernel_bench import tuning_tasks
-    from warpfold.tune.kernels import TUNED, choose, head, report, tune_on, workloads, write
+    from warpfold.tune.kernels import choose, head, report, tune_on, workloads, write
 
     ops = chosen("--op", op or ["all"], ("all", *TUNED))
     ops = list(TUNED) if "all" in ops else ops
@@ -63,13 +82,10 @@ def tune(
 
 
 def _say(todo: "list[TuningTask]", as_json: bool) -> None:
-    rows = [
-        {"kernel": t.kernel, "key": list(t.key), "place": str(t.workload), "candidates": len(t.candidates)}
-        for t in todo
-    ]
     if as_json:
-        show({"launches": rows})
+        rows = [(t, {"place": str(t.workload), "candidates": len(t.candidates)}) for t in todo]
+        show({"launches": [{"kernel": t.kernel, "key": list(t.key)} | row for t, row in rows]})
         return
-    for row in rows:
-        typer.echo(f"{row['kernel']} {tuple(row['key'])}: {row['candidates']} candidates ({row['place']})")  # type: ignore[arg-type]
+    for t in todo:
+        typer.echo(f"{t.kernel} {t.key}: {len(t.candidates)} candidates ({t.workload})")
     typer.echo(f"{sum(len(t.candidates) for t in todo)} trials; nothing was run")

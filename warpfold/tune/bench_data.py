@@ -74,7 +74,7 @@ def bench_data(
 
 
 def spread_out(store: Store, entries: int) -> list[str]:
-    """Return at most so many keys, evenly spread over the depths that alignments have, the deepest included."""
+    """Return at most `entries` keys, spread evenly over the depths of the alignments; the deepest is among them."""
     ranked = sorted(dict(zip(store.column("depth"), store.keys)).items())  # one entry of each depth
     chosen = np.unique(np.linspace(0, len(ranked) - 1, min(entries, len(ranked))).round().astype(int))
     return [ranked[index][1] for index in chosen]
@@ -107,10 +107,10 @@ def _kept(store: Store) -> list[dict[str, Any]]:
 def features(
     store: Store, keys: Sequence[str], files: dict[str, tuple[Path, list[Path]]]
 ) -> dict[str, dict[str, float | None]]:
-    """Return the samples per second of one core, to tensors of the feature table: from the store, and from the sources.
+    """Return the samples per second of one core, from the store or the source files to tensors of the feature table.
 
-    Seconds are the thread's own, and each entry is drawn equally often.  "exact": all rows that block deletion leaves,
-    as in the paper.
+    Seconds are the thread's CPU time, and each entry is drawn equally often.  "exact": all rows that block deletion
+    leaves, as in the paper.
     """
     torch.set_num_threads(1)
     exact, budget = INITIAL, replace(INITIAL, max_cost=ROW_BUDGET)
@@ -153,9 +153,9 @@ def _rate(
 
 
 def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
-    """Read whole records in random order, with their checksums: MB/s of the store, cold and warm.
+    """Read whole records in random order, check their checksums, and return MB/s and records/s, cold and warm.
 
-    Cold: the kernel is asked to drop the shards from its cache first, which some file systems ignore.
+    Cold: the kernel is first asked to drop the shards from its cache, which some file systems ignore.
     """
     order = random.Random(0).sample(store.keys, len(store.keys))
     rates = {}
@@ -201,7 +201,7 @@ def packing(store: Store, folder: Path) -> dict[str, float]:
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return rows (what, of what, figure) for a table."""
+    """Return the rows of a table: what was measured, under which conditions, and the figure."""
     lines = []
     for part, figures in found.items():
         if isinstance(figures, dict):

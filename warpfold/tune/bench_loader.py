@@ -1,7 +1,7 @@
-"""Measure the loader: what slow examples and new epochs cost a step, and what its processes take.
+"""Measure the loader: what slow examples and new epochs cost a step, and how much memory its processes take.
 
-Ranks are simulated.  The loaders are real, one for each rank, with their processes; making an example and computing a
-step are sleeps.  So a machine with few cores shows what many would do, and the figures are those of the loader alone.
+Ranks are simulated.  Each has a real loader with real processes, but making an example and computing a step are sleeps.
+So a machine with few cores shows what many would do, and the figures are those of the loader alone.
 """
 
 import statistics
@@ -48,7 +48,7 @@ class Sleeper:
     case: Simulation
 
     def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
-        """Return an example with next to nothing in it, after the time that it takes."""
+        """Return a nearly empty example, after the time that making a real one takes."""
         slow = keyed_rng(self.case.seed, "slow", index).random() < self.case.slow_share
         time.sleep(self.case.making * (self.case.slow_factor if slow else 1))
         return {"aatype": np.zeros(1, np.int64)}
@@ -77,7 +77,7 @@ def straggler(case: Simulation) -> dict[str, Any]:
 
 
 def epoch_gap(case: Simulation) -> dict[str, Any]:
-    """Return the seconds that the first step of an epoch waits: with lasting processes, and with new ones each time."""
+    """Return the seconds that an epoch's first step waits: with processes that go on, and with new ones each time."""
     case = replace(case, ranks=1, slow_share=0.0, examples=20, steps=100)
     warm = case.workers * case.ahead
     seconds = simulate(case)
@@ -108,7 +108,11 @@ def simulate(case: Simulation, warm: int | None = None) -> list[float]:
             unless_done.pop_all()
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        order = Order([Source(_empty_store(Path(folder) / "store", case.examples))], case.seed)
+        with StoreWriter(Path(folder) / "store") as writer:
+            for number in range(case.examples):
+                writer.add(f"e{number}", pack_record({"aatype": np.zeros(1, np.uint8)}, {}), {"length": 1})
+            writer.finish()
+        order = Order([Source(Store(Path(folder) / "store"))], case.seed)
         ends.append(time.perf_counter())
         loaders = [stack.enter_context(_loader(case, order, rank, case.steps + warm)) for rank in range(case.ranks)]
         pool = stack.enter_context(ThreadPoolExecutor(case.ranks))
@@ -131,14 +135,6 @@ def _loader(case: Simulation, order: Order, rank: int, steps: int) -> Loader:
         ahead=case.ahead,
         window=case.window,
     )
-
-
-def _empty_store(path: Path, examples: int) -> Store:
-    with StoreWriter(path) as writer:
-        for number in range(examples):
-            writer.add(f"e{number}", pack_record({"aatype": np.zeros(1, np.uint8)}, {}), {"length": 1})
-        writer.finish()
-    return Store(path)
 
 
 def footprint(store: Store, config: SampleConfig, workers: int = 4, examples: int = 40) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Measure how fast an operation is on this device, beside what the device allows, after a check that it is right.
+"""Time an operation on this device, beside what the device allows.
 
-`checked` finds what is wrong, `bench` times.  Rows are dictionaries, from which a table, a CSV file, JSON and a picture
-are made.
+Rows are dictionaries, which become a table, a CSV file, JSON or a picture.
 """
 
 import csv
@@ -17,10 +16,11 @@ import torch
 from warpfold.errors import UserError
 from warpfold.files import write_atomically
 from warpfold.progress import Progress, no_progress
-from warpfold.tune.cases import OpCase, OpInputs, inputs
-from warpfold.tune.checks import DTYPES, failures, odd
+from warpfold.tune.cases import inputs
+from warpfold.tune.checks import DTYPES
 from warpfold.tune.machine import describe
 from warpfold.tune.peers import WAYS, Way, too_large
+from warpfold.tune.profile import OpCase, OpInputs
 from warpfold.tune.roofline import Ceilings, Pass, ceilings, cost
 from warpfold.tune.sizes import shapes
 from warpfold.tune.timing import Times, measure
@@ -35,11 +35,6 @@ COLUMNS = (
     "op", "shape", "dtype", "way", "pass", "ms", "times_definition", "tflops", "gb_per_s", "limit_ms", "share_of_limit",
     "peak_mib", "repeats", "note",
 )  # fmt: skip
-
-
-def checked(ops: Sequence[str], device: torch.device) -> list[str]:
-    """Say what is wrong with the operations on this device, a line each; nothing if they may be timed."""
-    return [verdict.says() for verdict in failures(odd(ops), device)]
 
 
 def bench(
@@ -70,7 +65,7 @@ def bench(
     for done, (op, name, case, dtype) in enumerate(todo):
         progress(done, len(todo), f"{op} {name} {dtype}")
         if kind == "cuda":
-            torch.cuda.empty_cache()  # of what the last shape used
+            torch.cuda.empty_cache()  # which holds what the last shape used
         given, chosen = inputs(case, DTYPES[dtype], device), [way for way in WAYS[op] if not ways or way.name in ways]
         head = {"op": op, "shape": name, "dtype": dtype}
         rows += [head | row for row in _rows(given, chosen, repeats or REPEATS[kind], BUDGET[kind], tops[dtype])]

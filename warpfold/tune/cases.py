@@ -1,12 +1,8 @@
-"""An operation at one size, and inputs for it with the strides that the model's layers give them.
+"""The profiles of the operations: the one place where the bench, the doctor and tuning learn of an operation."""
 
-The bench, the doctor and their checks run on these; tune/sizes.py lists them.
-"""
-
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,262 +10,368 @@ from torch import Tensor
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
 from warpfold.ops.gate import gate, gated_linear_residual
-from warpfold.ops.noise import DropoutFactors, Factors, Noise
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor
+from warpfold.tune.profile import (
+    Argument,
+    Cost,
+    Kinds,
+    LayerKind,
+    LayerSizes,
+    OpCase,
+    OpInputs,
+    OpProfile,
+    RandomTensors,
+)
 
-Name = Literal[
-    "attention", "global_attention", "layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor",
-    "outer_product",
-]  # fmt: skip
-OPS: Mapping[Name, Op[..., Tensor]] = {
-    "attention": attention,
-    "global_attention": global_attention,
-    "layer_norm": layer_norm,
-    "norm_linear": norm_linear,
-    "gate": gate,
-    "tail": gated_linear_residual,
-    "transition": transition,
-    "triangle_factor": triangle_factor,
-    "outer_product": outer_product,
-}
-NAMES: tuple[Name, ...] = get_args(Name)
-MASKED = 0.15  # the share of keys masked in checks, where the last row is masked throughout
-DROPPED = 0.25  # the dropout rate
-Argument = Tensor | DropoutFactors | None  # of an operation
+TRIANGLES = ("64", "128", "256", "384", "512", "1024", "2048")
+PAIRS = TRIANGLES[2:6]
+ALIGNMENTS = ("128x256", "512x384")  # sequences x residues of initial training and of fine-tuning
+DEEP = ("1024x256", "5120x384")  # of the extra MSA
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpCase:
-    """One operation at one size: positions [rows, length], as the layer that calls it sees them.
-
-    For an outer product, [rows, keys] are the positions of the result, and `length` the sequences that it sums over.
-    """
-
-    op: Name
-    where: str  # the layer that calls it
-    rows: int
-    length: int  # of attention: queries
-    keys: int = 0  # 0: as many as queries
-    heads: int = 0
-    width: int = 0  # of a head
-    channels: int = 0  # of x; of a gate: of both arguments
-    outputs: int = 0  # of norm_linear; of a tail: channels of o and g; of a transition: its hidden channels
-    bias: bool = False  # of attention
-    transposed: bool = False  # rows and positions lie in memory the other way round
-    dropped: bool = False  # a tail with dropout
-    drawn: bool = False  # whose factors it draws itself, from seeded noise, as in every training run
-    expanded: bool = False  # a tail whose o is the same at all positions of a row, with a stride of zero
-    batches: int = 1  # in which rows lie, each with a bias of its own
-    full_rows: int = 0  # how many rows the model has; 0: these
-
-    @property
-    def attended(self) -> int:
-        """How many keys a row has."""
-        return self.keys or self.length
-
-    @property
-    def logits(self) -> int:
-        """How many logits all rows and heads have together; 0 if this is not attention."""
-        queries = 1 if self.op == "global_attention" else self.length
-        return self.rows * self.heads * queries * self.attended
-
-    @property
-    def shape(self) -> str:
-        """The size in words: "256 rows, 4 heads, 256 x 256, width 32"."""
-        rows = f"{self.rows} of {self.full_rows} rows" if self.full_rows else f"{self.rows} rows"
-        if self.op == "attention":
-            return f"{rows}, {self.heads} heads, {self.length} x {self.attended}, width {self.width}"
-        if self.op == "global_attention":
-            return f"{rows}, {self.heads} heads, {self.attended} keys, width {self.width}"
-        if self.op == "outer_product":
-            return f"{rows}, {self.attended} columns, {self.length} sequences, {self.channels} -> {self.outputs}"
-        wide = f"{self.channels} -> {self.outputs}" if self.op == "norm_linear" else f"{self.channels} channels"
-        inner = f", inner {self.outputs}" if self.op in ("tail", "transition") else ""
-        dropout = ", dropout drawn" if self.drawn else ", dropout" if self.dropped else ""
-        return f"{rows} of {self.length}, {wide}{inner}{dropout}"
-
-    def with_rows(self, rows: int) -> "OpCase":
-        """Return the case with at most that many rows, but whole batches, and at least one; lengths stay."""
-        if self.rows <= rows:
-            return self
-        each = self.rows // self.batches if self.batches > 1 else 1
-        few = max(1, rows // each)
-        batches = few if self.batches > 1 else 1
-        return replace(self, rows=few * each, batches=batches, full_rows=self.full_rows or self.rows)
+def _attention(where: str, rows: int, length: int, heads: int, width: int, **more: Any) -> OpCase:
+    return OpCase(op="attention", where=where, rows=rows, length=length, heads=heads, width=width, **more)
 
 
-@dataclass(frozen=True)
-class OpInputs:
-    """The arguments of one call, in order, and the names of those that have a gradient."""
-
-    case: OpCase
-    args: tuple[Argument, ...]
-    names: tuple[str, ...]  # of those with a gradient
-    grad: Tensor  # that of the output
-
-    @property
-    def wanted(self) -> list[Tensor]:
-        """The arguments with a gradient."""
-        return [t for t in self.args if isinstance(t, Tensor) and t.requires_grad]
+def _global_attention(rows: int, keys: int, heads: int, width: int) -> OpCase:
+    at = OpCase(op="global_attention", where="global column", rows=rows, length=1, transposed=True)
+    return replace(at, keys=keys, heads=heads, width=width)
 
 
-CONSTANT = ("mask", "factors", "count")  # the arguments without a gradient
+def _at(op: str, where: str, rows: int, length: int, channels: int, outputs: int = 0, **more: Any) -> OpCase:
+    return OpCase(op=op, where=where, rows=rows, length=length, channels=channels, outputs=outputs, **more)
 
 
-def argument_names(op: Name) -> tuple[str, ...]:
-    """Return the names of an operation's arguments, in order."""
-    return tuple(inspect.signature(OPS[op].definition).parameters)
+def _attention_cost(case: OpCase, forward: bool, itemsize: int, key_heads: int) -> Cost:
+    """Count two products forward (q k, p v) and five backward (q k again, dO v, and those for dq, dk, dv)."""
+    queries = case.rows * case.heads * case.length * case.width
+    keys = case.rows * case.attended * case.width * key_heads
+    bias = case.batches * case.heads * case.length * case.attended if case.bias else 0
+    # q, o and k, v; backward also dO and dq, and dk, dv; the bias is read, and its gradient written.
+    numbers = 2 * queries + 2 * keys + bias if forward else 4 * queries + 4 * keys + 2 * bias
+    masks = 4 * case.rows * case.attended
+    products = 2 if forward else 5
+    return Cost(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)
 
 
-@dataclass
-class _Draw:
-    """Draw the random tensors of one case."""
+class _Attention(OpProfile):
+    name, op = "attention", attention
+    layers = ("attention", "pointwise attention")
+    peers = ("sdpa", "sdpa-materialised", "trifast", "cuequivariance", "flash-attn")
+    kinds: ClassVar[Kinds] = {
+        "row": ALIGNMENTS,
+        "column": ALIGNMENTS,
+        "global": DEEP,
+        "starting": TRIANGLES,
+        "ending": TRIANGLES,
+    }
+    # Every width, rows more and fewer than a program takes, keys that are not the queries, batches.
+    odd = (
+        _attention("msa row", 5, 33, 4, 32, bias=True),
+        _attention("msa column", 33, 7, 2, 16, transposed=True),
+        _attention("triangle starting", 65, 65, 4, 8, bias=True),
+        _attention("triangle ending", 17, 17, 2, 64, bias=True, transposed=True),
+        _attention("two batches", 6, 40, 2, 32, bias=True, batches=2),
+        _attention("other keys", 3, 5, 2, 16, keys=131, bias=True),
+        _attention("template pointwise", 25, 1, 4, 16, keys=4, batches=5),
+        _attention("longer than a tile", 2, 150, 1, 32, bias=True),
+    )
 
-    dtype: torch.dtype
-    device: torch.device
-    generator: torch.Generator | None = field(init=False, default=None)
-    seed: int = 0
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        sizes = {"keys": layer.keys, "heads": layer.heads, "width": layer.width}
+        return sizes | {"bias": layer.bias, "batches": layer.batches}
 
-    def __post_init__(self) -> None:
-        if self.device.type != "meta":  # it has no generator, and needs none: there are no numbers
-            self.generator = torch.Generator(self.device).manual_seed(self.seed)
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        """Draw q, k, v as slices of one projection, and the bias too where z itself is what attends."""
+        inner, h = case.heads * case.width, case.heads
+        from_z = case.bias and case.where != "msa row" and case.rows == case.length and not case.keys
+        y = draw.positions(case, 4 * inner + (h if from_z else 0))
+        q, k, v = (y[..., i * inner : (i + 1) * inner].unflatten(-1, (h, case.width)).detach() for i in range(3))
+        if case.keys:  # other positions than the queries'
+            y = draw.positions(replace(case, length=case.keys), 2 * inner)
+            k, v = (y[..., i * inner : (i + 1) * inner].unflatten(-1, (h, case.width)).detach() for i in range(2))
+        bias = None
+        if from_z:
+            bias = y[..., 4 * inner :].movedim(-1, -3)[..., None, :, :, :].detach()
+        elif case.bias:
+            square = replace(case, rows=case.batches * case.length)
+            z = draw.positions(square, h)[..., : case.attended, :]
+            if case.keys:
+                z = draw.normal(*z.shape[:-2], case.keys, h)
+            bias = z.movedim(-1, -3)[..., None, :, :, :].detach()
+        return q, k, v, draw.mask(case, masked), bias
 
-    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        x = torch.randn(*shape, generator=self.generator, device=self.device)
-        return (x * scale).to(dtype or self.dtype)
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        return _attention_cost(case, forward, itemsize, case.heads)
 
-    def parameter(self, *shape: int, mean: float = 0.0, scale: float = 0.1) -> Tensor:
-        """Draw a parameter; like the model's, it stays in fp32."""
-        return self.normal(*shape, scale=scale, dtype=torch.float32) + mean
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        if kind == "row":
+            return _attention("msa row", s, r, 8, 32, bias=True)
+        if kind == "column":
+            return _attention("msa column", r, s, 8, 32, transposed=True)
+        if kind == "global":
+            return _global_attention(r, s, 8, 8)
+        return _attention(f"triangle {kind}", s, s, 4, 32, bias=True, transposed=kind == "ending")
 
-    def factors(self, *shape: int, drawn: bool) -> Factors:
-        """Draw dropout factors; drawn: leave it to the operation, which draws them from seeded noise."""
-        if drawn:
-            noise = Noise().to(self.device)
-            noise.seed(self.seed)
-            return noise.factors(shape, DROPPED, 0, torch.empty((), dtype=self.dtype, device=self.device))
-        kept = torch.rand(*shape, generator=self.generator, device=self.device) > DROPPED
-        return (kept / (1 - DROPPED)).to(self.dtype)
+    def numbers(self, case: OpCase) -> int:
+        return max(case.logits, case.rows * case.attended * case.width * case.heads)
 
-    def positions(self, case: OpCase, channels: int) -> Tensor:
-        """Draw [rows, length, channels] or [batches, rows, ...], laid out as that layer's tensors; each position's
-        numbers begin at a multiple of eight, as projections do (ops/norm.py)."""
-        padded = -(-channels // 8) * 8
-        rows, lead = case.rows // case.batches, ((case.batches,) if case.batches > 1 else ())
-        order = (case.length, rows) if case.transposed else (rows, case.length)
-        x = self.normal(*lead, *order, padded)[..., :channels]
-        return x.transpose(-2, -3) if case.transposed else x
-
-    def mask(self, case: OpCase, masked: bool) -> Tensor:
-        """Return a mask of ones; masked: draw one, whose last row is zero."""
-        rows, lead = case.rows // case.batches, ((case.batches,) if case.batches > 1 else ())
-        shape = (*lead, case.attended, rows) if case.transposed else (*lead, rows, case.attended)
-        mask = torch.ones(shape, device=self.device)
-        mask = mask.mT if case.transposed else mask
-        if masked:
-            mask *= torch.rand(mask.shape, generator=self.generator, device=self.device) > MASKED
-            mask[..., -1, :] = 0
-        return mask
+    def size(self, case: OpCase) -> str:
+        return f"{case.row_count}, {case.heads} heads, {case.length} x {case.attended}, width {case.width}"
 
 
-def inputs(
-    case: OpCase, dtype: torch.dtype, device: torch.device | str, *, masked: bool = False, seed: int = 0
-) -> OpInputs:
+class _GlobalAttention(OpProfile):
+    name, op, part_of = "global_attention", global_attention, "attention"
+    layers = ("global attention",)
+    odd = (_global_attention(9, 77, 4, 8), _global_attention(3, 130, 8, 32))
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"length": 1, "keys": layer.length, "heads": layer.heads, "width": layer.width}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        w = case.width  # keys, values and gates are one projection
+        y = draw.positions(replace(case, length=case.attended), (2 + case.heads) * w)
+        k, v = y[..., :w].detach(), y[..., w : 2 * w].detach()
+        return draw.normal(*k.shape[:-2], case.heads, case.width), k, v, draw.mask(case, masked)
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        return _attention_cost(case, forward, itemsize, 1)
+
+    def numbers(self, case: OpCase) -> int:
+        return max(case.logits, case.rows * case.attended * case.width)
+
+    def size(self, case: OpCase) -> str:
+        return f"{case.row_count}, {case.heads} heads, {case.attended} keys, width {case.width}"
+
+
+class _LayerNorm(OpProfile):
+    name = "layer_norm"
+    op: ClassVar[Op[..., Tensor]] = layer_norm
+    layers: ClassVar[tuple[LayerKind, ...]] = ("global attention",)
+    kinds: ClassVar[Kinds] = {"pair": PAIRS, "msa": ALIGNMENTS}
+    odd: ClassVar[tuple[OpCase, ...]] = (
+        _at("layer_norm", "rows", 7, 19, 128),
+        _at("layer_norm", "transposed", 5, 11, 64, transposed=True),
+        _at("layer_norm", "odd channels", 3, 5, 41),
+        _at("layer_norm", "many channels", 1, 3, 1024),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.channels}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        c = case.channels
+        return draw.positions(case, c), draw.parameter(c, mean=1.0), draw.parameter(c)
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count bytes alone.  Backward reads the gradient and x, and writes the gradient of x."""
+        return Cost(0, 0, case.rows * case.length * case.channels * itemsize * (2 if forward else 3))
+
+
+class _NormLinear(_LayerNorm):
+    name, op = "norm_linear", norm_linear
+    layers = (
+        "attention", "global attention", "projection", "outer product", "triangle product", "triangle output",
+    )  # fmt: skip
+    odd = (
+        _at("norm_linear", "rows", 7, 19, 64, 132),
+        _at("norm_linear", "transposed", 5, 21, 128, 8, transposed=True),
+        _at("norm_linear", "odd channels", 3, 5, 24, 37),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.channels, "outputs": layer.projected}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        norm = super().arguments(case, draw, masked)
+        weight = draw.parameter(case.outputs, case.channels, scale=case.channels**-0.5)
+        return *norm, weight, draw.parameter(case.outputs)
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        positions = case.rows * case.length
+        through = 2 * positions * case.channels * case.outputs
+        moved = case.channels + case.outputs if forward else 2 * case.channels + case.outputs
+        return Cost(through * (1 if forward else 2), 0, positions * moved * itemsize)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        return replace(super().example(kind, s, r), outputs=1024 if kind == "msa" else 516)
+
+    def size(self, case: OpCase) -> str:
+        return f"{case.row_count} of {case.length}, {case.channels} -> {case.outputs}"
+
+
+class _Gate(OpProfile):
+    name = "gate"
+    op: ClassVar[Op[..., Tensor]] = gate
+    layers: ClassVar[tuple[LayerKind, ...]] = ("triangle output",)
+    kinds: ClassVar[Kinds] = {"pair": PAIRS}
+    odd: ClassVar[tuple[OpCase, ...]] = (
+        _at("gate", "views of a projection", 7, 19, 24),
+        _at("gate", "transposed", 5, 131, 32, transposed=True),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.projected}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        y = draw.positions(case, 2 * case.channels)  # two projections of one tensor
+        return y[..., : case.channels].detach(), y[..., case.channels :].detach()
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        numbers = case.rows * case.length * case.channels
+        return Cost(0, numbers, numbers * itemsize * (3 if forward else 5))
+
+
+class _GatedLinearResidual(OpProfile):
+    name, op = "tail", gated_linear_residual
+    layers = ("attention", "global attention")
+    kinds: ClassVar[Kinds] = {
+        "pair": PAIRS,
+        "msa": ALIGNMENTS,
+        "dropout": PAIRS,
+    }  # the last: of a pair, drawn by the operation
+    odd = (
+        _at("tail", "rows, dropout", 7, 19, 64, 32, dropped=True),
+        _at("tail", "transposed, dropout", 5, 33, 32, 64, transposed=True, dropped=True),
+        _at("tail", "rows", 7, 19, 64, 32, dropped=True, drawn=True),
+        _at("tail", "transposed", 5, 33, 32, 64, transposed=True, dropped=True, drawn=True),
+        _at("tail", "global column", 9, 21, 32, 32, transposed=True, expanded=True),
+        _at("tail", "odd channels", 3, 5, 24, 40),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        sizes = {"channels": layer.channels, "outputs": layer.heads * layer.width}
+        dropout = {"dropped": layer.dropped, "drawn": layer.dropped}
+        return sizes | dropout | {"expanded": layer.kind == "global attention"}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        x, o = draw.positions(case, case.channels), draw.positions(case, case.outputs)
+        if case.expanded:
+            o = o[..., :1, :].expand(o.shape).detach()
+        g = draw.positions(case, 4 * case.outputs)[..., 3 * case.outputs :].detach()
+        weight = draw.parameter(case.channels, case.outputs, scale=case.outputs**-0.5)
+        factors = draw.factors(1, case.length, case.channels, drawn=case.drawn) if case.dropped else None
+        return x, o, g, weight, draw.parameter(case.channels), factors
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Backward reads the gradient, o and g, and writes those of o and g; that of x is the gradient itself."""
+        positions = case.rows * case.length
+        through = 2 * positions * case.channels * case.outputs
+        moved = 2 * case.channels + 2 * case.outputs if forward else case.channels + 4 * case.outputs
+        return Cost(through * (1 if forward else 2), positions * case.outputs, positions * moved * itemsize)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        case, drawn = super().example(kind, s, r), kind == "dropout"
+        return replace(case, outputs=case.channels, dropped=drawn, drawn=drawn)
+
+    def size(self, case: OpCase) -> str:
+        dropout = ", dropout drawn" if case.drawn else ", dropout" if case.dropped else ""
+        return f"{super().size(case)}, inner {case.outputs}{dropout}"
+
+
+class _Transition(_LayerNorm):
+    name, op, tuned = "transition", transition, False
+    layers = ("transition",)
+    odd = (_at("transition", "rows", 7, 19, 32, 128), _at("transition", "odd channels", 3, 5, 24, 56))
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.channels, "outputs": layer.hidden}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        norm, c, n = super().arguments(case, draw, masked), case.channels, case.outputs
+        up = draw.parameter(n, c, scale=c**-0.5), draw.parameter(n)
+        return *norm, *up, draw.parameter(c, n, scale=n**-0.5), draw.parameter(c)
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count two products; backward four, and the first recomputed rather than its result read."""
+        flops = 2 * case.rows * case.length * case.channels * case.outputs * (2 if forward else 5)
+        return replace(super().cost(case, forward, itemsize), flops=flops)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        case = super().example(kind, s, r)
+        return replace(case, outputs=4 * case.channels)
+
+    def size(self, case: OpCase) -> str:
+        return f"{super().size(case)}, inner {case.outputs}"
+
+
+class _TriangleFactor(_Gate):
+    name, op = "triangle_factor", triangle_factor
+    layers = ("triangle product",)
+    odd = (_at("triangle_factor", "rows", 7, 19, 24), _at("triangle_factor", "odd channels", 33, 5, 41))
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.hidden}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        return *super().arguments(case, draw, masked), draw.mask(case, masked)
+
+
+class _OuterProduct(OpProfile):
+    name, op, tuned = "outer_product", outer_product, False
+    layers = ("outer product",)
+    kinds: ClassVar[Kinds] = {"msa": ALIGNMENTS}
+    odd = (
+        _at("outer_product", "rows and columns", 9, 33, 8, 24, keys=19),
+        _at("outer_product", "odd channels", 17, 3, 7, 11, keys=5),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        s, r = layer.rows, layer.length
+        return {"rows": r, "keys": r, "length": s, "channels": layer.hidden, "outputs": layer.outputs}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        s, c, z = case.length, case.channels, case.outputs
+        a, b = draw.normal(s, case.rows, c), draw.normal(s, case.attended, c)
+        weight = draw.parameter(z, c * c, scale=1 / c)
+        count = torch.full((case.rows, case.attended, 1), s + 1e-3, device=draw.device, dtype=draw.dtype)
+        return a, b, weight, draw.parameter(z), count
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count the product and its projection; backward three of the former (one recomputed), two of the latter."""
+        pairs, c = case.rows * case.attended, case.channels
+        read, written = case.length * (case.rows + case.attended) * c, pairs * case.outputs
+        flops = 2 * pairs * c**2 * (case.length + case.outputs if forward else 3 * case.length + 2 * case.outputs)
+        return Cost(flops, 0, (read + written if forward else 2 * read + written) * itemsize)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        return _at(self.name, kind, r, s, 32, 128, keys=r)
+
+    def numbers(self, case: OpCase) -> int:
+        products = case.rows * case.attended * case.channels**2  # the definition has all of them in memory
+        return max(super().numbers(case), products)
+
+    def size(self, case: OpCase) -> str:
+        return f"{case.row_count}, {case.attended} columns, {case.length} sequences, {case.channels} -> {case.outputs}"
+
+
+PROFILES: Mapping[str, OpProfile] = {
+    profile.name: profile
+    for profile in (
+        _Attention(), _GlobalAttention(), _LayerNorm(), _NormLinear(), _Gate(), _GatedLinearResidual(), _Transition(),
+        _TriangleFactor(), _OuterProduct(),
+    )
+}  # fmt: skip
+OPS = {name: profile.op for name, profile in PROFILES.items()}
+BENCHED = tuple(name for name, profile in PROFILES.items() if profile.kinds)  # what --op takes
+TUNED = tuple(name for name in BENCHED if PROFILES[name].tuned)
+ODD = tuple(case for profile in PROFILES.values() for case in profile.odd)
+
+
+def meant_by(ops: Iterable[str]) -> list[str]:
+    """Return the operations that --op means: "attention" includes global attention, of the same kernels."""
+    ops = set(ops)
+    return [name for name, profile in PROFILES.items() if ops & {name, profile.part_of}]
+
+
+def size_in_words(case: OpCase) -> str:
+    """Return "256 rows, 4 heads, 256 x 256, width 32"."""
+    return PROFILES[case.op].size(case)
+
+
+def inputs(case: OpCase, dtype: torch.dtype, device: torch.device | str, *, masked: bool = False) -> OpInputs:
     """Draw the inputs of a case, the same each time; masked: with some keys masked, and all keys of one row."""
-    draw = _Draw(dtype, torch.device(device), seed=seed)
-    args = _MAKE[case.op](case, draw, masked)
-    names = []
-    for name, t in zip(argument_names(case.op), args):
-        if isinstance(t, Tensor) and name not in CONSTANT:
-            t.requires_grad_()
-            names.append(name)
-    with torch.no_grad():
-        out = OPS[case.op].definition(*(t.to("meta") if isinstance(t, Tensor) else None for t in args))
-    return OpInputs(case, args, tuple(names), draw.normal(*out.shape))
-
-
-def _attention(case: OpCase, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:
-    wide, h = case.heads * case.width, case.heads
-    from_z = case.bias and case.where != "msa row" and case.rows == case.length and not case.keys
-    y = draw.positions(case, 4 * wide + (h if from_z else 0))
-    q, k, v = (y[..., i * wide : (i + 1) * wide].unflatten(-1, (h, case.width)).detach() for i in range(3))
-    if case.keys:  # other positions than the queries'
-        y = draw.positions(replace(case, length=case.keys), 2 * wide)
-        k, v = (y[..., i * wide : (i + 1) * wide].unflatten(-1, (h, case.width)).detach() for i in range(2))
-    bias = None
-    if from_z:
-        bias = y[..., 4 * wide :].movedim(-1, -3)[..., None, :, :, :].detach()
-    elif case.bias:
-        square = replace(case, rows=case.batches * case.length)
-        z = draw.positions(square, h)[..., : case.attended, :]
-        if case.keys:
-            z = draw.normal(*z.shape[:-2], case.keys, h)
-        bias = z.movedim(-1, -3)[..., None, :, :, :].detach()
-    return q, k, v, draw.mask(case, masked), bias
-
-
-def _global(case: OpCase, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:
-    w = case.width  # keys, values and gates are one projection
-    y = draw.positions(replace(case, length=case.attended), (2 + case.heads) * w)
-    k, v = y[..., :w].detach(), y[..., w : 2 * w].detach()
-    return draw.normal(*k.shape[:-2], case.heads, case.width), k, v, draw.mask(case, masked)
-
-
-def _layer_norm(case: OpCase, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
-    return draw.positions(case, case.channels), draw.parameter(case.channels, mean=1.0), draw.parameter(case.channels)
-
-
-def _norm_linear(case: OpCase, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
-    x, norm_weight, norm_bias = _layer_norm(case, draw, False)
-    weight = draw.parameter(case.outputs, case.channels, scale=case.channels**-0.5)
-    return x, norm_weight, norm_bias, weight, draw.parameter(case.outputs)
-
-
-def _gate(case: OpCase, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
-    y = draw.positions(case, 2 * case.channels)  # two projections of one tensor
-    return y[..., : case.channels].detach(), y[..., case.channels :].detach()
-
-
-def _tail(case: OpCase, draw: _Draw, _: bool) -> tuple[Argument, ...]:
-    x, o = draw.positions(case, case.channels), draw.positions(case, case.outputs)
-    if case.expanded:
-        o = o[..., :1, :].expand(o.shape).detach()
-    g = draw.positions(case, 4 * case.outputs)[..., 3 * case.outputs :].detach()
-    weight = draw.parameter(case.channels, case.outputs, scale=case.outputs**-0.5)
-    factors = draw.factors(1, case.length, case.channels, drawn=case.drawn) if case.dropped else None
-    return x, o, g, weight, draw.parameter(case.channels), factors
-
-
-def _transition(case: OpCase, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
-    x, norm_weight, norm_bias = _layer_norm(case, draw, False)
-    c, n = case.channels, case.outputs
-    up = draw.parameter(n, c, scale=c**-0.5), draw.parameter(n)
-    return x, norm_weight, norm_bias, *up, draw.parameter(c, n, scale=n**-0.5), draw.parameter(c)
-
-
-def _factor(case: OpCase, draw: _Draw, masked: bool) -> tuple[Tensor | None, ...]:
-    return *_gate(case, draw, False), draw.mask(case, masked)
-
-
-def _outer(case: OpCase, draw: _Draw, _: bool) -> tuple[Tensor | None, ...]:
-    s, c, z = case.length, case.channels, case.outputs
-    a, b = draw.normal(s, case.rows, c), draw.normal(s, case.attended, c)
-    weight = draw.parameter(z, c * c, scale=1 / c)
-    count = torch.full((case.rows, case.attended, 1), s + 1e-3, device=draw.device, dtype=draw.dtype)
-    return a, b, weight, draw.parameter(z), count
-
-
-_MAKE: Mapping[Name, Callable[[OpCase, _Draw, bool], tuple[Argument, ...]]] = {
-    "attention": _attention,
-    "global_attention": _global,
-    "layer_norm": _layer_norm,
-    "norm_linear": _norm_linear,
-    "gate": _gate,
-    "tail": _tail,
-    "transition": _transition,
-    "triangle_factor": _factor,
-    "outer_product": _outer,
-}
+    return PROFILES[case.op].inputs(case, dtype, torch.device(device), masked)

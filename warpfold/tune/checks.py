@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpfold.ops.dispatch import backend, using
 from warpfold.ops.noise import DropoutFactors
 from warpfold.ops.tensors import accumulation_dtype
-from warpfold.tune.cases import OPS, Argument, OpCase, OpInputs, inputs
-from warpfold.tune.sizes import ODD
+from warpfold.tune.cases import ODD, OPS, inputs, meant_by, size_in_words
+from warpfold.tune.profile import Argument, OpCase, OpInputs
 
 BAR = 2.0  # times the worst draw's error, as a root mean square
 PEAK_BAR = 4.0  # times the worst draw's largest error: one wrong number must not hide in a mean
@@ -133,7 +133,7 @@ class Verdict:
 
     def says(self) -> str:
         """Say what is wrong, in one line."""
-        what = f"{self.case.op} ({self.case.where}: {self.case.shape}) in {self.dtype}, way {self.way}"
+        what = f"{self.case.op} ({self.case.where}: {size_in_words(self.case)}) in {self.dtype}, way {self.way}"
         wrong = [str(e) for e in self.errors if e.red]
         return f"{what}: " + "; ".join(wrong if self.repeats else [*wrong, "two runs differ"])
 
@@ -237,11 +237,11 @@ def _distance(x: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def odd(ops: Iterable[str]) -> list[OpCase]:
-    """Return the sizes that find mistakes, of these operations; "attention" includes global attention."""
-    wanted = set(ops) | ({"global_attention"} if "attention" in ops else set())
-    return [case for case in ODD if case.op in wanted]
+    """Return the sizes that find mistakes, of the operations that --op means."""
+    names = meant_by(ops)
+    return [case for case in ODD if case.op in names]
 
 
-def failures(cases: Sequence[OpCase], device: torch.device | str, dtypes: Iterable[str] = DTYPES) -> list[Verdict]:
-    """Check cases, and return the verdicts that are red."""
-    return [v for case in cases for dtype in dtypes if (v := check(case, dtype, device)).red]
+def failures(cases: Sequence[OpCase], device: torch.device | str) -> list[Verdict]:
+    """Check cases in every dtype, and return the verdicts that are red."""
+    return [v for case in cases for dtype in DTYPES if (v := check(case, dtype, device)).red]

@@ -1,6 +1,6 @@
 """Check that this device computes what it should: every operation, at the sizes of given settings.
 
-Each runs as dispatch chooses here: in its fast way, or by its definition, with the reason.  Errors are to the
+Each runs as dispatch chooses here: in its fast way, or by its definition, with the reason.  Errors are against the
 definition in fp64; speeds come from a few passes and are rough.
 """
 
@@ -14,15 +14,17 @@ from warpfold import settings
 from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
 from warpfold.progress import Progress, no_progress
-from warpfold.tune.cases import OPS, OpCase, inputs
+from warpfold.tune.cases import OPS, PROFILES, inputs, size_in_words
 from warpfold.tune.checks import DTYPES, Verdict, check
 from warpfold.tune.machine import describe
+from warpfold.tune.peers import DEFINITION, OURS
+from warpfold.tune.profile import OpCase
 from warpfold.tune.sizes import DataSizes, of_settings
-from warpfold.tune.timing import Subject, measure
+from warpfold.tune.timing import measure
 
 SECTIONS = ("model", "loss", "data", "optim", "plan", "train")  # of a settings file
 LOGITS = {"cpu": 2**21, "cuda": 2**27}  # the most logits, or numbers in keys, of a case: it gets fewer rows
-NUMBERS = {"cpu": 2**20, "cuda": 2**27}  # the most numbers in x
+NUMBERS = {"cpu": 2**20, "cuda": 2**27}  # likewise, of a case that is not attention
 REPEATS = 3
 BUDGET = 0.6  # seconds of timing for a case
 
@@ -61,13 +63,8 @@ def cases_of(values: Mapping[str, Any], source: str) -> list[OpCase]:
 def cut(case: OpCase, device: torch.device) -> OpCase:
     """Return the case with as many rows as the device checks in a moment; lengths stay."""
     kind = "cuda" if device.type == "cuda" else "cpu"
-    if case.logits:
-        numbers = case.rows * case.attended * case.width * (case.heads if case.op == "attention" else 1)
-        return case.with_rows(max(2, case.rows * LOGITS[kind] // max(case.logits, numbers)))
-    each = case.length * max(case.channels, case.outputs)
-    if case.op == "outer_product":  # the definition has the products of all channels in memory
-        each = max(each, case.attended * case.channels**2)
-    return case.with_rows(max(2, NUMBERS[kind] // each))
+    room = (LOGITS if case.logits else NUMBERS)[kind]
+    return case.with_rows(max(2, case.rows * room // PROFILES[case.op].numbers(case)))
 
 
 def examine(
@@ -95,13 +92,7 @@ def _is_small(case: OpCase, dtype: str, device: torch.device) -> bool:
 
 def _speed(case: OpCase, dtype: str, device: torch.device) -> float | None:
     given = inputs(case, DTYPES[dtype], device)
-    op = OPS[case.op]
-    ways = {"definition": op.definition, "ours": op.fast}
-    subjects = [
-        Subject(name, lambda way=way: way(*given.args), given.wanted, given.grad)  # type: ignore[misc]
-        for name, way in ways.items()
-    ]
-    times = measure(subjects, device, REPEATS, BUDGET / 2, peaks=False)
+    times = measure([DEFINITION.make(given), OURS.make(given)], device, REPEATS, BUDGET / 2, peaks=False)
     seconds = {name: (t.median("training"), t.median("backward")) for name, t in times.items()}
     if any(None in pair for pair in seconds.values()):
         return None  # out of memory
@@ -125,7 +116,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
     return {
         "op": v.case.op,
         "where": v.case.where,
-        "shape": v.case.shape,
+        "shape": size_in_words(v.case),
         "dtype": v.dtype,
         "way": v.way,
         "reason": v.reason,
@@ -154,5 +145,5 @@ def table(findings: Sequence[Finding]) -> list[tuple[str, ...]]:
             output, gradient = (f"{e.ours:.1e} / {e.definition:.1e}" for e in (v.errors[0], v.worst))
             gradient = f"{v.worst.name} {gradient}"
         speed = "" if f.speed is None else f"{f.speed:.1f}"
-        lines.append((v.case.op, v.case.where, v.case.shape, v.dtype, v.way, output, gradient, speed, f.says))
+        lines.append((v.case.op, v.case.where, size_in_words(v.case), v.dtype, v.way, output, gradient, speed, f.says))
     return lines

@@ -1,8 +1,8 @@
-"""How a kernel's candidates are tried: where it is used, whether it is right, and how long it takes.
+"""Try a kernel's candidates: find where the kernel is used, check that it is right, and time it.
 
 Kernels are launched by their own launchers, and each is timed alone: the launches of a forward and a backward pass are
-noted as they run, then run again by themselves.  No candidate is timed whose results are not as exact as they have to
-be (tune/checks.py).
+recorded as they run, then run again one by one.  A candidate whose results are not exact enough (tune/checks.py) is not
+timed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,12 +17,13 @@ from warpfold.bulk import pool
 from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import KERNELS, KernelConfig, KernelLaunch, Key, forced, recorded
 from warpfold.progress import Progress
-from warpfold.tune.cases import OPS, OpCase, inputs
+from warpfold.tune.cases import OPS, PROFILES, inputs, size_in_words
 from warpfold.tune.checks import DTYPES, run, truth
+from warpfold.tune.profile import OpCase
 from warpfold.tune.timing import FLUSH, SETTLE
 
 REPEATS = 20
-CHECKED = 2**26  # logits, or numbers of the widest tensor, of a case that is checked: in fp64 there is room for it
+CHECKED = 2**26  # the most numbers in the largest tensor of a case that is checked, in fp64
 BUSY = 1_000_000  # cycles, half a millisecond, for which the GPU is kept busy while calls are queued
 
 Seconds = dict[KernelConfig, list[float]]  # of each repeat
@@ -53,7 +54,7 @@ class Workload:
     dtype: str
 
     def __str__(self) -> str:
-        return f"{self.op}, {self.case.where}, {self.case.shape}, {self.dtype}"
+        return f"{self.op}, {self.case.where}, {size_in_words(self.case)}, {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,16 @@ class TuningTask:
 
     @property
     def candidates(self) -> list[KernelConfig]:
-        """In the kernel's order, each once."""
+        """The kernel's candidates in its order, each once."""
         return list(dict.fromkeys(KERNELS[self.kernel].candidates))
 
     def among(self, launches: Iterable[KernelLaunch]) -> list[KernelLaunch]:
-        """Return those of the launches that are of this kernel with this key."""
+        """Return the launches of this kernel with this key."""
         return [launch for launch in launches if (launch.kernel.name, launch.key) == (self.kernel, self.key)]
 
 
 class Bench(Protocol):
-    """The device's side of tuning, which tests replace."""
+    """The part of tuning that needs a device; tests replace it."""
 
     def time(self, task: TuningTask) -> tuple[Seconds, dict[KernelConfig, str]]:
         """Return the seconds of each candidate, and those that are out, with the reason."""
@@ -101,12 +102,10 @@ def tuning_tasks(workloads: Iterable[Workload], quick: bool = False) -> list[Tun
     return found
 
 
-def compile_ahead(
-    todo: Sequence[TuningTask], device: torch.device, workers: int, progress: Progress | None = None
-) -> None:
-    """Fill Triton's cache with every candidate, by many processes; what is not in it is compiled where it is tried.
+def compile_ahead(todo: Sequence[TuningTask], device: torch.device, workers: int, progress: Progress) -> None:
+    """Fill Triton's cache with every candidate, by many processes.
 
-    What cannot be compiled is let pass: its trial says so.
+    A candidate that does not compile is skipped: its trial will report the error.
     """
     if torch.version.hip is not None or workers <= 1:
         return
@@ -115,8 +114,7 @@ def compile_ahead(
     with pool(workers) as executor:
         assert executor is not None
         for done, _ in enumerate(executor.map(_compile, first, [10 * major + minor] * len(first))):
-            if progress:
-                progress(done + 1, len(first), "compiling")
+            progress(done + 1, len(first), "compiling")
 
 
 def _compile(task: TuningTask, arch: int) -> None:
@@ -158,14 +156,14 @@ class GpuBench:
                     continue
                 with recorded(run=True) as made:
                     run(self.fast, self.whole)
-            if mine := task.among(made):
-                launches[candidate] = mine
+            if of_task := task.among(made):
+                launches[candidate] = of_task
             else:
                 out[candidate] = "not launched with this key"
         return self._time(launches), out
 
     def _prepare(self, workload: Workload) -> None:
-        """Make inputs, and what the definition makes of them, for all kernels of a workload."""
+        """Draw inputs and compute the definition's results, for all kernels of a workload."""
         dtype, op = DTYPES[workload.dtype], OPS[workload.case.op]
         self.workload, self.fast = workload, op.fast
         self.whole = inputs(workload.case, dtype, self.device)
@@ -173,7 +171,7 @@ class GpuBench:
         self.truth = truth(op.definition, self.checked.args, self.checked.grad, self.checked.names)
 
     def _reason_against(self) -> str:
-        """Return why the candidate that is forced now is out; nothing if it is right."""
+        """Return why the candidate that is forced now is out; an empty string if it is right."""
         from triton.backends.nvidia.compiler import PTXASError
         from triton.compiler.errors import CompilationError
         from triton.runtime.errors import OutOfResources
@@ -206,5 +204,4 @@ class GpuBench:
 
 def with_room(case: OpCase) -> OpCase:
     """Return the case with no more rows than its definition in fp64 has room for."""
-    numbers = case.logits or case.rows * case.length * max(case.channels, case.outputs)
-    return case.with_rows(case.rows * CHECKED // numbers) if numbers > CHECKED else case
+    return case.with_rows(case.rows * CHECKED // PROFILES[case.op].numbers(case))

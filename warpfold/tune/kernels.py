@@ -1,6 +1,6 @@
-"""The launch table of a GPU: every candidate of every kernel, checked, timed, and the fastest written down.
+"""Make the launch table of a GPU: check and time every candidate of every kernel, and write down the fastest.
 
-At the sizes at which the model calls its operations in initial training and in fine-tuning.
+Sizes are those of the model's operations in initial training and in fine-tuning.
 """
 
 import datetime
@@ -18,7 +18,8 @@ from warpfold.errors import UserError
 from warpfold.files import update_file
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.launch import SHIPPED, KernelConfig, Key, TableEntry, file_of, read, reset, table_used
-from warpfold.progress import Progress
+from warpfold.progress import Progress, no_progress
+from warpfold.tune.cases import meant_by
 from warpfold.tune.kernel_bench import (
     Bench,
     GpuBench,
@@ -31,8 +32,7 @@ from warpfold.tune.kernel_bench import (
 from warpfold.tune.machine import describe
 from warpfold.tune.sizes import DataSizes, of_settings
 
-TUNED = ("attention", "layer_norm", "norm_linear", "gate", "tail", "triangle_factor")  # operations, as --op names them
-SIZES = {"initial training": DataSizes(crop=256, max_msa=128, max_extra=1024), "fine-tuning": DataSizes(crop=384)}
+INITIAL, FINE_TUNING = DataSizes(crop=256, max_msa=128, max_extra=1024), DataSizes(crop=384)
 SAME = 1.01  # faster by less is no difference: of such candidates the first is taken
 
 
@@ -48,22 +48,19 @@ class Timed:
 
 
 def workloads(ops: Iterable[str], quick: bool = False) -> list[Workload]:
-    """Return how the model calls operations; "attention" has the global one with it, of the same kernels.
-
-    quick: at the sizes of initial training, in bf16, alone.
-    """
+    """Return how the model calls the operations that --op means; quick: only in initial training, in bf16."""
     found: dict[Workload, None] = {}
     for op in ops:
-        names = ("attention", "global_attention") if op == "attention" else (op,)
-        for sizes in list(SIZES.values())[: 1 if quick else None]:
+        names = meant_by([op])
+        for sizes in (INITIAL,) if quick else (INITIAL, FINE_TUNING):
             for dtype in ("bf16",) if quick else ("bf16", "fp32"):
                 cases = (case for case in of_settings(ModelConfig(), sizes) if case.op in names)
                 found |= dict.fromkeys(Workload(op, case, dtype) for case in cases)
     return list(found)
 
 
-def tune_on(device: torch.device, ops: Sequence[str], quick: bool, progress: Progress | None = None) -> list[Timed]:
-    """Try every candidate on a GPU.  Errors: UserError where the device is none."""
+def tune_on(device: torch.device, ops: Sequence[str], quick: bool, progress: Progress = no_progress) -> list[Timed]:
+    """Try every candidate on a GPU.  Errors: UserError where the device is not one."""
     if device.type != "cuda":
         raise UserError(
             f"--device {device}: kernels run on a GPU, and launch tables are made there; --dry-run lists what would be "
@@ -75,12 +72,11 @@ def tune_on(device: torch.device, ops: Sequence[str], quick: bool, progress: Pro
         return timed(todo, GpuBench(device), progress)
 
 
-def timed(todo: Sequence[TuningTask], bench: Bench, progress: Progress | None = None) -> list[Timed]:
+def timed(todo: Sequence[TuningTask], bench: Bench, progress: Progress = no_progress) -> list[Timed]:
     """Try the candidates of every task, in order."""
     found = []
     for done, task in enumerate(todo):
-        if progress:
-            progress(done, len(todo), f"{task.kernel}: {task.workload}")
+        progress(done, len(todo), f"{task.kernel}: {task.workload}")
         found.append(Timed(task.kernel, task.key, str(task.workload), *bench.time(task)))
     return found
 
@@ -120,7 +116,7 @@ def _totals(group: Sequence[Timed]) -> dict[KernelConfig, float]:
 
 
 def report(found: Sequence[Timed], entries: Iterable[TableEntry]) -> list[dict[str, Any]]:
-    """Return for people of each kernel and key what was chosen, its microseconds and the slowest's, and who is out."""
+    """Return a row for each kernel and key: what was chosen, its microseconds and the slowest's, and what is out."""
     groups = _grouped(found)
     rows = []
     for entry in entries:
@@ -151,21 +147,15 @@ def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry]) 
     if path.is_file():
         anew = {entry.kernel for entry in entries}
         entries += [entry for entry in read(path).entries if entry.kernel not in anew]
-    lines = [f"  {json.dumps(_line(entry))}" for entry in sorted(entries, key=lambda e: (e.kernel, e.key))]
+    lines = []
+    for entry in sorted(entries, key=lambda e: (e.kernel, e.key)):
+        at, config = {"kernel": entry.kernel, "key": list(entry.key)}, entry.config
+        launch = {"sizes": dict(config.sizes), "warps": config.warps, "stages": config.stages}
+        lines.append(f"  {json.dumps(at | launch)}")
     facts = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
     update_file(path, ("{\n" + facts + ' "launches": [\n' + ",\n".join(lines) + "\n ]\n}\n").encode())
     reset()
     return path
-
-
-def _line(entry: TableEntry) -> dict[str, Any]:
-    return {
-        "kernel": entry.kernel,
-        "key": list(entry.key),
-        "sizes": dict(entry.config.sizes),
-        "warps": entry.config.warps,
-        "stages": entry.config.stages,
-    }
 
 
 def head(device: torch.device) -> dict[str, str]:

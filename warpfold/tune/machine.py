@@ -1,4 +1,4 @@
-"""What a figure was measured on, in words."""
+"""Describe the machine that a figure was measured on."""
 
 import importlib
 import importlib.util
@@ -56,7 +56,7 @@ def driver() -> str:
 
 
 def version(package: str) -> str:
-    """Return the version of an installed package, which is loaded for that."""
+    """Import a package and return its version; "not installed" if it is not."""
     if importlib.util.find_spec(package) is None:
         return "not installed"
     return str(getattr(importlib.import_module(package), "__version__", "not known"))

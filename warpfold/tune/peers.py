@@ -1,4 +1,4 @@
-"""The ways to compute an operation that the bench compares: the definition, compiled, torch's own, ours, others'.
+"""The ways to compute an operation that the bench compares: its definition, torch's, ours and other packages'.
 
 Other packages are imported only if they are installed and asked for.  Each gets its arguments in the layout that it
 wants, made before timing starts; the signatures come from their public documentation.
@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.tune.cases import OPS, Argument, OpInputs
+from warpfold.tune.cases import BENCHED, OPS, PROFILES
+from warpfold.tune.profile import Argument, OpInputs
 from warpfold.tune.timing import Subject
 
 PER_LOGIT = 20  # bytes that the definition has at its peak, forward and backward, in fp32 and bf16 alike
@@ -49,10 +50,6 @@ def _tensor(x: Argument) -> Tensor:
     return x
 
 
-def _supported(_: OpInputs) -> None:
-    return None
-
-
 # ---- torch
 
 
@@ -79,29 +76,25 @@ def _back(given: OpInputs, out: Tensor) -> Tensor:
     return out[..., 0, :, :] if given.case.op == "global_attention" else out.transpose(-2, -3)
 
 
-def _expanded(given: OpInputs) -> Subject:
-    """Bind SDPA with a bias that the rows share, in a layout of its own; without a mask, as the bench masks nothing."""
-    bias = _tensor(given.args[4]) if given.case.bias else None
+def _sdpa(given: OpInputs, materialised: bool) -> Subject:
+    """Bind SDPA with a bias that the rows share; without a mask, as the bench masks nothing.
+
+    materialised: with bias and mask added up in one tensor of all rows, as a model with masks needs it.
+    """
+    mask, bias = _tensor(given.args[3]), _tensor(given.args[4]) if given.case.bias else None
 
     def forward() -> Tensor:
+        """Compute attention; the mask is made each time, as in a model."""
         q, k, v = _heads_first(given)
-        attn_mask = None if bias is None else bias.contiguous().expand(*q.shape[:-1], k.shape[-2])
+        attn_mask = None
+        if bias is not None and materialised:
+            logits = (1 - mask[..., None, None, :]) * -1e9 + bias
+            attn_mask = logits.to(q.dtype).expand(*q.shape[:-1], k.shape[-2]).contiguous()
+        elif bias is not None:
+            attn_mask = bias.contiguous().expand(*q.shape[:-1], k.shape[-2])
         return _back(given, F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask))
 
-    return Subject("sdpa", forward, given.wanted, given.grad)
-
-
-def _materialised(given: OpInputs) -> Subject:
-    """Bind SDPA with bias and mask added up in one tensor of all rows, as a model with masks needs it."""
-    mask, bias = map(_tensor, given.args[3:5])
-
-    def forward() -> Tensor:
-        q, k, v = _heads_first(given)
-        logits = (1 - mask[..., None, None, :]) * -1e9 + bias
-        attn_mask = logits.to(q.dtype).expand(*q.shape[:-1], k.shape[-2]).contiguous()
-        return _back(given, F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask))
-
-    return Subject("sdpa-materialised", forward, given.wanted, given.grad)
+    return Subject("sdpa-materialised" if materialised else "sdpa", forward, given.wanted, given.grad)
 
 
 def _materialised_unsupported(given: OpInputs) -> str | None:
@@ -168,28 +161,24 @@ def _flash(given: OpInputs) -> Subject:
 # ---- all of them
 
 
-_EVERY = (
-    Way("definition", _supported, lambda given: _call("definition", OPS[given.case.op].definition, given), True),
-    Way("compile", _compile_unsupported, _compiled, True),
+DEFINITION = Way(
+    "definition", lambda _: None, lambda given: _call("definition", OPS[given.case.op].definition, given), True
 )
-_OURS = Way(
+COMPILED = Way("compile", _compile_unsupported, _compiled, True)
+OURS = Way(
     "ours",
     lambda given: OPS[given.case.op].unsupported_reason(*given.args),
     lambda given: _call("ours", OPS[given.case.op].fast, given),
 )
-_ATTENTION = (
-    Way("sdpa", _supported, _expanded, True),
-    Way("sdpa-materialised", _materialised_unsupported, _materialised, True),
+PEERS = (
+    Way("sdpa", lambda _: None, lambda given: _sdpa(given, False), True),
+    Way("sdpa-materialised", _materialised_unsupported, lambda given: _sdpa(given, True), True),
     Way("trifast", _trifast_unsupported, _trifast),
     Way("cuequivariance", _cuequivariance_unsupported, _cuequivariance),
     Way("flash-attn", _flash_unsupported, _flash),
 )
 WAYS: Mapping[str, tuple[Way, ...]] = {
-    "attention": (*_EVERY, *_ATTENTION, _OURS),
-    **dict.fromkeys(
-        ("layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor", "outer_product"),
-        (*_EVERY, _OURS),
-    ),
+    op: (DEFINITION, COMPILED, *(way for way in PEERS if way.name in PROFILES[op].peers), OURS) for op in BENCHED
 }
 
 

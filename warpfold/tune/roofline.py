@@ -15,22 +15,14 @@ from typing import Literal
 
 import torch
 
-from warpfold.tune.cases import OpCase
+from warpfold.tune.cases import PROFILES
+from warpfold.tune.profile import Cost, OpCase
 
 Pass = Literal["forward", "backward"]
 
 EXPS_PER_CLOCK = 16  # by a multiprocessor's special function units, on NVIDIA GPUs from Volta to Blackwell
 # Boost clock in GHz where torch does not know it, by part of the GPU's name (the vendor's data sheets).
 CLOCKS = {"A100": 1.41, "H100": 1.98, "H200": 1.98, "GH200": 1.98, "B200": 1.965}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one pass must do: floating point operations of products, exponentials, and bytes to move."""
-
-    flops: float
-    exps: float
-    bytes: float
 
 
 @dataclass(frozen=True)
@@ -50,47 +42,7 @@ class Ceilings:
 
 def cost(case: OpCase, direction: Pass, itemsize: int) -> Cost:
     """Return what one pass of an operation must do, without the bytes of parameters, a few thousandths."""
-    forward = direction == "forward"
-    if case.op in ("attention", "global_attention"):
-        return _attention(case, forward, itemsize)
-    if case.op == "outer_product":
-        return _outer(case, forward, itemsize)
-    places = case.rows * case.length
-    if case.op == "layer_norm":  # backward: reads the gradient and x, writes the gradient of x
-        return Cost(0, 0, places * case.channels * itemsize * (2 if forward else 3))
-    if case.op == "norm_linear":
-        through = 2 * places * case.channels * case.outputs
-        moved = case.channels + case.outputs if forward else 2 * case.channels + case.outputs
-        return Cost(through * (1 if forward else 2), 0, places * moved * itemsize)
-    if case.op in ("gate", "triangle_factor"):
-        return Cost(0, places * case.channels, places * case.channels * itemsize * (3 if forward else 5))
-    if case.op == "transition":  # two products; backward four, and the first recomputed rather than its result read
-        moved = places * case.channels * itemsize * (2 if forward else 3)
-        return Cost(2 * places * case.channels * case.outputs * (2 if forward else 5), 0, moved)
-    through = 2 * places * case.channels * case.outputs
-    # x + out(o * gate).  Backward reads the gradient, o and g, and writes those of o and g; that of x is the gradient.
-    moved = 2 * case.channels + 2 * case.outputs if forward else case.channels + 4 * case.outputs
-    return Cost(through * (1 if forward else 2), places * case.outputs, places * moved * itemsize)
-
-
-def _attention(case: OpCase, forward: bool, itemsize: int) -> Cost:
-    """Count two products forward (q k, p v) and five backward (q k again, dO v, and those for dq, dk, dv)."""
-    queries = case.rows * case.heads * (1 if case.op == "global_attention" else case.length) * case.width
-    keys = case.rows * case.attended * case.width * (case.heads if case.op == "attention" else 1)
-    bias = case.batches * case.heads * case.length * case.attended if case.bias else 0
-    # q, o and k, v; backward also dO and dq, and dk, dv; the bias is read, and its gradient written.
-    numbers = 2 * queries + 2 * keys + bias if forward else 4 * queries + 4 * keys + 2 * bias
-    masks = 4 * case.rows * case.attended
-    products = 2 if forward else 5
-    return Cost(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)
-
-
-def _outer(case: OpCase, forward: bool, itemsize: int) -> Cost:
-    """Count the outer product and its projection; backward three of the former (one recomputed), two of the latter."""
-    through = 2 * case.rows * case.attended * case.channels**2
-    read, written = case.length * (case.rows + case.attended) * case.channels, case.rows * case.attended * case.outputs
-    flops = through * (case.length + case.outputs if forward else 3 * case.length + 2 * case.outputs)
-    return Cost(flops, 0, (read + written if forward else 2 * read + written) * itemsize)
+    return PROFILES[case.op].cost(case, direction == "forward", itemsize)
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

@@ -1,4 +1,4 @@
-"""Time several ways to compute the same, in turns, so that a slow minute of the machine affects all of them.
+"""Time several ways to compute the same thing in turns, so that a slow minute of the machine affects all of them.
 
 On CUDA: by events, with the L2 cache flushed before each pass and the device kept busy until the whole pass is queued,
 so that only the device's own time counts.  On a CPU: by the process's clock.
@@ -27,7 +27,6 @@ class Subject:
     forward: Callable[[], Tensor | tuple[Tensor, ...]]
     wanted: Sequence[Tensor]  # the tensors whose gradients the backward pass computes
     grad: Tensor | tuple[Tensor, ...]  # the gradient of what `forward` returns
-    trains: bool = True  # False: it has no backward pass
 
 
 @dataclass
@@ -93,8 +92,6 @@ class CpuTimer:
         with torch.no_grad():
             subject.forward()
         times.forward.append(time.perf_counter() - start)
-        if not subject.trains:
-            return
         start = time.perf_counter()
         out = subject.forward()
         middle = time.perf_counter()
@@ -104,19 +101,27 @@ class CpuTimer:
 
     def peaks(self, subject: Subject, times: Times) -> None:
         """Measure the memory that the passes take above what was allocated before."""
+        with torch.no_grad():
+            times.forward_peak = self.peak(subject.forward)
+        times.backward_peak = self.peak(lambda: torch.autograd.grad(subject.forward(), subject.wanted, subject.grad))
 
-        def forward() -> None:
-            with torch.no_grad():
-                subject.forward()
-
-        times.forward_peak = self._peak(forward)
-        if subject.trains:
-            times.backward_peak = self._peak(
-                lambda: torch.autograd.grad(subject.forward(), subject.wanted, subject.grad)
-            )
-
-    def _peak(self, run: Callable[[], object]) -> int:
-        return allocated(run)
+    def peak(self, run: Callable[[], object]) -> int:
+        """Return the peak of what torch's CPU allocator held while `run` ran, above what it held before."""
+        profile = torch.autograd.profiler.profile(profile_memory=True)
+        with _without_stderr():
+            profile.__enter__()
+        try:
+            run()
+        finally:
+            with _without_stderr():
+                profile.__exit__(None, None, None)
+        results = profile.kineto_results
+        held = peak = 0
+        for event in sorted(results.events() if results else (), key=lambda e: e.start_ns()):
+            if event.name() == "[memory]":
+                held += event.nbytes()  # type: ignore[attr-defined]  # torch's stub lacks it
+                peak = max(peak, held)
+        return peak
 
 
 class CudaTimer(CpuTimer):
@@ -153,8 +158,6 @@ class CudaTimer(CpuTimer):
             marks.append(self._mark())
         torch.cuda.synchronize(self.device)
         times.forward.append(marks[0].elapsed_time(marks[1]) / 1e3)
-        if not subject.trains:
-            return
         self._ready(subject)
         began = time.perf_counter()
         marks = [self._mark()]
@@ -167,7 +170,8 @@ class CudaTimer(CpuTimer):
         times.training.append(marks[0].elapsed_time(marks[1]) / 1e3)
         times.backward.append(marks[1].elapsed_time(marks[2]) / 1e3)
 
-    def _peak(self, run: Callable[[], object]) -> int:
+    def peak(self, run: Callable[[], object]) -> int:
+        """Return the peak of the device's memory while `run` ran, above what was allocated before."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -176,27 +180,8 @@ class CudaTimer(CpuTimer):
         return torch.cuda.max_memory_allocated(self.device) - before
 
 
-def allocated(run: Callable[[], object]) -> int:
-    """Return the peak of what torch's CPU allocator held while `run` ran, above what it held before (its profiler)."""
-    profile = torch.autograd.profiler.profile(profile_memory=True)
-    with _hushed():
-        profile.__enter__()
-    try:
-        run()
-    finally:
-        with _hushed():
-            profile.__exit__(None, None, None)
-    results = profile.kineto_results
-    held = peak = 0
-    for event in sorted(results.events() if results else (), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()  # type: ignore[attr-defined]  # torch's stub lacks it
-            peak = max(peak, held)
-    return peak
-
-
 @contextmanager
-def _hushed() -> Iterator[None]:
+def _without_stderr() -> Iterator[None]:
     """Suppress the lines that torch 2.13's profiler writes to file descriptor 2 when it starts and stops."""
     sys.stderr.flush()
     kept = os.dup(2)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from warpfold.tune.bench_ops import bench
-from warpfold.tune.cases import OpCase
+from warpfold.tune.cases import ODD
 from warpfold.tune.checks import DTYPES, check
+from warpfold.tune.profile import OpCase
 from warpfold.tune.roofline import ceilings
-from warpfold.tune.sizes import ODD
 from warpfold.tune.timing import CudaTimer, Subject, Times, measure
 
 pytestmark = pytest.mark.gpu

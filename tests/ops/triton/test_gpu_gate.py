@@ -1,4 +1,4 @@
-"""gate, tail and triangle_factor on a GPU: the Triton kernels against the definitions, at true sizes too."""
+"""gate, gated_linear_residual and triangle_factor on a GPU: Triton kernels against definitions, at true sizes too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""gate, tail and triangle_factor: the Triton kernels, interpreted, against the definitions."""
+"""gate, gated_linear_residual and triangle_factor: the Triton kernels, interpreted, against the definitions."""
 
 import pytest
 import torch
