@@ -54,8 +54,8 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
     if library is not None and entries and not any(map(library.has, entries)):
         some = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
         raise UserError(
-            f"{library.folders[0]}: has the structures of none of the {len(entries)} hits ({some} ...); give the folder of "
-            "their mmCIF files, or leave the hits out"
+            f"{library.folders[0]}: has the structures of none of the {len(entries)} hits ({some} ...); "
+            "give the folder of their mmCIF files, or leave the hits out"
         )
     found: dict[str, Found] = {}
     for name, sequence in queries.items():
