@@ -48,7 +48,7 @@ SAFE = {
     "engine/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
     "run/demo.py:_put_aside": "renames into a folder that is new",
     "run/figures.py:_svg": "into memory",
-    "run/ledger.py:_Appended.__init__": "takes away a line that a kill left torn; " + OWN_FOLDER,
+    "engine/checkpoint.py:AppendedFile.__init__": "takes away a line that a kill left torn; " + OWN_FOLDER,
     "run/outputs.py:Prediction.save": OWN_DRAFT,
     "run/outputs.py:_draft": OWN_DRAFT,
     "run/outputs.py:_move_into": "names that were free, or files of the same prediction, asked to",

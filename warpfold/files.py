@@ -242,8 +242,10 @@ def remove_own(folder: Path, is_own: Callable[[str], object]) -> None:
         folder.rmdir()
 
 
-def sync_folder(path: Path) -> None:
-    """Make sure that what was renamed or removed in a folder survives a power cut."""
-    folder = os.open(path, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+def sync_path(path: Path) -> None:
+    """Wait until a file's contents, or a folder's list of names, are on the disk and survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""How a long command says how far it is: a function that it calls, and the bar that such calls move."""
+"""Show the progress of long commands: the function that they call, and the bar that its calls move."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-Progress = Callable[[int, int, str], None]  # done, of how many, what is at hand
+Progress = Callable[[int, int, str], None]  # done, total, the current item
 
 
 def no_progress(done: int, total: int, what: str) -> None:
@@ -18,9 +18,8 @@ def no_progress(done: int, total: int, what: str) -> None:
 def progress_bar(narrate: bool = False, console: "Console | None" = None, transient: bool = True) -> Iterator[Progress]:
     """Show a bar on a terminal, moved by calls of (done, total, what).
 
-    console: by default stderr.  transient: the bar vanishes at the end.
-
-    Where there is no terminal nothing is shown; with `narrate` a line whenever `what` changes.
+    console: by default stderr.  transient: the bar vanishes at the end.  narrate: without a terminal, print a line
+    whenever `what` changes; otherwise nothing is shown there.
     """
     from rich import progress as bars
     from rich.console import Console

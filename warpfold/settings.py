@@ -2,7 +2,7 @@
 
 A settings file is TOML.  Its `base` key, if any, names a preset or another file, whose values it overrides.
 Dataclasses declare the settings: each is beside what it describes (`ModelConfig` in model/alphafold.py), larger ones
-are composed of them (`RunConfig` in run/train.py), and `build` fills them.
+are composed of them (`RunConfig` in run/config.py), and `build` fills them.
 
 TOML has no null: the string "none" stands for None.
 """
@@ -96,7 +96,7 @@ def _merge(under: Mapped, over: Mapped) -> Mapped:
 
 
 def _parse_override(text: str) -> Mapped:
-    """Parse "a.b=1" to {"a": {"b": 1}}; what is not a TOML value is taken as a string."""
+    """Parse "a.b=1" to {"a": {"b": 1}}; a value that is not TOML is a string."""
     key, equals, value = text.partition("=")
     keys = [part.strip() for part in key.split(".")]
     if not equals or not all(keys):
@@ -141,7 +141,7 @@ def build(cls: type[T], values: Mapping[str, Any], source: str = "settings", pre
 def _convert(hint: Any, value: Any, source: str, name: str) -> Any:
     """Convert a value to the type that the field declares, or raise UserError.
 
-    No field has a use for infinity, NaN, or integers beyond 64 bits.
+    Infinity, NaN, and integers beyond 64 bits are errors for every field.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{source}: {name} = {value}: a finite number expected")

@@ -1,4 +1,4 @@
-"""The run's folder: whole after any failure, and never two runs'."""
+"""The run's folder: whole after any failure, and never shared by two runs."""
 
 import errno
 import json
@@ -189,7 +189,7 @@ def test_damaged_notes_of_an_older_checkpoint_do_not_end_a_run(tmp_path: Path) -
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, bool]] = []
     with RunFolder(tmp_path) as run:
-        monkeypatch.setattr(module, "_sync", lambda path: synced.append((path.name, run.step_path(1).exists())))
+        monkeypatch.setattr(module, "sync_path", lambda path: synced.append((path.name, run.step_path(1).exists())))
         run.save(checkpoint(1), keep=1)
     draft = {"state.safetensors", "state.json", "checksums.json", ".partial-step-00000001"}  # and the folder's names
     assert set(synced) == {(name, False) for name in draft} | {("checkpoints", True)}
@@ -228,7 +228,7 @@ def test_a_lock_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_folder_that_only_looks_like_a_run_is_left_alone(tmp_path: Path) -> None:
-    """Another tool's, with names like ours: its log would be cut, and its parameters replaced."""
+    """A folder of another tool, with names like ours: its log would be cut and its parameters replaced."""
     (tmp_path / "checkpoints" / ".partial-mine").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
     with pytest.raises(UserError, match="something else"), RunFolder(tmp_path):

@@ -1,4 +1,4 @@
-"""The optimiser against its definition, written out plainly in float64 arithmetic."""
+"""The optimizer against its definition, written out plainly in float64 arithmetic."""
 
 import math
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_steps_are_those_of_the_supplement() -> None:
 
 
 def test_clip_of_the_step_bounds_the_mean() -> None:
-    """Two examples that cancel but for a little: each one's gradient is large, their mean is not."""
+    """Two examples whose large gradients almost cancel: their mean is small."""
     for mean, expected in [(1.0, 0.5), (0.1, 0.1)]:
         model = nn.Linear(1, 1, bias=False)
         config = OptimConfig(clip="step", clip_norm=0.5, accumulate=2, beta1=0.0, beta2=0.0)
@@ -116,7 +116,7 @@ def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
 
 @pytest.mark.parametrize("poison", ["gradient", "loss"])
 def test_the_mean_is_over_the_examples_that_were_used(poison: str) -> None:
-    """As if the example that was not finite had not been there; a loss may be NaN though its gradient is finite."""
+    """The result is the same without the example that is not finite; a loss may be NaN while its gradient is finite."""
     model, other = small_model(), small_model()
     config = OptimConfig(accumulate=3, warmup_steps=1)
     optimizer, without = Optimizer(model, config), Optimizer(other, replace(config, accumulate=2))

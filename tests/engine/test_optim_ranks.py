@@ -1,4 +1,4 @@
-"""The optimiser over ranks: who counts in the mean, what a restore checks, who hears of gradients."""
+"""The optimizer over ranks: which examples count in the mean, what a restore checks, which ranks get the gradients."""
 
 import math
 from dataclasses import replace

@@ -42,7 +42,7 @@ def lars(p: Tensor, g: Tensor, state: State, rate: float, step: int) -> Tensor:
 
 
 class NormedDescent(Rule):
-    """A rule that keeps no moment, but a number for each parameter, the same on every rank."""
+    """A rule without moments that keeps a number for each parameter, the same on every rank."""
 
     decays_weights = False
 
@@ -108,7 +108,7 @@ def test_rules_are_those_of_the_papers(name: str, dtype: torch.dtype) -> None:
 
 
 def test_state_of_any_size_goes_through_a_checkpoint_and_over_ranks() -> None:
-    """What two ranks saved, of which each owns a half of the weights, one continues, and the other way round."""
+    """One rank continues from what two ranks saved, each of which owns half of the weights, and the other way round."""
 
     def half(state: State | None, ranks: int) -> State:
         mesh = make_mesh(ranks) if ranks > 1 else None
@@ -136,7 +136,7 @@ def test_state_of_any_size_goes_through_a_checkpoint_and_over_ranks() -> None:
 
 
 def test_norms_of_large_parameters_are_right_in_float32() -> None:
-    """Millions of squares added one after the other in float32 would be off by per cents."""
+    """Millions of squares added one by one in float32 would be wrong by several per cent."""
     model = nn.ParameterList([torch.ones(3), torch.full((1500, 1500), 0.37), torch.full((5,), 1e-3)])
     optimizer = Optimizer(model, OptimConfig(name="lamb"))
     norms = optimizer.rule.shard.norms(optimizer.weights)

@@ -1,4 +1,4 @@
-"""The runner of reference cases: what it finds, how it judges, and what it says about files that are broken."""
+"""The runner of reference cases: which cases it finds, how it judges, and what it reports about broken files."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ UNIT = "units/template_pointwise_attention"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with one unit and one loss, free to be spoiled."""
+    """A folder with one unit and one loss, whose files a test may damage."""
     for name in (UNIT, "losses/torsion_angle_loss"):
         (tmp_path / name).parent.mkdir()
         for suffix in (".json", ".npz"):

@@ -19,7 +19,8 @@ from tests.run.test_train_ranks import assert_alike, config_for, train_on_ranks
 from warpfold import settings
 from warpfold.data.store.store import Store
 from warpfold.parallel.plan import Plan
-from warpfold.run.train import RunConfig, train
+from warpfold.run.config import RunConfig
+from warpfold.run.train import train
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="the processes of a run are found in /proc, which is not here"

@@ -1,4 +1,4 @@
-"""What tests of training need: a store of small made-up proteins, and settings of a run of seconds."""
+"""What tests of training share: a store of small synthetic proteins, and settings of a run that takes seconds."""
 
 import dataclasses
 import json
@@ -20,7 +20,8 @@ from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.pair import PairConfig
 from warpfold.model.template import TemplateConfig
-from warpfold.run.train import RunConfig, TrainConfig, train
+from warpfold.run.config import RunConfig, TrainConfig
+from warpfold.run.train import train
 
 # A residue of a helix about the z axis, turned by 100 degrees and raised by 1.5 angstrom for the next.
 HELIX = {
@@ -64,7 +65,7 @@ def make_store(path: Path, proteins: int = 6) -> Store:
 
 
 def tiny_run(**train) -> RunConfig:
-    """Dropout, recycling, two examples per step: all that draws something."""
+    """Dropout, recycling, two examples per step: everything that uses random numbers."""
     defaults = {"steps": 6, "validation": 0.3, "validate_every": 3, "save_every": 2, "keep": 2, "order": "uniform"}
     return RunConfig(
         model=tiny_config(
@@ -83,7 +84,7 @@ CLOCK = ("samples_per_second", "waiting", "waiting_so_far")
 
 
 def rows(folder: Path, whole: bool = True) -> list[dict]:
-    """metrics.jsonl, without what the clock says.  whole: False leaves out the last line, which a kill tore."""
+    """The rows of metrics.jsonl without their timings.  whole: False leaves out the last line, which a kill cut off."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     parsed = [json.loads(line) for line in (lines if whole else lines[:-1])]
     return [{k: v for k, v in line.items() if k not in CLOCK} for line in parsed]

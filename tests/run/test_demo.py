@@ -1,4 +1,4 @@
-"""The demo on a very small scale: all parts are there, it continues, and it leaves what is not its own alone."""
+"""The demo on a very small scale: all parts are there, it continues, and it leaves other files alone."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, int, str]]]:
-    """A finished demo, and what it said of its progress."""
+    """A finished demo, and the progress that it reported."""
     out = tmp_path_factory.mktemp("demo") / "out"
     said: list[tuple[int, int, str]] = []
     run_demo(out, proteins=6, changes=SMALL, progress=lambda *news: said.append(news))

@@ -1,4 +1,4 @@
-"""The ledger: what was used stands in it before it is used, and is what a run goes on from."""
+"""The ledger records each example before it is used, and a run continues from its record."""
 
 import json
 from pathlib import Path

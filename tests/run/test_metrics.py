@@ -140,7 +140,7 @@ def gap(length: int) -> float:
 
 
 def ends(i: int, j: int) -> float:
-    """Of what hangs over at one end one sequence is free; if both hang over, the cheaper one is a gap inside."""
+    """An overhang of one sequence at an end is free; if both overhang there, the cheaper one becomes an inner gap."""
     return min(gap(i), gap(j))
 
 
@@ -149,7 +149,7 @@ def pair(a: str, b: str) -> float:
 
 
 def score_of(a: str, b: str, pairs: list[list[int]]) -> float:
-    """What an alignment is worth, counted from its pairs."""
+    """The score of an alignment, computed from its pairs."""
     if not pairs:
         return 0.0
     total = sum(pair(a[i], b[j]) for i, j in pairs)

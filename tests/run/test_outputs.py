@@ -1,4 +1,4 @@
-"""Predictions as files: what they hold, that other programs read them, and that none is half-written."""
+"""Predictions as files: their contents, that other programs read them, and that none is half-written."""
 
 import json
 from dataclasses import replace

@@ -52,7 +52,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment(
     tmp_path: Path, tiny_params: Path
 ) -> None:
-    """As officially; from files and from Python alike, and the alignment of the protein is found for either letter."""
+    """As in the official code, from files and from Python; the alignment is found for either letter."""
     (tmp_path / "q.fasta").write_text(">one\nMKTAYIUKQRQISFVKSH\n")
     for letter in "UC":
         (tmp_path / f"{letter}.a3m").write_text(f">one\nMKTAYI{letter}KQRQISFVKSH\n>b\n-KTAYLUKQRQISFVRSH\n")
@@ -62,7 +62,7 @@ def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment
         assert len(query.alignment) == 2
     entry = predict(tmp_path / "q.fasta", [tmp_path / "U.a3m"], tiny_params, tmp_path / "o")["predictions"][0]
     assert (entry["sequence"], entry["msa_depth"]) == ("MKTAYIXKQRQISFVKSH", 2)
-    assert "1 residue is none of the twenty amino acids (X at 7)" in entry["warnings"][0]
+    assert "1 residue is not one of the twenty amino acids (X at 7)" in entry["warnings"][0]
     prediction = load(tiny_params, device="cpu").fold(query.sequence, ["-KTAYLUKQRQISFVRSH"], name="one")
     with np.load(tmp_path / "o/one/one.npz", allow_pickle=False) as arrays:
         np.testing.assert_array_equal(prediction.positions, arrays["positions"])
@@ -191,7 +191,7 @@ def test_alignments_find_their_records(tmp_path: Path, fasta: Path, a3m: Path) -
         ("MKT\n", None, "does not start with a '>'"),
         (">a\nMKT\n", ">b\nMKV\n", "differs from the query"),
         (">a\nMKT\n", ">a\nMKT\n>b\nMK\n", "row 2"),
-        (FASTA, ">b\nMKV\n", "the sequence of no record"),
+        (FASTA, ">b\nMKV\n", "not the sequence of any record"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
@@ -208,7 +208,7 @@ def test_bad_input_is_refused_before_anything_is_written(
 
 
 def test_several_processes_do_not_share_a_pipe(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
-    """Each would read what the others left of it."""
+    """Each process would read only what the others left in the pipe."""
     read, write = os.pipe()
     pipe, team = Path(f"/dev/fd/{read}"), Team(ProcessInfo(rank=0, ranks=2))
     for query, msas in ((pipe, []), (a3m, [pipe])):
@@ -220,7 +220,11 @@ def test_several_processes_do_not_share_a_pipe(tmp_path: Path, a3m: Path, tiny_p
 def test_parameters_that_are_none(tmp_path: Path, fasta: Path) -> None:
     wrong = tmp_path / "params.npz"
     np.savez(wrong, a=np.zeros(3))
-    for params, message in ((tmp_path / "missing", "cannot be read"), (fasta, "safetensors"), (wrong, "params.npz")):
+    for params, message in (
+        (tmp_path / "missing", "missing: no such file"),
+        (fasta, "safetensors"),
+        (wrong, "params.npz"),
+    ):
         with pytest.raises(UserError, match=message):
             predict(fasta, [], params, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -460,8 +464,8 @@ def test_templates_that_cannot_be_used_end_the_run_before_it_writes(
 def test_sources_that_make_no_sense(tmp_path: Path) -> None:
     for message, arguments in (
         ("hits need the mmCIF files", {"hits": [tmp_path / "a.hhr"]}),
-        ("of no use without hits", {"structures": tmp_path}),
-        ("of no use without hits", {"files": ["a.cif"], "max_date": "2020-01-01"}),
+        ("has no effect without hits", {"structures": tmp_path}),
+        ("has no effect without hits", {"files": ["a.cif"], "max_date": "2020-01-01"}),
         ("14.5.2020: is not a date", {"hits": [tmp_path], "structures": tmp_path, "max_date": "14.5.2020"}),
     ):
         with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""Folding over ranks: the files of one device, written by one process, and z whole on none."""
+"""Folding over ranks: the same files as one device, written by one process, and no rank holds all of z."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def folded_on_ranks(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two proteins, an alignment, parameters of both orders of layers, and what one device makes of them."""
+    """Two proteins, an alignment, parameters for both orders of layers, and what one device predicts."""
     folder = tmp_path_factory.mktemp("predict")
     (folder / "q.fasta").write_text(f">long\n{LONG}\n>short\n{SHORT}\n")
     (folder / "long.a3m").write_text(A3M)
@@ -81,7 +81,7 @@ def test_ranks_write_the_files_of_one_device(
 
 
 class Shapes(TorchDispatchMode):
-    """Notes the shapes of all tensors that are made within it."""
+    """Record the shapes of all tensors that are made within this context."""
 
     def __init__(self) -> None:
         super().__init__()

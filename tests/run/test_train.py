@@ -22,8 +22,10 @@ from warpfold.engine import checkpoint
 from warpfold.errors import UserError
 from warpfold.model.weights import load_model
 from warpfold.run import train as module
+from warpfold.run.config import RunConfig
+from warpfold.run.examples import draw_recycles, split
 from warpfold.run.results import ExampleResult, SkippedExamples
-from warpfold.run.train import RunConfig, Summary, draw_recycles, split, train
+from warpfold.run.train import Summary, train
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,7 @@ def test_how_a_run_is_executed_may_change(store: Store, unbroken: Path) -> None:
 
 
 def poison(patch: pytest.MonkeyPatch, call: int) -> None:
-    """The loss of one example (the how manieth) becomes NaN."""
+    """The loss of one example, given by its position, becomes NaN."""
     original = module.total_loss
     calls: list[None] = []
 
@@ -281,7 +283,7 @@ def test_a_step_is_safe_before_it_is_validated(
 
 
 def poison_all(patch: pytest.MonkeyPatch, bad: set[int]) -> None:
-    """The losses of these calls, from 0, are not numbers; their gradients are."""
+    """The losses of these calls, counted from 0, are NaN; their gradients are finite."""
     original = module.total_loss
     calls: list[None] = []
 

@@ -1,4 +1,4 @@
-"""Training over ranks: the run of one device, dealt, cut and branched; what is written by whom; who stops when."""
+"""Training over ranks: the same run as on one device under every plan; which rank writes what; when ranks stop."""
 
 import json
 import math
@@ -33,9 +33,10 @@ from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run import train as module
+from warpfold.run.config import RunConfig
 from warpfold.run.ranks import begin_end_step, end_step
 from warpfold.run.results import ExampleResult
-from warpfold.run.train import RunConfig, Summary, train
+from warpfold.run.train import Summary, train
 
 STEPS = 4
 
@@ -50,7 +51,7 @@ def config_for(plan: Plan, outer: str = "middle", accumulate: int = 2, **train: 
 def train_on_ranks(
     config: RunConfig, store: Store, out: Path, watch: Watcher | None = None, watching: int = 0, **more: Any
 ) -> list[Summary]:
-    """`train` on as many ranks as the plan wants; `watch` is told the rows on one rank."""
+    """`train` on as many ranks as the plan needs; `watch` gets the rows on one rank."""
     plan = config.plan
     ranks = plan.data * plan.axial * plan.branch
 
@@ -80,7 +81,7 @@ def alone(store: Store, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 def parted(value: Any) -> tuple[Any, list[float]]:
-    """A JSON value with its numbers taken out, and they."""
+    """A JSON value without its numbers, and these numbers."""
     if isinstance(value, float):
         return None, [value]
     if not isinstance(value, dict | list):
@@ -90,7 +91,7 @@ def parted(value: Any) -> tuple[Any, list[float]]:
 
 
 def assert_alike(out: Path, alone: Path, kinds: tuple[str, ...] = ("step", "validation")) -> None:
-    """The same run but for rounding: its rows of these kinds, and the averaged weights."""
+    """Check that two runs differ by rounding alone: their rows of these kinds, and the averaged weights."""
     (rest, numbers), (rest_alone, numbers_alone) = (
         parted([row for row in rows(folder) if row["kind"] in kinds]) for folder in (out, alone)
     )
@@ -120,8 +121,8 @@ def test_ranks_train_what_one_device_trains(
 
 
 def test_stopped_and_continued_it_is_the_same_to_the_bit(store: Store, tmp_path: Path) -> None:
-    """A signal to any rank lets the step that is under way end on all; all that draws, exchanges and is sharded goes on
-    as it was.  It comes when the row of step 2 is written, so step 3 is under way."""
+    """A signal to any rank lets all ranks finish the current step; everything random, exchanged and sharded continues
+    unchanged.  It arrives when the row of step 2 is written, so step 3 is the current one."""
     plan = Plan(data=2, axial=2, sync=SyncConfig(shard_state=True))
     config = config_for(plan, steps=6)
     train_on_ranks(config, store, tmp_path / "unbroken")
@@ -141,7 +142,7 @@ def test_stopped_and_continued_it_is_the_same_to_the_bit(store: Store, tmp_path:
 def test_no_step_waits_for_all_ranks_to_speak(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
 ) -> None:
-    """What a step's processes tell each other is on its way while they work: none of it is a collective that blocks."""
+    """The processes of a step exchange messages while they work: none of the collectives blocks."""
     blocking: list[str] = []
     seen: list[list[str]] = []
 
@@ -175,7 +176,7 @@ def test_no_step_waits_for_all_ranks_to_speak(
 
 
 def test_long_names_and_many_terms_are_told_whole(store: Store) -> None:
-    """A name that does not fit into the message of fixed size travels beside it; NaN and inf arrive."""
+    """A name that does not fit into the message of fixed size is sent separately; NaN and inf arrive."""
 
     def on_a_rank(length: int) -> list[tuple[str, float, dict[str, float]]]:
         mesh = make_mesh(2)
@@ -205,7 +206,7 @@ def test_other_ranks_go_on(store: Store, alone: dict[str, Path], tmp_path: Path)
 
 
 def poison(patch: pytest.MonkeyPatch, index: int, plan: Plan) -> None:
-    """The loss of example `index` is not a number, in the part of the last rank of those that share it."""
+    """The loss of example `index` is NaN, in the part of the last of the ranks that share it."""
     next_examples, total_loss = module.next_examples, module.total_loss
     at = [-1]
 
@@ -263,7 +264,7 @@ def test_an_entry_that_one_rank_cannot_use_is_set_aside_by_all(
 
 
 def test_examples_that_passed_each_other_do_so_again_on_every_rank(store: Store, tmp_path: Path) -> None:
-    """With a window, the order is the clock's; each data rank has a file of its own, to repeat it or to follow it."""
+    """With a window the order depends on timing; each data rank has its own file, so that a run can repeat it."""
     config = config_for(Plan(data=2), accumulate=4, workers=2, window=4, steps=5, save_every=3, validate_every=0)
 
     def stop(row: dict[str, Any]) -> None:
@@ -309,7 +310,7 @@ def test_ranks_that_do_not_see_the_same_are_refused(store: Store, tmp_path: Path
         config = replace(config, data=replace(config.data, crop=8 + mesh.world.rank))
         train(config, store, tmp_path / "run", team=Team(ProcessInfo(mesh.world.rank, 2), mesh))
 
-    with pytest.raises(RankError, match="rank 1 has another settings than rank 0; give all the same"):
+    with pytest.raises(RankError, match="rank 1 and rank 0 differ in settings; give all ranks the same"):
         run_ranks(on_a_rank, 2)
 
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from warpfold.data.features.choose import SampleConfig
 
 from tests.run.runs import make_store
+from warpfold.data.features.choose import SampleConfig
 from warpfold.tune.bench_loader import Simulation, epoch_gap, footprint, simulate, straggler
 
 CASE = Simulation(ranks=2, steps=6, step=0.002, making=0.002, slow_share=0.3, workers=1, ahead=2, window=4, examples=5)

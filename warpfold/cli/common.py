@@ -1,4 +1,4 @@
-"""What all commands share: the app, the kinds of options, the device, tables and JSON."""
+"""What all commands share: the app, its kinds of options, the device, tables and JSON."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def argument(help: str) -> Any:
 
 
 def _options(panel: str) -> Callable[..., Any]:
-    """Return a function that makes the options of one panel of --help, given help, names and typer's settings."""
+    """Return a function that makes options for one panel of --help: from help, names, and typer's keywords."""
 
     def option(help: str, *names: str, **more: Any) -> Any:
         return typer.Option(*names, help=help, rich_help_panel=panel, **more)
@@ -58,9 +58,11 @@ Axial = Annotated[
 ]
 Branch = Annotated[
     int | None,
-    runs("2: run the halves of a block on processes of their own (not AlphaFold2's).", "--plan.branch", min=1),
+    runs(
+        "2: run the two halves of a block on separate processes (not for AlphaFold2's blocks).", "--plan.branch", min=1
+    ),
 ]
-Strict = Annotated[bool, runs("Fail if an operation has no fast way here, instead of being slower.", "--strict")]
+Strict = Annotated[bool, runs("Fail if an operation has no fast kernel here, instead of running slower.", "--strict")]
 Workers = Annotated[int, runs("Number of processes.", min=1)]
 Seed = Annotated[int, decides("The same seed gives the same result.")]
 
@@ -101,15 +103,15 @@ class Lists(TyperCommand):
 
 
 def say_refused(refused: Mapping[str, int]) -> None:
-    """Say on stderr what was computed by its definition, and so slower than it might have been, and why."""
+    """Say on stderr which operations were computed by their definitions, which is slower, and why."""
     for refusal, count in refused.items():
-        typer.echo(f"slower than need be: {refusal}: its definition computed it, {count} times", err=True)
+        typer.echo(f"slower than necessary: {refusal}: computed by its definition, {count} times", err=True)
 
 
 def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
     """Return the device to run on; of several processes on a machine, each takes a GPU of its own.
 
-    On a CPU, the allocator keeps memory from now on.
+    On a CPU, the allocator keeps freed memory from now on.
     Errors: UserError for one that torch does not know or this machine lacks.
     """
     import torch
@@ -129,7 +131,7 @@ def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {str(error).splitlines()[0]}; this machine has the cpu at least") from error
+        raise UserError(f"--device {name}: {str(error).splitlines()[0]}; give another, or cpu") from error
     if name == "cpu":
         keep_memory()
     return name

@@ -44,7 +44,7 @@ def predict(
     ] = None,
     template: Annotated[
         list[str] | None,
-        reads("FILE or FILE:CHAIN: mmCIF or PDB structures to use as templates, whatever their name."),
+        reads("FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date."),
     ] = None,
     hits: Annotated[
         list[Path] | None, reads("Template hits, .hhr or hmmsearch's; with several records, NAME.hhr for each.")
@@ -55,7 +55,7 @@ def predict(
     ] = None,
     seed: Seed = 0,
     recycles: Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)] = None,
-    ensemble: Annotated[int | None, decides("Samples of the alignment that each pass averages.", min=1)] = None,
+    ensemble: Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)] = None,
     max_msa: Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)] = None,
     max_extra: Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)] = None,
     representations: Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")] = False,

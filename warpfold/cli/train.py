@@ -40,9 +40,11 @@ def train(
     out: Annotated[Path, writes("Folder of the run; the same command continues a stopped run, bit for bit.")],
     init: Annotated[Path | None, reads("Parameters to start from; default: random ones.")] = None,
     replay: Annotated[Path | None, reads("order.txt of a run of the same data and seed, to follow.")] = None,
-    change: Annotated[list[str] | None, decides("Settings over those of the file, KEY=VALUE.", "--set")] = None,
+    change: Annotated[
+        list[str] | None, decides("Settings that override those of the file, KEY=VALUE.", "--set")
+    ] = None,
     examples: Annotated[
-        int | None, runs("Proteins at a time, each on processes of its own.", "--plan.data", min=1)
+        int | None, runs("Proteins at a time, each on its own processes.", "--plan.data", min=1)
     ] = None,
     axial: Axial = None,
     branch: Branch = None,
@@ -57,6 +59,7 @@ def train(
     from warpfold import settings as toml
     from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run import train as training
+    from warpfold.run.config import RunConfig
     from warpfold.run.results import training_bar
 
     plan = {
@@ -66,7 +69,7 @@ def train(
         "plan.kernels": "strict" if strict else None,
     }
     changes = [*(change or []), *(f"{key}={value}" for key, value in plan.items() if value is not None)]
-    config = toml.build(training.RunConfig, toml.load(settings, changes), settings)
+    config = toml.build(RunConfig, toml.load(settings, changes), settings)
     process = ProcessInfo.from_environment(os.environ)
     where = device_of(device, process)
     bar = training_bar(config.train.steps) if process.rank == 0 else nullcontext()

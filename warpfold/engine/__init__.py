@@ -1,7 +1,7 @@
-"""What any training loop needs and no protein: nothing here knows what a model computes or what an example is.
+"""What any training loop needs, whatever it trains: nothing here knows what a model computes or what an example is.
 
 optim       the optimizer on flat buffers: clipping, the mean over examples and ranks, averaged weights, schedule
 rules       update rules, a class each: Adam, LAMB, LARS
 checkpoint  a run's folder: settings, checkpoints, log; whole after a `kill -9` at any moment
-loop        what stands around a loop: its timer, its log, its stop signals
+loop        the surroundings of a loop: its timer, its log, its stop signals
 """

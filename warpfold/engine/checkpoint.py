@@ -20,10 +20,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 import numpy as np
@@ -32,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.files import lock_file
+from warpfold.files import lock_file, sync_path
 
 logger = logging.getLogger("warpfold")
 
@@ -58,22 +57,22 @@ class Checkpoint:
 class RunFolder:
     """One run's output folder, locked while it is open (`with`), so that no second run writes into it.
 
-    writes: False for a process beside the one that writes, which only reads.  score: the number in a row of a
-    validation by which checkpoints are compared, higher being better.
+    writes: False in the processes that only read.  score: the key of the number in a validation's row by which
+    checkpoints are compared; higher is better.
     """
 
     def __init__(self, path: Path | str, writes: bool = True, score: str = "score") -> None:
         self.path, self._writes, self._score = Path(path), writes, score
         self.checkpoints = self.path / "checkpoints"
         self._lock: TextIO | None = None
-        self._log: FileIO | None = None
+        self._log: AppendedFile | None = None
         self.scores: dict[int, float] = {}  # of the validations in the log, by step
 
     def __enter__(self) -> "RunFolder":
         if not self._writes:
             return self
         found = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
-        # A run has its lock, and a copy of a run these two.
+        # A run's folder has a lock; a copy of one may lack it, but has these two.
         if found and ".lock" not in found and not {"settings.toml", "checkpoints"} <= found:
             raise UserError(f"{self.path}: holds something else, which is left alone; choose another --out")
         taken = UserError(f"{self.path}: another run is writing there; wait for it or choose another --out")
@@ -89,9 +88,7 @@ class RunFolder:
             shutil.rmtree(leftover)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in (self._log, self._lock):
             if file is not None:
                 file.close()
@@ -190,9 +187,9 @@ class RunFolder:
             sums = {name: checksum(draft / name) for name in STATE}
             (draft / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
             for path in (*draft.iterdir(), draft):
-                _sync(path)
+                sync_path(path)
             draft.rename(place)
-            _sync(self.checkpoints)
+            sync_path(self.checkpoints)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             before = [step for step in self.steps() if step != checkpoint.step]
@@ -218,7 +215,7 @@ class RunFolder:
             shutil.rmtree(doomed)
 
     def _notes(self, step: int) -> dict[str, Any]:
-        """Return the notes of a checkpoint; none where they are damaged, which `load` reports."""
+        """Return the notes of a checkpoint, empty where they are damaged (`load` reports that)."""
         try:
             notes = json.loads((self.step_path(step) / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -233,9 +230,9 @@ class RunFolder:
         path, draft = self.path / name, self.path / f".partial-{name}"
         try:
             write(draft)
-            _sync(draft)
+            sync_path(draft)
             draft.replace(path)
-            _sync(self.path)
+            sync_path(self.path)
         except (OSError, SafetensorError) as error:
             for left in self.path.glob(f"{draft.name}*"):
                 left.unlink()
@@ -250,14 +247,14 @@ class RunFolder:
     ) -> Path:
         """Save what reproduces a failure: the batch, the weights, and the rest in failure.json; return the folder.
 
-        Where a run goes on after failures, the first MAX_FAILURES are saved.
+        If a run goes on after failures, only the first MAX_FAILURES are saved.
         """
         folder = self.path / "failures" / f"example-{index:08d}"
         if len(list(self.path.glob("failures/*"))) >= MAX_FAILURES and not folder.exists():
             return folder.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            np.savez_compressed(folder / "batch.npz", **arrays)  # type: ignore[arg-type]  # a name is none of its own
+            np.savez_compressed(folder / "batch.npz", **arrays)  # type: ignore[arg-type]  # mypy: a key might be called allow_pickle
             save_file(dict(tensors), folder / "state.safetensors")
             (folder / "failure.json").write_text(json.dumps(_finite(notes), indent=1) + "\n", encoding="utf-8")
         except (OSError, SafetensorError) as error:
@@ -280,11 +277,7 @@ class RunFolder:
                 if row.get("kind") == "validation":
                     self._note_score(row)
                     last = row
-        try:
-            # Unbuffered: what was logged survives the process, and a full disk is an error now rather than on closing.
-            self._log = open(path, "ab", buffering=0)  # noqa: SIM115 (closed in __exit__)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        self._log = AppendedFile(path)
         return last
 
     def _note_score(self, row: Mapping[str, Any]) -> None:
@@ -295,14 +288,38 @@ class RunFolder:
         """Append one line.  Errors: UserError when the disk is full."""
         if self._log is None:
             raise RuntimeError("call open_log before log")
-        line = (json.dumps(_finite(row)) + "\n").encode()
-        try:
-            if self._log.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise UserError(f"{self.path / 'metrics.jsonl'}: {_reason(error)}; make room and start again") from error
+        self._log.write(json.dumps(_finite(row)) + "\n")
         if row.get("kind") == "validation":
             self._note_score(row)
+
+
+class AppendedFile:
+    """A text file that is appended to line by line; `write` returns once the system has the line."""
+
+    def __init__(self, path: Path, header: str = "") -> None:
+        """Open `path`, cut off a last line that a kill left incomplete, and write `header` into an empty file."""
+        self.path = path
+        try:
+            with suppress(FileNotFoundError), open(path, "rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+            # Unbuffered: what was written survives the process, and a full disk is an error now, not on closing.
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (see close)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        if header and not self._file.tell():
+            self.write(header)
+
+    def write(self, line: str) -> None:
+        """Append a line.  Errors: UserError when the disk is full."""
+        data = line.encode()
+        try:
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror}; make room and start again") from error
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def checksum(path: Path) -> str:
@@ -327,12 +344,3 @@ def _belongs(line: bytes, step: int) -> bool:
 
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,4 +1,4 @@
-"""What stands around a training loop: its timer, its log and those who watch it, its stop signals."""
+"""The surroundings of a training loop: its timer, its log with its watchers, its stop signals."""
 
 import signal
 import threading
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from warpfold.engine.checkpoint import RunFolder
@@ -24,7 +24,7 @@ class StepTimer:
         self.began, self.waited = time.perf_counter(), 0.0
 
     def begin(self) -> None:
-        """Begin a step; the time since the end of the one before belongs to none."""
+        """Begin a step; the time since the end of the previous one is not counted."""
         self.began, self.waited = time.perf_counter(), 0.0
 
     def end(self) -> tuple[float, float, float]:
@@ -42,9 +42,9 @@ class StepTimer:
 
 
 class Log:
-    """Send rows to metrics.jsonl, which is open after `step`, and to the watchers.
+    """Send rows to metrics.jsonl and to the watchers, and remember the last step and validation.
 
-    run: None in a process that writes nothing; it remembers what a run has to know of its rows all the same.
+    run: None in a process that writes nothing.  step: the steps done so far.
     """
 
     def __init__(self, run: RunFolder | None, step: int, validation: Row | None, watchers: Sequence[Watcher]) -> None:
@@ -63,7 +63,7 @@ class Log:
 
 
 def tensorboard(folder: Path, step: int) -> Watcher:
-    """Return a watcher that writes every number of a row as a curve into `folder`; a resumed run's from `step` on.
+    """Return a watcher that writes every number of a row as a curve into `folder`, replacing what follows `step`.
 
     Errors: UserError where the package is not installed.
     """
@@ -83,10 +83,9 @@ def tensorboard(folder: Path, step: int) -> Watcher:
 
 
 class StopSignals:
-    """Let the work at hand finish: within it, the first SIGINT or SIGTERM is only noted, as `received`.
+    """Let a step finish: within this context the first SIGINT or SIGTERM is only recorded, in `received`.
 
-    A second SIGINT interrupts as usual.  In a thread other than the main one, where Python cannot catch signals, none
-    is noted.
+    A second SIGINT interrupts as usual.  Outside the main thread, where Python cannot catch signals, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -99,9 +98,7 @@ class StopSignals:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -27,7 +27,7 @@ from warpfold.parallel.replicas import check_replicas
 class OptimConfig:
     """[optim]: Supp. 1.11.3 and 1.11.7; its counts of samples are steps here, one step being 128 samples there.
 
-    name: one of engine.rules.RULES; "lamb" and "lars" are for large batches and know weight_decay.
+    name: one of engine.rules.RULES; "lamb" and "lars" are for large batches and use weight_decay.
     clip: what clip_norm bounds, each "example"'s gradient (the paper's), or the "step"'s, the mean over all examples.
     """
 
@@ -55,10 +55,10 @@ class OptimConfig:
         if not 0 <= self.average_decay < 1:
             raise ValueError("average_decay must be at least 0 and below 1")
         if self.name not in RULES:
-            raise ValueError(f'name = "{self.name}" is none of {", ".join(RULES)}')
+            raise ValueError(f'name = "{self.name}" is not one of {", ".join(RULES)}')
         if self.weight_decay and not RULES[self.name].decays_weights:
             others = [name for name, rule in RULES.items() if rule.decays_weights]
-            raise ValueError(f'name = "{self.name}" knows no weight_decay; {" and ".join(others)} do')
+            raise ValueError(f'name = "{self.name}" has no weight_decay; {" and ".join(others)} have')
         if self.clip == "step" and self.compression.method != "none":
             raise ValueError('compression needs clip = "example": the error that it carries over must be finite')
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Shard:
-    """The part of all weights that this rank updates, flat, and norms of whole parameters that cross shards.
+    """The flat part of the weights that this rank updates, and norms of whole parameters, which may cross shards.
 
-    weights: the shard itself.  segments: which part of which parameter lies where in it.  names: of all parameters.
+    weights: the shard itself.  segments: where in it which part of which parameter lies.  names: of all parameters.
     sum_shards: sums a tensor over the ranks that hold the other shards, in place.
     """
 
@@ -49,7 +49,8 @@ class Shard:
     def norms(self, flat: Tensor) -> Tensor:
         """Return the norm of each parameter's part of the whole flat vector, [parameters]; flat: this rank's shard."""
         rows = flat.view(-1, ALIGN).square().sum(1).double()
-        sums = torch.segment_reduce(rows, "sum", lengths=self._lengths, unsafe=True)  # a check reads them on the host
+        # unsafe: the check of the lengths would wait for the device.
+        sums = torch.segment_reduce(rows, "sum", lengths=self._lengths, unsafe=True)
         squares = sums.new_zeros(self._names + 1)
         squares[self._owners[1::2]] = sums[1::2]  # a shard has at most one part of a parameter
         return self._sum_shards(squares)[:-1].sqrt().to(flat.dtype)
@@ -65,13 +66,13 @@ class Rule(ABC):
 
     A rule may keep two kinds of state; checkpoints hold both, and fit any number of ranks:
 
-    moments     flat tensors as long as the shard, of which every rank keeps its own part; "moment1.PARAMETER" there
+    moments     flat tensors of the shard's size, sharded as the weights are; in checkpoints "moment1.PARAMETER" ...
     replicated  tensors of any shape, the same on every rank: the steps taken, a number for each parameter, factors of
-                a moment by row and by column (summed over the shards); under their own names there
+                a moment by row and by column (summed over the shards); in checkpoints under their own names
     """
 
-    kept: ClassVar[tuple[str, ...]] = ()  # names of the moments
-    decays_weights: ClassVar[bool] = True  # whether it knows optim.weight_decay
+    kept: ClassVar[tuple[str, ...]] = ()  # names of its moments
+    decays_weights: ClassVar[bool] = True  # whether it uses optim.weight_decay
 
     def __init__(self, config: "OptimConfig", shard: Shard) -> None:
         self.config, self.shard = config, shard
@@ -92,7 +93,7 @@ class Adam(Rule):
 
     def __init__(self, config: "OptimConfig", shard: Shard) -> None:
         super().__init__(config, shard)
-        self._weights = shard.weights.detach()  # the same memory; its grad is its own
+        self._weights = shard.weights.detach()  # the same memory, but a grad of its own
         self._adam = torch.optim.Adam([self._weights], betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
         # Torch would make its state at the first step; ours are the tensors that checkpoints read and write.
         self._adam.state[self._weights] = {
@@ -122,7 +123,7 @@ class Lamb(Rule):
         self.steps += 1
         m.lerp_(gradient, 1 - c.beta1)
         v.mul_(c.beta2).addcmul_(gradient, gradient, value=1 - c.beta2)
-        steps = self.steps.double()  # stays on the device: the host would wait for a number that it reads
+        steps = self.steps.double()  # stays on the device: reading it would make the host wait
         root = (v / (1 - c.beta2**steps)).sqrt_().add_(c.eps)
         update = (m / (1 - c.beta1**steps)).div_(root).add_(weights, alpha=c.weight_decay)
         have, want = self.shard.norms(weights), self.shard.norms(update)

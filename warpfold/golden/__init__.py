@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ from warpfold.golden.layers import UNITS
 from warpfold.golden.models import whole_model
 from warpfold.golden.read import BrokenCase, CaseFiles, NotImplementedCase, ReferenceCase, find, read
 from warpfold.model.deepmind import PREFIX
-from warpfold.progress import Progress
+from warpfold.progress import Progress, no_progress
 
 PASS, FAIL, NOT_RUN, NOT_IMPLEMENTED = "pass", "FAIL", "could not be run", "not implemented"
 _COLOURS = {PASS: "green", FAIL: "bold red", NOT_RUN: "bold red", NOT_IMPLEMENTED: "yellow"}
 
-# What a case that does not fit the code runs into: a missing array, a shape that does not match, a wrong dtype.
+# What a case that does not fit the code raises: a missing array, a shape that does not match, a wrong dtype.
 _DOES_NOT_FIT = (UserError, KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError)
 
 _MULTIMER = (
@@ -76,7 +76,7 @@ class CaseResult:
         return max(self.checks, key=lambda check: check.ratio, default=None)
 
 
-def run(folder: str | Path, only: str | None = None, progress: Progress | None = None) -> list[CaseResult]:
+def run(folder: str | Path, only: str | None = None, progress: Progress = no_progress) -> list[CaseResult]:
     """Run the reference cases under `folder`, one after another, in fp32 on the CPU.
 
     only:     a shell pattern on the case's path ("units/*", "*triangle*"); a bare word matches anywhere in it.
@@ -92,11 +92,9 @@ def run(folder: str | Path, only: str | None = None, progress: Progress | None =
         raise UserError(f"--only {only}: none of the {len(found)} cases matches; the first is {found[0].name}")
     results = []
     for done, files in enumerate(chosen):
-        if progress:
-            progress(done, len(chosen), files.name)
+        progress(done, len(chosen), files.name)
         results.append(run_case(files))
-    if progress:
-        progress(len(chosen), len(chosen), "")
+    progress(len(chosen), len(chosen), "")
     return results
 
 
@@ -136,7 +134,8 @@ def compute(case: ReferenceCase) -> CaseOutputs:
         raise NotImplementedCase(f"{case.title}: part of AlphaFold-Multimer")
     if known is None:
         raise BrokenCase(f"{key}: a case of an unknown name")
-    return _KNOWN[known](case, tensors(case))
+    inputs = tensors(case)
+    return replace(_KNOWN[known](case, inputs), inputs=inputs)
 
 
 # Results for people and for programs
@@ -145,7 +144,7 @@ def compute(case: ReferenceCase) -> CaseOutputs:
 def table(results: Sequence[CaseResult]) -> Table:
     """Return one row per case: how many arrays, the worst of them, its error and bound, the verdict; then notes.
 
-    Errors and bounds are absolute, or relative L2 norms where "L2" stands beside them.
+    Errors and bounds are absolute, or relative L2 norms where "L2" follows them.
     """
     shown = Table(
         "case", "arrays", Column("worst", overflow="fold"), "error", "bound", "verdict", box=None, pad_edge=False
@@ -175,7 +174,7 @@ def failures(result: CaseResult) -> list[Check]:
 
 
 def summary(results: Sequence[CaseResult]) -> str:
-    """Say in one line how many cases passed, failed, could not be run, and are not implemented (those by name)."""
+    """Return one line: how many cases passed, failed, could not be run, and are not implemented (these by name)."""
     counts = {verdict: [r for r in results if r.verdict == verdict] for verdict in _COLOURS}
     line = (
         f"{len(results)} cases: {len(counts[PASS])} passed, {len(counts[FAIL])} failed, "
@@ -216,14 +215,6 @@ def as_data(results: Sequence[CaseResult]) -> dict[str, Any]:
 
 
 def _check_data(check: Check) -> dict[str, Any]:
-    numbers = {"error": check.error, "masked_error": check.masked_error}
-    finite = {name: x if x is not None and math.isfinite(x) else None for name, x in numbers.items()}
-    return {
-        "what": check.what,
-        "error": finite["error"],
-        "bound": check.bound,
-        "measure": check.measure,
-        "ok": check.ok,
-        "note": check.note,
-        "masked_error": finite["masked_error"],
-    }
+    errors = {"error": check.error, "masked_error": check.masked_error}
+    finite = {name: None if x is None or not math.isfinite(x) else x for name, x in errors.items()}
+    return {**asdict(check), **finite, "ok": check.ok}

@@ -5,7 +5,7 @@ The rule by which two arrays agree:
 * The official fp32 run's own distance from fp64 is stated: max |ours - theirs| <= 10 * that + 1e-6 * scale.
 * It is not stated: |ours - theirs|_2 / |theirs|_2 <= 1e-4.
 
-Only valid entries count (masks of the case); what masked entries do is reported beside, never judged.
+Only valid entries count (masks of the case); the error of masked entries is reported, never judged.
 """
 
 import math
@@ -24,8 +24,8 @@ TIMES_NOISE = 10.0
 OF_SCALE = 1e-6
 RELATIVE_L2 = 1e-4
 UNDEFINED_ABOVE, ZERO_ABOVE = 1e-2, 10.0
-# A gradient below this part of the case's largest one is what fp32 leaves of zero (for example of an offset that adds
-# the same to all logits of a softmax): without stated noise, all that can be asked is that ours is as small.
+# A gradient smaller than this fraction of the case's largest one is fp32 rounding of an exact zero (for example that of
+# an offset added to all logits of a softmax): without stated noise, ours only has to be as small.
 RESOLVED, ZERO = 1e-7, "the exact gradient is 0"
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -34,20 +34,22 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class CaseOutputs:
-    """What WarpFold computes for one case, and how to look at it.
+    """What WarpFold computes for one case, and how to compare it.
 
     outputs:     by the reference's names; still attached to the graph.
-    leaves:      the inputs by name, those that a gradient is asked for as leaves of the graph.
-    gradients:   after backward, the gradient of every parameter by DeepMind's names; None: no parameters.
-    objective:   what was differentiated; None: sum of output * cotangent.
+    module:      the module whose parameters' gradients are compared; None: there are no parameters.
+    scope:       what DeepMind's names of its parameters begin with, as in `load`.
+    inputs:      what the outputs were computed from, by name; those that a gradient is asked for are leaves.
+    objective:   the scalar to differentiate; None: sum of output * cotangent.
     valid:       boolean masks over leading axes, by `out/*` or `grad_in/*`; absent: every entry counts.
     quaternions: names (as in `valid`) of arrays that begin with a quaternion, equal up to sign.
     notes:       by name, a remark for the table.
     """
 
     outputs: Mapping[str, Tensor]
-    leaves: Mapping[str, Tensor] = field(default_factory=dict)
-    gradients: Callable[[], Mapping[str, np.ndarray]] | None = None
+    module: nn.Module | None = None
+    scope: str | None = None
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
     objective: Tensor | None = None
     valid: Mapping[str, Tensor] = field(default_factory=dict)
     quaternions: tuple[str, ...] = ()
@@ -94,32 +96,24 @@ def tensors(case: ReferenceCase) -> Tensors:
 def load(module: Module, case: ReferenceCase, scope: str | None = None) -> Module:
     """Return `module` with the case's parameters, strictly, ready to be compared (no dropout).
 
-    `scope` is what DeepMind's names begin with; None: the one scope that all of them are in.
+    scope: what DeepMind's names begin with; None: the one scope that all of them are in.
     """
     from_deepmind(module, case.params, _scope(case) if scope is None else scope, source=case.name)
     return module.eval()
 
 
-def parameter_gradients(
-    module: nn.Module, case: ReferenceCase, scope: str | None = None
-) -> Callable[[], dict[str, np.ndarray]]:
-    """Return a function for `CaseOutputs.gradients`: after backward, it gives the gradients as DeepMind's arrays."""
-    top = _scope(case) if scope is None else scope
-
-    def collect() -> dict[str, np.ndarray]:
-        """Return every parameter's gradient, zeros where none came."""
-        parameters = dict(module.named_parameters())
-        out: dict[str, np.ndarray] = {}
-        for a in arrays(module, top):
-            parameter = parameters[a.ours]
-            grad = a.to_theirs(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-            if a.block is None:
-                out[a.theirs] = grad
-            else:  # DeepMind stacks the blocks of a stack in one array
-                out.setdefault(a.theirs, np.zeros(a.stacked_shape, grad.dtype))[a.block] = grad
-        return out
-
-    return collect
+def _parameter_gradients(module: nn.Module, scope: str) -> dict[str, np.ndarray]:
+    """Return the gradient of every parameter as DeepMind's arrays, zeros where backward left none."""
+    parameters = dict(module.named_parameters())
+    found: dict[str, np.ndarray] = {}
+    for a in arrays(module, scope):
+        parameter = parameters[a.ours]
+        grad = a.to_theirs(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        if a.block is None:
+            found[a.theirs] = grad
+        else:  # DeepMind stacks the blocks of a stack in one array
+            found.setdefault(a.theirs, np.zeros(a.stacked_shape, grad.dtype))[a.block] = grad
+    return found
 
 
 def _scope(case: ReferenceCase) -> str:
@@ -166,9 +160,12 @@ def _gradients(case: ReferenceCase, result: CaseOutputs) -> dict[str, np.ndarray
     objective.backward()
     ours: dict[str, np.ndarray] = {}
     for name in case.asks("grad_in"):
-        leaf = result.leaves[name]
+        leaf = result.inputs[name]
         ours[f"grad_in/{name}"] = _array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-    for name, array in (result.gradients() if result.gradients else {}).items():
+    if result.module is None:
+        return ours
+    scope = _scope(case) if result.scope is None else result.scope
+    for name, array in _parameter_gradients(result.module, scope).items():
         ours[f"grad_params/{name}"] = array
         ours[f"grad_params_l2/{name}"] = np.asarray(np.linalg.norm(array.astype(np.float64)))
         if name in case.samples:
@@ -177,7 +174,7 @@ def _gradients(case: ReferenceCase, result: CaseOutputs) -> dict[str, np.ndarray
 
 
 def _norm_check(case: ReferenceCase, what: str, ours: np.ndarray, theirs: np.ndarray) -> Check:
-    """Check the norm of a parameter's gradient, of which only a sample is stored: within 1e-4.
+    """Check the norm of a parameter's gradient where only a sample of the gradient is stored: within 1e-4.
 
     Where the sample's noise says that the exact gradient is zero, the norm is that of rounding, at most
     10 * noise for each entry.

@@ -1,7 +1,7 @@
 """Translate the official configuration of a module or model into WarpFold's settings.
 
-Only what decides a result is translated.  What is fixed in WarpFold, since it is the same in every published model, has
-to have that value: anything else is a UserError, a key that is missing a KeyError.
+Only what decides a result is translated.  What WarpFold fixes, because it is the same in every published model, must
+have that value: another one is a UserError, a missing key a KeyError.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from warpfold.model.template import TemplateConfig, TemplatePairEmbedder
 Official = dict[str, Any]
 POSITION_SCALE = 10.0  # angstrom to the unit of the structure module, in the monomer
 
-# Of whole models: fixed in WarpFold, by their path in the official configuration.
+# What WarpFold fixes in whole models, by its path in the official configuration.
 FIXED: dict[str, Any] = {
     "embeddings_and_evoformer.recycle_features": True,
     "embeddings_and_evoformer.recycle_pos": True,
@@ -37,7 +37,7 @@ FIXED: dict[str, Any] = {
 
 
 def require(official: Official, fixed: Mapping[str, Any]) -> None:
-    """Raise UserError where a value of the configuration, by its path, is not the one that WarpFold has."""
+    """Raise UserError unless the configuration has these values, by path."""
     for path, value in fixed.items():
         found: Any = official
         for key in path.split("."):
@@ -62,7 +62,7 @@ def pair_config(official: Official, template: bool = False) -> PairConfig:
 
 
 def head_width(attention: Official) -> int | None:
-    """Return the channels of a head where the configuration says them; None: those of the input over the heads."""
+    """Return a head's channels where the configuration has them; None: the input's channels over the heads."""
     return attention["key_dim"] // attention["num_head"] if "key_dim" in attention else None
 
 
@@ -128,7 +128,7 @@ def structure_config(official: Official) -> StructureConfig:
 
 
 def model_config(official: Official) -> ModelConfig:
-    """Translate a whole monomer; the ensemble is not in there.  Errors: NotImplementedCase for a multimer."""
+    """Translate a whole monomer, without its ensemble.  Errors: NotImplementedCase for a multimer."""
     if official["global_config"].get("multimer_mode"):
         raise NotImplementedCase("AlphaFold-Multimer")
     require(official, FIXED)
@@ -157,7 +157,7 @@ def model_config(official: Official) -> ModelConfig:
 
 
 def loss_config(official: Official) -> LossConfig:
-    """Translate the losses of a whole monomer, from `heads`; a head without a weight counts nothing."""
+    """Translate the losses of a whole monomer, from `heads`; a head that is missing has weight 0."""
     structure, filtered = official["structure_module"], official["experimentally_resolved"]
     return LossConfig(
         structure_module=structure["weight"],

@@ -73,16 +73,12 @@ def _fape(case: ReferenceCase, x: Tensors) -> CaseOutputs:
         x["frames_mask"],
         x["positions_mask"],
     )
-    return CaseOutputs({"fape": fape}, x)
+    return CaseOutputs({"fape": fape})
 
 
-def _lddt(per_residue: bool) -> Compute:
-    def compute(case: ReferenceCase, x: Tensors) -> CaseOutputs:
-        mask = x["true_points_mask"][..., 0]
-        score = losses.lddt(x["predicted_points"], x["true_points"], mask, per_residue=per_residue)
-        return CaseOutputs({"lddt": score})
-
-    return compute
+def _lddt(case: ReferenceCase, x: Tensors, per_residue: bool = False) -> CaseOutputs:
+    mask = x["true_points_mask"][..., 0]
+    return CaseOutputs({"lddt": losses.lddt(x["predicted_points"], x["true_points"], mask, per_residue=per_residue)})
 
 
 def _three_points(case: ReferenceCase, x: Tensors) -> CaseOutputs:
@@ -106,7 +102,7 @@ def _quat_affine(case: ReferenceCase, x: Tensors) -> CaseOutputs:
         "invert": frames[..., None].invert_apply(x["points"]),
         "scaled": torch.cat([new[..., :4], new[..., 4:] * POSITION_SCALE], -1),
     }
-    return CaseOutputs(outputs, x, quaternions=("out/new_affine", "out/scaled"))
+    return CaseOutputs(outputs, quaternions=("out/new_affine", "out/scaled"))
 
 
 def _rotation_to_quaternion(case: ReferenceCase, x: Tensors) -> CaseOutputs:
@@ -117,7 +113,7 @@ def _torsions_to_atoms(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     frames = atoms.torsions_to_frames(x["aatype"], Rigid.from_quaternion7(x["affine"]), x["torsion_angles_sin_cos"])
     atom14 = atoms.frames_to_atom14(x["aatype"], frames)
     atom37 = atoms.atom14_to_atom37(x["aatype"], atom14)
-    return CaseOutputs({"frames": frames.to_flat12(), "atom14_pos": atom14, "atom37_pos": atom37}, x)
+    return CaseOutputs({"frames": frames.to_flat12(), "atom14_pos": atom14, "atom37_pos": atom37})
 
 
 def _confidence(case: ReferenceCase, x: Tensors) -> CaseOutputs:
@@ -141,10 +137,10 @@ def _confidence(case: ReferenceCase, x: Tensors) -> CaseOutputs:
 
 
 def _loss(outputs: Tensors, x: Tensors) -> CaseOutputs:
-    """Return a loss's outputs, of which the residues of `seq_mask` count, where the case has one."""
+    """Return a loss's outputs; of outputs with one value per residue, only the residues in `seq_mask` count."""
     mask = x["seq_mask"] > 0 if "seq_mask" in x else None
     residues = {} if mask is None else {f"out/{n}": mask for n, y in outputs.items() if y.shape[:1] == mask.shape}
-    return CaseOutputs(outputs, x, valid=residues)
+    return CaseOutputs(outputs, valid=residues)
 
 
 def _resolved_well(x: Tensors) -> Tensor:
@@ -263,8 +259,8 @@ GEOMETRY: dict[str, Compute] = {
     "confidence": _confidence,
     "dgram_from_positions": _distogram_bins,
     "frame_aligned_point_error": _fape,
-    "lddt": _lddt(per_residue=False),
-    "lddt_per_residue": _lddt(per_residue=True),
+    "lddt": _lddt,
+    "lddt_per_residue": lambda case, x: _lddt(case, x, per_residue=True),
     "make_transform_from_reference": _three_points,
     "pseudo_beta": _pseudo_beta,
     "quat_affine": _quat_affine,

@@ -1,15 +1,15 @@
 """Reference units: layers of the MSA and pair stacks, blocks, templates, and the structure module."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from warpfold.geometry.atoms import frames_to_atom14, torsions_to_frames
 from warpfold.geometry.rigid import Rigid
-from warpfold.golden.compare import CaseOutputs, Compute, Tensors, load, parameter_gradients
+from warpfold.golden.compare import CaseOutputs, Compute, Tensors, load
 from warpfold.golden.config import (
+    Official,
     evoformer_config,
     head_width,
     structure_config,
@@ -27,46 +27,33 @@ from warpfold.model.template import TemplateEmbedder, TemplatePairStack, Templat
 
 # Trunk
 
-Make = Callable[[dict[str, Any], Tensors], AxialUpdate]  # from the official configuration and the inputs
+Make = Callable[..., AxialUpdate]  # from the official configuration and the channels of what the layer reads
 
 
 def _layer(make: Make, name: str, mask: str, source: str | None = None) -> Compute:
     """Return how to compute a layer whose reference is its update of the input `name`, reading `source` beside it."""
 
     def compute(case: ReferenceCase, x: Tensors) -> CaseOutputs:
-        layer = load(make(case.config, x), case)
+        channels = [x[each].shape[-1] for each in (name, source) if each]
+        layer = load(make(case.config, *channels), case)
         out = layer.delta(x[name], x[mask], x[source] if source else None)
         valid = {"out/out": x[mask] > 0, f"grad_in/{name}": x[mask] > 0}
-        return CaseOutputs({"out": out}, x, parameter_gradients(layer, case), valid=valid)
+        return CaseOutputs({"out": out}, layer, valid=valid)
 
     return compute
 
 
-def _row_attention(config: dict[str, Any], x: Tensors) -> AxialUpdate:
-    return MSARowAttention(x["msa_act"].shape[-1], x["pair_act"].shape[-1], config["num_head"])
+def _transition(config: Official, c: int) -> AxialUpdate:
+    return Transition(c, config["num_intermediate_factor"])
 
 
-def _column_attention(config: dict[str, Any], x: Tensors) -> AxialUpdate:
-    return MSAColumnAttention(x["msa_act"].shape[-1], config["num_head"])
+def _triangle_multiplication(config: Official, c_z: int) -> AxialUpdate:
+    outgoing, fused = config["equation"] == "ikc,jkc->ijc", config["fuse_projection_weights"]
+    return TriangleMultiplication(c_z, config["num_intermediate_channel"], outgoing=outgoing, fused=fused)
 
 
-def _global_column_attention(config: dict[str, Any], x: Tensors) -> AxialUpdate:
-    return MSAColumnGlobalAttention(x["msa_act"].shape[-1], config["num_head"])
-
-
-def _transition(name: str) -> Make:
-    return lambda config, x: Transition(x[name].shape[-1], config["num_intermediate_factor"])
-
-
-def _triangle_multiplication(config: dict[str, Any], x: Tensors) -> AxialUpdate:
-    outgoing = config["equation"] == "ikc,jkc->ijc"
-    channels, width = x["pair_act"].shape[-1], config["num_intermediate_channel"]
-    return TriangleMultiplication(channels, width, outgoing=outgoing, fused=config["fuse_projection_weights"])
-
-
-def _triangle_attention(config: dict[str, Any], x: Tensors) -> AxialUpdate:
-    starting = config["orientation"] == "per_row"
-    return TriangleAttention(x["pair_act"].shape[-1], starting, config["num_head"], head_width(config))
+def _triangle_attention(config: Official, c_z: int) -> AxialUpdate:
+    return TriangleAttention(c_z, config["orientation"] == "per_row", config["num_head"], head_width(config))
 
 
 def _outer_product_mean(case: ReferenceCase, x: Tensors) -> CaseOutputs:
@@ -76,7 +63,7 @@ def _outer_product_mean(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     update = layer.delta(torch.zeros(shape), mask, m)
     together = torch.einsum("si,sj->ij", mask, mask) > 0  # pairs of columns that a sequence has both of
     valid = {"out/out": together, "grad_in/msa_act": mask > 0}
-    return CaseOutputs({"out": update}, x, parameter_gradients(layer, case), valid=valid)
+    return CaseOutputs({"out": update}, layer, valid=valid)
 
 
 def _block(global_column: bool) -> Compute:
@@ -86,7 +73,7 @@ def _block(global_column: bool) -> Compute:
         m, z = block(m, z, m_mask, z_mask)
         masks = {"msa": m_mask > 0, "pair": z_mask > 0}
         valid = {f"{group}/{name}": mask for group in ("out", "grad_in") for name, mask in masks.items()}
-        return CaseOutputs({"msa": m, "pair": z}, x, parameter_gradients(block, case), valid=valid)
+        return CaseOutputs({"msa": m, "pair": z}, block, valid=valid)
 
     return compute
 
@@ -95,7 +82,7 @@ def _template_pair_stack(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     t, mask = x["pair_act"], x["pair_mask"]
     stack = load(TemplatePairStack(template_stack_config(case.config)), case)
     valid = {"out/out": mask > 0, "grad_in/pair_act": mask > 0}
-    return CaseOutputs({"out": stack(t, mask)}, x, parameter_gradients(stack, case), valid=valid)
+    return CaseOutputs({"out": stack(t, mask)}, stack, valid=valid)
 
 
 def _template_pointwise_attention(case: ReferenceCase, x: Tensors) -> CaseOutputs:
@@ -104,7 +91,7 @@ def _template_pointwise_attention(case: ReferenceCase, x: Tensors) -> CaseOutput
     heads, width = case.config["num_head"], case.config["key_dim"] // case.config["num_head"]
     layer = load(TemplatePointwiseAttention(q.shape[-1], t.shape[-1], heads, width), case)
     out = layer(q, t.movedim(-2, 0)[..., None, :], mask.flatten())  # [pairs, 1, c_z] as a pair representation
-    return CaseOutputs({"out": out}, x, parameter_gradients(layer, case))
+    return CaseOutputs({"out": out}, layer)
 
 
 def _template_embedding(case: ReferenceCase, x: Tensors) -> CaseOutputs:
@@ -112,7 +99,7 @@ def _template_embedding(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     config = template_config(case.config | {"embed_torsion_angles": False})
     embedder = load(TemplateEmbedder(1, z.shape[-1], config), case, scope="")
     valid = {"out/out": mask > 0, "grad_in/query_embedding": mask > 0}
-    return CaseOutputs({"out": embedder(z, mask, x)}, x, parameter_gradients(embedder, case, scope=""), valid=valid)
+    return CaseOutputs({"out": embedder(z, mask, x)}, embedder, scope="", valid=valid)
 
 
 def _template_angle_features(case: ReferenceCase, x: Tensors) -> CaseOutputs:
@@ -139,7 +126,7 @@ def _invariant_point_attention(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     out = load(attention, case)(s, z, Rigid.from_quaternion7(x["affine"]), mask)
     valid = {name: mask > 0 for name in ("out/out", "grad_in/inputs_1d", "grad_in/affine")}
     valid["grad_in/inputs_2d"] = pairs(mask)
-    return CaseOutputs({"out": out}, x, parameter_gradients(attention, case), valid=valid)
+    return CaseOutputs({"out": out}, attention, valid=valid)
 
 
 def _fold_iteration(case: ReferenceCase, x: Tensors) -> CaseOutputs:
@@ -164,7 +151,7 @@ def _fold_iteration(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     names = [f"out/{name}" for name in outputs] + [f"grad_in/{name}" for name in ("act", "initial_act", "affine")]
     valid = dict.fromkeys(names, mask > 0) | {"grad_in/static_feat_2d": pairs(mask)}
     quaternions = ("out/affine", "out/new_affine")
-    return CaseOutputs(outputs, x, parameter_gradients(layer, case), valid=valid, quaternions=quaternions)
+    return CaseOutputs(outputs, layer, valid=valid, quaternions=quaternions)
 
 
 def _structure_module(case: ReferenceCase, x: Tensors) -> CaseOutputs:
@@ -185,17 +172,22 @@ def _structure_module(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     layers = (mask > 0).expand(len(out.traj), *mask.shape)
     valid = {f"out/{name}": mask > 0 for name in last} | {f"out/{name}": layers for name in every}
     valid |= {"grad_in/single": mask > 0, "grad_in/pair": pairs(mask)}
-    gradients = parameter_gradients(module, case)
-    return CaseOutputs({**last, **every}, x, gradients, valid=valid, quaternions=("out/traj",))
+    return CaseOutputs({**last, **every}, module, valid=valid, quaternions=("out/traj",))
 
 
 UNITS: dict[str, Compute] = {
-    "msa_row_attention_with_pair_bias": _layer(_row_attention, "msa_act", "msa_mask", "pair_act"),
-    "msa_column_attention": _layer(_column_attention, "msa_act", "msa_mask"),
-    "msa_column_global_attention": _layer(_global_column_attention, "msa_act", "msa_mask"),
-    "msa_transition": _layer(_transition("msa_act"), "msa_act", "msa_mask"),
+    "msa_row_attention_with_pair_bias": _layer(
+        lambda config, c_m, c_z: MSARowAttention(c_m, c_z, config["num_head"]), "msa_act", "msa_mask", "pair_act"
+    ),
+    "msa_column_attention": _layer(
+        lambda config, c_m: MSAColumnAttention(c_m, config["num_head"]), "msa_act", "msa_mask"
+    ),
+    "msa_column_global_attention": _layer(
+        lambda config, c_m: MSAColumnGlobalAttention(c_m, config["num_head"]), "msa_act", "msa_mask"
+    ),
+    "msa_transition": _layer(_transition, "msa_act", "msa_mask"),
     "outer_product_mean": _outer_product_mean,
-    "pair_transition": _layer(_transition("pair_act"), "pair_act", "pair_mask"),
+    "pair_transition": _layer(_transition, "pair_act", "pair_mask"),
     "triangle_multiplication_outgoing": _layer(_triangle_multiplication, "pair_act", "pair_mask"),
     "triangle_multiplication_incoming": _layer(_triangle_multiplication, "pair_act", "pair_mask"),
     "triangle_attention_starting_node": _layer(_triangle_attention, "pair_act", "pair_mask"),

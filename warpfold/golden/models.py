@@ -24,7 +24,7 @@ from torch import Tensor
 
 from warpfold.batch import FEATURES, Arrays, Batch, at_pass, to_tensors
 from warpfold.geometry.rigid import Rigid
-from warpfold.golden.compare import CaseOutputs, Tensors, load, parameter_gradients
+from warpfold.golden.compare import CaseOutputs, Tensors, load
 from warpfold.golden.config import loss_config, model_config
 from warpfold.golden.geometry import true_distances
 from warpfold.golden.layers import pairs
@@ -41,7 +41,7 @@ PAE_HEAD = f"{SCOPE}/predicted_aligned_error_head/logits"
 BINNED = ("plddt", "predicted_aligned_error")  # losses whose targets are bins of what the structure is like
 ON_EDGE = "on an edge: decided on the reference's structure"
 OWN_ERROR = "own errors of zero, on an edge: decided by the reference's gradient"
-AT_MOST = 200_000  # choices of residues to try
+AT_MOST = 200_000  # sets of residues to try
 STRUCTURE_LOSSES = ("fape", "sidechain_fape", "chi_loss", "angle_norm_loss")
 HEAD_LOSSES = {
     "structure_module": "structure_module",
@@ -81,7 +81,8 @@ def whole_model(case: ReferenceCase) -> CaseOutputs:
         notes[f"grad_params/{PAE_HEAD}//bias"] = OWN_ERROR
     return CaseOutputs(
         outputs,
-        gradients=parameter_gradients(model, case, SCOPE),
+        module=model,
+        scope=SCOPE,
         objective=total if step is None else total + step,
         valid=_valid(outputs, batch, last),
         quaternions=("out/structure_module/traj", "out/structure_module/final_affines"),
@@ -122,27 +123,27 @@ def _losses(
 
 
 def _weighing(config: LossConfig, names: Sequence[str]) -> LossConfig:
-    """Return the same settings with no other losses than these."""
+    """Return the same settings with the weights of all other losses set to 0."""
     changes: dict[str, Any] = {name: 0.0 for name in WEIGHTED if name not in names}
     return replace(config, **changes)
 
 
 def _features(features: Arrays, last: int) -> Arrays:
-    """Return the features of the table from the official ones, each of which has a leading axis of passes.
+    """Return our features (batch.FEATURES) from the official ones, each of which has a leading axis of passes.
 
-    Those that the table has no passes for must be the same in every pass.  The labels are the last pass's.
+    Those that have no such axis in ours must be the same in every pass.
     """
-    table: Arrays = {}
+    ours: Arrays = {}
     for name, array in features.items():
         if name not in FEATURES:
             continue
         if FEATURES[name].per_pass:
-            table[name] = array
+            ours[name] = array
             continue
         if not all(np.array_equal(array[0], other) for other in array[1:]):
             raise BrokenCase(f"features.npz: {name} differs between passes")
-        table[name] = array[last]
-    return table
+        ours[name] = array[last]
+    return ours
 
 
 def _outputs(output: Output, batch: Batch) -> Tensors:
@@ -174,7 +175,7 @@ def _outputs(output: Output, batch: Batch) -> Tensors:
 
 
 def _labels(case: ReferenceCase, structure: StructureOutput, batch: Batch) -> Tensors:
-    """Return what follows from comparing the structure with its labels, and its violations."""
+    """Return the renamed truth that fits the structure best, and the structure's violations, by the official names."""
     atom14, exists, index = structure.final_atom14, batch["atom14_atom_exists"], batch["residue_index"]
     renamed = renamed_truth(atom14, batch)
     with torch.no_grad():
@@ -230,7 +231,7 @@ def reference_structure(case: ReferenceCase, ours: StructureOutput) -> Structure
 
 
 def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return notes, by output, on discrete quantities that our own structure decides otherwise than the reference's."""
+    """Return a note for each discrete quantity that differs between our structure and the reference's, by output."""
     return {f"out/{name}": ON_EDGE for name, x in ours.items() if not torch.equal(x, theirs[name])}
 
 

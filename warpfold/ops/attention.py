@@ -1,7 +1,7 @@
 """attention: softmax(q k^T / sqrt(d) + bias) v over the rows of an alignment or a pair representation.
 
-The registered operation has five axes, q [B, R, Q, h, d]: batches B, of which each has its own bias, rows R, which
-share it, then queries (or keys), heads and width.  All by views: whatever the layer's axis, nothing is copied for it.
+The registered operation has five axes, q [B, R, Q, h, d]: batches B, each with a bias of its own, rows R, which share
+the bias of their batch, then queries (or keys), heads and width.  A layer's tensors are viewed so, not copied.
 Beside its output it returns `lse` [B, R, h, Q], the natural logarithm of the softmax's sum over the keys that are not
 masked, in fp32 (fp64 for fp64); inf, so that each weighs 0, where there are none or all have a bias of -inf.
 """

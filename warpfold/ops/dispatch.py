@@ -125,18 +125,11 @@ def _report(refusal: str) -> None:
         log.info("%s: computed by its definition", refusal)
 
 
-def interpret() -> None:
-    """Give CPU tensors to the Triton kernels from now on: for tests, in a process begun with TRITON_INTERPRET=1.
-
-    Triton reads that variable when a kernel is defined; interpreted, a kernel takes thousands of times longer.
-    """
-    global _interpreting
-    _interpreting = True
-
-
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Do as `interpret` within the context: also for tensors without memory, whose kernels are noted and not run."""
+    """Give CPU tensors to the Triton kernels within the context: for tests, in a process begun with TRITON_INTERPRET=1,
+    which Triton reads when a kernel is defined; and for tensors without memory, whose launches are noted and not run.
+    """
     global _interpreting
     before, _interpreting = _interpreting, True
     try:

@@ -27,7 +27,7 @@ def _prefer_definition(x: Tensor, *_: Any) -> bool:
     prefer_definition=_prefer_definition,
 )
 def gate(x: Tensor, g: Tensor) -> Tensor:
-    """Return x as far as the gate is open, x * sigmoid(g): x, g [*] -> [*] in the dtype of x."""
+    """Return the gated x, x * sigmoid(g): x, g [*, c] -> [*, c] in the dtype of x."""
     return x * g.sigmoid()
 
 

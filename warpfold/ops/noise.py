@@ -5,7 +5,7 @@ is the same on every rank; the stream says which layer draws.  So slices, ranks,
 same noise (DESIGN section 1.5), and no generator state has to be saved or restored.
 
 A draw needs nothing but its number, so nothing has to be drawn ahead: layers pass on `DropoutFactors`, which say what
-would be drawn, and whatever multiplies by them draws them as it goes (`ops.gate.gated_linear_residual`).
+would be drawn, and the operation that multiplies by them draws them (`ops.gate.gated_linear_residual`).
 """
 
 import functools
@@ -71,7 +71,7 @@ def _mix(x: Tensor) -> Tensor:
 
 @functools.cache
 def kept_factor(rate: float, dtype: torch.dtype) -> float:
-    """Return the factor of what is kept, 1 / (1 - rate), rounded as the definition rounds it."""
+    """Return the factor of kept elements, 1 / (1 - rate), rounded as the definition rounds it."""
     return float(torch.ones((), dtype=dtype, device="cpu") / (1 - rate))
 
 

@@ -173,7 +173,8 @@ class register:
         shapes, call = Shapes(self.caller_shapes or self.shapes, parameters), self._caller(registered, parameters)
         adapter, unsupported, prefer = self.adapter, self.unsupported_reason, self.prefer_definition
         same = self.same_dtype.split()
-        alike = [parameters.index(name) for name in same]
+        first, *others = [parameters.index(name) for name in same] or [0]
+        count, all_have_shapes = len(parameters), shapes.positions == list(range(len(parameters)))
         differ = f"{', '.join(same[:-1])} and {''.join(same[-1:])} differ in dtype"
 
         def fast(*args: Any, **kwargs: Any) -> Tensor:
@@ -182,13 +183,15 @@ class register:
 
         def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
             """Return why the fast way does not take these arguments, or None: first what all operations share."""
-            args = complete(args, kwargs)
-            given = [args[i] for i in shapes.positions]
+            # This runs at every call on a GPU, beside kernels of a few microseconds: no step that can be left out.
+            if kwargs or len(args) != count:
+                args = complete(args, kwargs)
+            given = args if all_have_shapes else [args[i] for i in shapes.positions]
             reason = unsupported_device(given) or shapes.unsupported_reason(given)
             if reason is not None:
                 return reason
-            for i in alike:
-                if args[i].dtype != args[alike[0]].dtype:
+            for i in others:
+                if args[i].dtype != args[first].dtype:
                     return differ
             return None if unsupported is None else unsupported(*args)
 

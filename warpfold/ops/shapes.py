@@ -89,7 +89,7 @@ class Shapes:
             shape, rank = tuple(given), len(operand.axes)
             sizes["empty"] = sizes["empty"] or 0 in shape
             if operand.expands:
-                # Of "..." the own axes alone are compared; those that are left out count as shared.
+                # After "..." only the axes that are named are compared; axes left out count as shared.
                 right = _right(operand, sizes)
                 if right is None or not expands_to(shape[-rank:] if operand.leading == "..." else shape, right):
                     return operand, sizes
@@ -118,7 +118,7 @@ def _right(operand: _Operand, sizes: Sizes) -> Shape | None:
 def broadcast_shape(*shapes: Shape) -> Shape | None:
     """Return the shape that these broadcast to, or None if they do not.
 
-    As torch.broadcast_shapes, which takes ten times as long for what is nearly always asked: shapes that are equal.
+    Like torch.broadcast_shapes, which takes ten times as long for equal shapes, the usual case.
     """
     first = shapes[0]
     for shape in shapes:

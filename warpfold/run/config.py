@@ -13,22 +13,22 @@ from warpfold.parallel.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """[train]: how long, on what, how it is watched, and what happens when something goes wrong."""
+    """[train]: how long to train, on what, what to save and validate, and what to do when something goes wrong."""
 
     steps: int = 78_125  # Supp. table 4: about 10 million samples, 128 per step
     seed: int = 0  # of the first weights, the order of the examples, and everything random
     order: Weights = "paper"  # Supp. 1.2.5; "uniform": each example once per epoch
     validation: float | tuple[str, ...] | str = 0.02  # share of the store or keys, held out; or another store's folder
-    validation_examples: int = 64  # at most so many of them
-    validation_residues: int = 512  # of each at most so many, from the first on
+    validation_examples: int = 64  # at most this many of them
+    validation_residues: int = 512  # at most the first this many of each
     validate_every: int = 1_000  # steps; 0: at the beginning and the end only
     save_every: int = 500  # steps
     keep: int = 2  # how many last checkpoints stay; the best stays too
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is not finite
     max_skipped: int = 10  # examples of any 1,000 in a row that "skip" may leave out before the run stops
-    workers: int | None = None  # processes that prepare examples; None: some for a GPU, else none but this one
+    workers: int | None = None  # processes that prepare examples, 0: this one; None: up to 8 per GPU, 0 on a CPU
     ahead: int = 4  # examples per worker that are prepared ahead
-    window: int = 0  # positions that a ready example may come early, or a slow one late; 0: none
+    window: int = 0  # positions by which a ready example may come early, or a slow one late; 0: in order
     quarantine: float = 0.01  # share of the data that may turn out unusable before the run stops
     tensorboard: bool = False
 

@@ -1,4 +1,4 @@
-"""Run all of WarpFold on two CPU cores: from made-up proteins to a report on what was learnt.
+"""Run all of WarpFold on two CPU cores: make proteins, train, fold, and report what the model learned.
 
     OUT/proteins/      mmCIF and A3M files, made here
     OUT/store/         the same, packed
@@ -7,7 +7,7 @@
     OUT/report.html    the result, for people
     OUT/summary.json   the same, for programs
 
-Each part is finished before the next begins, and stays: the same command continues a demo that was stopped.
+Each part is finished before the next begins, and is kept: the same command continues a demo that was stopped.
 """
 
 import hashlib
@@ -36,11 +36,13 @@ from warpfold.engine.loop import Row
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.progress import Progress, no_progress
 from warpfold.run import figures, metrics
+from warpfold.run.config import RunConfig
+from warpfold.run.examples import split
 from warpfold.run.outputs import Prediction, claim_folder, write_summary
 from warpfold.run.predict import keep
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.report import ReportPage, ReportTable, Section, Target, target_of, write_report
-from warpfold.run.train import RunConfig, initial_model, split, train
+from warpfold.run.train import initial_model, train
 
 CA = ATOM_ORDER["CA"]
 DRAWN = 4  # held-out proteins shown in 3D
@@ -87,7 +89,6 @@ def run_demo(
     earlier = claim_folder(out, FORMAT, run, force)
     if earlier is not None and force:
         _put_aside(out)
-    out.mkdir(parents=True, exist_ok=True)
     write_summary(out, {"format": FORMAT, "run": run, "status": "running"})
 
     tell("making proteins")
@@ -97,7 +98,7 @@ def run_demo(
             proteins,
             seed,
             max_length=LONGEST,
-            progress=lambda done, total, what: tell.part(done / total),
+            progress=lambda done, total, _: tell.part(done / total),
         )
     tell("packing")
     if not (out / "store").is_dir():
@@ -288,20 +289,24 @@ def _training(log: Path, result: Mapping[str, Any]) -> Section:
 def _held_out(measured: Sequence[Measured]) -> Section:
     known = [(m.prediction.plddt[i], 100 * m.lddt[i]) for m in measured for i in np.flatnonzero(~np.isnan(m.lddt))]
     names = [m.raw.name for m in measured]
+    header = [
+        "protein",
+        "residues",
+        "alignment rows",
+        "lDDT-Cα before",
+        "lDDT-Cα after",
+        "pLDDT",
+        "TM-score",
+        "RMSD, Å",
+    ]
     rows = []
     for m in measured:
         predicted, truth, mask = (array[:, 0] for array in ca_pair(m.prediction, m.raw))
-        there = mask > 0
-        overlap = metrics.overlap(predicted[there], truth[there])
-        rmsd = metrics.rmsd(predicted[there], truth[there])
-        values = [
-            f"{m.before:.2f}",
-            f"{m.after:.2f}",
-            f"{m.prediction.mean_plddt:.0f}",
-            f"{overlap.tm:.2f}",
-            f"{rmsd:.1f}",
-        ]
-        rows.append([m.raw.name, str(len(m.raw.aatype)), str(len(m.raw.msa)), *values])
+        pair = predicted[mask > 0], truth[mask > 0]
+        sizes = [str(len(m.raw.aatype)), str(len(m.raw.msa))]
+        scores = [f"{m.before:.2f}", f"{m.after:.2f}", f"{m.prediction.mean_plddt:.0f}"]
+        overlap = [f"{metrics.overlap(*pair).tm:.2f}", f"{metrics.rmsd(*pair):.1f}"]
+        rows.append([m.raw.name, *sizes, *scores, *overlap])
     return Section(
         "Proteins it never saw",
         figures=[
@@ -314,37 +319,26 @@ def _held_out(measured: Sequence[Measured]) -> Section:
                 "Does it know what it knows? Expected against measured, residue by residue.",
             ),
         ],
-        table=ReportTable(
-            [
-                "protein",
-                "residues",
-                "alignment rows",
-                "lDDT-Cα before",
-                "lDDT-Cα after",
-                "pLDDT",
-                "TM-score",
-                "RMSD, Å",
-            ],
-            rows,
-        ),
+        table=ReportTable(header, rows),
     )
 
 
 def _target(predictions: Path, entry: Mapping[str, Any], measured: Measured) -> Target:
     """Return a prediction with its truth superposed on it."""
-    raw, prediction = measured.raw, measured.prediction
+    raw = measured.raw
     assert raw.positions is not None
     assert raw.mask is not None
-    there = raw.mask[:, CA] > 0
-    rotation, translation = metrics.superpose(raw.positions[there, CA], prediction.ca[there])
+    predicted, truth, mask = (array[:, 0] for array in ca_pair(measured.prediction, raw))
+    there = mask > 0
+    rotation, translation = metrics.superpose(truth[there], predicted[there])
     moved = ((raw.positions @ rotation.T + translation) * raw.mask[..., None]).astype(np.float32)
     numbers = tuple(str(i + 1) for i in range(len(raw.aatype)))
-    truth = Chain("A", raw.sequence, moved, raw.mask.astype(np.float32), raw.residue_index, numbers)
+    chain = Chain("A", raw.sequence, moved, raw.mask.astype(np.float32), raw.residue_index, numbers)
     return target_of(
         predictions,
         entry,
         numbers=[("lDDT-Cα", f"{measured.after:.2f}"), ("untrained", f"{measured.before:.2f}")],
-        truth_mmcif=write_mmcif(f"{raw.name} truth", [truth]),
+        truth_mmcif=write_mmcif(f"{raw.name} truth", [chain]),
         truth_ca=moved[there, CA],
         lddt=100 * measured.lddt,
     )

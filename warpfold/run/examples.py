@@ -22,7 +22,7 @@ from warpfold.run.config import RunConfig
 from warpfold.run.ledger import Ledger
 
 
-def origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
+def fingerprint_origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
     """Return fingerprints of the data and of the first weights; a store's manifest holds checksums of its contents.
 
     Rank 0 alone reads `init`.
@@ -69,14 +69,14 @@ def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store,
 
 
 def draw_recycles(config: RunConfig, step: int) -> int:
-    """Draw how often the examples of a step are recycled: uniform from 0 to the model's number, the same for all."""
+    """Draw how often the examples of a step are recycled: uniform from 0 to the model's number, one draw for all."""
     return int(keyed_rng(config.train.seed, "recycles", step).integers(config.model.recycles + 1))  # Algorithm 31
 
 
 def open_ledger(
     run: RunFolder, config: RunConfig, state: Checkpoint, origin: Mapping[str, str], replay: Path | None, team: Team
 ) -> Ledger:
-    """Open the record of what the run has used and is to use again: all after its last checkpoint, or `replay`."""
+    """Open the record of the examples used so far; those after the last checkpoint, or `replay`, are used again."""
     decides = [origin["store"], config.train.seed, config.train.order, config.train.validation]
     place = state.step * config.optim.accumulate // team.mesh.data.size
     return Ledger(run.path, fingerprint(repr(decides).encode()), place, used(config, state), replay, team)

@@ -8,18 +8,14 @@
 Both are only appended to, so that a `kill -9` loses no example that was used.
 """
 
-import errno
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
-from types import TracebackType
 
 from warpfold.data.load.schedule import Draw, State
+from warpfold.engine.checkpoint import AppendedFile
 from warpfold.errors import UserError
-from warpfold.parallel.mesh import Group
 from warpfold.parallel.team import Team
 
 HEADER = "# warpfold order 1 "
@@ -37,11 +33,13 @@ class Ledger:
         self, folder: Path, data: str, place: int, state: State, replay: Path | None = None, team: Team | None = None
     ) -> None:
         self._team = team = team or Team()
-        self._path, self._place = folder / order_name(team.mesh.data), place
-        self._order = _Appended(self._path, HEADER + data + "\n") if team.is_example_leader else None
-        self._aside = _Appended(folder / "quarantine.jsonl") if team.is_rank_zero else None
+        ranks = team.mesh.data
+        self._path = folder / ("order.txt" if ranks.size == 1 else f"order-{ranks.rank}-of-{ranks.size}.txt")
+        self._place = place
+        self._order = AppendedFile(self._path, HEADER + data + "\n") if team.is_example_leader else None
+        self._aside = AppendedFile(folder / "quarantine.jsonl") if team.is_rank_zero else None
         self._known = dict(_lines(self._path, data, place)) if team.is_example_leader else {}
-        if replay is not None and team.mesh.data.size > 1:
+        if replay is not None and ranks.size > 1:
             replay = replay.with_name(self._path.name)
         ahead = self._known if replay is None else dict(_lines(replay, data, place))
         own = list(takewhile(lambda draw: draw is not None, map(ahead.get, count(place))))  # without a gap
@@ -60,7 +58,7 @@ class Ledger:
     def __enter__(self) -> "Ledger":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in (self._order, self._aside):
             if file is not None:
                 file.close()
@@ -89,43 +87,11 @@ class Ledger:
         return taken
 
 
-def order_name(ranks: Group) -> str:
-    """Return the name of the file with the order of a data rank."""
-    return "order.txt" if ranks.size == 1 else f"order-{ranks.rank}-of-{ranks.size}.txt"
-
-
 def _follows(replay: Sequence[Sequence[Draw]], state: State) -> bool:
     """Return whether a run that has used what is in `state` can use these next."""
     numbers = [draw.number for draws in replay for draw in draws]
     used = (number for number in numbers if number < state.first or number in state.early)
     return len(set(numbers)) == len(numbers) and next(used, None) is None
-
-
-class _Appended:
-    """A text file that is appended to line by line; `write` returns once the system has the line."""
-
-    def __init__(self, path: Path, header: str = "") -> None:
-        self.path = path
-        try:
-            with suppress(FileNotFoundError), open(path, "rb+") as file:  # remove a line that a kill cut off
-                text = file.read()
-                file.truncate(text.rfind(b"\n") + 1)
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by the ledger)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
-        if header and not self._file.tell():
-            self.write(header)
-
-    def write(self, line: str) -> None:
-        data = line.encode()
-        try:
-            if self._file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror}; make room and start again") from error
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _lines(path: Path, data: str, place: int) -> Iterator[tuple[int, Draw]]:

@@ -214,7 +214,7 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file; name a folder for the output")
-    drafts = ".summary.json."  # of `write_atomically`: all that is there when a run is killed at its very beginning
+    drafts = ".summary.json."  # of `write_atomically`: all that a run leaves if it is killed at its very beginning
     if not folder.is_dir() or all(file.name.startswith(drafts) for file in folder.iterdir()):
         return None
     try:
@@ -229,5 +229,12 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json`, by which `claim_folder` recognizes a folder."""
+    """Write `summary.json`, by which `claim_folder` recognizes a folder, and make the folder where it is missing.
+
+    Errors: UserError when it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made: {error.strerror}; name another folder") from error
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")

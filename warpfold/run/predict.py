@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from warpfold.data.formats.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats.input_files import stacking_order
 from warpfold.data.formats.sequences import read_alignment, read_fasta
 from warpfold.errors import UserError
-from warpfold.files import file_name, is_given_pipe, open_regular
+from warpfold.files import file_name, is_given_pipe, opened
 from warpfold.model.weights import assumed_settings
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
@@ -93,9 +92,9 @@ def predict(
         raise UserError(f"{pipes[0]}: is a pipe, which several processes cannot share; give a regular file")
     queries = read_queries(query, msas)
     tell(0, len(queries), "loading the parameters")
-    params_digest = _file_digest(params)
-    predictor = load(params, options.device, options.chunk, options.precision, team=team)
-    predictor.kernels = options.kernels
+    with opened(params, unpack=False) as file:
+        params_digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+    predictor = load(params, options.device, options.chunk, options.precision, team=team, kernels=options.kernels)
     given: dict[str, Any] = {"max_msa": options.max_msa, "max_extra": options.max_extra}
     predictor.sample = replace(predictor.sample, **{name: most for name, most in given.items() if most is not None})
     if templates:
@@ -154,7 +153,9 @@ def read_queries(path: Path, msas: Sequence[Path]) -> list[FoldQuery]:
     for msa in sorted(msas, key=lambda path: stacking_order(path.name)):  # otherwise as given
         alignment = read_alignment(msa, found[0][1] if len(found) == 1 else None)
         if alignment.query not in as_rows.values():
-            raise UserError(f"{msa}: its first row is the sequence of no record in {path}; give alignments of these")
+            raise UserError(
+                f"{msa}: its first row is not the sequence of any record in {path}; give alignments of these"
+            )
         by_sequence.setdefault(alignment.query, []).append(alignment)
     return [
         FoldQuery(
@@ -223,7 +224,7 @@ def _unknown(sequence: str) -> list[str]:
         return []
     what = "1 residue is" if len(places) == 1 else f"{len(places)} residues are"
     some = ", ".join(places[:5]) + (" ..." if len(places) > 5 else "")
-    return [f"{what} none of the twenty amino acids (X at {some}) and without atoms; give C for U to have cysteine"]
+    return [f"{what} not one of the twenty amino acids (X at {some}), so without atoms; write C for U to get cysteine"]
 
 
 def _new_summary(run: str, params: Path, digest: str, options: PredictOptions, predictor: Predictor) -> dict[str, Any]:
@@ -257,7 +258,7 @@ def _settings(options: PredictOptions, predictor: Predictor) -> dict[str, Any]:
 
 
 def _run_digest(queries: Sequence[FoldQuery], params_digest: str, settings: Mapping[str, Any]) -> str:
-    """Return a text that is equal for equal inputs."""
+    """Return a digest of everything that decides the result."""
     digest = hashlib.sha256(json.dumps([params_digest, settings]).encode())
     for query in queries:
         digest.update(f"{query.name}\n{query.sequence}\n".encode())
@@ -267,14 +268,6 @@ def _run_digest(queries: Sequence[FoldQuery], params_digest: str, settings: Mapp
             for array in (query.templates.aatype, query.templates.positions, query.templates.mask):
                 digest.update(array.tobytes())
     return digest.hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; give a file of parameters") from error
 
 
 def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:
@@ -289,10 +282,6 @@ def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:
             summary["predictions"].append(entry)
         elif entry["folder"] == file_name(entry["folder"]):
             remove_prediction(folder, entry["name"])
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be made: {error.strerror}; name another folder") from error
     write_summary(out, summary)
 
 

@@ -21,7 +21,7 @@ class TemplateSources:
 
     files: FILE or FILE:CHAIN, mmCIF or PDB, used for every query whatever their date.  hits: files of HHsearch or
     hmmsearch; with several queries each is named after its query (NAME.hhr).  structures: the mmCIF files that hits
-    point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: none is.
+    point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: no limit.
     """
 
     files: Sequence[str] = ()
@@ -33,7 +33,7 @@ class TemplateSources:
         if self.hits and self.structures is None:
             raise UserError("hits need the mmCIF files they point to; give their folder (--template-structures)")
         if not self.hits and (self.structures is not None or self.max_date is not None):
-            raise UserError("a folder or a date for templates is of no use without hits; give --hits, or --template")
+            raise UserError("a template folder or date has no effect without hits; give --hits, or use --template")
         given_date(self.max_date, MAX_DATE)  # a wrong one is an error before any work is done
 
     def __bool__(self) -> bool:
@@ -45,13 +45,18 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
 
     queries: name -> sequence.  A hit that cannot be used is among the outcomes.
     Errors: UserError for a file of the user that cannot be used, a file of hits that cannot be read or belongs to no
-    query, and for hits none of which has its structure in the folder.
+    query, and a folder that has the structure of none of the hits.
     """
     hits = _hits_by_query(queries, sources.hits)
     newest = given_date(sources.max_date, MAX_DATE)
     library = Library(sources.structures) if sources.structures is not None else None
-    if library is not None:
-        _refuse_wrong_folder(library, [hit.pdb_id for each in hits.values() for hit in each])
+    entries = [hit.pdb_id for each in hits.values() for hit in each]
+    if library is not None and entries and not any(map(library.has, entries)):
+        some = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
+        raise UserError(
+            f"{library.folder}: has the structures of none of the {len(entries)} hits ({some} ...); give the folder of "
+            "their mmCIF files, or leave the hits out"
+        )
     found: dict[str, Found] = {}
     for name, sequence in queries.items():
         own, outcomes = user_templates(sequence, sources.files)
@@ -64,16 +69,6 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
             outcomes += refused
         found[name] = join(parts), outcomes
     return found
-
-
-def _refuse_wrong_folder(library: Library, entries: Sequence[str]) -> None:
-    """Raise UserError if the library has the structure of none of the entries: probably it is the wrong folder."""
-    if entries and not any(library.has(entry) for entry in entries):
-        some = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
-        raise UserError(
-            f"{library.folder}: has the structures of none of the {len(entries)} hits ({some} ...); give the folder of "
-            "their mmCIF files, or leave the hits out"
-        )
 
 
 def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:

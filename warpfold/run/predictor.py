@@ -183,6 +183,7 @@ def load(
     precision: Precision = "fp32",
     sample: SampleConfig | None = None,
     team: Team | None = None,
+    kernels: Kernels = "fast",
 ) -> Predictor:
     """Load parameters from a file: WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm).
 
@@ -198,7 +199,7 @@ def load(
         sample = build(SampleConfig, data_settings(path), str(path))
         if (assumed := assumed_settings(path)) and (team is None or team.is_rank_zero):
             log.warning("%s", assumed)
-    return Predictor(model, device, chunk, precision, sample, team)
+    return Predictor(model, device, chunk, precision, sample, team, kernels)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""What the processes of a run exchange in each step.  One that is alone exchanges with itself, in the same code.
+"""Exchange what the processes of a run have to tell each other in each step.  A single process runs the same code.
 
-No step waits for it: numbers of fixed size travel while the backward pass or the optimizer works.  Where there is more
-to say (an entry that was set aside, a long name), these numbers say so, and all ranks gather the rest.
+No step waits for it: messages of fixed size travel while the backward pass or the optimizer works.  If a rank has more
+to tell (an entry that was set aside, a long name), its message says so, and all ranks gather the rest.
 """
 
 import zlib
@@ -47,7 +47,7 @@ def next_examples(examples: Loader, number: int, timer: StepTimer, team: Team) -
 
 @dataclass(frozen=True)
 class ExampleSums:
-    """Numbers of an example, of which each rank that shares it has a part of the sum, on their way."""
+    """The sums of an example's numbers over the ranks that share it, while they are being gathered."""
 
     names: tuple[str, ...]
     parts: PendingGather
@@ -65,13 +65,13 @@ def begin_sums(parts: Mapping[str, Tensor], team: Team) -> ExampleSums:
 
 
 def stop_requested(signals: StopSignals, team: Team) -> int:
-    """Return the signal on which the run is to stop, whichever rank received it; 0: none.  All ranks wait here."""
+    """Return the signal that stops the run, whichever rank received it; 0: none.  All ranks wait here."""
     return max(team.all_gather_object(signals.received, "stopping or going on"))
 
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What this rank sent at the end of a step, and what the others send, on its way."""
+    """This rank's results of a step, while those of all ranks are being gathered."""
 
     step: int
     results: list[ExampleResult]
@@ -81,11 +81,11 @@ class StepEnd:
 def begin_end_step(
     step: int, results: list[ExampleResult], timer: StepTimer, ledger: Ledger, signals: StopSignals, team: Team
 ) -> StepEnd:
-    """Begin to send the others what this rank's examples of a step came to; `end_step` returns those of all ranks."""
+    """Start to gather the results of a step's examples; `end_step` returns those of all ranks."""
     keys = [example.key.encode() for example in results]
     head = [signals.received, timer.waited, ledger.unshared, max(map(len, keys))]
     numbers = [[getattr(example, name) for name in NUMBERS] + list(example.terms.values()) for example in results]
-    # Names travel as bytes under the guise of float64, so that one tensor holds it all.
+    # The bytes of the names are reinterpreted as float64, so that one tensor holds everything.
     names = np.frombuffer(b"".join(key[:KEY].ljust(KEY, b"\0") for key in keys), np.float64)
     own = np.concatenate([np.array(head, np.float64), np.array(numbers, np.float64).ravel(), names])
     return StepEnd(step, results, team.all_gather(torch.from_numpy(own), f"the end of step {step}"))
@@ -94,9 +94,9 @@ def begin_end_step(
 def end_step(
     end: StepEnd, timer: StepTimer, examples: Loader, ledger: Ledger, team: Team
 ) -> tuple[list[ExampleResult], int]:
-    """End a step: return the results of all ranks, by number, and the signal on which the run is to stop (0: none).
+    """End a step: return the results of all ranks, by number, and the signal that stops the run (0: none).
 
-    Afterwards the timer has waited as long as the rank that waited longest, and all know which entries any set aside.
+    It sets the timer to the longest wait of any rank, and tells every rank which entries the others set aside.
     A signal that came to any rank before `begin_end_step` is known to all; a later one after the next step.
     """
     every = end.gathering.wait()

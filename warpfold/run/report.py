@@ -1,6 +1,6 @@
 """Write a run as one HTML page that needs nothing else: figures, numbers, structures to turn with the mouse.
 
-The page contains its viewer (3Dmol.js, vendored) and allows itself no request, so it opens from a disk, a mail or on
+The page contains its viewer (3Dmol.js, vendored) and makes no requests, so it opens from a disk, a mail or on
 an air-gapped machine.  `report.html` beside this file is its template.
 """
 
@@ -180,7 +180,7 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         table = ReportTable(["protein", "what went wrong"], [[f["name"], f["error"]] for f in failures])
         sections.append(Section("Failed", table=table))
     if offered := _template_rows(out, entries):
-        text = "What became of every one that was offered is in NAME_templates.json, in the protein's folder."
+        text = "NAME_templates.json in the protein's folder has the outcome of every template that was offered."
         header = ["protein", "template", "residues", "identity", "note"]
         sections.append(Section("Templates", text, table=ReportTable(header, offered)))
     facts = [] if alone else [("proteins folded", str(len(entries)))]

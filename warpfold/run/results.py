@@ -1,4 +1,4 @@
-"""What the examples of a step came to: numbers on the device, then on the host, then rows of the log."""
+"""Collect the results of a step's examples: tensors on the device, then plain numbers, then rows of the log."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from warpfold.progress import progress_bar
 from warpfold.run import metrics
 
 CA = ATOM_ORDER["CA"]
-WINDOW = 1_000  # examples in a row of which train.max_skipped may be skipped
+WINDOW = 1_000  # train.max_skipped counts within this many examples in a row
 
 
 @dataclass(frozen=True)
 class ExampleResult:
-    """What one example of a step came to."""
+    """The result of one example of a step."""
 
     key: str
     length: int
@@ -63,9 +63,9 @@ def read_results(results: Sequence[DeviceResult]) -> list[ExampleResult]:
 
 @torch.no_grad()
 def ca_lddt(output: Output, batch: Batch) -> Tensor:
-    """Return lDDT-Ca of the predicted structure, 0 to 1; NaN where the truth has no two Ca that count.
+    """Return lDDT-Ca of the predicted structure, 0 to 1; NaN where no pair of Ca in the truth counts.
 
-    The same as `metrics.lddt`, but on the device, where it costs a training step next to nothing; float64.
+    The same as `metrics.lddt`, but on the device in float64, where it takes almost no time of a training step.
     """
     points, truth = output.structure.final_atom37[:, CA].double(), batch["all_atom_positions"][:, CA].double()
     # cdist through matrix products would lose the digits of near points
@@ -107,7 +107,7 @@ def validation_row(step: int, lddt_ca: Mapping[str, float]) -> Row:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean of those that are numbers; NaN if none is."""
+    """Return the mean without NaNs; NaN if nothing is left."""
     numbers = [value for value in values if not math.isnan(value)]
     return float(np.mean(numbers)) if numbers else float("nan")
 
@@ -116,7 +116,7 @@ def _mean(values: Sequence[float]) -> float:
 def training_bar(steps: int, console: Console | None = None) -> Iterator[Watcher]:
     """Show a bar with the loss, the held-out lDDT-Ca, the speed, and the share of the time that steps wait for data.
 
-    Where the console is no terminal, only entries that cannot be used are named.
+    If the console is not a terminal, only entries that cannot be used are printed.
     """
     console = console or Console(stderr=True)
     shown = {"loss": "-", "lddt": "-", "speed": ""}

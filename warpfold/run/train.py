@@ -31,8 +31,8 @@ from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import inference_plan
 from warpfold.parallel.team import Team
-from warpfold.run.config import RunConfig, TrainConfig
-from warpfold.run.examples import draw_recycles, fingerprint, hold_out, load, open_ledger, origin, split
+from warpfold.run.config import RunConfig
+from warpfold.run.examples import draw_recycles, fingerprint, fingerprint_origin, hold_out, load, open_ledger
 from warpfold.run.ranks import begin_end_step, begin_sums, end_step, next_examples, stop_requested
 from warpfold.run.results import (
     DeviceResult,
@@ -44,19 +44,17 @@ from warpfold.run.results import (
     validation_row,
 )
 
-__all__ = ["RunConfig", "Summary", "TrainConfig", "draw_recycles", "initial_model", "split", "train"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """How a run ended."""
 
-    steps: int  # done, those before a resume included
+    steps: int  # done, including those before a resume
     finished: bool  # False: stopped by a signal; the same command continues
     lddt_ca: float | None  # held out, averaged weights, at the last validation
     params: Path  # the averaged weights
     quarantined: tuple[str, ...] = ()  # entries that could not be used; quarantine.jsonl has the reasons
-    signal: int = 0  # that stopped it; 0: none
+    signal: int = 0  # the one that stopped it; 0: none
     refused: Mapping[str, int] = field(default_factory=dict)  # why fast operations were not used, and how often
 
 
@@ -78,18 +76,18 @@ def train(
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
-    source = origin(sources, init, team)
+    origin = fingerprint_origin(sources, init, team)
     model = initial_model(config, init, team).to(device)
     Execution(config.plan, team.mesh).bind(model)
     optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.process.ranks_per_node)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
         signals = stack.enter_context(StopSignals())
-        claim(run, config, source, team)
-        state = restore(run, optimizer, source, team)
+        claim(run, config, origin, team)
+        state = restore(run, optimizer, origin, team)
         skipped = SkippedExamples(config.train.max_skipped, state.notes.get("skipped", ()))
         log = open_log(run, config, state, watch, team)
-        ledger = stack.enter_context(open_ledger(run, config, state, source, replay, team))
+        ledger = stack.enter_context(open_ledger(run, config, state, origin, replay, team))
         examples = stack.enter_context(load(config, sources, state, ledger, log, device, team))
         step, timer = state.step, StepTimer()
         if held_out and not (log.validation and log.validation["step"] == step) and validates(config, step):
@@ -112,9 +110,9 @@ def train(
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks
             log(step_row(step, results, rate, recycles, timer))
             skipped.add(step, results)
-            stop = stop or (signals.received if team.process.ranks == 1 else 0)  # one may have come since
+            stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
             if step == config.train.steps or stop or due(step, config.train.save_every):
-                save(run, model, optimizer, step, examples, {"skipped": skipped.places, **source}, config, team)
+                save(run, model, optimizer, step, examples, {"skipped": skipped.places, **origin}, config, team)
             if held_out and validates(config, step):  # after saving: it may take long
                 log(validate(model, optimizer, held_out, config, step, team))
     finished, lddt_ca = step >= config.train.steps, log.validation["lddt_ca"] if log.validation else None
@@ -123,12 +121,12 @@ def train(
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether something that is done every so many steps is done after this one; never for 0."""
+    """Return whether something done every `every` steps is due after this one; never for 0."""
     return every > 0 and step % every == 0
 
 
 def validates(config: RunConfig, step: int) -> bool:
-    """Return whether a run validates after this step: before the first, after the last, and every so many."""
+    """Return whether a run validates after this step: before the first, after the last, and every `validate_every`."""
     return step in (0, config.train.steps) or due(step, config.train.validate_every)
 
 
@@ -160,13 +158,13 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
     for rank, there in enumerate(said):
         if differing := [name for name, value in there.items() if value != said[0][name]]:
             raise UserError(
-                f"rank {rank} has another {' and '.join(differing)} than rank 0; give all the same, and {run.path} "
-                "on a file system that all machines share"
+                f"rank {rank} and rank 0 differ in {' and '.join(differing)}; give all ranks the same, and put "
+                f"{run.path} on a file system that all machines share"
             )
 
 
 def identity(values: settings.Mapped) -> settings.Mapped:
-    """Return the settings that make a run what it is; how it executes, saves and ends may change on the way."""
+    """Return the settings that must stay the same in a run; how it executes, saves and ends may change on resuming."""
     fixed = {name: values.get(name, {}) for name in ("model", "loss", "data", "optim")}
     return {**fixed, "train": {name: values.get("train", {}).get(name) for name in ("seed", "order", "validation")}}
 
@@ -187,7 +185,7 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:
-    """Open the log, which rank 0 writes, `watch` shows, and TensorBoard too where the settings ask for it."""
+    """Open the log: rank 0 writes it, `watch` shows it, and so does TensorBoard where the settings ask for it."""
     watchers = [watch] if watch else []
     if config.train.tensorboard and team.is_rank_zero:
         watchers.insert(0, tensorboard(run.path / "tensorboard", state.step))

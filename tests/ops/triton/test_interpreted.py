@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-@pytest.mark.timeout(900)  # two minutes of one core, which other tests may share
+@pytest.mark.timeout(900)  # about a minute of one core, which other tests may share
 def test_kernels_in_the_interpreter() -> None:
     """Every failure there is named here, with what pytest says of it."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", str(HERE / "interpreted")]

@@ -24,7 +24,7 @@ import numpy as np
 import zstandard
 
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, lock_folder, open_regular, pread, refuse_foreign, remove_own, sync_folder, writing
+from warpfold.files import LARGEST, lock_folder, open_regular, pread, refuse_foreign, remove_own, sync_path, writing
 
 FORMAT, VERSION = "warpfold-store", 2
 MAGIC = b"WARPFOLD"
@@ -135,9 +135,9 @@ class StoreWriter:
                     file.flush()
                     os.fsync(file.fileno())
             (self.partial / "lock").unlink()
-            sync_folder(self.partial)
+            sync_path(self.partial)
             self.partial.rename(self.path)
-            sync_folder(self.path.parent)
+            sync_path(self.path.parent)
         self._lock.close()
 
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""Norms and the projections that follow them, on a CPU: block by block, so that what is normalised stays in cache."""
+"""Norms and the projections that follow them, on a CPU: block by block, so that the normalised rows stay in cache."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,8 @@
 """Kernels compiled for GPUs that need not be here.
 
 Arguments are specialised as Triton's JIT does (which integers are one, which are divisible by 16, which need 64 bits),
-so what is compiled is what would run.  Takes launches noted by `launch.recorded`; not under TRITON_INTERPRET.
+so the compiled code is the code that would run.  Works on launches noted by `launch.recorded`, and not under
+TRITON_INTERPRET.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""gate on a GPU: place by place, whatever the strides; so it also lays a tensor out anew, as a triangle's factor is.
+"""gate on a GPU, element by element, for tensors of any strides; triangle_factor uses its kernels to change a layout.
 
 Forward it reads x and g and writes y; backward it reads grad, x, g and writes dx, dg.  gated_linear_residual has a file
 of its own.

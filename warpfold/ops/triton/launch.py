@@ -193,7 +193,7 @@ def config_for(kernel: str, key: Key, device: torch.device) -> KernelConfig:
 
 @contextmanager
 def forced(chosen: Mapping[str, KernelConfig]) -> Iterator[None]:
-    """Launch these kernels with these configurations within the context, in every thread, whatever their key."""
+    """Launch these kernels with these configurations within the context, for every key and in every thread."""
     before = dict(_forced)
     _forced.update(chosen)
     try:
@@ -205,7 +205,7 @@ def forced(chosen: Mapping[str, KernelConfig]) -> Iterator[None]:
 
 @contextmanager
 def table_used(table: LaunchTable) -> Iterator[None]:
-    """Take configurations from this table within the context, whatever the device; else as `config_for` says."""
+    """Take configurations within the context from this table, as `config_for` does from a device's table."""
     _table.append(table)
     try:
         yield
@@ -304,7 +304,7 @@ def _find(table: LaunchTable, kernel: str, key: Key) -> KernelConfig:
 
 
 def _distance(a: Key, b: Key, where: Path) -> float:
-    """Return the sum of |log2(a / b)|, zeros taken as halves; rounded, so that machines agree on what is as near."""
+    """Return the sum of |log2(a / b)|, zeros taken as halves; rounded, so that all machines see the same ties."""
     if len(a) != len(b):
         raise UserError(f"{where}: key {a} is of another version ({b}); make it anew: warpfold tune")
     return round(sum(abs(math.log2((x or 0.5) / (y or 0.5))) for x, y in zip(a, b)), 6)

@@ -1,7 +1,7 @@
 """Attention of one query over a handful of keys, for very many rows: the templates' features of each pair.
 
-A program owns a tile of (batch, row, head), each with its one query, and runs over the keys one after another.  Tensor
-cores would find nothing to multiply; what counts is that each vector is read once.
+A program owns a tile of (batch, row, head), each with its one query, and runs over the keys one after another.  It has
+no matrix product for tensor cores; each vector is read once.
 """
 
 import triton

@@ -26,7 +26,8 @@ class Strided(NamedTuple):
 
     strides: those of the axes that the kernel walks, divided by `unit`, a constant for the compiler: a kernel that
     knows what divides every stride reads in wide words.  Triton itself asks of a number only whether 16 divides it, and
-    the rows of a projection are 520 apart.  Of positions: outer, middle, inner, and last, not in units, channels.
+    the rows of a projection are 520 apart.  For positions these are the outer, middle and inner axis; the stride of the
+    channels follows, not divided.
     """
 
     data: Tensor | None
@@ -100,7 +101,7 @@ class Positions:
     def __init__(self, reads: Mapping[str, Tensor | None], writes: Mapping[str, Tensor]) -> None:
         found = _coalesced(reads, writes)
         self._wanted, self._written = writes, dict(writes)
-        if found is None:  # then everything in order, which has one axis; `copy_back` copies what is written
+        if found is None:  # copy everything to row-major order, which is one axis; `copy_back` copies the results
             reads = {name: None if t is None else t.contiguous() for name, t in reads.items()}
             self._written = {n: t if t.is_contiguous() else t.new_empty(t.shape) for n, t in writes.items()}
             found = _coalesced(reads, self._written)
@@ -114,11 +115,11 @@ class Positions:
         }
 
     def writes_in_place(self, name: str) -> bool:
-        """Whether the kernel writes this tensor where it is wanted, and nothing is copied."""
+        """Return whether the kernel writes this tensor itself, so that `copy_back` need not copy it."""
         return self._written[name] is self._wanted[name]
 
     def copy_back(self) -> None:
-        """Copy what was written elsewhere to where it is wanted."""
+        """Copy the results that were written to other memory."""
         for name, t in self._written.items():
             if not self.writes_in_place(name):
                 self._wanted[name].copy_(t)
@@ -145,7 +146,7 @@ def programs_for(total: int, block: int, most: int) -> int:
 
 
 def power_of_two(n: int, least: int = 16) -> int:
-    """Return the power of two that holds n, and is `least` at least."""
+    """Return the smallest power of two that is at least n and at least `least`."""
     return max(least, 1 << (n - 1).bit_length())
 
 

@@ -7,7 +7,7 @@ from warpfold.ops.triangle import empty_factor
 from warpfold.ops.triton.gate import gate_backward_kernel, gate_kernel, run_gate, run_gate_backward
 from warpfold.ops.triton.launch import configs, register
 
-# Whole sectors of memory along both axes: what is read along the one is written along the other.
+# Whole sectors of memory along both axes: the kernel reads along one and writes along the other.
 _CANDIDATES = configs(
     "BLOCK_M BLOCK_C", *((m, c, warps, 1) for m in (32, 64, 128) for c in (32, 64) for warps in (4, 8))
 )

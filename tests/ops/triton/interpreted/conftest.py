@@ -1,7 +1,7 @@
 """These tests run kernels in Triton's interpreter, in a process that `test_interpreted.py` starts for them all.
 
-Tiles are those of default.json, which a GPU gets; only sums over programs, whose many small programs would take half of
-the time, are made in larger ones, but in their own test.
+A program costs the same whatever its size, so tiles are large; tests that ask for `default_tiles` run in those of
+default.json, which a GPU gets.
 """
 
 import os
@@ -9,18 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from warpfold.ops.triton.launch import configs, forced
+from warpfold.ops import dispatch
+from warpfold.ops.triton.launch import KernelConfig, forced, kernels
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+LARGE = dict(BLOCK_M=64, BLOCK_C=128, BLOCK_I=128, BLOCK_O=128, BLOCK_Q=64, BLOCK_K=64, ROWS=2)
+LARGE |= dict(BLOCK_P=128, BLOCK_N=4096, BLOCK=1024)
 collect_ignore_glob = [] if INTERPRETING else ["test_*.py"]
 
 if INTERPRETING:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from warpfold.ops import dispatch
-
-    dispatch.interpret()
     _dot = interpreter.InterpreterBuilder.create_dot
 
     def _exact_dot(self, a, b, d, *rest):
@@ -41,10 +41,22 @@ if INTERPRETING:
 
 
 @pytest.fixture(autouse=True)
-def large_sums(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Sum over programs in few large tiles, but for their own test, which does as a GPU would."""
-    if request.module.__name__.endswith("test_sums"):
+def interpreting() -> Iterator[None]:
+    """Give tensors on a CPU to the Triton kernels."""
+    with dispatch.interpreting():
+        yield
+
+
+@pytest.fixture
+def default_tiles() -> None:
+    """Ask for the tiles of default.json."""
+
+
+@pytest.fixture(autouse=True)
+def large_tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Launch every kernel with large tiles, unless the test asks for `default_tiles`."""
+    if "default_tiles" in request.fixturenames:
         yield
         return
-    with forced({"sum_partials": configs("BLOCK_P BLOCK_N", (128, 4096, 4, 1))[0]}):
+    with forced({n: KernelConfig({s: LARGE[s] for s in k.candidates[0].sizes}, 4, 1) for n, k in kernels().items()}):
         yield

@@ -56,7 +56,8 @@ def test_in_half_precision_too(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", [Case(lead=(2, 2), layout="own"), *FP32[1:]], ids=str)
+@pytest.mark.parametrize("case", [Case(lead=(2, 2), layout="own"), FP32[4], FP32[8]], ids=str)
+@pytest.mark.usefixtures("default_tiles")
 def test_in_the_default_tiles(case: Case, dtype: torch.dtype) -> None:
     given = inputs(case, dtype)
     with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"):

@@ -5,7 +5,6 @@ import torch
 
 from tests.ops.triton.gate_cases import FACTORS, GATES, TAILS, factor_case, gate_case, tail_case
 from tests.ops.triton.layouts import exact_bf16, poisoned, within
-from warpfold.ops import dispatch
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.triangle import triangle_factor
@@ -17,9 +16,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few programs that each has several blocks of positions, and so few sums at once that there are two rounds."""
-    dispatch.interpret()
     monkeypatch.setattr(launchers, "TILES", 2)
     monkeypatch.setattr(sums, "ONCE", 1)
     monkeypatch.setattr(sums, "SPANS", 2)
@@ -41,6 +39,7 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("default_tiles")
 def test_triangle_factor(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     values, grad = factor_case(name)
     y, g, mask = (within(v, d) for v, d in zip(values, (DTYPES[dtype], DTYPES[dtype], torch.float32)))
@@ -74,6 +73,7 @@ def test_tail(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ending node", "odd"])
+@pytest.mark.usefixtures("default_tiles")
 def test_tail_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     given, grad = _tail(name, torch.bfloat16, torch.bfloat16)
     with poisoned(monkeypatch), exact_bf16(monkeypatch):

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
-from warpfold.ops import dispatch
 from warpfold.ops.gate import gated_linear_residual
 from warpfold.ops.noise import DropoutFactors, dropout_factors
 from warpfold.tune.checks import answer
@@ -22,11 +21,6 @@ DRAWS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "axes that cannot be merged": ((2, 3, 2, 3, 2), (1000, 7, 300, 1, 20), 11),
     "one": ((1,), (1,), 2**31 - 1),
 }
-
-
-@pytest.fixture(autouse=True)
-def interpreted() -> None:
-    dispatch.interpret()
 
 
 @pytest.mark.parametrize("name", DRAWS)

@@ -5,7 +5,6 @@ import torch
 
 from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
 from tests.ops.triton.norm_cases import LINEARS, NORMS, linear_case, norm_case, of_dtype
-from warpfold.ops import dispatch
 from warpfold.ops.norm import empty_projected, layer_norm, norm_linear
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton import norm, sums
@@ -16,9 +15,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few programs that each has several blocks of positions, and so few sums at once that there are two rounds."""
-    dispatch.interpret()
     monkeypatch.setattr(norm_linear_launcher, "TILES", 2)
     monkeypatch.setattr(norm, "PROGRAMS", 2)
     monkeypatch.setattr(sums, "ONCE", 1)
@@ -55,6 +53,7 @@ def test_norm_linear(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> 
 
 
 @pytest.mark.parametrize("name", ["128 to 132", "200 to 130", "384 to 100"])
+@pytest.mark.usefixtures("default_tiles")
 def test_norm_linear_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     values, grad = linear_case(name)
     given = [None if v is None else within(v, d) for v, d in zip(values, of_dtype(values, torch.bfloat16))]
@@ -65,6 +64,7 @@ def test_norm_linear_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["128", "200", "1024"])
+@pytest.mark.usefixtures("default_tiles")
 def test_channels_around_ten_thousand(name: str) -> None:
     values, grad = norm_case(name, mean=1e4)
     arguments = [within(v, torch.float32) for v in values]

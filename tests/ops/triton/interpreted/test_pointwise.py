@@ -25,6 +25,7 @@ def test_is_as_exact_as_the_definition(width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("default_tiles")
 def test_in_the_default_tiles(dtype: torch.dtype) -> None:
     given = inputs(Case((5, 37), 1, 4, 4, 16, "own", "none"), dtype)
     with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"):

@@ -8,6 +8,7 @@ from warpfold.ops.triton import sums
 
 @pytest.mark.parametrize(("programs", "first", "second"), [(1, 7, 0), (5, 100, 28), (70, 64, 65), (300, 33, 3)])
 @pytest.mark.parametrize("once", [1, 1024])
+@pytest.mark.usefixtures("default_tiles")
 def test_sums_over_programs(monkeypatch: pytest.MonkeyPatch, programs: int, first: int, second: int, once: int) -> None:
     """Whether they are summed up at once or span by span; what one test leaves in memory is no other's."""
     monkeypatch.setattr(sums, "ONCE", once)
