@@ -74,7 +74,7 @@ def test_imports_exist(page: Path) -> None:
 
 @page_parametrized
 def test_files_exist(page: Path) -> None:
-    """Paths stand as from the repository's root, or from the package: `tests/ranks.py`, `model/pair.py`, `ops/cpu`."""
+    """Check the paths on a page, from the repository's root or from the package: `tests/ranks.py`, `ops/cpu`."""
     outside = {"warpfold", "tests", "benchmarks", "docs", "settings"}
     rooms = {path.name for path in (ROOT / "warpfold").iterdir() if path.is_dir()}
     for code in quoted(page):
