@@ -50,7 +50,7 @@ def operations(
         decides("row, column, global, msa (:128x256), starting, ending, pair, dropout (:256); default: all that fit."),
     ] = None,
     dtype: Annotated[list[str] | None, decides("bf16, fp32; default: bf16 on a GPU, fp32 on a CPU.")] = None,
-    ways: Annotated[list[str] | None, decides("Time these alone: definition, compile, sdpa, ours ...")] = None,
+    ways: Annotated[list[str] | None, decides("Time only these: definition, compile, sdpa, ours ...")] = None,
     quick: Annotated[bool, runs("Time one size of each kind of shape.", "--quick")] = False,
     repeats: Annotated[int | None, runs("Runs of each measurement; default: 30 on a GPU, 5 on a CPU.", min=1)] = None,
     device: Device = None,
@@ -132,7 +132,7 @@ def data(
     out: Annotated[Path | None, writes("File for the figures, as JSON.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure features per second, reading, memory, what slow examples cost a step, packing; in some minutes."""
+    """Measure features per second, reading, memory, what slow examples cost a step, packing.  Takes some minutes."""
     from warpfold.data.store.store import Store
     from warpfold.tune.bench_data import bench_data, rows
     from warpfold.tune.bench_loader import Simulation

@@ -61,7 +61,7 @@ def predict(
     representations: Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")] = False,
     device: Device = None,
     chunk: Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits.", min=0)] = None,
-    precision: Annotated[Precision, runs("Of the trunk's activations.")] = Precision.fp32,
+    precision: Annotated[Precision, runs("Precision of the trunk's activations.")] = Precision.fp32,
     axial: Axial = None,
     branch: Branch = None,
     strict: Strict = False,

@@ -36,7 +36,9 @@ def search(
     iterations: Annotated[
         int | None, decides("1 to 3; default: 1 for jackhmmer, 3 for the others, as in AlphaFold2.", min=1, max=3)
     ] = None,
-    e_value: Annotated[float | None, decides("Of a hit; default: 1e-4 for jackhmmer, 1e-3 for the others.")] = None,
+    e_value: Annotated[
+        float | None, decides("E-value of a hit; default: 1e-4 for jackhmmer, 1e-3 for the others.")
+    ] = None,
     max_hits: Annotated[
         list[str] | None,
         decides("[NAME=]N rows of an alignment, the query's included; default: 501 for mgnify, else 10000."),
@@ -45,7 +47,9 @@ def search(
         Path | None, runs("Folder where results are kept, for several runs to share; default: OUT/cache.")
     ] = None,
     workers: Workers = 1,
-    threads: Annotated[int | None, runs("Of each process; default: all cores, divided among them.", min=1)] = None,
+    threads: Annotated[
+        int | None, runs("Threads of each process; default: all cores, divided among them.", min=1)
+    ] = None,
     cluster: Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")] = None,
     shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; all write to one OUT.")] = None,
     as_json: AsJson = False,

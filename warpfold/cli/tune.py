@@ -48,8 +48,8 @@ def tune(
 ) -> None:
     """Make the launch table of this GPU: for every kernel, the fastest of the launches that are exact.
 
-    Minutes with --quick, else up to an hour.  What a table lacks, and a GPU without one, is launched by the package's.
-    Runs are the same bit for bit with the same table only.
+    Minutes with --quick, else up to an hour.  Shapes that the table lacks, and GPUs without a
+    table, use the package's default.  Runs agree bit for bit only with the same table.
     """
     import torch
 
