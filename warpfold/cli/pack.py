@@ -56,9 +56,7 @@ def pack(
     max_template_date: Annotated[
         str | None, decides("YYYY-MM-DD; later templates are refused, and so are those later than their chain.")
     ] = None,
-    cluster_identity: Annotated[
-        float, decides("Identity within computed clusters; 1: equal sequences.", min=0, max=1)
-    ] = 0.4,
+    cluster_identity: Annotated[float, decides("Identity within a cluster; 1: equal sequences.", min=0, max=1)] = 0.4,
     max_file_gb: Annotated[float, decides("GB of a file when unpacked; larger files are left out.")] = 4.0,
     workers: Workers = 1,
     cluster: Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")] = None,

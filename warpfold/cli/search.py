@@ -37,7 +37,7 @@ def search(
         int | None, decides("1 to 3; default: 1 for jackhmmer, 3 for the others, as in AlphaFold2.", min=1, max=3)
     ] = None,
     e_value: Annotated[
-        float | None, decides("E-value of a hit; default: 1e-4 for jackhmmer, 1e-3 for the others.")
+        float | None, decides("Of a hit, at most; default: 1e-4 for jackhmmer, 1e-3 for others.")
     ] = None,
     max_hits: Annotated[
         list[str] | None,
@@ -47,9 +47,7 @@ def search(
         Path | None, runs("Folder where results are kept, for several runs to share; default: OUT/cache.")
     ] = None,
     workers: Workers = 1,
-    threads: Annotated[
-        int | None, runs("Threads of each process; default: all cores, divided among them.", min=1)
-    ] = None,
+    threads: Annotated[int | None, runs("Threads of a process; default: all cores, shared equally.", min=1)] = None,
     cluster: Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")] = None,
     shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; all write to one OUT.")] = None,
     as_json: AsJson = False,
