@@ -121,7 +121,7 @@ FUSED_TRIANGLE = {
 
 @dataclass(frozen=True)
 class Array:
-    """Where one tensor of ours stands among DeepMind's arrays."""
+    """The position of one of our tensors among DeepMind's arrays."""
 
     ours: str  # name in the state dict
     theirs: str  # scope//name

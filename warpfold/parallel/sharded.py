@@ -46,10 +46,12 @@ class StepLayout:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The axis along which a block takes each state (None: as it comes), and the layout of each of its steps."""
+    """The axis along which a block takes each state (None: as it comes), the layout of each of its steps, and the runs
+    of steps within which its states are independent of each other."""
 
     enters: Mapping[str, int | None]
     steps: tuple[StepLayout, ...]
+    runs: list[range]
 
 
 def layout_plan(name: str, blocks: Sequence[Block], by_channels: bool) -> list[BlockLayout]:
@@ -79,7 +81,7 @@ def layout_plan(name: str, blocks: Sequence[Block], by_channels: bool) -> list[B
                 enters[step.other] = wanted[step.other] = other_axis
             label = names.get(step.layer, type(step.layer).__name__)
             steps.append(StepLayout(f"{name} {label}", axes.pop(), next_axis, other_next))
-        layouts.append(BlockLayout(enters, tuple(reversed(steps))))
+        layouts.append(BlockLayout(enters, tuple(reversed(steps)), independent_runs(block.steps)))
     return layouts[::-1]
 
 
@@ -208,7 +210,7 @@ class ShardedStack:
         with using(self.plan.kernels):  # also where it is recomputed, perhaps by another thread
             held = dict(zip(block.states, (x.only(x.present) for x in states)))
             steps = list(zip(block.steps, layout.steps))
-            for run in independent_runs(block.steps):
+            for run in layout.runs:
                 held |= self._run_independent([steps[index] for index in run], by_channels, held, mask)
             return tuple(held.values())
 
