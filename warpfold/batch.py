@@ -3,9 +3,10 @@
 This is the only place where `data` and `model` meet.  Names are AlphaFold2's own.  A batch is a plain mapping from
 these names to arrays of one example (leading batch axes are allowed where every array has them).
 
-Axes: `res` residues, `seq` rows of the clustered MSA, `extra` rows of the extra MSA, `tmpl` templates, `pass` the
-passes of one example through the trunk, (recycles + 1) x ensemble, in the order recycle-major.  Only what differs
-between passes has that axis; an array whose `pass` axis has length 1 serves every pass.
+Axes: `res` residues, `seq` rows of the clustered MSA, `extra` rows of the extra MSA, `tmpl` templates, `copy` the copies
+of an entity (of the one that has the most), `pass` the passes of one example through the trunk, (recycles + 1) x
+ensemble, in the order recycle-major.  Only what differs between passes has that axis; an array whose `pass` axis has
+length 1 serves every pass.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,6 +42,8 @@ FEATURES: dict[str, Feature] = {
     **_table("int64", "res", "aatype residue_index"),  # aatype 0-19, 20 = X
     **_table("float32", "res", "seq_mask"),
     **_table("float32", "res 22", "target_feat"),  # chain break, one-hot of 21
+    # the chains of an assembly, all from 1, 0 in padding: which chain, which sequence, which copy of that sequence
+    **_table("int64", "res", "asym_id entity_id sym_id"),
     # the alignment (Supp. 1.2.9, table 1)
     **_table("float32", "pass seq res 49", "msa_feat"),
     **_table("float32", "pass seq res", "msa_mask bert_mask"),
@@ -58,6 +61,10 @@ FEATURES: dict[str, Feature] = {
     **_table("float32", "res 14", "atom14_atom_exists"),
     **_table("float32", "res 37", "atom37_atom_exists"),
     # the truth, and what follows from it (data/features/labels.py)
+    # of an assembly: the residue in each copy of its entity (copy c has sym_id c + 1), masked where there is no such
+    # copy; which copy is whose truth is decided under the prediction, and the rest of this table follows from that
+    **_table("float32", "copy res 37 3", "copy_atom_positions"),
+    **_table("float32", "copy res 37", "copy_atom_mask"),
     **_table("float32", "res 37 3", "all_atom_positions"),
     **_table("float32", "res 37", "all_atom_mask"),
     **_table("float32", "", "resolution use_clamped_fape"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from warpfold.data.example.pairing import Pairing
 from warpfold.data.formats.alignment import Alignment, decode, encode, encode_residues
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
 from warpfold.data.structure.chain import Chain, Structure
@@ -79,6 +80,7 @@ class RawExample:
     release_date: str | None = None  # YYYY-MM-DD: stores keep it as JSON
     sources: tuple[str, ...] = ()  # where the alignment's rows come from
     templates: Templates | None = None
+    pairing: Pairing | None = None  # None: no row is paired with a row of another chain, and all stand alone
 
     @property
     def sequence(self) -> str:

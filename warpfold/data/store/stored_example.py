@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from warpfold.batch import Arrays
+from warpfold.data.example.pairing import Pairing
 from warpfold.data.example.raw_example import RawExample, Templates
+from warpfold.data.formats.alignment import decode
 from warpfold.data.store.store import Record, Store
 from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
@@ -88,6 +90,10 @@ class StoredExample:
             raise UserError(f"{self.store.path}: {self.key}: lacks {', '.join(missing)}; pack the store again")
         return record
 
+    @cached_property
+    def sequence(self) -> str:
+        return decode(self._record.read("aatype"))
+
     @property
     def length(self) -> int:
         """Return the number of residues."""
@@ -107,6 +113,11 @@ class StoredExample:
     def profile(self) -> np.ndarray:
         """Return the frequencies in the whole alignment: float32 [N, 22]."""
         return self._record.read("profile")
+
+    @property
+    def pairing(self) -> Pairing | None:
+        """Return what pairs the rows with those of other chains; None if the store does not have it."""
+        return None  # TODO(store)
 
     def whole_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
