@@ -3,9 +3,9 @@
 This is the only place where `data` and `model` meet.  Names are AlphaFold2's own.  A batch is a plain mapping from
 these names to arrays of one example (leading batch axes are allowed where every array has them).
 
-Axes: `res` residues, `seq` rows of the clustered MSA, `extra` rows of the extra MSA, `tmpl` templates, `copy` the copies
-of an entity (of the one that has the most), `pass` the passes of one example through the trunk, (recycles + 1) x
-ensemble, in the order recycle-major.  Only what differs between passes has that axis; an array whose `pass` axis has
+Axes: `res` residues, `seq` rows of the clustered MSA, `extra` rows of the extra MSA, `tmpl` templates, `copy` the
+copies of an entity (of the one that has the most), `pass` the passes of one example through the trunk, (recycles + 1)
+x ensemble, in the order recycle-major.  Only what differs between passes has that axis; an array whose `pass` axis has
 length 1 serves every pass.
 """
 
