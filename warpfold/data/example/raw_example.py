@@ -14,7 +14,7 @@ from warpfold.data.formats.alignment import Alignment, decode, encode, encode_re
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError
-from warpfold.geometry.residue import GAP
+from warpfold.geometry.residue import ATOM_ORDER, GAP
 
 MSA_CODES = 22  # 20 residue types, X, gap
 MIN_COVERAGE = 0.5  # the share of the chain's residues that the alignment must cover
@@ -103,6 +103,16 @@ class RawExample:
     def whole_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
         return self.msa[rows]
+
+    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None if nobody knows them."""
+        return None if self.positions is None or self.mask is None else (self.positions[residues], self.mask[residues])
+
+    def ca(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the positions [N, 3] of all CA, and which were seen, bool [N]; None if nobody knows them."""
+        if self.positions is None or self.mask is None:
+            return None
+        return self.positions[:, ATOM_ORDER["CA"]], self.mask[:, ATOM_ORDER["CA"]] > 0
 
     def take(
         self,
