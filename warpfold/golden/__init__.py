@@ -37,8 +37,6 @@ _DOES_NOT_FIT = (UserError, KeyError, IndexError, TypeError, ValueError, Runtime
 
 _MULTIMER = (
     "geometry/atom37_to_frames_multimer",
-    "losses/multimer_losses",
-    "losses/structural_violation_multimer",
     "units/fold_iteration_multimer",
     "units/invariant_point_attention_multimer",
     "units/msa_processing_multimer",
