@@ -105,11 +105,11 @@ class RawExample:
         return self.msa[rows]
 
     def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None if nobody knows them."""
+        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None where unknown."""
         return None if self.positions is None or self.mask is None else (self.positions[residues], self.mask[residues])
 
     def ca(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the positions [N, 3] of all CA, and which were seen, bool [N]; None if nobody knows them."""
+        """Return the positions [N, 3] of all CA, and which were seen, bool [N]; None where unknown."""
         if self.positions is None or self.mask is None:
             return None
         return self.positions[:, ATOM_ORDER["CA"]], self.mask[:, ATOM_ORDER["CA"]] > 0
