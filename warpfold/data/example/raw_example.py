@@ -108,12 +108,6 @@ class RawExample:
         """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None where unknown."""
         return None if self.positions is None or self.mask is None else (self.positions[residues], self.mask[residues])
 
-    def ca(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the positions [N, 3] of all CA, and which were seen, bool [N]; None where unknown."""
-        if self.positions is None or self.mask is None:
-            return None
-        return self.positions[:, ATOM_ORDER["CA"]], self.mask[:, ATOM_ORDER["CA"]] > 0
-
     def take(
         self,
         start: int,

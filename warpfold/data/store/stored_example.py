@@ -129,13 +129,6 @@ class StoredExample:
             return None
         return self._record.read("positions", residues), self._record.read("mask", residues)
 
-    def ca(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the positions [N, 3] of all CA, and which were seen, bool [N]; None if not in the store."""
-        if (found := self.atoms(np.arange(self.length))) is None:
-            return None
-        positions, mask = found
-        return positions[:, ATOM_ORDER["CA"]], mask[:, ATOM_ORDER["CA"]] > 0
-
     def take(
         self,
         start: int,
