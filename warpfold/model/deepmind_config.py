@@ -17,6 +17,7 @@ _Pair = tuple[int, int, pair.PairConfig]
 MONOMER_POSITIONS = "evoformer/pair_activiations//weights"  # sic
 MULTIMER_POSITIONS = "evoformer/~_relative_encoding/position_activations//weights"
 OUTGOING = "triangle_multiplication_outgoing/"
+FUSED = f"evoformer/evoformer_iteration/{OUTGOING}projection//weights"  # Multimer's version 3
 ONE_TEMPLATE = "evoformer/template_embedding/single_template_embedding/"
 
 
