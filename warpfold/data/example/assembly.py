@@ -34,6 +34,7 @@ class Example(Protocol):
         templates: np.ndarray | None = None,
         whole: np.ndarray | None = None,
     ) -> RawExample: ...
+    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None: ...
     def take_residues(
         self,
         residues: np.ndarray,

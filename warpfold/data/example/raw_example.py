@@ -111,6 +111,10 @@ class RawExample:
         """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
         return self.msa[rows]
 
+    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None where unknown."""
+        return None if self.positions is None or self.mask is None else (self.positions[residues], self.mask[residues])
+
     def take(
         self,
         start: int,

@@ -18,7 +18,7 @@ from warpfold.data.example.raw_example import CA, RawExample, Templates
 from warpfold.data.formats.alignment import decode
 from warpfold.data.store.store import Record, Store
 from warpfold.errors import UserError
-from warpfold.geometry.residue import GAP
+from warpfold.geometry.residue import ATOM_ORDER, GAP
 
 TILE = 128  # columns of a tile, at most: a crop of 256 touches three or four, and the rest of a chain stays unread
 PER_RESIDUE = ("aatype", "residue_index", "profile", "positions", "mask")  # arrays whose first axis is residues
@@ -123,6 +123,12 @@ class StoredExample:
     def whole_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
         return self._read_msa(np.arange(self.length), rows)
+
+    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None if not in the store."""
+        if "positions" not in self._record.arrays:
+            return None
+        return self._record.read("positions", residues), self._record.read("mask", residues)
 
     def take(
         self,
