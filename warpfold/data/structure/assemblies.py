@@ -102,7 +102,7 @@ class AssemblyTable:
         terms = [found[0] for found in _GROUPS.finditer(text)]
         if not terms or ",".join(terms) != text:
             raise UserError(f"{self.source}: {expression!r} names no operators of an assembly; correct the file")
-        found = []
+        found: list[np.ndarray] = []
         for term in terms:
             groups = [self._items(group) for group in term.strip("()").split(")(")]
             if len(found) + prod(map(len, groups)) > MOST_OPERATORS:
