@@ -6,6 +6,7 @@ are compressed sparse columns: those of a crop are one piece of the list (measur
 """
 
 from functools import cached_property
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from warpfold.batch import Arrays
 from warpfold.data.example.pairing import Pairing
-from warpfold.data.example.raw_example import RawExample, Templates
+from warpfold.data.example.raw_example import CA, RawExample, Templates
 from warpfold.data.formats.alignment import decode
 from warpfold.data.store.store import Record, Store
 from warpfold.errors import UserError
@@ -22,6 +23,7 @@ from warpfold.geometry.residue import GAP
 TILE = 128  # columns of a tile, at most: a crop of 256 touches three or four, and the rest of a chain stays unread
 PER_RESIDUE = ("aatype", "residue_index", "profile", "positions", "mask")  # arrays whose first axis is residues
 TEMPLATE_ARRAYS = ("aatype", "positions", "mask", "sum_probs")  # of `Templates`; the names are a note
+PAIRING_ARRAYS = ("species", "identity", "digest", "unpaired")  # of `Pairing`
 NEEDED = ("aatype", "residue_index", "profile", "msa", "deletion_starts", "deletion_rows", "deletion_counts")
 
 
@@ -31,6 +33,8 @@ def example_arrays(raw: RawExample) -> Arrays:
     arrays |= {"msa": to_tiles(raw.msa), **to_columns(raw.deletions)}
     if raw.templates is not None and len(raw.templates):
         arrays |= {f"template_{name}": getattr(raw.templates, name) for name in TEMPLATE_ARRAYS}
+    if raw.pairing is not None:
+        arrays |= {f"pairing_{name}": getattr(raw.pairing, name) for name in PAIRING_ARRAYS}
     return arrays
 
 
@@ -38,7 +42,11 @@ def example_notes(raw: RawExample) -> dict[str, Any]:
     """Return what is not an array, as JSON can hold it."""
     notes: dict[str, Any] = {name: getattr(raw, name) for name in ("name", "resolution", "release_date")}
     notes["sources"] = list(raw.sources)
-    return notes if raw.templates is None else {**notes, "templates": list(raw.templates.names)}
+    if raw.templates is not None:
+        notes["templates"] = list(raw.templates.names)
+    if raw.pairing is not None and not raw.pairing.unpaired.all():
+        notes["alone"] = int(raw.pairing.unpaired.sum())
+    return notes
 
 
 def to_tiles(msa: np.ndarray) -> np.ndarray:
@@ -74,14 +82,15 @@ def to_columns(deletions: np.ndarray) -> Arrays:
 class StoredExample:
     """Example `key` of a store, with the interface of `RawExample`; nothing is read before it is needed.
 
+    pairing: with the rows that serve pairing alone, which come last, as an assembly needs them; else without.
     Errors: KeyError for a key that the store does not have; UserError, on first use, if the entry is damaged or is not
     an example.
     """
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, pairing: bool = True) -> None:
         if key not in store:
             raise KeyError(key)
-        self.store, self.key = store, key
+        self.store, self.key, self._with_pairing = store, key, pairing
 
     @cached_property
     def _record(self) -> Record:
@@ -102,6 +111,10 @@ class StoredExample:
     @property
     def depth(self) -> int:
         """Return the number of alignment rows, the chain's own included."""
+        return self._depth if self._with_pairing else self._record.notes.get("alone", self._depth)
+
+    @property
+    def _depth(self) -> int:
         rows, width = self._record.arrays["msa"].shape
         return rows // ceil(self.length / width)
 
@@ -114,14 +127,23 @@ class StoredExample:
         """Return the frequencies in the whole alignment: float32 [N, 22]."""
         return self._record.read("profile")
 
-    @property
+    @cached_property
     def pairing(self) -> Pairing | None:
         """Return what pairs the rows with those of other chains; None if the store does not have it."""
-        return None  # TODO(store)
+        record = self._record
+        if not self._with_pairing or "pairing_species" not in record.arrays:
+            return None
+        return Pairing(*(record.read(f"pairing_{name}") for name in PAIRING_ARRAYS))
 
     def whole_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
-        return self._read_msa(0, self.length, rows)
+        return self._read_msa(np.arange(self.length), rows)
+
+    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None if not in the store."""
+        if "positions" not in self._record.arrays:
+            return None
+        return self._record.read("positions", residues), self._record.read("mask", residues)
 
     def take(
         self,
@@ -135,43 +157,75 @@ class StoredExample:
 
         The result is that of `RawExample.take` on the whole example.  whole: `whole_rows(rows)`, if already read.
         """
+        return self.take_residues(np.arange(start, stop), rows, templates, whole)
+
+    def take_residues(
+        self,
+        residues: np.ndarray,
+        rows: np.ndarray | None = None,
+        templates: np.ndarray | None = None,
+        whole: np.ndarray | None = None,
+    ) -> RawExample:
+        """Return some residues (indices, ascending), as `take` does: each blob that they touch is read once."""
         record, notes = self._record, self._record.notes
-        span = np.arange(start, stop)
-        parts: dict[str, Any] = {name: record.read(name, span) for name in PER_RESIDUE if name in record.arrays}
+        parts: dict[str, Any] = {name: record.read(name, residues) for name in PER_RESIDUE if name in record.arrays}
         chosen = np.arange(self.depth) if rows is None else rows
-        parts["msa"] = self._read_msa(start, stop, chosen) if whole is None else whole[:, start:stop]
-        parts["deletions"] = self._read_deletions(start, stop, chosen)
+        parts["msa"] = self._read_msa(residues, chosen) if whole is None else whole[:, _span(residues)]
+        parts["deletions"] = self._read_deletions(residues, chosen)
         names = notes.get("templates", ())
         which = np.arange(len(names)) if templates is None else templates
         parts["templates"] = None
         if len(which):
             arrays = {name: record.read(f"template_{name}", which) for name in TEMPLATE_ARRAYS}
-            parts["templates"] = Templates(**arrays, names=tuple(names[i] for i in which)).take(start, stop)
-        return RawExample(**{**notes, "sources": tuple(notes["sources"]), **parts})
+            parts["templates"] = Templates(**arrays, names=tuple(names[i] for i in which))
+            parts["templates"] = parts["templates"].take_residues(residues)
+        parts["pairing"] = None if self.pairing is None else self.pairing.select(chosen)
+        rest = {name: notes[name] for name in ("name", "resolution", "release_date")}
+        return RawExample(**rest, sources=tuple(notes["sources"]), **parts)
 
-    def _read_msa(self, start: int, stop: int, rows: np.ndarray) -> np.ndarray:
-        """Read columns [start, stop) of the tiles' `rows` (ascending): uint8 [len(rows), stop - start]."""
-        depth, width = self.depth, self._record.arrays["msa"].shape[1]
-        msa = np.empty((len(rows), stop - start), np.uint8)
-        for number in range(start // width, ceil(stop / width)):
-            left, right = max(start, number * width), min(stop, (number + 1) * width)
-            tile = self._record.read("msa", number * depth + rows)
-            msa[:, left - start : right - start] = tile[:, left - number * width : right - number * width]
+    def ca_positions(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the CA atoms of the whole chain: float32 [N, 3], angstrom, and mask uint8 [N]; None without atoms.
+
+        Stores with assemblies have an array of their own for them, so that spatial crops need not read all atoms.
+        """
+        record = self._record
+        if "positions" not in record.arrays:
+            return None
+        mask = record.read("mask")[:, CA]
+        return record.read("ca") if "ca" in record.arrays else record.read("positions")[:, CA], mask
+
+    def _read_msa(self, residues: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Read columns (ascending) of the tiles' `rows` (ascending): uint8 [len(rows), len(residues)]."""
+        depth, width = self._depth, self._record.arrays["msa"].shape[1]
+        msa = np.empty((len(rows), len(residues)), np.uint8)
+        first, last = (int(residues[0]) // width, int(residues[-1]) // width) if len(residues) else (0, -1)
+        bounds = np.searchsorted(residues, np.arange(first, last + 2) * width).tolist()
+        for number, (begin, end) in enumerate(pairwise(bounds), start=first):
+            if begin < end:
+                tile = self._record.read("msa", number * depth + rows)
+                msa[:, begin:end] = tile[:, _span(residues[begin:end] - number * width)]
         return msa
 
-    def _read_deletions(self, start: int, stop: int, rows: np.ndarray) -> np.ndarray:
-        """Read columns [start, stop) of the sparse columns' `rows`: uint16 [len(rows), stop - start]."""
+    def _read_deletions(self, residues: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Read columns (ascending) of the sparse columns' `rows`: uint16 [len(rows), len(residues)]."""
         read = self._record.read
-        starts = read("deletion_starts", np.arange(start, stop + 1))
-        piece = np.arange(starts[0], starts[-1])
-        column = np.repeat(np.arange(stop - start), np.diff(starts))
+        starts = read("deletion_starts")
+        counts = starts[residues + 1] - starts[residues]
+        column = np.repeat(np.arange(len(residues)), counts)
+        piece = np.arange(len(column)) + (starts[residues] - (np.cumsum(counts) - counts))[column]
         row, count = read("deletion_rows", piece).astype(np.int64), read("deletion_counts", piece)
-        place = np.full(self.depth, -1)  # of each row of the alignment among `rows`
+        place = np.full(self._depth, -1)  # of each row of the alignment among `rows`
         place[rows] = np.arange(len(rows))
         kept = place[row] >= 0
-        deletions = np.zeros((len(rows), stop - start), np.uint16)
+        deletions = np.zeros((len(rows), len(residues)), np.uint16)
         deletions[place[row[kept]], column[kept]] = count[kept]
         return deletions
+
+
+def _span(residues: np.ndarray) -> slice | np.ndarray:
+    """Return ascending indices as a slice if they have no gap: slicing copies nothing."""
+    whole = len(residues) and int(residues[-1] - residues[0]) == len(residues) - 1
+    return slice(int(residues[0]), int(residues[-1]) + 1) if whole else residues
 
 
 def read_example(store: Store, key: str) -> RawExample:
