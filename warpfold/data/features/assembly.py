@@ -51,7 +51,9 @@ def assembly_features(
     rows = choose_rows(firsts, config, rng("blocks") if train else None)
     templates = [choose_templates(c.templates_count, config.max_templates, rng("templates", number) if train else None)
                  for number, c in enumerate(firsts)]  # fmt: skip
-    used = [np.unique(np.concatenate([crops[chain] for chain in np.flatnonzero(entity == e)])) for e in range(len(firsts))]
+    used = [
+        np.unique(np.concatenate([crops[chain] for chain in np.flatnonzero(entity == e)])) for e in range(len(firsts))
+    ]
     read = [
         read_residues(chain, residues, used_rows(rows, number), templates[number])
         for number, (chain, residues) in enumerate(zip(firsts, used))
