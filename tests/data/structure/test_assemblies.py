@@ -9,33 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.entries import random_chain
+from tests.data.entries import ONE, OPERATORS, SHIFT, TURN, assembly_text, loop, random_chain
 from warpfold.data.structure.assemblies import IDENTITY, AssemblyTable
 from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
-
-TURN = (0, -1, 0, 5, 1, 0, 0, 0, 0, 0, 1, 0)  # a quarter around z, then 5 along x
-SHIFT = (1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 7)
-ONE = (1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0)
-OPERATORS = {"1": ONE, "2": TURN, "3": SHIFT, "X0": TURN}
-
-
-def loop(category: str, tags: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    text = "loop_\n" + "".join(f"_{category}.{tag}\n" for tag in tags)
-    return text + "".join(" ".join(f"'{value}'" for value in row) + "\n" for row in rows) + "#\n"
-
-
-def assembly_text(
-    generators: Sequence[tuple[str, str, str]], operators: Mapping[str, Sequence[float | str]] = OPERATORS
-) -> str:
-    """mmCIF's categories of assemblies.  generators: assembly, operators, chains."""
-    parts = [f"{part}" for row in "123" for part in (*(f"matrix[{row}][{c}]" for c in "123"), f"vector[{row}]")]
-    return loop("pdbx_struct_assembly", ["id"], [[name] for name in dict.fromkeys(row[0] for row in generators)]) + (
-        loop("pdbx_struct_assembly_gen", ["assembly_id", "oper_expression", "asym_id_list"], generators)
-        + loop("pdbx_struct_oper_list", ["id", *parts], [[name, *rows] for name, rows in operators.items()])
-    )
 
 
 def entry(generators: Sequence[tuple[str, str, str]], more: str = "", **options: Mapping) -> Structure:

@@ -149,7 +149,8 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
     for source in group[0].alignments:
         try:
             with within_memory(source.name):
-                alignments.append(parse_alignment(source.read_bytes(job.options.limit), source.name))
+                alignment = parse_alignment(source.read_bytes(job.options.limit), source.name)
+            alignments.append(replace(alignment, stands_alone=not source.serves_pairing))
             used.append(source.name)
         except UserError as error:
             notes.append(str(error))
@@ -162,7 +163,8 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
             raise UserError("no alignment" + (f": {model.reason}" if notes else ""))
         with within_memory(job.file.name):
             first = structure.chains[name]
-            raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity)
+            pairing = job.options.has_assemblies
+            raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity, pairing)
             del alignments  # they may take most of the memory, and `raw` has all their rows
             if group[0].hits:
                 raw = _with_templates(raw, group[0].hits, job, model, built)

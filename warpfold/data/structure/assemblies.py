@@ -3,10 +3,10 @@
 Readers keep the few rows of mmCIF's categories as text (`AssemblyTable`); what they mean is found when it is asked for.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -100,33 +100,28 @@ class AssemblyTable:
         """
         text = "".join(expression.split())
         terms = [found[0] for found in _GROUPS.finditer(text)]
-        if not terms or ",".join(terms) != text:
+        every = [[self._items(group) for group in term.strip("()").split(")(")] for term in terms]
+        if not terms or ",".join(terms) != text or not all(map(all, every)):
             raise UserError(f"{self.source}: {expression!r} names no operators of an assembly; correct the file")
-        found: list[np.ndarray] = []
-        for term in terms:
-            groups = [self._items(group) for group in term.strip("()").split(")(")]
-            if len(found) + prod(map(len, groups)) > MOST_OPERATORS:
-                raise UserError(
-                    f"{self.source}: {expression} are more than {MOST_OPERATORS} operators; correct the file"
-                )
-            for names in product(*groups):
-                operator = np.eye(4)
-                for name in names:
-                    operator = operator @ self._operator(name)
-                found.append(operator[:3])
+        if sum(prod(map(len, groups)) for groups in every) > MOST_OPERATORS:
+            raise UserError(f"{self.source}: {text} are more than {MOST_OPERATORS} operators; correct the file")
+        found = []
+        for names in itertools.chain.from_iterable(itertools.product(*groups) for groups in every):
+            operator = np.eye(4)
+            for name in names:
+                operator = operator @ self._operator(name)
+            found.append(operator[:3])
         return found
 
     def _items(self, group: str) -> list[str]:
-        """Return the names of operators in "1-5,7"."""
+        """Return the names of operators in "1-5,7"; a range that is far too long is cut."""
         names: list[str] = []
         for item in group.split(","):
             ends = re.fullmatch(r"(\d{1,9})-(\d{1,9})", item, re.ASCII)
             if ends is None or item in self.operators:
                 names.append(item)
-            elif int(ends[2]) - int(ends[1]) >= MOST_OPERATORS:
-                raise UserError(f"{self.source}: {item} are more than {MOST_OPERATORS} operators; correct the file")
             else:
-                names += map(str, range(int(ends[1]), int(ends[2]) + 1))
+                names += map(str, range(int(ends[1]), int(ends[2]) + 1)[: MOST_OPERATORS + 1])
         return names
 
     def _operator(self, name: str) -> np.ndarray:
