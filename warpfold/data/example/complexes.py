@@ -211,23 +211,27 @@ def _fasta_of_table(data: bytes, source: str) -> str:
     Errors: UserError without these columns, or for a line that is not complete.
     """
     text = plain_text(data, source).decode()
-    lines = csv.reader(io.StringIO(text), delimiter="\t" if "\t" in text.partition("\n")[0] else ",")
-    columns = [title.strip().lower() for title in next(lines, [])]
+    lines = csv.reader(io.StringIO(text), delimiter="\t" if "\t" in text.partition("\n")[0] else ",", strict=True)
+    try:
+        columns = [title.strip().lower() for title in next(lines, [])]
+        rows = [(lines.line_num, line) for line in lines if any(cell.strip() for cell in line)]
+    except csv.Error as error:
+        raise UserError(f"{source}: line {lines.line_num}: {error}; correct the table") from None
     if not {"id", "sequence"} <= set(columns):
         raise UserError(f"{source}: has no columns id and sequence; its first line must name them: id,sequence")
+    if not rows:
+        raise UserError(f"{source}: has no records below its first line; give an id and a sequence in each")
     at = columns.index("id"), columns.index("sequence")
     records = []
-    for line in lines:
-        if any(cell.strip() for cell in line):
-            if len(line) <= max(at):
-                raise UserError(f"{source}: line {lines.line_num} has no id or no sequence; complete it")
-            records.append(f">{' '.join(line[at[0]].split())}\n{''.join(line[at[1]].split())}\n")
-    if not records:
-        raise UserError(f"{source}: has no records below its first line; give an id and a sequence in each")
+    for number, line in rows:
+        if len(line) <= max(at):
+            raise UserError(f"{source}: line {number} has no id or no sequence; complete it")
+        name, sequence = (line[column].split() for column in at)
+        records.append(f">{' '.join(name)}\n{''.join(sequence)}\n")
     return "".join(records)
 
 
 def _first_word(header: str) -> str:
     """Return a record's name, as a chain can be called, or nothing."""
     word = (header.split() or [""])[0]
-    return word if word.isascii() else file_name(word)
+    return word if word.isascii() and word.isprintable() else file_name(word)
