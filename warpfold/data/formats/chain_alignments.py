@@ -64,8 +64,9 @@ def parse_chain_alignments(
 ) -> list[Alignment]:
     """Parse a file that may hold alignments of several chains: ColabFold's of a complex, or some with NUL in between.
 
-    query: the only sequence there is; of a complex, that chain's rows are taken as they are.  row_by_row: alignments with NUL in between
-    are pairs, row i with row i, as ColabFold's `pair.a3m`.  Errors: UserError as in `read_alignment`.
+    query: the only sequence there is; of a complex, that chain's rows are taken as they are.  row_by_row: alignments
+    with NUL in between are pairs, row i with row i, as ColabFold's `pair.a3m`.
+    Errors: UserError as in `read_alignment`.
     """
     if _COMPLEX.match(data):
         alignment, lengths, _ = parse_complex_a3m(data, source)
