@@ -83,7 +83,7 @@ def test_what_is_left_out_is_reported(files: Path) -> None:
     store = Store(files / "store")
     assert report_of(report, "2sym-assembly1") == "kept: "
     assert "2mis.cif: an assembly needs operator 7, which is missing" in report_of(report, "2mis-assembly1")
-    assert report_of(report, "2big-assembly1") == "dropped: 30 chains, more than 20"
+    assert report_of(report, "2big-assembly1") == "dropped: 28 chains, more than 20"
     absent = "kept: without B: 4 residues, fewer than 10; without C: is not in the file"
     assert report_of(report, "2abs-assembly1") == absent
     assert read_assembly(store, "2abs-assembly1").ids == ("A",)
