@@ -46,6 +46,13 @@ def test_records_are_proteins_or_the_chains_of_one_complex(tmp_path: Path) -> No
     assert assemble(both)[0].entity_id.tolist() == [1, 2, 1]
 
 
+def test_headers_of_the_pdb_name_all_copies(tmp_path: Path) -> None:
+    text = ">2HHB_1|Chains A, C|Hemoglobin|Homo sapiens (9606)\nACDE\n>2HHB_2|Chain B[auth K]|Hemoglobin\nMKV\n"
+    assert read(tmp_path, text, as_one=True) == [("pair", ("A", "C", "K"), ("ACDE", "ACDE", "MKV"))]
+    assert read(tmp_path, text.partition(">2HHB_2")[0], as_one=True) == [("pair", ("A", "C"), ("ACDE", "ACDE"))]
+    assert [one[0] for one in read(tmp_path, text)] == ["2HHB_1_Chains", "2HHB_2_Chain"]  # single proteins, as before
+
+
 def test_a_colon_makes_a_complex_of_its_record_in_any_case(tmp_path: Path) -> None:
     text = ">one\nACDE:MKV:\nACDE\n>two\nGGG\n"
     expected = [("one", ("A", "B", "C"), ("ACDE", "MKV", "ACDE")), ("two", ("A",), ("GGG",))]
@@ -211,11 +218,13 @@ def test_the_chains_of_a_structure(tmp_path: Path) -> None:
         read_complexes(write(tmp_path / "z.cif", text + assembly_text([("1", "1", "Z")])))
 
 
-def test_each_sequence_is_searched_for_once() -> None:
-    queries = [Complex("x", ("A", "B", "C"), ("ACD", "MKV", "ACD")), Complex("y", ("A",), ("ACD",))]
-    assert sequences_to_search(queries) == {"x_A": "ACD", "x_B": "MKV", "y": "ACD"}
-    with pytest.raises(UserError, match="X_a: two sequences have this name"):
-        sequences_to_search([*queries, Complex("X_a", ("A",), ("ACD",))])
+def test_each_sequence_is_searched_for_once(tmp_path: Path) -> None:
+    files = [write(tmp_path / "x.csv", "id,sequence\nx,ACD:MKV:ACD\n"), write(tmp_path / "y.fa", ">y\nACD\n")]
+    assert sequences_to_search(files) == {"x_A": "ACD", "x_B": "MKV", "y": "ACD"}
+    with pytest.raises(UserError, match=r"z\.fa: another sequence is called X_a too; give each"):
+        sequences_to_search([*files, write(tmp_path / "z.fa", ">X_a\nACD\n")])
+    with pytest.raises(UserError, match=r"z\.fa: a record is called Y in .*y\.fa too; give each"):
+        sequences_to_search([*files, write(tmp_path / "z.fa", ">Y\nACD\n")])
 
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), max_size=12)

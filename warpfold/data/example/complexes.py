@@ -4,13 +4,14 @@ Which records make a complex is never guessed:
 
 * `A:B` in a sequence (ColabFold's form, in FASTA and tables) is a complex of its own, with chains A, B, ...;
 * other FASTA records are single proteins or, if the caller asks for that (`as_one`), the chains of one complex, each
-  named by its header;
+  named by its header, which in the PDB's files names all copies (`>2HHB_1|Chains A, C|...`);
 * a structure, and an alignment of a complex (`#120,88<TAB>1,2`), are one complex each;
 * a folder is all of these, file by file.
 """
 
 import csv
 import io
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from warpfold.files import file_name, read_file
 
 FASTA = (".fasta", ".fas", ".fa", ".faa", ".fsa", ".seq")
 TABLES = (".csv", ".tsv")
+_PDB_HEADER = re.compile(r"\w{4}_\d+\|Chains? ([^|]+)\|")  # of rcsb.org's FASTA files: >7W72_4|Chain D[auth K]|...
+_PDB_CHAIN = re.compile(r"(\w+)(?:\[auth (\w+)\])?")
 _LETTERS = ascii_uppercase + ascii_lowercase + digits  # what a PDB file can name
 
 
@@ -61,8 +64,8 @@ def chain_ids(count: int) -> list[str]:
     return found
 
 
-def read_complexes(*paths: Path, as_one: bool = False) -> list[Complex]:
-    """Read what to fold from files, also pipes such as /dev/stdin, and from all files in folders.
+def read_complexes(path: Path, as_one: bool = False) -> list[Complex]:
+    """Read what to fold from a file, which may be a pipe such as /dev/stdin, or from all files in a folder.
 
     By its ending a file is a table (.csv, .tsv: columns `id` and `sequence`), a structure (the first biological
     assembly of an mmCIF or PDB file), an alignment, or else FASTA.  as_one: the records of a FASTA file are the chains
@@ -70,33 +73,37 @@ def read_complexes(*paths: Path, as_one: bool = False) -> list[Complex]:
     Errors: UserError for a file that cannot be read, a chain without residues, two queries or two chains of one name.
     """
     endings = (*FASTA, *TABLES, *STRUCTURES, *ALIGNMENTS)
-    found: dict[str, Complex] = {}
+    files = [file.path for file in find([path], endings, "queries")] if path.is_dir() else [path]
+    found = [(file, query) for file in files for query in _read(file, as_one)]
+    _refuse_twice(found)
+    return [query for _, query in found]
+
+
+def _refuse_twice(queries: Iterable[tuple[Path, Complex]]) -> None:
+    """Raise UserError if two queries have one name; some file systems do not tell A from a."""
     sources: dict[str, Path] = {}
-    for path in paths:
-        for file in [one.path for one in find([path], endings, "queries")] if path.is_dir() else [path]:
-            for query in _read(file, as_one):
-                if (key := query.name.lower()) in sources:  # some file systems do not tell A from a
-                    where = "twice" if sources[key] == file else f"in {sources[key]} too"
-                    raise UserError(
-                        f"{file}: a record is called {query.name} {where}; give each protein a name of its own"
-                    )
-                sources[key], found[key] = file, query
-    return list(found.values())
+    for file, query in queries:
+        if (key := query.name.lower()) in sources:
+            where = "twice" if sources[key] == file else f"in {sources[key]} too"
+            raise UserError(f"{file}: a record is called {query.name} {where}; give each protein a name of its own")
+        sources[key] = file
 
 
-def sequences_to_search(queries: Iterable[Complex]) -> dict[str, str]:
-    """Return the different sequences of some queries by name: NAME, or NAME_CHAIN of a complex's first copy.
+def sequences_to_search(paths: Iterable[Path]) -> dict[str, str]:
+    """Return the different sequences of the queries in files by name: NAME, or NAME_CHAIN of a complex's first copy.
 
-    Errors: UserError if two of them have one name.
+    Errors: UserError as in `read_complexes`, and for two of one name.
     """
+    queries = [(path, query) for path in paths for query in read_complexes(path)]
+    _refuse_twice(queries)
     found: dict[str, str] = {}
     taken: set[str] = set()
-    for query in queries:
+    for path, query in queries:
         for sequence in dict.fromkeys(query.sequences):
             chain = query.ids[query.sequences.index(sequence)]
             name = query.name if len(query.ids) == 1 else file_name(f"{query.name}_{chain}")
             if name.lower() in taken:
-                raise UserError(f"{name}: two sequences have this name; give each query a name of its own")
+                raise UserError(f"{path}: another sequence is called {name} too; give each protein a name of its own")
             taken.add(name.lower())
             found[name] = sequence
     return found
@@ -158,10 +165,13 @@ def _read(path: Path, as_one: bool) -> list[Complex]:
     if ending in ALIGNMENTS:
         return [_of_alignment(data, name, path)]
     records = parse_fasta(data, str(path), chains=True)
-    if not as_one or len(records) == 1 or any(":" in sequence for _, sequence in records):
+    ids = [_chains_of(header) for header, _ in records]
+    single = len(records) == 1 and len(ids[0]) < 2
+    if not as_one or single or any(":" in sequence for _, sequence in records):
         return _of_records(records, path)
-    ids = [_first_word(header) or letter for (header, _), letter in zip(records, chain_ids(len(records)))]
-    return [Complex(name, tuple(ids), tuple(sequence for _, sequence in records))]
+    named = zip(ids, chain_ids(len(records)), records)
+    chains = [(id, sequence) for own, letter, (_, sequence) in named for id in own or [letter]]
+    return [Complex(name, tuple(id for id, _ in chains), tuple(sequence for _, sequence in chains))]
 
 
 def _of_records(records: Iterable[tuple[str, str]], path: Path) -> list[Complex]:
@@ -229,6 +239,14 @@ def _fasta_of_table(data: bytes, source: str) -> str:
         name, sequence = (line[column].split() for column in at)
         records.append(f">{' '.join(name)}\n{''.join(sequence)}\n")
     return "".join(records)
+
+
+def _chains_of(header: str) -> list[str]:
+    """Return the chains that a record of a complex stands for: its first word, or all that the PDB's header names."""
+    if found := _PDB_HEADER.match(header):
+        return [author or id for id, author in _PDB_CHAIN.findall(found[1])]
+    word = _first_word(header)
+    return [word] if word else []
 
 
 def _first_word(header: str) -> str:
