@@ -79,9 +79,6 @@ def test_dockq_is_that_of_the_published_program(case: str) -> None:
     assert found.dockq == pytest.approx(dockq(predicted, truth), abs=1e-12)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("DockQ") is None, reason="compares with the DockQ package (pip install DockQ)"
-)
 @pytest.mark.parametrize("case", CASES)
 def test_dockq_is_that_of_the_installed_program(case: str, tmp_path: Path) -> None:
     program: Any = pytest.importorskip("DockQ.DockQ", reason="needs DockQ and its NumPy 1", exc_type=ImportError)
