@@ -7,7 +7,6 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +90,9 @@ def relax_chains(
     while rounds < max_rounds and (best is None or best[0]):
         rounds += 1
         amber.minimise(free)
-        found = dataclasses.replace(residues, positions=np.where(moving[..., None], amber.positions(), residues.positions))
+        found = dataclasses.replace(
+            residues, positions=np.where(moving[..., None], amber.positions(), residues.positions)
+        )
         flaws, energy = find_flaws(found), amber.energy()
         free |= flaws.any
         if np.isfinite(energy) and (best is None or (flaws.any.sum(), energy) < best[:2]):
