@@ -71,6 +71,18 @@ def test_atoms_at_one_place_are_parted_the_same_way_each_time(protein: Chain) ->
         np.testing.assert_array_equal(one.positions, other.positions)
 
 
+def test_a_gpu_that_cannot_be_used_is_replaced_by_the_cpu_and_that_is_said(protein: Chain) -> None:  # noqa: F811
+    _, report = relax_chains([part(protein, 5)], device="cuda")
+    assert report.platform.startswith(("CUDA", "HIP (CUDA: ", "OpenCL (CUDA: ", "CPU (CUDA: "))
+
+
+def test_mirrored_residues_are_counted(protein: Chain) -> None:  # noqa: F811
+    piece = part(protein, 6)
+    mirrored = dataclasses.replace(piece, positions=piece.positions * np.array([1, 1, -1], np.float32))
+    assert relax_chains([piece])[1].mirrored == 0
+    assert relax_chains([mirrored])[1].mirrored == 6 - piece.sequence.count("G")
+
+
 def test_gaps_unknown_residues_and_missing_atoms(protein: Chain) -> None:  # noqa: F811
     sequence = protein.sequence[:9] + "X" + protein.sequence[10:]
     chain = dataclasses.replace(lacking(protein, 4, list(range(3, 37))), sequence=sequence)

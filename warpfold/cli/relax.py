@@ -47,6 +47,7 @@ def say_relaxed(done: dict[str, Any], quiet: bool) -> None:
             f"{entry['name']}: residues with violations {before} → {after}, energy {_energy(entry['energy_before'])} → "
             f"{_energy(entry['energy_after'])} kcal/mol, Cα moved {entry['ca_rmsd']:.2f} Å (at most "
             f"{entry['ca_max']:.2f}), rounds {entry['rounds']}, {entry['seconds']:.0f} s, {entry['platform']}"
+            f"{', D residues ' + str(entry['mirrored']) if entry['mirrored'] else ''}"
             f"{', kept from an earlier run' if entry['kept'] else ''}, {entry['path']}"
         )
     for failure in done["failures"]:

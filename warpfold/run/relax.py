@@ -17,6 +17,7 @@ from warpfold.geometry import atoms as geometry
 from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, ATOM_TYPES, RESTYPE_ORDER, UNKNOWN, VDW_RADIUS
 from warpfold.model.violations import connection_violations, within_residue_violations
 from warpfold.run.amber import OXT, Amber, Residues
+from warpfold.run.sanity import check_geometry
 
 MAX_ROUNDS = 20
 OVERLAP = 1.5  # Å that atoms of different residues may overlap (Supp. 1.9.11, eq. 46)
@@ -57,6 +58,7 @@ class Relaxation:
     ca_rmsd: float  # without superposition: springs hold the structure where it was
     ca_max: float
     rmsd: float  # of all heavy atoms
+    mirrored: int  # residues with Cβ on the wrong side (D instead of L), which minimisation does not turn back
     disulfides: int
     built_atoms: int  # heavy atoms that the structure lacked
     left_out: int  # residues that took no part: X, without N, CA or C, or alone between two gaps
@@ -111,6 +113,7 @@ def relax_chains(
         ca_rmsd=round(float(np.sqrt(np.mean(ca**2))), 3),
         ca_max=round(float(ca.max()), 3),
         rmsd=round(float(np.sqrt(np.mean(heavy**2))), 3),
+        mirrored=check_geometry(relaxed.positions, moving).mirrored,
         disulfides=amber.disulfides,
         built_atoms=int(built.sum()),
         left_out=int((given.mask.any(1) & (given.segment < 0)).sum()),
