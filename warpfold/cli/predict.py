@@ -1,10 +1,9 @@
 """`warpfold predict`."""
 
-import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -28,7 +27,7 @@ from warpfold.cli.common import (
     show,
     writes,
 )
-from warpfold.cli.relax import Relax, say_relaxed
+from warpfold.cli.relax import Relax, RelaxOption, relax_predictions, relaxed_line
 from warpfold.progress import progress_bar
 
 
@@ -67,9 +66,7 @@ def predict(
     axial: Axial = None,
     branch: Branch = None,
     strict: Strict = False,
-    relax: Annotated[
-        Relax, decides("Relax all predictions, or of each query the best one, with OpenMM (docs/relax.md).")
-    ] = Relax.none,
+    relax: RelaxOption = Relax.none,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -80,16 +77,10 @@ def predict(
     from warpfold.parallel.plan import Plan
     from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run import predict as prediction
-    from warpfold.run.amber import require_openmm
     from warpfold.run.predict_templates import TemplateSources
-    from warpfold.run.relax_files import relax_paths
 
-    sources = TemplateSources(
-        files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date
-    )
+    sources = TemplateSources(template or [], hits or [], template_structures, max_template_date)
     process = ProcessInfo.from_environment(os.environ)
-    if relax != Relax.none:
-        require_openmm()  # before hours of work, not after them
     options = prediction.PredictOptions(
         seed=seed, recycles=recycles, ensemble=ensemble, max_msa=max_msa, max_extra=max_extra,
         device=device_of(device, process), chunk=chunk, precision=precision.value,
@@ -99,17 +90,10 @@ def predict(
     plan = Plan(axial=axial or 1, branch=branch or 1)
     with distributed_context(process, plan, options.device or "cpu") as team, bar as progress:
         summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team)
-    relaxed: dict[str, Any] = {"relaxed": [], "failures": []}
-    if relax != Relax.none and team.is_rank_zero:
-        with progress_bar() as progress:
-            which: Literal["all", "best"] = "best" if relax == Relax.best else "all"
-            relaxed = relax_paths([out], options.device or "cpu", which, progress=progress)
-        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     if team.is_rank_zero:
+        summary = relax_predictions(summary, out, relax, options.device)
         _say(summary, out, as_json)
-        say_relaxed(relaxed, quiet=as_json)
-    failed = summary["failures"] or relaxed["failures"] or any(map(_lacks_templates, summary["predictions"]))
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
 
 
 def _lacks_templates(entry: dict[str, Any]) -> bool:
@@ -126,6 +110,9 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
         ptm = "" if entry["ptm"] is None else f", pTM {entry['ptm']:.2f}"
         used = f", templates {', '.join(entry['templates'])}" if entry.get("templates") else ""
         typer.echo(f"{entry['name']}: mean pLDDT {entry['mean_plddt']:.1f}{ptm}{used}, {out / entry['folder']}")
+    for entry in [] if as_json else summary["predictions"]:
+        if "relaxed" in entry:
+            typer.echo(relaxed_line(f"{entry['name']} relaxed", entry["relaxed"]))
     if not as_json:
         typer.echo(f"report: {out / 'report.html'}")
     for entry in summary["predictions"]:

@@ -1,5 +1,6 @@
 """`warpfold relax`."""
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,34 @@ class Relax(StrEnum):
     all = "all"
     best = "best"
     none = "none"
+
+
+def _check(which: Relax) -> Relax:
+    """Raise UserError where OpenMM is missing: before hours of work, not after them."""
+    from warpfold.run.amber import require_openmm
+
+    if which != Relax.none:
+        require_openmm()
+    return which
+
+
+RelaxOption = Annotated[
+    Relax,
+    decides("Relax all predictions, or of each query the best one, with OpenMM: docs/relax.md.", callback=_check),
+]
+
+
+def relax_predictions(summary: dict[str, Any], out: Path, which: Relax, device: str | None) -> dict[str, Any]:
+    """Relax what `predict` wrote into `out`; return its summary with the reports, and with what failed here too."""
+    from warpfold.run.relax_files import relax_paths
+
+    if which == Relax.none:
+        return summary
+    with progress_bar() as progress:
+        done = relax_paths([out], device or "cpu", "best" if which == Relax.best else "all", progress=progress)
+    written = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    failed = [{"name": one["name"], "error": f"relaxation: {one['error']}"} for one in done["failures"]]
+    return written | {"failures": [*written["failures"], *failed]}
 
 
 @app.command(epilog="Example:  warpfold predict query.fasta ... --out folded && warpfold relax folded")
@@ -35,23 +64,22 @@ def relax(
         done = relax_paths(paths, device_of(device), "best" if best else "all", force, progress)
     if as_json:
         show(done)
-    say_relaxed(done, quiet=as_json)
+    for entry in [] if as_json else done["relaxed"]:
+        typer.echo(f"{relaxed_line(entry['name'], entry)}{', kept' if entry['kept'] else ''}, {entry['path']}")
+    for failure in done["failures"]:
+        typer.echo(f"failed {failure['name']}: {failure['error']}", err=True)
     raise typer.Exit(1 if done["failures"] else 0)
 
 
-def say_relaxed(done: dict[str, Any], quiet: bool) -> None:
-    """Print what was relaxed, a line for each structure, unless quiet; and in any case what failed."""
-    for entry in [] if quiet else done["relaxed"]:
-        before, after = (entry[f"violations_{when}"]["residues"] for when in ("before", "after"))
-        typer.echo(
-            f"{entry['name']}: residues with violations {before} → {after}, energy {_energy(entry['energy_before'])} → "
-            f"{_energy(entry['energy_after'])} kcal/mol, Cα moved {entry['ca_rmsd']:.2f} Å (at most "
-            f"{entry['ca_max']:.2f}), rounds {entry['rounds']}, {entry['seconds']:.0f} s, {entry['platform']}"
-            f"{', D residues ' + str(entry['mirrored']) if entry['mirrored'] else ''}"
-            f"{', kept from an earlier run' if entry['kept'] else ''}, {entry['path']}"
-        )
-    for failure in done["failures"]:
-        typer.echo(f"failed {failure['name']}: {failure['error']}", err=True)
+def relaxed_line(name: str, report: dict[str, Any]) -> str:
+    """Return what was done to a structure, for people."""
+    before, after = (report[f"violations_{when}"]["residues"] for when in ("before", "after"))
+    mirrored = f", D residues {report['mirrored']}" if report["mirrored"] else ""
+    return (
+        f"{name}: residues with violations {before} → {after}, energy {_energy(report['energy_before'])} → "
+        f"{_energy(report['energy_after'])} kcal/mol, Cα moved {report['ca_rmsd']:.2f} Å (at most "
+        f"{report['ca_max']:.2f}), rounds {report['rounds']}, {report['seconds']:.0f} s, {report['platform']}{mirrored}"
+    )
 
 
 def _energy(energy: float | None) -> str:
