@@ -79,15 +79,15 @@ def predict(
     from warpfold.run import predict as prediction
     from warpfold.run.predict_templates import TemplateSources
 
-    sources = TemplateSources(template or [], hits or [], template_structures, max_template_date)
+    sources = TemplateSources(
+        files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
     process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
         seed=seed, recycles=recycles, ensemble=ensemble, max_msa=max_msa, max_extra=max_extra,
         device=device_of(device, process), chunk=chunk, precision=precision.value,
         representations=representations, force=force, kernels="strict" if strict else "fast",
     )  # fmt: skip
-    bar = progress_bar() if process.rank == 0 else nullcontext()
-    plan = Plan(axial=axial or 1, branch=branch or 1)
+    bar, plan = progress_bar() if process.rank == 0 else nullcontext(), Plan(axial=axial or 1, branch=branch or 1)
     with distributed_context(process, plan, options.device or "cpu") as team, bar as progress:
         summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team)
     if team.is_rank_zero:
