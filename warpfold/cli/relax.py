@@ -47,7 +47,7 @@ def relax_predictions(summary: dict[str, Any], out: Path, which: Relax, device: 
     return written | {"failures": [*written["failures"], *failed]}
 
 
-@app.command(epilog="Example:  warpfold predict query.fasta ... --out folded && warpfold relax folded")
+@app.command(epilog="Example:  warpfold relax folded")
 def relax(
     paths: Annotated[list[Path], argument("Folders of `warpfold predict`; mmCIF or PDB files.")],
     best: Annotated[
