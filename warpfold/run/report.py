@@ -19,7 +19,9 @@ from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run import figures
 
 HERE = Path(__file__).parent
-DRAWN = 40  # proteins that the report of `predict` draws; its table lists all
+DRAWN = 40  # predictions that the report of `predict` draws; its table lists all
+DRAWN_OF_EACH = 5  # of one protein or complex, the best
+INTERFACE_HEADER = ("interface", "ipTM", "interface pLDDT", "contacts")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Target:
     """One predicted protein of a report.
 
     plddt [N] 0..100; pae [N, N] angstrom or None; ca [N, 3] angstrom; mmcif: the structure, pLDDT as its B factors.
+    chains: of a complex, where each is; interfaces: a row of text for each, under INTERFACE_HEADER.
     With a known truth, superposed on the prediction: truth_mmcif, truth_ca [M, 3], lddt [N] 0..100 (NaN where unknown).
     """
 
@@ -41,6 +44,8 @@ class Target:
     truth_mmcif: str | None = None
     truth_ca: np.ndarray | None = None
     lddt: np.ndarray | None = None
+    chains: Mapping[str, slice] = field(default_factory=dict)
+    interfaces: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,10 @@ def render(report: ReportPage) -> str:
         sections.append("<section><h2>Structures</h2>\n")
         sections += [_target(i, target) for i, target in enumerate(report.targets)]
         sections.append("</section>")
-    structures = [{"prediction": t.mmcif, "truth": t.truth_mmcif} for t in report.targets]
+    structures = [
+        {"prediction": t.mmcif, "truth": t.truth_mmcif, "chains": [[c, _chain_color(i)] for i, c in enumerate(t.chains)]}
+        for t in report.targets
+    ]
     library = (HERE / "vendor" / "3dmol" / "3Dmol-min.js").read_text(encoding="utf-8") if report.targets else ""
     return frame.substitute(
         title=_text(report.title),
@@ -126,10 +134,12 @@ def _target(index: int, target: Target) -> str:
     truth = target.truth_mmcif is not None
     numbers = "".join(f"<div><dt>{_text(k)}</dt> <dd>{_text(v)}</dd></div>" for k, v in target.numbers)
     warnings = "".join(f'<p class="warning">{_text(w)}</p>' for w in target.warnings)
-    trace = figures.draw_trace(target.ca, target.plddt, target.truth_ca)
-    drawings = [_figure(figures.draw_plddt(target.plddt, target.lddt), "")]
+    trace = figures.draw_trace(target.ca, target.plddt, target.truth_ca, target.chains)
+    drawings = [_figure(figures.draw_plddt(target.plddt, target.lddt, target.chains), "")]
     if target.pae is not None:
-        drawings.append(_figure(figures.draw_pae(target.pae), "Dark: sure of where the one is, seen from the other."))
+        drawing = figures.draw_pae(target.pae, target.chains)
+        drawings.append(_figure(drawing, "Dark: sure of where the one is, seen from the other."))
+    interfaces = _table(ReportTable(INTERFACE_HEADER, target.interfaces), {}) if target.interfaces else ""
     key = "".join(
         f'<span><i style="background:{color}"></i>{name}{f", {bound:.0f} and more" if bound else ""}</span>'
         for bound, color, name in figures.CLASSES
@@ -137,6 +147,12 @@ def _target(index: int, target: Target) -> str:
     if truth:
         key += '<span><i style="background:#aab2bb"></i>truth</span>'
     switch = '<label><input type="checkbox" name="truth" checked> truth</label>' if truth else ""
+    if target.chains:
+        switch += '<label><input type="checkbox" name="chains"> colour by chain</label>'
+        key += "".join(
+            f'<span class="chain"><i style="background:{_chain_color(i)}"></i>{_text(chain)}</span>'
+            for i, chain in enumerate(target.chains)
+        )
     return f"""<article id="target-{index}">
 <h3>{_text(target.name)}</h3>
 <dl class="numbers">{numbers}</dl>
@@ -148,10 +164,14 @@ def _target(index: int, target: Target) -> str:
 <button name="reset" type="button">reset the view</button></div>
 <div class="key">{key}</div>
 </div>
-<div>{"".join(drawings)}</div>
+<div>{"".join(drawings)}{interfaces}</div>
 </div>
 <p class="sequence">{_text(target.sequence)}</p>
 </article>"""
+
+
+def _chain_color(place: int) -> str:
+    return figures.CHAIN_COLORS[place % len(figures.CHAIN_COLORS)]
 
 
 def _figure(svg: str, caption: str) -> str:
