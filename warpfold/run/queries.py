@@ -1,18 +1,21 @@
 """What `predict` folds: proteins and complexes, read from the user's files, with their alignments and templates."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.raw_example import Templates
-from warpfold.data.example.templates import TemplateOutcome
+from warpfold.data.example.raw_example import RawExample, Templates
+from warpfold.data.example.templates import LOW_IDENTITY, TemplateOutcome
 from warpfold.data.formats.alignment import Alignment, decode, encode, merge
 from warpfold.data.formats.input_files import stacking_order
 from warpfold.data.formats.sequences import read_alignment, read_proteins
 from warpfold.errors import UserError
 from warpfold.files import file_name
-from warpfold.run.predict_templates import TemplateSources, find_templates
+from warpfold.run.params import Params, check_templates
+from warpfold.run.predict_templates import Found, TemplateQuery, TemplateSources, files_of_chains, find_templates_of
 
 ALIGNMENT_ENDINGS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln")
 
@@ -21,7 +24,7 @@ ALIGNMENT_ENDINGS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln")
 class FoldQuery:
     """What to fold: a name that is unique and safe in a path, a sequence, an alignment of it, templates.
 
-    outcomes: of each template that was offered.
+    outcomes: of each template that was offered.  warnings: what is to be said of the input.
     """
 
     name: str
@@ -29,46 +32,91 @@ class FoldQuery:
     alignment: Alignment
     templates: Templates | None = None
     outcomes: Sequence[TemplateOutcome] = ()
+    warnings: Sequence[str] = ()
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield all that decides what is predicted."""
+        yield f"{self.name}\n{self.sequence}\n".encode()
+        yield from (self.alignment.rows.tobytes(), self.alignment.deletions.tobytes())
+        yield from _template_parts(self.templates)
 
 
-def read_queries(path: Path, msas: Sequence[Path]) -> list[FoldQuery]:
-    """Read the proteins of a FASTA file, or the one of an alignment, with their alignments from `msas`.
+@dataclass(frozen=True)
+class ComplexQuery:
+    """A complex to fold, with the alignments and templates of its chains; the rest as in `FoldQuery`."""
 
-    With one protein, every file of `msas` must be an alignment of it; with several, each file belongs to the protein
-    in its first row.  They are stacked in the official order where their names tell (`input_files.stacking_order`).
-    Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
+    assembly: Assembly
+    outcomes: Sequence[TemplateOutcome] = ()
+    warnings: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        return self.assembly.name
+
+    @property
+    def chains(self) -> tuple[RawExample, ...]:
+        """Return the chains, which are in memory."""
+        return tuple(chain for chain in self.assembly.chains if isinstance(chain, RawExample))
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield all that decides what is predicted."""
+        yield f"{self.name}\n{','.join(self.assembly.ids)}\n".encode()
+        for chain in self.chains:
+            yield from (array.tobytes() for array in (chain.aatype, chain.msa, chain.deletions))
+            if (pairing := chain.pairing) is not None:
+                for array in (pairing.species, pairing.identity, pairing.digest, pairing.unpaired):
+                    yield np.ascontiguousarray(array).tobytes()
+            yield from _template_parts(chain.templates)
+
+
+Query = FoldQuery | ComplexQuery
+
+
+def _template_parts(templates: Templates | None) -> Iterator[bytes]:
+    if templates is not None:
+        yield from (array.tobytes() for array in (templates.aatype, templates.positions, templates.mask))
+
+
+def with_templates(queries: Sequence[Query], sources: TemplateSources, models: Sequence[Params]) -> list[Query]:
+    """Return the queries with templates, as many as the models take; models without template parts ignore them.
+
+    Errors: UserError as in `find_templates`, for a file that fits no chain of the complexes, and if no model takes
+    templates, or one fewer than the user's files.
     """
-    endings = [ending.lower() for ending in path.suffixes]
-    if any(ending in ALIGNMENT_ENDINGS for ending in endings):
-        own = read_alignment(path)
-        name = file_name(path.name.split(".")[0])
-        found = [(name, own.query, [own])]
-    else:
-        found = [(name, sequence, []) for name, sequence in read_proteins([path]).items()]
-    as_rows = {sequence: decode(encode(sequence)) for _, sequence, _ in found}  # in the letters of an alignment
-    by_sequence: dict[str, list[Alignment]] = {}
-    for msa in sorted(msas, key=lambda path: stacking_order(path.name)):  # otherwise as given
-        alignment = read_alignment(msa, found[0][1] if len(found) == 1 else None)
-        if alignment.query not in as_rows.values():
+    able = [model for model in models if model.config.templates.enabled] or models
+    asked = [_ask(query, sources.files, alone=len(queries) == 1) for query in queries]
+    each = [one for some in asked for one in some]
+    for model in able:
+        check_templates(model.config, model.sample, max(1, *(len(one.files) for one in each)))
+    for file in sources.files:
+        if not any(file.endswith(used) for one in each for used in one.files):
             raise UserError(
-                f"{msa}: its first row is not the sequence of any record in {path}; give alignments of these"
+                f"{file}: fits no chain, as fewer than {LOW_IDENTITY:.0%} of the aligned residues are equal; leave it "
+                f"out, or say which chain it is for: {each[0].chains[0]}={file.partition('=')[2] or file}"
             )
-        by_sequence.setdefault(alignment.query, []).append(alignment)
-    return [
-        FoldQuery(
-            name,
-            sequence,
-            merge([*own, *by_sequence.get(as_rows[sequence], [])] or [Alignment.of_query(sequence, name)]),
-        )
-        for name, sequence, own in found
-    ]
+    found = dict(zip(each, find_templates_of(each, sources, max(model.sample.max_templates for model in able))))
+    return [_with_found(query, {one: found[one] for one in own}) for query, own in zip(queries, asked)]
 
 
-def with_templates(queries: Sequence[FoldQuery], sources: TemplateSources, predictor: Predictor) -> list[FoldQuery]:
-    """Return the queries with templates, as many as the model takes.
+def _ask(query: Query, files: Sequence[str], alone: bool) -> list[TemplateQuery]:
+    """Return the sequences of a query for which templates are sought.  alone: it is the only query."""
+    if isinstance(query, FoldQuery):
+        return [TemplateQuery(query.sequence, (query.name,), tuple(map(str, files)))]
+    chains = dict(zip(query.assembly.ids, (chain.sequence for chain in query.chains)))
+    own = files_of_chains(files, chains)
+    asked = []
+    for sequence in dict.fromkeys(chains.values()):
+        ids = tuple(id for id, other in chains.items() if other == sequence)
+        names = (*(ids if alone else ()), *(f"{query.name}_{id}" for id in ids))
+        asked.append(TemplateQuery(sequence, names, tuple(own[sequence]), ids))
+    return asked
 
-    Errors: UserError as in `find_templates`, and for a model that takes none, or fewer than the user's files.
-    """
-    predictor.check_templates(max(len(sources.files), 1))
-    found = find_templates({query.name: query.sequence for query in queries}, sources, predictor.sample.max_templates)
-    return [replace(query, templates=found[query.name][0], outcomes=found[query.name][1]) for query in queries]
+
+def _with_found(query: Query, found: Mapping[TemplateQuery, Found]) -> Query:
+    if isinstance(query, FoldQuery):
+        ((templates, outcomes),) = found.values()
+        return replace(query, templates=templates, outcomes=outcomes)
+    by_sequence = {one.sequence: templates for one, (templates, _) in found.items()}
+    chains = tuple(replace(chain, templates=by_sequence[chain.sequence]) for chain in query.chains)
+    outcomes = [replace(outcome, chains=one.chains) for one, (_, outcomes) in found.items() for outcome in outcomes]
+    return replace(query, assembly=replace(query.assembly, chains=chains), outcomes=outcomes)
