@@ -11,7 +11,9 @@ MOST_OF_A_SPECIES = 600  # rows in one chain; a species with more is not paired 
 
 # sp|P69905|HBA_HUMAN/2-142, tr|A0A146SKV9|A0A146SKV9_FUNHE: accession and entry name, perhaps with the number of an
 # isoform; an entry name ends with UniProt's code for the organism.  Small BFD adds a number.
-_UNIPROT = re.compile(r"(?:sp|tr)\|[A-Za-z0-9]{6,10}(?:_\d)?\|[A-Za-z0-9]+(?:_\d)?_([A-Za-z0-9]{1,5})(?:_\d+)?(?:[/\s]|$)")
+_UNIPROT = re.compile(
+    r"(?:sp|tr)\|[A-Za-z0-9]{6,10}(?:_\d)?\|[A-Za-z0-9]+(?:_\d)?_([A-Za-z0-9]{1,5})(?:_\d+)?(?:[/\s]|$)"
+)
 # OX=9606 in UniProt's descriptions, TaxID=9606 in UniRef's: NCBI's number of the organism.
 _TAXON = re.compile(r"\s(?:OX|TaxID)=(\d+)(?!\S)")
 # UniRef100_A0A2T9WJQ3_1987490/: the number behind the cluster's name, in alignments that others made for pairing.

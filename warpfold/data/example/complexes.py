@@ -1,0 +1,205 @@
+"""What to fold: single proteins and complexes, from FASTA, tables, alignments and structures.
+
+Which records make a complex is never guessed:
+
+* `A:B` in a sequence (ColabFold's form, in FASTA and tables) is a complex of its own, with chains A, B, ...;
+* other FASTA records are single proteins or, if the caller asks for that (`as_one`), the chains of one complex, each
+  named by its header;
+* a structure, and an alignment of a complex (`#120,88<TAB>1,2`), are one complex each;
+* a folder is all of these, file by file.
+"""
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase, digits
+
+from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.pairing import pair_rows
+from warpfold.data.example.raw_example import RawExample, from_sequence
+from warpfold.data.formats.alignment import Alignment
+from warpfold.data.formats.chain_alignments import ChainAlignments, as_row, parse_chain_alignments
+from warpfold.data.formats.complex_a3m import announced
+from warpfold.data.formats.input_files import ALIGNMENTS, STRUCTURES, find
+from warpfold.data.formats.sequences import parse_fasta, plain_text
+from warpfold.data.structure.mmcif import parse_structure
+from warpfold.errors import UserError
+from warpfold.files import file_name, read_file
+
+FASTA = (".fasta", ".fas", ".fa", ".faa", ".fsa", ".seq")
+TABLES = (".csv", ".tsv")
+_LETTERS = ascii_uppercase + ascii_lowercase + digits  # what a PDB file can name
+
+
+@dataclass(frozen=True)
+class Complex:
+    """Chains to fold together, in the user's order; a single protein is one of one chain."""
+
+    name: str  # as a file can be called
+    ids: tuple[str, ...]  # [K], all different
+    sequences: tuple[str, ...]  # [K], upper case
+    alignments: tuple[Alignment, ...] = ()  # that came with it, each of one of the sequences
+    notes: tuple[str, ...] = ()  # what the user should know, such as chains that were left out
+
+    def __post_init__(self) -> None:
+        if twice := [name for name, times in Counter(self.ids).items() if times > 1]:
+            raise UserError(f"{self.name}: has two chains called {twice[0]}; give each chain a name of its own")
+
+
+def chain_ids(count: int) -> list[str]:
+    """Return names for chains: A to Z, a to z, 0 to 9, as PDB files can have them, then AA, AB and so on."""
+    length, named = 1, len(_LETTERS)
+    found = list(_LETTERS[:count])
+    while named < count:
+        length += 1
+        found += ["".join(letters) for letters, _ in zip(product(ascii_uppercase, repeat=length), range(count - named))]
+        named = len(found)
+    return found
+
+
+def read_complexes(path: Path, as_one: bool = False) -> list[Complex]:
+    """Read what to fold from a file, which may be a pipe such as /dev/stdin, or from all files in a folder.
+
+    By its ending a file is a table (.csv, .tsv: columns `id` and `sequence`), a structure (the first biological
+    assembly of an mmCIF or PDB file), an alignment, or else FASTA.  as_one: the records of a FASTA file are the chains
+    of one complex; without effect where a record has `:`.
+    Errors: UserError for a file that cannot be read, a chain without residues, two queries or two chains of one name.
+    """
+    if path.is_dir():
+        endings = (*FASTA, *TABLES, *STRUCTURES, *ALIGNMENTS)
+        files = [file.path for file in find([path], endings, "queries")]
+    else:
+        files = [path]
+    found: dict[str, Complex] = {}
+    sources: dict[str, Path] = {}
+    for file in files:
+        for one in _read(file, as_one):
+            if (key := one.name.lower()) in sources:  # some file systems do not tell A from a
+                where = "twice" if sources[key] == file else f"in {sources[key]} too"
+                raise UserError(f"{file}: a record is called {one.name} {where}; give each protein a name of its own")
+            sources[key], found[key] = file, one
+    return list(found.values())
+
+
+def assemble(query: Complex, alignments: ChainAlignments | None = None) -> tuple[Assembly, list[str]]:
+    """Return a complex with the alignments of its chains, and what the user should know about it, a line each.
+
+    Copies share their example.  A chain without alignment has its own row alone.
+    Errors: UserError for an alignment of another protein, or a sequence that is no protein's.
+    """
+    given: dict[str, list[Alignment]] = {}
+    for alignment in query.alignments:
+        given.setdefault(alignment.query, []).append(alignment)
+    examples: dict[str, RawExample] = {}
+    bare: list[str] = []
+    for chain, sequence in zip(query.ids, query.sequences):
+        own = given.get(as_row(sequence), []) + (alignments.of(sequence) if alignments else [])
+        bare += [] if own else [chain]
+        if sequence not in examples:
+            name = f"{query.name}_{chain}"
+            examples[sequence] = from_sequence(
+                sequence, own or [Alignment.of_query(sequence, name)], name, pairing=True
+            )
+    notes = [*query.notes]
+    if bare and len(query.ids) > 1:
+        notes.append(f"no alignment for {_listed(bare)}: folded by the sequence alone")
+    if unpaired := _unpaired_reason(list(examples.values())):
+        notes.append(unpaired)
+    return Assembly(query.name, query.ids, tuple(examples[sequence] for sequence in query.sequences)), notes
+
+
+def _unpaired_reason(entities: Sequence[RawExample]) -> str | None:
+    """Return why no rows of different sequences are paired though they have alignments, or None."""
+    deep = [one for one in entities if one.depth > 1]
+    if len(entities) < 2 or len(deep) < 2 or len(pair_rows([one.pairing for one in entities])) > 1:
+        return None
+    if sum(one.pairing is not None for one in deep) > 1:
+        return "no rows are paired: the alignments of different chains have no species in common"
+    return (
+        "no rows are paired: the headers of the alignments name no species (UniProt's tr|A0A0K0ME10|A0A0K0ME10_9STAP, "
+        "OX=1295 or TaxID=1295)"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{'chain' if len(names) == 1 else 'chains'} {', '.join(names)}"
+
+
+def _read(path: Path, as_one: bool) -> list[Complex]:
+    """Read one file.  See `read_complexes`."""
+    data = read_file(path, pipe=True)
+    name = file_name(path.name.split(".")[0])
+    ending = Path(path.name.lower().removesuffix(".gz")).suffix
+    if ending in TABLES:
+        return _of_records(parse_fasta(_fasta_of_table(data, str(path)), str(path), chains=True), path)
+    if ending in STRUCTURES:
+        return [_of_structure(data, name, path)]
+    if ending in ALIGNMENTS:
+        return [_of_alignment(data, name, path)]
+    records = parse_fasta(data, str(path), chains=True)
+    if not as_one or len(records) == 1 or any(":" in sequence for _, sequence in records):
+        return _of_records(records, path)
+    ids = [_first_word(header) or letter for (header, _), letter in zip(records, chain_ids(len(records)))]
+    return [Complex(name, tuple(ids), tuple(sequence for _, sequence in records))]
+
+
+def _of_records(records: Iterable[tuple[str, str]], path: Path) -> list[Complex]:
+    """Return each record as a query of its own."""
+    found = []
+    for header, text in records:
+        name, sequences = file_name(_first_word(header) or "query"), tuple(text.split(":"))
+        if not all(sequences):
+            raise UserError(f"{path}: {name} has a chain without residues; write A:B, with a sequence on both sides")
+        found.append(Complex(name, tuple(chain_ids(len(sequences))), sequences))
+    return found
+
+
+def _of_structure(data: bytes, name: str, path: Path) -> Complex:
+    """Return the protein chains of a structure's first assembly; what else it has is left out, and noted."""
+    structure = parse_structure(data, str(path))
+    ids, sequences = zip(*((id, chain.sequence) for id, chain in structure.chains.items()))
+    notes = tuple(f"{id} is left out: {reason}" for id, reason in structure.dropped.items())
+    return Complex(name, ids, sequences, notes=notes)
+
+
+def _of_alignment(data: bytes, name: str, path: Path) -> Complex:
+    """Return the chains of an alignment, in the order and the copies that ColabFold's first line gives them."""
+    alignments = parse_chain_alignments(data, str(path))
+    sequences = list(dict.fromkeys(one.query for one in alignments))
+    _, copies, _ = announced(plain_text(data, str(path)).lstrip(b"\n"), str(path))
+    if len(copies) != len(sequences):
+        copies = [1] * len(sequences)
+    chains = tuple(sequence for sequence, count in zip(sequences, copies) for _ in range(count))
+    return Complex(name, tuple(chain_ids(len(chains))), chains, tuple(alignments))
+
+
+def _fasta_of_table(data: bytes, source: str) -> str:
+    """Return the columns `id` and `sequence` of a table, separated by commas or tabs, as FASTA text.
+
+    Errors: UserError without these columns, or for a line that is not complete.
+    """
+    text = plain_text(data, source).decode()
+    lines = csv.reader(io.StringIO(text), delimiter="\t" if "\t" in text.partition("\n")[0] else ",")
+    columns = [title.strip().lower() for title in next(lines, [])]
+    if not {"id", "sequence"} <= set(columns):
+        raise UserError(f"{source}: has no columns id and sequence; its first line must name them: id,sequence")
+    at = columns.index("id"), columns.index("sequence")
+    records = []
+    for line in lines:
+        if any(cell.strip() for cell in line):
+            if len(line) <= max(at):
+                raise UserError(f"{source}: line {lines.line_num} has no id or no sequence; complete it")
+            records.append(f">{' '.join(line[at[0]].split())}\n{''.join(line[at[1]].split())}\n")
+    if not records:
+        raise UserError(f"{source}: has no records below its first line; give an id and a sequence in each")
+    return "".join(records)
+
+
+def _first_word(header: str) -> str:
+    """Return a record's name, as a chain can be called, or nothing."""
+    word = (header.split() or [""])[0]
+    return word if word.isascii() else file_name(word)
