@@ -46,10 +46,10 @@ class SampleConfig:
     block_fraction: float = 0.3  # Supp. Algorithm 1: rows per deleted block
     blocks: int = 5
     randomize_num_blocks: bool = False
-    # Of assemblies alone: alignment rows of a chain that are read, at most, and half as many pairs (`MSA_CROP_SIZE` of the
-    # official data/pipeline_multimer.py); whether rows of different chains are paired by species; the share of training
-    # crops that are spatial, the others being contiguous (AlphaFold-Multimer, sec. 7.2); and how near the CA of another
-    # chain must be, in angstrom, for a spatial crop to be drawn around a residue.
+    # Of assemblies alone: the alignment rows of a chain that are read, at most, of which half may be pairs
+    # (`MSA_CROP_SIZE` of the official data/pipeline_multimer.py); whether rows of different chains are paired by
+    # species; the share of training crops that are spatial, the others being contiguous (AlphaFold-Multimer, sec. 7.2);
+    # and how near the CA of another chain must be, in angstrom, for a spatial crop to be drawn around a residue.
     chain_rows: int = 2048
     pairing: bool = True
     spatial_fraction: float = 0.5

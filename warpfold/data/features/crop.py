@@ -23,17 +23,17 @@ def crop_assembly(assembly: Assembly, config: SampleConfig, rng: np.random.Gener
         chain = np.repeat(np.arange(len(lengths)), lengths)
         kept = spatial_crop(*ca, chain, config.crop, config.interface_distance, rng)
         if kept is not None:
-            return np.split(np.flatnonzero(kept), np.searchsorted(np.flatnonzero(kept), np.cumsum(lengths)[:-1]))
+            return [np.flatnonzero(part) for part in np.split(kept, np.cumsum(lengths)[:-1])]
     return contiguous_crop(lengths, config.crop, rng)
 
 
 def ca_of(assembly: Assembly) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the CA of all chains, [N, 3] and seen [N], in their places in the assembly; None if a chain has none."""
-    found = [chain.ca() for chain in assembly.chains]
+    found = [chain.ca_positions() for chain in assembly.chains]
     if any(one is None for one in found):
         return None
     ca = [move(one[0], assembly.operators, number) for number, one in enumerate(found) if one is not None]
-    return np.concatenate(ca), np.concatenate([one[1] for one in found if one is not None])
+    return np.concatenate(ca), np.concatenate([one[1] > 0 for one in found if one is not None])
 
 
 def move(positions: np.ndarray, operators: np.ndarray | None, chain: int) -> np.ndarray:

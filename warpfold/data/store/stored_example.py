@@ -18,7 +18,7 @@ from warpfold.data.example.raw_example import CA, RawExample, Templates
 from warpfold.data.formats.alignment import decode
 from warpfold.data.store.store import Record, Store
 from warpfold.errors import UserError
-from warpfold.geometry.residue import ATOM_ORDER, GAP
+from warpfold.geometry.residue import GAP
 
 TILE = 128  # columns of a tile, at most: a crop of 256 touches three or four, and the rest of a chain stays unread
 PER_RESIDUE = ("aatype", "residue_index", "profile", "positions", "mask")  # arrays whose first axis is residues
