@@ -58,3 +58,14 @@ def read_params(paths: Sequence[Path]) -> list[Params]:
         sample = build(SampleConfig, data_settings(path), str(path))
         found.append(Params(name, path, digest, config, sample))
     return found
+
+
+def check_templates(config: ModelConfig, sample: SampleConfig, count: int) -> None:
+    """Raise UserError unless a model takes `count` templates."""
+    if count and not config.templates.enabled:
+        raise UserError(
+            "these parameters have no template parts (of AlphaFold2's, model_3 to model_5 have none); "
+            "give others, or no templates"
+        )
+    if count > sample.max_templates:
+        raise UserError(f"templates given: {count}, the model takes {sample.max_templates}; leave some out")

@@ -25,7 +25,7 @@ from warpfold.run.outputs import Prediction, claim_folder, remove_prediction, wr
 from warpfold.run.params import Params, read_params
 from warpfold.run.predict_templates import TemplateSources
 from warpfold.run.predictor import Predictor, load
-from warpfold.run.queries import ComplexQuery, FoldQuery, read_queries, with_templates
+from warpfold.run.queries import ComplexQuery, FoldQuery, Query, read_queries, with_templates
 from warpfold.run.ranking import copy_by_rank, rank_predictions
 from warpfold.run.report import prediction_report, write_report
 from warpfold.run.sanity import check_geometry
@@ -141,7 +141,7 @@ def predict(
 def _fold_all(
     memory: ModelInMemory,
     models: Sequence[Params],
-    queries: Sequence[FoldQuery | ComplexQuery],
+    queries: Sequence[Query],
     out: Path,
     options: PredictOptions,
     summary: dict[str, Any],
@@ -171,7 +171,7 @@ def _fold_all(
 
 
 def fold_one(
-    predictor: Predictor, query: FoldQuery | ComplexQuery, out: Path, options: PredictOptions, model: str = ""
+    predictor: Predictor, query: Query, out: Path, options: PredictOptions, model: str = ""
 ) -> dict[str, Any] | None:
     """Fold one query with `options.seed` and write its folder; return its entry in the summary.
 
@@ -270,7 +270,7 @@ def _together(models: Sequence[Params], options: PredictOptions) -> bool:
     return all(model.multimer for model in models) if options.together is None else options.together
 
 
-def _check_complexes(queries: Sequence[FoldQuery | ComplexQuery], models: Sequence[Params]) -> None:
+def _check_complexes(queries: Sequence[Query], models: Sequence[Params]) -> None:
     """Raise UserError if there is a complex, and a model that folds single chains alone."""
     found = [query.name for query in queries if isinstance(query, ComplexQuery)]
     unable = [model.path for model in models if not model.multimer]
@@ -282,7 +282,7 @@ def _check_complexes(queries: Sequence[FoldQuery | ComplexQuery], models: Sequen
 
 
 def _new_summary(
-    queries: Sequence[FoldQuery | ComplexQuery], models: Sequence[Params], options: PredictOptions, predictor: Predictor
+    queries: Sequence[Query], models: Sequence[Params], options: PredictOptions, predictor: Predictor
 ) -> dict[str, Any]:
     settings = {"seed": options.seed, "seeds": options.seeds, **options.of(models[0])}
     return {
@@ -303,7 +303,7 @@ def _new_summary(
 
 
 def _run_digest(
-    queries: Sequence[FoldQuery | ComplexQuery], models: Sequence[Params], options: PredictOptions
+    queries: Sequence[Query], models: Sequence[Params], options: PredictOptions
 ) -> str:
     """Return a digest of everything that decides the result."""
     deciding = [options.seed, options.seeds, [[model.digest, options.of(model)] for model in models]]

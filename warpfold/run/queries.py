@@ -7,17 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.complexes import assemble, read_complexes
 from warpfold.data.example.raw_example import RawExample, Templates
 from warpfold.data.example.templates import LOW_IDENTITY, TemplateOutcome
-from warpfold.data.formats.alignment import Alignment, decode, encode, merge
-from warpfold.data.formats.input_files import stacking_order
-from warpfold.data.formats.sequences import read_alignment, read_proteins
+from warpfold.data.formats.alignment import Alignment, merge
+from warpfold.data.formats.chain_alignments import read_chain_alignments
 from warpfold.errors import UserError
-from warpfold.files import file_name
 from warpfold.run.params import Params, check_templates
 from warpfold.run.predict_templates import Found, TemplateQuery, TemplateSources, files_of_chains, find_templates_of
-
-ALIGNMENT_ENDINGS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln")
 
 
 @dataclass(frozen=True)
@@ -75,6 +72,30 @@ Query = FoldQuery | ComplexQuery
 def _template_parts(templates: Templates | None) -> Iterator[bytes]:
     if templates is not None:
         yield from (array.tobytes() for array in (templates.aatype, templates.positions, templates.mask))
+
+
+def read_queries(path: Path, msas: Sequence[Path], together: bool = False) -> list[Query]:
+    """Read proteins and complexes from a file or a folder (`read_complexes`), with their alignments from `msas`.
+
+    Each alignment belongs to the sequence in its first row, and if there is one sequence, every one must be of it; the
+    official order in which they are stacked is kept (`read_chain_alignments`).  together: the records of a FASTA file
+    are the chains of one complex.
+    Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
+    """
+    found = read_complexes(path, together)
+    sequences = [sequence for one in found for sequence in one.sequences]
+    alignments = read_chain_alignments(msas, sequences, str(path))
+    unused = [f"{file}: an alignment of none of the sequences, left out" for file in alignments.unused]
+    queries: list[Query] = []
+    for one in found:
+        if len(one.ids) == 1:
+            (sequence,) = one.sequences
+            own = [*one.alignments, *alignments.of(sequence)] or [Alignment.of_query(sequence, one.name)]
+            queries.append(FoldQuery(one.name, sequence, merge(own), warnings=[*one.notes, *unused]))
+        else:
+            assembly, notes = assemble(one, alignments)
+            queries.append(ComplexQuery(assembly, warnings=[*notes, *unused]))
+    return queries
 
 
 def with_templates(queries: Sequence[Query], sources: TemplateSources, models: Sequence[Params]) -> list[Query]:
