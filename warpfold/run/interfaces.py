@@ -27,14 +27,13 @@ def find_interfaces(prediction: Prediction) -> list[Interface]:
     """Return the interfaces of a complex, in the order of its chains; a single chain has none."""
     found = []
     for (i, (one, first)), (j, (other, second)) in combinations(enumerate(prediction.spans.items()), 2):
-        a, b = contacts(*(x[span] for span in (first, second) for x in (prediction.positions, prediction.mask)))
+        atoms, mask = prediction.positions, prediction.mask
+        a, b = contacts(atoms[first], mask[first], atoms[second], mask[second])
         if not len(a):
             continue
         plddt = np.concatenate([prediction.plddt[first][np.unique(a)], prediction.plddt[second][np.unique(b)]])
         pair = prediction.chain_pair_iptm
-        found.append(
-            Interface((one, other), len(a), float(plddt.mean()), None if pair is None else float(pair[i, j]))
-        )
+        found.append(Interface((one, other), len(a), float(plddt.mean()), None if pair is None else float(pair[i, j])))
     return found
 
 

@@ -46,7 +46,9 @@ class Prediction:
     details: Mapping[str, Any] = field(default_factory=dict)  # for summary.json: seed, recycles, seconds, ...
     templates: Sequence[Mapping[str, Any]] = ()  # the outcome of each template that was offered
     chain_ids: tuple[str, ...] = ("A",)  # [K]
-    asym_id: np.ndarray | None = None  # int32 [N], the place of each residue's chain in `chain_ids`, from 1; None: K = 1
+    asym_id: np.ndarray | None = (
+        None  # int32 [N], the place of each residue's chain in `chain_ids`, from 1; None: K = 1
+    )
     iptm: float | None = None  # 0 to 1, of a complex
     chain_pair_iptm: np.ndarray | None = None  # [K, K], 0 to 1: the ipTM of each two chains alone; 0 on the diagonal
 

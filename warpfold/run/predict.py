@@ -42,7 +42,9 @@ class PredictOptions:
 
     seed: int = 0
     seeds: int = 1  # how many, counted on from `seed`: a prediction with each, which are ranked
-    together: bool | None = None  # records of a FASTA file are chains of one complex; None: with a multimer's parameters
+    together: bool | None = (
+        None  # records of a FASTA file are chains of one complex; None: with a multimer's parameters
+    )
     recycles: int | None = None  # None: the model's own
     ensemble: int | None = None
     max_msa: int | None = None  # rows of the clustered and of the extra alignment; None: as the parameters were trained
@@ -160,7 +162,7 @@ def _fold_all(
         if (query.name, model.name, seed) in done:
             continue
         predictor = memory.load(model)
-        label = {"model": model.name, "seed": seed} if len(jobs) > len(queries) else {}
+        label: dict[str, Any] = {"model": model.name, "seed": seed} if len(jobs) > len(queries) else {}
         try:
             entry = fold_one(predictor, query, out, replace(options, seed=seed), label.get("model", ""))
             summary["predictions"] += [entry | {"model": model.name}] if entry else []
@@ -230,7 +232,11 @@ def _of_complex(prediction: Prediction) -> dict[str, Any]:
     return {
         "iptm": None if prediction.iptm is None else round(prediction.iptm, 4),
         "chains": [
-            {"id": chain, "length": span.stop - span.start, "mean_plddt": round(float(prediction.plddt[span].mean()), 2)}
+            {
+                "id": chain,
+                "length": span.stop - span.start,
+                "mean_plddt": round(float(prediction.plddt[span].mean()), 2),
+            }
             for chain, span in prediction.spans.items()
         ],
         "chain_pair_iptm": None if pairs is None else np.round(pairs.astype(float), 4).tolist(),
@@ -302,9 +308,7 @@ def _new_summary(
     }
 
 
-def _run_digest(
-    queries: Sequence[Query], models: Sequence[Params], options: PredictOptions
-) -> str:
+def _run_digest(queries: Sequence[Query], models: Sequence[Params], options: PredictOptions) -> str:
     """Return a digest of everything that decides the result."""
     deciding = [options.seed, options.seeds, [[model.digest, options.of(model)] for model in models]]
     digest = hashlib.sha256(json.dumps(deciding).encode())

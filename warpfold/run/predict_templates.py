@@ -20,9 +20,9 @@ class TemplateSources:
     """The files from which templates are taken.
 
     files: FILE or FILE:CHAIN, mmCIF or PDB, used for every query whatever their date; of a complex, for the chains that
-    they fit, or in the form ID=FILE or ID=FILE:CHAIN for chain ID.  hits: files of HHsearch or hmmsearch; with several
-    queries each is named after its query (NAME.hhr), of a complex after its chain (ID.hhr, NAME_ID.hhr).  structures: the mmCIF files that hits
-    point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: no limit.
+    they fit, or as ID=FILE or ID=FILE:CHAIN for chain ID.  hits: files of HHsearch or hmmsearch; with several queries
+    each is named after its query (NAME.hhr), of a complex after its chain (ID.hhr, NAME_ID.hhr).  structures: the mmCIF
+    files that hits point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: no limit.
     """
 
     files: Sequence[str] = ()
@@ -110,6 +110,17 @@ def files_of_chains(files: Sequence[str], chains: Mapping[str, str]) -> dict[str
         for sequence in fitting:
             found[sequence].append(rest)
     return found
+
+
+def check_fit(files: Sequence[str], used: Iterable[Sequence[str]], chain: str) -> None:
+    """Raise UserError for a file of the user that is among those used for no chain; chain: one that it could be for."""
+    kept = {file for files in used for file in files}
+    for file in files:
+        if file not in kept and file.partition("=")[2] not in kept:
+            raise UserError(
+                f"{file}: fits no chain, as fewer than {LOW_IDENTITY:.0%} of the aligned residues are equal; leave it "
+                f"out, or say which chain it is for: {chain}={file}"
+            )
 
 
 def _fitting(file: str, sequences: Iterable[str]) -> dict[str, float]:

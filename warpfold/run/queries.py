@@ -9,12 +9,18 @@ import numpy as np
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.complexes import assemble, read_complexes
 from warpfold.data.example.raw_example import RawExample, Templates
-from warpfold.data.example.templates import LOW_IDENTITY, TemplateOutcome
+from warpfold.data.example.templates import TemplateOutcome
 from warpfold.data.formats.alignment import Alignment, merge
 from warpfold.data.formats.chain_alignments import read_chain_alignments
-from warpfold.errors import UserError
 from warpfold.run.params import Params, check_templates
-from warpfold.run.predict_templates import Found, TemplateQuery, TemplateSources, files_of_chains, find_templates_of
+from warpfold.run.predict_templates import (
+    Found,
+    TemplateQuery,
+    TemplateSources,
+    check_fit,
+    files_of_chains,
+    find_templates_of,
+)
 
 
 @dataclass(frozen=True)
@@ -109,12 +115,7 @@ def with_templates(queries: Sequence[Query], sources: TemplateSources, models: S
     each = [one for some in asked for one in some]
     for model in able:
         check_templates(model.config, model.sample, max(1, *(len(one.files) for one in each)))
-    for file in sources.files:
-        if not any(file.endswith(used) for one in each for used in one.files):
-            raise UserError(
-                f"{file}: fits no chain, as fewer than {LOW_IDENTITY:.0%} of the aligned residues are equal; leave it "
-                f"out, or say which chain it is for: {each[0].chains[0]}={file.partition('=')[2] or file}"
-            )
+    check_fit(list(map(str, sources.files)), [one.files for one in each], (each[0].chains or each[0].names)[0])
     found = dict(zip(each, find_templates_of(each, sources, max(model.sample.max_templates for model in able))))
     return [_with_found(query, {one: found[one] for one in own}) for query, own in zip(queries, asked)]
 

@@ -93,7 +93,11 @@ def render(report: ReportPage) -> str:
         sections += [_target(i, target) for i, target in enumerate(report.targets)]
         sections.append("</section>")
     structures = [
-        {"prediction": t.mmcif, "truth": t.truth_mmcif, "chains": [[c, _chain_color(i)] for i, c in enumerate(t.chains)]}
+        {
+            "prediction": t.mmcif,
+            "truth": t.truth_mmcif,
+            "chains": [[c, _chain_color(i)] for i, c in enumerate(t.chains)],
+        }
         for t in report.targets
     ]
     library = (HERE / "vendor" / "3dmol" / "3Dmol-min.js").read_text(encoding="utf-8") if report.targets else ""
