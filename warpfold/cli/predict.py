@@ -31,29 +31,52 @@ from warpfold.progress import progress_bar
 
 
 @app.command(
-    cls=Lists, epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded"
+    cls=Lists,
+    epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
+    "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
+    "--params params_model_*_multimer_v3.npz --seeds 2 --out folded",
 )
 def predict(
     query: Annotated[
-        Path, argument("FASTA (every record is folded; also /dev/stdin), or an alignment (A3M, Stockholm).")
+        Path,
+        argument(
+            "FASTA (A:B is a complex; also /dev/stdin), CSV (id,sequence), an alignment (A3M, Stockholm), a structure "
+            "(its chains), or a folder of these."
+        ),
     ],
-    params: Annotated[Path, reads("WarpFold's .safetensors, or DeepMind's params_model_*.npz (monomer, ptm).")],
+    params: Annotated[
+        list[Path],
+        reads("WarpFold's .safetensors, or DeepMind's params_model_*.npz; several: each folds, and they are ranked."),
+    ],
     out: Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.")],
     msa: Annotated[
-        list[Path] | None, reads("Alignments of the records; each goes to the record that is its first row.")
+        list[Path] | None, reads("Alignments, or folders of them; each goes to the sequence that is its first row.")
+    ] = None,
+    together: Annotated[
+        bool | None,
+        reads(
+            "Whether the records of a FASTA file are the chains of one complex; default: if --params are a multimer's.",
+            "--complex/--no-complex",
+            show_default=False,
+        ),
     ] = None,
     template: Annotated[
         list[str] | None,
-        reads("FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date."),
+        reads(
+            "FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date; of a complex "
+            "for the chains that they fit, or ID=FILE for chain ID."
+        ),
     ] = None,
     hits: Annotated[
-        list[Path] | None, reads("Template hits, .hhr or hmmsearch's; with several records, NAME.hhr for each.")
+        list[Path] | None,
+        reads("Template hits, .hhr or hmmsearch's; with several records, NAME.hhr for each, of a complex ID.hhr."),
     ] = None,
     template_structures: Annotated[Path | None, reads("Folder of mmCIF files that the hits point to.")] = None,
     max_template_date: Annotated[
         str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")
     ] = None,
     seed: Seed = 0,
+    seeds: Annotated[int, decides("Predict with this many seeds, SEED, SEED + 1 ..., and rank them.", min=1)] = 1,
     recycles: Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)] = None,
     ensemble: Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)] = None,
     max_msa: Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)] = None,
@@ -68,8 +91,9 @@ def predict(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fold sequences: mmCIF, PDB, pLDDT, PAE, a summary and a report.
+    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report.
 
+    With several --params or --seeds, the predictions of each protein are ranked.
     Long ones on several processes, under torchrun: docs/parallel.md.
     """
     from warpfold.parallel.plan import Plan
@@ -82,7 +106,8 @@ def predict(
     )
     process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
-        seed=seed, recycles=recycles, ensemble=ensemble, max_msa=max_msa, max_extra=max_extra,
+        seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble,
+        max_msa=max_msa, max_extra=max_extra,
         device=device_of(device, process), chunk=chunk, precision=precision.value,
         representations=representations, force=force, kernels="strict" if strict else "fast",
     )  # fmt: skip
@@ -101,16 +126,17 @@ def _lacks_templates(entry: dict[str, Any]) -> bool:
 
 
 def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Print the summary, or a line for each protein; and in any case what failed."""
+    """Print the summary, or a line for each prediction; and in any case what is to be known of the input or failed."""
     say_refused(summary["refused"])
     if as_json:
         show(summary)
     for entry in [] if as_json else summary["predictions"]:
-        ptm = "" if entry["ptm"] is None else f", pTM {entry['ptm']:.2f}"
-        used = f", templates {', '.join(entry['templates'])}" if entry.get("templates") else ""
-        typer.echo(f"{entry['name']}: mean pLDDT {entry['mean_plddt']:.1f}{ptm}{used}, {out / entry['folder']}")
+        typer.echo(_line(entry, out))
     if not as_json:
         typer.echo(f"report: {out / 'report.html'}")
+    for name, warnings in summary["input_warnings"].items():
+        for warning in warnings:
+            typer.echo(f"{name}: {warning}", err=True)
     for entry in summary["predictions"]:
         refused = entry.get("templates_refused", {})
         if entry.get("templates_missing") or (refused and not entry["templates"]):
@@ -118,4 +144,16 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
             what = "some hits are no templates" if entry["templates"] else "no template"
             typer.echo(f"{entry['name']}: {what}: {reasons}", err=True)
     for failure in summary["failures"]:
-        typer.echo(f"failed {failure['name']}: {failure['error']}", err=True)
+        of = f" ({failure['model']}, seed {failure['seed']})" if "model" in failure else ""
+        typer.echo(f"failed {failure['name']}{of}: {failure['error']}", err=True)
+
+
+def _line(entry: dict[str, Any], out: Path) -> str:
+    """Return what is printed of a prediction."""
+    several = f" rank {entry['rank']}" if "ranked" in entry else ""
+    scores = [f"mean pLDDT {entry['mean_plddt']:.1f}"]
+    known = [(title, entry.get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM"))]
+    scores += [f"{title} {score:.2f}" for title, score in known if score is not None]
+    if entry["templates"]:
+        scores.append(f"templates {', '.join(entry['templates'])}")
+    return f"{entry['name']}{several}: {', '.join(scores)}, {out / entry['folder']}"

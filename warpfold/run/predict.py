@@ -26,7 +26,7 @@ from warpfold.run.params import Params, read_params
 from warpfold.run.predict_templates import TemplateSources
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.queries import ComplexQuery, FoldQuery, Query, read_queries, with_templates
-from warpfold.run.ranking import copy_by_rank, rank_predictions
+from warpfold.run.ranking import copy_by_rank, rank_predictions, remove_copies
 from warpfold.run.report import prediction_report, write_report
 from warpfold.run.sanity import check_geometry
 
@@ -300,6 +300,7 @@ def _new_summary(
         "settings": settings,
         "device": str(predictor.device),
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "input_warnings": {query.name: list(query.warnings) for query in queries if query.warnings},
         "predictions": [],
         "failures": [],
         "ranking": {},
@@ -330,6 +331,7 @@ def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:
             summary["predictions"].append(entry)
         elif all(part == file_name(part) for part in Path(entry["folder"]).parts):
             remove_prediction(folder, entry["name"])
+            remove_copies(out, entry)
     write_summary(out, summary)
 
 

@@ -1,5 +1,6 @@
 """Rank the predictions of each query, where several models and seeds folded it, and copy them by rank."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,13 @@ def copy_by_rank(out: Path, entries: Sequence[Entry]) -> list[Entry]:
             copies[kind] = str(copy)
         found.append(entry | {"ranked": copies})
     return found
+
+
+def remove_copies(out: Path, entry: Entry) -> None:
+    """Delete the copies that a summary's entry names, and their folder if nothing else is in it."""
+    for copy in map(Path, entry.get("ranked", {}).values()):
+        folder, safe = out / file_name(entry["name"]), [file_name(part) for part in copy.parts]
+        if safe == list(copy.parts) and (out / copy).parent == folder and not folder.is_symlink():
+            with contextlib.suppress(OSError):  # it is not there, or other files are in the folder
+                (out / copy).unlink(missing_ok=True)
+                folder.rmdir()
