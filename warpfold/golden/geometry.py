@@ -7,6 +7,7 @@ from warpfold.geometry import atoms, residue
 from warpfold.geometry.rigid import Rigid, rotation_to_quaternion, update_affine
 from warpfold.golden.compare import CaseOutputs, Compute, Tensors
 from warpfold.golden.config import POSITION_SCALE
+from warpfold.golden.multimer import frames_and_chi
 from warpfold.golden.read import ReferenceCase
 from warpfold.model import confidence, losses
 from warpfold.model.fape import backbone_fape, frame_aligned_point_error
@@ -254,6 +255,7 @@ def _violation_parts(found: Violations) -> Tensors:
 
 GEOMETRY: dict[str, Compute] = {
     "atom37_to_frames": _atom37_to_frames,
+    "atom37_to_frames_multimer": frames_and_chi,
     "atom37_to_torsion_angles": _atom37_to_torsions,
     "compute_renamed_ground_truth": lambda case, x: CaseOutputs(_renamed(x, x["atom14_pred_positions"])),
     "confidence": _confidence,
