@@ -63,8 +63,8 @@ def predict(
     template: Annotated[
         list[str] | None,
         reads(
-            "FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date; of a complex "
-            "for the chains that they fit, or ID=FILE for chain ID."
+            "FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date; in a "
+            "complex for the chains that they fit, or ID=FILE for chain ID."
         ),
     ] = None,
     hits: Annotated[
