@@ -28,7 +28,7 @@ CLASSES = (
 
 # Colours of chains, in turn: Okabe and Ito's, which the colour-blind tell apart (https://jfly.uni-koeln.de/color/).
 CHAIN_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7500", "#5c6770")
-NAMED = 0.04  # the share of an axis that a chain must have for its name to be written there
+NAMED = 0.018  # the share of an axis that a chain must have, for each letter of its name and one more, to be named there
 
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -103,7 +103,7 @@ def draw_plddt(plddt: np.ndarray, lddt: np.ndarray | None = None, chains: Mappin
         axes.plot(residues[chain], plddt[chain], color=INK, label=None if chain.start else "pLDDT", linewidth=1.5)
     if lddt is not None:
         axes.plot(residues, lddt, "--", color=AMBER, label="lDDT-Cα against the truth", linewidth=1.3)
-        _legend(axes)
+        _legend(axes, above=1.07 if chains else 1.0)
     axes.set(
         xlabel="residue", ylabel="pLDDT" if lddt is None else "0 to 100", ylim=(0, 100), xlim=(1, max(2, len(plddt)))
     )
@@ -210,7 +210,7 @@ def _mark_chains(axes: Axes, chains: Mapping[str, slice], color: str, rows: bool
         if chain.start:
             for line in (axes.axvline, axes.axhline)[: 2 if rows else 1]:
                 line(chain.start + 0.5, color=color, linewidth=0.8)
-        if chain.stop - chain.start >= NAMED * (right - left):
+        if chain.stop - chain.start >= NAMED * (len(name) + 1) * (right - left):
             middle = ((chain.start + chain.stop + 1) / 2 - left) / (right - left)
             axes.text(middle, 1.015, name, transform=axes.transAxes, ha="center", fontsize=8.5, parse_math=False)
 
@@ -220,9 +220,9 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _legend(axes: Axes) -> None:
+def _legend(axes: Axes, above: float = 1.0) -> None:
     """Put the key above the plot, where it covers nothing."""
-    place = (-0.01, 1.0)
+    place = (-0.01, above)
     axes.legend(fontsize=8.5, ncols=3, frameon=False, loc="lower left", bbox_to_anchor=place, borderaxespad=0.2)
 
 

@@ -202,6 +202,8 @@ def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[
     below: the folder in that of the protein, where it has several predictions.  warnings: what else is to be said.
     """
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
+    details = dict(prediction.details)
+    chains = _of_complex(prediction, details.pop("chain_depths", {}))
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
     folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
     files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
@@ -213,9 +215,9 @@ def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[
         "sequence": ":".join(prediction.sequence[span] for span in prediction.spans.values()),
         "mean_plddt": round(prediction.mean_plddt, 2),
         "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
-        **_of_complex(prediction),
+        **chains,
         "ranking_confidence": round(prediction.ranking_confidence, 6),
-        **prediction.details,
+        **details,
         "templates_unused": sum(not outcome.used for outcome in outcomes),
         "templates_refused": count_refusals(outcomes),
         "templates_missing": sum(outcome.missing for outcome in outcomes),
@@ -224,8 +226,8 @@ def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[
     }
 
 
-def _of_complex(prediction: Prediction) -> dict[str, Any]:
-    """Return what the summary has of complexes alone."""
+def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, Any]:
+    """Return what the summary has of complexes alone.  depths: rows of each chain's alignment."""
     if prediction.asym_id is None:
         return {}
     pairs = prediction.chain_pair_iptm
@@ -236,6 +238,7 @@ def _of_complex(prediction: Prediction) -> dict[str, Any]:
                 "id": chain,
                 "length": span.stop - span.start,
                 "mean_plddt": round(float(prediction.plddt[span].mean()), 2),
+                "msa_depth": depths.get(chain),
             }
             for chain, span in prediction.spans.items()
         ],
