@@ -40,6 +40,8 @@ def complex_of(
         raise UserError(f"{name}: an alignment for chain {unknown[0]}, but the chains are {', '.join(chains)}")
     if not chains or len(given) < len(alignments):
         raise UserError(f"{name}: {len(chains)} chains and {len(alignments)} alignments; give one for each, or none")
+    for id, sequence in chains.items():
+        encode(sequence, f"{name} {id}")  # an error for letters that are not residues
     found = tuple(as_alignment(chains[id], rows, f"{name} {id}") for id, rows in given.items() if len(rows))
     upper = tuple(sequence.upper() for sequence in chains.values())
     return assemble(Complex(name, tuple(chains), upper, found))[0]

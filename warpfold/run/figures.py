@@ -26,9 +26,12 @@ CLASSES = (
     (0.0, "#f7d9a0", "very low"),
 )
 
-# Colours of chains, in turn: Okabe and Ito's, which the colour-blind tell apart (https://jfly.uni-koeln.de/color/).
-CHAIN_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7500", "#5c6770")
-NAMED = 0.018  # the share of an axis that a chain must have, for each letter of its name and one more, to be named there
+# Colours of chains, in turn: Okabe and Ito's, which the colour-blind tell apart (https://jfly.uni-koeln.de/color/);
+# first those that are least like the colours of pLDDT.
+CHAIN_COLORS = ("#009e73", "#cc79a7", "#0072b2", "#e69f00", "#d55e00", "#56b4e9", "#8a7500", "#5c6770")
+NAMED = (
+    0.018  # the share of an axis that a chain must have, for each letter of its name and one more, to be named there
+)
 
 STYLE: Any = {
     "font.family": "sans-serif",

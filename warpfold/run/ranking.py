@@ -14,7 +14,7 @@ def rank_predictions(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, A
     """Return the entries with their ranks, each query's best first, and the ranking of each query.
 
     Complexes are ranked by 0.8 ipTM + 0.2 pTM (AlphaFold-Multimer, sec. 2.6), others by mean pLDDT, as are complexes
-    of which a model without the PAE head folded some.  Queries, and predictions that are equal, keep their order.
+    of which a model without the PAE head folded some.  Queries keep their order.
     """
     ranked: list[Entry] = []
     ranking = {}
@@ -23,7 +23,7 @@ def rank_predictions(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, A
         by_tm = all(entry.get("iptm") is not None for entry in own)
         if not by_tm:
             own = [entry | {"ranking_confidence": entry["mean_plddt"]} for entry in own]
-        own = sorted(own, key=lambda entry: -entry["ranking_confidence"])
+        own = sorted(own, key=lambda entry: (-entry["ranking_confidence"], entry["model"], entry["seed"]))
         own = [entry | {"rank": rank} for rank, entry in enumerate(own, 1)]
         ranked += own
         kept = ("rank", "ranking_confidence", "model", "seed", "folder")

@@ -250,16 +250,17 @@ def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
 def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping[str, Any]]) -> Section:
     """Return all predictions of each protein, best first."""
     measures = dict.fromkeys(one["by"] for one in ranking.values())
-    header = ["prediction", "model", "seed", *measures, "mean pLDDT", "pTM"]
+    header = ["prediction", "model", "seed", *measures, "mean pLDDT"]
     complexes = any("iptm" in entry for entry in entries)
     rows = []
     for e in entries:
         by = ranking[e["name"]]["by"]
         values = [f"{e['ranking_confidence']:.{1 if 'pLDDT' in by else 3}f}" if by == one else "" for one in measures]
-        row = [_label(e), e["model"], str(e["seed"]), *values, f"{e['mean_plddt']:.1f}", _score(e["ptm"])]
-        rows.append([*row, _score(e.get("iptm"))] if complexes else row)
+        row = [_label(e), e["model"], str(e["seed"]), *values, f"{e['mean_plddt']:.1f}"]
+        row += [_score(e.get("iptm"))] if complexes else []
+        rows.append([*row, _score(e["ptm"])])
     text = f"Best first, by {' or '.join(measures)}."
-    return Section("Ranking", text, table=ReportTable([*header, "ipTM"] if complexes else header, rows))
+    return Section("Ranking", text, table=ReportTable([*header, *(["ipTM"] if complexes else []), "pTM"], rows))
 
 
 def _label(entry: Mapping[str, Any]) -> str:
