@@ -61,28 +61,45 @@ def chain_ids(count: int) -> list[str]:
     return found
 
 
-def read_complexes(path: Path, as_one: bool = False) -> list[Complex]:
-    """Read what to fold from a file, which may be a pipe such as /dev/stdin, or from all files in a folder.
+def read_complexes(*paths: Path, as_one: bool = False) -> list[Complex]:
+    """Read what to fold from files, also pipes such as /dev/stdin, and from all files in folders.
 
     By its ending a file is a table (.csv, .tsv: columns `id` and `sequence`), a structure (the first biological
     assembly of an mmCIF or PDB file), an alignment, or else FASTA.  as_one: the records of a FASTA file are the chains
     of one complex; without effect where a record has `:`.
     Errors: UserError for a file that cannot be read, a chain without residues, two queries or two chains of one name.
     """
-    if path.is_dir():
-        endings = (*FASTA, *TABLES, *STRUCTURES, *ALIGNMENTS)
-        files = [file.path for file in find([path], endings, "queries")]
-    else:
-        files = [path]
+    endings = (*FASTA, *TABLES, *STRUCTURES, *ALIGNMENTS)
     found: dict[str, Complex] = {}
     sources: dict[str, Path] = {}
-    for file in files:
-        for one in _read(file, as_one):
-            if (key := one.name.lower()) in sources:  # some file systems do not tell A from a
-                where = "twice" if sources[key] == file else f"in {sources[key]} too"
-                raise UserError(f"{file}: a record is called {one.name} {where}; give each protein a name of its own")
-            sources[key], found[key] = file, one
+    for path in paths:
+        for file in [one.path for one in find([path], endings, "queries")] if path.is_dir() else [path]:
+            for query in _read(file, as_one):
+                if (key := query.name.lower()) in sources:  # some file systems do not tell A from a
+                    where = "twice" if sources[key] == file else f"in {sources[key]} too"
+                    raise UserError(
+                        f"{file}: a record is called {query.name} {where}; give each protein a name of its own"
+                    )
+                sources[key], found[key] = file, query
     return list(found.values())
+
+
+def sequences_to_search(queries: Iterable[Complex]) -> dict[str, str]:
+    """Return the different sequences of some queries by name: NAME, or NAME_CHAIN of a complex's first copy.
+
+    Errors: UserError if two of them have one name.
+    """
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for query in queries:
+        for sequence in dict.fromkeys(query.sequences):
+            chain = query.ids[query.sequences.index(sequence)]
+            name = query.name if len(query.ids) == 1 else file_name(f"{query.name}_{chain}")
+            if name.lower() in taken:
+                raise UserError(f"{name}: two sequences have this name; give each query a name of its own")
+            taken.add(name.lower())
+            found[name] = sequence
+    return found
 
 
 def assemble(query: Complex, alignments: ChainAlignments | None = None) -> tuple[Assembly, list[str]]:
@@ -159,11 +176,22 @@ def _of_records(records: Iterable[tuple[str, str]], path: Path) -> list[Complex]
 
 
 def _of_structure(data: bytes, name: str, path: Path) -> Complex:
-    """Return the protein chains of a structure's first assembly; what else it has is left out, and noted."""
+    """Return the protein chains of a structure's first assembly; what else it has is left out, and noted.
+
+    A chain that is there several times is called A, A-2, A-3, as the PDB's files of assemblies have it.
+    """
     structure = parse_structure(data, str(path))
-    ids, sequences = zip(*((id, chain.sequence) for id, chain in structure.chains.items()))
-    notes = tuple(f"{id} is left out: {reason}" for id, reason in structure.dropped.items())
-    return Complex(name, ids, sequences, notes=notes)
+    placed = structure.assembly()
+    if not placed.chains:
+        raise UserError(f"{path}: its first assembly has no protein chain; give a file with proteins")
+    times: Counter[str] = Counter()
+    ids = []
+    for chain, _ in placed.chains:
+        times[chain] += 1
+        ids.append(chain if times[chain] == 1 else f"{chain}-{times[chain]}")
+    sequences = tuple(structure.chains[chain].sequence for chain, _ in placed.chains)
+    notes = tuple(f"{what} is left out: {reason}" for what, reason in placed.left_out.items())
+    return Complex(name, tuple(ids), sequences, notes=notes)
 
 
 def _of_alignment(data: bytes, name: str, path: Path) -> Complex:
@@ -183,23 +211,27 @@ def _fasta_of_table(data: bytes, source: str) -> str:
     Errors: UserError without these columns, or for a line that is not complete.
     """
     text = plain_text(data, source).decode()
-    lines = csv.reader(io.StringIO(text), delimiter="\t" if "\t" in text.partition("\n")[0] else ",")
-    columns = [title.strip().lower() for title in next(lines, [])]
+    lines = csv.reader(io.StringIO(text), delimiter="\t" if "\t" in text.partition("\n")[0] else ",", strict=True)
+    try:
+        columns = [title.strip().lower() for title in next(lines, [])]
+        rows = [(lines.line_num, line) for line in lines if any(cell.strip() for cell in line)]
+    except csv.Error as error:
+        raise UserError(f"{source}: line {lines.line_num}: {error}; correct the table") from None
     if not {"id", "sequence"} <= set(columns):
         raise UserError(f"{source}: has no columns id and sequence; its first line must name them: id,sequence")
+    if not rows:
+        raise UserError(f"{source}: has no records below its first line; give an id and a sequence in each")
     at = columns.index("id"), columns.index("sequence")
     records = []
-    for line in lines:
-        if any(cell.strip() for cell in line):
-            if len(line) <= max(at):
-                raise UserError(f"{source}: line {lines.line_num} has no id or no sequence; complete it")
-            records.append(f">{' '.join(line[at[0]].split())}\n{''.join(line[at[1]].split())}\n")
-    if not records:
-        raise UserError(f"{source}: has no records below its first line; give an id and a sequence in each")
+    for number, line in rows:
+        if len(line) <= max(at):
+            raise UserError(f"{source}: line {number} has no id or no sequence; complete it")
+        name, sequence = (line[column].split() for column in at)
+        records.append(f">{' '.join(name)}\n{''.join(sequence)}\n")
     return "".join(records)
 
 
 def _first_word(header: str) -> str:
     """Return a record's name, as a chain can be called, or nothing."""
     word = (header.split() or [""])[0]
-    return word if word.isascii() else file_name(word)
+    return word if word.isascii() and word.isprintable() else file_name(word)
