@@ -211,11 +211,13 @@ def test_the_chains_of_a_structure(tmp_path: Path) -> None:
         read_complexes(write(tmp_path / "z.cif", text + assembly_text([("1", "1", "Z")])))
 
 
-def test_each_sequence_is_searched_for_once() -> None:
-    queries = [Complex("x", ("A", "B", "C"), ("ACD", "MKV", "ACD")), Complex("y", ("A",), ("ACD",))]
-    assert sequences_to_search(queries) == {"x_A": "ACD", "x_B": "MKV", "y": "ACD"}
-    with pytest.raises(UserError, match="X_a: two sequences have this name"):
-        sequences_to_search([*queries, Complex("X_a", ("A",), ("ACD",))])
+def test_each_sequence_is_searched_for_once(tmp_path: Path) -> None:
+    files = [write(tmp_path / "x.csv", "id,sequence\nx,ACD:MKV:ACD\n"), write(tmp_path / "y.fa", ">y\nACD\n")]
+    assert sequences_to_search(files) == {"x_A": "ACD", "x_B": "MKV", "y": "ACD"}
+    with pytest.raises(UserError, match=r"z\.fa: another sequence is called X_a too; give each"):
+        sequences_to_search([*files, write(tmp_path / "z.fa", ">X_a\nACD\n")])
+    with pytest.raises(UserError, match=r"z\.fa: a record is called Y in .*y\.fa too; give each"):
+        sequences_to_search([*files, write(tmp_path / "z.fa", ">Y\nACD\n")])
 
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), max_size=12)

@@ -25,7 +25,7 @@ def real(*targets: str) -> tuple[Complex, list[Path]]:
 
 def test_alignments_and_species_are_those_of_the_official_features() -> None:
     """AlphaFold-Multimer's features of A0A024R1R8: the rows that stand alone, and the species of each."""
-    official = np.load(REALDATA / "features/alphapulldown_A0A024R1R8.npz")
+    official = np.load(REALDATA / "features/alphapulldown_A0A024R1R8.npz", allow_pickle=False)
     query, folders = real("A0A024R1R8")
     given = read_chain_alignments(folders, query.sequences, "real")
     (raw,) = assemble(query, given)[0].chains

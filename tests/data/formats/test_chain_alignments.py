@@ -157,7 +157,11 @@ def test_a_complex_among_the_alignments(tmp_path: Path) -> None:
     path = write(tmp_path / "x.a3m", COMPLEX)
     found = read_chain_alignments([path], ["MKV", "ACDE"], "q.fasta")
     assert [len(found.of(sequence)) for sequence in ("ACDE", "MKV")] == [2, 2]
-    assert len(read_chain_alignments([path], ["MKV"], "q.fasta").of("MKV")) == 2  # of one of its chains
+    (alone,) = read_chain_alignments([path], ["MKV"], "q.fasta").of("MKV")  # one protein, which has no pairs
+    assert texts(alone) == ["MKV", "MKL", "M-V", "MKV", "-KV"]
+    assert alone.stands_alone
+    with pytest.raises(UserError, match="none of them the query"):
+        read_chain_alignments([path], ["MKW"], "q.fasta")
 
 
 letters = st.sampled_from("ACDEX")

@@ -61,8 +61,8 @@ def chain_ids(count: int) -> list[str]:
     return found
 
 
-def read_complexes(*paths: Path, as_one: bool = False) -> list[Complex]:
-    """Read what to fold from files, also pipes such as /dev/stdin, and from all files in folders.
+def read_complexes(path: Path, as_one: bool = False) -> list[Complex]:
+    """Read what to fold from a file, which may be a pipe such as /dev/stdin, or from all files in a folder.
 
     By its ending a file is a table (.csv, .tsv: columns `id` and `sequence`), a structure (the first biological
     assembly of an mmCIF or PDB file), an alignment, or else FASTA.  as_one: the records of a FASTA file are the chains
@@ -70,33 +70,37 @@ def read_complexes(*paths: Path, as_one: bool = False) -> list[Complex]:
     Errors: UserError for a file that cannot be read, a chain without residues, two queries or two chains of one name.
     """
     endings = (*FASTA, *TABLES, *STRUCTURES, *ALIGNMENTS)
-    found: dict[str, Complex] = {}
+    files = [file.path for file in find([path], endings, "queries")] if path.is_dir() else [path]
+    found = [(file, query) for file in files for query in _read(file, as_one)]
+    _refuse_twice(found)
+    return [query for _, query in found]
+
+
+def _refuse_twice(queries: Iterable[tuple[Path, Complex]]) -> None:
+    """Raise UserError if two queries have one name; some file systems do not tell A from a."""
     sources: dict[str, Path] = {}
-    for path in paths:
-        for file in [one.path for one in find([path], endings, "queries")] if path.is_dir() else [path]:
-            for query in _read(file, as_one):
-                if (key := query.name.lower()) in sources:  # some file systems do not tell A from a
-                    where = "twice" if sources[key] == file else f"in {sources[key]} too"
-                    raise UserError(
-                        f"{file}: a record is called {query.name} {where}; give each protein a name of its own"
-                    )
-                sources[key], found[key] = file, query
-    return list(found.values())
+    for file, query in queries:
+        if (key := query.name.lower()) in sources:
+            where = "twice" if sources[key] == file else f"in {sources[key]} too"
+            raise UserError(f"{file}: a record is called {query.name} {where}; give each protein a name of its own")
+        sources[key] = file
 
 
-def sequences_to_search(queries: Iterable[Complex]) -> dict[str, str]:
-    """Return the different sequences of some queries by name: NAME, or NAME_CHAIN of a complex's first copy.
+def sequences_to_search(paths: Iterable[Path]) -> dict[str, str]:
+    """Return the different sequences of the queries in files by name: NAME, or NAME_CHAIN of a complex's first copy.
 
-    Errors: UserError if two of them have one name.
+    Errors: UserError as in `read_complexes`, and for two of one name.
     """
+    queries = [(path, query) for path in paths for query in read_complexes(path)]
+    _refuse_twice(queries)
     found: dict[str, str] = {}
     taken: set[str] = set()
-    for query in queries:
+    for path, query in queries:
         for sequence in dict.fromkeys(query.sequences):
             chain = query.ids[query.sequences.index(sequence)]
             name = query.name if len(query.ids) == 1 else file_name(f"{query.name}_{chain}")
             if name.lower() in taken:
-                raise UserError(f"{name}: two sequences have this name; give each query a name of its own")
+                raise UserError(f"{path}: another sequence is called {name} too; give each protein a name of its own")
             taken.add(name.lower())
             found[name] = sequence
     return found

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from warpfold.data.formats.alignment import Alignment, decode, encode
-from warpfold.data.formats.complex_a3m import side_by_side, split_complex
+from warpfold.data.formats.complex_a3m import chain_of_complex, side_by_side, split_complex
 from warpfold.data.formats.input_files import ALIGNMENTS, find, serves_pairing, stacking_order
 from warpfold.data.formats.sequences import parse_alignment, parse_complex_a3m
 from warpfold.errors import UserError
@@ -64,11 +64,14 @@ def parse_chain_alignments(
 ) -> list[Alignment]:
     """Parse a file that may hold alignments of several chains: ColabFold's of a complex, or some with NUL in between.
 
-    query: the sequence that it must be an alignment of, if it holds one.  row_by_row: alignments with NUL in between
-    are pairs, row i with row i, as ColabFold's `pair.a3m`.  Errors: UserError as in `read_alignment`.
+    query: the only sequence there is; of a complex, that chain's rows are taken as they are.  row_by_row: alignments
+    with NUL in between are pairs, row i with row i, as ColabFold's `pair.a3m`.
+    Errors: UserError as in `read_alignment`.
     """
     if _COMPLEX.match(data):
         alignment, lengths, _ = parse_complex_a3m(data, source)
+        if query is not None:
+            return [chain_of_complex(alignment, lengths, source, query).check_query(query, source)]
         return [part.check_query(None, source) for chain in split_complex(alignment, lengths) for part in chain]
     entries = [entry.strip(b"\r\n") for entry in data.split(b"\0") if entry.strip()]
     if len(entries) > 1 and all(entry.startswith((b">", b"#")) for entry in entries):

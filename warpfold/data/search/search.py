@@ -21,7 +21,7 @@ import zstandard
 
 from warpfold import __version__
 from warpfold.bulk import JobPart, in_order, pool
-from warpfold.data.example.complexes import read_complexes, sequences_to_search
+from warpfold.data.example.complexes import sequences_to_search
 from warpfold.data.formats.alignment import LETTERS, is_nucleic
 from warpfold.data.formats.sequences import write_fasta
 from warpfold.data.search.database import Database, Engine, SearchQuery, Survey, Tell
@@ -76,7 +76,7 @@ def search(
     for database in databases:
         if names.count(database.name.lower()) > 1:
             raise UserError(f"--database {database.path}: another is called {database.name} too; use NAME=FILE")
-    proteins = sequences_to_search(read_complexes(*queries))
+    proteins = sequences_to_search(queries)
     report = out / ("search.json" if options.part is None else f"search-{options.part}.json".replace("/", "-of-"))
     _check_output(out)
     cache = Cache(options.cache or out / "cache")
