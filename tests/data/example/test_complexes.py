@@ -46,6 +46,13 @@ def test_records_are_proteins_or_the_chains_of_one_complex(tmp_path: Path) -> No
     assert assemble(both)[0].entity_id.tolist() == [1, 2, 1]
 
 
+def test_headers_of_the_pdb_name_all_copies(tmp_path: Path) -> None:
+    text = ">2HHB_1|Chains A, C|Hemoglobin|Homo sapiens (9606)\nACDE\n>2HHB_2|Chain B[auth K]|Hemoglobin\nMKV\n"
+    assert read(tmp_path, text, as_one=True) == [("pair", ("A", "C", "K"), ("ACDE", "ACDE", "MKV"))]
+    assert read(tmp_path, text.partition(">2HHB_2")[0], as_one=True) == [("pair", ("A", "C"), ("ACDE", "ACDE"))]
+    assert [one[0] for one in read(tmp_path, text)] == ["2HHB_1_Chains", "2HHB_2_Chain"]  # single proteins, as before
+
+
 def test_a_colon_makes_a_complex_of_its_record_in_any_case(tmp_path: Path) -> None:
     text = ">one\nACDE:MKV:\nACDE\n>two\nGGG\n"
     expected = [("one", ("A", "B", "C"), ("ACDE", "MKV", "ACDE")), ("two", ("A",), ("GGG",))]

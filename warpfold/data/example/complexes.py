@@ -4,13 +4,14 @@ Which records make a complex is never guessed:
 
 * `A:B` in a sequence (ColabFold's form, in FASTA and tables) is a complex of its own, with chains A, B, ...;
 * other FASTA records are single proteins or, if the caller asks for that (`as_one`), the chains of one complex, each
-  named by its header;
+  named by its header, which in the PDB's files names all copies (`>2HHB_1|Chains A, C|...`);
 * a structure, and an alignment of a complex (`#120,88<TAB>1,2`), are one complex each;
 * a folder is all of these, file by file.
 """
 
 import csv
 import io
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from warpfold.files import file_name, read_file
 
 FASTA = (".fasta", ".fas", ".fa", ".faa", ".fsa", ".seq")
 TABLES = (".csv", ".tsv")
+_PDB_HEADER = re.compile(r"\w{4}_\d+\|Chains? ([^|]+)\|")  # of rcsb.org's FASTA files: >7W72_4|Chain D[auth K]|...
+_PDB_CHAIN = re.compile(r"(\w+)(?:\[auth (\w+)\])?")
 _LETTERS = ascii_uppercase + ascii_lowercase + digits  # what a PDB file can name
 
 
@@ -162,10 +165,13 @@ def _read(path: Path, as_one: bool) -> list[Complex]:
     if ending in ALIGNMENTS:
         return [_of_alignment(data, name, path)]
     records = parse_fasta(data, str(path), chains=True)
-    if not as_one or len(records) == 1 or any(":" in sequence for _, sequence in records):
+    ids = [_chains_of(header) for header, _ in records]
+    single = len(records) == 1 and len(ids[0]) < 2
+    if not as_one or single or any(":" in sequence for _, sequence in records):
         return _of_records(records, path)
-    ids = [_first_word(header) or letter for (header, _), letter in zip(records, chain_ids(len(records)))]
-    return [Complex(name, tuple(ids), tuple(sequence for _, sequence in records))]
+    named = zip(ids, chain_ids(len(records)), records)
+    chains = [(id, sequence) for own, letter, (_, sequence) in named for id in own or [letter]]
+    return [Complex(name, tuple(id for id, _ in chains), tuple(sequence for _, sequence in chains))]
 
 
 def _of_records(records: Iterable[tuple[str, str]], path: Path) -> list[Complex]:
@@ -233,6 +239,14 @@ def _fasta_of_table(data: bytes, source: str) -> str:
         name, sequence = (line[column].split() for column in at)
         records.append(f">{' '.join(name)}\n{''.join(sequence)}\n")
     return "".join(records)
+
+
+def _chains_of(header: str) -> list[str]:
+    """Return the chains that a record of a complex stands for: its first word, or all that the PDB's header names."""
+    if found := _PDB_HEADER.match(header):
+        return [author or id for id, author in _PDB_CHAIN.findall(found[1])]
+    word = _first_word(header)
+    return [word] if word else []
 
 
 def _first_word(header: str) -> str:
