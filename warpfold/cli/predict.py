@@ -29,6 +29,51 @@ from warpfold.cli.common import (
 )
 from warpfold.progress import progress_bar
 
+Query = Annotated[
+    Path,
+    argument(
+        "FASTA (A:B is a complex; also /dev/stdin), CSV (id,sequence), an alignment (A3M, Stockholm), a structure "
+        "(its chains), or a folder of these."
+    ),
+]
+Params = Annotated[
+    list[Path],
+    reads("WarpFold's .safetensors, or DeepMind's params_model_*.npz; several: each folds, and they are ranked."),
+]
+Out = Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.")]
+Msa = Annotated[
+    list[Path] | None, reads("Alignments, or folders of them; each goes to the sequence that is its first row.")
+]
+Together = Annotated[
+    bool | None,
+    reads(
+        "Whether the records of a FASTA file are the chains of one complex; default: if --params are a multimer's.",
+        "--complex/--no-complex",
+        show_default=False,
+    ),
+]
+Template = Annotated[
+    list[str] | None,
+    reads(
+        "FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date; in a "
+        "complex for the chains that they fit, or ID=FILE for chain ID."
+    ),
+]
+Hits = Annotated[
+    list[Path] | None,
+    reads("Template hits, .hhr or hmmsearch's; with several records, NAME.hhr for each, of a complex ID.hhr."),
+]
+TemplateStructures = Annotated[Path | None, reads("Folder of mmCIF files that the hits point to.")]
+MaxTemplateDate = Annotated[str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")]
+Seeds = Annotated[int, decides("Predict with this many seeds, SEED, SEED + 1 ..., and rank them.", min=1)]
+Recycles = Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)]
+Ensemble = Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)]
+MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)]
+MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
+Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")]
+Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits.", min=0)]
+TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations.")]
+
 
 @app.command(
     cls=Lists,
@@ -37,54 +82,25 @@ from warpfold.progress import progress_bar
     "--params params_model_*_multimer_v3.npz --seeds 2 --out folded",
 )
 def predict(
-    query: Annotated[
-        Path,
-        argument(
-            "FASTA (A:B is a complex; also /dev/stdin), CSV (id,sequence), an alignment (A3M, Stockholm), a structure "
-            "(its chains), or a folder of these."
-        ),
-    ],
-    params: Annotated[
-        list[Path],
-        reads("WarpFold's .safetensors, or DeepMind's params_model_*.npz; several: each folds, and they are ranked."),
-    ],
-    out: Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.")],
-    msa: Annotated[
-        list[Path] | None, reads("Alignments, or folders of them; each goes to the sequence that is its first row.")
-    ] = None,
-    together: Annotated[
-        bool | None,
-        reads(
-            "Whether the records of a FASTA file are the chains of one complex; default: if --params are a multimer's.",
-            "--complex/--no-complex",
-            show_default=False,
-        ),
-    ] = None,
-    template: Annotated[
-        list[str] | None,
-        reads(
-            "FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date; in a "
-            "complex for the chains that they fit, or ID=FILE for chain ID."
-        ),
-    ] = None,
-    hits: Annotated[
-        list[Path] | None,
-        reads("Template hits, .hhr or hmmsearch's; with several records, NAME.hhr for each, of a complex ID.hhr."),
-    ] = None,
-    template_structures: Annotated[Path | None, reads("Folder of mmCIF files that the hits point to.")] = None,
-    max_template_date: Annotated[
-        str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")
-    ] = None,
+    query: Query,
+    params: Params,
+    out: Out,
+    msa: Msa = None,
+    together: Together = None,
+    template: Template = None,
+    hits: Hits = None,
+    template_structures: TemplateStructures = None,
+    max_template_date: MaxTemplateDate = None,
     seed: Seed = 0,
-    seeds: Annotated[int, decides("Predict with this many seeds, SEED, SEED + 1 ..., and rank them.", min=1)] = 1,
-    recycles: Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)] = None,
-    ensemble: Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)] = None,
-    max_msa: Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)] = None,
-    max_extra: Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)] = None,
-    representations: Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")] = False,
+    seeds: Seeds = 1,
+    recycles: Recycles = None,
+    ensemble: Ensemble = None,
+    max_msa: MaxMsa = None,
+    max_extra: MaxExtra = None,
+    representations: Representations = False,
     device: Device = None,
-    chunk: Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits.", min=0)] = None,
-    precision: Annotated[Precision, runs("Precision of the trunk's activations.")] = Precision.fp32,
+    chunk: Chunk = None,
+    precision: TrunkPrecision = Precision.fp32,
     axial: Axial = None,
     branch: Branch = None,
     strict: Strict = False,
@@ -106,9 +122,8 @@ def predict(
     )
     process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
-        seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble,
-        max_msa=max_msa, max_extra=max_extra,
-        device=device_of(device, process), chunk=chunk, precision=precision.value,
+        seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
+        max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
         representations=representations, force=force, kernels="strict" if strict else "fast",
     )  # fmt: skip
     bar = progress_bar() if process.rank == 0 else nullcontext()
