@@ -310,7 +310,8 @@ def making_costs(source: Source, config: SampleConfig) -> np.ndarray:
 
     def cost(key: str) -> float:
         if key not in assemblies:
-            return predicted_cost(*sizes[key][:2], config)
+            length, depth, _ = sizes[key]
+            return predicted_cost(length, depth, config)
         copies = Counter(sizes[chain] for chain in assemblies[key])  # chains that are so alike are of one entity
         return predicted_assembly_cost([(count * size[0], size[1]) for size, count in copies.items()], config)
 
