@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import random_batch, tiny_config, tiny_model
+from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config
+from warpfold.batch import Batch
+from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.dispatch import Op
 from warpfold.ops.noise import DropoutFactors, dropout_factors
 from warpfold.tune.cases import ODD, OPS, inputs
@@ -311,10 +313,14 @@ def key_of_case(case: OpCase) -> tuple[object, ...]:
     return (case.op, case.rows * case.length, case.channels, *more)
 
 
-def test_the_list_is_what_the_model_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+MONOMER = tiny_config(recycles=0), random_batch(residues=9, sequences=5, extra=6, templates=2)
+MULTIMER = as_multimer(MONOMER[0]), random_complex((4, 5), rows=12, sequences=5, extra=6, templates=2)
+
+
+@pytest.mark.parametrize(("config", "batch"), [MONOMER, MULTIMER], ids=["monomer", "multimer"])
+def test_the_list_is_what_the_model_calls(config: ModelConfig, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call in the trunk in training is a case, and every case is called.  Norms and noise stand elsewhere too."""
-    config = replace(tiny_config(), recycles=0)
-    model = tiny_model(recycles=0).train()
+    model = filled_model(config).train()
     model.noise.seed(0)
     called = set()
     before = Op.__call__
@@ -325,7 +331,7 @@ def test_the_list_is_what_the_model_calls(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Op, "__call__", noting)
     with torch.no_grad():
-        model(random_batch(residues=9, sequences=5, extra=6, templates=2), 0)
+        model(batch, 0)
     listed = {
         key_of_case(case) for case in of_settings(config, DataSizes(crop=9, max_msa=5, max_extra=6, max_templates=2))
     }

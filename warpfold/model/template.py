@@ -118,14 +118,14 @@ class TemplatePointwiseAttention(nn.Module):
 
 
 # The arrays that describe templates, with the axis of templates, counted from the right.
-AXES = {"template_aatype": -2, "template_all_atom_positions": -4, "template_all_atom_masks": -3}
-AXES |= {"template_pseudo_beta": -3, "template_pseudo_beta_mask": -2}
+TEMPLATE_AXES = {"template_aatype": -2, "template_all_atom_positions": -4, "template_all_atom_masks": -3}
+TEMPLATE_AXES |= {"template_pseudo_beta": -3, "template_pseudo_beta_mask": -2}
 
 
 def each_template(batch: Batch) -> Iterator[Batch]:
     """Yield the arrays of one template after another, without their axis of templates."""
     for index in range(batch["template_mask"].shape[-1]):
-        yield {name: batch[name].select(axis, index) for name, axis in AXES.items()}
+        yield {name: batch[name].select(axis, index) for name, axis in TEMPLATE_AXES.items()}
 
 
 class TemplateEmbedder(nn.Module):

@@ -47,6 +47,7 @@ def _layers(model: ModelConfig, data: DataSizes, whole: int) -> Iterator[LayerSi
     yield from _pair(r, model.c_z, model.evoformer.pair)
     if templates:
         yield from (replace(layer, name=TEMPLATE + layer.name) for layer in _pair(r, t.c, t.pair))
+    if templates and model.multimer is None:  # a multimer takes the mean
         at = LayerSizes(kind="pointwise attention", name="template pointwise", rows=r * r, length=1, keys=templates)
         yield replace(at, heads=t.heads, width=t.attention_width, batches=r)
 
