@@ -119,6 +119,14 @@ def test_multimer_parameters_load_strictly_and_are_written_back_exactly(tmp_path
         from_deepmind(model, {n: a for n, a in again.items() if not n.endswith("output_linear//bias")})
 
 
+def test_a_multimer_of_ours_comes_back_with_its_settings(tmp_path: Path) -> None:
+    model = filled_model(as_multimer(replace(CONFIG, recycle_tolerance=0.5)))
+    save_params(tmp_path / "p.safetensors", model)
+    loaded = load_model(tmp_path / "p.safetensors")
+    assert loaded.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values()))
+
+
 def test_every_tensor_of_a_multimer_is_covered_once():
     """Keys and values of its structure module are two arrays of theirs, and one tensor of ours."""
     model = filled_model(as_multimer(CONFIG))
