@@ -66,10 +66,8 @@ class Work:
 def example(work: Work, index: int) -> Batch:
     """Random features and labels, fp64; every index another example."""
     n, passes = work.residues, (work.recycles + 1) * work.ensemble
-    g, size = (
-        torch.Generator().manual_seed(100 + index),
-        (work.sequences, work.extra, work.templates or 0, passes, index),
-    )
+    g = torch.Generator().manual_seed(100 + index)
+    size = work.sequences, work.extra, work.templates or 0, passes, index
     batch = random_complex(work.chains, sum(size[:2]) + 2, *size) if work.chains else random_batch(n, *size)
     batch["all_atom_positions"] = 4 * torch.randn(n, 37, 3, generator=g) + 1.5 * torch.arange(n)[:, None, None]
     batch["all_atom_mask"] = batch["atom37_atom_exists"] * (torch.rand(n, 37, generator=g) > 0.1)
@@ -78,8 +76,7 @@ def example(work: Work, index: int) -> Batch:
         for name in ("seq_mask", "all_atom_mask", "atom37_atom_exists", "atom14_atom_exists"):
             batch[name][-work.padded :] = 0
         for name in {"msa_mask", "bert_mask", "extra_msa_mask", "alignment_mask"} & batch.keys():
-            batch[name][..., -work.padded :] = 0
-            batch[name][..., -1, :] = 0
+            batch[name][..., -work.padded :] = batch[name][..., -1:, :] = 0
         batch["template_mask"][-1:] = 0
     if work.chains:  # which copy is whose truth is decided under the prediction
         positions, mask = batch.pop("all_atom_positions"), batch.pop("all_atom_mask")
