@@ -140,7 +140,7 @@ def test_every_preset_is_found_by_name_and_complete(path: Path) -> None:
 
 
 def test_the_supplements_values_have_their_source() -> None:
-    for name in ("monomer", "finetune"):
+    for name in ("monomer", "finetune", "multimer"):
         values = [line for line in (PRESETS / f"{name}.toml").read_text().splitlines() if " = " in line]
         assert all("#" in line or line.startswith("base") for line in values), name
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,8 +18,8 @@ from torch import Tensor
 from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config
 from tests.ranks import run_ranks
 from warpfold.batch import Batch
-from warpfold.data.features.labels import add_labels
 from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.geometry.labels import structure_labels
 from warpfold.model import losses
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.evoformer import EvoformerConfig
@@ -39,6 +38,7 @@ LIMIT = 1e-10  # relative; TARGETS "Exactness"
 # sums of large numbers, so errors are measured against at least this share of the largest gradient.
 FLOOR = 1e-6
 LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_aligned_error=0.1)
+COMPLEX_LOSSES = replace(LOSSES, center_of_mass=1.0, fape_softening=0.0, average_clashes=True, every_clash=True)
 INPUTS = ("msa_feat", "target_feat", "extra_deletion_value", "template_all_atom_positions")
 CUT = {"msa": -2, "pair": -3, "msa_first_row": -2, "distogram_logits": -3, "masked_msa_logits": -2, "pae_logits": -3}
 Named = dict[str, Tensor]
@@ -66,9 +66,9 @@ class Work:
 def example(work: Work, index: int) -> Batch:
     """Random features and labels, fp64; every index another example."""
     n, passes = work.residues, (work.recycles + 1) * work.ensemble
+    g = torch.Generator().manual_seed(100 + index)
     size = work.sequences, work.extra, work.templates or 0, passes, index
     batch = random_complex(work.chains, sum(size[:2]) + 2, *size) if work.chains else random_batch(n, *size)
-    g = torch.Generator().manual_seed(100 + index)
     batch["all_atom_positions"] = 4 * torch.randn(n, 37, 3, generator=g) + 1.5 * torch.arange(n)[:, None, None]
     batch["all_atom_mask"] = batch["atom37_atom_exists"] * (torch.rand(n, 37, generator=g) > 0.1)
     batch["resolution"], batch["use_clamped_fape"] = torch.tensor(2.0), torch.tensor(1.0)
@@ -76,18 +76,15 @@ def example(work: Work, index: int) -> Batch:
         for name in ("seq_mask", "all_atom_mask", "atom37_atom_exists", "atom14_atom_exists"):
             batch[name][-work.padded :] = 0
         for name in {"msa_mask", "bert_mask", "extra_msa_mask", "alignment_mask"} & batch.keys():
-            batch[name][..., -work.padded :] = 0
-            batch[name][..., -1, :] = 0
+            batch[name][..., -work.padded :] = batch[name][..., -1:, :] = 0
         batch["template_mask"][-1:] = 0
     if work.chains:  # which copy is whose truth is decided under the prediction
         positions, mask = batch.pop("all_atom_positions"), batch.pop("all_atom_mask")
         batch["copy_atom_positions"] = torch.stack([positions, 4 * torch.randn(n, 37, 3, generator=g) - positions])
         batch["copy_atom_mask"] = torch.stack([mask, mask.flip(0)])
-        tensors = batch
     else:
-        arrays = add_labels({name: x.numpy() for name, x in batch.items()})
-        tensors = {name: torch.from_numpy(np.asarray(x)) for name, x in arrays.items()}
-    return {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+        batch |= structure_labels(batch["aatype"], batch["all_atom_positions"], batch["all_atom_mask"])
+    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
 
 
 def model_for(work: Work) -> AlphaFold:
@@ -115,9 +112,8 @@ def outputs_of(output: Output) -> Named:
 def backward(model: AlphaFold, work: Work, index: int) -> tuple[Named, Named, Named]:
     """The outputs, this rank's part of the losses, and its part of the inputs' gradients; parameters keep theirs."""
     model.noise.seed(7, index)
-    batch = dict(example(work, index))
     dtype = next(model.parameters()).dtype
-    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in example(work, index).items()}
     inputs = {name: batch[name].detach().clone().requires_grad_() for name in INPUTS if name in batch}
     output = model(batch | inputs, work.recycles)
     weights = replace(LOSSES, center_of_mass=float("asym_id" in batch))

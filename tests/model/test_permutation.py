@@ -222,3 +222,13 @@ def test_an_assembly_of_5000_residues_is_no_trouble():
 def test_a_batch_without_copies_is_left_as_it_is():
     batch = {"all_atom_positions": torch.zeros(3, 37, 3)}
     assert with_truth(batch, torch.ones(3, 37, 3)) == batch
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same_copies():
+    s = scene({1: [2, 0, 1], 2: [1, 0]}, noise=15.0)
+    there = (x.cuda() for x in (s.points.float(), s.copies.float(), s.mask.float(), s.asym, s.entity))
+    copy = nearest_copies(*there)
+    assert copy.is_cuda
+    here = nearest_copies(s.points.float(), s.copies.float(), s.mask.float(), s.asym, s.entity)
+    assert torch.equal(copy.cpu(), here)
