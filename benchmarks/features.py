@@ -32,6 +32,7 @@ from warpfold.data.features.choose import SampleConfig, predicted_cost
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.sequences import read_alignment
 from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.data.store.stored_assembly import chain_keys
 from warpfold.data.store.stored_example import StoredExample, example_arrays, example_notes, read_example
 
 EXACT = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # initial training, Supp. table 4
@@ -68,7 +69,8 @@ def examples(store: Store, rows: int, alignments: list[Path], folder: Path) -> t
 
     The latter are without structures.  Also returns how many the former are.
     """
-    depths = dict(zip(store.column("depth"), store.keys))
+    every = dict(zip(store.keys, store.column("depth")))
+    depths = {every[key]: key for key in chain_keys(store)}
     chosen = [StoredExample(store, depths[depth]) for depth in sorted(depths) if depth >= LEAST_ROWS]
     longest = max(chosen, key=lambda example: (example.depth > rows // 16) * example.length)
     made = {"deep": deepened(read_example(store, longest.key), rows)}

@@ -26,6 +26,7 @@ from warpfold.data.features.make import make_features
 from warpfold.data.formats.sequences import read_alignment
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_assembly import chain_keys
 from warpfold.data.store.stored_example import StoredExample
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
@@ -75,7 +76,8 @@ def bench_data(
 
 def spread_out(store: Store, entries: int) -> list[str]:
     """Return at most `entries` keys, spread evenly over the depths of the alignments; the deepest is among them."""
-    ranked = sorted(dict(zip(store.column("depth"), store.keys)).items())  # one entry of each depth
+    depths = dict(zip(store.keys, store.column("depth")))
+    ranked = sorted({depths[key]: key for key in chain_keys(store)}.items())  # one chain of each depth
     chosen = np.unique(np.linspace(0, len(ranked) - 1, min(entries, len(ranked))).round().astype(int))
     return [ranked[index][1] for index in chosen]
 

@@ -11,8 +11,10 @@ from tests.data.entries import ONE as IDENTITY
 from tests.data.entries import TURN, assembly_text
 from tests.data.pack.pack_inputs import ONE, TWO, chain, contents, make_files, packed, structure
 from warpfold.bulk import JobPart
-from warpfold.data.example.raw_example import from_chain
+from warpfold.data.example.assembly import Assembly, Example
+from warpfold.data.example.raw_example import RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
+from warpfold.data.features.make import make_features
 from warpfold.data.formats.sequences import parse_alignment
 from warpfold.data.load.loader import Maker
 from warpfold.data.load.schedule import Order, Source
@@ -206,6 +208,23 @@ def test_ca_atoms_are_stored_apart_and_are_those_of_all_atoms(tmp_path: Path) ->
         assert raw.mask is not None
         np.testing.assert_array_equal(found[0], raw.positions[:, ATOM_ORDER["CA"]])
         np.testing.assert_array_equal(found[1], raw.mask[:, ATOM_ORDER["CA"]])
+
+
+@pytest.mark.parametrize("spatial", [0.0, 1.0])
+def test_features_from_the_store_are_those_from_memory(files: Path, spatial: float) -> None:
+    packed(files, options=FIRST)
+    stored = read_assembly(Store(files / "store"), "2sym-assembly1")
+    memory = Assembly(stored.name, stored.ids, tuple(whole(chain) for chain in stored.chains), stored.operators)
+    config = SampleConfig(crop=40, max_msa=4, max_extra=4, spatial_fraction=spatial, interface_distance=100.0)
+    for step in range(3):
+        one, other = (make_features(x, config, 0, ("2sym", step), 2, True) for x in (stored, memory))
+        assert one.keys() == other.keys()
+        for name, array in one.items():
+            np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+
+def whole(chain: Example) -> RawExample:
+    return chain.take(0, chain.length)
 
 
 @pytest.mark.parametrize("assemblies", [True, False])

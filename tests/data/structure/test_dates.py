@@ -103,6 +103,7 @@ ORDERED = {
 TEXT = {
     *(
         "data/example/raw_example.py: release_date",
+        "data/store/stored_assembly.py: release_date",
         "data/pack/report.py: release_date",
         "data/structure/write.py: release_date",
     ),
