@@ -187,7 +187,7 @@ def test_one_prediction_failing_leaves_the_others_ranked(
     arguments = [fasta, "--params", params["first"], "--seeds", 2, "--recycles", 0, "--out", tmp_path / "out"]
     code, out, err = run_cli(capsys, *arguments)
     assert code == 1
-    assert out.startswith("trio rank 1: mean pLDDT ")
+    assert out.startswith("trio (3 chains), rank 1: mean pLDDT ")
     assert "ipTM" in out
     assert err.splitlines() == [
         "trio: no alignment for chains H, L, x: folded by the sequence alone",
