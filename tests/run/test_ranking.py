@@ -7,9 +7,9 @@ import pytest
 
 from tests.run.runs import helix
 from warpfold.errors import UserError
-from warpfold.run.interfaces import contacts, find_interfaces
 from warpfold.run.outputs import Prediction
 from warpfold.run.predict import keep
+from warpfold.run.predicted_interfaces import find_interfaces
 from warpfold.run.ranking import rank_predictions
 from warpfold.run.sanity import check_geometry
 
@@ -67,26 +67,6 @@ def test_where_a_model_says_no_iptm_all_are_ranked_by_plddt() -> None:
     ranked, ranking = rank_predictions(entries)
     assert [(e["model"], e["ranking_confidence"]) for e in ranked] == [("a", 90), ("b", 50)]
     assert ranking["dimer"]["by"] == "mean pLDDT"
-
-
-def test_contacts_are_those_of_all_distances() -> None:
-    rng = np.random.default_rng(0)
-    sizes = (13, 9)
-    one, other = (rng.normal(0, 12, (n, 37, 3)) for n in sizes)
-    masks = [rng.permuted(np.tile(np.arange(37) < 8, (n, 1)), axis=1) for n in sizes]
-    masks[0][4] = False  # a residue without atoms
-    distance = np.linalg.norm(one[:, :, None, None] - other[None, None], axis=-1)
-    distance[~(masks[0][:, :, None, None] & masks[1][None, None])] = np.inf
-    expected = np.argwhere(distance.min((1, 3)) <= 8)
-    i, j = contacts(one, masks[0].astype(np.float32), other, masks[1].astype(np.float32))
-    assert 0 < len(expected) < 13 * 9
-    np.testing.assert_array_equal(np.argwhere(_matrix(i, j, sizes)), expected)
-
-
-def _matrix(i: np.ndarray, j: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    found = np.zeros(shape, bool)
-    found[i, j] = True
-    return found
 
 
 def test_interfaces_are_where_chains_meet() -> None:
