@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from tests.run.runs import helix
+from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
+from warpfold.run.docking import residue_pairs
 from warpfold.run.outputs import Prediction
 from warpfold.run.predict import keep
 from warpfold.run.predicted_interfaces import find_interfaces
@@ -69,6 +71,23 @@ def test_where_a_model_says_no_iptm_all_are_ranked_by_plddt() -> None:
     assert ranking["dimer"]["by"] == "mean pLDDT"
 
 
+def test_contacts_are_those_of_all_distances() -> None:
+    rng = np.random.default_rng(0)
+    sizes = (13, 9)
+    one, other = (rng.normal(0, 12, (n, 37, 3)) for n in sizes)
+    masks = [rng.permuted(np.tile(np.arange(37) < 8, (n, 1)), axis=1) for n in sizes]
+    masks[0][4] = False  # a residue without atoms
+    distance = np.linalg.norm(one[:, :, None, None] - other[None, None], axis=-1)
+    distance[~(masks[0][:, :, None, None] & masks[1][None, None])] = np.inf
+    expected = np.argwhere(distance.min((1, 3)) <= 8)
+    chains = [
+        Chain(name, "A" * n, positions, mask.astype(np.float32), np.arange(n), ("",) * n)
+        for name, n, positions, mask in zip("AB", sizes, (one, other), masks)
+    ]
+    assert 0 < len(expected) < 13 * 9
+    np.testing.assert_array_equal(residue_pairs(*chains, masks[0], masks[1], 8.0).indices, expected)
+
+
 def test_interfaces_are_where_chains_meet() -> None:
     first, second = find_interfaces(helices(3, 9.0))  # the outer two are too far apart
     assert (first.chains, second.chains) == (("C0", "C1"), ("C1", "C2"))
@@ -92,8 +111,9 @@ def test_what_pdb_cannot_hold_is_said(tmp_path: Any) -> None:
     """Chains of several letters, and more than 62, are in the mmCIF file alone."""
     kept = keep(helices(2, 10.0), tmp_path)
     assert "pdb" not in kept["files"]
-    reason = "chain name 'C0' is not one letter or digit; the PDB format cannot hold it"
-    assert kept["warnings"][0] == f"no PDB file: {reason}"
+    assert (
+        "no PDB file: chain name 'C0' is not one letter or digit; the PDB format cannot hold it" in kept["warnings"][0]
+    )
     kept = keep(helices(63, 10.0), tmp_path / "many")
     assert kept["warnings"][0].startswith("no PDB file: 63 chains, more than 62;")
     assert [chain["id"] for chain in kept["chains"]][-1] == "C62"

@@ -36,15 +36,11 @@ def pack(
         list[Path] | None,
         reads("A3M or Stockholm files, their folders (OpenProteinSet's too), or the .index of an alignment database."),
     ] = None,
-    hits: Annotated[
-        list[Path] | None, reads("Template hits: HHR, or Stockholm or A3M of hmmsearch; files or folders.")
-    ] = None,
+    hits: Annotated[list[Path] | None, reads("Template hits: HHR, or hmmsearch's Stockholm or A3M.")] = None,
     template_structures: Annotated[
         list[Path] | None, reads("Folders of the templates' mmCIF files; default: those of --structures.")
     ] = None,
-    clusters: Annotated[
-        Path | None, reads("Clusters, one per line (PDB, OpenFold) or MMseqs2's TSV; default: computed.")
-    ] = None,
+    clusters: Annotated[Path | None, reads("Clusters, one per line, or MMseqs2's TSV; default: computed.")] = None,
     out: Annotated[Path | None, writes("The store; the same command continues a stopped run.")] = None,
     max_resolution: Annotated[float, decides("Å; worse structures are dropped.")] = 9.0,
     max_single: Annotated[float, decides("Share of one amino acid; chains with more are dropped.", max=1)] = 0.8,
@@ -57,9 +53,7 @@ def pack(
         str | None, decides("YYYY-MM-DD; later templates are refused, and so are those later than their chain.")
     ] = None,
     cluster_identity: Annotated[float, decides("Identity within a cluster; 1: equal sequences.", min=0, max=1)] = 0.4,
-    assemblies: Annotated[
-        bool, decides("Also the first biological assembly of each entry, to train a multimer on.", "--assemblies")
-    ] = False,
+    assemblies: Annotated[bool, decides("Add each entry's first assembly, for multimers.", "--assemblies")] = False,
     all_assemblies: Annotated[bool, decides("As --assemblies, all of each entry.", "--all-assemblies")] = False,
     max_chains: Annotated[int, decides("Of an assembly, copies too; larger ones are dropped.", min=1)] = 20,
     max_residues: Annotated[int, decides("Of an assembly; larger ones are dropped.", min=1)] = 10_000,

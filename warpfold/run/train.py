@@ -86,8 +86,7 @@ def train(
     """
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
     origin = fingerprint_origin(sources, init, team)
-    model = initial_model(config, init, team).to(device)
-    Execution(config.plan, team.mesh).bind(model)
+    model = Execution(config.plan, team.mesh).bind(initial_model(config, init, team).to(device))
     optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.process.ranks_per_node)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))

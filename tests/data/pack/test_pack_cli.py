@@ -149,3 +149,17 @@ def test_a_scheduler_that_does_not_answer(capsys: pytest.CaptureFixture[str], fi
     result = run(capsys, "--structures", files / "structures", "--out", files / "s", "--cluster", "tcp//nonsense")
     assert "--cluster tcp//nonsense" in refused(result)
     assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
+
+
+def test_assemblies_are_asked_for(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    inputs = ("--structures", files / "structures")
+    for option, name in (("--assemblies", "first"), ("--all-assemblies", "all")):
+        code, out, _ = run(capsys, *inputs, option, "--max-chains", 2, "--out", files / name)
+        assert code == 0
+        assert "dropped 1one-assembly1: 3 chains, more than 2\n" in out
+        assert out.endswith(" 3 assemblies of 3 chains\n")
+        code, out, _ = run(capsys, "--info", files / name)
+        assert f"assemblies {name}, max-chains 2" in out
+        assert "assemblies      3; chains: min 1" in out
+    assert "--max-chains" in refused(run(capsys, *inputs, "--assemblies", "--out", files / "first"))
+    assert "already" in refused(run(capsys, *inputs, "--out", files / "first"))
