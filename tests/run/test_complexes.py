@@ -187,7 +187,7 @@ def test_one_prediction_failing_leaves_the_others_ranked(
     arguments = [fasta, "--params", params["first"], "--seeds", 2, "--recycles", 0, "--out", tmp_path / "out"]
     code, out, err = run_cli(capsys, *arguments)
     assert code == 1
-    assert out.startswith("trio rank 1: mean pLDDT ")
+    assert out.startswith("trio (3 chains), rank 1: mean pLDDT ")
     assert "ipTM" in out
     assert err.splitlines() == [
         "trio: no alignment for chains H, L, x: folded by the sequence alone",
@@ -212,10 +212,11 @@ def test_records_are_chains_with_a_multimers_parameters_and_proteins_otherwise(t
 
 
 def test_a_multimer_folds_one_sequence_as_chain_a(tmp_path: Path, params: dict[str, Path]) -> None:
-    (tmp_path / "one.fasta").write_text(f">one\n{ONE}\n")
-    entry = predict(tmp_path / "one.fasta", [], params["first"], tmp_path / "o", PredictOptions(recycles=0))[
-        "predictions"
-    ][0]
+    """Also several of them, each alone, if the user says so."""
+    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n")
+    options = PredictOptions(recycles=0, together=False)
+    entry, other = predict(tmp_path / "q.fasta", [], params["first"], tmp_path / "o", options)["predictions"]
+    assert other["name"] == "two"
     assert (entry["folder"], entry["rank"]) == ("one", 1)
     assert not {"iptm", "chains", "interfaces", "ranked"} & set(entry)
     assert entry["ranking_confidence"] == pytest.approx(entry["mean_plddt"], abs=0.01)

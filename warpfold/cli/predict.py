@@ -168,10 +168,11 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
 
 def _line(entry: dict[str, Any], out: Path) -> str:
     """Return what is printed of a prediction."""
-    several = f" rank {entry['rank']}" if "ranked" in entry else ""
+    chains = f" ({len(entry['chains'])} chains)" if "chains" in entry else ""
+    rank = f", rank {entry['rank']}" if "ranked" in entry else ""
     scores = [f"mean pLDDT {entry['mean_plddt']:.1f}"]
     known = [(title, entry.get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM"))]
     scores += [f"{title} {score:.2f}" for title, score in known if score is not None]
     if entry["templates"]:
         scores.append(f"templates {', '.join(entry['templates'])}")
-    return f"{entry['name']}{several}: {', '.join(scores)}, {out / entry['folder']}"
+    return f"{entry['name']}{chains}{rank}: {', '.join(scores)}, {out / entry['folder']}"

@@ -270,7 +270,7 @@ def _without_pdb(prediction: Prediction, files: Mapping[str, str]) -> list[str]:
     try:
         prediction.pdb()
     except UserError as error:
-        return [f"no PDB file: {str(error).removeprefix(prediction.name + ': ')}"]
+        return [f"no PDB file: {str(error).removeprefix(prediction.name + ': ').removesuffix('; write mmCIF')}"]
     return []
 
 
