@@ -31,7 +31,7 @@ from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import read_example
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
-from warpfold.data.synthetic.proteins import generate
+from warpfold.data.synthetic.folder import generate
 from warpfold.engine.loop import Row
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.progress import Progress, no_progress
