@@ -3,10 +3,10 @@
 This is the only place where `data` and `model` meet.  Names are AlphaFold2's own.  A batch is a plain mapping from
 these names to arrays of one example (leading batch axes are allowed where every array has them).
 
-Axes: `res` residues, `seq` rows of the clustered MSA, `extra` rows of the extra MSA, `tmpl` templates, `copy` the
-copies of an entity (of the one that has the most), `pass` the passes of one example through the trunk, (recycles + 1)
-x ensemble, in the order recycle-major.  Only what differs between passes has that axis; an array whose `pass` axis has
-length 1 serves every pass.
+Axes: `res` residues, `seq` rows of the clustered MSA, `extra` rows of the extra MSA, `row` all rows
+of an assembly's alignment, `tmpl` templates, `copy` the copies of an entity (of the one that has the most), `pass` the
+passes of one example through the trunk, (recycles + 1) x ensemble, in the order recycle-major.  Only what differs
+between passes has that axis; an array whose `pass` axis has length 1 serves every pass.
 """
 
 from collections.abc import Iterable, Mapping
@@ -50,6 +50,13 @@ FEATURES: dict[str, Feature] = {
     **_table("int64", "pass seq res", "true_msa"),  # 0-19, 20 = X, 21 = gap
     **_table("int64", "pass extra res", "extra_msa"),  # 0-22, 22 = masked
     **_table("float32", "pass extra res", "extra_has_deletion extra_deletion_value extra_msa_mask"),
+    # the alignment of an assembly: all rows, and in each pass which of them are centres and which the extra MSA; the
+    # features of the alignment above follow from these (model/clusters.py)
+    **_table("uint8", "row res", "alignment alignment_mask"),  # 0-19, 20 = X, 21 = gap; 1 where a row may be read
+    **_table("int16", "row res", "alignment_deletions"),
+    **_table("int64", "pass seq", "centre_rows"),
+    **_table("int64", "pass extra", "extra_rows"),
+    **_table("int64", "pass seq res", "masked_msa"),  # the centres as the model sees them: 0-22, 22 = masked
     # templates
     **_table("int64", "tmpl res", "template_aatype"),  # 0-19, 20 = X, 21 = gap
     **_table("float32", "tmpl res 37 3", "template_all_atom_positions"),

@@ -74,8 +74,23 @@ def test_a_part_is_the_part_of_the_whole(store: Store, data: st.DataObject, key:
     stop = data.draw(st.integers(start + 1, raw.length))
     rows = np.array(sorted(data.draw(st.sets(st.integers(0, raw.depth - 1), min_size=1))))
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, 4)))) if raw.templates else [], np.int64)
-    part = StoredExample(store, key).take(start, stop, rows, chosen)
-    assert not differences(part, raw.take(start, stop, rows, chosen))
+    stored = StoredExample(store, key)
+    assert not differences(stored.take(start, stop, rows, chosen), raw.take(start, stop, rows, chosen))
+    residues = np.array(sorted(data.draw(st.sets(st.integers(0, raw.length - 1), min_size=1))))
+    part = stored.take_residues(residues, rows, chosen)
+    assert not differences(part, raw.take_residues(residues, rows, chosen))
+    assert not differences(part, stored.take_residues(residues, rows, chosen, stored.whole_rows(rows)))
+    np.testing.assert_array_equal(part.msa, raw.msa[np.ix_(rows, residues)])
+    np.testing.assert_array_equal(part.deletions, raw.deletions[np.ix_(rows, residues)])
+
+
+def test_ca_atoms_are_read_of_the_whole_chain(store: Store) -> None:
+    for key, raw in EXAMPLES.items():
+        for found in (raw.ca_positions(), StoredExample(store, key).ca_positions()):
+            assert (found is None) == (raw.positions is None)
+            if found is not None and raw.positions is not None and raw.mask is not None:
+                np.testing.assert_array_equal(found[0], raw.positions[:, 1])
+                np.testing.assert_array_equal(found[1], raw.mask[:, 1])
 
 
 @pytest.mark.parametrize("clustering", ["chain", "crop"])

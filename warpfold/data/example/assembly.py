@@ -34,6 +34,15 @@ class Example(Protocol):
         templates: np.ndarray | None = None,
         whole: np.ndarray | None = None,
     ) -> RawExample: ...
+    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None: ...
+    def take_residues(
+        self,
+        residues: np.ndarray,
+        rows: np.ndarray | None = None,
+        templates: np.ndarray | None = None,
+        whole: np.ndarray | None = None,
+    ) -> RawExample: ...
+    def ca_positions(self) -> tuple[np.ndarray, np.ndarray] | None: ...
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from warpfold.data.formats.alignment import Alignment, decode, encode, encode_re
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError
-from warpfold.geometry.residue import GAP
+from warpfold.geometry.residue import ATOM_ORDER, GAP
 
 MSA_CODES = 22  # 20 residue types, X, gap
 MIN_COVERAGE = 0.5  # the share of the chain's residues that the alignment must cover
 MOST_STORED = 20  # templates: the best of the search, among which training chooses (Supp. 1.2.3)
 PROFILE_ROWS = 1024  # counted at a time
 MOST_DELETIONS = np.iinfo(np.uint16).max
+CA = ATOM_ORDER["CA"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,13 @@ class Templates:
 
     def take(self, start: int, stop: int) -> "Templates":
         """Return residues [start, stop) of every template."""
-        span = slice(start, stop)
+        return self._take(slice(start, stop))
+
+    def take_residues(self, residues: np.ndarray) -> "Templates":
+        """Return some residues (indices, ascending) of every template."""
+        return self._take(residues)
+
+    def _take(self, span: slice | np.ndarray) -> "Templates":
         return replace(self, aatype=self.aatype[:, span], positions=self.positions[:, span], mask=self.mask[:, span])
 
     def choose(self, indices: np.ndarray) -> "Templates":
@@ -104,6 +111,10 @@ class RawExample:
         """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
         return self.msa[rows]
 
+    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None where unknown."""
+        return None if self.positions is None or self.mask is None else (self.positions[residues], self.mask[residues])
+
     def take(
         self,
         start: int,
@@ -116,7 +127,27 @@ class RawExample:
 
         whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment.
         """
-        span = slice(start, stop)
+        return self._take(slice(start, stop), rows, templates, whole)
+
+    def take_residues(
+        self,
+        residues: np.ndarray,
+        rows: np.ndarray | None = None,
+        templates: np.ndarray | None = None,
+        whole: np.ndarray | None = None,
+    ) -> "RawExample":
+        """Return some residues (indices, ascending), as `take` does: the pieces of a spatial crop at once."""
+        return self._take(residues, rows, templates, whole)
+
+    def ca_positions(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the CA atoms of the whole chain: float32 [N, 3], angstrom, and mask uint8 [N]; None without atoms."""
+        if self.positions is None or self.mask is None:
+            return None
+        return self.positions[:, CA], self.mask[:, CA]
+
+    def _take(
+        self, span: slice | np.ndarray, rows: np.ndarray | None, templates: np.ndarray | None, whole: np.ndarray | None
+    ) -> "RawExample":
         kept = slice(None) if rows is None else rows
         chosen = self.templates
         if chosen is not None and templates is not None:
@@ -125,12 +156,12 @@ class RawExample:
             self,
             aatype=self.aatype[span],
             residue_index=self.residue_index[span],
-            msa=self.msa[kept, span] if whole is None else whole[:, span],
-            deletions=self.deletions[kept, span],
+            msa=self.msa[:, span][kept] if whole is None else whole[:, span],
+            deletions=self.deletions[:, span][kept],
             profile=self.profile[span],
             positions=None if self.positions is None else self.positions[span],
             mask=None if self.mask is None else self.mask[span],
-            templates=None if chosen is None or not len(chosen) else chosen.take(start, stop),
+            templates=None if chosen is None or not len(chosen) else chosen._take(span),
         )
 
 

@@ -46,6 +46,14 @@ class SampleConfig:
     block_fraction: float = 0.3  # Supp. Algorithm 1: rows per deleted block
     blocks: int = 5
     randomize_num_blocks: bool = False
+    # Of assemblies alone: the alignment rows of a chain that are read, at most, of which half may be pairs
+    # (`MSA_CROP_SIZE` of the official data/pipeline_multimer.py); whether rows of different chains are paired by
+    # species; the share of training crops that are spatial, the others being contiguous (AlphaFold-Multimer, sec. 7.2);
+    # and how near the CA of another chain must be, in angstrom, for a spatial crop to be drawn around a residue.
+    chain_rows: int = 2048
+    pairing: bool = True
+    spatial_fraction: float = 0.5
+    interface_distance: float = 10.0
     unclamped_fraction: float = 0.1  # of the examples, whose backbone FAPE is not clamped (Supp. 1.11.5)
     # What replaces an extra MSA that has no row left.  AlphaFold2: one masked row, whose outer product is its bias
     # divided by 0.001; on shallow alignments the gradient of that bias drowns all others (docs/decisions/0007).
@@ -53,14 +61,14 @@ class SampleConfig:
     pad: bool = False  # pad residues to `crop` and rows to `max_msa` and `max_extra` (fixed shapes)
 
     def __post_init__(self) -> None:
-        for name in ("crop", "max_msa"):
+        for name in ("crop", "max_msa", "chain_rows"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
-        for name in ("max_extra", "max_templates", "max_cost", "blocks"):
+        for name in ("max_extra", "max_templates", "max_cost", "blocks", "interface_distance"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
-        for name in ("masked_fraction", "block_fraction", "unclamped_fraction"):
+        for name in ("masked_fraction", "block_fraction", "spatial_fraction", "unclamped_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must lie between 0 and 1")
         kinds = (self.mask_uniform, self.mask_profile, self.mask_same)

@@ -1,19 +1,20 @@
 """Make the features of one example: choose what is used, read only that, and compute (Supp. 1.2)."""
 
 import numpy as np
-import torch
 
 from warpfold.batch import FEATURES, Arrays
-from warpfold.data.example.raw_example import RawExample, Templates
+from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.raw_example import RawExample
+from warpfold.data.features.assembly import assembly_features
 from warpfold.data.features.choose import SampleConfig, select
 from warpfold.data.features.labels import add_labels, atom_masks
 from warpfold.data.features.msa import WholeChain, msa_features
+from warpfold.data.features.templates import template_features
 from warpfold.data.store.stored_example import StoredExample
-from warpfold.geometry import atoms
 
 
 def make_features(
-    example: RawExample | StoredExample,
+    example: RawExample | StoredExample | Assembly,
     config: SampleConfig,
     seed: int,
     key: tuple[str | int, ...],
@@ -23,13 +24,17 @@ def make_features(
     """Return the model's input for one example: arrays of the feature table (`warpfold.batch.FEATURES`), no batch axis.
 
     example: in memory or in a store; only the chosen part is read (for `clustering = "chain"` the chosen rows over the
-    whole chain).  key: names this draw, e.g. (example name, step).  passes: (recycles + 1) x ensemble; with
-    `resample_msa` the MSA features hold that many samples, otherwise one.  train: crop, delete blocks, keep within
-    `max_cost`, draw the templates and the clamping of FAPE.
+    whole chain).  An assembly's features are AlphaFold-Multimer's, a chain's the monomer's.  key: names this draw, e.g.
+    (example name, step).  passes: (recycles + 1) x ensemble; with `resample_msa` the MSA features hold that many
+    samples, otherwise one.  train: crop, delete blocks, keep within `max_cost`, draw the templates and the clamping of
+    FAPE.
     Whole numbers and masks may be narrower than in the table: `batch.to_tensors` widens them.
     Labels are included if the example has coordinates.  If no row is left for the extra MSA, it is one fully masked
     row, as with AlphaFold2's padding, or the query's (`empty_extra`).
     """
+    if isinstance(example, Assembly):
+        joined = assembly_features(example, config, seed, key, passes if config.resample_msa else 1, train)
+        return pad_features(joined, padded_sizes(config, example.length, train))
     chosen = select(example.length, example.depth, config, seed, key, train, example.templates_count)
     chain = None
     if config.clustering == "chain" and chosen.stop - chosen.start < example.length:
@@ -37,9 +42,7 @@ def make_features(
     whole = None if chain is None else chain.msa
     raw = example.take(chosen.start, chosen.stop, chosen.rows, chosen.templates, whole)
     length = raw.length
-    sizes = {}
-    if config.pad:
-        sizes = {"res": (config.crop if train else None) or length, "seq": config.max_msa, "extra": config.max_extra}
+    sizes = padded_sizes(config, length, train)
     features: Arrays = {
         "aatype": raw.aatype,
         "residue_index": raw.residue_index,
@@ -58,32 +61,11 @@ def make_features(
     return pad_features(features, sizes)
 
 
-def template_features(templates: Templates | None, length: int) -> Arrays:
-    """Return the template features of the feature table (`warpfold.batch.FEATURES`), empty arrays without templates.
-
-    length: residues of the example.  The pseudo beta is CB, or CA of glycine (Supp. 1.2.9, table 1), of the template's
-    own residue type; it is masked where that atom was not seen.
-    """
-    if templates is None or not len(templates):
-        sizes = {"tmpl": 0, "res": length}
-        return {
-            name: np.zeros([sizes[axis] if isinstance(axis, str) else axis for axis in feature.axes], feature.dtype)
-            for name, feature in FEATURES.items()
-            if name.startswith("template_")
-        }
-    if templates.aatype.shape[1] != length:
-        raise ValueError(f"templates of {templates.aatype.shape[1]} residues for an example of {length}")
-    aatype, positions = templates.aatype.astype(np.int64), templates.positions
-    mask = templates.mask.astype(np.float32)
-    codes, xyz, seen = (torch.from_numpy(array) for array in (aatype, positions, mask))
-    return {
-        "template_aatype": aatype,
-        "template_all_atom_positions": positions,
-        "template_all_atom_masks": mask,
-        "template_pseudo_beta": atoms.pseudo_beta(codes, xyz).numpy(),
-        "template_pseudo_beta_mask": atoms.pseudo_beta_mask(codes, seen).numpy(),
-        "template_mask": np.ones(len(templates), np.float32),
-    }
+def padded_sizes(config: SampleConfig, length: int, train: bool) -> dict[str, int]:
+    """Return the sizes to which axes are padded (`SampleConfig.pad`), {} for none; length: residues of the example."""
+    if not config.pad:
+        return {}
+    return {"res": (config.crop if train else None) or length, "seq": config.max_msa, "extra": config.max_extra}
 
 
 def pad_features(features: Arrays, sizes: dict[str, int]) -> Arrays:

@@ -6,6 +6,7 @@ are compressed sparse columns: those of a crop are one piece of the list (measur
 """
 
 from functools import cached_property
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from warpfold.batch import Arrays
 from warpfold.data.example.pairing import Pairing
-from warpfold.data.example.raw_example import RawExample, Templates
+from warpfold.data.example.raw_example import CA, RawExample, Templates
 from warpfold.data.formats.alignment import decode
 from warpfold.data.store.store import Record, Store
 from warpfold.errors import UserError
@@ -121,7 +122,13 @@ class StoredExample:
 
     def whole_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
-        return self._read_msa(0, self.length, rows)
+        return self._read_msa(np.arange(self.length), rows)
+
+    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None if not in the store."""
+        if "positions" not in self._record.arrays:
+            return None
+        return self._record.read("positions", residues), self._record.read("mask", residues)
 
     def take(
         self,
@@ -135,43 +142,73 @@ class StoredExample:
 
         The result is that of `RawExample.take` on the whole example.  whole: `whole_rows(rows)`, if already read.
         """
+        return self.take_residues(np.arange(start, stop), rows, templates, whole)
+
+    def take_residues(
+        self,
+        residues: np.ndarray,
+        rows: np.ndarray | None = None,
+        templates: np.ndarray | None = None,
+        whole: np.ndarray | None = None,
+    ) -> RawExample:
+        """Return some residues (indices, ascending), as `take` does: each blob that they touch is read once."""
         record, notes = self._record, self._record.notes
-        span = np.arange(start, stop)
-        parts: dict[str, Any] = {name: record.read(name, span) for name in PER_RESIDUE if name in record.arrays}
+        parts: dict[str, Any] = {name: record.read(name, residues) for name in PER_RESIDUE if name in record.arrays}
         chosen = np.arange(self.depth) if rows is None else rows
-        parts["msa"] = self._read_msa(start, stop, chosen) if whole is None else whole[:, start:stop]
-        parts["deletions"] = self._read_deletions(start, stop, chosen)
+        parts["msa"] = self._read_msa(residues, chosen) if whole is None else whole[:, _span(residues)]
+        parts["deletions"] = self._read_deletions(residues, chosen)
         names = notes.get("templates", ())
         which = np.arange(len(names)) if templates is None else templates
         parts["templates"] = None
         if len(which):
             arrays = {name: record.read(f"template_{name}", which) for name in TEMPLATE_ARRAYS}
-            parts["templates"] = Templates(**arrays, names=tuple(names[i] for i in which)).take(start, stop)
+            parts["templates"] = Templates(**arrays, names=tuple(names[i] for i in which))
+            parts["templates"] = parts["templates"].take_residues(residues)
         return RawExample(**{**notes, "sources": tuple(notes["sources"]), **parts})
 
-    def _read_msa(self, start: int, stop: int, rows: np.ndarray) -> np.ndarray:
-        """Read columns [start, stop) of the tiles' `rows` (ascending): uint8 [len(rows), stop - start]."""
+    def ca_positions(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the CA atoms of the whole chain: float32 [N, 3], angstrom, and mask uint8 [N]; None without atoms.
+
+        Stores with assemblies have an array of their own for them, so that spatial crops need not read all atoms.
+        """
+        record = self._record
+        if "positions" not in record.arrays:
+            return None
+        mask = record.read("mask")[:, CA]
+        return record.read("ca") if "ca" in record.arrays else record.read("positions")[:, CA], mask
+
+    def _read_msa(self, residues: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Read columns (ascending) of the tiles' `rows` (ascending): uint8 [len(rows), len(residues)]."""
         depth, width = self.depth, self._record.arrays["msa"].shape[1]
-        msa = np.empty((len(rows), stop - start), np.uint8)
-        for number in range(start // width, ceil(stop / width)):
-            left, right = max(start, number * width), min(stop, (number + 1) * width)
-            tile = self._record.read("msa", number * depth + rows)
-            msa[:, left - start : right - start] = tile[:, left - number * width : right - number * width]
+        msa = np.empty((len(rows), len(residues)), np.uint8)
+        first, last = (int(residues[0]) // width, int(residues[-1]) // width) if len(residues) else (0, -1)
+        bounds = np.searchsorted(residues, np.arange(first, last + 2) * width).tolist()
+        for number, (begin, end) in enumerate(pairwise(bounds), start=first):
+            if begin < end:
+                tile = self._record.read("msa", number * depth + rows)
+                msa[:, begin:end] = tile[:, _span(residues[begin:end] - number * width)]
         return msa
 
-    def _read_deletions(self, start: int, stop: int, rows: np.ndarray) -> np.ndarray:
-        """Read columns [start, stop) of the sparse columns' `rows`: uint16 [len(rows), stop - start]."""
+    def _read_deletions(self, residues: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Read columns (ascending) of the sparse columns' `rows`: uint16 [len(rows), len(residues)]."""
         read = self._record.read
-        starts = read("deletion_starts", np.arange(start, stop + 1))
-        piece = np.arange(starts[0], starts[-1])
-        column = np.repeat(np.arange(stop - start), np.diff(starts))
+        starts = read("deletion_starts")
+        counts = starts[residues + 1] - starts[residues]
+        column = np.repeat(np.arange(len(residues)), counts)
+        piece = np.arange(len(column)) + (starts[residues] - (np.cumsum(counts) - counts))[column]
         row, count = read("deletion_rows", piece).astype(np.int64), read("deletion_counts", piece)
         place = np.full(self.depth, -1)  # of each row of the alignment among `rows`
         place[rows] = np.arange(len(rows))
         kept = place[row] >= 0
-        deletions = np.zeros((len(rows), stop - start), np.uint16)
+        deletions = np.zeros((len(rows), len(residues)), np.uint16)
         deletions[place[row[kept]], column[kept]] = count[kept]
         return deletions
+
+
+def _span(residues: np.ndarray) -> slice | np.ndarray:
+    """Return ascending indices as a slice if they have no gap: slicing copies nothing."""
+    whole = len(residues) and int(residues[-1] - residues[0]) == len(residues) - 1
+    return slice(int(residues[0]), int(residues[-1]) + 1) if whole else residues
 
 
 def read_example(store: Store, key: str) -> RawExample:
