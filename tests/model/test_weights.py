@@ -11,7 +11,8 @@ import warpfold
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.deepmind import PREFIX, arrays, config_from_deepmind, from_deepmind, to_deepmind
+from warpfold.model.deepmind import PREFIX, arrays, from_deepmind, to_deepmind
+from warpfold.model.deepmind_config import config_from_deepmind
 from warpfold.model.weights import assumed_settings, data_settings, load_model, save_params
 from warpfold.run.predict import PredictOptions, predict
 

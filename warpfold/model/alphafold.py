@@ -1,4 +1,4 @@
-"""AlphaFold2's monomer: Algorithm 2, with recycling (Algorithms 30 to 32) and ensembling."""
+"""AlphaFold2 and AlphaFold-Multimer: Algorithm 2, with recycling (Algorithms 30 to 32) and ensembling."""
 
 from dataclasses import dataclass, field, replace
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import Batch, at_pass
-from warpfold.geometry.atoms import pseudo_beta
-from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
+from warpfold.geometry.atoms import CA, pseudo_beta
+from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, MultimerConfig, RecyclingEmbedder
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.model.execution import Executable
+from warpfold.model.execution import ALL, Executable, Residues
 from warpfold.model.heads import DistogramHead, LogitsHead, PLDDTHead
 from warpfold.model.layers import DrawsNoise, Linear
 from warpfold.model.structure import StructureConfig, StructureModule, StructureOutput
-from warpfold.model.template import TemplateConfig, TemplateEmbedder
+from warpfold.model.template import ChainTemplateEmbedder, TemplateConfig, TemplateEmbedder
 from warpfold.ops.noise import Noise
 
 
@@ -22,7 +22,7 @@ class HeadsConfig:
     """The settings of the output heads (Supp. 1.9)."""
 
     distogram_bins: int = 64
-    msa_classes: int = 23
+    msa_classes: int = 23  # AlphaFold-Multimer: 22, without the mask
     plddt_c: int = 128
     plddt_bins: int = 50
     pae: bool = False  # the "ptm" models
@@ -31,7 +31,10 @@ class HeadsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything that decides what the model computes.  The defaults are model_1 (Supp. tables 4 and 5)."""
+    """Everything that decides what the model computes.  The defaults are model_1 (Supp. tables 4 and 5).
+
+    With `multimer` the embedders are AlphaFold-Multimer's; the preset settings/multimer.toml has what else differs.
+    """
 
     c_m: int = 256
     c_z: int = 128
@@ -39,12 +42,15 @@ class ModelConfig:
     c_e: int = 64
     max_relative: int = 32  # Algorithm 4
     recycles: int = 3  # Supp. 1.10; passes through the trunk, less one
+    # Angstrom: a prediction recycles no more once the distances between CA change by less (Multimer v3: 0.5).
+    recycle_tolerance: float | None = None
     ensemble: int = 1  # Supp. 1.11.2; alignment samples averaged in each pass
     evoformer: EvoformerConfig = field(default_factory=EvoformerConfig)
     extra_blocks: int = 4  # Algorithm 18; otherwise like the Evoformer
     templates: TemplateConfig = field(default_factory=TemplateConfig)
     structure: StructureConfig = field(default_factory=StructureConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
+    multimer: MultimerConfig | None = None  # None: the monomer
 
 
 @dataclass(frozen=True)
@@ -76,10 +82,11 @@ class Output:
     msa_first_row: Tensor  # [*, r, c_m]
     structure: StructureOutput
     distogram_logits: Tensor  # [*, r, r, 64]
-    masked_msa_logits: Tensor  # [*, s, r, 23]
+    masked_msa_logits: Tensor  # [*, s, r, 23], in a multimer 22
     plddt_logits: Tensor  # [*, r, 50]
     resolved_logits: Tensor  # [*, r, 37]
     pae_logits: Tensor | None  # [*, r, r, 64]
+    recycles: int  # passes before this one
 
 
 class AlphaFold(Executable):
@@ -92,9 +99,10 @@ class AlphaFold(Executable):
     def __init__(self, config: ModelConfig | None = None) -> None:
         super().__init__()
         self.config = c = ModelConfig() if config is None else config
-        self.input = InputEmbedder(c.c_m, c.c_z, c.max_relative)
+        embedder = TemplateEmbedder if c.multimer is None else ChainTemplateEmbedder
+        self.input = InputEmbedder(c.c_m, c.c_z, c.max_relative, c.multimer)
         self.recycling = RecyclingEmbedder(c.c_m, c.c_z)
-        self.templates = TemplateEmbedder(c.c_m, c.c_z, c.templates) if c.templates.enabled else None
+        self.templates = embedder(c.c_m, c.c_z, c.templates) if c.templates.enabled else None
         self.extra = ExtraMSAEmbedder(c.c_e)
         self.extra_stack = Evoformer(c.c_e, c.c_z, replace(c.evoformer, blocks=c.extra_blocks), global_column=True)
         self.evoformer = Evoformer(c.c_m, c.c_z, c.evoformer)
@@ -111,18 +119,22 @@ class AlphaFold(Executable):
     def forward(self, batch: Batch, recycles: int | None = None) -> Output:
         """Fold one example: `recycles` + 1 passes (default: the settings'), the gradient through the last alone.
 
+        Outside of training there are fewer with a `recycle_tolerance`: when a pass hardly moved what the pass before
+        had found (before the first: zeros), one more follows, and it is the last.
         Per-pass features have a `pass` axis of 1 or of (recycles + 1) x ensemble, recycle-major.
         Errors: ValueError where the number of passes does not fit.
         """
         recycles = self.config.recycles if recycles is None else recycles
         self._check_passes(batch, (recycles + 1) * self.config.ensemble)
-        recycled = self._nothing_recycled(batch)
-        for index in range(recycles):
+        recycled, done, settled = self._nothing_recycled(batch), 0, False
+        while done < recycles and not settled:
             with torch.no_grad():
-                representations, structure = self.one_pass(batch, index, recycled)
+                representations, structure = self.one_pass(batch, done, recycled)
+            before = recycled.positions
             recycled = Recycled(representations.msa_first_row, representations.pair, structure.final_atom37)
-        representations, structure = self.one_pass(batch, recycles, recycled)
-        return self.output(representations, structure)
+            done, settled = done + 1, self._settled(before, recycled.positions, batch["seq_mask"])
+        representations, structure = self.one_pass(batch, done, recycled)
+        return self.output(representations, structure, done)
 
     def one_pass(self, batch: Batch, index: int, recycled: Recycled) -> tuple[Representations, StructureOutput]:
         """Run pass `index`: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31)."""
@@ -152,7 +164,7 @@ class AlphaFold(Executable):
         seq_mask = batch["seq_mask"]
         z_mask = self.residues.local_shard(seq_mask, -1)[..., :, None] * seq_mask[..., None, :]
 
-        m, z = self.input(batch["target_feat"].to(dtype), batch["msa_feat"].to(dtype), batch["residue_index"])
+        m, z = self.input(batch, dtype)
         m_first, z_recycled = self.recycling(
             recycled.msa_first_row, recycled.pair, pseudo_beta(batch["aatype"], recycled.positions)
         )
@@ -173,8 +185,8 @@ class AlphaFold(Executable):
         single = self.residues.all_gather(self.single(m_first), -2, seq_mask.shape[-1])
         return Representations(m[..., :s, :, :], z, single, m_first)
 
-    def output(self, representations: Representations, structure: StructureOutput) -> Output:
-        """Run the heads (Supp. 1.9), in fp32."""
+    def output(self, representations: Representations, structure: StructureOutput, recycles: int) -> Output:
+        """Run the heads (Supp. 1.9), in fp32, on the result of a pass that so many went before."""
         r = representations
         return Output(
             msa=r.msa,
@@ -187,6 +199,7 @@ class AlphaFold(Executable):
             plddt_logits=self.plddt(structure.single),
             resolved_logits=self.resolved(r.single),
             pae_logits=None if self.pae is None else self.pae(r.pair),
+            recycles=recycles,
         )
 
     def _nothing_recycled(self, batch: Batch) -> Recycled:
@@ -198,6 +211,13 @@ class AlphaFold(Executable):
             like.new_zeros(*shard, shape[-1], c.c_z, dtype=dtype),
             like.new_zeros(*shape, 37, 3),
         )
+
+    def _settled(self, before: Tensor, after: Tensor, mask: Tensor) -> bool:
+        """Return whether recycling may end; positions [*, r, 37, 3] of two passes, mask [*, r]."""
+        tolerance = self.config.recycle_tolerance
+        if self.training or tolerance is None:
+            return False
+        return bool((distance_change(before, after, mask, self.residues) <= tolerance).all())
 
     def _check_passes(self, batch: Batch, passes: int) -> None:
         there = batch["msa_feat"].shape[-4]
@@ -212,3 +232,21 @@ class AlphaFold(Executable):
         layers = [module for module in self.modules() if isinstance(module, DrawsNoise)]
         for number, layer in enumerate(layers):
             layer.draw_from(self.noise, 1000 * number)  # a layer may use the streams that follow its own
+
+
+def distance_change(before: Tensor, after: Tensor, mask: Tensor, residues: Residues = ALL) -> Tensor:
+    """Return how much the distances between CA changed: the root of the mean square over pairs, [*], angstrom.
+
+    Positions [*, r, 37, 3] of two passes, mask [*, r].  AlphaFold-Multimer's measure for stopping (official code,
+    `recycle_cond`, after AF2Complex).  residues: those whose rows are computed here; all processes get the same number,
+    so that they stop together.
+    """
+
+    def distances(positions: Tensor) -> Tensor:
+        ca = positions[..., CA, :]
+        return torch.cdist(residues.local_shard(ca, -2), ca, compute_mode="donot_use_mm_for_euclid_dist")
+
+    squared = (distances(before) - distances(after)).square()
+    rows = (squared * mask[..., None, :]).sum(-1) * residues.local_shard(mask, -1)
+    total = residues.all_gather(rows, -1, mask.shape[-1]).sum(-1)
+    return (total / (mask.sum(-1).square() + 1e-10) + 1e-8).sqrt()

@@ -2,10 +2,11 @@
 
 Every tensor of the model has the numbers of one array of DeepMind's: a Linear's weight is transposed and its
 channels are split into heads, and the blocks of a stack stand along a leading axis.  The tables below say which.
+Multimer's structure module alone has them in another order, and keys and values apart: `_point_attention`.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,9 +14,9 @@ from torch import nn
 
 from warpfold.errors import UserError
 from warpfold.model import attention, embed, evoformer, msa, pair, template
-from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
+from warpfold.model.alphafold import AlphaFold
 from warpfold.model.layers import LayerNorm, Linear
-from warpfold.model.structure import AngleResnet, StructureConfig
+from warpfold.model.structure import AngleResnet, FoldIteration, InvariantPointAttention
 from warpfold.ops.noise import Noise
 
 PREFIX = "alphafold/alphafold_iteration/"
@@ -24,6 +25,7 @@ PREFIX = "alphafold/alphafold_iteration/"
 # module itself: for a Linear its weight, and after a comma its bias.
 _ATTENTION = {"q": "//query_w", "k": "//key_w", "v": "//value_w", "gate": "//gating_w,//gating_b"}
 _ATTENTION |= {"out": "//output_w,//output_b"}
+_TEMPLATE_ROWS = {"up": "template_single_embedding", "down": "template_projection"}
 SCOPES: dict[type[nn.Module], dict[str, str]] = {
     attention.GatedAttention: _ATTENTION,
     attention.Transition: {"norm": "input_layer_norm", "up": "transition1", "down": "transition2"},
@@ -76,6 +78,7 @@ SCOPES: dict[type[nn.Module], dict[str, str]] = {
         "position": "",
     },
     embed.RelativePosition: {"linear": "pair_activiations"},  # sic
+    embed.ChainRelativePosition: {"linear": "~_relative_encoding/position_activations"},
     embed.RecyclingEmbedder: {
         "distance": "prev_pos_linear",
         "norm_m": "prev_msa_first_row_norm",
@@ -84,10 +87,19 @@ SCOPES: dict[type[nn.Module], dict[str, str]] = {
     embed.ExtraMSAEmbedder: {"linear": "extra_msa_activations"},
     template.TemplatePairEmbedder: {"linear": "embedding2d"},
     template.TemplatePointwiseAttention: {k: v for k, v in _ATTENTION.items() if k != "gate"},
-    template.TemplateRows: {"up": "template_single_embedding", "down": "template_projection"},
+    template.TemplateRows: _TEMPLATE_ROWS,
+    template.ChiTemplateRows: _TEMPLATE_ROWS,
+    template.ChainTemplatePairEmbedder: {"norm": "query_embedding_norm", "parts": "template_pair_embedding_{}"},
+    template.ChainTemplateEmbedder: {
+        "pair": "template_embedding/single_template_embedding",
+        "stack": "template_embedding/single_template_embedding/template_embedding_iteration",
+        "norm": "template_embedding/single_template_embedding/output_layer_norm",
+        "out": "template_embedding/output_linear",
+        "rows": "",
+    },
     template.TemplateEmbedder: {
         "pair": "template_embedding/single_template_embedding",
-        "stack": "template_embedding/single_template_embedding/template_pair_stack",
+        "stack": "template_embedding/single_template_embedding/template_pair_stack/__layer_stack_no_state",
         "norm": "template_embedding/single_template_embedding/output_layer_norm",
         "pointwise": "template_embedding/attention",
         "rows": "",
@@ -120,35 +132,56 @@ FUSED_TRIANGLE = {
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """Which outputs of a Linear an array of DeepMind's holds, and in which order."""
+
+    axes: tuple[int, ...]  # ours, as axes
+    start: int = 0
+    stop: int | None = None  # from start to stop along the last of these axes
+    order: tuple[int, ...] = (0, 1)  # theirs: these axes in this order, all but the first flattened
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The axes of the array's outputs."""
+        sizes = [*self.axes[:-1], len(range(self.axes[-1])[self.start : self.stop])]
+        first, *others = (sizes[axis] for axis in self.order)
+        return first, int(np.prod(others))
+
+    def view(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a view of x [..., outputs] as [..., axes in their order]."""
+        x = x.unflatten(-1, self.axes)[..., self.start : self.stop]
+        return x.permute(*range(x.dim() - len(self.axes)), *(axis - len(self.axes) for axis in self.order))
+
+
+@dataclass(frozen=True)
 class Array:
-    """The position of one of our tensors among DeepMind's arrays."""
+    """The position of one of our tensors, or of some outputs of it, among DeepMind's arrays."""
 
     ours: str  # name in the state dict
     theirs: str  # scope//name
     shape: tuple[int, ...]  # theirs, without the axis of blocks
     block: int | None = None  # which block of a stacked array
     blocks: int = 1
+    outputs: Outputs | None = None  # None: all, in our order
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
         return self.shape if self.block is None else (self.blocks, *self.shape)
 
-    def to_ours(self, array: np.ndarray) -> torch.Tensor:
-        """Convert DeepMind's array to our tensor: [c_in..., c_out...] -> [c_out, c_in] for weights, flat for others."""
+    def put(self, array: np.ndarray, tensor: torch.Tensor) -> None:
+        """Write DeepMind's array to where its numbers are in our tensor."""
+        view = self._view(tensor)
         part = torch.from_numpy(np.array(array if self.block is None else array[self.block]))
-        if self.ours.endswith("weight") and len(self.shape) > 1:
-            return part.reshape(self._c_in, -1).T.contiguous()
-        return part.reshape(-1)
+        view.copy_(part.reshape(view.shape))
 
     def to_theirs(self, tensor: torch.Tensor) -> np.ndarray:
-        """Invert `to_ours` for one block."""
-        return (tensor.detach().cpu().T if tensor.dim() == 2 else tensor.detach().cpu()).reshape(self.shape).numpy()
+        """Return the array, of one block, whose numbers `put` would write to our tensor."""
+        return self._view(tensor.detach().cpu()).reshape(self.shape).numpy()
 
-    @property
-    def _c_in(self) -> int:
-        # Outputs of an attention and the outer product flatten two axes into one; the others have one axis of inputs.
-        joined = 2 if self.theirs.endswith("output_w") else 1
-        return int(np.prod(self.shape[:joined]))
+    def _view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of our tensor that has DeepMind's axes: [c_in..., c_out...] of a weight [c_out, c_in]."""
+        x = tensor.T if tensor.dim() == 2 else tensor
+        return x.view(self.shape) if self.outputs is None else self.outputs.view(x)
 
 
 def arrays(module: nn.Module, scope: str = "", name: str = "") -> Iterator[Array]:
@@ -158,16 +191,23 @@ def arrays(module: nn.Module, scope: str = "", name: str = "") -> Iterator[Array
             continue
         ours = f"{name}.{child_name}" if name else child_name
         if isinstance(child, nn.ModuleList) and child_name == "blocks":
-            inner = f"{scope}/__layer_stack_no_state" if isinstance(module, template.TemplatePairStack) else scope
             for index, block in enumerate(child):
-                for a in arrays(block, inner, f"{ours}.{index}"):
-                    yield Array(a.ours, a.theirs, a.shape, index, len(child))
+                for a in arrays(block, scope, f"{ours}.{index}"):
+                    yield replace(a, block=index, blocks=len(child))
+            continue
+        if isinstance(module, InvariantPointAttention) and child_name in (parts := _point_attention(module)):
+            assert isinstance(child, Linear)
+            for theirs, outputs in parts[child_name]:
+                for kind, x in child.named_parameters():
+                    shape = (*x.T.shape[:-1], *outputs.shape)
+                    name_of_kind = {"weight": "weights"}.get(kind, kind)
+                    yield Array(f"{ours}.{kind}", f"{_join(scope, theirs)}//{name_of_kind}", shape, outputs=outputs)
             continue
         theirs = _scopes(module)[child_name]
         if isinstance(child, nn.ModuleList):  # haiku numbers repeated layers: name, name_1, name_2
             for index, layer in enumerate(child):
                 assert isinstance(layer, Linear)
-                numbered = f"{theirs}_{index}" if index else theirs
+                numbered = theirs.format(index) if "{}" in theirs else f"{theirs}_{index}" if index else theirs
                 yield from _leaf(module, child_name, layer, scope, numbered, f"{ours}.{index}")
         elif isinstance(child, Linear | LayerNorm):
             yield from _leaf(module, child_name, child, scope, theirs, ours)
@@ -181,10 +221,40 @@ def _scopes(module: nn.Module) -> dict[str, str]:
     if isinstance(module, pair.TriangleMultiplication) and module.fused:
         return FUSED_TRIANGLE
     table = SCOPES.get(type(module), {})
+    if isinstance(module, FoldIteration) and _is_multimers(module.invariant_point_attention):
+        table = table | {"affine_update": "quat_rigid/rigid"}
     if isinstance(module, msa.MSAStack) and isinstance(module.column, msa.MSAColumnGlobalAttention):
         return table | {"column": "msa_column_global_attention"}
     # A module whose parts are named as DeepMind's needs no table.
     return {child: child for child, _ in module.named_children()} | table
+
+
+def _is_multimers(attention: InvariantPointAttention) -> bool:
+    return attention.q_scalar.bias is None
+
+
+def _point_attention(module: InvariantPointAttention) -> dict[str, list[tuple[str, Outputs]]]:
+    """Return the arrays of Multimer's queries, keys and values: under our names their scopes and outputs.
+
+    In DeepMind's arrays heads are outermost, and a head has all x of its points, then all y and all z.
+    """
+    if not _is_multimers(module):
+        return {}
+    h, c, q, v = module.heads, module.c_hidden, module.qk_points, module.v_points
+    q_points, k_points, v_points = (f"{x}_point_projection/point_projection" for x in "qkv")
+    heads_first = (1, 0, 2)
+    return {
+        "q_scalar": [("q_scalar_projection", Outputs((h, c)))],
+        "kv_scalar": [
+            ("k_scalar_projection", Outputs((h, 2 * c), stop=c)),
+            ("v_scalar_projection", Outputs((h, 2 * c), start=c)),
+        ],
+        "q_point_local": [(q_points, Outputs((3, h, q), order=heads_first))],
+        "kv_point_local": [
+            (k_points, Outputs((3, h, q + v), stop=q, order=heads_first)),
+            (v_points, Outputs((3, h, q + v), start=q, order=heads_first)),
+        ],
+    }
 
 
 def _join(scope: str, theirs: str) -> str:
@@ -216,6 +286,8 @@ def _shapes(module: nn.Module, child: str, linear: Linear) -> tuple[tuple[int, .
     c_in, c_out = linear.in_features, linear.out_features
     if isinstance(module, msa.OuterProductMean) and child == "out":
         return (module.a.out_features, module.b.out_features, c_out), (c_out,)
+    if isinstance(module, template.ChainTemplatePairEmbedder) and c_in == 1:  # of a scalar they have no axis
+        return (c_out,), (c_out,)
     split = isinstance(module, attention.GatedAttention | template.TemplatePointwiseAttention)
     if split or (isinstance(module, msa.MSAColumnGlobalAttention) and child not in ("k", "v")):
         h = int(module.heads)  # type: ignore[arg-type]
@@ -241,7 +313,9 @@ def from_deepmind(module: nn.Module, params: Mapping[str, np.ndarray], scope: st
         }
     )
     refuse(source, missing, surplus, misshapen)
-    state = {a.ours: a.to_ours(params[a.theirs]) for a in wanted}
+    state = {name: torch.empty_like(x, device="cpu") for name, x in module.state_dict().items()}
+    for a in wanted:
+        a.put(params[a.theirs], state[a.ours])
     module.load_state_dict(state, strict=True)
 
 
@@ -267,109 +341,3 @@ def refuse(source: str, missing: list[str], surplus: list[str], misshapen: list[
     ]
     if report:
         raise UserError(f"{source}: not the parameters of this model; {'; '.join(report)}")
-
-
-def config_from_deepmind(params: Mapping[str, np.ndarray], source: str = "params") -> ModelConfig:
-    """Return the settings that DeepMind's arrays imply: channels, blocks, heads, templates, ptm.
-
-    What no array shows keeps the published value (layers of the structure module, recycles, relative positions).
-    Errors: UserError for arrays of another model (Multimer), or too few of them to tell.
-    """
-    p = {name.removeprefix(PREFIX): np.shape(array) for name, array in params.items()}
-    if any("~_relative_encoding" in name for name in p):
-        raise UserError(f"{source}: Multimer parameters; only the monomer is built: use params_model_1..5(_ptm)")
-    block = "evoformer/evoformer_iteration/"
-    outgoing = block + "triangle_multiplication_outgoing/"
-    one_template = "evoformer/template_embedding/single_template_embedding/"
-    try:
-        blocks, c_z, c_pair_head = _attention_shape(p, block + "triangle_attention_starting_node/attention")
-        fused = outgoing + "projection//weights" in p
-        pair_config = pair.PairConfig(
-            heads=c_pair_head[0],
-            head_width=c_pair_head[1],
-            c_triangle=p[outgoing + ("center_norm" if fused else "center_layer_norm") + "//scale"][1],
-            transition=p[block + "pair_transition/transition1//weights"][2] // c_z,
-            fused=fused,
-        )
-        _, c_m, row_heads = _attention_shape(p, block + "msa_row_attention_with_pair_bias/attention")
-        trunk = evoformer.EvoformerConfig(
-            blocks=blocks,
-            heads=row_heads[0],
-            transition=p[block + "msa_transition/transition1//weights"][2] // c_m,
-            c_outer=p[block + "outer_product_mean/left_projection//weights"][2],
-            pair=pair_config,
-        )
-        return ModelConfig(
-            c_m=c_m,
-            c_z=c_z,
-            c_s=p["evoformer/single_activations//weights"][1],
-            c_e=p["evoformer/extra_msa_activations//weights"][1],
-            max_relative=(p["evoformer/pair_activiations//weights"][0] - 1) // 2,
-            evoformer=trunk,
-            extra_blocks=p["evoformer/extra_msa_stack/msa_transition/transition1//weights"][0],
-            templates=_templates(p, one_template),
-            structure=_structure(p),
-            heads=_heads(p),
-        )
-    except (KeyError, IndexError) as error:
-        raise UserError(f"{source}: not the parameters of an AlphaFold2 monomer; no usable array {error}") from error
-
-
-def _attention_shape(p: Mapping[str, tuple[int, ...]], scope: str) -> tuple[int, int, tuple[int, int]]:
-    """Return blocks, channels, (heads, width of a head) of a stacked attention."""
-    blocks, c, h, width = p[f"{scope}//query_w"]
-    return blocks, c, (h, width)
-
-
-def _templates(p: Mapping[str, tuple[int, ...]], scope: str) -> template.TemplateConfig:
-    if scope + "embedding2d//weights" not in p:
-        return template.TemplateConfig(enabled=False)
-    stack = scope + "template_pair_stack/__layer_stack_no_state/"
-    blocks, c, (h, width) = _attention_shape(p, stack + "triangle_attention_ending_node/attention")
-    outgoing = stack + "triangle_multiplication_outgoing/"
-    fused = outgoing + "projection//weights" in p
-    _, pointwise_heads, pointwise_width = p["evoformer/template_embedding/attention//query_w"]
-    return template.TemplateConfig(
-        c=c,
-        blocks=blocks,
-        heads=pointwise_heads,
-        attention_width=pointwise_width,
-        torsion_rows="evoformer/template_single_embedding//weights" in p,
-        pair=pair.PairConfig(
-            heads=h,
-            head_width=width,
-            c_triangle=p[outgoing + ("center_norm" if fused else "center_layer_norm") + "//scale"][1],
-            transition=p[stack + "pair_transition/transition1//weights"][2] // c,
-            fused=fused,
-            order="attention_first",
-        ),
-    )
-
-
-def _structure(p: Mapping[str, tuple[int, ...]]) -> StructureConfig:
-    fold = "structure_module/fold_iteration/"
-    ipa, side = fold + "invariant_point_attention/", fold + "rigid_sidechain/"
-    (heads,) = p[ipa + "/trainable_point_weights"]
-    qk_points = p[ipa + "q_point_local//bias"][0] // (3 * heads)
-    return StructureConfig(
-        c=p[fold + "affine_update//weights"][0],
-        heads=heads,
-        c_hidden=p[ipa + "q_scalar//bias"][0] // heads,
-        qk_points=qk_points,
-        v_points=p[ipa + "kv_point_local//bias"][0] // (3 * heads) - qk_points,
-        transition_layers=sum(f"{fold}transition{n}//bias" in p for n in ("", *(f"_{i}" for i in range(1, 9)))),
-        sidechain_c=p[side + "input_projection//bias"][0],
-        sidechain_blocks=sum(f"{side}resblock1{n}//bias" in p for n in ("", *(f"_{i}" for i in range(1, 9)))),
-    )
-
-
-def _heads(p: Mapping[str, tuple[int, ...]]) -> HeadsConfig:
-    pae = "predicted_aligned_error_head/logits//weights"
-    return HeadsConfig(
-        distogram_bins=p["distogram_head/half_logits//weights"][1],
-        msa_classes=p["masked_msa_head/logits//weights"][1],
-        plddt_c=p["predicted_lddt_head/act_0//weights"][1],
-        plddt_bins=p["predicted_lddt_head/logits//weights"][1],
-        pae=pae in p,
-        pae_bins=p.get(pae, (0, 64))[1],
-    )

@@ -1,8 +1,10 @@
 """From features to the first m and z: Algorithms 3, 4, 5 and 32, and the extra MSA's embedding."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from warpfold.batch import Batch
 from warpfold.geometry.atoms import distogram_bins
@@ -13,41 +15,93 @@ TARGET_CHANNELS, MSA_CHANNELS, EXTRA_CHANNELS = 22, 49, 25  # of target_feat, ms
 EXTRA_CLASSES = 23  # 20 residue types, X, gap, mask
 
 
+@dataclass(frozen=True, kw_only=True)
+class MultimerConfig:
+    """The settings that only AlphaFold-Multimer has (Evans et al. 2022)."""
+
+    max_chain: int = 2  # the numbers of two copies of an entity differ by at most this, where positions are embedded
+
+
 class InputEmbedder(Executable):
     """Algorithm 3: target_feat [*, r, 22] and msa_feat [*, s, r, 49] -> m [*, s, r, c_m], z [*, r, r, c_z].
 
-    Returns this rank's shards of m and z.
+    A multimer does not read the first channel of target_feat, the chain break: chains are told apart by the relative
+    positions.  Returns this rank's shards of m and z.
     """
 
-    def __init__(self, c_m: int, c_z: int, max_relative: int = 32) -> None:
+    def __init__(self, c_m: int, c_z: int, max_relative: int = 32, multimer: MultimerConfig | None = None) -> None:
         super().__init__()
-        self.target_m = Linear(TARGET_CHANNELS, c_m)
+        channels = TARGET_CHANNELS if multimer is None else TARGET_CHANNELS - 1
+        self.target_m = Linear(channels, c_m)
         self.msa_m = Linear(MSA_CHANNELS, c_m)
-        self.left = Linear(TARGET_CHANNELS, c_z)
-        self.right = Linear(TARGET_CHANNELS, c_z)
-        self.position = RelativePosition(c_z, max_relative)
+        self.left = Linear(channels, c_z)
+        self.right = Linear(channels, c_z)
+        self.position = (
+            RelativePosition(c_z, max_relative)
+            if multimer is None
+            else ChainRelativePosition(c_z, max_relative, multimer.max_chain)
+        )
 
-    def forward(self, target_feat: Tensor, msa_feat: Tensor, residue_index: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         local_shard = self.residues.local_shard
-        target, index = local_shard(target_feat, -2), local_shard(residue_index, -1)
-        m = self.target_m(target)[..., None, :, :] + self.msa_m(local_shard(msa_feat, -2))
+        target_feat = batch["target_feat"][..., -self.target_m.in_features :].to(dtype)
+        target = local_shard(target_feat, -2)
+        m = self.target_m(target)[..., None, :, :] + self.msa_m(local_shard(batch["msa_feat"].to(dtype), -2))
         z = self.left(target)[..., :, None, :] + self.right(target_feat)[..., None, :, :]
-        return m, z + self.position(index, residue_index).to(z.dtype)
+        return m, z + self.position(batch).to(dtype)
 
 
-class RelativePosition(nn.Module):
-    """Algorithms 4 and 5: an embedding of the clipped offset of residues i [*, I] and j [*, J] -> [*, I, J, c_z]."""
+class RelativePosition(Executable):
+    """Algorithms 4 and 5: the clipped offset of residues i and j, embedded: this rank's rows of [*, r, r, c_z]."""
 
     def __init__(self, c_z: int, max_relative: int = 32) -> None:
         super().__init__()
         self.max_relative = max_relative
         self.linear = Linear(2 * max_relative + 1, c_z)
 
-    def forward(self, i: Tensor, j: Tensor) -> Tensor:
-        offset = i[..., :, None] - j[..., None, :]
-        bins = (offset.clamp(-self.max_relative, self.max_relative) + self.max_relative).long()
+    def forward(self, batch: Batch) -> Tensor:
+        index = batch["residue_index"]
+        bins = _clipped_difference(self.residues.local_shard(index, -1), index, self.max_relative)
         # Picking rows of the weight is the product with a one-hot vector, without building it.
         return F.embedding(bins, self.linear.weight.T) + self.linear.bias
+
+
+class ChainRelativePosition(Executable):
+    """AlphaFold-Multimer's relative positions: this rank's rows of [*, r, r, c_z].
+
+    Three features of a pair of residues (official code, `_relative_encoding`): their clipped offset if they are in one
+    chain, else a bin of its own; whether their chains are copies of one entity; the clipped difference of the numbers
+    of these copies, or a bin of its own for different entities.
+    """
+
+    def __init__(self, c_z: int, max_relative: int = 32, max_chain: int = 2) -> None:
+        super().__init__()
+        self.max_relative, self.max_chain = max_relative, max_chain
+        self.linear = Linear((2 * max_relative + 2) + 1 + (2 * max_chain + 2), c_z)
+
+    def forward(self, batch: Batch) -> Tensor:
+        def pairs(name: str) -> tuple[Tensor, Tensor]:
+            return self.residues.local_shard(batch[name], -1), batch[name]
+
+        same_chain, same_entity = (i[..., :, None] == j[..., None, :] for i, j in map(pairs, ("asym_id", "entity_id")))
+        offset = _clipped_difference(*pairs("residue_index"), self.max_relative)
+        copies = _clipped_difference(*pairs("sym_id"), self.max_chain)
+        offset = torch.where(same_chain, offset, 2 * self.max_relative + 1)
+        copies = torch.where(same_entity, copies, 2 * self.max_chain + 1)
+        table = self._table()
+        return F.embedding(offset * table.shape[1] + copies, table.flatten(0, 1))
+
+    def _table(self) -> Tensor:
+        """Return the embedding of every two bins, [offsets, copies, c_z]; the last bin of copies: another entity."""
+        sizes = [2 * self.max_relative + 2, 1, 2 * self.max_chain + 2]
+        offsets, same_entity, copies = self.linear.weight.T.split(sizes)
+        copies = torch.cat((copies[:-1] + same_entity, copies[-1:]))
+        return offsets[:, None] + copies + self.linear.bias
+
+
+def _clipped_difference(i: Tensor, j: Tensor, limit: int) -> Tensor:
+    """Return i - j, clipped to -limit .. limit, from 0: i [*, I], j [*, J] -> int64 [*, I, J]."""
+    return ((i[..., :, None] - j[..., None, :]).clamp(-limit, limit) + limit).long()
 
 
 class RecyclingEmbedder(Executable):

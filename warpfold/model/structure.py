@@ -1,7 +1,7 @@
 """The structure module: from the trunk's s and z to frames, torsion angles and atoms (Supp. 1.8).
 
 Everything here computes in fp32 at least, whatever arrives.  Inside, translations are in units of `position_scale`
-(10) angstrom; what leaves is in angstrom.
+(10, in AlphaFold-Multimer 20) angstrom; what leaves is in angstrom.
 """
 
 import math
@@ -28,8 +28,9 @@ class StructureConfig:
     c_hidden: int = 16
     qk_points: int = 4
     v_points: int = 8
+    scalar_bias: bool = True  # of the scalar queries, keys and values; AlphaFold-Multimer's have none
     transition_layers: int = 3
-    position_scale: float = 10.0  # angstrom
+    position_scale: float = 10.0  # angstrom; AlphaFold-Multimer: 20
     sidechain_c: int = 128
     sidechain_blocks: int = 2
     dropout: float = 0.1
@@ -110,7 +111,9 @@ class FoldIteration(DrawsNoise):
         super().__init__()
         c = config
         self.rate = c.dropout
-        self.invariant_point_attention = InvariantPointAttention(c.c, c_z, c.heads, c.c_hidden, c.qk_points, c.v_points)
+        self.invariant_point_attention = InvariantPointAttention(
+            c.c, c_z, c.heads, c.c_hidden, c.qk_points, c.v_points, c.scalar_bias
+        )
         self.attention_layer_norm = LayerNorm(c.c)
         last = c.transition_layers - 1
         self.transition = nn.ModuleList(
@@ -149,11 +152,13 @@ class InvariantPointAttention(Executable):
     The result is the same under any rigid motion of all frames together.
     """
 
-    def __init__(self, c: int, c_z: int, heads: int, c_hidden: int, qk_points: int, v_points: int) -> None:
+    def __init__(
+        self, c: int, c_z: int, heads: int, c_hidden: int, qk_points: int, v_points: int, scalar_bias: bool = True
+    ) -> None:
         super().__init__()
         self.heads, self.c_hidden, self.qk_points, self.v_points = heads, c_hidden, qk_points, v_points
-        self.q_scalar = Linear(c, heads * c_hidden)
-        self.kv_scalar = Linear(c, heads * 2 * c_hidden)  # in each head keys, then values
+        self.q_scalar = Linear(c, heads * c_hidden, bias=scalar_bias)
+        self.kv_scalar = Linear(c, heads * 2 * c_hidden, bias=scalar_bias)  # in each head keys, then values
         self.q_point_local = Linear(c, 3 * heads * qk_points)  # all x, then y, then z
         self.kv_point_local = Linear(c, 3 * heads * (qk_points + v_points))
         self.trainable_point_weights = nn.Parameter(torch.full((heads,), math.log(math.e - 1)))  # softplus gives 1

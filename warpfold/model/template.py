@@ -1,5 +1,10 @@
-"""Templates: pair features, their stack, attention over them, and torsion rows for the MSA (Algorithms 16 and 17)."""
+"""Templates: pair features, their stack, attention over them, and torsion rows for the MSA (Algorithms 16 and 17).
 
+AlphaFold-Multimer embeds its templates in a way of its own: `ChainTemplateEmbedder`.
+"""
+
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -7,17 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from warpfold.batch import Batch
-from warpfold.geometry.atoms import atom37_to_torsions, distogram_bins
+from warpfold.geometry.atoms import Torsions, atom37_to_torsions, distogram_bins
 from warpfold.geometry.residue import ATOM_ORDER, UNKNOWN
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.axial import BlockStack
-from warpfold.model.execution import Executable
+from warpfold.model.execution import Executable, Residues
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.model.pair import PairConfig, PairStack
 from warpfold.ops.attention import attention
 
 AATYPES = 22  # one-hot of template residue types: 20, X, gap
-PSI = 2  # the torsion whose mask says which residues of a template row are valid
+DISTANCE_BINS = 39  # of the beta carbon distances, 3.25 to 50.75 angstrom
+PSI, CHI1 = 2, 3  # the torsion whose mask says which residues of a template row are valid; in a multimer
 
 
 def _template_pair() -> PairConfig:
@@ -26,59 +32,69 @@ def _template_pair() -> PairConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateConfig:
-    """The settings of template embedding (Supp. 1.7.1)."""
+    """The settings of template embedding (Supp. 1.7.1).
+
+    A multimer takes the mean over its templates, without attention, and always feeds unit vectors.
+    """
 
     enabled: bool = True
     c: int = 64  # channels of the template pair representation
     blocks: int = 2  # Algorithm 16
-    heads: int = 4  # Algorithm 17
-    attention_width: int = 16  # Algorithm 17: c per head
+    heads: int = 4  # Algorithm 17; monomer
+    attention_width: int = 16  # Algorithm 17: c per head; monomer
     torsion_rows: bool = True  # append the templates' torsions to the MSA
     unit_vectors: bool = False  # feed unit vectors between backbones; zeros in every published monomer model
     pair: PairConfig = field(default_factory=_template_pair)
 
 
+def template_pairs(template: Batch, residues: Residues, unit_vectors: bool = True) -> tuple[Tensor, ...]:
+    """Return the pair features of one template, [*, r, ...] each (Supp. 1.2.9, table 1), none of them masked.
+
+    One-hot distances of beta carbons [*, i, j, 39], whether both are there [*, i, j, 1], residue types of column j
+    [*, 1, j, 22] and of row i [*, i, 1, 22], the direction of CA j in the frame of i [*, i, j, 3] (zeros without
+    `unit_vectors`), and whether both backbones are there [*, i, j, 1]; i: this rank's residues.
+    """
+    local_shard = residues.local_shard
+    beta, beta_mask = template["template_pseudo_beta"], template["template_pseudo_beta_mask"]
+    aatype = F.one_hot(template["template_aatype"], AATYPES).to(beta.dtype)
+    positions, masks = template["template_all_atom_positions"], template["template_all_atom_masks"]
+    n, ca, c = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
+    has_backbone = masks[..., n] * masks[..., ca] * masks[..., c]
+    has_both = (local_shard(has_backbone, -1)[..., :, None] * has_backbone[..., None, :])[..., None]
+    if unit_vectors:
+        backbone = [positions[..., atom, :] for atom in (n, ca, c)]
+        frames = Rigid.from_three_points(*(local_shard(x, -2) for x in backbone))
+        vector = frames[..., :, None].invert_apply(backbone[1][..., None, :, :])
+        vector = vector * torch.rsqrt(1e-6 + vector.square().sum(-1, keepdim=True))
+    else:
+        vector = beta.new_zeros(*has_both.shape[:-1], 3)
+    return (
+        distogram_bins(beta, 3.25, 50.75, DISTANCE_BINS, local_shard(beta, -2)),
+        (local_shard(beta_mask, -1)[..., :, None] * beta_mask[..., None, :])[..., None],
+        aatype[..., None, :, :],
+        local_shard(aatype, -2)[..., :, None, :],
+        vector,
+        has_both,
+    )
+
+
 class TemplatePairEmbedder(Executable):
     """The 88 pair features of one template, projected (Supp. 1.2.9 table 1, Algorithm 2 line 9)."""
-
-    bins = 39  # of the beta carbon distances, 3.25 to 50.75 angstrom
 
     def __init__(self, c_t: int, unit_vectors: bool) -> None:
         super().__init__()
         self.unit_vectors = unit_vectors
-        self.linear = Linear(self.bins + 2 + 2 * AATYPES + 3, c_t, init="relu")
+        self.linear = Linear(DISTANCE_BINS + 2 + 2 * AATYPES + 3, c_t, init="relu")
 
     def forward(self, template: Batch, dtype: torch.dtype) -> Tensor:
         """Embed one template, [*, r, ...] -> [*, r, r, c_t]; its features are zero where a backbone is missing.
 
         Returns this rank's shard: the rows of its residues.
         """
-        local_shard = self.residues.local_shard
-        beta, beta_mask = template["template_pseudo_beta"], template["template_pseudo_beta_mask"]
-        aatype = F.one_hot(template["template_aatype"], AATYPES).to(beta.dtype)
-        positions, masks = template["template_all_atom_positions"], template["template_all_atom_masks"]
-        n, ca, c = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
-        has_backbone = masks[..., n] * masks[..., ca] * masks[..., c]
-        has_both = (local_shard(has_backbone, -1)[..., :, None] * has_backbone[..., None, :])[..., None]
-        if self.unit_vectors:
-            backbone = [positions[..., atom, :] for atom in (n, ca, c)]
-            frames = Rigid.from_three_points(*(local_shard(x, -2) for x in backbone))
-            vector = frames[..., :, None].invert_apply(backbone[1][..., None, :, :])
-            vector = vector * torch.rsqrt(1e-6 + vector.square().sum(-1, keepdim=True)) * has_both
-        else:
-            vector = beta.new_zeros(*has_both.shape[:-1], 3)
-        features = torch.cat(
-            (
-                distogram_bins(beta, 3.25, 50.75, self.bins, local_shard(beta, -2)),
-                (local_shard(beta_mask, -1)[..., :, None] * beta_mask[..., None, :])[..., None],
-                aatype[..., None, :, :].expand(*has_both.shape[:-1], AATYPES),  # of column j
-                local_shard(aatype, -2)[..., :, None, :].expand(*has_both.shape[:-1], AATYPES),  # of row i
-                vector,
-                has_both,
-            ),
-            -1,
-        )
-        return self.linear((features * has_both).to(dtype))
+        features = template_pairs(template, self.residues, self.unit_vectors)
+        has_both = features[-1]
+        joined = torch.cat([x.expand(*has_both.shape[:-1], x.shape[-1]) for x in features], -1)
+        return self.linear((joined * has_both).to(dtype))
 
 
 class TemplatePointwiseAttention(nn.Module):
@@ -101,13 +117,19 @@ class TemplatePointwiseAttention(nn.Module):
         return self.out(o[..., 0, :, :].flatten(-2))
 
 
+# The arrays that describe templates, with the axis of templates, counted from the right.
+AXES = {"template_aatype": -2, "template_all_atom_positions": -4, "template_all_atom_masks": -3}
+AXES |= {"template_pseudo_beta": -3, "template_pseudo_beta_mask": -2}
+
+
+def each_template(batch: Batch) -> Iterator[Batch]:
+    """Yield the arrays of one template after another, without their axis of templates."""
+    for index in range(batch["template_mask"].shape[-1]):
+        yield {name: batch[name].select(axis, index) for name, axis in AXES.items()}
+
+
 class TemplateEmbedder(nn.Module):
     """Algorithm 2, lines 7 to 13: what the templates add to z, and the rows that they add to m."""
-
-    names = tuple(
-        f"template_{n}"
-        for n in ("aatype", "all_atom_positions", "all_atom_masks", "pseudo_beta", "pseudo_beta_mask", "mask")
-    )
 
     def __init__(self, c_m: int, c_z: int, config: TemplateConfig) -> None:
         super().__init__()
@@ -122,14 +144,67 @@ class TemplateEmbedder(nn.Module):
         mask = batch["template_mask"]
         if mask.shape[-1] == 0:
             return torch.zeros_like(z)
-        axes = {"template_aatype": -2, "template_all_atom_positions": -4, "template_all_atom_masks": -3}
-        axes |= {"template_pseudo_beta": -3, "template_pseudo_beta_mask": -2}
-        embedded = []
-        for index in range(mask.shape[-1]):
-            template = {name: batch[name].select(axis, index) for name, axis in axes.items()}
-            embedded.append(self.norm(self.stack(self.pair(template, z.dtype), z_mask)))
+        embedded = [self.norm(self.stack(self.pair(t, z.dtype), z_mask)) for t in each_template(batch)]
         update = self.pointwise(z, torch.stack(embedded, -4), mask)
         return update * (mask.sum(-1) > 0).to(z.dtype)[..., None, None, None]
+
+
+class ChainTemplatePairEmbedder(Executable):
+    """AlphaFold-Multimer's pair features of one template, and z, each with a projection of its own, summed.
+
+    A template knows one chain: what its atoms say of two chains is masked.  Residue types are not, as in the official
+    code, so that a template without atoms is not nothing.
+    """
+
+    def __init__(self, c_z: int, c_t: int) -> None:
+        super().__init__()
+        self.norm = LayerNorm(c_z)
+        inputs = (DISTANCE_BINS, 1, AATYPES, AATYPES, 1, 1, 1, 1, c_z)  # of template_pairs, the vector as three; z
+        self.parts = nn.ModuleList(Linear(c, c_t, init="relu") for c in inputs)
+
+    def of_pairs(self, z: Tensor) -> Tensor:
+        """Return what z [*, r, r, c_z] adds to every template: [*, r, r, c_t]."""
+        t: Tensor = self.parts[-1](self.norm(z))
+        return t
+
+    def forward(self, template: Batch, same_chain: Tensor, t: Tensor) -> Tensor:
+        """Return t [*, r, r, c_t] with the features of one template, [*, r, ...]; same_chain [*, r, r, 1].
+
+        All pairs are this rank's rows.
+        """
+        distances, beta, columns, rows, vector, backbone = template_pairs(template, self.residues)
+        beta, backbone = beta * same_chain, backbone * same_chain
+        inputs = (distances * beta, beta, columns, rows, *(vector * backbone).split(1, -1), backbone)
+        for part, x in zip(self.parts, inputs):
+            t = t + part(x.to(t.dtype))
+        return t
+
+
+class ChainTemplateEmbedder(Executable):
+    """AlphaFold-Multimer's templates: what their mean adds to z, and the rows that they add to m."""
+
+    def __init__(self, c_m: int, c_z: int, config: TemplateConfig) -> None:
+        super().__init__()
+        self.pair = ChainTemplatePairEmbedder(c_z, config.c)
+        self.stack = TemplatePairStack(config)
+        self.norm = LayerNorm(config.c)
+        self.out = Linear(config.c, c_z, init="relu")
+        self.rows = ChiTemplateRows(c_m) if config.torsion_rows else None
+
+    def forward(self, z: Tensor, z_mask: Tensor, batch: Batch) -> Tensor:
+        """Return the update of z [*, r, r, c_z]; zero where the batch has no templates at all.
+
+        Templates of chains that have fewer count as the others do (their atoms are masked), as in the official code.
+        """
+        if batch["template_mask"].shape[-1] == 0:
+            return torch.zeros_like(z)
+        asym_id = batch["asym_id"]
+        same_chain = (self.residues.local_shard(asym_id, -1)[..., :, None] == asym_id[..., None, :])[..., None]
+        of_pairs = self.pair.of_pairs(z)
+        embedded = (self.norm(self.stack(self.pair(t, same_chain, of_pairs), z_mask)) for t in each_template(batch))
+        mean = functools.reduce(torch.add, embedded) / batch["template_mask"].shape[-1]
+        update: Tensor = self.out(mean.relu())
+        return update
 
 
 class TemplatePairStack(BlockStack):
@@ -147,9 +222,11 @@ class TemplatePairStack(BlockStack):
 class TemplateRows(Executable):
     """Algorithm 2, lines 7 and 8: each template as a row of the MSA, from its torsion angles."""
 
+    channels = AATYPES + 14 + 14 + 7
+
     def __init__(self, c_m: int) -> None:
         super().__init__()
-        self.up = Linear(AATYPES + 14 + 14 + 7, c_m, init="relu")
+        self.up = Linear(self.channels, c_m, init="relu")
         self.down = Linear(c_m, c_m, init="relu")
 
     def forward(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -164,9 +241,27 @@ class TemplateRows(Executable):
     @staticmethod
     def features(batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the 57 features [*, tmpl, r, 57] and the row mask [*, tmpl, r]."""
-        aatype = batch["template_aatype"]
-        known = aatype.clamp(max=UNKNOWN)  # a gap, like X, has no atoms
-        torsions = atom37_to_torsions(known, batch["template_all_atom_positions"], batch["template_all_atom_masks"])
-        one_hot = F.one_hot(aatype, AATYPES).to(torsions.mask.dtype)
+        one_hot, torsions = _types_and_torsions(batch)
         angles = (torsions.sin_cos.flatten(-2), torsions.alt_sin_cos.flatten(-2))
         return torch.cat((one_hot, *angles, torsions.mask), -1), torsions.mask[..., PSI]
+
+
+class ChiTemplateRows(TemplateRows):
+    """AlphaFold-Multimer's rows: of the torsions those of the side chain; a row is valid where chi1 is defined."""
+
+    channels = AATYPES + 4 + 4 + 4
+
+    @staticmethod
+    def features(batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the 34 features [*, tmpl, r, 34] (types, sines, cosines, mask) and the row mask [*, tmpl, r]."""
+        one_hot, torsions = _types_and_torsions(batch)
+        sines, cosines = torsions.sin_cos[..., CHI1:, :].unbind(-1)
+        return torch.cat((one_hot, sines, cosines, torsions.mask[..., CHI1:]), -1), torsions.mask[..., CHI1]
+
+
+def _types_and_torsions(batch: Batch) -> tuple[Tensor, Torsions]:
+    """Return the residue types of all templates, one-hot [*, tmpl, r, 22], and their torsions [*, tmpl, r]."""
+    aatype = batch["template_aatype"]
+    known = aatype.clamp(max=UNKNOWN)  # a gap, like X, has no atoms
+    torsions = atom37_to_torsions(known, batch["template_all_atom_positions"], batch["template_all_atom_masks"])
+    return F.one_hot(aatype, AATYPES).to(torsions.mask.dtype), torsions

@@ -17,7 +17,8 @@ from torch import nn
 
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, ModelConfig
-from warpfold.model.deepmind import PREFIX, config_from_deepmind, from_deepmind, refuse
+from warpfold.model.deepmind import PREFIX, from_deepmind, refuse
+from warpfold.model.deepmind_config import config_from_deepmind
 from warpfold.settings import build, to_dict
 
 FORMAT = "warpfold-1"
