@@ -43,8 +43,9 @@ def fake_ranks(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) ->
 
 
 def fake_batch(**sizes: int) -> Batch:
-    """Every feature of the table (warpfold/batch.py) on "meta", labels too; sizes: of its named axes."""
-    shapes = {name: [sizes[a] if isinstance(a, str) else a for a in f.axes] for name, f in FEATURES.items()}
+    """The features of the table (warpfold/batch.py) on "meta", labels too, whose named axes have a size in `sizes`."""
+    given = {name: f for name, f in FEATURES.items() if {a for a in f.axes if isinstance(a, str)} <= set(sizes)}
+    shapes = {name: [sizes[a] if isinstance(a, str) else a for a in f.axes] for name, f in given.items()}
     return {
         name: torch.empty(shape, dtype=getattr(torch, FEATURES[name].dtype), device="meta")
         for name, shape in shapes.items()

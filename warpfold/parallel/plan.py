@@ -105,10 +105,11 @@ def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | Non
     (8 heads x N x N of each row), within `CACHED` numbers on a CPU and `RESIDENT` on a GPU.
     """
     if chunk is None:
-        clusters, residues = batch["msa_feat"].shape[-3:-1]
-        budget = RESIDENT if batch["msa_feat"].is_cuda else CACHED
+        clusters, residues = batch["bert_mask"].shape[-2:]
+        extra = batch["extra_rows"].shape[-1] if "extra_rows" in batch else batch["extra_msa"].shape[-2]
+        budget = RESIDENT if batch["bert_mask"].is_cuda else CACHED
         longest = max(residues, clusters)
         chunk = max(4, budget // (8 * longest**2))
-        if chunk >= max(longest, batch["extra_msa"].shape[-2]):
+        if chunk >= max(longest, extra):
             chunk = 0
     return Plan(chunk=chunk or None, in_place=chunk > 0, precision=precision)

@@ -1,0 +1,262 @@
+"""The features of assemblies: they fit the table, chains stand side by side, copies share, pairs pair."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.examples import example, templates
+from warpfold.batch import Batch, at_pass, to_tensors
+from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.pairing import make_pairing, pair_rows
+from warpfold.data.example.raw_example import RawExample
+from warpfold.data.features.choose import SampleConfig, keyed_rng
+from warpfold.data.features.crop import contiguous_crop, crop_assembly, near_other_chain, spatial_crop
+from warpfold.data.features.make import make_features
+from warpfold.geometry.residue import GAP
+from warpfold.model.clusters import cluster_features
+
+TRAIN = SampleConfig(crop=24, max_msa=8, max_extra=12)
+WHOLE = SampleConfig(max_msa=6, max_extra=100)
+
+
+def chain(length: int, depth: int, seed: int, species: int = 0) -> RawExample:
+    """Return an example with atoms, whose rows are of `species` different organisms (0: unknown)."""
+    rng = np.random.default_rng(seed)
+    raw = example(length, depth, seed=seed)
+    keys = rng.integers(1, species + 1, len(raw.msa)) if species else np.zeros(len(raw.msa))
+    positions = rng.normal(scale=8, size=(length, 37, 3)).astype(np.float32)
+    return replace(
+        raw,
+        positions=positions,
+        mask=(rng.random((length, 37)) < 0.9).astype(np.uint8),
+        pairing=make_pairing(raw.msa, keys.astype(np.uint64), np.ones(len(raw.msa), bool)),
+    )
+
+
+def assembly(*chains: RawExample) -> Assembly:
+    return Assembly("complex", tuple("ABCDEFGH"[: len(chains)]), chains)
+
+
+def table(features: dict[str, np.ndarray], index: int = 0) -> Batch:
+    """Return what one pass sees, the cluster features included."""
+    batch = at_pass(to_tensors(features), index)
+    return {**batch, **cluster_features(batch)}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    copies=st.booleans(),
+    depth=st.integers(0, 20),
+    species=st.sampled_from([0, 3]),
+    crop=st.integers(1, 60),
+    sizes=st.tuples(st.integers(1, 30), st.integers(0, 30)),
+    train=st.booleans(),
+    pad=st.booleans(),
+)
+def test_features_fit_the_table_for_any_size(
+    lengths: list[int],
+    copies: bool,
+    depth: int,
+    species: int,
+    crop: int,
+    sizes: tuple[int, int],
+    train: bool,
+    pad: bool,
+) -> None:
+    chains = [chain(length, depth, seed, species) for seed, length in enumerate(lengths)]
+    whole = assembly(*chains, *(chains[:1] if copies else []))
+    config = SampleConfig(crop=crop, max_msa=sizes[0], max_extra=sizes[1], pad=pad, chain_rows=8)
+    features = make_features(whole, config, 0, ("x", 3), 2, train)
+    batch = to_tensors(features)  # every axis agrees
+    residues = min(crop, whole.length) if train else whole.length
+    assert int(batch["seq_mask"].sum()) == residues
+    assert len(batch["aatype"]) == (max(crop, residues) if pad and train else residues)
+    seen = table(features, 1)
+    assert all(torch.isfinite(x).all() for x in seen.values())
+    assert 1 <= int(seen["msa_mask"][:, 0].sum()) <= sizes[0]
+    assert int(seen["extra_msa_mask"][:, 0].sum()) <= sizes[1]
+    used = batch["centre_rows"][0][seen["msa_mask"][:, 0] > 0].tolist()
+    assert used[0] == 0
+    assert used == sorted(set(used))
+    present = set(batch["entity_id"].tolist())
+    assert len(features["copy_atom_mask"]) == max((whole.entity_id == number).sum() for number in present - {0})
+
+
+def test_chains_are_numbered_and_copies_of_a_sequence_are_one_entity() -> None:
+    first, second = chain(7, 4, 0), chain(5, 4, 1)
+    features = make_features(assembly(first, second, first), WHOLE, 0, ("x",))
+    assert features["asym_id"].tolist() == [1] * 7 + [2] * 5 + [3] * 7
+    assert features["entity_id"].tolist() == [1] * 7 + [2] * 5 + [1] * 7
+    assert features["sym_id"].tolist() == [1] * 12 + [2] * 7
+    assert features["residue_index"].tolist() == [*range(7), *range(5), *range(7)]
+    assert (features["aatype"] == np.concatenate([first.aatype, second.aatype, first.aatype])).all()
+
+
+def test_rows_stand_in_pairs_first_and_then_alone_with_gaps_under_other_entities() -> None:
+    first, second = chain(9, 12, 0, species=4), chain(6, 12, 1, species=4)
+    features = make_features(assembly(first, second, first), WHOLE, 0, ("x",))
+    rows = features["alignment"]
+    pairs = pair_rows([first.pairing, second.pairing, first.pairing])
+    assert (pairs[:, 0] == pairs[:, 2]).all()
+    assert len(pairs) > 2
+    for row, (a, b, _) in zip(rows, pairs):
+        assert (row[:9] == (first.msa[a] if a >= 0 else GAP)).all()
+        assert (row[9:15] == (second.msa[b] if b >= 0 else GAP)).all()
+    assert (rows[:, :9] == rows[:, 15:]).all()  # copies share their rows
+    alone = rows[len(pairs) :]
+    assert ((alone[:, :9] == GAP).all(1) ^ (alone[:, 9:15] == GAP).all(1)).all()
+    # Every row of either alignment is there once: in a pair or alone.
+    for own, columns in ((first.msa, slice(0, 9)), (second.msa, slice(9, 15))):
+        found = {tuple(row) for row in rows[:, columns]} - {(GAP,) * own.shape[1]}
+        assert found == {tuple(row) for row in own}
+
+
+def test_copies_of_one_entity_are_not_paired() -> None:
+    one = chain(9, 12, 0, species=4)
+    features = make_features(assembly(one, one), WHOLE, 0, ("x",))
+    assert (features["alignment"] == np.concatenate([one.msa, one.msa], 1)).all()
+
+
+def test_without_pairing_only_the_queries_stand_side_by_side() -> None:
+    first, second = chain(9, 12, 0, species=4), chain(6, 10, 1, species=4)
+    for config, chains in (
+        (replace(WHOLE, pairing=False), (first, second)),
+        (WHOLE, (replace(first, pairing=None), second)),
+    ):
+        rows = make_features(assembly(*chains), config, 0, ("x",))["alignment"]
+        gaps = np.stack([(rows[:, :9] == GAP).all(1), (rows[:, 9:] == GAP).all(1)])
+        assert not gaps[:, 0].any()
+        assert (gaps[:, 1:].sum(0) == 1).all()
+        assert len(rows) == len(first.msa) + len(second.msa) - 1
+
+
+def test_rows_that_serve_pairing_alone_do_not_stand_alone() -> None:
+    first, second = chain(9, 12, 0, species=4), chain(6, 10, 1, species=4)
+    assert first.pairing is not None
+    unpaired = np.arange(len(first.msa)) < 3
+    first = replace(first, pairing=replace(first.pairing, unpaired=unpaired))
+    rows = make_features(assembly(first, second), WHOLE, 0, ("x",))["alignment"]
+    alone = rows[(rows[:, 9:] == GAP).all(1) & (rows[:, :9] != GAP).any(1)][:, :9]
+    allowed = {tuple(row) for row in first.msa[unpaired]}
+    pairs = {tuple(first.msa[a]) for a, b in pair_rows([first.pairing, second.pairing]) if a >= 0 and b < 0}
+    assert {tuple(row) for row in alone} <= allowed | pairs
+
+
+def test_a_chain_gives_at_most_so_many_rows_and_half_as_many_pairs() -> None:
+    first, second = chain(9, 40, 0, species=30), chain(6, 40, 1, species=30)
+    pairs = pair_rows([first.pairing, second.pairing])
+    rows = make_features(assembly(first, second), replace(WHOLE, chain_rows=8), 0, ("x",))["alignment"]
+    gaps = np.stack([(rows[:, :9] == GAP).all(1), (rows[:, 9:] == GAP).all(1)])
+    assert len(pairs) > 4
+    assert (~gaps).all(0).sum() == 4
+    assert (~gaps).sum(1).tolist() == [8, 8]
+
+
+def test_centres_are_always_the_queries_and_the_first_row_of_each_entity_and_draws_differ_between_passes() -> None:
+    first, second = chain(9, 20, 0, species=4), chain(6, 20, 1, species=4)
+    features = make_features(assembly(first, second), WHOLE, 0, ("x",), passes=6)
+    rows, centres = features["alignment"], features["centre_rows"]
+    pairs = len(pair_rows([first.pairing, second.pairing]))
+    alone = [
+        pairs + np.flatnonzero((rows[pairs:, columns] == GAP).all(1)).min() for columns in (slice(9, 15), slice(9))
+    ]
+    for drawn, extra in zip(centres, features["extra_rows"]):
+        assert drawn[0] == 0
+        assert set(alone) <= set(drawn)
+        assert len(np.union1d(drawn, extra)) == len(rows)  # max_extra has room for all
+        assert not np.intersect1d(drawn, extra).size
+    assert len({tuple(drawn) for drawn in centres}) > 1
+    again = make_features(assembly(first, second), WHOLE, 0, ("x",), passes=6)
+    assert all((again[name] == features[name]).all() for name in features)
+
+
+def test_masked_positions_to_restore_are_residues_of_the_rows_own_entity() -> None:
+    first, second = chain(9, 20, 0), chain(6, 20, 1)
+    features = make_features(assembly(first, second), replace(WHOLE, masked_fraction=1.0), 0, ("x",))
+    rows = features["alignment"][features["centre_rows"][0]]
+    for row, asked in zip(rows[1:], features["bert_mask"][0][1:]):
+        mine = slice(0, 9) if (row[:9] != GAP).any() else slice(9, None)
+        assert asked[mine].all()
+        assert asked.sum() == asked[mine].sum()
+    assert features["bert_mask"][0][0].all()
+
+
+def test_the_truth_of_every_copy_is_there_in_its_place_in_the_assembly() -> None:
+    first, second = chain(9, 4, 0), chain(6, 4, 1)
+    other = replace(first, positions=first.positions + 30 if first.positions is not None else None)
+    operators = np.stack([np.eye(3, 4)] * 3)
+    operators[1] = np.array([[0, -1, 0, 1], [1, 0, 0, 2], [0, 0, 1, 3]])
+    features = make_features(Assembly("x", ("A", "B", "C"), (first, second, other), operators), WHOLE, 0, ("x",))
+    truth, mask = features["copy_atom_positions"], features["copy_atom_mask"]
+    assert truth.shape == (2, 24, 37, 3)
+    assert first.positions is not None
+    assert second.positions is not None
+    assert first.mask is not None
+    for columns in (slice(0, 9), slice(15, 24)):  # both copies may have either's truth
+        for copy in range(2):
+            seen = first.mask > 0
+            assert (mask[copy, columns] == seen).all()
+            np.testing.assert_allclose(truth[copy, columns][seen], (first.positions + 30 * copy)[seen], atol=1e-5)
+    seen = mask[0, 9:15] > 0
+    x, y, z = np.moveaxis(second.positions, -1, 0)
+    np.testing.assert_allclose(truth[0, 9:15][seen], np.stack([1 - y, 2 + x, 3 + z], -1)[seen], atol=1e-5)
+    assert not mask[1, 9:15].any()
+    assert "all_atom_positions" not in features
+
+
+def test_templates_stand_side_by_side_and_are_always_as_many() -> None:
+    first, second = replace(chain(9, 4, 0), templates=templates(2, 9)), chain(6, 4, 1)
+    features = make_features(assembly(first, second), WHOLE, 0, ("x",))
+    assert first.templates is not None
+    assert features["template_aatype"].shape == (4, 15)
+    assert (features["template_all_atom_positions"][:2, :9] == first.templates.positions).all()
+    assert not features["template_all_atom_masks"][:, 9:].any()
+    assert features["template_mask"].tolist() == [1, 1, 0, 0]
+    assert make_features(assembly(first), replace(WHOLE, max_templates=0), 0, ("x",))["template_mask"].shape == (0,)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), size=st.integers(1, 150), seed=st.integers(0, 99))
+def test_contiguous_crops_are_spans_and_together_of_the_size(lengths: list[int], size: int, seed: int) -> None:
+    crops = contiguous_crop(lengths, size, np.random.default_rng(seed))
+    assert sum(map(len, crops)) == min(size, sum(lengths))
+    for crop, length in zip(crops, lengths):
+        assert (np.diff(crop) == 1).all()
+        assert not len(crop) or (crop[0] >= 0 and crop[-1] < length)
+
+
+@settings(max_examples=50, deadline=None)
+@given(count=st.integers(2, 60), size=st.integers(1, 60), seed=st.integers(0, 99))
+def test_spatial_crops_are_the_residues_nearest_to_one_of_an_interface(count: int, size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ca, seen, chains = rng.normal(scale=12, size=(count, 3)), rng.random(count) < 0.9, np.arange(count) % 2
+    near = near_other_chain(ca, seen, chains, 10.0)
+    distances = np.linalg.norm(ca[:, None] - ca, axis=-1)
+    other = (chains[:, None] != chains) & seen & seen[:, None]
+    assert (near == ((distances < 10) & other).any(1)).all()
+    kept = spatial_crop(ca, seen, chains, size, 10.0, rng)
+    if kept is None:
+        assert not near.any()
+        return
+    assert kept.sum() == min(size, count)
+    shown = np.where(seen, distances, np.inf)
+
+    def is_centre(residue: int) -> bool:
+        return bool(shown[residue, kept].max() <= shown[residue, ~kept].min(initial=np.inf))
+
+    assert any(is_centre(residue) for residue in np.flatnonzero(near & kept))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_crops_of_assemblies_are_of_the_kind_that_the_settings_want(fraction: float) -> None:
+    whole = assembly(chain(40, 0, 0), chain(30, 0, 1), chain(20, 0, 2))
+    config = replace(TRAIN, spatial_fraction=fraction, interface_distance=30.0)
+    crops = [crop_assembly(whole, config, keyed_rng(0, "crop", draw)) for draw in range(10)]
+    assert all(sum(map(len, crop)) == 24 for crop in crops)
+    spans = [all((np.diff(one) == 1).all() for one in crop) for crop in crops]
+    assert all(spans) if fraction == 0 else not any(spans)
