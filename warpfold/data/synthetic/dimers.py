@@ -25,11 +25,12 @@ from warpfold.data.synthetic.sidechain import add_side_chains
 
 HELICAL = [fold for fold in FOLDS if set(fold.parts) == {"H", "HH"}]  # flat enough to dock
 STREAM = 2  # of the seed: dimer i has nothing to do with protein i
-# How two faces meet: degrees from the first helix or strand of one chain to that of the other, and their spread.  About
-# 20 degrees is how helices of bundles cross (Chothia, Levitt & Richardson, J. Mol. Biol. 145, 215 (1981)).
-CROSSINGS, SPREAD = (-160.0, 20.0), 4.0
+# The ways in which chains meet: the face of both, before (1) or behind (-1) the plane of the first and the last helix,
+# and the angle from the first helix of the one to that of the other, in degrees, with its spread.  About 20 degrees is
+# how helices of bundles cross (Chothia, Levitt & Richardson, J. Mol. Biol. 145, 215 (1981)).
+DOCKS, SPREAD = ((1, 20.0), (-1, -160.0)), 4.0
 MIN_CA_CA, MIN_CB_CB = 5.5, 4.5  # angstrom: closest approach across the interface, which leaves room for side chains
-ATTEMPTS, DOCKS = 10, 4  # how often chains are drawn, and the same two are docked, before giving up
+ATTEMPTS, TRIES = 10, 4  # how often chains are drawn, and the same two are docked, before giving up
 MIN_CONTACTS = 10  # pairs of CB within CONTACT across the interface
 SHARED = 0.85  # of the organisms that one chain is known from, those that the other is known from too
 
@@ -65,8 +66,8 @@ def make_dimer(
             ((one, one) for one in first) if same else zip(first, draw_backbones(rng, min_length, max_length, HELICAL))
         ):
             blueprints, backbones = zip(chain, other)
-            for _ in range(DOCKS):
-                whole = dock(blueprints, backbones, same, rng)
+            for _ in range(TRIES):
+                whole = dock(blueprints, backbones, rng)
                 if whole is not None and (made := _design(f"dimer{index:05d}", blueprints, whole, same, depth, rng)):
                     return made
     raise no_fold(min_length, max_length)
@@ -105,19 +106,15 @@ def _design(
     )
 
 
-def dock(
-    blueprints: Sequence[Blueprint], backbones: Sequence[Floats], same: bool, rng: np.random.Generator
-) -> Floats | None:
+def dock(blueprints: Sequence[Blueprint], backbones: Sequence[Floats], rng: np.random.Generator) -> Floats | None:
     """Place two chains face to face so that they touch: [N1 + N2, 5, 3] in angstrom; None if they hardly do.
 
-    backbones: N, CA, C, O, CB of each, [N, 5, 3].  A chain has two faces, before and behind the plane of its first and
-    last helix or sheet.  Equal chains that meet with the same face, at any angle, have C2 symmetry.
+    backbones: N, CA, C, O, CB of each, [N, 5, 3].  Equal chains that meet with the same face, at any angle, have C2
+    symmetry.
     """
-    faces = [int(face) for face in rng.choice([1, -1], 2)]
-    if same:
-        faces[1] = faces[0]
-    angle = np.radians(CROSSINGS[rng.integers(len(CROSSINGS))] + SPREAD * rng.normal())
-    a, b = (_facing(blueprint, *pair) for blueprint, *pair in zip(blueprints, backbones, faces))
+    face, crossing = DOCKS[rng.integers(len(DOCKS))]
+    angle = np.radians(crossing + SPREAD * rng.normal())
+    a, b = (_facing(blueprint, backbone, face) for blueprint, backbone in zip(blueprints, backbones))
     turn = np.array([[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
     b = b * [1, -1, -1] @ turn.T  # turned by 180 degrees about x it looks down at a, and then about z
     placed = b + [0, 0, _height(a, b)]
