@@ -61,11 +61,9 @@ def make_dimer(
     rng = np.random.default_rng([seed, index, STREAM])
     same = index % 2 == 0
     for _ in range(ATTEMPTS):
-        first = draw_backbones(rng, min_length, max_length, HELICAL)
-        for chain, other in (
-            ((one, one) for one in first) if same else zip(first, draw_backbones(rng, min_length, max_length, HELICAL))
-        ):
-            blueprints, backbones = zip(chain, other)
+        first, second = (draw_backbones(rng, min_length, max_length, HELICAL) for _ in range(2))
+        for chain, other in ((one, one) for one in first) if same else zip(first, second):
+            blueprints, backbones = (chain[0], other[0]), (chain[1], other[1])
             for _ in range(TRIES):
                 whole = dock(blueprints, backbones, rng)
                 if whole is not None and (made := _design(f"dimer{index:05d}", blueprints, whole, same, depth, rng)):

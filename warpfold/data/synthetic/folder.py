@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def generate(
         for folder in ("mmcif", "msas"):
             (partial / folder).mkdir()
         lengths = min_length, max_length, depth
-        made = chain(
+        made: Iterator[Protein | Dimer] = chain(
             (make_protein(seed, i, *lengths) for i in range(proteins)),
             (make_dimer(seed, i, *lengths) for i in range(dimers)),
         )
