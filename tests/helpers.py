@@ -1,4 +1,6 @@
-"""What several tests need: a tiny model, and a batch of random features."""
+"""What several tests need: tiny models, monomer and multimer, and batches of random features."""
+
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -6,6 +8,7 @@ from torch import nn
 from warpfold.batch import Batch
 from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
+from warpfold.model.embed import MultimerConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.pair import PairConfig
 from warpfold.model.structure import StructureConfig
@@ -31,13 +34,37 @@ def tiny_config(**changes) -> ModelConfig:
     return ModelConfig(**(settings | changes))
 
 
-def tiny_model(seed: int = 0, **changes) -> AlphaFold:
-    """The tiny model with no parameter left at zero, so that every path counts."""
+def as_multimer(config: ModelConfig, fused: bool = True) -> ModelConfig:
+    """A monomer's settings with what AlphaFold-Multimer has otherwise; fused: its version 3."""
+    pairs = replace(config.evoformer.pair, fused=fused)
+    template_pairs = replace(config.templates.pair, fused=fused, order="multiplication_first")
+    return replace(
+        config,
+        multimer=MultimerConfig(),
+        evoformer=replace(config.evoformer, outer="first", pair=pairs),
+        templates=replace(config.templates, unit_vectors=True, pair=template_pairs),
+        structure=replace(config.structure, scalar_bias=False, position_scale=20.0),
+        heads=replace(config.heads, msa_classes=22, pae=True),
+    )
+
+
+def filled_model(config: ModelConfig, seed: int = 0) -> AlphaFold:
+    """A model with no parameter left at zero, so that every path counts."""
     torch.manual_seed(seed)
-    model = AlphaFold(tiny_config(**changes))
+    model = AlphaFold(config)
     for p in model.parameters():
         nn.init.normal_(p, std=0.3)
     return model.eval()
+
+
+def tiny_model(seed: int = 0, **changes) -> AlphaFold:
+    """The tiny monomer, filled."""
+    return filled_model(tiny_config(**changes), seed)
+
+
+def tiny_multimer(seed: int = 0, **changes) -> AlphaFold:
+    """The tiny multimer, filled."""
+    return filled_model(as_multimer(tiny_config(**changes)), seed)
 
 
 def random_batch(residues=9, sequences=5, extra=6, templates=2, passes=1, seed=0) -> Batch:
@@ -79,4 +106,26 @@ def random_batch(residues=9, sequences=5, extra=6, templates=2, passes=1, seed=0
         "atom37_atom_exists": torch.from_numpy(ATOM37_MASK)[aatype],
     }
     batch["seq_mask"][0] = 1
+    return batch
+
+
+def random_complex(chains=(4, 3, 4), rows=9, sequences=4, extra=3, templates=2, passes=1, seed=0) -> Batch:
+    """Random features of a complex whose chains of equal length are copies, as `random_batch`."""
+    g = torch.Generator().manual_seed(1000 + seed)
+    n, batch = sum(chains), random_batch(sum(chains), sequences, extra, templates, passes, seed)
+    for name in ("msa_feat", "msa_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value", "extra_msa_mask"):
+        del batch[name]
+    entities = [sorted(set(chains)).index(length) + 1 for length in chains]
+    copies = [entities[: i + 1].count(entity) for i, entity in enumerate(entities)]
+    for name, ids in (("asym_id", range(1, len(chains) + 1)), ("entity_id", entities), ("sym_id", copies)):
+        batch[name] = torch.tensor(list(ids)).repeat_interleave(torch.tensor(chains))
+    batch["residue_index"] = torch.cat([torch.arange(length) for length in chains])
+    batch["alignment"] = torch.randint(22, (rows, n), generator=g).byte()
+    batch["alignment_mask"] = (torch.rand(rows, n, generator=g) > 0.15).byte()
+    batch["alignment_deletions"] = torch.randint(3, (rows, n), generator=g).short()
+    order = torch.stack([torch.randperm(rows - 1, generator=g) + 1 for _ in range(passes)])
+    batch["centre_rows"] = torch.cat((torch.zeros(passes, 1).long(), order[:, : sequences - 1]), 1)
+    batch["extra_rows"] = order[:, sequences - 1 :][:, :extra]
+    batch["true_msa"] = batch["alignment"][batch["centre_rows"]].long()
+    batch["masked_msa"] = torch.where(batch["bert_mask"] > 0, 22, batch["true_msa"])
     return batch

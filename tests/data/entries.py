@@ -1,6 +1,6 @@
 """Structure files of a few residues, made in code: each test bends one thing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +13,10 @@ TAGS = (
     *("label_entity_id", "label_seq_id", "pdbx_PDB_ins_code", "Cartn_x", "Cartn_y", "Cartn_z", "occupancy"),
     *("auth_seq_id", "auth_asym_id", "pdbx_PDB_model_num"),
 )
+TURN = (0, -1, 0, 5, 1, 0, 0, 0, 0, 0, 1, 0)  # a quarter around z, then 5 along x
+SHIFT = (1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 7)
+ONE = (1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0)
+OPERATORS = {"1": ONE, "2": TURN, "3": SHIFT, "X0": TURN}
 SHORT = {"altloc": "label_alt_id", "author": "auth_seq_id", "code": "pdbx_PDB_ins_code"}
 
 
@@ -73,3 +77,19 @@ def _name_arginines(positions: np.ndarray, types: np.ndarray) -> None:
     for i in np.flatnonzero(types == RESTYPE_ORDER["R"]):
         x = positions[i]
         x[[nh1, nh2]] = sorted(x[[nh1, nh2]], key=lambda nitrogen, x=x: float(np.linalg.norm(nitrogen - x[cd])))
+
+
+def loop(category: str, tags: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    text = "loop_\n" + "".join(f"_{category}.{tag}\n" for tag in tags)
+    return text + "".join(" ".join(f"'{value}'" for value in row) + "\n" for row in rows) + "#\n"
+
+
+def assembly_text(
+    generators: Sequence[tuple[str, str, str]], operators: Mapping[str, Sequence[float | str]] = OPERATORS
+) -> str:
+    """mmCIF's categories of assemblies.  generators: assembly, operators, chains."""
+    parts = [f"{part}" for row in "123" for part in (*(f"matrix[{row}][{c}]" for c in "123"), f"vector[{row}]")]
+    return loop("pdbx_struct_assembly", ["id"], [[name] for name in dict.fromkeys(row[0] for row in generators)]) + (
+        loop("pdbx_struct_assembly_gen", ["assembly_id", "oper_expression", "asym_id_list"], generators)
+        + loop("pdbx_struct_oper_list", ["id", *parts], [[name, *rows] for name, rows in operators.items()])
+    )

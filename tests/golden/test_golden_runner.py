@@ -10,7 +10,7 @@ import torch
 
 from warpfold import golden
 from warpfold.errors import UserError
-from warpfold.golden.compare import compare, same_sign
+from warpfold.golden.compare import along_rotations, compare, same_sign
 from warpfold.golden.models import own_error_step
 from warpfold.golden.read import BrokenCase, RoundingNoise, find, read
 
@@ -165,13 +165,19 @@ def test_checksums_catch_another_generator(folder: Path) -> None:
     assert "sums to" in _verdict(folder).reason
 
 
-def test_multimer_is_named_and_counts_only_when_strict(folder: Path) -> None:
+def test_an_entity_that_is_taken_for_another_fails(tmp_path: Path) -> None:
     for suffix in (".json", ".npz"):
-        (folder / f"{UNIT}{suffix}").rename(folder / f"units/invariant_point_attention_multimer{suffix}")
-    results = golden.run(folder)
-    assert [result.verdict for result in results] == [golden.PASS, golden.NOT_IMPLEMENTED]
-    assert "1 not implemented (units/invariant_point_attention_multimer)" in golden.summary(results)
-    assert (golden.exit_code(results), golden.exit_code(results, strict=True)) == (0, 1)
+        (tmp_path / "units").mkdir(exist_ok=True)
+        shutil.copy(CASES / f"units/relpos_multimer{suffix}", tmp_path / f"units/relpos_multimer{suffix}")
+    path = tmp_path / "units/relpos_multimer.npz"
+    other = read(find(tmp_path)[0]).inputs["entity_id"].copy()
+    assert _verdict(tmp_path, "units/relpos_multimer").verdict == golden.PASS
+    other[-1] += 1
+    _rewrite(path, in__entity_id=other)
+    result = _verdict(tmp_path, "units/relpos_multimer")
+    assert result.verdict == golden.FAIL
+    assert golden.summary([result]) == "1 cases: 0 passed, 1 failed, 0 could not be run"
+    assert golden.exit_code([result]) == 1
 
 
 def test_results_are_shown_and_told(folder: Path) -> None:
@@ -230,6 +236,21 @@ def test_quaternions_count_up_to_sign() -> None:
     turned = theirs * np.array([-1, -1, -1, -1, 1, 1, 1])
     assert np.array_equal(same_sign(turned, theirs), theirs)
     assert np.array_equal(same_sign(theirs, theirs), theirs)
+
+
+def test_of_a_gradient_by_frames_what_leaves_them_frames_counts() -> None:
+    rng = np.random.default_rng(0)
+    rotation = np.linalg.qr(rng.normal(size=(5, 3, 3)))[0]
+    rigid = np.concatenate([rotation, rng.normal(size=(5, 3, 1))], -1)
+    gradient, symmetric = rng.normal(size=(5, 3, 4)), rng.normal(size=(5, 3, 3))
+    stretched = gradient.copy()
+    stretched[..., :3] += rotation @ (symmetric + np.swapaxes(symmetric, -1, -2))  # along it, no rotation stays one
+    expected = along_rotations(gradient, rigid)
+    np.testing.assert_allclose(along_rotations(stretched, rigid), expected, rtol=0, atol=1e-12)
+    small, turn = 1e-6, np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]])  # about x
+    change = (gradient[..., :3] * (rotation @ (small * turn))).sum((-2, -1)) / small
+    np.testing.assert_allclose(expected[:, 0], change, rtol=0, atol=1e-9)
+    assert np.array_equal(expected[:, 3:], gradient[..., 3])
 
 
 def test_every_selected_case_reads() -> None:

@@ -16,9 +16,6 @@ OTHERS = [p for p in find(ALL) if p.name not in {s.name for s in SELECTED}] if A
 
 def _check(files: CaseFiles) -> None:
     result = run_case(files)
-    if result.verdict == golden.NOT_IMPLEMENTED:
-        assert "multimer" in result.case, f"{result.case}: {result.reason}"
-        pytest.skip(f"{result.case}: {result.reason}")
     bad = "; ".join(f"{c.what}: {c.error:.3g} > {c.bound:.3g}" for c in golden.failures(result)[:5])
     assert result.verdict == golden.PASS, f"{result.case} {result.verdict}: {result.reason or bad}"
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.helpers import random_batch, tiny_config, tiny_model
+from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config
 from tests.ranks import run_ranks
 from warpfold.batch import Batch
 from warpfold.data.features.labels import add_labels
@@ -58,13 +58,19 @@ class Work:
     padded: int = 0  # residues at the end; a row of each alignment and a template too
     fused: bool = False  # one projection for both factors of a triangle product
     template_blocks: int = 1
+    chains: tuple[int, ...] = ()  # a multimer, on a complex of such chains
+    tolerance: float | None = None  # of recycling, in angstrom, where it folds
 
 
 @cache
 def example(work: Work, index: int) -> Batch:
     """Random features and labels, fp64; every index another example."""
     n, passes = work.residues, (work.recycles + 1) * work.ensemble
-    batch = random_batch(n, work.sequences, work.extra, work.templates or 0, passes, seed=index)
+    if work.chains:
+        rows = work.sequences + work.extra + 2
+        batch = random_complex(work.chains, rows, work.sequences, work.extra, work.templates or 0, passes, seed=index)
+    else:
+        batch = random_batch(n, work.sequences, work.extra, work.templates or 0, passes, seed=index)
     g = torch.Generator().manual_seed(100 + index)
     batch["all_atom_positions"] = 4 * torch.randn(n, 37, 3, generator=g) + 1.5 * torch.arange(n)[:, None, None]
     batch["all_atom_mask"] = batch["atom37_atom_exists"] * (torch.rand(n, 37, generator=g) > 0.1)
@@ -72,9 +78,9 @@ def example(work: Work, index: int) -> Batch:
     if work.padded:
         for name in ("seq_mask", "all_atom_mask", "atom37_atom_exists", "atom14_atom_exists"):
             batch[name][-work.padded :] = 0
-        for name in ("msa_mask", "bert_mask", "extra_msa_mask"):
+        for name in {"msa_mask", "bert_mask", "extra_msa_mask", "alignment_mask"} & batch.keys():
             batch[name][..., -work.padded :] = 0
-            batch[name][:, -1] = 0
+            batch[name][..., -1, :] = 0
         batch["template_mask"][-1:] = 0
     arrays = add_labels({name: x.numpy() for name, x in batch.items()})
     tensors = {name: torch.from_numpy(np.asarray(x)) for name, x in arrays.items()}
@@ -85,18 +91,20 @@ def model_for(work: Work) -> AlphaFold:
     """The tiny model as `work` wants it."""
     pair = PairConfig(c_triangle=7, fused=work.fused)
     base = tiny_config().templates
-    return tiny_model(
+    config = tiny_config(
         evoformer=EvoformerConfig(blocks=2, heads=4, c_outer=6, outer=work.outer, pair=pair),
         extra_blocks=2 if work.outer == "first" else 1,  # with "first" nobody uses the m of the last one
         templates=replace(base, enabled=work.templates is not None, blocks=work.template_blocks),
         ensemble=work.ensemble,
+        recycle_tolerance=work.tolerance,
     )
+    return filled_model(as_multimer(config, work.fused) if work.chains else config)
 
 
 def outputs_of(output: Output) -> Named:
     """Every tensor of an output, by name."""
-    named = {f.name: getattr(output, f.name) for f in fields(output) if f.name != "structure"}
-    s = output.structure
+    named = {f.name: getattr(output, f.name) for f in fields(output) if f.name not in ("structure", "recycles")}
+    named["recycles"], s = torch.tensor(float(output.recycles)), output.structure
     named |= {"atoms": s.final_atom37, "angles": s.angles, "traj": s.traj, "structure": s.single}
     return {name: x.detach() for name, x in named.items()}
 
@@ -107,7 +115,7 @@ def backward(model: AlphaFold, work: Work, index: int) -> tuple[Named, Named, Na
     batch = dict(example(work, index))
     dtype = next(model.parameters()).dtype
     batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
-    inputs = {name: batch[name].detach().clone().requires_grad_() for name in INPUTS}
+    inputs = {name: batch[name].detach().clone().requires_grad_() for name in INPUTS if name in batch}
     output = model(batch | inputs, work.recycles)
     loss, terms = total_loss(output, batch, LOSSES, residues=model.residues)
     loss.backward()
@@ -201,7 +209,11 @@ LAST = Work("last", residues=7, templates=1, padded=2, fused=True, template_bloc
 FEW = Work(residues=3, sequences=2, extra=1, templates=0, recycles=1)  # fewer rows than ranks, of everything
 FEW_FIRST = Work("first", residues=3, sequences=1, extra=2, templates=2, padded=1)
 AVERAGED = Work(residues=8, sequences=4, extra=3, ensemble=2, recycles=1, padded=1)
+COMPLEX = Work("first", residues=11, sequences=4, extra=3, recycles=1, fused=True, chains=(4, 3, 4))
+PADDED = Work("first", residues=5, sequences=3, extra=1, templates=1, ensemble=2, padded=1, chains=(2, 3))
+STOPPED = replace(COMPLEX, recycles=3, tolerance=1.0)  # after two
 NAMES = {AF2: "af2", FIRST: "first", LAST: "last", FEW: "few", FEW_FIRST: "few first", AVERAGED: "averaged"}
+NAMES |= {COMPLEX: "complex", PADDED: "padded complex", STOPPED: "stopped complex"}
 CASES = [
     case(AF2, axial=2),
     case(AF2, axial=3, triangle="channels", recompute=True),
@@ -222,6 +234,13 @@ CASES = [
     case(AVERAGED, axial=2, triangle="channels", recompute=True),
     case(AVERAGED, axial=3, chunk=4),
     case(AVERAGED, data=2, axial=2, triangle="gather", chunk=2, recompute=True),
+    case(COMPLEX, axial=2, triangle="gather", recompute=True, chunk=2),
+    case(COMPLEX, axial=3, triangle="channels"),
+    case(COMPLEX, axial=4, chunk=3),
+    case(COMPLEX, branch=2),
+    case(COMPLEX, data=2, recompute=True, chunk=4),
+    case(PADDED, axial=4, triangle="gather"),
+    case(PADDED, True, axial=2, branch=2, triangle="channels", chunk=1),
     case(FIRST, True, data=2, axial=2, branch=2, triangle="channels", recompute=True, chunk=3),
     case(FIRST, True, axial=4, branch=2),
     case(LAST, True, data=2, axial=2, branch=2, triangle="gather", chunk=2),
@@ -248,6 +267,8 @@ def test_a_plan_computes_what_one_device_computes(work: Work, plan: Plan) -> Non
         case(FIRST, axial=2, branch=2, chunk=3, in_place=True),
         case(LAST, branch=2, chunk=1, in_place=True),
         case(FEW, axial=4, triangle="gather", chunk=2, in_place=True),
+        case(COMPLEX, axial=2, chunk=3, in_place=True),
+        case(STOPPED, axial=3, chunk=2, in_place=True),
     ],
 )
 def test_folding_in_place_does_too(work: Work, plan: Plan) -> None:

@@ -67,6 +67,29 @@ def test_iptm_looks_between_chains_only():
     assert confidence.iptm(good_between, BREAKS, torch.ones(22)) == 0
 
 
+@pytest.mark.parametrize("chains", [(12, 10), (9, 1, 14), (5, 5, 5, 5)])
+def test_the_iptm_of_two_chains_is_that_of_the_two_alone(chains):
+    chain = torch.cat([torch.full((n,), i) for i, n in enumerate(chains, 1)])
+    chain = chain[torch.randperm(len(chain))]  # they need not be neighbours
+    logits, mask = 3 * torch.randn(len(chain), len(chain), 64), (torch.rand(len(chain)) > 0.2).float()
+    found = confidence.chain_pair_iptm(logits, BREAKS, chain, mask)
+    assert torch.equal(found, found.T)
+    assert not found.diagonal().any()
+    for a, b in itertools.combinations(range(len(chains)), 2):
+        two = ((chain == a + 1) | (chain == b + 1)).nonzero()[:, 0]
+        alone = confidence.iptm(logits[two][:, two], BREAKS, chain[two], mask[two])
+        torch.testing.assert_close(found[a, b], alone, rtol=0, atol=1e-6)  # sums of fp32 numbers below 1
+
+
+def test_chains_that_are_masked_have_no_iptm():
+    chain = torch.tensor([1, 1, 2, 2, 0, 0])  # padding has no chain
+    found = confidence.chain_pair_iptm(torch.randn(6, 6, 64), BREAKS, chain, (chain == 1).float())
+    assert torch.equal(found, torch.zeros(2, 2))
+    assert torch.equal(
+        confidence.chain_pair_iptm(torch.randn(3, 3, 64), BREAKS, torch.ones(3).long()), torch.zeros(1, 1)
+    )
+
+
 def test_ranking_by_plddt_or_by_interface():
     plddt, ptm, iptm = torch.tensor([80.0, 60.0]), torch.tensor(0.5), torch.tensor(0.25)
     assert confidence.ranking_confidence(plddt) == 70

@@ -1,5 +1,6 @@
 """Parameters: DeepMind's arrays both ways, files, and refusals that name what does not fit."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import warpfold
-from tests.helpers import random_batch, tiny_config, tiny_model
+from tests.helpers import as_multimer, filled_model, random_batch, tiny_config, tiny_model
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.deepmind import PREFIX, arrays, from_deepmind, to_deepmind
@@ -89,11 +90,67 @@ def test_everything_that_does_not_fit_is_named():
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
-def test_multimer_parameters_are_refused_by_name():
-    with pytest.raises(UserError, match="Multimer"):
+def test_parameters_of_another_model_are_refused():
+    with pytest.raises(UserError, match="not the parameters of AlphaFold2 or AlphaFold-Multimer"):
         config_from_deepmind(
             {PREFIX + "evoformer/~_relative_encoding/position_activations//weights": np.zeros((73, 128))}
         )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_multimer_parameters_load_strictly_and_are_written_back_exactly(tmp_path: Path, fused: bool) -> None:
+    config = as_multimer(replace(CONFIG, structure=replace(CONFIG.structure, layers=8)), fused)  # no array shows these
+    params = {PREFIX + name: array for name, array in to_deepmind(filled_model(config)).items()}
+    path = tmp_path / "renamed.npz"
+    np.savez(path, **params)
+    model = load_model(path)
+    expected = replace(config, recycles=20, recycle_tolerance=0.5) if fused else replace(config, recycles=3)
+    widths = replace(config.evoformer.pair, head_width=3), replace(config.templates.pair, head_width=2)
+    expected = replace(
+        expected,
+        evoformer=replace(expected.evoformer, pair=widths[0]),
+        templates=replace(expected.templates, pair=widths[1], heads=4, attention_width=16),
+    )
+    assert model.config == expected
+    again = to_deepmind(model)
+    assert {PREFIX + name for name in again} == params.keys()
+    assert all(np.array_equal(array, params[PREFIX + name]) for name, array in again.items())
+    with pytest.raises(UserError, match="1 missing: evoformer/template_embedding/output_linear//bias"):
+        from_deepmind(model, {n: a for n, a in again.items() if not n.endswith("output_linear//bias")})
+
+
+def test_every_tensor_of_a_multimer_is_covered_once():
+    """Keys and values of its structure module are two arrays of theirs, and one tensor of ours."""
+    model = filled_model(as_multimer(CONFIG))
+    counts = {name: torch.zeros_like(x) for name, x in model.state_dict().items()}
+    for a in arrays(model):
+        part = torch.zeros_like(counts[a.ours])
+        a.put(np.ones(a.stacked_shape, np.float32), part)
+        counts[a.ours] += part
+    assert all(torch.equal(x, torch.ones_like(x)) for x in counts.values())
+
+
+def test_the_published_layout_of_multimer():
+    """Names and shapes of the official parameters, by the recipe of a reference case."""
+    case = Path(__file__).parents[1] / "golden" / "models" / "multimer_v3_earlystop"
+    spec = json.loads((case / "param_spec.json").read_text())
+    config = config_from_deepmind({name: np.empty(entry["shape"]) for name, entry in spec.items()})
+    assert (config.recycles, config.recycle_tolerance, config.max_relative) == (20, 0.5, 32)
+    model = AlphaFold(config)
+    shapes = {PREFIX + name: list(array.shape) for name, array in to_deepmind(model).items()}
+    assert shapes == {name: entry["shape"] for name, entry in spec.items()}
+
+
+def test_points_of_multimer_are_grouped_by_head_in_its_arrays():
+    """A head's x, y and z of its points are neighbours there; ours has all heads' x first."""
+    attention = filled_model(as_multimer(CONFIG)).structure.fold_iteration.invariant_point_attention
+    h, q, v = attention.heads, attention.qk_points, attention.v_points
+    attention.kv_point_local.bias.data = torch.arange(3.0 * h * (q + v))
+    theirs = to_deepmind(attention)
+    ours = attention._points(attention.kv_point_local.bias)  # [h, points, xyz]
+    for name, points in (("k", ours[:, :q]), ("v", ours[:, q:])):
+        bias = theirs[f"{name}_point_projection/point_projection//bias"]
+        assert np.array_equal(bias.reshape(h, 3, -1), points.detach().transpose(-1, -2).numpy())
 
 
 def test_bad_files_are_refused(tmp_path):
@@ -116,9 +173,10 @@ def test_how_examples_were_drawn_travels_with_the_parameters(tmp_path):
     assert data_settings(tmp_path / "q.safetensors") == {}
 
 
-def save_deepmind(path: Path, templates: bool) -> Path:
+def save_deepmind(path: Path, templates: bool, multimer: bool = False, fused: bool = False) -> Path:
     """Arrays of DeepMind's names and shapes, of a small model."""
     config = replace(CONFIG, templates=replace(CONFIG.templates, enabled=templates))
+    config = as_multimer(config, fused) if multimer else config
     np.savez(path, **{PREFIX + name: array for name, array in to_deepmind(AlphaFold(config)).items()})
     return path
 
@@ -145,6 +203,38 @@ def test_deepminds_models_bring_their_alignment_sizes(
     sample = warpfold.load(path, device="cpu").sample
     assert (sample.max_msa, sample.max_extra) == (max_msa, max_extra)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "max_msa", "max_extra", "recycles"),
+    [  # CONFIG_MULTIMER and CONFIG_DIFFS of the official model/config.py; recycles of 1 and 2: of its release 2.1
+        ("params_model_1_multimer", False, 252, 1152, (3, None)),
+        ("params_model_4_multimer_v2", False, 252, 1152, (3, None)),
+        ("params_model_1_multimer_v3", True, 508, 2048, (20, 0.5)),
+        ("params_model_3_multimer_v3", True, 508, 2048, (20, 0.5)),
+        ("params_model_4_multimer_v3", True, 508, 1152, (20, 0.5)),
+        ("params_model_5_multimer_v3", True, 508, 1152, (20, 0.5)),
+        ("params_model_5_multimer_v3", False, 252, 1152, (3, None)),  # the arrays say which version it is
+        ("unfused", False, 252, 1152, (3, None)),  # all five sample alike
+    ],
+)
+def test_multimer_models_bring_their_alignment_sizes_and_recycles(
+    tmp_path: Path, name: str, fused: bool, max_msa: int, max_extra: int, recycles: tuple[int, float | None]
+) -> None:
+    path = save_deepmind(tmp_path / f"{name}.npz", True, True, fused)
+    assert data_settings(path) == {"max_msa": max_msa, "max_extra": max_extra}
+    assert assumed_settings(path) is None
+    config = load_model(path).config
+    assert (config.recycles, config.recycle_tolerance) == recycles
+
+
+def test_which_multimer_model_of_version_3_is_assumed_aloud(tmp_path: Path) -> None:
+    path = save_deepmind(tmp_path / "best.npz", True, True, True)
+    assert data_settings(path) == {"max_msa": 508, "max_extra": 2048}
+    assumed = assumed_settings(path)
+    assert assumed is not None
+    assert "AlphaFold-Multimer 3's models it is (by its arrays one of 1, 2, 3, 4, 5)" in assumed
+    assert "2048 rows of the extra alignment are assumed, model 4 takes 1152" in assumed
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, app, argument, decides, reads, show
+from warpfold.cli.common import AsJson, app, argument, reads, show
 from warpfold.progress import progress_bar
 
 
@@ -14,7 +14,6 @@ from warpfold.progress import progress_bar
 def golden(
     folder: Annotated[Path, argument("Folder of reference cases.")],
     only: Annotated[str | None, reads("A pattern for the cases' paths.")] = None,
-    strict: Annotated[bool, decides("Count cases of parts that are not implemented as failures.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare WarpFold with numbers of DeepMind's official code, array by array."""
@@ -29,4 +28,4 @@ def golden(
     else:
         Console(width=None if sys.stdout.isatty() else 160).print(reference.table(results))
         typer.echo(reference.summary(results))
-    raise typer.Exit(reference.exit_code(results, strict))
+    raise typer.Exit(reference.exit_code(results))

@@ -57,6 +57,12 @@ def pack(
         str | None, decides("YYYY-MM-DD; later templates are refused, and so are those later than their chain.")
     ] = None,
     cluster_identity: Annotated[float, decides("Identity within a cluster; 1: equal sequences.", min=0, max=1)] = 0.4,
+    assemblies: Annotated[
+        bool, decides("Also the first biological assembly of each entry, to train a multimer on.", "--assemblies")
+    ] = False,
+    all_assemblies: Annotated[bool, decides("As --assemblies, all of each entry.", "--all-assemblies")] = False,
+    max_chains: Annotated[int, decides("Of an assembly, copies too; larger ones are dropped.", min=1)] = 20,
+    max_residues: Annotated[int, decides("Of an assembly; larger ones are dropped.", min=1)] = 10_000,
     max_file_gb: Annotated[float, decides("GB of a file when unpacked; larger files are left out.")] = 4.0,
     workers: Workers = 1,
     cluster: Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")] = None,
@@ -81,6 +87,8 @@ def pack(
     options = PackOptions(
         max_resolution, max_single, min_length, max_length, released_after, released_before, require_msa,
         max_template_date=max_template_date, cluster_identity=cluster_identity, max_file_gb=max_file_gb,
+        assemblies="all" if all_assemblies else "first" if assemblies else "none", max_chains=max_chains,
+        max_residues=max_residues,
     )  # fmt: skip
     part = JobPart.parse(shard) if shard else None
     more: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}

@@ -24,9 +24,12 @@ class EngineName(StrEnum):
     "--template-database pdb_seqres.txt --out found",
 )
 def search(
-    queries: Annotated[list[Path], argument("FASTA files; every record is searched for.")],
+    queries: Annotated[list[Path], argument("FASTA, tables or structures; every different chain is searched for.")],
     database: Annotated[
-        list[str], reads("FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits a database in their own format.")
+        list[str],
+        reads(
+            "FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits in their own format. `uniprot` is to pair."
+        ),
     ],
     out: Annotated[Path, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.")],
     template_database: Annotated[Path | None, reads("FASTA like pdb_seqres, to find template hits in.")] = None,
@@ -41,7 +44,7 @@ def search(
     ] = None,
     max_hits: Annotated[
         list[str] | None,
-        decides("[NAME=]N rows of an alignment, the query's included; default: 501 for mgnify, else 10000."),
+        decides("[NAME=]N rows of an alignment, with the query; default: mgnify 501, uniprot 50000, else 10000."),
     ] = None,
     cache: Annotated[
         Path | None, runs("Folder where results are kept, for several runs to share; default: OUT/cache.")

@@ -74,9 +74,8 @@ def train(
     where = device_of(device, process)
     bar = training_bar(config.train.steps) if process.rank == 0 else nullcontext()
     with distributed_context(process, config.plan, where) as team, bar as watcher:
-        result = training.train(
-            config, sources(data), out, init=init, replay=replay, device=where, watch=watcher, team=team
-        )
+        stores = sources(data, config.model.multimer is not None)
+        result = training.train(config, stores, out, init=init, replay=replay, device=where, watch=watcher, team=team)
     if team.is_rank_zero:
         _say(result, out, as_json)
     raise typer.Exit(0 if result.finished or result.signal == SIGTERM else 130)
@@ -99,8 +98,11 @@ def _say(result: "Summary", out: Path, as_json: bool) -> None:
         typer.echo(f"stopped after {result.steps} steps; the same command continues", err=True)
 
 
-def sources(texts: list[str]) -> "list[Source]":
-    """Open stores with their weights, from ["pdb=0.25", "distilled=0.75"]; a store without one has weight 1."""
+def sources(texts: list[str], assemblies: bool = False) -> "list[Source]":
+    """Open stores with their weights, from ["pdb=0.25", "distilled=0.75"]; a store without one has weight 1.
+
+    assemblies: to draw complexes from, where a store has any, not chains.
+    """
     from warpfold.data.load.schedule import Source
     from warpfold.data.store.store import Store
 
@@ -110,7 +112,7 @@ def sources(texts: list[str]) -> "list[Source]":
         if not equals or Path(text).exists():
             path, weight = text, "1"
         try:
-            found.append(Source(Store(path), weight=float(weight)))
+            found.append(Source(Store(path), weight=float(weight), assemblies=assemblies))
         except ValueError:
             raise UserError(f"--data {text}: {weight!r} is not a number; expected STORE or STORE=WEIGHT") from None
     return found

@@ -4,6 +4,7 @@ read      files -> ReferenceCase
 config    the official configuration -> WarpFold's settings
 geometry  WarpFold's outputs for the cases of geometry and losses
 layers    ... for those of layers, blocks and the structure module
+multimer  ... for those of Multimer's own parts
 models    ... for those of whole models
 compare   outputs -> checks, gradients included: ten times the official code's own rounding noise
 """
@@ -25,27 +26,16 @@ from warpfold.golden.compare import CaseOutputs, Check, Compute, checks, tensors
 from warpfold.golden.geometry import GEOMETRY, LOSSES
 from warpfold.golden.layers import UNITS
 from warpfold.golden.models import whole_model
-from warpfold.golden.read import BrokenCase, CaseFiles, NotImplementedCase, ReferenceCase, find, read
+from warpfold.golden.read import BrokenCase, CaseFiles, ReferenceCase, find, read
 from warpfold.model.deepmind import PREFIX
 from warpfold.progress import Progress, no_progress
 
-PASS, FAIL, NOT_RUN, NOT_IMPLEMENTED = "pass", "FAIL", "could not be run", "not implemented"
-_COLOURS = {PASS: "green", FAIL: "bold red", NOT_RUN: "bold red", NOT_IMPLEMENTED: "yellow"}
+PASS, FAIL, NOT_RUN = "pass", "FAIL", "could not be run"
+_COLOURS = {PASS: "green", FAIL: "bold red", NOT_RUN: "bold red"}
 
 # What a case that does not fit the code raises: a missing array, a shape that does not match, a wrong dtype.
 _DOES_NOT_FIT = (UserError, KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError)
 
-_MULTIMER = (
-    "geometry/atom37_to_frames_multimer",
-    "losses/multimer_losses",
-    "losses/structural_violation_multimer",
-    "units/fold_iteration_multimer",
-    "units/invariant_point_attention_multimer",
-    "units/msa_processing_multimer",
-    "units/relpos_multimer",
-    "units/template_embedding_1d_multimer",
-    "units/template_embedding_multimer",
-)
 _KNOWN: dict[str, Compute] = {
     f"{kind}/{name}": compute
     for kind, cases in (("geometry", GEOMETRY), ("losses", LOSSES), ("units", UNITS))
@@ -58,9 +48,9 @@ class CaseResult:
     """The outcome of one case.
 
     case:    its path under the folder, e.g. "units/outer_product_mean".
-    verdict: PASS, FAIL, NOT_RUN or NOT_IMPLEMENTED.
+    verdict: PASS, FAIL or NOT_RUN.
     checks:  one per array compared (outputs, gradients); empty unless the case ran.
-    reason:  why it could not be run or is not implemented, in one line.
+    reason:  why it could not be run, in one line.
     seconds: time that it took.
     """
 
@@ -108,8 +98,6 @@ def run_case(files: CaseFiles) -> CaseResult:
     try:
         case = read(files)
         found = tuple(checks(case, compute(case)))
-    except NotImplementedCase as error:
-        return result(NOT_IMPLEMENTED, reason=str(error))
     except _DOES_NOT_FIT as error:
         told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         return result(NOT_RUN, reason=" ".join(told.split())[:300])
@@ -123,15 +111,13 @@ def compute(case: ReferenceCase) -> CaseOutputs:
 
     Cases are known by the beginning of their file's name, longest first, so that another size or seed of a known case
     (`outer_product_mean_truesize`) needs no entry here; everything else about it is read from its files.
-    Errors: NotImplementedCase (Multimer's own parts), BrokenCase (an unknown name).
+    Errors: BrokenCase (an unknown name).
     """
     if case.kind == "models":
         return whole_model(case)
     key = f"{case.kind}/{case.title}"
-    begins = [name for name in (*_MULTIMER, *_KNOWN) if key == name or key.startswith(tuple(name + c for c in "_.-"))]
+    begins = [name for name in _KNOWN if key == name or key.startswith(tuple(name + c for c in "_.-"))]
     known = max(begins, key=len, default=None)
-    if known in _MULTIMER or (known is None and "multimer" in key):
-        raise NotImplementedCase(f"{case.title}: part of AlphaFold-Multimer")
     if known is None:
         raise BrokenCase(f"{key}: a case of an unknown name")
     inputs = tensors(case)
@@ -174,23 +160,17 @@ def failures(result: CaseResult) -> list[Check]:
 
 
 def summary(results: Sequence[CaseResult]) -> str:
-    """Return one line: how many cases passed, failed, could not be run, and are not implemented (these by name)."""
+    """Return one line: how many cases passed, failed, and could not be run."""
     counts = {verdict: [r for r in results if r.verdict == verdict] for verdict in _COLOURS}
-    line = (
+    return (
         f"{len(results)} cases: {len(counts[PASS])} passed, {len(counts[FAIL])} failed, "
-        f"{len(counts[NOT_RUN])} could not be run, {len(counts[NOT_IMPLEMENTED])} not implemented"
+        f"{len(counts[NOT_RUN])} could not be run"
     )
-    names = ", ".join(result.case for result in counts[NOT_IMPLEMENTED])
-    return f"{line} ({names})" if names else line
 
 
-def exit_code(results: Sequence[CaseResult], strict: bool = False) -> int:
-    """Return 1 if any case failed or could not be run, else 0.
-
-    Cases of Multimer are named as not implemented and do not count, unless `strict`.
-    """
-    bad = {FAIL, NOT_RUN} | ({NOT_IMPLEMENTED} if strict else set())
-    return int(any(result.verdict in bad for result in results))
+def exit_code(results: Sequence[CaseResult]) -> int:
+    """Return 1 if any case failed or could not be run, else 0."""
+    return int(any(result.verdict != PASS for result in results))
 
 
 def as_data(results: Sequence[CaseResult]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class CaseOutputs:
     objective:   the scalar to differentiate; None: sum of output * cotangent.
     valid:       boolean masks over leading axes, by `out/*` or `grad_in/*`; absent: every entry counts.
     quaternions: names (as in `valid`) of arrays that begin with a quaternion, equal up to sign.
+    rotations:   names of inputs [*, 3, 4], rotation and translation.  Only changes that leave a rotation one have a
+                 meaning, so of a gradient by such an input only their part is compared.
     notes:       by name, a remark for the table.
     """
 
@@ -53,6 +55,7 @@ class CaseOutputs:
     objective: Tensor | None = None
     valid: Mapping[str, Tensor] = field(default_factory=dict)
     quaternions: tuple[str, ...] = ()
+    rotations: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -137,6 +140,9 @@ def checks(case: ReferenceCase, result: CaseOutputs) -> list[Check]:
         x, noise = ours[what], case.noise.get(what)
         if what in result.quaternions and x.shape == theirs.shape:
             x = same_sign(x, theirs)
+        if what.startswith("grad_in/") and what.removeprefix("grad_in/") in result.rotations:
+            rigid = case.inputs[what.removeprefix("grad_in/")]
+            x, theirs = (along_rotations(gradient, rigid) for gradient in (x, theirs))
         if what.startswith("grad_params_l2/"):
             found.append(_norm_check(case, what, x, theirs))
         elif noise is None and what.startswith("grad_") and np.abs(theirs).max(initial=0) <= RESOLVED * largest:
@@ -229,6 +235,13 @@ def same_sign(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     turned = ours.copy()
     turned[..., :4] *= np.where(dot < 0, -1.0, 1.0)
     return turned
+
+
+def along_rotations(gradient: np.ndarray, rigid: np.ndarray) -> np.ndarray:
+    """Return a gradient by frames [*, 3, 4] as [*, 6]: by turns about the frame's own axes, by the translation."""
+    product = np.swapaxes(rigid[..., :3], -1, -2) @ gradient[..., :3]
+    turns = [product[..., j, i] - product[..., i, j] for i, j in ((1, 2), (2, 0), (0, 1))]
+    return np.concatenate([np.stack(turns, -1), gradient[..., 3]], -1)
 
 
 def _array(x: Tensor) -> np.ndarray:

@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from warpfold.errors import UserError
-from warpfold.golden.read import NotImplementedCase
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
-from warpfold.model.embed import RecyclingEmbedder
+from warpfold.model.embed import MultimerConfig, RecyclingEmbedder
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.losses import LossConfig
 from warpfold.model.pair import PairConfig
 from warpfold.model.structure import StructureConfig
-from warpfold.model.template import TemplateConfig, TemplatePairEmbedder
+from warpfold.model.template import DISTANCE_BINS, TemplateConfig
 
 Official = dict[str, Any]
 POSITION_SCALE = 10.0  # angstrom to the unit of the structure module, in the monomer
@@ -30,10 +29,13 @@ FIXED: dict[str, Any] = {
     "embeddings_and_evoformer.prev_pos.num_bins": RecyclingEmbedder.bins,
     "heads.distogram.first_break": 2.3125,
     "heads.distogram.last_break": 21.6875,
+}
+FIXED_MONOMER: dict[str, Any] = {
     "heads.structure_module.fape.clamp_type": "relu",
     "heads.structure_module.fape.loss_unit_distance": 10.0,
     "heads.structure_module.sidechain.length_scale": 10.0,
 }
+FIXED_MULTIMER: dict[str, Any] = {"embeddings_and_evoformer.use_chain_relative": True}
 
 
 def require(official: Official, fixed: Mapping[str, Any]) -> None:
@@ -86,10 +88,19 @@ def evoformer_config(official: Official, blocks: int = 1) -> EvoformerConfig:
 
 
 def template_config(official: Official) -> TemplateConfig:
-    """Translate `embeddings_and_evoformer.template`."""
+    """Translate `embeddings_and_evoformer.template`, Multimer's where it has `num_channels`."""
     attention = official["attention"]
-    bins = {"min_bin": 3.25, "max_bin": 50.75, "num_bins": TemplatePairEmbedder.bins}
+    bins = {"min_bin": 3.25, "max_bin": 50.75, "num_bins": DISTANCE_BINS}
     require(official, {"dgram_features": bins, "attention.gating": False})
+    if "num_channels" in official:
+        stack = official["template_pair_stack"]
+        return TemplateConfig(
+            enabled=official["enabled"],
+            c=official["num_channels"],
+            blocks=stack["num_block"],
+            unit_vectors=True,
+            pair=pair_config(stack),
+        )
     return replace(
         template_stack_config(official["template_pair_stack"]),
         enabled=official["enabled"],
@@ -119,6 +130,7 @@ def structure_config(official: Official) -> StructureConfig:
         c_hidden=official["num_scalar_qk"],
         qk_points=official["num_point_qk"],
         v_points=official["num_point_v"],
+        scalar_bias="interface_fape" not in official,  # which only Multimer's has
         transition_layers=official["num_layer_in_transition"],
         position_scale=official["position_scale"],
         sidechain_c=official["sidechain"]["num_channel"],
@@ -128,32 +140,39 @@ def structure_config(official: Official) -> StructureConfig:
 
 
 def model_config(official: Official) -> ModelConfig:
-    """Translate a whole monomer, without its ensemble.  Errors: NotImplementedCase for a multimer."""
-    if official["global_config"].get("multimer_mode"):
-        raise NotImplementedCase("AlphaFold-Multimer")
-    require(official, FIXED)
+    """Translate a whole model, without its ensemble."""
+    multimer = is_multimer(official)
+    require(official, FIXED | (FIXED_MULTIMER if multimer else FIXED_MONOMER))
     trunk, heads = official["embeddings_and_evoformer"], official["heads"]
+    tolerance = official.get("recycle_early_stop_tolerance", -1)
     pae = heads.get("predicted_aligned_error", {"weight": 0.0, "num_bins": 64})
     return ModelConfig(
         c_m=trunk["msa_channel"],
         c_z=trunk["pair_channel"],
         c_s=trunk["seq_channel"],
         c_e=trunk["extra_msa_channel"],
-        max_relative=trunk["max_relative_feature"],
+        max_relative=trunk["max_relative_idx" if multimer else "max_relative_feature"],
         recycles=official["num_recycle"],
+        recycle_tolerance=None if tolerance < 0 else tolerance,
         evoformer=evoformer_config(trunk["evoformer"], trunk["evoformer_num_block"]),
         extra_blocks=trunk["extra_msa_stack_num_block"],
         templates=template_config(trunk["template"]) if trunk["template"]["enabled"] else TemplateConfig(enabled=False),
         structure=structure_config(heads["structure_module"]),
         heads=HeadsConfig(
             distogram_bins=heads["distogram"]["num_bins"],
-            msa_classes=heads["masked_msa"]["num_output"],
+            msa_classes=22 if multimer else heads["masked_msa"]["num_output"],
             plddt_c=heads["predicted_lddt"]["num_channels"],
             plddt_bins=heads["predicted_lddt"]["num_bins"],
             pae=pae["weight"] > 0,
             pae_bins=pae["num_bins"],
         ),
+        multimer=MultimerConfig(max_chain=trunk["max_relative_chain"]) if multimer else None,
     )
+
+
+def is_multimer(official: Official) -> bool:
+    """Return whether the configuration of a whole model is Multimer's."""
+    return bool(official["global_config"].get("multimer_mode"))
 
 
 def loss_config(official: Official) -> LossConfig:

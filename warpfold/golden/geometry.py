@@ -1,16 +1,21 @@
 """Reference cases of residue geometry, of confidence and of the losses, with their gradients."""
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from warpfold.geometry import atoms, residue
+from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.rigid import Rigid, rotation_to_quaternion, update_affine
 from warpfold.golden.compare import CaseOutputs, Compute, Tensors
 from warpfold.golden.config import POSITION_SCALE
+from warpfold.golden.multimer import frames_and_chi
 from warpfold.golden.read import ReferenceCase
 from warpfold.model import confidence, losses
 from warpfold.model.fape import backbone_fape, frame_aligned_point_error
-from warpfold.model.violations import Violations, find_violations, violation_metrics
+from warpfold.model.violations import Code, Violations, find_violations, violation_metrics
 
 CA = residue.ATOM_ORDER["CA"]
 
@@ -215,17 +220,94 @@ def _torsion_angle(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     return _loss({"angles": angles, "loss": loss, "chi_loss": chi, "angle_norm_loss": norm}, x)
 
 
-def _violation(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+def _structure_of_complex(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    """Compute the structure module's loss with chains: within them, between them, side chains, torsions."""
+    aatype, c = x["aatype"], case.config
+    config = losses.LossConfig(
+        sidechain_fraction=c["sidechain"]["weight_frac"],
+        chi=c["chi_weight"],
+        angle_norm=c["angle_norm_weight"],
+        fape_clamp=c["intra"]["atom_clamp_distance"],
+        interface_clamp=c["interface"]["atom_clamp_distance"],
+        interface_scale=c["interface"]["loss_unit_distance"],
+        fape_softening=0.0,
+    )
+    labels = structure_labels(aatype, x["all_atom_positions"], x["all_atom_mask"])
+    frames = Rigid(x["traj"][..., :3], x["traj"][..., 3])
+    angles = _normalized(x["unnormalized_angles"])
+    groups = atoms.torsions_to_frames(aatype.expand(len(angles), -1), frames, angles)
+    atom14 = atoms.frames_to_atom14(aatype, groups[-1])
+    layers = losses.backbone_losses(frames, x | labels, config)
+    sidechain = losses.renamed_sidechain_fape(groups[-1], atom14, labels, config.fape_clamp, config.fape_softening)
+    chi_labels = labels["chi_angles"], labels["chi_mask"], aatype, x["seq_mask"]
+    chi, norm = losses.torsion_angle_loss(angles, x["unnormalized_angles"], *chi_labels)
+    intra, interface = layers["fape"].mean(), layers["interface_fape"].mean()
+    torsions = config.chi * chi + config.angle_norm * norm
+    outputs = {
+        "loss": (1 - config.sidechain_fraction) * (intra + interface)
+        + config.sidechain_fraction * sidechain
+        + torsions,
+        "intra_bb_loss": intra,
+        "interface_bb_loss": interface,
+        "intra_fape_last": layers["fape"][-1],
+        "interface_fape_last": layers["interface_fape"][-1],
+        "sidechain_fape": sidechain,
+        "chi_loss": chi,
+        "angle_norm_loss": norm,
+        "sup_chi_loss": torsions,
+        "pred_frames": _matrices(groups[-1]),
+        "pred_atom14": atom14,
+    }
+    found = _loss(outputs | _truth_of_complex(aatype, atom14, labels), x)
+    undefined = {"gt_backbone": "backbone_affine_mask", "gt_frames": "rigidgroups_gt_exists", "chi_angles": "chi_mask"}
+    undefined["renamed_chi_angles"] = "chi_mask"
+    valid = {f"out/{name}": labels[mask] > 0 for name, mask in undefined.items()}
+    return replace(found, valid=dict(found.valid) | valid)
+
+
+def _truth_of_complex(aatype: Tensor, atom14: Tensor, labels: Tensors) -> Tensors:
+    """Return the labels of a complex by the reference's names, in the better of their two namings."""
+    truth = losses.renamed_truth(atom14, labels)
+    swapped = truth.swapped[:, None]
+    groups = torch.where(swapped[..., None], labels["rigidgroups_alt_gt_frames"], labels["rigidgroups_gt_frames"])
+    chi = labels["chi_angles"]
+    turns = swapped * atoms.residue_rows("CHI_PI_PERIODIC", aatype) > 0
+    return {
+        "alt_naming_is_better": truth.swapped.float(),
+        "gt_backbone": _matrices(Rigid.from_quaternion7(labels["backbone_affine_tensor"])),
+        "gt_backbone_mask": labels["backbone_affine_mask"],
+        "chi_angles": chi,
+        "chi_mask": labels["chi_mask"],
+        "renamed_chi_angles": torch.where(turns, chi - math.pi * chi.sign(), chi),
+        "gt_frames": _matrices(Rigid.from_flat12(groups)),
+        "gt_frames_mask": labels["rigidgroups_gt_exists"],
+        "gt_atom14": truth.positions,
+        "gt_atom14_mask": truth.mask,
+    }
+
+
+def _matrices(frames: Rigid) -> Tensor:
+    """Return frames as Multimer stores them: [*, 3, 4], rotation beside translation."""
+    return torch.cat([frames.rotation, frames.translation[..., None]], -1)
+
+
+def _violation_of_complex(case: ReferenceCase, x: Tensors) -> CaseOutputs:
+    return _violation(case, x, "multimer")
+
+
+def _violation(case: ReferenceCase, x: Tensors, bonds: Code = "monomer") -> CaseOutputs:
     positions, exists = x["atom14_pred_positions"], x["atom14_atom_exists"]
     found = find_violations(
         positions,
         exists,
         x["aatype"],
         x["residue_index"],
+        x.get("asym_id"),
         tolerance_factor=case.config["violation_tolerance_factor"],
         overlap_tolerance=case.config["clash_overlap_tolerance"],
+        bonds=bonds,
     )
-    metrics = violation_metrics(found, positions, exists, x["residue_index"], x["seq_mask"])
+    metrics = violation_metrics(found, positions, exists, x["residue_index"], x["seq_mask"], x.get("asym_id"))
     outputs = {
         "loss": case.config["structural_violation_loss_weight"] * found.loss,
         **{f"violations/{name}": value for name, value in _violation_parts(found).items()},
@@ -254,6 +336,7 @@ def _violation_parts(found: Violations) -> Tensors:
 
 GEOMETRY: dict[str, Compute] = {
     "atom37_to_frames": _atom37_to_frames,
+    "atom37_to_frames_multimer": frames_and_chi,
     "atom37_to_torsion_angles": _atom37_to_torsions,
     "compute_renamed_ground_truth": lambda case, x: CaseOutputs(_renamed(x, x["atom14_pred_positions"])),
     "confidence": _confidence,
@@ -273,8 +356,10 @@ LOSSES: dict[str, Compute] = {
     "fape_backbone": _backbone_fape,
     "fape_sidechain": _sidechain_fape,
     "masked_msa_loss": _masked_msa,
+    "multimer_losses": _structure_of_complex,
     "plddt_loss": _plddt,
     "predicted_aligned_error_loss": _predicted_aligned_error,
     "structural_violation": _violation,
+    "structural_violation_multimer": _violation_of_complex,
     "torsion_angle_loss": _torsion_angle,
 }

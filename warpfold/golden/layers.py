@@ -16,6 +16,14 @@ from warpfold.golden.config import (
     template_config,
     template_stack_config,
 )
+from warpfold.golden.multimer import (
+    matrices,
+    msa_processing,
+    relative_positions,
+    rigid_of,
+    template_mean,
+    template_rows,
+)
 from warpfold.golden.read import ReferenceCase
 from warpfold.model.attention import Transition
 from warpfold.model.axial import AxialUpdate
@@ -79,10 +87,10 @@ def _block(global_column: bool) -> Compute:
 
 
 def _template_pair_stack(case: ReferenceCase, x: Tensors) -> CaseOutputs:
-    t, mask = x["pair_act"], x["pair_mask"]
-    stack = load(TemplatePairStack(template_stack_config(case.config)), case)
+    t, mask, scope = x["pair_act"], x["pair_mask"], "template_pair_stack/__layer_stack_no_state"
+    stack = load(TemplatePairStack(template_stack_config(case.config)), case, scope)
     valid = {"out/out": mask > 0, "grad_in/pair_act": mask > 0}
-    return CaseOutputs({"out": stack(t, mask)}, stack, valid=valid)
+    return CaseOutputs({"out": stack(t, mask)}, stack, scope, valid=valid)
 
 
 def _template_pointwise_attention(case: ReferenceCase, x: Tensors) -> CaseOutputs:
@@ -122,19 +130,27 @@ def pairs(mask: Tensor) -> Tensor:
 def _invariant_point_attention(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     s, z, mask = x["inputs_1d"], x["inputs_2d"], x["mask"][..., 0]
     c = structure_config(case.config)
-    attention = InvariantPointAttention(s.shape[-1], z.shape[-1], c.heads, c.c_hidden, c.qk_points, c.v_points)
-    out = load(attention, case)(s, z, Rigid.from_quaternion7(x["affine"]), mask)
-    valid = {name: mask > 0 for name in ("out/out", "grad_in/inputs_1d", "grad_in/affine")}
+    attention = InvariantPointAttention(
+        s.shape[-1], z.shape[-1], c.heads, c.c_hidden, c.qk_points, c.v_points, c.scalar_bias
+    )
+    frames = rigid_of(x["rigid"]) if "rigid" in x else Rigid.from_quaternion7(x["affine"])
+    out = load(attention, case)(s, z, frames, mask)
+    valid = {name: mask > 0 for name in ("out/out", "grad_in/inputs_1d", "grad_in/affine", "grad_in/rigid")}
     valid["grad_in/inputs_2d"] = pairs(mask)
     return CaseOutputs({"out": out}, attention, valid=valid)
 
 
 def _fold_iteration(case: ReferenceCase, x: Tensors) -> CaseOutputs:
-    """Compute one layer; `new_affine`, handed to the next layer, has no gradient through rotations, `affine` has."""
+    """Compute one layer; `new_affine`, handed to the next layer, has no gradient through rotations, `affine` has.
+
+    Multimer's have frames as matrices, not as quaternions.
+    """
     s, z, mask = x["act"], x["static_feat_2d"], x["sequence_mask"][..., 0]
     c = structure_config(case.config)
     layer = load(FoldIteration(x["initial_act"].shape[-1], z.shape[-1], c), case)
-    s, affine, unnormalized = layer(s, x["initial_act"], z, x["affine"], mask)
+    before = rigid_of(x["rigid"]).to_quaternion7() if "rigid" in x else x["affine"]
+    s, affine, unnormalized = layer(s, x["initial_act"], z, before, mask)
+    new_affine = torch.cat([affine[..., :4].detach(), affine[..., 4:]], -1)
     angles = normalize_angles(unnormalized)
     backbone = Rigid.from_quaternion7(affine).scale_translation(c.position_scale)
     frames = torsions_to_frames(x["aatype"], backbone, angles)
@@ -142,16 +158,23 @@ def _fold_iteration(case: ReferenceCase, x: Tensors) -> CaseOutputs:
         "act": s,
         "new_act": s,
         "affine": affine,
-        "new_affine": torch.cat([affine[..., :4].detach(), affine[..., 4:]], -1),
+        "new_affine": new_affine,
+        "rigid": matrices(Rigid.from_quaternion7(affine)),
+        "new_rigid": matrices(Rigid.from_quaternion7(new_affine)),
         "sc/angles_sin_cos": angles,
         "sc/unnormalized_angles_sin_cos": unnormalized,
-        "sc/frames": frames.to_flat12(),
+        "sc/frames": matrices(frames) if "rigid" in x else frames.to_flat12(),
         "sc/atom_pos": frames_to_atom14(x["aatype"], frames),
     }
-    names = [f"out/{name}" for name in outputs] + [f"grad_in/{name}" for name in ("act", "initial_act", "affine")]
-    valid = dict.fromkeys(names, mask > 0) | {"grad_in/static_feat_2d": pairs(mask)}
-    quaternions = ("out/affine", "out/new_affine")
-    return CaseOutputs(outputs, layer, valid=valid, quaternions=quaternions)
+    names = [f"out/{name}" for name in outputs]
+    names += [f"grad_in/{name}" for name in ("act", "initial_act", "affine", "rigid")]
+    return CaseOutputs(
+        outputs,
+        layer,
+        valid=dict.fromkeys(names, mask > 0) | {"grad_in/static_feat_2d": pairs(mask)},
+        quaternions=("out/affine", "out/new_affine"),
+        rotations=("rigid",),
+    )
 
 
 def _structure_module(case: ReferenceCase, x: Tensors) -> CaseOutputs:
@@ -201,4 +224,8 @@ UNITS: dict[str, Compute] = {
     "fold_iteration": _fold_iteration,
     "invariant_point_attention": _invariant_point_attention,
     "structure_module": _structure_module,
+    "msa_processing_multimer": msa_processing,
+    "relpos_multimer": relative_positions,
+    "template_embedding_multimer": template_mean,
+    "template_embedding_1d_multimer": template_rows,
 }

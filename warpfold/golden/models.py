@@ -20,14 +20,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.batch import FEATURES, Arrays, Batch, at_pass, to_tensors
 from warpfold.geometry.rigid import Rigid
 from warpfold.golden.compare import CaseOutputs, Tensors, load
-from warpfold.golden.config import loss_config, model_config
+from warpfold.golden.config import is_multimer, loss_config, model_config
 from warpfold.golden.geometry import true_distances
 from warpfold.golden.layers import pairs
+from warpfold.golden.multimer import clustered, matrices, with_template_names
 from warpfold.golden.read import BrokenCase, ReferenceCase
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.deepmind import PREFIX
@@ -54,6 +56,36 @@ HEAD_LOSSES = {
 
 
 def whole_model(case: ReferenceCase) -> CaseOutputs:
+    """Run a monomer or a multimer on the case's features."""
+    return _whole_multimer(case) if is_multimer(case.config) else _whole_monomer(case)
+
+
+def _whole_multimer(case: ReferenceCase) -> CaseOutputs:
+    """Run a multimer, whose cases have no losses; every pass has the same features.
+
+    The clusters are the first rows of the alignment, fully masked ones last (the README beside the cases).
+    """
+    config, trunk = model_config(case.config), case.config["embeddings_and_evoformer"]
+    x = {name: torch.from_numpy(array) for name, array in case.inputs.items()}
+    bias, seen = case.inputs["cluster_bias_mask"], case.inputs["msa_mask"].any(-1)
+    order = np.argsort(-bias - seen, kind="stable")
+    alignment = clustered(x, order, trunk["num_msa"], trunk["num_extra_msa"])
+    target_feat = F.pad(F.one_hot(x["aatype"].long(), 21), (1, 0))
+    names = ("aatype", "residue_index", "seq_mask", "asym_id", "entity_id", "sym_id")
+    batch = to_tensors({name: x[name] for name in names} | with_template_names(x) | {"target_feat": target_feat})
+    model = load(AlphaFold(config), case, SCOPE)
+    with torch.no_grad():
+        output = model(batch | alignment)
+    outputs = outputs_of(output) | {
+        "structure_module/traj": matrices(output.structure.frames),
+        "structure_module/final_rigids": matrices(output.structure.frames[-1]),
+        "num_recycles": torch.tensor(output.recycles),
+    }
+    msa_mask = x["msa_mask"][order[: trunk["num_msa"]]]
+    return CaseOutputs(outputs, model, SCOPE, valid=valid_entries(outputs, x["seq_mask"], msa_mask))
+
+
+def _whole_monomer(case: ReferenceCase) -> CaseOutputs:
     """Run a monomer on the case's features, for as many passes as they have.
 
     Gradients flow where the case has any; without them nothing is kept for backward.
@@ -75,7 +107,10 @@ def whole_model(case: ReferenceCase) -> CaseOutputs:
         total, terms, notes = _losses(case, output, steady, batch, last)
     labels = _labels(case, steady.structure, batch)
     notes |= differences(_labels(case, output.structure, batch), labels)
-    outputs = _outputs(output, batch) | terms | labels
+    outputs = outputs_of(output) | terms | labels
+    outputs["structure_module/traj"] = output.structure.traj
+    outputs["structure_module/final_affines"] = output.structure.traj[-1]
+    outputs["distogram/true_dist"] = true_distances(batch["pseudo_beta"])
     step = _own_errors(case, model, output, batch, total)
     if step is not None:
         notes[f"grad_params/{PAE_HEAD}//bias"] = OWN_ERROR
@@ -84,7 +119,7 @@ def whole_model(case: ReferenceCase) -> CaseOutputs:
         module=model,
         scope=SCOPE,
         objective=total if step is None else total + step,
-        valid=_valid(outputs, batch, last),
+        valid=valid_entries(outputs, batch["seq_mask"], at_pass(batch, last, ["msa_mask"])["msa_mask"]),
         quaternions=("out/structure_module/traj", "out/structure_module/final_affines"),
         notes=notes,
     )
@@ -146,8 +181,8 @@ def _features(features: Arrays, last: int) -> Arrays:
     return ours
 
 
-def _outputs(output: Output, batch: Batch) -> Tensors:
-    """Return representations, logits and structure by the official code's names."""
+def outputs_of(output: Output) -> Tensors:
+    """Return representations, logits, atoms and angles by the official code's names."""
     s = output.structure
     outputs = {
         "representations/msa": output.msa,
@@ -160,8 +195,6 @@ def _outputs(output: Output, batch: Batch) -> Tensors:
         "masked_msa/logits": output.masked_msa_logits,
         "predicted_lddt/logits": output.plddt_logits,
         "experimentally_resolved/logits": output.resolved_logits,
-        "structure_module/traj": s.traj,
-        "structure_module/final_affines": s.traj[-1],
         "structure_module/final_atom14_positions": s.final_atom14,
         "structure_module/final_atom_positions": s.final_atom37,
         "structure_module/sidechains/angles_sin_cos": s.angles,
@@ -171,7 +204,7 @@ def _outputs(output: Output, batch: Batch) -> Tensors:
     if output.pae_logits is not None:
         outputs["predicted_aligned_error/logits"] = output.pae_logits
         outputs["predicted_aligned_error/breaks"] = pae_breaks(output.pae_logits.shape[-1])
-    return outputs | {"distogram/true_dist": true_distances(batch["pseudo_beta"])}
+    return outputs
 
 
 def _labels(case: ReferenceCase, structure: StructureOutput, batch: Batch) -> Tensors:
@@ -193,16 +226,16 @@ def _labels(case: ReferenceCase, structure: StructureOutput, batch: Batch) -> Te
     }
 
 
-def _valid(outputs: Tensors, batch: Batch, last: int) -> Tensors:
-    """Return which entries of each output belong to residues and alignment rows that are there."""
-    residues, msa = batch["seq_mask"] > 0, at_pass(batch, last, ["msa_mask"])["msa_mask"] > 0
+def valid_entries(outputs: Tensors, seq_mask: Tensor, msa_mask: Tensor) -> Tensors:
+    """Return which entries of each output belong to residues [r] and alignment rows [s, r] that are there."""
+    residues, msa = seq_mask > 0, msa_mask > 0
     r = len(residues)
     valid: Tensors = {}
     for name, x in outputs.items():
         if name in ("representations/msa", "masked_msa/logits"):
             valid[f"out/{name}"] = msa
         elif x.shape[:2] == (r, r):
-            valid[f"out/{name}"] = pairs(batch["seq_mask"])
+            valid[f"out/{name}"] = pairs(seq_mask)
         elif x.shape[:1] == (r,):
             valid[f"out/{name}"] = residues
         elif name == "structure_module/traj" or name.startswith("structure_module/sidechains/"):

@@ -29,10 +29,6 @@ class BrokenCase(UserError):
     """A reference case that cannot be read; the message names the file and what is wrong with it."""
 
 
-class NotImplementedCase(UserError):
-    """A case of a part of AlphaFold that WarpFold does not have (yet); the message names the part."""
-
-
 @dataclass(frozen=True)
 class RoundingNoise:
     """How far the stored fp32 run of the official code is from its own fp64 run, for one array."""

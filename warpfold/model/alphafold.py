@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from warpfold.batch import Batch, at_pass
+from warpfold.batch import FEATURES, Batch, at_pass
 from warpfold.geometry.atoms import CA, pseudo_beta
+from warpfold.model.clusters import cluster_features
 from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, MultimerConfig, RecyclingEmbedder
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.execution import ALL, Executable, Residues
@@ -140,9 +141,9 @@ class AlphaFold(Executable):
         """Run pass `index`: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31)."""
         ensemble = self.config.ensemble
         self.noise.at_pass(index)
-        first = mean = self.trunk(at_pass(batch, index * ensemble), recycled)
+        first = mean = self.trunk(self.sample(batch, index * ensemble), recycled)
         for member in range(1, ensemble):
-            other = self.trunk(at_pass(batch, index * ensemble + member), recycled)
+            other = self.trunk(self.sample(batch, index * ensemble + member), recycled)
             mean = Representations(
                 first.msa,  # the masked-MSA head reads the first member alone
                 mean.pair + other.pair,
@@ -157,6 +158,11 @@ class AlphaFold(Executable):
                 msa_first_row=mean.msa_first_row / ensemble,
             )
         return mean, self.structure(mean.single, mean.pair, batch["aatype"], batch["seq_mask"])
+
+    def sample(self, batch: Batch, index: int) -> Batch:
+        """Return what the trunk sees of one sample of the alignment; a multimer makes its clusters here."""
+        sample = at_pass(batch, index)
+        return sample if self.config.multimer is None else sample | cluster_features(sample)
 
     def trunk(self, batch: Batch, recycled: Recycled) -> Representations:
         """Run Algorithm 2, lines 4 to 19, on one sample of the alignment (no `pass` axis)."""
@@ -220,7 +226,8 @@ class AlphaFold(Executable):
         return bool((distance_change(before, after, mask, self.residues) <= tolerance).all())
 
     def _check_passes(self, batch: Batch, passes: int) -> None:
-        there = batch["msa_feat"].shape[-4]
+        name = "msa_feat" if self.config.multimer is None else "centre_rows"
+        there = batch[name].shape[-len(FEATURES[name].axes)]
         if there not in (1, passes):
             raise ValueError(
                 f"the batch holds {there} samples of the alignment, but {passes} are needed: "

@@ -198,10 +198,10 @@ def arrays(module: nn.Module, scope: str = "", name: str = "") -> Iterator[Array
         if isinstance(module, InvariantPointAttention) and child_name in (parts := _point_attention(module)):
             assert isinstance(child, Linear)
             for theirs, outputs in parts[child_name]:
-                for kind, x in child.named_parameters():
-                    shape = (*x.T.shape[:-1], *outputs.shape)
-                    name_of_kind = {"weight": "weights"}.get(kind, kind)
-                    yield Array(f"{ours}.{kind}", f"{_join(scope, theirs)}//{name_of_kind}", shape, outputs=outputs)
+                inner, shape = _join(scope, theirs), (child.in_features, *outputs.shape)
+                yield Array(f"{ours}.weight", f"{inner}//weights", shape, outputs=outputs)
+                if child.bias is not None:
+                    yield Array(f"{ours}.bias", f"{inner}//bias", outputs.shape, outputs=outputs)
             continue
         theirs = _scopes(module)[child_name]
         if isinstance(child, nn.ModuleList):  # haiku numbers repeated layers: name, name_1, name_2

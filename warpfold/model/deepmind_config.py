@@ -17,6 +17,7 @@ _Pair = tuple[int, int, pair.PairConfig]
 MONOMER_POSITIONS = "evoformer/pair_activiations//weights"  # sic
 MULTIMER_POSITIONS = "evoformer/~_relative_encoding/position_activations//weights"
 OUTGOING = "triangle_multiplication_outgoing/"
+FUSED = f"evoformer/evoformer_iteration/{OUTGOING}projection//weights"  # Multimer's version 3
 ONE_TEMPLATE = "evoformer/template_embedding/single_template_embedding/"
 
 
@@ -122,18 +123,18 @@ def _structure(p: Shapes) -> StructureConfig:
     (heads,) = p[ipa + "/trainable_point_weights"]
     if ipa + "q_scalar//bias" in p:
         qk_points = p[ipa + "q_point_local//bias"][0] // (3 * heads)
-        points = qk_points, p[ipa + "kv_point_local//bias"][0] // (3 * heads) - qk_points
+        v_points = p[ipa + "kv_point_local//bias"][0] // (3 * heads) - qk_points
         c, c_hidden = p[ipa + "q_scalar//weights"][0], p[ipa + "q_scalar//bias"][0] // heads
     else:
-        points = tuple(p[ipa + f"{x}_point_projection/point_projection//bias"][1] // 3 for x in ("q", "v"))
+        qk_points, v_points = (p[ipa + f"{x}_point_projection/point_projection//bias"][1] // 3 for x in "qv")
         c, _, c_hidden = p[ipa + "q_scalar_projection//weights"]
     published = StructureConfig()
     return StructureConfig(
         c=c,
         heads=heads,
         c_hidden=c_hidden,
-        qk_points=points[0],
-        v_points=points[1],
+        qk_points=qk_points,
+        v_points=v_points,
         scalar_bias=ipa + "q_scalar//bias" in p,
         position_scale=20.0 if MULTIMER_POSITIONS in p else published.position_scale,
         transition_layers=sum(f"{fold}transition{n}//bias" in p for n in ("", *(f"_{i}" for i in range(1, 9)))),

@@ -6,6 +6,9 @@ from torch import Tensor
 from warpfold.geometry.rigid import Rigid
 from warpfold.ops.tensors import upcast_half
 
+# Angstrom; code: the monomer's distance is sqrt(d^2 + 1e-4), Multimer's sqrt(max(d^2, 1e-8)).
+SOFTENING, LEAST = 0.01, 1e-4
+
 
 def frame_aligned_point_error(
     frames: Rigid,
@@ -17,37 +20,53 @@ def frame_aligned_point_error(
     clamp: float | None = 10.0,
     clamped: Tensor | float = 1.0,
     scale: float = 10.0,
+    softening: float = SOFTENING,
+    pair_mask: Tensor | None = None,
 ) -> Tensor:
     """Return the mean distance [*] of predicted to true points, each pair seen from its own frame (Algorithm 28).
 
     frames [*, F] and points [*, P, 3] in angstrom, likewise the true ones (leading axes may broadcast); frame_mask
     [*, F]; point_mask [*, P]; `clamp` caps a distance, angstrom (None: no cap); `clamped`: the share of the loss, 0 to
-    1, that is capped (Supp. 1.11.5: in 10 % of the examples it is not); `scale`: the distance that counts as 1.
+    1, that is capped (Supp. 1.11.5: in 10 % of the examples it is not); `scale`: the distance that counts as 1;
+    `softening` (angstrom): a distance d counts as the root of d^2 + softening^2, so that it has a gradient at 0; with 0
+    as `LEAST` at least, below which there is none (Multimer); pair_mask [F, P]: the pairs that count, all by default.
 
     Invariant under a rigid motion of the prediction and, independently, of the truth; not under a reflection.
     """
     offset = _offset(true_frames) - _offset(frames)
-    squares = offset.new_full((), 1e-4)
+    squares = offset.new_full((), softening**2)
     for k in range(3):  # one axis of the local frames at a time: three times less memory than all together
         apart = _project(offset[..., k, None], frames, points, k, 1)
         squares = squares + _project(apart, true_frames, true_points, k, -1).square()
-    distance = squares.sqrt()
+    distance = (squares if softening else squares.clamp(min=LEAST**2)).sqrt()
     if clamp is not None:
         distance = clamped * distance.clamp(max=clamp) + (1 - clamped) * distance
     frame_mask, point_mask = frame_mask.to(distance.dtype), point_mask.to(distance.dtype)
+    if pair_mask is not None:
+        pairs = frame_mask[..., :, None] * point_mask[..., None, :] * pair_mask
+        return (distance * pairs).sum((-2, -1)) / scale / (1e-4 + pairs.sum((-2, -1)))
     total = ((distance * point_mask[..., None, :]).sum(-1) * frame_mask).sum(-1) / scale
     return total / (1e-4 + frame_mask.sum(-1) * point_mask.sum(-1))
 
 
 def backbone_fape(
-    frames: Rigid, true_frames: Rigid, mask: Tensor, clamp: float = 10.0, clamped: Tensor | float = 1.0
+    frames: Rigid,
+    true_frames: Rigid,
+    mask: Tensor,
+    clamp: float = 10.0,
+    clamped: Tensor | float = 1.0,
+    scale: float = 10.0,
+    softening: float = SOFTENING,
+    pair_mask: Tensor | None = None,
 ) -> Tensor:
     """Return the FAPE of Ca positions from backbone frames (Algorithm 20): frames [*, N], true [N], mask [N] -> [*].
 
-    One value for every leading axis of `frames`, for example for every layer; angstrom.
+    One value for every leading axis of `frames`, for example for every layer; angstrom.  pair_mask [N, N]: of frames
+    and Ca; the rest as in `frame_aligned_point_error`.
     """
+    points, true_points = frames.translation, true_frames.translation
     return frame_aligned_point_error(
-        frames, frames.translation, true_frames, true_frames.translation, mask, mask, clamp, clamped
+        frames, points, true_frames, true_points, mask, mask, clamp, clamped, scale, softening, pair_mask
     )
 
 
@@ -59,6 +78,7 @@ def sidechain_fape(
     frame_mask: Tensor,
     atom_mask: Tensor,
     clamp: float = 10.0,
+    softening: float = SOFTENING,
 ) -> Tensor:
     """Return the FAPE of all atoms from all rigid groups (Algorithm 20), a scalar.
 
@@ -73,6 +93,7 @@ def sidechain_fape(
         frame_mask.flatten(-2),
         atom_mask.flatten(-2),
         clamp,
+        softening=softening,
     )
 
 

@@ -1,4 +1,4 @@
-"""The losses of AlphaFold2's monomer, term by term as DeepMind's code computes them (Supp. 1.9).
+"""The losses of AlphaFold2 and of AlphaFold-Multimer, term by term as DeepMind's code computes them (Supp. 1.9).
 
 All are for one example (no batch axis), compute in fp32 at least, and have finite gradients whatever is masked.
 Coordinates are in angstrom.  The structure's own terms are in fape.py and violations.py.
@@ -18,9 +18,10 @@ from warpfold.geometry import residue
 from warpfold.geometry.atoms import RenamedTruth, rename_ground_truth, residue_rows
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.execution import ALL, Residues
-from warpfold.model.fape import backbone_fape, sidechain_fape
+from warpfold.model.fape import SOFTENING, backbone_fape, sidechain_fape
 from warpfold.model.heads import distogram_breaks, pae_breaks
-from warpfold.model.violations import find_violations
+from warpfold.model.permutation import COPIES, with_truth
+from warpfold.model.violations import Code, center_of_mass_loss, find_violations
 from warpfold.ops.tensors import upcast_half
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class LossConfig:
 
     The defaults are initial training's as DeepMind's code computes it, which lacks the factor of `scale_by_length`.
     Sources: "eq. 7" is that of Supp. 1.9, whose second line is fine-tuning's; "code" is the configuration that
-    DeepMind published with its code (alphafold/model/config.py).
+    DeepMind published with its code (alphafold/model/config.py); "Multimer" is Evans et al. 2022, bioRxiv
+    2021.10.04.463034v2, section 2.5.
     """
 
     structure_module: float = 1.0  # code; the three weights below bring the halves of eq. 7
@@ -58,11 +60,19 @@ class LossConfig:
     plddt: float = 0.01  # eq. 7
     experimentally_resolved: float = 0.0  # eq. 7; 0.01 in fine-tuning
     predicted_aligned_error: float = 0.0  # code; 0.1 in the pTM models (Supp. 1.9.7)
-    fape_clamp: float = 10.0  # angstrom; Algorithm 28
+    center_of_mass: float = 0.0  # Multimer, equation 1: 1.0, in the weights after v1; keeps chains apart
+    fape_clamp: float = 10.0  # angstrom; Algorithm 28; of complexes within the chains
+    interface_clamp: float = 30.0  # angstrom, of backbone FAPE between chains; Multimer: 30, code: 1000
+    interface_scale: float = 20.0  # angstrom, the distance between chains that counts as 1; code
+    fape_softening: float = SOFTENING  # angstrom: what keeps FAPE's root from 0; code: Multimer 0
     min_resolution: float = 0.1  # angstrom; Supp. 1.9.6: confidence is learnt from structures of 0.1 to 3.0 angstrom
     max_resolution: float = 3.0
     violation_tolerance_factor: float = 12.0  # standard deviations; Supp. 1.9.11
     clash_overlap_tolerance: float = 1.5  # angstrom; Supp. 1.9.11
+    average_clashes: bool = False  # Multimer: an atom's clashes are averaged, not summed
+    bonds: Code = "monomer"  # whose constants for peptide bonds: those of the monomer's code or of Multimer's
+    # Between chains, the official code overlooks clashes of residues that have the same index, as homomers often have.
+    every_clash: bool = False
     scale_by_length: bool = False  # Supp. 1.9: the loss times the square root of the number of residues in the crop
 
     def __post_init__(self) -> None:
@@ -84,10 +94,14 @@ def total_loss(
     batch: the features of the whole example with its labels (warpfold/batch.py, no batch axis), from which the
     masked MSA of pass `pass_index` is taken: the last pass in training, its first ensemble member otherwise.
     residues: the model's.  Where they are sharded over processes, loss and terms are this one's parts of sums.
-    Terms: "structure_module" and its parts "fape", "sidechain_fape", "chi_loss", "angle_norm_loss", "violation";
-    "distogram", "masked_msa", "plddt", "experimentally_resolved", "predicted_aligned_error".
+    Terms: "structure_module" and its parts "fape", "sidechain_fape", "chi_loss", "angle_norm_loss", "violation", of
+    complexes "interface_fape" and "center_of_mass"; "distogram", "masked_msa", "plddt", "experimentally_resolved",
+    "predicted_aligned_error".  Of a complex "fape" is that within the chains.
+    Which copy of an entity is whose truth is decided here, if the batch leaves it open (`with_truth`).
     Errors: KeyError for a label that is missing; ValueError when a model without PAE head has a weight for it.
     """
+    if COPIES in batch:
+        batch = with_truth(batch, output.structure.final_atom37)
     terms: Terms = {}
     if config.structure_module:
         terms |= _divided(structure_loss(output.structure, batch, config), residues.shards)
@@ -145,19 +159,15 @@ def well_resolved(resolution: Tensor, config: LossConfig) -> Tensor:
 
 
 def structure_loss(structure: "StructureOutput", batch: Mapping[str, Tensor], config: LossConfig) -> Terms:
-    """Return the structure module's loss and its parts: FAPE, torsions, violations (terms of `total_loss`)."""
-    layers = backbone_fape(
-        structure.frames,
-        Rigid.from_quaternion7(batch["backbone_affine_tensor"]),
-        batch["backbone_affine_mask"],
-        config.fape_clamp,
-        batch.get("use_clamped_fape", 1.0),
-    )
+    """Return the structure module's loss and its parts: FAPE, torsions, violations (terms of `total_loss`).
+
+    Where the batch says which residues are of which chain, backbone FAPE is the sum of a part within the chains and a
+    part between them, each a mean over its own pairs (Multimer, section 2.5).
+    """
+    layers = backbone_losses(structure.frames, batch, config)
+    backbone = torch.stack([of_layers.mean() for of_layers in layers.values()]).sum()
     sidechain = renamed_sidechain_fape(
-        structure.sidechain_frames[-1],
-        structure.final_atom14,
-        batch,
-        config.fape_clamp,
+        structure.sidechain_frames[-1], structure.final_atom14, batch, config.fape_clamp, config.fape_softening
     )
     chi, norm = torsion_angle_loss(
         structure.angles,
@@ -168,20 +178,43 @@ def structure_loss(structure: "StructureOutput", batch: Mapping[str, Tensor], co
         batch["seq_mask"],
     )
     fraction = config.sidechain_fraction
-    loss = (1 - fraction) * layers.mean() + fraction * sidechain + config.chi * chi + config.angle_norm * norm
-    # As in DeepMind's outputs, "fape" is the last layer's; the loss has the mean over the layers.
-    terms = {"fape": layers[-1], "sidechain_fape": sidechain, "chi_loss": chi, "angle_norm_loss": norm}
+    loss = (1 - fraction) * backbone + fraction * sidechain + config.chi * chi + config.angle_norm * norm
+    # As in DeepMind's outputs, the terms of FAPE are the last layer's; the loss has the mean over the layers.
+    terms = {name: of_layers[-1] for name, of_layers in layers.items()}
+    terms |= {"sidechain_fape": sidechain, "chi_loss": chi, "angle_norm_loss": norm}
     if config.violation:
-        terms["violation"] = find_violations(
+        violations = find_violations(
             structure.final_atom14,
             batch["atom14_atom_exists"],
             batch["aatype"],
             batch["residue_index"],
+            batch.get("asym_id"),
             tolerance_factor=config.violation_tolerance_factor,
             overlap_tolerance=config.clash_overlap_tolerance,
-        ).loss
+            every_pair=config.every_clash,
+            bonds=config.bonds,
+        )
+        terms["violation"] = violations.averaged_loss if config.average_clashes else violations.loss
         loss = loss + config.violation * terms["violation"]
+    if config.center_of_mass:
+        ca, true_ca = (x[:, CA_ATOM] for x in (structure.final_atom37, batch["all_atom_positions"]))
+        terms["center_of_mass"] = center_of_mass_loss(ca, true_ca, batch["all_atom_mask"][:, CA_ATOM], batch["asym_id"])
+        loss = loss + config.center_of_mass * terms["center_of_mass"]
     return terms | {"structure_module": loss}
+
+
+def backbone_losses(frames: Rigid, batch: Mapping[str, Tensor], config: LossConfig) -> Terms:
+    """Return the backbone FAPE [L] of frames [L, N] by its terms: "fape", and of complexes "interface_fape"."""
+    true, mask = Rigid.from_quaternion7(batch["backbone_affine_tensor"]), batch["backbone_affine_mask"]
+    clamped, softening = batch.get("use_clamped_fape", 1.0), config.fape_softening
+    if "asym_id" not in batch:
+        return {"fape": backbone_fape(frames, true, mask, config.fape_clamp, clamped, softening=softening)}
+    same = batch["asym_id"][:, None] == batch["asym_id"][None, :]
+    between = config.interface_clamp, clamped, config.interface_scale, softening, ~same
+    return {
+        "fape": backbone_fape(frames, true, mask, config.fape_clamp, clamped, softening=softening, pair_mask=same),
+        "interface_fape": backbone_fape(frames, true, mask, *between),
+    }
 
 
 def renamed_truth(atom14: Tensor, batch: Mapping[str, Tensor]) -> RenamedTruth:
@@ -196,7 +229,9 @@ def renamed_truth(atom14: Tensor, batch: Mapping[str, Tensor]) -> RenamedTruth:
     )
 
 
-def renamed_sidechain_fape(frames: Rigid, atom14: Tensor, batch: Mapping[str, Tensor], clamp: float = 10.0) -> Tensor:
+def renamed_sidechain_fape(
+    frames: Rigid, atom14: Tensor, batch: Mapping[str, Tensor], clamp: float = 10.0, softening: float = SOFTENING
+) -> Tensor:
     """Return the side-chain FAPE against the truth in the better of its two namings (Algorithms 26, 28).
 
     frames [N, 8], atom14 [N, 14, 3] in angstrom; batch: the labels `rigidgroups_*` and `atom14_*`.
@@ -213,6 +248,7 @@ def renamed_sidechain_fape(frames: Rigid, atom14: Tensor, batch: Mapping[str, Te
         batch["rigidgroups_gt_exists"],
         truth.mask,
         clamp,
+        softening,
     )
 
 

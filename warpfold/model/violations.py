@@ -1,12 +1,14 @@
-"""Violations of what chemistry allows: broken peptide bonds, clashes, distorted residues (Supp. 1.9.11).
+"""Violations of what chemistry allows: broken peptide bonds, clashes, distorted residues, chains in one another.
 
 Everything is for one example: atoms [N, 14, 3] in angstrom, atom_mask [N, 14] (which atoms the residues have),
 aatype [N], residue_index [N].  Tolerances are DeepMind's: 12 standard deviations for bonds, angles and distances
-within a residue, an overlap of 1.5 angstrom for atoms that are not bonded.
+within a residue, an overlap of 1.5 angstrom for atoms that are not bonded.  Source: Supp. 1.9.11; for chains Evans et
+al. 2022, section 2.5.
 """
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from warpfold.geometry.atoms import residue_rows
 from warpfold.ops.tensors import upcast_half
 
 N_ATOM, CA_ATOM, C_ATOM, SG_ATOM = 0, 1, 2, 5  # places in atom14; SG is cysteine's
+Code = Literal["monomer", "multimer"]
 CA_CA = 3.80209737096  # angstrom, of a trans peptide: what the bonds and angles between two Ca give
 
 
@@ -39,8 +42,13 @@ class AtomViolations:
     """Distances that are too short or too long."""
 
     per_atom_loss: Tensor  # [N, 14] angstrom, each pair's error counted at both of its atoms
-    per_atom_mask: Tensor  # [N, 14] 1 = an atom of a violated pair
+    per_atom_pairs: Tensor  # [N, 14] how many errors that is the sum of
     mean_loss: Tensor  # scalar, over the pairs that were looked at
+
+    @property
+    def per_atom_mask(self) -> Tensor:
+        """Return [N, 14]: 1 = an atom of a violated pair."""
+        return self.per_atom_pairs.clamp(max=1)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,16 @@ class Violations:
         per_atom = self.clashes.per_atom_loss + self.within.per_atom_loss
         return self.connections.loss + per_atom.sum() / (1e-6 + self.atoms)
 
+    @property
+    def averaged_loss(self) -> Tensor:
+        """The same with each atom's mean error over its violations in place of their sum (Evans et al. 2022, sec. 2.5).
+
+        An untrained network puts all atoms in one place: then the sum, unlike the mean, grows with the protein.
+        """
+        per_atom = self.clashes.per_atom_loss + self.within.per_atom_loss
+        pairs = self.clashes.per_atom_pairs + self.within.per_atom_pairs
+        return self.connections.loss + (per_atom / pairs.clamp(min=1)).sum() / (1e-6 + self.atoms)
+
 
 def find_violations(
     atoms: Tensor,
@@ -68,15 +86,18 @@ def find_violations(
     asym_id: Tensor | None = None,
     tolerance_factor: float = 12.0,
     overlap_tolerance: float = 1.5,
+    every_pair: bool = False,
+    bonds: Code = "monomer",
 ) -> Violations:
     """Return all violations of one structure, differentiable in `atoms`, fp32 at least.
 
-    asym_id [N]: the chain of each residue; one chain when None.
+    asym_id [N]: the chain of each residue; one chain when None.  every_pair: as in `clash_violations`.  bonds: as in
+    `connection_violations`.
     """
     atoms = upcast_half(atoms)
     atom_mask = atom_mask.to(atoms.dtype)
-    connections = connection_violations(atoms, atom_mask, aatype, residue_index, tolerance_factor)
-    clashes = clash_violations(atoms, atom_mask, aatype, residue_index, asym_id, overlap_tolerance)
+    connections = connection_violations(atoms, atom_mask, aatype, residue_index, tolerance_factor, asym_id, bonds)
+    clashes = clash_violations(atoms, atom_mask, aatype, residue_index, asym_id, overlap_tolerance, every_pair)
     within = within_residue_violations(atoms, atom_mask, aatype, tolerance_factor, overlap_tolerance)
     return Violations(
         connections,
@@ -90,17 +111,29 @@ def find_violations(
 
 
 def connection_violations(
-    atoms: Tensor, atom_mask: Tensor, aatype: Tensor, residue_index: Tensor, tolerance_factor: float = 12.0
+    atoms: Tensor,
+    atom_mask: Tensor,
+    aatype: Tensor,
+    residue_index: Tensor,
+    tolerance_factor: float = 12.0,
+    asym_id: Tensor | None = None,
+    bonds: Code = "monomer",
 ) -> Connections:
-    """Check peptide bonds between residues that follow one another (Supp. 1.9.11); units as in the class."""
-    follows = (residue_index[1:] - residue_index[:-1] == 1).to(atoms.dtype)
+    """Check peptide bonds between residues that follow one another in a chain (Supp. 1.9.11); units as in the class.
+
+    bonds: as in the monomer's code or in Multimer's, which takes the deviation of the C-N bond's length for that of the
+    cosine at C, and does not soften lengths.
+    """
+    softening = 1e-3 if bonds == "monomer" else 0.0  # angstrom
+    ca_c_n = residue.CA_C_N_COS[0], residue.CA_C_N_COS[1] if bonds == "monomer" else residue.C_N_LENGTH_STD[0]
+    follows = _follows(residue_index, asym_id).to(atoms.dtype)
     ca, c, n, next_ca = atoms[:-1, CA_ATOM], atoms[:-1, C_ATOM], atoms[1:, N_ATOM], atoms[1:, CA_ATOM]
     has_ca, has_c = atom_mask[:-1, CA_ATOM], atom_mask[:-1, C_ATOM]
     has_n, has_next_ca = atom_mask[1:, N_ATOM], atom_mask[1:, CA_ATOM]
 
-    c_ca, _ = _unit(ca - c)
-    c_n, length = _unit(n - c)
-    n_ca, _ = _unit(next_ca - n)
+    c_ca, _ = _unit(ca - c, softening)
+    c_n, length = _unit(n - c, softening)
+    n_ca, _ = _unit(next_ca - n, softening)
     proline = aatype[1:] == residue.RESTYPE_ORDER["P"]
     target, deviation = (
         torch.where(proline, atoms.new_full((), before_proline), atoms.new_full((), usual))
@@ -108,7 +141,7 @@ def connection_violations(
     )
     terms = [
         _excess(length, target, deviation, tolerance_factor, has_c * has_n * follows),
-        _excess((c_ca * c_n).sum(-1), *residue.CA_C_N_COS, tolerance_factor, has_ca * has_c * has_n * follows),
+        _excess((c_ca * c_n).sum(-1), *ca_c_n, tolerance_factor, has_ca * has_c * has_n * follows),
         _excess(-(c_n * n_ca).sum(-1), *residue.C_N_CA_COS, tolerance_factor, has_c * has_n * has_next_ca * follows),
     ]
     c_n_loss, ca_c_n_loss, c_n_ca_loss = ((mask * loss).sum() / (1e-6 + mask.sum()) for loss, _, mask in terms)
@@ -127,11 +160,12 @@ def clash_violations(
     residue_index: Tensor,
     asym_id: Tensor | None = None,
     overlap_tolerance: float = 1.5,
+    every_pair: bool = False,
 ) -> AtomViolations:
     """Find atoms of different residues nearer than the sum of their van der Waals radii allows (Supp. 1.9.11).
 
-    Peptide bonds and SG-SG are exempt.  As in DeepMind's code, residues of the same index are not compared, even in
-    different chains, and any two atoms at SG's place in atom14 are exempt.
+    Peptide bonds and SG-SG are exempt.  As in DeepMind's code, any two atoms at SG's place in atom14 are exempt, and
+    residues of the same index are not compared even in different chains, unless `every_pair` asks for them too.
     """
     n = atoms.shape[0]
     flat, exists = atoms.flatten(0, 1), atom_mask.flatten()
@@ -139,7 +173,8 @@ def clash_violations(
     index = residue_index.repeat_interleave(14)
     slot = torch.arange(14, device=atoms.device).repeat(n)
 
-    looked_at = exists[:, None] * exists[None, :] * (index[:, None] < index[None, :])
+    order = torch.arange(n, device=atoms.device).repeat_interleave(14) if every_pair else index
+    looked_at = exists[:, None] * exists[None, :] * (order[:, None] < order[None, :])
     bonded = (index[:, None] + 1 == index[None, :]) & (slot[:, None] == C_ATOM) & (slot[None, :] == N_ATOM)
     if asym_id is not None:
         chain = asym_id.repeat_interleave(14)
@@ -154,7 +189,7 @@ def clash_violations(
     clash = looked_at * (distance < allowed)
     return AtomViolations(
         per_atom_loss=(error.sum(0) + error.sum(1)).view(n, 14),
-        per_atom_mask=torch.maximum(clash.amax(0), clash.amax(1)).view(n, 14),
+        per_atom_pairs=(clash.sum(0) + clash.sum(1)).view(n, 14),
         mean_loss=error.sum() / (1e-6 + looked_at.sum()),
     )
 
@@ -185,20 +220,25 @@ def within_residue_violations(
     violated = looked_at * ((distance < lower) | (distance > upper))
     return AtomViolations(
         per_atom_loss=error.sum(1) + error.sum(2),
-        per_atom_mask=torch.maximum(violated.amax(1), violated.amax(2)),
+        per_atom_pairs=violated.sum(1) + violated.sum(2),
         mean_loss=error.sum() / (1e-6 + looked_at.sum()),
     )
 
 
 def violation_metrics(
-    violations: Violations, atoms: Tensor, atom_mask: Tensor, residue_index: Tensor, seq_mask: Tensor
+    violations: Violations,
+    atoms: Tensor,
+    atom_mask: Tensor,
+    residue_index: Tensor,
+    seq_mask: Tensor,
+    asym_id: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the share of residues (0 to 1) with each kind of violation, named as in DeepMind's code.
 
     `violations_extreme_ca_ca_distance` is the share of neighbours whose Ca are 1.5 angstrom too far apart.
     """
     ca, has_ca = upcast_half(atoms)[:, CA_ATOM], atom_mask[:, CA_ATOM]
-    pairs = has_ca[:-1] * has_ca[1:] * (residue_index[1:] - residue_index[:-1] == 1)
+    pairs = has_ca[:-1] * has_ca[1:] * _follows(residue_index, asym_id)
     too_far = _distance(ca[:-1] - ca[1:], 1e-6) - CA_CA > 1.5
     return {
         "violations_extreme_ca_ca_distance": _mean(too_far, pairs),
@@ -207,6 +247,33 @@ def violation_metrics(
         "violations_within_residue": _mean(violations.within.per_atom_mask.amax(-1), seq_mask),
         "violations_per_residue": _mean(violations.per_residue_mask, seq_mask),
     }
+
+
+def center_of_mass_loss(ca: Tensor, true_ca: Tensor, mask: Tensor, asym_id: Tensor) -> Tensor:
+    """Return how much nearer than in truth chains lie to one another: 0 up to 4 angstrom (Multimer, equation 1).
+
+    ca, true_ca [N, 3] angstrom, mask [N], asym_id [N].  A mean over the pairs of chains, of squared errors in units of
+    20 angstrom; 0 for a single chain.  A chain lies where its resolved Ca are on average.
+    """
+    chains = asym_id.unique()  # the host waits for the device here
+    member = (asym_id == chains[:, None]) * mask.to(upcast_half(ca).dtype)  # [K, N]
+    size = member.sum(-1)
+
+    def distances(points: Tensor) -> Tensor:
+        centres = (member[..., None] * points).sum(-2) / size.clamp(min=1)[:, None]
+        # The small number gives chains in one place, as an untrained network puts them, a gradient of 0.
+        return torch.sqrt(1e-10 + (centres[:, None] - centres).square().sum(-1))
+
+    seen = (size > 0).to(member.dtype)
+    pairs = seen[:, None] * seen * (1 - torch.eye(len(seen), dtype=seen.dtype, device=seen.device))
+    nearer = (distances(true_ca) - distances(ca) - 4).relu() / 20
+    return (pairs * nearer.square()).sum() / pairs.sum().clamp(min=1)
+
+
+def _follows(residue_index: Tensor, asym_id: Tensor | None) -> Tensor:
+    """Return which residues, from the second on, follow the one before in the same chain: bool [N - 1]."""
+    follows = residue_index[1:] - residue_index[:-1] == 1
+    return follows if asym_id is None else follows & (asym_id[1:] == asym_id[:-1])
 
 
 def _excess(
@@ -222,9 +289,10 @@ def _distance(difference: Tensor, epsilon: float = 1e-10) -> Tensor:
     return torch.sqrt(epsilon + difference.square().sum(-1))
 
 
-def _unit(vector: Tensor) -> tuple[Tensor, Tensor]:
-    """Return vectors [*, 3] divided by their lengths, and the lengths [*]."""
-    length = _distance(vector, 1e-6)
+def _unit(vector: Tensor, softening: float) -> tuple[Tensor, Tensor]:
+    """Return vectors [*, 3] divided by their lengths, and the lengths [*]; the gradient of a zero vector is finite."""
+    squares = vector.square().sum(-1)
+    length = torch.sqrt(softening**2 + squares if softening else squares.clamp(min=1e-12))
     return vector / length[..., None], length
 
 

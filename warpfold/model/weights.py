@@ -5,6 +5,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,17 +19,27 @@ from torch import nn
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.deepmind import PREFIX, from_deepmind, refuse
-from warpfold.model.deepmind_config import config_from_deepmind
+from warpfold.model.deepmind_config import FUSED, MULTIMER_POSITIONS, config_from_deepmind
 from warpfold.settings import build, to_dict
 
 FORMAT = "warpfold-1"
 
-# How DeepMind's models sample their alignment (Supp. table 5; CONFIG_DIFFS in the official model/config.py): all have
-# 512 clusters, those with templates less their 4 (`reduce_msa_clusters_by_max_templates`, however many there are); rows
-# of the extra alignment go by the model's number, which no array shows.  A ptm model is like the one that it extends.
-CLUSTERS, TEMPLATES = 512, 4
-EXTRA_ROWS = {1: 5120, 2: 1024, 3: 5120, 4: 5120, 5: 1024}
-WITH_TEMPLATES = (1, 2)
+
+@dataclass(frozen=True)
+class Family:
+    """Models of DeepMind's whose arrays are alike, and how they sample their alignment."""
+
+    name: str
+    clusters: int  # max_msa
+    extra: dict[int, int]  # max_extra, by the model's number, which no array shows
+
+
+# Supp. table 5, and CONFIG_DIFFS and CONFIG_MULTIMER of the official model/config.py.  A monomer has 512 clusters, one
+# with templates as many less its 4 (`reduce_msa_clusters_by_max_templates`); a ptm model is like the one it extends.
+WITH_TEMPLATES = Family("AlphaFold2", 508, {1: 5120, 2: 1024})
+WITHOUT_TEMPLATES = Family("AlphaFold2", 512, {3: 5120, 4: 5120, 5: 1024})
+MULTIMER = Family("AlphaFold-Multimer 1 or 2", 252, dict.fromkeys(range(1, 6), 1152))
+MULTIMER_3 = Family("AlphaFold-Multimer 3", 508, {1: 2048, 2: 2048, 3: 2048, 4: 1152, 5: 1152})
 
 
 def save_params(path: Path, model: AlphaFold, data: Mapping[str, Any] | None = None) -> None:
@@ -48,7 +59,7 @@ def save_params(path: Path, model: AlphaFold, data: Mapping[str, Any] | None = N
 
 
 def load_model(path: Path | str) -> AlphaFold:
-    """Load a model from WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm), strictly.
+    """Load a model from WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm, multimer), strictly.
 
     Errors: UserError for a file that is neither, and for arrays that are missing, surplus or misshapen, all named.
     """
@@ -73,45 +84,51 @@ def load_model(path: Path | str) -> AlphaFold:
 def data_settings(path: Path | str) -> dict[str, Any]:
     """Return the settings by which the examples of these parameters were drawn (keys of `SampleConfig`).
 
-    WarpFold's are in the file.  DeepMind's follow from the arrays (templates or none) and the file's name (the model's
-    number); what `assumed_settings` says is assumed where the name has none.
+    WarpFold's are in the file.  DeepMind's follow from the arrays (monomer or Multimer, its version, templates) and the
+    file's name (the model's number); what `assumed_settings` says is assumed where the name has none.
     Errors: UserError for an .npz that cannot be read.
     """
     if Path(path).suffix == ".npz":
-        templates, number = _deepmind_model(Path(path))
-        extra = EXTRA_ROWS[number] if number else max(EXTRA_ROWS.values())
-        return {"max_msa": CLUSTERS - TEMPLATES if templates else CLUSTERS, "max_extra": extra}
+        family, number = _deepmind_model(Path(path))
+        extra = family.extra[number] if number else max(family.extra.values())
+        return {"max_msa": family.clusters, "max_extra": extra}
     with safe_open(path, framework="pt") as file:
         return dict(json.loads((file.metadata() or {}).get(FORMAT, "{}")).get("data", {}))
 
 
 def assumed_settings(path: Path | str) -> str | None:
-    """Return what `data_settings` had to assume, in one line; None if nothing."""
+    """Return what `data_settings` had to assume, in one line; None if nothing.
+
+    Multimer's versions 1 and 2 cannot be told apart, and need not be: they sample, and compute, alike.
+    """
     if Path(path).suffix != ".npz":
         return None
-    templates, number = _deepmind_model(Path(path))
-    if number:
+    family, number = _deepmind_model(Path(path))
+    rows = max(family.extra.values())
+    least = [n for n in family.extra if family.extra[n] < rows]
+    if number or not least:
         return None
-    alike = [n for n in EXTRA_ROWS if (n in WITH_TEMPLATES) == templates]
-    rows = max(EXTRA_ROWS.values())
-    least = [n for n in alike if EXTRA_ROWS[n] < rows]
     return (
-        f"{path}: its name does not say which of AlphaFold2's models it is (by its arrays one of "
-        f"{', '.join(map(str, alike))}): {rows} rows of the extra alignment are assumed, model {least[0]} takes "
-        f"{EXTRA_ROWS[least[0]]} (max_extra); keep DeepMind's name, params_model_N.npz"
+        f"{path}: its name does not say which of {family.name}'s models it is (by its arrays one of "
+        f"{', '.join(map(str, family.extra))}): {rows} rows of the extra alignment are assumed, model {least[0]} takes "
+        f"{family.extra[least[0]]} (max_extra); keep DeepMind's name, params_model_N.npz"
     )
 
 
-def _deepmind_model(path: Path) -> tuple[bool, int | None]:
-    """Return whether DeepMind's parameters have template parts, and the model's number, 1 to 5, if the name has it.
+def _deepmind_model(path: Path) -> tuple[Family, int | None]:
+    """Return the family of DeepMind's parameters, and the model's number, 1 to 5, if the name has it.
 
-    A number that the arrays contradict (only models 1 and 2 have templates) is ignored.
+    A number that the arrays contradict (of monomers only models 1 and 2 have templates) is ignored.
     """
     with _opened_npz(path) as file:
-        templates = any("/template_embedding/" in name for name in file.files)
+        names = {name.removeprefix(PREFIX) for name in file.files}
+    if MULTIMER_POSITIONS in names:
+        family = MULTIMER_3 if FUSED in names else MULTIMER
+    else:
+        family = WITH_TEMPLATES if any("/template_embedding/" in name for name in names) else WITHOUT_TEMPLATES
     found = re.search(r"model_([1-5])(?![0-9])", path.stem)
     number = int(found[1]) if found else None
-    return templates, number if number is not None and (number in WITH_TEMPLATES) == templates else None
+    return family, number if number in family.extra else None
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:

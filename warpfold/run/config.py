@@ -60,6 +60,11 @@ class RunConfig:
             raise ValueError("plan.in_place is for inference: training still needs what it overwrites; leave it out")
         if reason := plan.unsupported_reason(self.model.evoformer.outer):
             raise ValueError(reason)
+        if self.loss.center_of_mass and self.model.multimer is None:
+            raise ValueError(
+                "loss.center_of_mass keeps the chains of a complex apart, and this model folds single chains: leave it "
+                "out, or train a multimer (model.multimer)"
+            )
         if examples % plan.data:
             raise ValueError(
                 f"plan.data = {plan.data} ranks cannot share the optim.accumulate = {examples} examples of a step "

@@ -5,12 +5,17 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from warpfold.data.example.assembly import Assembly, Example
+from warpfold.data.example.raw_example import RawExample
 from warpfold.data.features.choose import keyed_rng
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.schedule import Order, Schedule, Source, State, costs, split_keys
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_assembly import entry_keys
+from warpfold.data.store.stored_example import StoredExample
 from warpfold.device import default_workers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log
@@ -43,28 +48,49 @@ def fingerprint(data: bytes) -> str:
 
 
 def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[Source], list[tuple[Store, str]]]:
-    """Return the sources to train on, and the examples held out of the first for validation."""
-    first, *others = [Source(data)] if isinstance(data, Store) else data
+    """Return the sources to train on, and the examples held out of the first for validation.
+
+    A multimer is trained on the assemblies of the stores, or on chains where a store has none; a monomer on chains.
+    """
+    assemblies = config.model.multimer is not None
+    first, *others = [Source(data, assemblies=assemblies)] if isinstance(data, Store) else data
     training, held_out = split(first.store, config)
     return [Source(first.store, training, first.weight), *others], held_out
 
 
 def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store, str]]]:
     """Return the keys to train on, and the examples held out for validation."""
-    wanted = config.train.validation
+    wanted, assemblies = config.train.validation, config.model.multimer is not None
+    entries = entry_keys(store, assemblies)
     if isinstance(wanted, str):
-        training, other = store.keys, Store(wanted)
-        held = other.keys
+        training, other = entries, Store(wanted)
+        held = entry_keys(other, assemblies)
     elif isinstance(wanted, float):
         other = store
-        training, held = split_keys(store, math.ceil(wanted * len(store)), config.train.seed)
+        training, held = split_keys(store, math.ceil(wanted * len(entries)), config.train.seed, assemblies)
     else:
         if unknown := [key for key in wanted if key not in store]:
             raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
         other, held = store, list(wanted)
-        training = [key for key in store.keys if key not in wanted]
+        training = [key for key in entries if key not in wanted]
     drawn = keyed_rng(config.train.seed, "validation").permutation(len(held))[: config.train.validation_examples]
     return training, [(other, held[i]) for i in sorted(drawn)]
+
+
+def leading_part(entry: StoredExample | Assembly, most: int) -> RawExample | Assembly:
+    """Return the first residues of a chain, or the first whole chains of an assembly, that are at most `most` residues.
+
+    If an assembly's first chain alone is longer, that chain's first residues are all.
+    """
+    if not isinstance(entry, Assembly):
+        return entry.take(0, min(entry.length, most))
+    if entry.chains[0].length > most:
+        chains: tuple[Example, ...] = (entry.chains[0].take(0, most),)
+    else:
+        ends = np.cumsum([chain.length for chain in entry.chains])
+        chains = entry.chains[: int(np.searchsorted(ends, most, side="right"))]
+    count = len(chains)
+    return Assembly(entry.name, entry.ids[:count], chains, None if entry.operators is None else entry.operators[:count])
 
 
 def draw_recycles(config: RunConfig, step: int) -> int:
@@ -120,7 +146,12 @@ def load(
 
     return Loader(
         order,
-        Maker(tuple(source.store for source in sources), config.data, config.train.seed),
+        Maker(
+            tuple(source.store for source in sources),
+            config.data,
+            config.train.seed,
+            assemblies=config.model.multimer is not None,
+        ),
         schedule,
         Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside),
         passes=passes,

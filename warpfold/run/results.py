@@ -62,10 +62,11 @@ def read_results(results: Sequence[DeviceResult]) -> list[ExampleResult]:
 
 
 @torch.no_grad()
-def ca_lddt(output: Output, batch: Batch) -> Tensor:
+def ca_lddt(output: Output, batch: Batch, between: bool = False) -> Tensor:
     """Return lDDT-Ca of the predicted structure, 0 to 1; NaN where no pair of Ca in the truth counts.
 
-    The same as `metrics.lddt`, but on the device in float64, where it takes almost no time of a training step.
+    between: of the pairs between chains alone.  The same as `metrics.lddt`, but on the device in float64, where it
+    takes almost no time of a training step.
     """
     points, truth = output.structure.final_atom37[:, CA].double(), batch["all_atom_positions"][:, CA].double()
     # cdist through matrix products would lose the digits of near points
@@ -73,6 +74,9 @@ def ca_lddt(output: Output, batch: Batch) -> Tensor:
     known = batch["all_atom_mask"][:, CA] > 0
     pairs = (distance < metrics.LDDT_RADIUS) & known[:, None] & known
     pairs = pairs & ~torch.eye(len(known), dtype=torch.bool, device=known.device)
+    if between:
+        chain = batch.get("asym_id", torch.zeros_like(batch["aatype"]))
+        pairs = pairs & (chain[:, None] != chain)
     error = (moved - distance).abs()
     kept = torch.stack([(error < tolerance) & pairs for tolerance in metrics.LDDT_TOLERANCES])
     return kept.sum().double() / (len(kept) * pairs.sum())
@@ -101,9 +105,14 @@ def step_row(step: int, results: Sequence[ExampleResult], rate: float, recycles:
     }
 
 
-def validation_row(step: int, lddt_ca: Mapping[str, float]) -> Row:
-    """Return the row of a validation: each example's lDDT-Ca, and their mean."""
-    return {"kind": "validation", "step": step, "lddt_ca": _mean(list(lddt_ca.values())), "examples": dict(lddt_ca)}
+def validation_row(step: int, lddt_ca: Mapping[str, float], interface: Mapping[str, float] | None = None) -> Row:
+    """Return the row of a validation: each example's lDDT-Ca, and their mean.
+
+    interface: that between chains, NaN for an example without; the row has it if any example does.
+    """
+    row = {"kind": "validation", "step": step, "lddt_ca": _mean(list(lddt_ca.values())), "examples": dict(lddt_ca)}
+    seen = {key: score for key, score in (interface or {}).items() if not math.isnan(score)}
+    return {**row, "interface_lddt": _mean(list(seen.values())), "interfaces": seen} if seen else row
 
 
 def _mean(values: Sequence[float]) -> float:

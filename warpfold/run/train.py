@@ -19,20 +19,29 @@ from warpfold.data.features.make import make_features
 from warpfold.data.load.loader import Loader
 from warpfold.data.load.schedule import Source
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_example import StoredExample
+from warpfold.data.store.stored_assembly import open_entry
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log, Row, StepTimer, StopSignals, Watcher, tensorboard
 from warpfold.engine.optim import Optimizer
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.losses import total_loss
+from warpfold.model.permutation import with_truth
 from warpfold.model.weights import load_model, load_state, save_params
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run.config import RunConfig
-from warpfold.run.examples import draw_recycles, fingerprint, fingerprint_origin, hold_out, load, open_ledger
+from warpfold.run.examples import (
+    draw_recycles,
+    fingerprint,
+    fingerprint_origin,
+    hold_out,
+    leading_part,
+    load,
+    open_ledger,
+)
 from warpfold.run.ranks import begin_end_step, begin_sums, end_step, next_examples, stop_requested
 from warpfold.run.results import (
     DeviceResult,
@@ -98,11 +107,12 @@ def train(
             for example in next_examples(examples, optimizer.share, timer, team):
                 model.noise.seed(config.train.seed, example.index)  # of dropout
                 output = model(example.features, recycles)  # Algorithms 2 and 30 to 32
-                loss, terms = total_loss(output, example.features, config.loss, residues=model.residues)  # Supp. 1.9
+                truth = with_truth(example.features, output.structure.final_atom37)  # of equal chains
+                loss, terms = total_loss(output, truth, config.loss, residues=model.residues)  # Supp. 1.9
                 sums = begin_sums({"": loss, **terms}, team)  # over the ranks that share the example
                 loss.backward()
                 norm = optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
-                on_device.append(DeviceResult(example, sums.wait(), norm, ca_lddt(output, example.features)))
+                on_device.append(DeviceResult(example, sums.wait(), norm, ca_lddt(output, truth)))
             results = read_results(on_device)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, on_device, results, step, recycles, team)
             end = begin_end_step(step + 1, results, timer, ledger, signals, team)  # travels while the optimizer works
@@ -284,7 +294,7 @@ def validate(
 ) -> Row:
     """Measure lDDT-Ca of every held-out example with the averaged weights (Supp. 1.11.7) and all recycles.
 
-    The examples are dealt out to the ranks; each folds its own alone.
+    Of complexes also that of the pairs between chains.  The examples are dealt out to the ranks; each folds its own.
     """
     passes = (config.model.recycles + 1) * config.model.ensemble
     device = optimizer.weights.device
@@ -292,12 +302,14 @@ def validate(
     model.eval()
     with optimizer.averaged():
         for store, key in held_out[team.process.rank :: team.process.ranks]:
-            example = StoredExample(store, key)
-            raw = example.take(0, min(example.length, config.train.validation_residues))
-            features = make_features(raw, config.data, config.train.seed, (key, "validation"), passes)
+            entry = open_entry(store, key, config.model.multimer is not None)
+            part = leading_part(entry, config.train.validation_residues)
+            features = make_features(part, config.data, config.train.seed, (key, "validation"), passes)
             batch = to_tensors(features, device)
             Execution(replace(inference_plan(batch, config.plan.precision), kernels=config.plan.kernels)).bind(model)
-            found[key] = float(ca_lddt(model(batch), batch))
+            output = model(batch)
+            truth = with_truth(batch, output.structure.final_atom37)
+            found[key] = [float(ca_lddt(output, truth, between)) for between in (False, True)]
     Execution(config.plan, team.mesh).bind(model).train()
-    every = {key: lddt for part in team.all_gather_object(found, "validation") for key, lddt in part.items()}
-    return validation_row(step, {key: every[key] for _, key in held_out})
+    every = {key: scores for part in team.all_gather_object(found, "validation") for key, scores in part.items()}
+    return validation_row(step, *({key: every[key][which] for _, key in held_out} for which in (0, 1)))

@@ -235,7 +235,7 @@ def test_contiguous_crops_are_spans_and_together_of_the_size(lengths: list[int],
 def test_spatial_crops_are_the_residues_nearest_to_one_of_an_interface(count: int, size: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     ca, seen, chains = rng.normal(scale=12, size=(count, 3)), rng.random(count) < 0.9, np.arange(count) % 2
-    near = near_other_chain(ca, seen, chains, 10.0)
+    near = near_other_chain(ca, seen, chains, 10.0, np.arange(count))
     distances = np.linalg.norm(ca[:, None] - ca, axis=-1)
     other = (chains[:, None] != chains) & seen & seen[:, None]
     assert (near == ((distances < 10) & other).any(1)).all()

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 from tests.data.search.families import database, family, headers, queries
 from tests.test_cli import refused, run
 from warpfold.bulk import JobPart
+from warpfold.data.example.complexes import assemble, read_complexes
+from warpfold.data.example.pairing import pair_rows
+from warpfold.data.formats.chain_alignments import read_chain_alignments
 from warpfold.data.formats.sequences import read_alignment, read_fasta, read_proteins, write_fasta
 from warpfold.data.search import search as searching
 from warpfold.data.search.database import Database
@@ -252,6 +256,26 @@ def test_the_command(files: tuple[Path, Path], tmp_path: Path, capsys: pytest.Ca
     assert json.loads(out)["proteins"][0]["databases"]["x"]["cached"]
 
 
+def test_complexes_are_searched_for_chain_by_chain(
+    files: tuple[Path, Path], tmp_path: Path, searched: list[str]
+) -> None:
+    """Copies once; what is found is what `predict` pairs: whole headers, and a name that says what it is for."""
+    chains = [sequence for _, sequence in read_fasta(files[0])]
+    rows = [record.replace(">", ">tr|A0A000|A0A000_RAT ", 1) for record in re.split(r"(?=>)", files[1].read_text())[1:]]
+    named = write(tmp_path / "named.fasta", "".join(rows))
+    table = write(tmp_path / "q.csv", f"id,sequence\nx,{chains[0]}:{chains[1]}:{chains[0]}\n")
+    report = search([table, files[0]], [Database("uniprot", named)], tmp_path / "out")
+    assert [one["name"] for one in report["proteins"]] == ["x_A", "x_B", "p0", "p1", "p2"]
+    assert sorted(searched) == sorted(chains)
+    (query,) = read_complexes(table)
+    folders = [tmp_path / "out/x_A", tmp_path / "out/x_B"]
+    assembly, notes = assemble(query, read_chain_alignments(folders, query.sequences, "q.csv"))
+    assert notes == []
+    pairings = [chain.pairing for chain in assembly.chains]
+    assert all(pairing is not None and pairing.unpaired.sum() == 1 for pairing in pairings)
+    assert len(pair_rows(pairings)) > 5
+
+
 def test_names_of_databases_and_proteins(tmp_path: Path) -> None:
     def named(text: str, max_rows: dict[str, int] | None = None) -> tuple[str, int]:
         base = Database.parse(text, max_rows)
@@ -261,6 +285,7 @@ def test_names_of_databases_and_proteins(tmp_path: Path) -> None:
     assert named("a/uniref90.fasta.gz") == ("uniref90", 10_000)
     assert named("mgy_clusters_2022_05.fa") == ("mgy_clusters_2022_05", 501)
     assert named("MGnify=x.fa") == ("MGnify", 501)
+    assert named("uniprot=x.fa") == ("uniprot", 50_000)
     assert named("mgnify=x.fa", {"": 7, "bfd": 9}) == ("mgnify", 7)
     assert named("bfd=x.fa", {"": 7, "bfd": 9}) == ("bfd", 9)
     assert Database.parse(f"x={tmp_path}/some.fa").path == tmp_path / "some.fa"

@@ -201,7 +201,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         ("{", "damaged"),
         ("[]", "damaged"),
         ('{"format": "x", "version": 2, "shards": []}', "not a WarpFold store"),
-        (json.dumps(top | {"version": 3}), r"format 3.*update WarpFold"),
+        (json.dumps(top | {"version": 4}), r"format 4.*update WarpFold"),
         (json.dumps(top | {"version": 1}), r"format 1.*pack it again"),
         (json.dumps(top | {"shards": []}), "empty store"),
         (json.dumps(top | {"shards": top["shards"] * 2}), r"shard-00001\.wfs: cannot be read"),

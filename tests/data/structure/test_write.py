@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.data.entries import random_chain
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import parse_structure
-from warpfold.data.structure.write import write_mmcif, write_pdb
+from warpfold.data.structure.write import PDB_CHAINS, write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 
@@ -107,3 +107,26 @@ def test_what_would_be_written_wrong_is_an_error() -> None:
         write_mmcif("x", [random_chain("A", "G"), random_chain("A", "G")])
     with pytest.raises(ValueError, match="B factors"):
         write_mmcif("x", [random_chain("A", "G")], b_factors=[])
+
+
+@pytest.mark.parametrize("count", [1, 2, 30, 70])
+def test_any_number_of_chains_is_read_back(count: int) -> None:
+    ids = ["A", "AA", "b", "chain-7", "B'", *(f"x{i}" for i in range(count))][:count]
+    chains = [random_chain(name, ("GAS", "WHGK")[i % 2], seed=i) for i, name in enumerate(ids)]
+    text = write_mmcif("1abc", chains)
+    back = parse_structure(text)
+    assert list(back.chains) == ids
+    for chain in chains:
+        assert_same(back.chains[chain.id], chain)
+    assert len({chain.entity for chain in back.chains.values()}) == min(count, 2)  # one per sequence
+    assert [chain for chain, _ in back.assembly().chains] == ids
+    assert len(gemmi.make_structure_from_block(gemmi.cif.read_string(text)[0])[0]) == count
+
+
+@pytest.mark.parametrize("count", [1, 2, 30, 62])
+def test_pdb_holds_up_to_62_chains(count: int) -> None:
+    chains = [random_chain(name, ("GAS", "WHGK")[i % 2], seed=i) for i, name in enumerate(PDB_CHAINS[:count])]
+    back = parse_structure(write_pdb("1abc", chains))
+    assert list(back.chains) == list(PDB_CHAINS[:count])
+    for chain in chains:
+        assert_same(back.chains[chain.id], chain)

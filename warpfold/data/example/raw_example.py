@@ -6,10 +6,11 @@ A `RawExample` holds what can be prepared ahead of training; `data/features` dra
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import numpy as np
 
-from warpfold.data.example.pairing import Pairing
+from warpfold.data.example.pairing import Pairing, make_pairing, species_keys
 from warpfold.data.formats.alignment import Alignment, decode, encode, encode_residues
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
 from warpfold.data.structure.chain import Chain, Structure
@@ -22,6 +23,8 @@ MOST_STORED = 20  # templates: the best of the search, among which training choo
 PROFILE_ROWS = 1024  # counted at a time
 MOST_DELETIONS = np.iinfo(np.uint16).max
 CA = ATOM_ORDER["CA"]
+
+Placed = tuple[np.ndarray, np.ndarray]  # an alignment on a chain's residues: rows uint8 and deletions uint16, [R, N]
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ class RawExample:
     ) -> "RawExample":
         """Return residues [start, stop) with these alignment rows and templates (indices, ascending; None: all).
 
-        whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment.
+        whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment, and so does
+        what pairs its rows.
         """
         return self._take(slice(start, stop), rows, templates, whole)
 
@@ -162,24 +166,35 @@ class RawExample:
             positions=None if self.positions is None else self.positions[span],
             mask=None if self.mask is None else self.mask[span],
             templates=None if chosen is None or not len(chosen) else chosen._take(span),
+            pairing=None if self.pairing is None else self.pairing.select(kept),
         )
 
 
 def from_sequence(
-    sequence: str, alignments: Sequence[Alignment] = (), name: str = "query", min_identity: float = MIN_IDENTITY
+    sequence: str,
+    alignments: Sequence[Alignment] = (),
+    name: str = "query",
+    min_identity: float = MIN_IDENTITY,
+    pairing: bool = False,
 ) -> RawExample:
     """Make an example to predict from a sequence of letters and any number of alignments of it (none: just itself).
 
     Letters other than the twenty are X in `aatype`, and go by HHblits' table in row 0 of the alignment, as in the
-    official code (`encode_residues` and `encode` of `data/formats/alignment.py`).
+    official code (`encode_residues` and `encode` of `data/formats/alignment.py`).  pairing: the chain may belong to a
+    complex, so find what pairs its rows (`stack_for_pairing`); otherwise all alignments are alike.
     Errors: UserError for a character outside the alphabet, or an alignment of another protein.
     """
     aatype, row = encode_residues(sequence, name), encode(sequence, name)
     if not len(aatype):
         raise UserError(f"{name}: no residues; give an amino acid sequence")
     placed = [place(alignment, decode(row), min_identity) for alignment in alignments]
-    msa, deletions = merge(row, placed)
-    return RawExample(name, aatype, np.arange(len(aatype), dtype=np.int32), msa, deletions, profile_of(msa))
+    index = np.arange(len(aatype), dtype=np.int32)
+    if not pairing:
+        msa, deletions = merge(row, placed)
+        return RawExample(name, aatype, index, msa, deletions, profile_of(msa))
+    msa, deletions, pairs = stack_for_pairing(row, alignments, placed)
+    profile = profile_of(msa if pairs is None else msa[pairs.unpaired])
+    return RawExample(name, aatype, index, msa, deletions, profile, pairing=pairs)
 
 
 def from_chain(
@@ -189,14 +204,15 @@ def from_chain(
     alignments: Sequence[Alignment] = (),
     sources: Iterable[str] = (),
     min_identity: float = MIN_IDENTITY,
+    pairing: bool = False,
 ) -> RawExample:
     """Make an example to train on from a chain and alignments of its SEQRES (or of a part of it, or its precursor).
 
-    sources: what to record about where `alignments` come from.
+    sources: what to record about where `alignments` come from.  pairing: as in `from_sequence`.
     Errors: UserError for an alignment of another protein.
     """
     return replace(
-        from_sequence(chain.sequence, alignments, name, min_identity),
+        from_sequence(chain.sequence, alignments, name, min_identity, pairing),
         residue_index=chain.residue_index.astype(np.int32),
         positions=chain.positions.astype(np.float32),
         mask=(chain.mask > 0).astype(np.uint8),
@@ -206,7 +222,7 @@ def from_chain(
     )
 
 
-def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTITY) -> tuple[np.ndarray, np.ndarray]:
+def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTITY) -> Placed:
     """Return an alignment on the columns of `sequence`: rows uint8 [R, N], deletions uint16 [R, N].
 
     Columns of query residues that `sequence` lacks are cut out; the residues in them count as deletions, except at the
@@ -240,27 +256,75 @@ def check_map(column: np.ndarray, identity: float, min_identity: float = MIN_IDE
     return f"its query is another protein, or too small a part: {found} ({min_identity:.0%} and half are needed)"
 
 
-def merge(query: np.ndarray, placed: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+def merge(query: np.ndarray, placed: Iterable[Placed]) -> Placed:
     """Stack alignments below the query (uint8 [N]), as row 0: rows uint8 [R, N], deletions uint16 [R, N].
 
     Rows with only gaps are dropped, and rows equal to an earlier one, even with other deletions (as official).
+    """
+    return _stack(query, placed)[0]
+
+
+def stack_for_pairing(
+    query: np.ndarray, alignments: Sequence[Alignment], placed: Sequence[Placed]
+) -> tuple[np.ndarray, np.ndarray, Pairing | None]:
+    """Stack alignments as `merge` does, those that serve pairing alone last, and find what pairs their rows.
+
+    If there are alignments that serve pairing alone, only their rows are paired (as official); otherwise all may be.
+    Rows for pairing are dropped if they equal an earlier one of these; rows with `pair_keys`, if they also pair alike.
+    None: no row is paired, and those that serve nothing else are left out.
+    """
+    parts = [[i for i, one in enumerate(alignments) if one.stands_alone == alone] for alone in (True, False)]
+    stacked, keys = [], []
+    for part in parts:
+        given = [None if alignments[i].stands_alone else alignments[i].pair_keys for i in part]
+        arrays, kept = _stack(query, [placed[i] for i in part], given)
+        stacked.append(arrays)
+        own = [_pair_keys(alignments[i], 1 + np.flatnonzero(new)) for i, new in zip(part, kept)]
+        keys.append(np.concatenate([np.zeros(1, np.uint64), *own]))
+    (msa, deletions), (more, more_deletions) = stacked
+    if not parts[1]:
+        return msa, deletions, make_pairing(msa, keys[0], np.ones(len(msa), bool))
+    unpaired = np.arange(len(msa) + len(more) - 1) < len(msa)
+    both = np.concatenate([msa, more[1:]])
+    pairs = make_pairing(both, np.concatenate([np.zeros(len(msa), np.uint64), keys[1][1:]]), unpaired)
+    return (msa, deletions, None) if pairs is None else (both, np.concatenate([deletions, more_deletions[1:]]), pairs)
+
+
+def _pair_keys(alignment: Alignment, rows: np.ndarray) -> np.ndarray:
+    """Return what pairs each of some rows (indices): uint64 [len(rows)]."""
+    if alignment.pair_keys is not None:
+        return alignment.pair_keys[rows]
+    return species_keys(alignment.names[row] for row in rows.tolist())
+
+
+def _stack(
+    query: np.ndarray, placed: Iterable[Placed], keys: Iterable[np.ndarray | None] = repeat(None)
+) -> tuple[Placed, list[np.ndarray]]:
+    """Stack alignments as `merge` does; also return which of the rows below each one's first were kept, bool [R - 1].
+
+    keys: of each alignment, uint64 [R] or None; rows with other keys count as different.
     """
 
     def digest(row: np.ndarray) -> bytes:  # so that `seen` takes 16 bytes per row, however long it is
         return hashlib.blake2b(row.tobytes(), digest_size=16).digest()
 
-    first = query[None]
-    parts = [(first, np.zeros(first.shape, np.uint16)), *((rows[1:], deletions[1:]) for rows, deletions in placed)]
-    seen = {digest(np.full(len(query), GAP, np.uint8))}
+    stacked = [(query[None], np.zeros((1, len(query)), np.uint16))]
+    gaps = digest(np.full(len(query), GAP, np.uint8))
+    seen = {gaps, digest(query)}
     kept = []
-    for rows, deletions in parts:
+    for (rows, deletions), own in zip(placed, keys):
+        rows, deletions = rows[1:], deletions[1:]
         new = np.zeros(len(rows), bool)
         for index, row in enumerate(rows):
-            new[index] = (key := digest(row)) not in seen
+            key = digest(row)
+            if own is not None and key != gaps:
+                key += own[index + 1].tobytes()
+            new[index] = key not in seen
             seen.add(key)
-        kept.append((rows[new], deletions[new]) if not new.all() else (rows, deletions))
-    rows, deletions = (np.concatenate(arrays) for arrays in zip(*kept))
-    return rows, deletions
+        kept.append(new)
+        stacked.append((rows[new], deletions[new]) if not new.all() else (rows, deletions))
+    rows, deletions = (np.concatenate(arrays) for arrays in zip(*stacked))
+    return (rows, deletions), kept
 
 
 def profile_of(msa: np.ndarray) -> np.ndarray:

@@ -51,6 +51,10 @@ def assembly_features(
     for entity in entities:
         aatype[entity.columns] = entity.raw.aatype[entity.place]
         residue_index[entity.columns] = entity.raw.residue_index[entity.place]
+    truth = copy_features(assembly, entities, len(asym))
+    if truth:
+        clamped = not train or keyed_rng(seed, *key, "clamp").random() >= config.unclamped_fraction
+        truth["use_clamped_fape"] = np.array(clamped, np.float32)
     return {
         "aatype": aatype,
         "residue_index": residue_index,
@@ -63,7 +67,7 @@ def assembly_features(
         **template_features(joined, len(asym)),
         "template_mask": np.array([] if joined is None else joined.mask.any((1, 2)), np.float32),
         **alignment_features(entities, len(asym), config, seed, key, passes),
-        **copy_features(assembly, entities, len(asym)),
+        **truth,
     }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.features.choose import SampleConfig
 
-COMPARED = 1024  # residues whose distances to all others are computed at a time
+FIRST_COMPARED, COMPARED = 32, 1024  # residues whose distances to all others are computed at a time
 
 
 def crop_assembly(assembly: Assembly, config: SampleConfig, rng: np.random.Generator) -> list[np.ndarray]:
@@ -72,23 +72,38 @@ def spatial_crop(
     ca [N, 3], seen bool [N]; chain int64 [N], of each residue; distance: angstrom between the CA of two chains, below
     which both are of an interface.  Residues that were not seen come last.  Algorithm 2 of AlphaFold-Multimer.
     """
-    interface = np.flatnonzero(near_other_chain(ca, seen, chain, distance))
-    if not len(interface):
+    centre = draw_of_interface(ca, seen, chain, distance, rng)
+    if centre is None:
         return None
-    centre = int(rng.choice(interface))
     apart = np.where(seen, np.linalg.norm(ca - ca[centre], axis=-1), np.inf)
     kept = np.zeros(len(ca), bool)
     kept[np.argsort(apart, kind="stable")[:size]] = True
     return kept
 
 
-def near_other_chain(ca: np.ndarray, seen: np.ndarray, chain: np.ndarray, distance: float) -> np.ndarray:
-    """Return which residues have a CA of another chain within `distance` angstrom: bool [N]; arguments as above."""
-    near = np.zeros(len(ca), bool)
-    there = np.flatnonzero(seen)
-    points, chains = ca[there].astype(np.float64), chain[there]
-    for start in range(0, len(there), COMPARED):
-        part = slice(start, start + COMPARED)
-        squared = ((points[part] ** 2).sum(-1)[:, None] + (points**2).sum(-1)) - 2 * points[part] @ points.T
-        near[there[part]] = ((squared < distance**2) & (chains[part][:, None] != chains)).any(1)
-    return near
+def draw_of_interface(
+    ca: np.ndarray, seen: np.ndarray, chain: np.ndarray, distance: float, rng: np.random.Generator
+) -> int | None:
+    """Draw one of the residues that `near_other_chain` finds, all with the same probability; None without any.
+
+    The first of them in a random order: for most assemblies, few residues have to be compared with all others.
+    """
+    order = rng.permutation(np.flatnonzero(seen))
+    start, count = 0, FIRST_COMPARED
+    while start < len(order):
+        part = order[start : start + count]
+        near = near_other_chain(ca, seen, chain, distance, part)
+        if near.any():
+            return int(part[np.argmax(near)])
+        start, count = start + count, min(2 * count, COMPARED)
+    return None
+
+
+def near_other_chain(
+    ca: np.ndarray, seen: np.ndarray, chain: np.ndarray, distance: float, residues: np.ndarray
+) -> np.ndarray:
+    """Return which of K residues (indices) have a CA of another chain within `distance` angstrom: bool [K]."""
+    points = np.where(seen[:, None], ca, np.nan).astype(np.float64)  # no distance from NaN is below another
+    own = points[residues]
+    squared = (own**2).sum(-1)[:, None] + (points**2).sum(-1) - 2 * own @ points.T
+    return ((squared < distance**2) & (chain[residues][:, None] != chain)).any(1)

@@ -21,11 +21,17 @@ class Alignment:
 
     rows: uint8 [R, N], 0-19 in the order of RESTYPES, 20 unknown, 21 gap.  deletions: int32 [R, N], residues of the
     row between this column and the one before.  names: [R], the header lines.
+
+    What pairs rows of this alignment with rows of another chain's is the organism in `names`, or else `pair_keys`:
+    uint64 [R], rows with one number belong together, 0 for none.  stands_alone: False if the alignment serves pairing
+    alone, as AlphaFold-Multimer's `uniprot_hits`.
     """
 
     rows: np.ndarray
     deletions: np.ndarray
     names: list[str]
+    pair_keys: np.ndarray | None = None
+    stands_alone: bool = True
 
     def __post_init__(self) -> None:
         if self.rows.ndim != 2 or self.rows.shape != self.deletions.shape or len(self.names) != len(self.rows):
@@ -48,7 +54,8 @@ class Alignment:
     def select(self, rows: np.ndarray | Sequence[int] | slice) -> "Alignment":
         """Return some of the rows, by index, slice or mask, in that order."""
         picked = np.arange(len(self))[rows]
-        return Alignment(self.rows[picked], self.deletions[picked], [self.names[i] for i in picked])
+        names, keys = [self.names[i] for i in picked], None if self.pair_keys is None else self.pair_keys[picked]
+        return Alignment(self.rows[picked], self.deletions[picked], names, keys, self.stands_alone)
 
     def check_query(self, sequence: str | None = None, source: str = "alignment") -> "Alignment":
         """Return the alignment itself; raise UserError unless row 0 is a protein, and is `sequence` if one is given.
@@ -76,7 +83,7 @@ class Alignment:
 
 
 def merge(alignments: Sequence[Alignment]) -> Alignment:
-    """Stack alignments of one query; the query's row is kept once, on top.
+    """Stack alignments of one query, to be read as one that stands alone; the query's row is kept once, on top.
 
     Errors: ValueError without any; UserError if their first rows differ.
     """

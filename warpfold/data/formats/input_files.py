@@ -33,6 +33,9 @@ _HITS_NAME = re.compile(
 _STACKED = tuple(
     re.compile(rf"(?<![a-z0-9])({words})") for words in ("uniref90", "bfd|uniclust|uniref30|uniref_hits", "mgnify|mgy")
 )
+# Alignments that serve pairing alone, by what AlphaFold2, OpenFold, Protenix and ColabFold call them: uniprot_hits.sto,
+# uniprot.a3m, pairing.a3m, pair.a3m, NAME.paired.a3m; not non_pairing.a3m, unpaired.a3m, NAME_unpaired.a3m.
+_PAIRING_NAME = re.compile(r"(?<![a-z0-9])(?<!non[_-])(?<!not[_-])(?<!un[_-])(uniprot|paired|pairing|pair)(?![a-z0-9])")
 _HEAD = 1 << 16  # bytes read at a time to find an alignment's query
 _MOST = 1 << 26  # bytes; an alignment whose query does not end within them is read whole, if its size is allowed
 _FEW = 8  # records that hold the query: HH-suite's annotations come before it
@@ -83,6 +86,11 @@ class InputFile:
         return _HITS_NAME.fullmatch(self.file) is not None
 
     @property
+    def serves_pairing(self) -> bool:
+        """Return whether it is an alignment that serves pairing alone, by its name."""
+        return serves_pairing(self.file)
+
+    @property
     def version(self) -> tuple[str, int, int]:
         """Return its name, its size and when it was written, which change when the file does."""
         return self.name, self.size, self.changed
@@ -124,6 +132,11 @@ def stacking_order(file: str) -> int:
     """
     name = file.lower()
     return next((place for place, words in enumerate(_STACKED) if words.search(name)), len(_STACKED))
+
+
+def serves_pairing(file: str) -> bool:
+    """Return whether an alignment with this file name serves pairing alone (`Alignment.stands_alone`)."""
+    return _PAIRING_NAME.search(file.lower()) is not None
 
 
 def stacked(sources: Iterable[InputFile]) -> list[InputFile]:

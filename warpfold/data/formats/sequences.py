@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from warpfold.data.formats.alignment import LETTERS, Alignment, decode, encode
+from warpfold.data.formats.complex_a3m import announced, chain_of_complex
 from warpfold.errors import UserError
 from warpfold.files import file_name, read_file
 from warpfold.geometry.residue import GAP
@@ -36,11 +37,12 @@ def _table(lower: bool, dash: int, dot: int, gaps: bytes = b"-") -> np.ndarray:
 
 
 _SEQUENCE = _table(lower=True, dash=_ILLEGAL, dot=_ILLEGAL)  # FASTA: lower case is masking
+_CHAINS = np.where(np.arange(256) == ord(":"), _DOT, _SEQUENCE)  # ColabFold's A:B
 _ALIGNED = _table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)  # every character a column
 _A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
 
 
-def _plain_text(data: bytes | str, source: str) -> bytes:
+def plain_text(data: bytes | str, source: str) -> bytes:
     """Return text with plain line ends and no byte-order mark; raise UserError if it is not UTF-8."""
     if isinstance(data, str):
         data = data.encode()
@@ -78,14 +80,18 @@ def read_proteins(paths: Iterable[Path]) -> dict[str, str]:
     return found
 
 
-def parse_fasta(data: bytes | str, source: str = "<fasta>") -> list[tuple[str, str]]:
-    """Parse text in memory as `read_fasta` does; `source` is its name in errors."""
-    data = _plain_text(data, source)
+def parse_fasta(data: bytes | str, source: str = "<fasta>", chains: bool = False) -> list[tuple[str, str]]:
+    """Parse text in memory as `read_fasta` does; `source` is its name in errors.
+
+    chains: a sequence may have `:` between the chains of a complex, as ColabFold's.
+    """
+    data = plain_text(data, source)
     if b"\0" in data:
         raise UserError(f"{source}: has NUL bytes, so it is not FASTA text; export it again")
     names, sequences = _records(data, source)
     joined, starts = _join(sequences)
-    _refuse_illegal(_SEQUENCE[np.frombuffer(joined, dtype=np.uint8)], starts, joined, names, source)
+    table = _CHAINS if chains else _SEQUENCE
+    _refuse_illegal(table[np.frombuffer(joined, dtype=np.uint8)], starts, joined, names, source)
     for name, sequence in zip(names, sequences):
         if not sequence:
             raise UserError(f"{source}: record {_short(name)} has no sequence; remove it or complete the file")
@@ -107,7 +113,7 @@ def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
 
 def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str | None = None) -> Alignment:
     """Parse text in memory as `read_alignment` does; `source` is its name in errors."""
-    data = _plain_text(data, source).lstrip(b"\n")
+    data = plain_text(data, source).lstrip(b"\n")
     if not data.strip(b"\0" + _BLANKS):
         raise UserError(f"{source}: is empty; give an alignment with at least the query's row")
     if data.startswith(b"# STOCKHOLM"):
@@ -149,38 +155,53 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
     Secondary structure, confidence and consensus rows of the HH-suite are left out; a first line "#lengths
     cardinalities" is ColabFold's.
     """
-    data = _own_entry(_plain_text(data, source), source, query)
-    lengths: list[int] = []
-    while data.startswith(b"#"):
-        line, _, data = data.partition(b"\n")
-        if re.fullmatch(rb"#[\d,]+\t[\d,]+\s*", line):
-            parts = [n for n in line[1:].split(b"\t")[0].split(b",") if n]
-            if max(map(len, parts), default=0) > 9:
-                raise UserError(f"{source}: its first line announces impossible lengths; make the alignment again")
-            lengths = [int(n) for n in parts]
-    records = [(n, s) for n, s in zip(*_records(data, source)) if not _ANNOTATION.match(n)]
-    if not records:
-        raise UserError(f"{source}: holds no sequence; give an alignment with at least the query's row")
-    names, sequences = [name for name, _ in records], [sequence for _, sequence in records]
+    lengths, _, data = announced(_own_entry(plain_text(data, source), source, query), source)
+    names, sequences = _sequences(data, source)
     first = sequences[0].translate(None, _GAPS)
     if query is not None and first != first.upper() == query.upper().encode() and len(set(map(len, sequences))) == 1:
         # An A2M whose row 0 is the query with some of it in lower case: EVcouplings', where few rows have residues.
         alignment = _in_columns(names, sequences, source)
         return _project(alignment, alignment.rows[0] != GAP).check_query(query, source)
+    alignment = _announced_rows(names, sequences, lengths, source)
+    if len(lengths) > 1:
+        alignment = chain_of_complex(alignment, lengths, source, query)
+    if (alignment.rows[0] == GAP).any():
+        if alignment.deletions.any():
+            raise UserError(f"{source}: its first row, the query, has gaps; put the query's own sequence first")
+        alignment = _project(alignment, alignment.rows[0] != GAP)
+    return alignment.check_query(query, source)
+
+
+def parse_complex_a3m(data: bytes | str, source: str = "<a3m>") -> tuple[Alignment, list[int], list[int]]:
+    """Parse ColabFold's alignment of a complex: its whole rows, and the lengths and copies of its first line.
+
+    `complex_a3m.split_complex` gives each chain its part.  Errors: UserError as in `read_alignment`; both lists are
+    empty if it is another alignment.
+    """
+    lengths, copies, data = announced(plain_text(data, source).replace(b"\0", b"").lstrip(b"\n"), source)
+    alignment = _announced_rows(*_sequences(data, source), lengths, source)
+    if (alignment.rows[0] == GAP).any():
+        raise UserError(f"{source}: its first row, the chains' own sequences, has gaps; make the alignment again")
+    return alignment, lengths, copies
+
+
+def _sequences(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
+    """Return names and rows of A3M text, without HH-suite's annotations."""
+    records = [(n, s) for n, s in zip(*_records(data, source)) if not _ANNOTATION.match(n)]
+    if not records:
+        raise UserError(f"{source}: holds no sequence; give an alignment with at least the query's row")
+    return [name for name, _ in records], [sequence for _, sequence in records]
+
+
+def _announced_rows(names: list[str], sequences: list[bytes], lengths: Sequence[int], source: str) -> Alignment:
+    """Return the match columns of A3M sequences, as many as were announced (no lengths: any number)."""
     rows, deletions = _match_columns(names, sequences, source)
-    alignment = Alignment(rows, deletions, names)
     if lengths and sum(lengths) != rows.shape[1]:
         raise UserError(
             f"{source}: its first line announces {sum(lengths)} columns, the rows have {rows.shape[1]}; "
             "make the alignment again"
         )
-    if len(lengths) > 1:
-        alignment = _chain_of_complex(alignment, lengths, source, query)
-    if (alignment.rows[0] == GAP).any():
-        if deletions.any():
-            raise UserError(f"{source}: its first row, the query, has gaps; put the query's own sequence first")
-        alignment = _project(alignment, alignment.rows[0] != GAP)
-    return alignment.check_query(query, source)
+    return Alignment(rows, deletions, names)
 
 
 def _records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
@@ -256,20 +277,6 @@ def _own_entry(data: bytes, source: str, query: str | None) -> bytes:
     )
 
 
-def _chain_of_complex(alignment: Alignment, lengths: Sequence[int], source: str, query: str | None) -> Alignment:
-    """Return the query's columns of ColabFold's alignment of a complex, without the rows that are empty there."""
-    stops = np.cumsum(lengths)
-    for start, stop in zip((stops - lengths).tolist(), stops.tolist()):
-        if query is not None and decode(alignment.rows[0, start:stop]) == decode(encode(query, source="query")):
-            rows = alignment.rows[:, start:stop]
-            kept = (rows != GAP).any(1)
-            return Alignment(rows, alignment.deletions[:, start:stop], alignment.names).select(kept)
-    raise UserError(
-        f"{source}: is the alignment of a complex of {len(lengths)} chains ({', '.join(map(str, lengths))} residues)"
-        f"{', none of them the query' if query else ''}; give the alignment of one chain"
-    )
-
-
 def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str | None = None) -> Alignment:
     """Parse Stockholm text, interleaved or not, and put it on the residues of the query.
 
@@ -277,7 +284,7 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
     (#=GC RF) if the file has them.  If no row is `query` but there are as many match columns as it has residues (a
     search with a profile of it), it is put on top of them.  Errors: as in `read_alignment`, and for a file cut short.
     """
-    chunks, reference = _stockholm_rows(_plain_text(data, source), source)
+    chunks, reference = _stockholm_rows(plain_text(data, source), source)
     names, sequences = list(chunks), [b"".join(c) for c in chunks.values()]
     alignment = _in_columns(names, sequences, source)
     rows = alignment.rows

@@ -21,26 +21,30 @@ from warpfold.data.features.make import make_features
 from warpfold.data.load.schedule import Draw, Order, Schedule, SourceEntry, State
 from warpfold.data.load.workers import Layout, Made, Make, Outcome, Refused, Workers
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_example import StoredExample
+from warpfold.data.store.stored_assembly import open_entry
 from warpfold.device import Upload, Uploads
 from warpfold.errors import UserError
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Make the features of examples: what each worker gets, the stores and settings."""
+    """Make the features of examples: what each worker gets, the stores and settings.
+
+    assemblies: for a model of complexes, to which a chain is an assembly of one (`stored_assembly.open_entry`).
+    """
 
     stores: tuple[Store, ...]
     config: SampleConfig
     seed: int
     train: bool = True
+    assemblies: bool = False
 
     def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
         """Return the features of a store's entry `key`, drawn for example `index`: arrays of the feature table.
 
         passes: through the trunk.  Errors: UserError for a damaged entry.
         """
-        example = StoredExample(self.stores[source], key)
+        example = open_entry(self.stores[source], key, self.assemblies)
         return make_features(example, self.config, self.seed, (key, index), passes, self.train)
 
 

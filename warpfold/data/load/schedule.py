@@ -4,6 +4,8 @@ A run's examples are numbered 0, 1, 2 ... without end.  `Order` says which entry
 which numbers have been used, and `Schedule` deals the others to steps and ranks.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -13,6 +15,7 @@ import numpy as np
 
 from warpfold.data.features.choose import SampleConfig, keyed_rng, predicted_cost
 from warpfold.data.store.store import Store
+from warpfold.data.store.stored_assembly import chains_of, entry_keys
 from warpfold.errors import UserError
 
 Weights = Literal["uniform", "paper"]
@@ -22,13 +25,15 @@ MIXTURE_BLOCK = 4096  # numbers whose stores are drawn at a time
 class Source:
     """Entries of a store to draw from, and how often.
 
-    keys: by default all of the store.  weight: relative to the other sources (Supp. 1.3: 0.25 for the PDB, 0.75 for
-    self-distillation).
+    keys: by default the chains of the store, or with `assemblies` its assemblies (`stored_assembly.entry_keys`).
+    weight: relative to the other sources (Supp. 1.3: 0.25 for the PDB, 0.75 for self-distillation).
     """
 
-    def __init__(self, store: Store, keys: Sequence[str] | None = None, weight: float = 1.0) -> None:
+    def __init__(
+        self, store: Store, keys: Sequence[str] | None = None, weight: float = 1.0, assemblies: bool = False
+    ) -> None:
         self.store, self.weight = store, weight
-        self.keys = store.keys if keys is None else keys
+        self.keys = entry_keys(store, assemblies) if keys is None else keys
         for key in self.keys:
             if key not in store:
                 raise UserError(f"{store.path}: has no entry {key!r}")
@@ -41,6 +46,11 @@ class Source:
         """Return one value of the index for each of `keys`."""
         values = dict(zip(self.store.keys, self.store.column(name)))
         return [values[key] for key in self.keys]
+
+    def chains(self) -> list[list[str]]:
+        """Return the keys of the different chains of each entry, which is its own only chain in most stores."""
+        assemblies = chains_of(self.store)
+        return [list(dict.fromkeys(assemblies.get(key, (key,)))) for key in self.keys]
 
 
 class SourceEntry(NamedTuple):
@@ -56,7 +66,8 @@ class Order:
     With several sources each number draws its source by weight, and each source has an order of its own.
     weights: "uniform" goes through a new seeded permutation of a source in every epoch of it; "paper" draws with
     replacement, a chain with probability max(min(length, 512), 256) / 512 divided by the number of chains in its
-    cluster (Supp. 1.2.5).
+    cluster (Supp. 1.2.5), and an assembly with the sum over its chains, a chain that it has several times counted once:
+    as often as one of its chains would be drawn, so that families are balanced as for single chains.
     """
 
     def __init__(self, sources: Sequence[Source], seed: int, weights: Weights = "uniform") -> None:
@@ -125,32 +136,59 @@ class Order:
 
 
 def paper_weights(source: Source) -> np.ndarray:
-    """Return the probability with which each chain is drawn, up to a factor (Supp. 1.2.5)."""
-    _, cluster, sizes = np.unique(source.column("cluster"), return_inverse=True, return_counts=True)
-    return np.clip(np.array(source.column("length")), 256, 512) / 512 / sizes[cluster]
+    """Return the probability with which each entry is drawn, up to a factor (Supp. 1.2.5; see `Order`)."""
+    chains = source.chains()
+    names = list(dict.fromkeys(itertools.chain.from_iterable(chains)))  # a cluster has the chains that may be drawn
+    lengths, clusters = (dict(zip(source.store.keys, source.store.column(name))) for name in ("length", "cluster"))
+    sizes = Counter(clusters[name] for name in names)
+    weights = {name: min(max(lengths[name], 256), 512) / 512 / sizes[clusters[name]] for name in names}
+    return np.array([sum(weights[name] for name in each) for each in chains])
 
 
-def split_keys(store: Store, held_out: int, seed: int) -> tuple[list[str], list[str]]:
+def split_keys(store: Store, held_out: int, seed: int, assemblies: bool = False) -> tuple[list[str], list[str]]:
     """Return keys to train on and keys held out, in the store's order; no cluster is split between them.
 
     held_out: the least number of keys to hold out; whole clusters, drawn by the seed, are held out until it is reached.
+    assemblies: of assemblies, not of chains; clusters that meet in an assembly are held out together.  Many proteins of
+    the PDB are joined in this way, so of these groups, those that are larger than what is to be held out come last.
     Errors: UserError if nothing would remain to train on.
     """
-    clusters = store.column("cluster")
-    order = keyed_rng(seed, "held out").permutation(sorted(set(clusters)))
-    names, counts = np.unique(clusters, return_counts=True)
-    sizes = dict(zip(names.tolist(), counts.tolist()))
+    source = Source(store, assemblies=assemblies)
+    groups = joined_clusters(source)
+    order = keyed_rng(seed, "held out").permutation(sorted(set(groups)))
+    sizes = Counter(groups)
+    drawn = sorted(order.tolist(), key=lambda group: max(sizes[group] - held_out, 0) if assemblies else 0)
     taken: set[str] = set()
     held = 0
-    for cluster in order.tolist():
+    for group in drawn:
         if held >= held_out:
             break
-        taken.add(cluster)
-        held += sizes[cluster]
-    rest = [key for key, cluster in zip(store.keys, clusters) if cluster not in taken]
+        taken.add(group)
+        held += sizes[group]
+    rest = [key for key, group in zip(source.keys, groups) if group not in taken]
     if not rest:
-        raise UserError(f"{store.path}: holding out {held_out} of {len(store)} leaves none to train on; hold out fewer")
-    return rest, [key for key, cluster in zip(store.keys, clusters) if cluster in taken]
+        raise UserError(
+            f"{store.path}: holding out {held_out} of {len(groups)} leaves none to train on; hold out fewer"
+        )
+    return rest, [key for key, group in zip(source.keys, groups) if group in taken]
+
+
+def joined_clusters(source: Source) -> list[str]:
+    """Return the cluster of each entry; clusters of which chains are in one assembly are one, named by the first."""
+    clusters = dict(zip(source.store.keys, source.store.column("cluster")))
+    first: dict[str, str] = {}  # of a cluster, one with which it is joined, perhaps itself
+
+    def root(name: str) -> str:
+        while first.setdefault(name, name) != name:
+            first[name] = first[first[name]]
+            name = first[name]
+        return name
+
+    chains = source.chains()
+    for each in chains:
+        begin, *others = sorted({root(clusters[chain]) for chain in each})
+        first.update(dict.fromkeys(others, begin))
+    return [root(clusters[each[0]]) for each in chains]
 
 
 @dataclass(frozen=True)

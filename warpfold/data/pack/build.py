@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from warpfold.data.example.hits import Hit, parse_hits
-from warpfold.data.example.raw_example import RawExample, from_chain
+from warpfold.data.example.raw_example import CA, RawExample, from_chain
 from warpfold.data.example.templates import count_refusals, templates_from_hits
 from warpfold.data.formats.input_files import InputFile, read_query
 from warpfold.data.formats.sequences import parse_alignment
+from warpfold.data.pack.assemblies import build_assemblies
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.report import PackEntry
 from warpfold.data.store.store import Packed, pack_record
+from warpfold.data.store.stored_assembly import CHAINS
 from warpfold.data.store.stored_example import example_arrays, example_notes
 from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.library import Library
@@ -71,6 +73,16 @@ class BuiltChains:
     looked_up: list[str] = field(default_factory=list)
     library: str = ""
 
+    def kept(self, entry: PackEntry, record: Packed, job: BuildJob) -> dict[str, Any]:
+        """Take the record of an entry that is kept, and return the entry with where it is, and what the index says."""
+        self.records.append(record)
+        columns = ("length", "depth", "templates", "resolution", "release_date")
+        meta = {name: getattr(entry, name) for name in columns} | {"method": job.structure.method}
+        if job.options.has_assemblies:
+            meta[CHAINS] = entry.chains or None
+        place = {"number": len(self.records) - 1, "header": record.header, "crc": record.crc}
+        return asdict(entry) | {"record": place, "meta": meta}
+
 
 def read_queries(job: tuple[Sequence[InputFile], int]) -> list[tuple[str, str]]:
     """Return (query, "") for each alignment, or ("", what is wrong with it).  job: alignments, `PackOptions.limit`."""
@@ -94,13 +106,14 @@ def read_chains(job: tuple[InputFile, PackOptions]) -> ReadChains:
     except UserError as error:
         return ReadChains(None, [PackEntry(file.title, file.name, False, str(error))])
     dropped = [PackEntry(f"{structure.id}_{name}", file.name, False, why) for name, why in structure.dropped.items()]
-    kept = {}
+    kept, reasons = {}, dict(structure.dropped)
     for name, chain in structure.chains.items():
         if reason := options.drop_reason(structure, chain):
+            reasons[name] = reason
             dropped.append(_entry(structure, name, file, False, reason))
         else:
             kept[name] = chain
-    return ReadChains(replace(structure, chains=kept), dropped)
+    return ReadChains(replace(structure, chains=kept, dropped=reasons), dropped)
 
 
 def _entry(structure: Structure, chain: str, file: InputFile, kept: bool, reason: str) -> PackEntry:
@@ -124,6 +137,8 @@ def build(job: BuildJob) -> BuiltChains:
         copies[(sequence, *chain.alignments, None, *chain.hits)].append(chain)
     for group in copies.values():
         _build_copies(job, group, built)
+    for entry, packed in build_assemblies(job.structure, built.entries, job.file.name, job.options):
+        built.entries.append(asdict(entry) if packed is None else built.kept(entry, packed, job))
     return built
 
 
@@ -134,7 +149,8 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
     for source in group[0].alignments:
         try:
             with within_memory(source.name):
-                alignments.append(parse_alignment(source.read_bytes(job.options.limit), source.name))
+                alignment = parse_alignment(source.read_bytes(job.options.limit), source.name)
+            alignments.append(replace(alignment, stands_alone=not source.serves_pairing))
             used.append(source.name)
         except UserError as error:
             notes.append(str(error))
@@ -147,14 +163,15 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
             raise UserError("no alignment" + (f": {model.reason}" if notes else ""))
         with within_memory(job.file.name):
             first = structure.chains[name]
-            raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity)
+            pairing = job.options.has_assemblies
+            raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity, pairing)
             del alignments  # they may take most of the memory, and `raw` has all their rows
             if group[0].hits:
                 raw = _with_templates(raw, group[0].hits, job, model, built)
             model.depth = raw.depth
-            whole = example_arrays(raw)
+            whole = _arrays(raw, job.options)
             while todo:
-                _build_one(raw, whole, structure, todo[0], model, built)
+                _build_one(raw, whole, job, todo[0], model, built)
                 del todo[0]
     except UserError as error:
         for name in todo:
@@ -165,32 +182,32 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
 def _build_one(
     raw: RawExample,
     whole: dict[str, np.ndarray],
-    structure: Structure,
+    job: BuildJob,
     chain: str,
     model: PackEntry,
     built: BuiltChains,
 ) -> None:
     """Add the record of one of the copies; `raw` is the first copy, `whole` its arrays."""
+    structure = job.structure
     entry = replace(model, name=f"{structure.id}_{chain}")
     arrays, shared = whole, {}
     if entry.name != raw.name:
-        own = example_arrays(from_chain(entry.name, structure, structure.chains[chain]))
-        arrays = {**whole, "positions": own["positions"], "mask": own["mask"]}
+        own = _arrays(from_chain(entry.name, structure, structure.chains[chain]), job.options)
+        arrays = whole | {name: own[name] for name in ("positions", "mask", "ca") if name in own}
         shared = {key: raw.name for key, a in whole.items() if arrays[key] is a and a.nbytes >= WORTH_SHARING}
         arrays = {key: array for key, array in arrays.items() if key not in shared}
     record = pack_record(arrays, {**example_notes(raw), "name": entry.name}, shared)
-    built.records.append(record)
-    columns = ("length", "depth", "templates", "resolution", "release_date")
-    built.entries.append(
-        asdict(entry)
-        | {
-            "sequence": raw.sequence,
-            "entity": f"{structure.id}_{structure.chains[chain].entity}",
-            "record": {"number": len(built.records) - 1, "header": record.header, "crc": record.crc},
-            "meta": {name: getattr(entry, name) for name in columns} | {"method": structure.method},
-        }
-        | ({"shares": raw.name} if shared else {})
-    )
+    found = built.kept(entry, record, job) | {
+        "sequence": raw.sequence,
+        "entity": f"{structure.id}_{structure.chains[chain].entity}",
+    }
+    built.entries.append(found | ({"shares": raw.name} if shared else {}))
+
+
+def _arrays(raw: RawExample, options: PackOptions) -> dict[str, np.ndarray]:
+    """Return the arrays to store: for assemblies also the CA atoms, of which a crop needs those of all chains."""
+    arrays = example_arrays(raw)
+    return arrays if not options.has_assemblies else {**arrays, "ca": arrays["positions"][:, CA]}
 
 
 def _with_templates(

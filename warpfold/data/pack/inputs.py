@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import date
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, Literal
 
 from warpfold import __version__
 from warpfold.bulk import JobPart
@@ -39,6 +40,10 @@ class PackOptions:
     max_template_date: str | None = None  # itself included; a chain's templates are never newer than the chain
     cluster_identity: float = 0.4  # 1: equal sequences; ignored if a file of clusters is given
     max_file_gb: float = LARGEST / 1e9  # of a file when it is unpacked; larger ones are left out
+    # Which biological assemblies become entries of their own: AlphaFold-Multimer trains on the first of each entry.
+    assemblies: Literal["none", "first", "all"] = "none"
+    max_chains: int = 20  # of an assembly, copies included: as many as AlphaFold 3 trains on (its Supp. 2.5.4)
+    max_residues: int = 10_000  # of an assembly: a spatial crop looks at all of its CA, in a second at most
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -50,6 +55,16 @@ class PackOptions:
         for name in ("released_after", "released_before", "max_template_date"):
             if (day := self.day(name)) is not None:
                 object.__setattr__(self, name, day.isoformat())  # in one spelling: stores compare their options
+
+    @property
+    def has_assemblies(self) -> bool:
+        """Return whether the store gets assemblies."""
+        return self.assemblies != "none"
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the options as a store records them: those of assemblies only if it has any."""
+        unused = () if self.has_assemblies else ("assemblies", "max_chains", "max_residues")
+        return {name: value for name, value in asdict(self).items() if name not in unused}
 
     @property
     def limit(self) -> int:
@@ -108,7 +123,7 @@ class PackInputs:
         return {
             "part": str(part),
             "warpfold": __version__,
-            "options": asdict(options),
+            "options": options.recorded(),
             "inputs": {
                 name: {"files": len(found), "bytes": sum(one.size for one in found), "digest": digest(found)}
                 for name, found in kinds.items()

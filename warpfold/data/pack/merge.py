@@ -10,7 +10,7 @@ from typing import Any
 from warpfold.data.pack.part import JobResult, Manifest, PartFolder, differences
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.similar.clusters import cluster_sequences, read_clusters
-from warpfold.data.store.store import Packed, StoreWriter
+from warpfold.data.store.store import ASSEMBLIES, VERSION, Packed, StoreWriter
 from warpfold.errors import UserError
 from warpfold.progress import Progress
 
@@ -52,15 +52,16 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
     """
     files = _drop_duplicates(parts)
     kept = [found for _, _, entries in files for found in entries if found["kept"]]
+    chains = [found for found in kept if not found["chains"]]
     if kept:
         progress(0, 1, "clustering")
-        for found, cluster in zip(kept, _clusters(kept, parts[0].manifest, executor)):
+        for found, cluster in zip(chains, _clusters(chains, parts[0].manifest, executor)):
             found["cluster"] = cluster
     bad = {name: why for _, result, _ in files for name, why in result.data["bad"].items()}
-    report = _report(files, _unused_alignments(parts, kept, bad), _unused_hits(parts[0], kept, bad))
+    report = _report(files, _unused_alignments(parts, chains, bad), _unused_hits(parts[0], chains, bad))
     if not kept:
         return report
-    with StoreWriter(out) as writer:
+    with StoreWriter(out, version=ASSEMBLIES if "assemblies" in parts[0].manifest["options"] else VERSION) as writer:
         done = 0
         for part, result, entries in files:
             for found in entries:
@@ -85,7 +86,7 @@ def _report(files: FileResults, unused: dict[str, str], unused_hits: dict[str, s
 def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
     """Return the structure files of all parts in the order of their names, each with its entries.
 
-    Of entries with the same name only the first is kept.
+    Of entries with the same name only the first is kept.  An assembly comes after its chains, and is kept if they are.
     """
     jobs = sorted(((job, part, result) for part in parts for job, result in part.structures()), key=lambda j: j[0])
     holders: dict[str, str] = {}
@@ -93,14 +94,19 @@ def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
     for _, part, result in jobs:
         each: list[Found] = [dict(found) for found in result.data["entries"]]
         gone = {found["name"]: holders[found["name"]] for found in each if found["kept"] and found["name"] in holders}
+        lost: set[str] = set()  # chains that are not kept after all
         for found in each:
             name, shares = found["name"], found.get("shares", "")
             if found["kept"] and name in gone:
                 found |= {"kept": False, "reason": f"the same name as in {gone[name]}"}
             elif found["kept"] and shares in gone:
                 found |= {"kept": False, "reason": f"a copy of {shares}, which is also in {gone[shares]}"}
+            elif found["kept"] and (absent := [chain for chain in found["chains"] if chain in lost]):
+                found |= {"kept": False, "reason": f"its chain {absent[0]} is also in another file", "chains": []}
             elif found["kept"]:
                 holders[name] = found["file"]
+            if not found["kept"]:
+                lost.add(name)
         files.append((part, result, each))
     return files
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from warpfold.data.store.store import VERSION, Store
+from warpfold.data.store.store import Store
+from warpfold.data.store.stored_assembly import chain_keys, chains_of
 from warpfold.data.structure.chain import parse_date
 
 TABLE = (
@@ -17,7 +18,7 @@ TABLE = (
 
 @dataclass
 class PackEntry:
-    """The outcome of one chain, or of one file that could not be read."""
+    """The outcome of one chain, of one assembly, or of one file that could not be read."""
 
     name: str
     file: str
@@ -32,10 +33,15 @@ class PackEntry:
     alignments: list[str] = field(default_factory=list)
     hits: list[str] = field(default_factory=list)
     templates_refused: dict[str, int] = field(default_factory=dict)  # reason, how many
+    chains: list[str] = field(default_factory=list)  # of an assembly: the names of its chains; empty for a chain
 
     @property
     def sort_key(self) -> tuple[str, str]:
         return self.file, self.name
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain data for JSON; `chains` of assemblies alone."""
+        return {name: value for name, value in asdict(self).items() if name != "chains" or value}
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,24 @@ class PackReport:
         return [entry for entry in self.entries if entry.kept]
 
     @property
+    def chains(self) -> list[PackEntry]:
+        """Return the chains that are kept."""
+        return [entry for entry in self.kept if not entry.chains]
+
+    @property
+    def assemblies(self) -> list[PackEntry]:
+        """Return the assemblies that are kept."""
+        return [entry for entry in self.kept if entry.chains]
+
+    @property
     def dropped(self) -> list[PackEntry]:
         return [entry for entry in self.entries if not entry.kept]
 
     def to_json(self) -> dict[str, Any]:
         """Return kept and dropped entries, how often each reason occurs, and unused files, as plain data for JSON."""
         return {
-            "kept": [asdict(entry) for entry in self.kept],
-            "dropped": [asdict(entry) for entry in self.dropped],
+            "kept": [entry.to_json() for entry in self.kept],
+            "dropped": [entry.to_json() for entry in self.dropped],
             "reasons": dict(Counter(entry.reason for entry in self.dropped).most_common()),
             "unused_alignments": self.unused,
             "unused_hits": self.unused_hits,
@@ -97,11 +113,13 @@ class PackReport:
 
     def summary(self) -> str:
         """Return one line of numbers."""
-        alone = sum(not entry.alignments for entry in self.kept)
-        text = f"{len(self.kept)} chains kept ({alone} with their sequence alone), {len(self.dropped)} dropped, "
+        alone = sum(not entry.alignments for entry in self.chains)
+        text = f"{len(self.chains)} chains kept ({alone} with their sequence alone), {len(self.dropped)} dropped, "
         text += f"{len(self.unused)} alignments unused"
+        if self.assemblies:
+            text += f", {len(self.assemblies)} assemblies of {sum(len(one.chains) for one in self.assemblies)} chains"
         if any(entry.hits for entry in self.kept):
-            count = sum(entry.templates for entry in self.kept)
+            count = sum(entry.templates for entry in self.chains)
             text += f", {count} templates"
             if not count:
                 reasons: Counter[str] = Counter()
@@ -121,8 +139,11 @@ def _cell(value: Any) -> str:
 def summarize_store(store: Store) -> dict[str, Any]:
     """Return what is in a store, as plain data for JSON; "packed": the inputs and options, if `pack` made it."""
 
-    def column(name: str) -> list[Any]:
-        return [value for value in store.column(name) if value is not None] if name in store.columns else []
+    assemblies = chains_of(store)
+
+    def column(name: str, of_assemblies: bool = False) -> list[Any]:
+        values = zip(store.keys, store.column(name)) if name in store.columns else ()
+        return [value for key, value in values if value is not None and (key in assemblies) == of_assemblies]
 
     lengths, depths, templates, dates = map(column, ("length", "depth", "templates", "release_date"))
     days = [day for text in dates if (day := parse_date(text)) is not None]
@@ -130,10 +151,10 @@ def summarize_store(store: Store) -> dict[str, Any]:
     files = list(store.path.iterdir())
     return {
         "path": str(store.path),
-        "format": VERSION,
+        "format": store.version,
         "bytes": sum(file.stat().st_size for file in files),
         "shards": sum(file.suffix == ".wfs" for file in files),
-        "entries": len(store),
+        "entries": len(chain_keys(store)),
         "residues": sum(lengths),
         "length": quartiles(lengths),
         "depth": quartiles(depths),
@@ -143,6 +164,9 @@ def summarize_store(store: Store) -> dict[str, Any]:
         "clusters": len(set(column("cluster"))),
         "resolution": quartiles(column("resolution")),
         "release_date": [min(days).isoformat(), max(days).isoformat()] if days else None,
+        "assemblies": len(assemblies),
+        "assembly_chains": quartiles([len(chains) for chains in assemblies.values()]),
+        "assembly_length": quartiles(column("length", of_assemblies=True)),
         "packed": json.loads(origin.read_text(encoding="utf-8")) if origin.exists() else None,
     }
 
@@ -162,6 +186,9 @@ def store_summary_text(found: Mapping[str, Any]) -> str:
         "released": " to ".join(found["release_date"] or ["unknown"]),
         "size": f"{found['bytes'] / 1e6:,.1f} MB in {found['shards']} shards, format {found['format']}",
     }
+    if found["assemblies"]:
+        counts = f"{found['assemblies']:,}; chains: {values('assembly_chains')}; length: {values('assembly_length')}"
+        rows["assemblies"] = counts
     if packed := found["packed"]:
         inputs = {name: one for name, one in packed["inputs"].items() if one["files"]}
         rows["packed by"] = f"WarpFold {packed['warpfold']}"

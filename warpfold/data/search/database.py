@@ -12,9 +12,9 @@ from warpfold.errors import UserError
 from warpfold.files import opened
 
 CHUNK = 32 << 20  # bytes of FASTA held at a time; pyhmmer's sequences take some six times as much
-# Rows of an alignment, including the query's, by the start of the database's name: AlphaFold2's uniref_max_hits and
-# mgnify_max_hits.
-MAX_ROWS = {"uniref90": 10_000, "mgnify": 501, "mgy": 501}
+# Rows of an alignment, including the query's, by the start of the database's name: AlphaFold2's uniref_max_hits,
+# mgnify_max_hits and uniprot_max_hits.
+MAX_ROWS = {"uniref90": 10_000, "mgnify": 501, "mgy": 501, "uniprot": 50_000}
 OTHER_MAX_ROWS = 10_000
 
 _BLANKS = b" \t\n\r\v\f"

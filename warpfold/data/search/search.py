@@ -21,8 +21,9 @@ import zstandard
 
 from warpfold import __version__
 from warpfold.bulk import JobPart, in_order, pool
+from warpfold.data.example.complexes import sequences_to_search
 from warpfold.data.formats.alignment import LETTERS, is_nucleic
-from warpfold.data.formats.sequences import read_proteins, write_fasta
+from warpfold.data.formats.sequences import write_fasta
 from warpfold.data.search.database import Database, Engine, SearchQuery, Survey, Tell
 from warpfold.data.search.hmmer import LONGEST, Hmmsearch, Jackhmmer
 from warpfold.data.search.programs import HHblits, MMseqs2
@@ -59,12 +60,12 @@ def search(
     options: SearchOptions = SearchOptions(),
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Search for every protein of FASTA files; return the report, which is also in `out/search.json`.
+    """Search for every protein, and every different chain of complexes; return the report (`out/search.json`).
 
-    Writes `out/NAME/DATABASE.a3m`, and `out/NAME/templates.sto` from the sequences in `templates` (FASTA like
-    pdb_seqres), which are searched with a profile of the first database's alignment.  engine: None for jackhmmer with
-    AlphaFold2's settings.  The same command continues a stopped run.  A protein that fails is named under "failures"
-    and does not stop the others.
+    queries: as `read_complexes` takes them.  Writes `out/NAME/DATABASE.a3m`, and `out/NAME/templates.sto` from the
+    sequences in `templates` (FASTA like pdb_seqres), which are searched with a profile of the first database's
+    alignment.  engine: None for jackhmmer with AlphaFold2's settings.  The same command continues a stopped run.  A
+    protein that fails is named under "failures" and does not stop the others.
     Errors: UserError for bad queries or databases, an engine that is not installed, or an `out` with other files.
     """
     start = time.perf_counter()
@@ -75,7 +76,7 @@ def search(
     for database in databases:
         if names.count(database.name.lower()) > 1:
             raise UserError(f"--database {database.path}: another is called {database.name} too; use NAME=FILE")
-    proteins = read_proteins(queries)
+    proteins = sequences_to_search(queries)
     report = out / ("search.json" if options.part is None else f"search-{options.part}.json".replace("/", "-of-"))
     _check_output(out)
     cache = Cache(options.cache or out / "cache")

@@ -26,6 +26,7 @@ from warpfold.errors import UserError
 from warpfold.files import LARGEST, lock_folder, open_regular, pread, refuse_foreign, remove_own, sync_path, writing
 
 FORMAT, VERSION = "warpfold-store", 2
+ASSEMBLIES = 3  # the version of a store that has assemblies, which a reader of 2 would take for damaged examples
 MAGIC = b"WARPFOLD"
 HEAD = struct.Struct("<8sII")  # magic, version, 0
 FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
@@ -71,12 +72,13 @@ def pack_record(
 class StoreWriter:
     """A writer into `path.partial/`, renamed to `path` when done, so that no half-written store is ever found there.
 
+    version: of the format, VERSION or ASSEMBLIES; all else is the same.
     Use as a context manager: an exception removes what was written.  After a kill, the next writer starts over.
     Errors: UserError if `path` exists, another process is writing it, or it cannot be written.
     """
 
-    def __init__(self, path: Path | str, shard_bytes: int = SHARD) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path | str, shard_bytes: int = SHARD, version: int = VERSION) -> None:
+        self.path, self.version = Path(path), version
         taken = UserError(f"{self.path}: exists already; remove it, or choose another name")
         if self.path.exists():
             raise taken
@@ -96,7 +98,7 @@ class StoreWriter:
                 left.unlink()
 
     def add(self, key: str, record: Packed, meta: Mapping[str, Any]) -> None:
-        """Append a record.  meta: numbers, texts or None, kept in the index; the same names for every record.
+        """Append a record.  meta: numbers, texts, None, or lists, kept in the index; the same names for every record.
 
         Errors: ValueError for a key that is there already or other names in `meta`; UserError if it cannot be written.
         """
@@ -107,7 +109,7 @@ class StoreWriter:
                 self._end_shard()
             if self._file is None:
                 self._file = open(self.partial / _shard_name(len(self._shards)), "wb")  # noqa: SIM115
-                self._file.write(HEAD.pack(MAGIC, VERSION, 0))
+                self._file.write(HEAD.pack(MAGIC, self.version, 0))
                 self._index = {}
             entry = {"key": key, "offset": self._file.tell(), "size": len(record.data), "header": record.header}
             for name, value in (entry | {"crc": record.crc} | {f"meta.{k}": v for k, v in meta.items()}).items():
@@ -127,7 +129,7 @@ class StoreWriter:
         with writing(self.path):
             self._end_shard()
             checksums = {name: zlib.crc32(text.encode()) for name, text in (files or {}).items()}
-            top = {"format": FORMAT, "version": VERSION, "shards": self._shards, "files": checksums}
+            top = {"format": FORMAT, "version": self.version, "shards": self._shards, "files": checksums}
             for name, text in {**(files or {}), "store.json": json.dumps(top, indent=1) + "\n"}.items():
                 with open(self.partial / name, "wb") as file:
                     file.write(text.encode())
@@ -189,6 +191,7 @@ class Store:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self.version = VERSION
         self.keys: list[str] = []  # in the order of writing
         self._locations: dict[str, RecordLocation] = {}
         self._columns: dict[str, list[Any]] = {}
@@ -278,9 +281,10 @@ class Store:
             raise UserError(f"{file}: damaged, or not a store's; pack it again") from error
         if not known:
             raise UserError(f"{file}: not a WarpFold store's")
-        if version != VERSION:
+        if version not in (VERSION, ASSEMBLIES):
             cure = "update WarpFold" if version > VERSION else "pack it again"
-            raise UserError(f"{self.path}: format {version}, this WarpFold reads {VERSION}; {cure}")
+            raise UserError(f"{self.path}: format {version}, this WarpFold reads {VERSION} and {ASSEMBLIES}; {cure}")
+        self.version = version
         return shards
 
     def _open_shard(self, number: int, shard: Mapping[str, int]) -> None:
@@ -296,7 +300,7 @@ class Store:
         magic, version, zero = HEAD.unpack(pread(self._files[number], HEAD.size, 0))
         foot = FOOT.unpack(pread(self._files[number], FOOT.size, size - FOOT.size))
         offset, length, crc, records, magic_end = foot
-        if magic != MAGIC or magic_end != MAGIC or zero or version != VERSION or records != shard.get("records"):
+        if magic != MAGIC or magic_end != MAGIC or zero or version != self.version or records != shard.get("records"):
             raise damaged
         if offset + length + FOOT.size != size or crc != shard.get("crc"):
             raise damaged

@@ -23,6 +23,7 @@ from warpfold.geometry.residue import GAP
 TILE = 128  # columns of a tile, at most: a crop of 256 touches three or four, and the rest of a chain stays unread
 PER_RESIDUE = ("aatype", "residue_index", "profile", "positions", "mask")  # arrays whose first axis is residues
 TEMPLATE_ARRAYS = ("aatype", "positions", "mask", "sum_probs")  # of `Templates`; the names are a note
+PAIRING_ARRAYS = ("species", "identity", "digest", "unpaired")  # of `Pairing`
 NEEDED = ("aatype", "residue_index", "profile", "msa", "deletion_starts", "deletion_rows", "deletion_counts")
 
 
@@ -32,6 +33,8 @@ def example_arrays(raw: RawExample) -> Arrays:
     arrays |= {"msa": to_tiles(raw.msa), **to_columns(raw.deletions)}
     if raw.templates is not None and len(raw.templates):
         arrays |= {f"template_{name}": getattr(raw.templates, name) for name in TEMPLATE_ARRAYS}
+    if raw.pairing is not None:
+        arrays |= {f"pairing_{name}": getattr(raw.pairing, name) for name in PAIRING_ARRAYS}
     return arrays
 
 
@@ -39,7 +42,11 @@ def example_notes(raw: RawExample) -> dict[str, Any]:
     """Return what is not an array, as JSON can hold it."""
     notes: dict[str, Any] = {name: getattr(raw, name) for name in ("name", "resolution", "release_date")}
     notes["sources"] = list(raw.sources)
-    return notes if raw.templates is None else {**notes, "templates": list(raw.templates.names)}
+    if raw.templates is not None:
+        notes["templates"] = list(raw.templates.names)
+    if raw.pairing is not None and not raw.pairing.unpaired.all():
+        notes["alone"] = int(raw.pairing.unpaired.sum())
+    return notes
 
 
 def to_tiles(msa: np.ndarray) -> np.ndarray:
@@ -75,14 +82,15 @@ def to_columns(deletions: np.ndarray) -> Arrays:
 class StoredExample:
     """Example `key` of a store, with the interface of `RawExample`; nothing is read before it is needed.
 
+    pairing: with the rows that serve pairing alone, which come last, as an assembly needs them; else without.
     Errors: KeyError for a key that the store does not have; UserError, on first use, if the entry is damaged or is not
     an example.
     """
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, pairing: bool = True) -> None:
         if key not in store:
             raise KeyError(key)
-        self.store, self.key = store, key
+        self.store, self.key, self._with_pairing = store, key, pairing
 
     @cached_property
     def _record(self) -> Record:
@@ -103,6 +111,10 @@ class StoredExample:
     @property
     def depth(self) -> int:
         """Return the number of alignment rows, the chain's own included."""
+        return self._depth if self._with_pairing else self._record.notes.get("alone", self._depth)
+
+    @property
+    def _depth(self) -> int:
         rows, width = self._record.arrays["msa"].shape
         return rows // ceil(self.length / width)
 
@@ -115,10 +127,13 @@ class StoredExample:
         """Return the frequencies in the whole alignment: float32 [N, 22]."""
         return self._record.read("profile")
 
-    @property
+    @cached_property
     def pairing(self) -> Pairing | None:
         """Return what pairs the rows with those of other chains; None if the store does not have it."""
-        return None  # TODO(store)
+        record = self._record
+        if not self._with_pairing or "pairing_species" not in record.arrays:
+            return None
+        return Pairing(*(record.read(f"pairing_{name}") for name in PAIRING_ARRAYS))
 
     def whole_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
@@ -164,7 +179,9 @@ class StoredExample:
             arrays = {name: record.read(f"template_{name}", which) for name in TEMPLATE_ARRAYS}
             parts["templates"] = Templates(**arrays, names=tuple(names[i] for i in which))
             parts["templates"] = parts["templates"].take_residues(residues)
-        return RawExample(**{**notes, "sources": tuple(notes["sources"]), **parts})
+        parts["pairing"] = None if self.pairing is None else self.pairing.select(chosen)
+        rest = {name: notes[name] for name in ("name", "resolution", "release_date")}
+        return RawExample(**rest, sources=tuple(notes["sources"]), **parts)
 
     def ca_positions(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the CA atoms of the whole chain: float32 [N, 3], angstrom, and mask uint8 [N]; None without atoms.
@@ -179,7 +196,7 @@ class StoredExample:
 
     def _read_msa(self, residues: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Read columns (ascending) of the tiles' `rows` (ascending): uint8 [len(rows), len(residues)]."""
-        depth, width = self.depth, self._record.arrays["msa"].shape[1]
+        depth, width = self._depth, self._record.arrays["msa"].shape[1]
         msa = np.empty((len(rows), len(residues)), np.uint8)
         first, last = (int(residues[0]) // width, int(residues[-1]) // width) if len(residues) else (0, -1)
         bounds = np.searchsorted(residues, np.arange(first, last + 2) * width).tolist()
@@ -197,7 +214,7 @@ class StoredExample:
         column = np.repeat(np.arange(len(residues)), counts)
         piece = np.arange(len(column)) + (starts[residues] - (np.cumsum(counts) - counts))[column]
         row, count = read("deletion_rows", piece).astype(np.int64), read("deletion_counts", piece)
-        place = np.full(self.depth, -1)  # of each row of the alignment among `rows`
+        place = np.full(self._depth, -1)  # of each row of the alignment among `rows`
         place[rows] = np.arange(len(rows))
         kept = place[row] >= 0
         deletions = np.zeros((len(rows), len(residues)), np.uint16)

@@ -9,6 +9,7 @@ from datetime import date
 
 import numpy as np
 
+from warpfold.data.structure.assemblies import AssemblyTable, PlacedChains
 from warpfold.errors import UserError
 
 _WEEK = re.compile(r"\d{4}-?W\d{2}", re.ASCII)  # a week is not a day, but `fromisoformat` would take its Monday
@@ -42,6 +43,15 @@ class Structure:
     release_date: date | None
     chains: dict[str, Chain]
     dropped: dict[str, str] = field(default_factory=dict)  # chain name -> reason
+    assemblies: AssemblyTable = field(default_factory=AssemblyTable)
+
+    def assembly(self, name: str | None = None) -> PlacedChains:
+        """Return the protein chains of a biological assembly, by default the file's first, and where they stand in it.
+
+        A file that says nothing of assemblies has one, "1", of all its chains as they are.
+        Errors: as in `AssemblyTable.place`.
+        """
+        return self.assemblies.place(name or self.assemblies.ids[0], self.chains, self.dropped)
 
 
 def parse_date(text: str | None) -> date | None:

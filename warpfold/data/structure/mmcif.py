@@ -13,6 +13,7 @@ import numpy as np
 from gemmi import cif
 
 from warpfold.data.structure import pdb
+from warpfold.data.structure.assemblies import AssemblyTable
 from warpfold.data.structure.atom_site import ABSENT, Columns, Polymer, occupancies, place_atoms, place_of, read_columns
 from warpfold.data.structure.chain import Chain, Structure, parse_date
 from warpfold.errors import UserError
@@ -86,7 +87,8 @@ def _read_mmcif(data: bytes, source: str) -> cif.Block:
 
 def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
     columns = read_columns(block, source)
-    polymers, dropped = _polymers(block, columns, source)
+    asyms = _asyms(block, columns)
+    polymers, dropped, names = _polymers(block, columns, asyms, source)
     if not polymers:
         raise UserError(f"{source}: has no protein chain{_because(dropped)}; give an entry with a protein")
     atoms = place_atoms(columns, polymers, source)
@@ -97,7 +99,7 @@ def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
     for polymer, scheme in zip(polymers, numbers):
         rows = slice(start, start + len(polymer.letters))
         start = rows.stop
-        name = _free_name(polymer, [*chains, *dropped])
+        name = names[polymer.label] = _free_name(polymer, [*chains, *dropped])
         if not atoms.mask[rows].any():
             dropped[name] = "no residue has coordinates"
         elif not (ca_only or backbone[rows].any()):
@@ -129,7 +131,23 @@ def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
         release_date=_release_date(block),
         chains=chains,
         dropped=dropped,
+        assemblies=_assemblies(block, asyms, names, source),
     )
+
+
+def _assemblies(
+    block: cif.Block, asyms: Mapping[str, tuple[str, str]], names: dict[str, str], source: str
+) -> AssemblyTable:
+    """Return what the file says of its assemblies, in the order of `pdbx_struct_assembly` if it has that category."""
+    rows = block.find("_pdbx_struct_assembly_gen.", ["assembly_id", "oper_expression", "asym_id_list"])
+    generators = [(row.str(0), row.str(1), row.str(2)) for row in rows]
+    order = {name: place for place, name in enumerate(_values(block, "_pdbx_struct_assembly.id"))}
+    generators.sort(key=lambda row: order.get(row[0], len(order)))
+    tags = ["id", *(tag for row in "123" for tag in (*(f"matrix[{row}][{c}]" for c in "123"), f"vector[{row}]"))]
+    operators = {row.str(0): tuple(map(row.str, range(1, 13))) for row in block.find("_pdbx_struct_oper_list.", tags)}
+    compounds = {row.str(0): row.str(1) for row in block.find("_pdbx_entity_nonpoly.", ["entity_id", "comp_id"])}
+    entities = {label: entity for label, (_, entity) in asyms.items()}
+    return AssemblyTable(source, tuple(generators), operators, names, entities, compounds)
 
 
 def _because(dropped: dict[str, str]) -> str:
@@ -153,8 +171,10 @@ def _release_date(block: cif.Block) -> date | None:
     return None
 
 
-def _polymers(block: cif.Block, columns: Columns, source: str) -> tuple[list[Polymer], dict[str, str]]:
-    """Return the protein chains in the order of the file, and the kind of each other polymer by name."""
+def _polymers(
+    block: cif.Block, columns: Columns, asyms: Mapping[str, tuple[str, str]], source: str
+) -> tuple[list[Polymer], dict[str, str], dict[str, str]]:
+    """Return the protein chains in the order of the file; the kind of each other polymer by name; and their names."""
     sequences = _sequences(block, source)
     parents = _named_parents(block)
     rows = block.find("_entity_poly.", ["entity_id", "pdbx_seq_one_letter_code_can"])
@@ -164,12 +184,13 @@ def _polymers(block: cif.Block, columns: Columns, source: str) -> tuple[list[Pol
     kinds = {row.str(0): row.str(1).lower() for row in block.find("_entity_poly.", ["entity_id", "type"])}
     polymers: list[Polymer] = []
     dropped: dict[str, str] = {}
-    for label, (author, entity) in _asyms(block, columns).items():
+    names: dict[str, str] = {}
+    for label, (author, entity) in asyms.items():
         if entity not in sequences:
             continue  # a ligand, a sugar, water
         monomers = [  # of several names at one place, that of the largest occupancy first
-            tuple(sorted(names, key=lambda name: -seen.get((label, str(place), name), 0.0)))
-            for place, names in enumerate(sequences[entity], 1)
+            tuple(sorted(found, key=lambda name: -seen.get((label, str(place), name), 0.0)))
+            for place, found in enumerate(sequences[entity], 1)
         ]
         letters = _one_letter(monomers, parents, canonical.get(entity, ""))
         polymer = Polymer(label, author, monomers, letters, entity)
@@ -180,8 +201,9 @@ def _polymers(block: cif.Block, columns: Columns, source: str) -> tuple[list[Pol
         if kind == "polypeptide(l)":
             polymers.append(polymer)
         else:
-            dropped[_free_name(polymer, dropped)] = kind
-    return polymers, dropped
+            name = names[label] = _free_name(polymer, dropped)
+            dropped[name] = kind
+    return polymers, dropped, names
 
 
 def _sequences(block: cif.Block, source: str) -> dict[str, list[tuple[str, ...]]]:

@@ -1,0 +1,250 @@
+"""What to fold: complexes from FASTA, tables, alignments and structures, and the assembly that is made of them."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from tests.data.entries import random_chain
+from tests.data.structure.test_assemblies import assembly_text
+from warpfold.data.example.complexes import (
+    Complex,
+    assemble,
+    chain_ids,
+    read_complexes,
+    sequences_to_search,
+)
+from warpfold.data.example.pairing import pair_rows
+from warpfold.data.formats.chain_alignments import read_chain_alignments
+from warpfold.data.structure.write import write_mmcif, write_pdb
+from warpfold.errors import UserError
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def read(tmp_path: Path, text: str, name: str = "pair.fasta", as_one: bool = False) -> list[tuple]:
+    found = read_complexes(write(tmp_path / name, text), as_one=as_one)
+    return [(one.name, one.ids, one.sequences) for one in found]
+
+
+def test_records_are_proteins_or_the_chains_of_one_complex(tmp_path: Path) -> None:
+    text = ">H1 heavy\nACDE\n>L\nmkv\nmkv\n>H2\nACDE\n"
+    alone = [("H1", ("A",), ("ACDE",)), ("L", ("A",), ("MKVMKV",)), ("H2", ("A",), ("ACDE",))]
+    assert read(tmp_path, text) == alone
+    assert read(tmp_path, text, "ab.1.fasta", as_one=True) == [("ab", ("H1", "L", "H2"), ("ACDE", "MKVMKV", "ACDE"))]
+    assert read(tmp_path, ">P1\nACDE\n", as_one=True) == [("P1", ("A",), ("ACDE",))]
+    assert read(tmp_path, ">\nACDE\n>\nMKV\n", as_one=True) == [("pair", ("A", "B"), ("ACDE", "MKV"))]
+    (both,) = read_complexes(write(tmp_path / "x.fa", text), as_one=True)
+    assert assemble(both)[0].entity_id.tolist() == [1, 2, 1]
+
+
+def test_headers_of_the_pdb_name_all_copies(tmp_path: Path) -> None:
+    text = ">2HHB_1|Chains A, C|Hemoglobin|Homo sapiens (9606)\nACDE\n>2HHB_2|Chain B[auth K]|Hemoglobin\nMKV\n"
+    assert read(tmp_path, text, as_one=True) == [("pair", ("A", "C", "K"), ("ACDE", "ACDE", "MKV"))]
+    assert read(tmp_path, text.partition(">2HHB_2")[0], as_one=True) == [("pair", ("A", "C"), ("ACDE", "ACDE"))]
+    assert [one[0] for one in read(tmp_path, text)] == ["2HHB_1_Chains", "2HHB_2_Chain"]  # single proteins, as before
+
+
+def test_a_colon_makes_a_complex_of_its_record_in_any_case(tmp_path: Path) -> None:
+    text = ">one\nACDE:MKV:\nACDE\n>two\nGGG\n"
+    expected = [("one", ("A", "B", "C"), ("ACDE", "MKV", "ACDE")), ("two", ("A",), ("GGG",))]
+    assert read(tmp_path, text) == read(tmp_path, text, as_one=True) == expected
+
+
+def test_tables(tmp_path: Path) -> None:
+    expected = [("x", ("A", "B"), ("ACDE", "MKV")), ("y_z", ("A",), ("GGG",))]
+    assert read(tmp_path, "id,sequence\nx,ACDE:MKV\n\ny/z,ggg\n", "q.csv") == expected
+    assert read(tmp_path, "\ufeffSequence, ID,note\r\nACDE:MKV,x,\r\nGGG,y/z,n\r\n", "q.csv") == expected
+    assert read(tmp_path, 'id,sequence\n"x","AC DE:\nMKV"\ny/z,GGG', "q.csv") == expected
+    assert read(tmp_path, "id\tsequence\nx\tACDE:MKV\ny/z\tGGG\n", "q.tsv") == expected
+    packed = tmp_path / "q.csv.gz"
+    packed.write_bytes(gzip.compress(b"id,sequence\nx,ACDE:MKV\ny/z,GGG\n"))
+    assert [one.name for one in read_complexes(packed)] == ["x", "y_z"]
+
+
+def test_a_folder_of_files(tmp_path: Path) -> None:
+    write(tmp_path / "in/b.fasta", ">A\nACDE\n>B\nMKV\n")
+    write(tmp_path / "in/a.csv", "id,sequence\nx,GG:GG\n")
+    write(tmp_path / "in/notes.txt", "not a query")
+    found = read_complexes(tmp_path / "in", as_one=True)
+    assert [(one.name, one.ids) for one in found] == [("x", ("A", "B")), ("b", ("A", "B"))]
+    write(tmp_path / "in/c.fasta", ">X\nACDE\n")
+    with pytest.raises(UserError, match=r"c\.fasta: a record is called X in .*a\.csv too; give each protein a name"):
+        read_complexes(tmp_path / "in")
+
+
+def test_an_alignment_of_a_complex_with_copies(tmp_path: Path) -> None:
+    text = "#4,3\t2,1\n>q\nACDEMKV\n>r\nACDDMKL\n>s\nACCC---\n"
+    (query,) = read_complexes(write(tmp_path / "x.a3m", text))
+    assert (query.name, query.ids, query.sequences) == ("x", ("A", "B", "C"), ("ACDE", "ACDE", "MKV"))
+    assembly, notes = assemble(query)
+    assert notes == []
+    assert assembly.sym_id.tolist() == [1, 2, 1]
+    assert assembly.chains[0] is assembly.chains[1]
+    pairs = pair_rows([chain.pairing for chain in assembly.chains])
+    rows = [assembly.chains[k].whole_rows(pairs[:, k]) for k in (0, 2)]
+    np.testing.assert_array_equal(rows[0], [[0, 4, 3, 6], [0, 4, 3, 3]])  # ACDE, ACDD
+    np.testing.assert_array_equal(rows[1], [[12, 11, 19], [12, 11, 10]])  # MKV, MKL
+    (homodimer,) = read_complexes(write(tmp_path / "y.a3m", "#4\t2\n>q\nACDE\n>r\nACDD\n"))
+    assert (homodimer.ids, homodimer.sequences) == (("A", "B"), ("ACDE", "ACDE"))
+    (single,) = read_complexes(write(tmp_path / "z.a3m", "#4\t1\n>q\nACDE\n>r\nACDD\n"))
+    assert (single.ids, len(single.alignments[0])) == (("A",), 2)
+
+
+def test_pairs_of_a_complex_keep_together_in_their_order(tmp_path: Path) -> None:
+    """Row i with row i, however many of one letter by letter there are, and however they resemble the query."""
+    rng = np.random.default_rng(0)
+    left, right = (["".join(rng.choice([*"ACDE"], 4)) for _ in range(700)] for _ in range(2))
+    text = "#4,4\t1,1\n>q\nGGGGHHHH\n" + "".join(f">r\n{a}{b}\n" for a, b in zip(left, right))
+    assembly, _ = assemble(read_complexes(write(tmp_path / "x.a3m", text))[0])
+    pairs = pair_rows([chain.pairing for chain in assembly.chains])
+    letters = np.array([*"ARNDCQEGHILKMFPSTWYVX-"])
+    found = [
+        "".join(letters[np.concatenate([assembly.chains[k].whole_rows(row[k : k + 1])[0] for k in (0, 1)])])
+        for row in pairs
+    ]
+    assert found == list(dict.fromkeys(["GGGGHHHH", *(a + b for a, b in zip(left, right))]))
+
+
+def alignments(tmp_path: Path, **texts: str) -> list[Path]:
+    return [write(tmp_path / f"{name}.a3m", text) for name, text in texts.items()]
+
+
+QUERY = Complex("x", ("H", "L", "M"), ("ACDEF", "MKVMK", "MKVMK"))
+
+
+def test_species_pair_the_rows_of_chains(tmp_path: Path) -> None:
+    files = alignments(
+        tmp_path,
+        a=">q\nACDEF\n>tr|A0A000|A0A000_RAT/1-4\nACDEE\n>tr|A0A001|A0A001_PIG\nACDDD\n",
+        b=">q\nMKVMK\n>sp|A0A002|X_PIG x\nMKVMM\n",
+    )
+    assembly, notes = assemble(QUERY, read_chain_alignments(files, QUERY.sequences, "x.fasta"))
+    assert notes == []
+    assert assembly.ids == ("H", "L", "M")
+    assert assembly.entity_id.tolist() == [1, 2, 2]
+    np.testing.assert_array_equal(
+        pair_rows([chain.pairing for chain in assembly.chains]), [[0, 0, 0], [2, 1, 1]]
+    )  # fmt: skip
+
+
+def test_what_cannot_be_paired_is_said(tmp_path: Path) -> None:
+    def notes(**texts: str) -> list[str]:
+        return assemble(QUERY, read_chain_alignments(alignments(tmp_path, **texts), QUERY.sequences, "x"))[1]
+
+    a, b = ">q\nACDEF\n>{}\nACDEE\n", ">q\nMKVMK\n>{}\nMKVMM\n"
+    assert assemble(QUERY)[1] == ["no alignment for chains H, L, M: folded by the sequence alone"]
+    assert notes(a=a.format("r")) == ["no alignment for chains L, M: folded by the sequence alone"]
+    assert "the headers of the alignments name no species" in notes(a=a.format("r"), b=b.format("s"))[0]
+    rat, pig = "tr|A0A000|A0A000_RAT", "tr|A0A000|A0A000_PIG"
+    assert "no species in common" in notes(a=a.format(rat), b=b.format(pig))[0]
+    assert notes(a=a.format(rat), b=b.format(rat)) == []
+    # One chain, and copies of one, have nothing to pair.
+    assert assemble(Complex("y", ("A",), ("ACDEF",)))[1] == []
+    dimer = Complex("y", ("A", "B"), ("ACDEF", "ACDEF"), notes=("DNA is left out",))
+    given = read_chain_alignments(alignments(tmp_path, a=a.format("r")), dimer.sequences, "x")
+    assert assemble(dimer, given)[1] == ["DNA is left out"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "said"),
+    [
+        (">A\nACD\n>A\nMKV\n", "x.fasta", "x: has two chains called A; give each chain a name of its own"),
+        (">q\nACD:\n", "x.fasta", "q has a chain without residues"),
+        (">q\n:ACD\n", "x.fasta", "q has a chain without residues"),
+        (">q\nAC::D\n", "x.fasta", "q has a chain without residues"),
+        (">q\nAC1:D\n", "x.fasta", "has '1'"),
+        (">q\nAC/D\n", "x.fasta", "has '/'"),
+        ("name,seq\nx,ACD\n", "x.csv", "has no columns id and sequence"),
+        ("", "x.csv", "empty"),
+        ("id,sequence\n", "x.csv", "has no records"),
+        ("id,sequence\nx\n", "x.csv", "line 2 has no id or no sequence"),
+        ("id,sequence\nx,\n", "x.csv", "has no sequence"),
+        ('id,sequence\nx,"ACD\n', "x.csv", "line 2"),
+        ("id,sequence\nx," + "ACD" * 50_000 + "\n", "x.csv", "line 2"),
+        ("id,sequence\nx,AC!D\n", "x.csv", "has '!'"),
+        ("id,sequence\nx,ACD\nX,MKV\n", "x.csv", "a record is called X twice"),
+        ("id,sequence\n\0,ACD\n", "x.csv", "NUL"),
+    ],
+)
+def test_bad_input(tmp_path: Path, text: str, name: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_complexes(write(tmp_path / name, text), as_one=True)
+    assert said in str(error.value)
+    assert "; " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_nucleic_acids_are_refused() -> None:
+    with pytest.raises(UserError, match="nucleic acid"):
+        assemble(Complex("x", ("A", "B"), ("MKV", "ACGTACGTACGT")))
+
+
+def test_names_of_chains() -> None:
+    names = chain_ids(62 + 26**2 + 2)
+    assert "".join(names[:62]) == "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+    assert names[62:65] == ["AA", "AB", "AC"]
+    assert names[-3:] == ["ZZ", "AAA", "AAB"]
+    assert len(set(names)) == len(names)
+    assert [len(chain_ids(n)) for n in (0, 1, 26, 27, 62, 63)] == [0, 1, 26, 27, 62, 63]
+
+
+def test_many_chains(tmp_path: Path) -> None:
+    (query,) = read_complexes(write(tmp_path / "x.fasta", ">ring\n" + ":".join(["ACDE"] * 70) + "\n"))
+    assert (query.ids[0], query.ids[61], query.ids[69]) == ("A", "9", "AH")
+    assembly, _ = assemble(query)
+    assert assembly.sym_id.tolist() == list(range(1, 71))
+    assert set(assembly.entity_id.tolist()) == {1}
+
+
+def test_the_chains_of_a_structure(tmp_path: Path) -> None:
+    chains = [random_chain("L", "AGWHK"), random_chain("H", "GGSTA", seed=1)]  # A and B for mmCIF
+    text = write_mmcif("1abc", chains)
+    (query,) = read_complexes(write(tmp_path / "x.cif", text))
+    assert (query.name, query.ids, query.sequences, query.notes) == ("x", ("L", "H"), ("AGWHK", "GGSTA"), ())
+    (query,) = read_complexes(write(tmp_path / "y.cif", text + assembly_text([("1", "1,2", "A,B"), ("2", "1", "A")])))
+    assert (query.ids, query.sequences) == (("L", "H", "L-2", "H-2"), ("AGWHK", "GGSTA") * 2)
+    (query,) = read_complexes(write(tmp_path / "z.pdb", write_pdb("1abc", chains)))
+    assert (query.ids, query.sequences) == (("L", "H"), ("AGWHK", "GGSTA"))
+    with pytest.raises(UserError, match="its first assembly has no protein chain"):
+        read_complexes(write(tmp_path / "z.cif", text + assembly_text([("1", "1", "Z")])))
+
+
+def test_each_sequence_is_searched_for_once(tmp_path: Path) -> None:
+    files = [write(tmp_path / "x.csv", "id,sequence\nx,ACD:MKV:ACD\n"), write(tmp_path / "y.fa", ">y\nACD\n")]
+    assert sequences_to_search(files) == {"x_A": "ACD", "x_B": "MKV", "y": "ACD"}
+    with pytest.raises(UserError, match=r"z\.fa: another sequence is called X_a too; give each"):
+        sequences_to_search([*files, write(tmp_path / "z.fa", ">X_a\nACD\n")])
+    with pytest.raises(UserError, match=r"z\.fa: a record is called Y in .*y\.fa too; give each"):
+        sequences_to_search([*files, write(tmp_path / "z.fa", ">Y\nACD\n")])
+
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), max_size=12)
+
+
+@drawn(st.lists(st.tuples(words, st.text("ACDE:xX \t", max_size=8)), min_size=1, max_size=4), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_any_fasta_is_read_or_refused(tmp_path_factory, records: list[tuple[str, str]], as_one: bool) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.fasta"
+    path.write_bytes("".join(f">{name}\n{text}\n" for name, text in records).encode())
+    refused, found = "", []
+    try:
+        found = read_complexes(path, as_one=as_one)
+    except UserError as error:
+        refused = str(error)
+    if refused:
+        assert "; " in refused
+        return
+    chains = [sequence for one in found for sequence in one.sequences]
+    letters = "".join("".join(text.split()) for _, text in records).upper()
+    assert "".join(chains) == letters.replace(":", "")
+    assert all(len(set(one.ids)) == len(one.ids) == len(one.sequences) for one in found)
+    assert len({one.name.lower() for one in found}) == len(found)

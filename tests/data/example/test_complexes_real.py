@@ -1,0 +1,76 @@
+"""Pairing of real alignments, against the official code's features where there are some."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.example.test_pairing import reference
+from warpfold.data.example.complexes import Complex, assemble
+from warpfold.data.example.pairing import key_of, pair_rows, species_of
+from warpfold.data.formats.alignment import CODE_LETTERS
+from warpfold.data.formats.chain_alignments import read_chain_alignments
+from warpfold.data.formats.sequences import read_fasta
+
+REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
+pytestmark = pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")
+HHBLITS = "ACDEFGHIKLMNPQRSTVWYX-"  # the order of the official `msa` feature
+
+
+def real(*targets: str) -> tuple[Complex, list[Path]]:
+    folders = [REALDATA / "msas" / target for target in targets]
+    sequences = tuple(read_fasta(folder / "query.fasta")[0][1] for folder in folders)
+    return Complex("real", tuple(targets), sequences), folders
+
+
+def test_alignments_and_species_are_those_of_the_official_features() -> None:
+    """AlphaFold-Multimer's features of A0A024R1R8: the rows that stand alone, and the species of each."""
+    official = np.load(REALDATA / "features/alphapulldown_A0A024R1R8.npz", allow_pickle=False)
+    query, folders = real("A0A024R1R8")
+    given = read_chain_alignments(folders, query.sequences, "real")
+    (raw,) = assemble(query, given)[0].chains
+    assert raw.pairing is not None
+    alone = raw.whole_rows(np.flatnonzero(raw.pairing.unpaired))
+    codes = np.array([HHBLITS.index(chr(letter)) for letter in CODE_LETTERS])
+    np.testing.assert_array_equal(codes[alone], official["msa"])
+    headers = {name for one in given.of(query.sequences[0]) if one.stands_alone for name in one.names}
+    ours = {species_of(name) for name in headers}
+    theirs = {name.decode() for name in official["msa_species_identifiers"]} - {""}
+    assert len(theirs) > 100
+    assert theirs <= ours  # which also has the numbers of UniRef's headers
+    # UniProt's rows serve pairing alone.
+    assert (~raw.pairing.unpaired).sum() == len(raw.pairing) - len(official["msa"]) > 1000
+    assert not raw.pairing.species[raw.pairing.unpaired].any()
+    assert np.uint64(key_of("PANTR")) in raw.pairing.species
+
+
+def test_a_homodimer_with_few_sequences() -> None:
+    query, folders = real("2q2k_A")
+    (raw,) = assemble(query, read_chain_alignments(folders, query.sequences, "real"))[0].chains
+    # UniProt's 20 rows are three different ones: those of 51 residues, one of 39, and a distant one.
+    assert raw.pairing is not None
+    assert (raw.depth, raw.pairing.unpaired.sum()) == (23, 20)
+    species = raw.pairing.species[~raw.pairing.unpaired].tolist()
+    assert species == [key_of(name) for name in ("9STAP", "STAAU", "9STAP")]
+
+
+def test_alignments_made_for_pairing_pair_by_the_rules() -> None:
+    query, folders = real("1k1a_A", "7pzb_A", "102m_A")
+    assembly, notes = assemble(query, read_chain_alignments(folders, query.sequences, "real"))
+    assert notes == []
+    pairings = [chain.pairing for chain in assembly.chains]
+    assert all(one is not None for one in pairings)
+    assert [int((~one.unpaired).sum()) for one in pairings if one] == [4952, 6012, 760]
+    pairs = pair_rows(pairings)
+    assert [tuple(rows) for rows in pairs.tolist()] == reference([one for one in pairings if one])
+    assert len(pairs) == 892
+    for rows in pairs[1:]:
+        assert len({int(one.species[row]) for one, row in zip(pairings, rows) if one and row >= 0}) == 1
+
+
+def test_headers_without_species_pair_nothing_and_it_is_said() -> None:
+    query, folders = real("HBB", "PIGK")
+    assembly, notes = assemble(query, read_chain_alignments(folders, query.sequences, "real"))
+    assert [chain.pairing for chain in assembly.chains] == [None, None]
+    assert notes
+    assert "name no species" in notes[0]

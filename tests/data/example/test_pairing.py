@@ -1,0 +1,223 @@
+"""Pairing by species: what headers say, which rows stand side by side, how alignments are stacked for it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from warpfold.data.example.pairing import (
+    MOST_OF_A_SPECIES,
+    Pairing,
+    key_of,
+    make_pairing,
+    pair_rows,
+    species_keys,
+    species_of,
+)
+from warpfold.data.example.raw_example import from_sequence
+from warpfold.data.formats.alignment import Alignment, decode
+from warpfold.data.formats.sequences import parse_a3m
+
+
+@pytest.mark.parametrize(
+    ("header", "species"),
+    [
+        ("tr|A0A146SKV9|A0A146SKV9_FUNHE/1-57", "FUNHE"),
+        ("tr|A0A146SKV9|A0A146SKV9_funhe", "FUNHE"),
+        ("sp|P69905|HBA_HUMAN Hemoglobin subunit alpha OS=Homo sapiens OX=9606 GN=HBA1", "HUMAN"),
+        ("sp|P69905_1|HBA_1_HUMAN/2-142", "HUMAN"),  # isoforms
+        ("tr|Q9Y5|Q9Y5_HUMAN", None),  # too short an accession
+        ("tr|A0A0K0ME10|A0A0K0ME10_9STAP_17/3-9", "9STAP"),
+        ("UniRef90_A0A8C8W1K4/1-64 [subseq from] Tma7 n=2 Tax=Peromyscus maniculatus TaxID=230844 RepID=X", "230844"),
+        ("A0A0K0ME10 ParR OS=Staphylococcus schleiferi OX=1295", "1295"),
+        ("x OX=12a TaxID=7", "7"),
+        ("UniRef100_A0A2T9WJQ3_1987490/\t243\t0.294", "1987490"),
+        ("UniRef100_UPI00186459A6_118141/", "118141"),
+        ("UniRef100_A0A2T9WJQ3_/", None),
+        ("UniRef100_A0A2T9WJQ3\t243\t0.294\t1.3E-68", None),
+        ("UniRef90_UPI0018B0AC60/1-64", None),
+        ("SRR5436853_169765\t58", None),
+        ("MGYP000261098133", None),
+        ("query", None),
+        ("", None),
+    ],
+)
+def test_the_organism_of_a_header(header: str, species: str | None) -> None:
+    assert species_of(header) == species
+    assert int(species_keys([header])[0]) == (0 if species is None else key_of(species))
+
+
+@drawn(st.text(max_size=60))
+def test_any_header_is_read(header: str) -> None:
+    assert species_of(header) is None or species_of(header) != ""
+
+
+def pairing(species: Sequence[int], identity: Sequence[float] = (), digest: Sequence[int] = ()) -> Pairing:
+    """Pairing of a row 0 and of rows with these species; all rows different unless their digests are given."""
+    count = len(species) + 1
+    return Pairing(
+        np.array([0, *species], np.uint64),
+        np.array([1.0, *(identity or [0.5] * len(species))], np.float32),
+        np.array([1, *(digest or range(2, count + 1))], np.uint64),
+        np.ones(count, bool),
+    )
+
+
+def test_the_best_rows_of_each_species_stand_side_by_side() -> None:
+    a = pairing([7, 7, 9, 8], [0.2, 0.8, 0.5, 0.5])
+    b = pairing([8, 7, 7, 7, 3], [0.5, 0.1, 0.9, 0.9, 0.5])
+    #             8: (4, 1).  7: a's rows 2, 1; of b's 3, 4, 2 the best two.  9 and 3: in one chain only.
+    np.testing.assert_array_equal(pair_rows([a, b]), [[0, 0], [1, 4], [4, 1], [2, 3]])
+
+
+def test_rows_of_more_chains_come_first_then_the_product_of_the_numbers() -> None:
+    a, b, c = pairing([5, 6, 7]), pairing([6, 7, 5]), pairing([9, 7])
+    np.testing.assert_array_equal(pair_rows([a, b, c]), [[0, 0, 0], [3, 2, 2], [2, 1, -1], [1, 3, -1]])
+
+
+def test_a_chain_without_species_gets_gaps() -> None:
+    rows = pair_rows([pairing([5]), None, pairing([5])])
+    np.testing.assert_array_equal(rows, [[0, 0, 0], [1, -1, 1]])
+    np.testing.assert_array_equal(pair_rows([None, None]), [[0, 0]])
+    np.testing.assert_array_equal(pair_rows([pairing([5, 5])]), [[0]])
+    np.testing.assert_array_equal(pair_rows([pairing([5, 5])] * 2), [[0, 0], [1, 1], [2, 2]])
+
+
+def test_a_species_with_too_many_rows_is_not_paired() -> None:
+    most = [5] * MOST_OF_A_SPECIES
+    assert len(pair_rows([pairing(most), pairing(most)])) == 1 + MOST_OF_A_SPECIES
+    assert len(pair_rows([pairing([*most, 5]), pairing([5, 6]), pairing([6])])) == 2
+
+
+def test_equal_pairs_stand_once() -> None:
+    a, b = pairing([5, 6, 7], digest=[8, 8, 8]), pairing([5, 6, 7], digest=[3, 4, 3])
+    np.testing.assert_array_equal(pair_rows([a, b]), [[0, 0], [1, 1], [2, 2]])
+
+
+def reference(pairings: Sequence[Pairing]) -> list[tuple[int, ...]]:
+    """The rules of sec. 2.4 and of the official code, row by row."""
+    rows_of: list[dict[int, list[int]]] = [{} for _ in pairings]
+    for one, rows in zip(pairings, rows_of):
+        for row, species in enumerate(one.species.tolist()):
+            rows.setdefault(species, []).append(row)
+    found = []
+    for species in sorted(set().union(*rows_of) - {0}):
+        own = [rows.get(species, []) for rows in rows_of]
+        have = [rows for rows in own if rows]
+        if len(have) < 2 or max(map(len, have)) > MOST_OF_A_SPECIES:
+            continue
+        ranked = [sorted(rows, key=lambda row: -one.identity[row]) for one, rows in zip(pairings, own)]
+        found += [
+            tuple(rows[place] if rows else -1 for rows in ranked) for place in range(min(map(len, have)))
+        ]  # fmt: skip
+    found.sort(key=lambda rows: (sum(row < 0 for row in rows), abs(np.prod(rows, dtype=float)), rows))
+    unique: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for rows in [(0,) * len(pairings), *found]:
+        letters = tuple(-1 if row < 0 else int(one.digest[row]) for row, one in zip(rows, pairings))
+        unique.setdefault(letters, rows)
+    return list(unique.values())
+
+
+rows_of_a_chain = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from([0.1, 0.5, 0.9]), st.integers(1, 30)), max_size=12
+)
+
+
+@drawn(st.lists(rows_of_a_chain, min_size=1, max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_pairs_follow_the_rules(chains: list[list[tuple[int, float, int]]]) -> None:
+    pairings = [pairing(*map(list, zip(*rows))) if rows else pairing([]) for rows in chains]
+    assert [tuple(rows) for rows in pair_rows(pairings).tolist()] == reference(pairings)
+
+
+def test_five_chains_of_twenty_thousand_rows_are_paired_in_one_pass() -> None:
+    rng = np.random.default_rng(0)
+
+    def chain(rows: int) -> Pairing:
+        drawn = [rng.integers(1, rows, rows, dtype=np.uint64) for _ in range(2)]
+        return Pairing(drawn[0], rng.random(rows, np.float32), drawn[1], np.ones(rows, bool))
+
+    def seconds(rows: int) -> float:
+        chains = [chain(rows) for _ in range(5)]
+        start = time.perf_counter()
+        assert len(pair_rows(chains)) > rows // 2
+        return time.perf_counter() - start
+
+    # A pass over the rows for each species would take 64 times as long for 8 times the rows.
+    assert min(seconds(20_000) for _ in range(3)) < 32 * min(seconds(2_500) for _ in range(5))
+
+
+def test_row_0_is_of_no_species_and_identity_is_that_of_letters() -> None:
+    msa = np.array([[0, 1, 2, 20], [0, 1, 3, 21], [0, 1, 2, 20]], np.uint8)
+    made = make_pairing(msa, np.array([5, 5, 6], np.uint64), np.ones(3, bool))
+    assert made is not None
+    np.testing.assert_array_equal(made.species, [0, 5, 6])
+    np.testing.assert_array_equal(made.identity, [1, 0.5, 1])
+    assert made.digest[0] == made.digest[2] != made.digest[1]
+    assert make_pairing(msa, np.array([5, 0, 0], np.uint64), np.ones(3, bool)) is None
+
+
+def a3m(*rows: str) -> Alignment:
+    """An alignment of ACDE; a row is SPECIES:LETTERS, or letters alone."""
+    records = [row.rpartition(":") for row in rows]
+    return parse_a3m(
+        ">q\nACDE\n" + "".join(f">{'tr|A0A000|A0A000_' + name if name else 'x'}\n{row}\n" for name, _, row in records)
+    )
+
+
+def texts(raw) -> list[str]:
+    return [decode(row) for row in raw.msa]
+
+
+def test_without_pairing_all_alignments_are_alike() -> None:
+    parts = [a3m("RAT:ACDD", "AAAA"), replace(a3m("RAT:ACDD", "PIG:CCCC"), stands_alone=False)]
+    raw = from_sequence("ACDE", parts)
+    assert (texts(raw), raw.pairing) == (["ACDE", "ACDD", "AAAA", "CCCC"], None)
+
+
+def test_any_alignment_may_pair_if_none_serves_pairing_alone() -> None:
+    raw = from_sequence("ACDE", [a3m("RAT:ACDD", "AAAA"), a3m("PIG:ACDD", "PIG:CCCC", "PIG:ACDE")], pairing=True)
+    assert texts(raw) == ["ACDE", "ACDD", "AAAA", "CCCC"]  # as without pairing
+    assert raw.pairing is not None
+    np.testing.assert_array_equal(raw.pairing.species, [0, key_of("RAT"), 0, key_of("PIG")])
+    assert raw.pairing.unpaired.all()
+    plain = from_sequence("ACDE", [a3m("AAAA")], pairing=True)
+    assert plain.pairing is None
+
+
+def test_an_alignment_that_serves_pairing_alone_is_the_only_one_that_pairs() -> None:
+    for_pairing = replace(a3m("RAT:ACDD", "PIG:ACDD", "DOG:CCCC", "EEEE", "PIG:----"), stands_alone=False)
+    raw = from_sequence("ACDE", [for_pairing, a3m("CAT:ACDD", "AAAA")], pairing=True)
+    assert texts(raw) == ["ACDE", "ACDD", "AAAA", "ACDD", "CCCC", "EEEE"]
+    assert raw.pairing is not None
+    np.testing.assert_array_equal(raw.pairing.species, [0, 0, 0, key_of("RAT"), key_of("DOG"), 0])
+    np.testing.assert_array_equal(raw.pairing.unpaired, [True, True, True, False, False, False])
+    np.testing.assert_array_equal(raw.profile, from_sequence("ACDE", [a3m("ACDD", "AAAA")]).profile)
+    # Without any species it serves nothing.
+    bare = from_sequence("ACDE", [replace(a3m("CCCC"), stands_alone=False), a3m("AAAA")], pairing=True)
+    assert (texts(bare), bare.pairing) == (["ACDE", "AAAA"], None)
+
+
+def test_rows_with_keys_of_their_own_stay_even_if_their_letters_are_equal() -> None:
+    keys = np.array([0, 5, 6, 6, 7], np.uint64)
+    pairs = replace(a3m("CCCC", "CCCC", "CCCC", "----"), pair_keys=keys, stands_alone=False)
+    raw = from_sequence("ACDE", [pairs], pairing=True)
+    assert texts(raw) == ["ACDE", "CCCC", "CCCC"]
+    assert raw.pairing is not None
+    np.testing.assert_array_equal(raw.pairing.species, [0, 5, 6])
+
+
+def test_a_part_of_the_rows_keeps_what_pairs_them() -> None:
+    raw = from_sequence("ACDE", [a3m("RAT:ACDD", "PIG:AAAA", "DOG:CCCC")], pairing=True)
+    part = raw.take(1, 3, rows=np.array([0, 2]))
+    assert raw.pairing is not None
+    assert part.pairing is not None
+    assert len(part.pairing) == part.depth == 2
+    for name in ("species", "identity", "digest", "unpaired"):  # identity and digest stay those of the whole rows
+        np.testing.assert_array_equal(getattr(part.pairing, name), getattr(raw.pairing, name)[[0, 2]])
+    np.testing.assert_array_equal(raw.take(0, 4).pairing.species, raw.pairing.species)  # type: ignore[union-attr]

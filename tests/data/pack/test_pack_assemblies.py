@@ -1,0 +1,221 @@
+"""`pack --assemblies`: biological assemblies beside the chains that they are made of."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.entries import ONE as IDENTITY
+from tests.data.entries import TURN, assembly_text
+from tests.data.pack.pack_inputs import ONE, TWO, chain, contents, make_files, packed, structure
+from warpfold.bulk import JobPart
+from warpfold.data.example.raw_example import from_chain
+from warpfold.data.formats.sequences import parse_alignment
+from warpfold.data.pack.assemblies import copy_names
+from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.pack import merge, pack
+from warpfold.data.pack.part import part_path
+from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
+from warpfold.data.store.store import ASSEMBLIES, VERSION, Store
+from warpfold.data.store.stored_assembly import assembly_keys, chain_keys, entry_keys, open_entry, read_assembly
+from warpfold.data.store.stored_example import StoredExample, read_example
+from warpfold.data.structure.chain import Chain
+from warpfold.data.structure.mmcif import read_structure
+from warpfold.errors import UserError
+from warpfold.geometry.residue import ATOM_ORDER
+
+FIRST, ALL = PackOptions(assemblies="first"), PackOptions(assemblies="all")
+
+
+def entry(path: Path, chains: Sequence[Chain], *generators: tuple[str, str, str]) -> Path:
+    """An entry of these chains, A, B ... for mmCIF, with these assemblies."""
+    structure(path, *chains)
+    path.write_text(path.read_text() + assembly_text(generators))
+    return path
+
+
+def report_of(report: PackReport, name: str) -> str:
+    found = next(one for one in report.entries if one.name == name)
+    return f"{'kept' if found.kept else 'dropped'}: {found.reason}"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """`make_files`, and entries with assemblies."""
+    here = make_files(tmp_path) / "structures"
+    pair = [chain("H", ONE), chain("L", TWO)]
+    entry(here / "2sym.cif", pair, ("1", "1,2", "A,B"), ("2", "1", "B"))
+    entry(here / "2mis.cif", pair, ("1", "1,7", "A,B"))
+    entry(here / "2big.cif", pair, ("1", "(1-3)(1-3)(1-3)(1-3)", "A,B"))
+    entry(here / "2abs.cif", [chain("A", ONE), chain("B", ONE[:4])], ("1", "1", "A,B,C"))
+    entry(here / "2non.cif", [chain("A", ONE), chain("B", ONE[:4])], ("1", "1", "B"))
+    return tmp_path
+
+
+def test_assemblies_are_packed_with_their_chains_and_operators(files: Path) -> None:
+    report = packed(files, options=FIRST)
+    store = Store(files / "store")
+    keys = assembly_keys(store)
+    assert store.version == ASSEMBLIES
+    assert sorted(keys) == [f"{name}-assembly1" for name in ("1mut", "1non", "1one", "1two", "2abs", "2sym")]
+    assert sorted(keys + chain_keys(store)) == sorted(store.keys)
+    assembly = read_assembly(store, "2sym-assembly1")
+    assert (assembly.name, assembly.ids) == ("2sym-assembly1", ("H", "L", "H-2", "L-2"))
+    assert assembly.operators is not None
+    np.testing.assert_array_equal(assembly.operators.reshape(4, 12), [IDENTITY, IDENTITY, TURN, TURN])
+    assert assembly.entity_id.tolist() == [1, 2, 1, 2]
+    assert assembly.sym_id.tolist() == [1, 1, 2, 2]
+    assert [one.sequence for one in assembly.chains] == [ONE, TWO] * 2
+    assert assembly.chains[0] is assembly.chains[2]
+    one = read_assembly(store, "1one-assembly1")
+    assert (one.ids, one.operators, one.entity_id.tolist()) == (("A", "B", "C"), None, [1, 2, 1])
+    meta = {name: dict(zip(store.keys, store.column(name)))["2sym-assembly1"] for name in store.columns}
+    assert (meta["length"], meta["chains"], meta["cluster"]) == (120, ["2sym_H", "2sym_L"] * 2, None)
+    assert len(report.chains) == len(chain_keys(store))
+    assert {entry.name for entry in report.assemblies} == set(keys)
+    assert list(store.verify()) == []
+
+
+def test_what_is_left_out_is_reported(files: Path) -> None:
+    report = packed(files, options=FIRST)
+    store = Store(files / "store")
+    assert report_of(report, "2sym-assembly1") == "kept: "
+    assert "2mis.cif: an assembly needs operator 7, which is missing" in report_of(report, "2mis-assembly1")
+    assert report_of(report, "2big-assembly1") == "dropped: 28 chains, more than 20"
+    absent = "kept: without B: 4 residues, fewer than 10; without C: is not in the file"
+    assert report_of(report, "2abs-assembly1") == absent
+    assert read_assembly(store, "2abs-assembly1").ids == ("A",)
+    assert report_of(report, "2non-assembly1") == "dropped: none of its chains is kept"
+    assert {"2mis_H", "2big_L", "2non_A"} <= set(chain_keys(store))  # chains do without their assembly
+    saved = PackReport.from_json(json.loads((files / "store/pack.json").read_text()))
+    assert [entry.chains for entry in saved.assemblies] == [entry.chains for entry in report.assemblies]
+    assert "2sym-assembly1\tkept" in (files / "store/pack.tsv").read_text()
+    assert f"{len(report.assemblies)} assemblies of" in report.summary()
+
+
+def test_other_limits_and_all_assemblies(files: Path) -> None:
+    limited = PackOptions(assemblies="all", max_chains=2, max_residues=59)
+    report = packed(files, options=limited)
+    assert report_of(report, "2sym-assembly1") == "dropped: 4 chains, more than 2"
+    assert report_of(report, "2sym-assembly2") == "kept: "
+    assert report_of(report, "1one-assembly1") == "dropped: 3 chains, more than 2"
+    report = packed(files, "other", options=PackOptions(assemblies="first", max_residues=119))
+    assert report_of(report, "2sym-assembly1") == "dropped: 120 residues, more than 119"
+
+
+def test_a_store_without_assemblies_has_no_trace_of_them(files: Path) -> None:
+    packed(files)
+    store = Store(files / "store")
+    assert store.version == VERSION
+    assert "chains" not in store.columns
+    assert not any(b"assembl" in data or b"max_chains" in data for data in contents(files / "store").values())
+    assert entry_keys(store, assemblies=True) == entry_keys(store, assemblies=False) == store.keys
+    alone = open_entry(store, "1one_A", assemblies=True)
+    assert not isinstance(alone, StoredExample)
+    assert (alone.ids, alone.operators, alone.entity_id.tolist()) == (("1one_A",), None, [1])
+
+
+def test_any_number_of_parts_gives_the_same_bytes(files: Path) -> None:
+    packed(files, options=FIRST)
+    parts = [JobPart(number, 3) for number in (1, 2, 3)]
+    for part in parts:
+        packed(files, "parts", options=FIRST, part=part)
+    merge([part_path(files / "parts", part) for part in parts], files / "parts")
+    assert contents(files / "store") == contents(files / "parts")
+    assert packed(files, options=FIRST).finished_before
+    with pytest.raises(UserError, match="--assemblies"):
+        packed(files)
+
+
+@pytest.mark.slow
+def test_any_number_of_workers_gives_the_same_bytes(files: Path) -> None:
+    packed(files, options=FIRST)
+    packed(files, "workers", options=FIRST, workers=2)
+    assert contents(files / "store") == contents(files / "workers")
+
+
+def test_an_assembly_whose_chains_come_from_another_file_is_dropped(tmp_path: Path) -> None:
+    here = tmp_path / "structures"
+    structure(here / "a.cif", chain("A", ONE))
+    (here / "a.cif").rename(here / "1abc.cif")
+    (here / "1abc.cif").write_text((here / "1abc.cif").read_text().replace("entry.id a", "entry.id 1abc"))
+    entry(here / "z/1abc.cif", [chain("A", ONE), chain("B", TWO)], ("2", "1", "A,B"))
+    report = pack([here], [], tmp_path / "store", ALL)
+    assert report_of(report, "1abc-assembly1") == "kept: "
+    assert "its chain 1abc_A is also in" in report_of(report, "1abc-assembly2")
+    assert sorted(Store(tmp_path / "store").keys) == ["1abc-assembly1", "1abc_A", "1abc_B"]
+
+
+def write_rows(path: Path, sequence: str, species: Sequence[str]) -> Path:
+    """An alignment whose rows differ from its query in one place each, of these organisms."""
+    rows = [("query", sequence)]
+    for i, name in enumerate(species):
+        rows.append((f"tr|A0A{i:03d}|A0A{i:03d}_{name}/1-30", sequence[:i] + "G" * 2 + sequence[i + 2 :]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f">{name}\n{row}\n" for name, row in rows))
+    return path
+
+
+def test_what_pairs_rows_is_stored_and_copies_share_it(tmp_path: Path) -> None:
+    structure(tmp_path / "s/1abc.cif", chain("A", ONE), chain("B", TWO), chain("C", ONE, shift=9.0))
+    first = write_rows(tmp_path / "m/1abc_A/hits.a3m", ONE, ["HUMAN", "MOUSE", "YEAST"])
+    write_rows(tmp_path / "m/1abc_C/hits.a3m", ONE, ["HUMAN", "MOUSE", "YEAST"])
+    write_rows(tmp_path / "m/1abc_B/hits.a3m", TWO, ["RAT"])
+    apart = write_rows(tmp_path / "m/1abc_B/uniprot_hits.a3m", TWO, ["YEAST", "HUMAN"])
+    pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store", FIRST)
+    store = Store(tmp_path / "store")
+    entry = read_structure(tmp_path / "s/1abc.cif")
+    alignments = [parse_alignment(first.read_bytes(), "x")]
+    raw = from_chain("1abc_A", entry, entry.chains["A"], alignments, pairing=True)
+    stored = StoredExample(store, "1abc_A")
+    assert raw.pairing is not None
+    assert stored.pairing is not None
+    for name, array in vars(raw.pairing).items():
+        found = getattr(stored.pairing, name)
+        assert found.dtype == array.dtype
+        np.testing.assert_array_equal(found, array)
+    assert raw.pairing.species.astype(bool).tolist() == [False, True, True, True]
+    part = stored.take(3, 9, np.array([0, 2]))
+    assert part.pairing is not None
+    np.testing.assert_array_equal(part.pairing.species, raw.pairing.species[[0, 2]])
+    # Rows of an alignment that serves pairing alone come last, and a single chain's example is without them.
+    both, alone = open_entry(store, "1abc-assembly1", True).chains[1], open_entry(store, "1abc_B", False)
+    assert both.pairing is not None
+    assert both.depth == 1 + 1 + 2
+    assert both.pairing.unpaired.tolist() == [True, True, False, False]
+    assert (alone.depth, alone.pairing) == (2, None)
+    np.testing.assert_array_equal(alone.take(0, 30).msa, read_example(store, "1abc_B").msa[:2])
+    assert apart.exists()
+
+
+def test_ca_atoms_are_stored_apart_and_are_those_of_all_atoms(tmp_path: Path) -> None:
+    structure(tmp_path / "s/1abc.cif", chain("A", ONE), chain("B", ONE, shift=9.0, resolved=20))
+    pack([tmp_path / "s"], [], tmp_path / "store", FIRST)
+    store = Store(tmp_path / "store")
+    for key in chain_keys(store):
+        assert "ca" in store.record(key).arrays
+        example = StoredExample(store, key)
+        found, raw = example.ca_positions(), read_example(store, key)
+        assert found is not None
+        assert raw.positions is not None
+        assert raw.mask is not None
+        np.testing.assert_array_equal(found[0], raw.positions[:, ATOM_ORDER["CA"]])
+        np.testing.assert_array_equal(found[1], raw.mask[:, ATOM_ORDER["CA"]])
+
+
+def test_the_summary_counts_chains_and_assemblies_apart(files: Path) -> None:
+    packed(files, options=FIRST)
+    packed(files, "plain")
+    found, plain = (summarize_store(Store(files / name)) for name in ("store", "plain"))
+    same = ("entries", "residues", "length", "depth", "clusters", "alone")
+    assert {name: found[name] for name in same} == {name: plain[name] for name in same}
+    assert (found["assemblies"], plain["assemblies"]) == (6, 0)
+    assert found["assembly_chains"]["max"] == 4
+    assert "assemblies      6; chains: min 1" in store_summary_text(found)
+    assert "assemblies" not in store_summary_text(plain)
+
+
+def test_copies_get_names_of_their_own() -> None:
+    assert copy_names(["A", "B", "A", "A-2", "A"]) == ["A", "B", "A-2", "A-2-2", "A-3"]

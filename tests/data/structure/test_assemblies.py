@@ -1,0 +1,116 @@
+"""Biological assemblies: which chains a file puts together, and where it moves them."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import gemmi
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.entries import ONE, OPERATORS, SHIFT, TURN, assembly_text, loop, random_chain
+from warpfold.data.structure.assemblies import IDENTITY, AssemblyTable
+from warpfold.data.structure.chain import Structure
+from warpfold.data.structure.mmcif import parse_structure
+from warpfold.data.structure.write import write_mmcif, write_pdb
+from warpfold.errors import UserError
+
+
+def entry(generators: Sequence[tuple[str, str, str]], more: str = "", **options: Mapping) -> Structure:
+    chains = [random_chain("L", "AGWHK"), random_chain("H", "GGSTA", seed=1)]  # A and B for mmCIF
+    return parse_structure(write_mmcif("1abc", chains) + assembly_text(generators, **options) + more, "1abc.cif")
+
+
+def placed(structure: Structure, name: str | None = None) -> list[tuple[str, list[float]]]:
+    return [(chain, operator.ravel().tolist()) for chain, operator in structure.assembly(name).chains]
+
+
+@pytest.mark.parametrize(
+    ("expression", "operators"),
+    [("1", [ONE]), ("3,1", [SHIFT, ONE]), ("(1-3)", [ONE, TURN, SHIFT]), ("(1,3)", [ONE, SHIFT]), ("X0", [TURN])],
+)
+def test_chains_are_put_where_the_operators_move_them(expression: str, operators: list[tuple[float, ...]]) -> None:
+    found = placed(entry([("1", expression, "A,B")]))
+    assert found == [(chain, list(operator)) for operator in operators for chain in "LH"]
+
+
+def test_of_a_product_the_right_operator_comes_first() -> None:
+    ((_, operator),) = entry([("1", "(X0)(3)", "A")]).assembly().chains
+    x = np.array([1.0, 2.0, 3.0])
+    moved = operator[:, :3] @ x + operator[:, 3]
+    np.testing.assert_allclose(moved, [5 - 2, 1, 3 + 7])  # shifted along z, then turned
+    both = entry([("1", "(1,X0)(1-3)", "A")]).assembly().chains
+    assert len(both) == 5  # (1)(2) and (X0)(1) are the same place
+
+
+def test_the_first_assembly_is_the_default_and_others_have_names() -> None:
+    structure = entry([("1", "1", "B"), ("PAU", "1", "A,B"), ("1", "2", "A")])
+    assert structure.assemblies.ids == ["1", "PAU"]
+    assert placed(structure) == placed(structure, "1") == [("H", list(ONE)), ("L", list(TURN))]
+    assert [chain for chain, _ in placed(structure, "PAU")] == ["L", "H"]
+    with pytest.raises(KeyError):
+        structure.assembly("2")
+
+
+def test_without_the_categories_all_chains_are_one_assembly() -> None:
+    chains = [random_chain(name, "AGWHK", seed) for seed, name in enumerate(("A", "B", "C1"))]
+    structure = parse_structure(write_mmcif("1abc", chains))
+    assert structure.assemblies.ids == ["1"]
+    assert placed(structure) == [(name, IDENTITY.ravel().tolist()) for name in ("A", "B", "C1")]
+
+
+def test_other_molecules_are_left_out_and_named() -> None:
+    structure = entry([("1", "1", "A,B,C,D,E,Z")])
+    text = write_mmcif("1abc", [random_chain("L", "AGWHK"), random_chain("H", "GGSTA", seed=1)])
+    text = text.replace("2 polypeptide(L)", "2 polyribonucleotide")
+    text = text.replace("B 2\n#\n", "B 2\nC 3\nD 4\nE 5\n#\n", 1)
+    text += loop("pdbx_entity_nonpoly", ["entity_id", "comp_id"], [["3", "HEM"], ["4", "HOH"]])
+    structure = parse_structure(text + assembly_text([("1", "1", "A,B,C,D,E,Z")]))
+    found = structure.assembly()
+    assert [chain for chain, _ in found.chains] == ["L"]
+    left_out = {"H": "polyribonucleotide", "HEM": "not a polymer", "a branched molecule": "not a polymer"}
+    assert found.left_out == left_out | {"Z": "is not in the file"}
+
+
+@pytest.mark.parametrize(
+    ("expression", "operators", "message"),
+    [
+        ("1,9", OPERATORS, "needs operator 9, which is missing"),
+        ("(1-3", OPERATORS, "names no operators"),
+        ("1,,2", OPERATORS, "names no operators"),
+        ("", OPERATORS, "names no operators"),
+        ("(1-99999)", OPERATORS, "more than 10000"),
+        ("(1-3)" * 9, OPERATORS, "more than 10000"),
+        ("1", {"1": (2, *ONE[1:])}, "operator 1 of an assembly is no rigid motion"),
+        ("1", {"1": (-1, *ONE[1:])}, "no rigid motion"),  # a reflection
+        ("1", {"1": ("x", *ONE[1:])}, "no rigid motion"),
+        ("1", {"1": ("nan", *ONE[1:])}, "no rigid motion"),
+    ],
+)
+def test_operators_that_make_no_sense_are_refused(expression: str, operators: Mapping, message: str) -> None:
+    structure = entry([("1", expression, "A")], operators=operators)
+    assert list(structure.chains) == ["L", "H"]  # whoever does not ask for assemblies is not bothered
+    with pytest.raises(UserError, match=rf"1abc\.cif: .*{message}"):
+        structure.assembly()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("0123,-()XA "), max_size=20))
+def test_any_expression_is_read_or_refused(expression: str) -> None:
+    table = AssemblyTable("x", (("1", expression, "A"),), {"1": ONE, "2": TURN, "A": SHIFT}, {"A": "A"}, {"A": "1"})
+    with suppress(UserError):
+        assert table.place("1", {"A": None}, {}).chains
+
+
+def test_a_pdb_file_has_those_of_its_remarks() -> None:
+    text = write_pdb("1abc", [random_chain("A", "AGWHK"), random_chain("B", "GGSTA", seed=1)])
+    assert [chain for chain, _ in placed(parse_structure(text))] == ["A", "B"]
+    remarks = ["BIOMOLECULE: 1", "APPLY THE FOLLOWING TO CHAINS: B"]
+    for number, operator in ((1, ONE), (2, TURN)):
+        for row in range(3):
+            a, b, c, shift = operator[4 * row : 4 * row + 4]
+            remarks.append(f"  BIOMT{row + 1} {number:3d}{a:10.6f}{b:10.6f}{c:10.6f}{shift:15.5f}")
+    text = "".join(f"REMARK 350 {line}\n" for line in remarks) + text
+    assert len(gemmi.read_pdb_string(text).assemblies) == 1
+    assert placed(parse_structure(text)) == [("B", list(ONE)), ("B", list(TURN))]

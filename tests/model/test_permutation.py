@@ -1,0 +1,224 @@
+"""Which copy is whose truth: the best of all ways, found again whatever moves, is missing, or lies outside the crop."""
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.model.proteins import random_motion
+from warpfold.geometry.rigid import Rigid
+from warpfold.model.permutation import nearest_copies, with_truth
+
+
+@dataclass
+class Scene:
+    """An assembly whose chains are predicted as they lie, in a frame of its own."""
+
+    points: Tensor  # [N, 3] predicted Ca
+    copies: Tensor  # [C, N, 3]
+    mask: Tensor  # [C, N]
+    asym: Tensor  # [N]
+    entity: Tensor  # [N]
+    place: Tensor  # [N] the copy at which a residue's chain lies
+
+    def found(self) -> list[int]:
+        """The copy of each chain."""
+        copy = nearest_copies(self.points, self.copies, self.mask, self.asym, self.entity)
+        assert all(len(copy[self.asym == chain].unique()) == 1 for chain in self.asym.unique())
+        return [int(copy[self.asym == chain][0]) for chain in self.asym.unique()]
+
+    def expected(self) -> list[int]:
+        return [int(self.place[self.asym == chain][0]) for chain in self.asym.unique()]
+
+
+def scene(sizes: dict[int, list[int]], length: int = 12, noise: float = 0.5, seed: int = 0) -> Scene:
+    """An assembly of chains of `length` residues, predicted with an error of `noise` angstrom on each axis.
+
+    sizes: for each entity, by number, the copy at which each of its chains lies.  The assembly has as many copies of it
+    as the largest of these numbers says; those at which no chain lies are outside the crop.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    count = 1 + max(max(places) for places in sizes.values())
+    copies, mask, asym, entity, place = [], [], [], [], []
+    for number, places in sizes.items():
+        shape = 8 * draw(length, 3)
+        there = 1 + max(places)
+        at = torch.stack([Rigid(random_motion(generator).rotation, 30 * draw(3)).apply(shape) for _ in range(count)])
+        for copy in places:
+            copies.append(at)
+            mask.append((torch.arange(count) < there).double()[:, None].expand(-1, length))
+            asym.append(torch.full((length,), len(asym) + 1))
+            entity.append(torch.full((length,), number))
+            place.append(torch.full((length,), copy))
+    joined = torch.cat(copies, 1), torch.cat(mask, 1), torch.cat(asym), torch.cat(entity), torch.cat(place)
+    points = joined[0][joined[4], torch.arange(len(joined[4]))]
+    points = random_motion(generator).apply(points + noise * draw(*points.shape))
+    return Scene(points, *joined)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {1: [0, 1]},
+        {1: [1, 0]},
+        {1: [2, 0, 1]},
+        {1: [3, 1, 0, 2]},
+        {1: [1, 0], 2: [1, 0]},
+        {1: [0], 2: [2, 0, 1]},
+        {1: [2, 0], 2: [1]},  # chains in the crop, truths outside of it
+        {1: [5, 3, 4, 0, 1, 2, 6, 7]},  # more ways than are tried: the nearest first
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_chains_get_the_copies_that_they_lie_at(sizes, seed):
+    s = scene(sizes, seed=seed)
+    assert s.found() == s.expected()
+
+
+def by_hand(s: Scene) -> tuple[float, list[list[int]]]:
+    """Every superposition of a chain on a copy, every way to take copies: the least cost, and the ways that have it.
+
+    The cost of a way: each chain's mean square distance from its copy, times its residues.
+    """
+    chains = [torch.nonzero(s.asym == chain)[:, 0] for chain in s.asym.unique()]
+    entity = [int(s.entity[rows[0]]) for rows in chains]
+    few = min(set(entity), key=lambda e: (int(s.mask[:, s.entity == e].any(1).sum()), e))
+    ways = [[way for way in itertools.permutations(range(len(s.copies)), entity.count(e))] for e in sorted(set(entity))]
+    costs: dict[tuple[int, ...], float] = {}
+    for anchor, rows in enumerate(chains):
+        for copy in range(len(s.copies)):
+            seen = rows[s.mask[copy, rows] > 0]
+            if entity[anchor] != few or len(seen) < 3:
+                continue
+            moved = superposed(s.points, s.points[seen], s.copies[copy, seen])
+            for way in itertools.product(*ways):
+                taken = dict(
+                    zip((i for e in sorted(set(entity)) for i, f in enumerate(entity) if f == e), sum(way, ()))
+                )
+                cost = 0.0
+                for chain, at in taken.items():
+                    both = chains[chain][s.mask[at, chains[chain]] > 0]
+                    if not len(both):
+                        cost += 1e12
+                        continue
+                    apart = (moved[both] - s.copies[at, both]).square().sum(-1).mean()
+                    cost += float(apart) * len(chains[chain])
+                key = tuple(taken[i] for i in range(len(chains)))
+                costs[key] = min(cost, costs.get(key, math.inf))
+    least = min(costs.values())
+    return least, [list(way) for way, cost in costs.items() if cost < least * (1 + 1e-9) + 1e-6]
+
+
+def superposed(points: Tensor, mobile: Tensor, target: Tensor) -> Tensor:
+    """`points` moved as lays `mobile` best over `target` (Kabsch 1976), by explicit coordinates."""
+    a, b = mobile - mobile.mean(0), target - target.mean(0)
+    u, _, vt = torch.linalg.svd(a.T @ b)
+    turn = vt.T @ torch.diag(torch.tensor([1.0, 1.0, torch.linalg.det(vt.T @ u.T)], dtype=a.dtype)) @ u.T
+    return (points - mobile.mean(0)) @ turn.T + target.mean(0)
+
+
+@pytest.mark.parametrize("sizes", [{1: [1, 0]}, {1: [2, 1, 0]}, {1: [0, 3, 2, 1]}, {1: [1, 0], 2: [1, 0]}], ids=str)
+@pytest.mark.parametrize("noise", [1.0, 20.0, 100.0], ids=lambda noise: f"noise{noise:g}")
+def test_no_way_is_better_than_the_one_found(sizes, noise):
+    """Even where the prediction is nonsense, and residues are missing at random."""
+    for seed in range(3):
+        s = scene(sizes, length=9, noise=noise, seed=seed)
+        s.mask = s.mask * (torch.rand(s.mask.shape, generator=torch.Generator().manual_seed(seed)) > 0.4)
+        _, best = by_hand(s)
+        assert s.found() in best
+
+
+def test_what_was_not_seen_comes_last():
+    s = scene({1: [0, 1, 2]})
+    s.mask[1] = 0  # a copy that nobody saw
+    assert sorted(s.found()) == [0, 1, 2]
+    assert [s.found()[chain] for chain in (0, 2)] == [0, 2]
+    two = scene({1: [2, 0]})
+    two.mask[1] = 0  # one that lies outside the crop was not seen either: it is nobody's truth
+    assert two.found() == [2, 0]
+
+
+@pytest.mark.parametrize("seen", [0, 1, 2, 3])
+def test_few_residues_are_enough_or_do_no_harm(seen):
+    s = scene({1: [1, 0], 2: [0]})
+    s.mask[:] = 0
+    s.mask[:, :seen] = 1
+    s.mask[:, 12 : 12 + seen] = 1
+    if seen:
+        assert sorted(s.found()[:2]) == [0, 1]
+    s.mask[:, -12:] = s.entity[-12:] == 2  # the other entity was seen, and is the anchor
+    s.mask[1, -12:] = 0
+    if seen:
+        assert s.found() == s.expected()
+
+
+def test_nothing_seen_and_nothing_finite():
+    s = scene({1: [1, 0]})
+    nothing = Scene(s.points, s.copies, 0 * s.mask, s.asym, s.entity, s.place)
+    assert set(nothing.found()) <= {0, 1}  # whichever: all that follows is masked
+    for broken in (math.nan, math.inf):
+        assert sorted(Scene(s.points * broken, s.copies, s.mask, s.asym, s.entity, s.place).found()) == [0, 1]
+
+
+def test_parts_of_chains_find_the_copies_too():
+    """A crop has some residues of each chain, others of every one."""
+    s = scene({1: [2, 0, 1]}, length=30)
+    kept = torch.cat([torch.arange(0, 9), torch.arange(30 + 5, 30 + 25), torch.arange(60 + 20, 60 + 24)])
+    crop = Scene(s.points[kept], s.copies[:, kept], s.mask[:, kept], s.asym[kept], s.entity[kept], s.place[kept])
+    assert crop.found() == s.expected()
+
+
+def test_padding_belongs_to_no_chain():
+    s = scene({1: [1, 0]})
+    padded = nearest_copies(
+        torch.cat([s.points, torch.zeros(4, 3)]),
+        torch.cat([s.copies, torch.zeros(2, 4, 3)], 1),
+        torch.cat([s.mask, torch.zeros(2, 4)], 1),
+        torch.cat([s.asym, torch.zeros(4, dtype=torch.long)]),
+        torch.cat([s.entity, torch.zeros(4, dtype=torch.long)]),
+    )
+    assert torch.equal(padded[:-4], s.place)
+
+
+def test_motions_and_numbers_do_not_matter():
+    s = scene({1: [3, 1, 0], 2: [1, 0]}, noise=15.0)
+    first = s.found()
+    generator = torch.Generator().manual_seed(3)
+    moved = Scene(
+        random_motion(generator).apply(s.points),
+        random_motion(generator).apply(s.copies),
+        s.mask,
+        s.asym,
+        s.entity,
+        s.place,
+    )
+    assert moved.found() == first
+    order = torch.tensor([2, 0, 3, 1])  # copies renumbered: new number i was order[i]
+    renumbered = Scene(s.points, s.copies[order], s.mask[order], s.asym, s.entity, s.place)
+    assert [int(order[copy]) for copy in renumbered.found()] == first
+
+
+def test_an_assembly_of_5000_residues_is_no_trouble():
+    """24 copies of one chain, and another entity: in order, and in seconds on one busy core."""
+    places = torch.randperm(24, generator=torch.Generator().manual_seed(0)).tolist()
+    s = scene({1: places, 2: [1, 0]}, length=200, noise=2.0)
+    assert len(s.asym) > 5000
+    start = time.process_time()
+    assert s.found() == s.expected()
+    assert time.process_time() - start < 10
+    anchors = scene({1: places}, length=210, noise=2.0)
+    assert anchors.found() == anchors.expected()
+
+
+def test_a_batch_without_copies_is_left_as_it_is():
+    batch = {"all_atom_positions": torch.zeros(3, 37, 3)}
+    assert with_truth(batch, torch.ones(3, 37, 3)) == batch

@@ -1,0 +1,139 @@
+"""Biological assemblies: which chains of an entry belong together, and the operators that move them there.
+
+Readers keep the few rows of mmCIF's categories as text (`AssemblyTable`); what they mean is found when it is asked for.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from warpfold.errors import UserError
+
+MOST_OPERATORS = 10_000  # of one row: a virus with its crystal's symmetry has some 1,700
+IDENTITY = np.eye(3, 4)
+ROTATION_ERROR = 0.01  # of an operator's rotation times its transpose: files have at least five decimals
+_GROUPS = re.compile(r"(\([^()]*\))+|[^(),]+")  # one term of an expression: groups to multiply, or one item
+
+
+class PlacedChain(NamedTuple):
+    """A chain in an assembly: its name in the entry, and what moves it there, rotation and translation in angstrom."""
+
+    chain: str
+    operator: np.ndarray  # float64 [3, 4]
+
+
+@dataclass(frozen=True)
+class PlacedChains:
+    """The protein chains of an assembly, and why its other parts are left out.
+
+    left_out: by chain name, or what a ligand is called ("HEM"); water is not mentioned.
+    """
+
+    chains: tuple[PlacedChain, ...]
+    left_out: dict[str, str]
+
+
+@dataclass(frozen=True)
+class AssemblyTable:
+    """What a file says of its assemblies.  Without `generators`, all its chains are one assembly."""
+
+    source: str = "<structure>"
+    # `pdbx_struct_assembly_gen`: the assembly, its operators as an expression, mmCIF's chain names with commas.
+    generators: tuple[tuple[str, str, str], ...] = ()
+    operators: dict[str, tuple[str, ...]] = field(default_factory=dict)  # `pdbx_struct_oper_list`: 12 numbers, by rows
+    names: dict[str, str] = field(default_factory=dict)  # of polymers, by mmCIF's chain names
+    entities: dict[str, str] = field(default_factory=dict)  # of all mmCIF's chain names
+    compounds: dict[str, str] = field(default_factory=dict)  # of entities that are no polymer: "HEM", "HOH"
+
+    @property
+    def ids(self) -> list[str]:
+        """Return the assemblies' names, in the order of the file: most often "1", "2" ..."""
+        return list(dict.fromkeys(row[0] for row in self.generators)) or ["1"]
+
+    def place(self, assembly: str, kept: Mapping[str, object], dropped: Mapping[str, str]) -> PlacedChains:
+        """Return the chains of an assembly, those of one operator after those of another, in the order of the file.
+
+        kept: the entry's protein chains by name.  dropped: why others were dropped.
+        Errors: UserError for an operator that the file does not have, or that is not a rigid motion; KeyError for an
+        assembly that it does not have.
+        """
+        if assembly not in self.ids:
+            raise KeyError(assembly)
+        if not self.generators:
+            return PlacedChains(tuple(PlacedChain(name, IDENTITY) for name in kept), dict(dropped))
+        placed: dict[tuple[str, bytes], PlacedChain] = {}  # a chain that is named twice in one place is there once
+        left_out: dict[str, str] = {}
+        for name, expression, labels in self.generators:
+            if name != assembly:
+                continue
+            chains = []
+            for label in filter(None, map(str.strip, labels.split(","))):
+                chain = self.names.get(label, "")
+                if chain in kept:
+                    chains.append(chain)
+                elif missing := self._left_out(label, chain, dropped):
+                    left_out[missing[0]] = missing[1]
+            if chains:  # the operators of ligands alone are not needed
+                for operator in self._expand(expression):
+                    key = (operator + 0.0).tobytes()  # -0.0 becomes 0.0
+                    placed |= {(chain, key): PlacedChain(chain, operator) for chain in chains}
+        return PlacedChains(tuple(placed.values()), left_out)
+
+    def _left_out(self, label: str, chain: str, dropped: Mapping[str, str]) -> tuple[str, str] | None:
+        """Return the name of what is left out, and why; None for water."""
+        if chain:
+            return chain, dropped.get(chain, "was dropped")
+        if label not in self.entities:
+            return label, "is not in the file"
+        compound = self.compounds.get(self.entities[label], "a branched molecule")
+        return None if compound in ("HOH", "DOD") else (compound, "not a polymer")
+
+    def _expand(self, expression: str) -> list[np.ndarray]:
+        """Return the operators that an expression names: "1", "1,3", "(1-60)", "(X0)(1-5,7)".
+
+        Of a product the right one is applied first, as the dictionary has it.
+        """
+        text = "".join(expression.split())
+        terms = [found[0] for found in _GROUPS.finditer(text)]
+        every = [[self._items(group) for group in term.strip("()").split(")(")] for term in terms]
+        if not terms or ",".join(terms) != text or not all(map(all, every)):
+            raise UserError(f"{self.source}: {expression!r} names no operators of an assembly; correct the file")
+        if sum(prod(map(len, groups)) for groups in every) > MOST_OPERATORS:
+            raise UserError(f"{self.source}: {text} are more than {MOST_OPERATORS} operators; correct the file")
+        found = []
+        for names in itertools.chain.from_iterable(itertools.product(*groups) for groups in every):
+            operator = np.eye(4)
+            for name in names:
+                operator = operator @ self._operator(name)
+            found.append(operator[:3])
+        return found
+
+    def _items(self, group: str) -> list[str]:
+        """Return the names of operators in "1-5,7"; a range that is far too long is cut."""
+        names: list[str] = []
+        for item in group.split(","):
+            ends = re.fullmatch(r"(\d{1,9})-(\d{1,9})", item, re.ASCII)
+            if ends is None or item in self.operators:
+                names.append(item)
+            else:
+                names += map(str, range(int(ends[1]), int(ends[2]) + 1)[: MOST_OPERATORS + 1])
+        return names
+
+    def _operator(self, name: str) -> np.ndarray:
+        """Return an operator as float64 [4, 4]."""
+        if name not in self.operators:
+            raise UserError(f"{self.source}: an assembly needs operator {name}, which is missing; fetch the file again")
+        try:
+            rows = np.array(self.operators[name], np.float64).reshape(3, 4)
+        except ValueError:
+            rows = np.full((3, 4), np.nan)
+        rotation = rows[:, :3]
+        error = np.abs(rotation @ rotation.T - np.eye(3)).max()
+        if not (np.isfinite(rows).all() and error < ROTATION_ERROR and np.linalg.det(rotation) > 0):
+            raise UserError(f"{self.source}: operator {name} of an assembly is no rigid motion; fetch the file again")
+        return np.concatenate([rows, [[0.0, 0.0, 0.0, 1.0]]])
