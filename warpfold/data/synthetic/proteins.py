@@ -76,6 +76,7 @@ def draw_backbones(
 
 
 def no_fold(min_length: int, max_length: int) -> UserError:
+    """Return the error for lengths that no fold has."""
     return UserError(f"no fold of {min_length} to {max_length} residues was found; allow lengths from 30 to 60")
 
 
