@@ -66,11 +66,8 @@ class Work:
 def example(work: Work, index: int) -> Batch:
     """Random features and labels, fp64; every index another example."""
     n, passes = work.residues, (work.recycles + 1) * work.ensemble
-    if work.chains:
-        rows = work.sequences + work.extra + 2
-        batch = random_complex(work.chains, rows, work.sequences, work.extra, work.templates or 0, passes, seed=index)
-    else:
-        batch = random_batch(n, work.sequences, work.extra, work.templates or 0, passes, seed=index)
+    size = work.sequences, work.extra, work.templates or 0, passes, index
+    batch = random_complex(work.chains, sum(size[:2]) + 2, *size) if work.chains else random_batch(n, *size)
     g = torch.Generator().manual_seed(100 + index)
     batch["all_atom_positions"] = 4 * torch.randn(n, 37, 3, generator=g) + 1.5 * torch.arange(n)[:, None, None]
     batch["all_atom_mask"] = batch["atom37_atom_exists"] * (torch.rand(n, 37, generator=g) > 0.1)
@@ -82,8 +79,14 @@ def example(work: Work, index: int) -> Batch:
             batch[name][..., -work.padded :] = 0
             batch[name][..., -1, :] = 0
         batch["template_mask"][-1:] = 0
-    arrays = add_labels({name: x.numpy() for name, x in batch.items()})
-    tensors = {name: torch.from_numpy(np.asarray(x)) for name, x in arrays.items()}
+    if work.chains:  # which copy is whose truth is decided under the prediction
+        positions, mask = batch.pop("all_atom_positions"), batch.pop("all_atom_mask")
+        batch["copy_atom_positions"] = torch.stack([positions, 4 * torch.randn(n, 37, 3, generator=g) - positions])
+        batch["copy_atom_mask"] = torch.stack([mask, mask.flip(0)])
+        tensors = batch
+    else:
+        arrays = add_labels({name: x.numpy() for name, x in batch.items()})
+        tensors = {name: torch.from_numpy(np.asarray(x)) for name, x in arrays.items()}
     return {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
 
 
@@ -117,7 +120,8 @@ def backward(model: AlphaFold, work: Work, index: int) -> tuple[Named, Named, Na
     batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
     inputs = {name: batch[name].detach().clone().requires_grad_() for name in INPUTS if name in batch}
     output = model(batch | inputs, work.recycles)
-    loss, terms = total_loss(output, batch, LOSSES, residues=model.residues)
+    weights = replace(LOSSES, center_of_mass=float("asym_id" in batch))
+    loss, terms = total_loss(output, batch, weights, residues=model.residues)
     loss.backward()
     return outputs_of(output), {"loss": loss.detach(), **terms}, {k: grad_of(x) for k, x in inputs.items()}
 
@@ -236,11 +240,11 @@ CASES = [
     case(AVERAGED, data=2, axial=2, triangle="gather", chunk=2, recompute=True),
     case(COMPLEX, axial=2, triangle="gather", recompute=True, chunk=2),
     case(COMPLEX, axial=3, triangle="channels"),
-    case(COMPLEX, axial=4, chunk=3),
-    case(COMPLEX, branch=2),
-    case(COMPLEX, data=2, recompute=True, chunk=4),
+    case(COMPLEX, branch=2, chunk=4),
     case(PADDED, axial=4, triangle="gather"),
     case(PADDED, True, axial=2, branch=2, triangle="channels", chunk=1),
+    case(COMPLEX, True, axial=4, chunk=3),
+    case(COMPLEX, True, data=2, recompute=True, chunk=4),
     case(FIRST, True, data=2, axial=2, branch=2, triangle="channels", recompute=True, chunk=3),
     case(FIRST, True, axial=4, branch=2),
     case(LAST, True, data=2, axial=2, branch=2, triangle="gather", chunk=2),

@@ -13,7 +13,8 @@ from warpfold.data.structure.chain import Chain, Structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
-from warpfold.run.score import CA, pair_residues, score, score_files
+from warpfold.run.chain_mapping import CA, pair_residues
+from warpfold.run.score import score, score_files
 
 REAL = Path(__file__).parents[2] / "../shared/realdata"
 

@@ -15,11 +15,23 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpfold import __version__
-from warpfold.cli import bench, demo, doctor, golden, pack, predict, sample, score, search, train, tune  # noqa: F401
+from warpfold.cli import bench, demo, doctor, golden, pack, predict, relax, sample, score, search, train, tune  # noqa: F401
 from warpfold.cli.common import app
 from warpfold.errors import UserError
 
-ORDER = ("demo", "sample", "search", "pack", "train", "predict", "score", "golden", "doctor", "tune")  # of --help
+ORDER = (
+    "demo",
+    "sample",
+    "search",
+    "pack",
+    "train",
+    "predict",
+    "relax",
+    "score",
+    "golden",
+    "doctor",
+    "tune",
+)  # of --help
 app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))
 
 click = sys.modules[typer.BadParameter.__module__]  # click's exceptions, or the copy that newer typers carry

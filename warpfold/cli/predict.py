@@ -27,6 +27,7 @@ from warpfold.cli.common import (
     show,
     writes,
 )
+from warpfold.cli.relax import Relax, RelaxOption, relax_predictions, relaxed_line
 from warpfold.progress import progress_bar
 
 
@@ -65,6 +66,7 @@ def predict(
     axial: Axial = None,
     branch: Branch = None,
     strict: Strict = False,
+    relax: RelaxOption = Relax.none,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -78,19 +80,18 @@ def predict(
     from warpfold.run.predict_templates import TemplateSources
 
     sources = TemplateSources(
-        files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date
-    )
+        files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
     process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
         seed=seed, recycles=recycles, ensemble=ensemble, max_msa=max_msa, max_extra=max_extra,
         device=device_of(device, process), chunk=chunk, precision=precision.value,
         representations=representations, force=force, kernels="strict" if strict else "fast",
     )  # fmt: skip
-    bar = progress_bar() if process.rank == 0 else nullcontext()
-    plan = Plan(axial=axial or 1, branch=branch or 1)
+    bar, plan = progress_bar() if process.rank == 0 else nullcontext(), Plan(axial=axial or 1, branch=branch or 1)
     with distributed_context(process, plan, options.device or "cpu") as team, bar as progress:
         summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team)
     if team.is_rank_zero:
+        summary = relax_predictions(summary, out, relax, options.device)
         _say(summary, out, as_json)
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
 
@@ -109,6 +110,9 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
         ptm = "" if entry["ptm"] is None else f", pTM {entry['ptm']:.2f}"
         used = f", templates {', '.join(entry['templates'])}" if entry.get("templates") else ""
         typer.echo(f"{entry['name']}: mean pLDDT {entry['mean_plddt']:.1f}{ptm}{used}, {out / entry['folder']}")
+    for entry in [] if as_json else summary["predictions"]:
+        if "relaxed" in entry:
+            typer.echo(relaxed_line(f"{entry['name']} relaxed", entry["relaxed"]))
     if not as_json:
         typer.echo(f"report: {out / 'report.html'}")
     for entry in summary["predictions"]:

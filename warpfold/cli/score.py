@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, app, argument, reads, show
+from warpfold.cli.common import AsJson, app, argument, reads, show, show_table
 from warpfold.errors import UserError
 
 
@@ -16,7 +16,8 @@ def score(
     chains: Annotated[str | None, reads("Pairs, predicted:reference, e.g. A:B,B:C; default: by sequence.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD."""
+    """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD; of complexes also DockQ and other scores."""
+    from warpfold.run.interfaces import HEADS
     from warpfold.run.score import score_files
 
     result = score_files(predicted, reference, _chain_pairs(chains))
@@ -25,6 +26,9 @@ def score(
         return
     for what, value in result.rows():
         typer.echo(f"{what:18s} {value}")
+    if result.complex and result.complex.interfaces:
+        typer.echo()
+        show_table(HEADS, result.complex.table())
 
 
 def _chain_pairs(text: str | None) -> dict[str, str] | None:
@@ -33,4 +37,7 @@ def _chain_pairs(text: str | None) -> dict[str, str] | None:
     pairs = [pair.split(":") for pair in text.split(",")]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise UserError(f"--chains {text}: expected pairs of predicted:reference, for example A:B,B:C")
-    return {predicted: reference for predicted, reference in pairs}
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        raise UserError(f"--chains {text}: names a predicted chain twice; name each once")
+    return named

@@ -11,7 +11,7 @@ from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.rigid import Rigid, rotation_to_quaternion, update_affine
 from warpfold.golden.compare import CaseOutputs, Compute, Tensors
 from warpfold.golden.config import POSITION_SCALE
-from warpfold.golden.multimer import frames_and_chi
+from warpfold.golden.multimer import frames_and_chi, matrices, rigid_of
 from warpfold.golden.read import ReferenceCase
 from warpfold.model import confidence, losses
 from warpfold.model.fape import backbone_fape, frame_aligned_point_error
@@ -233,7 +233,7 @@ def _structure_of_complex(case: ReferenceCase, x: Tensors) -> CaseOutputs:
         fape_softening=0.0,
     )
     labels = structure_labels(aatype, x["all_atom_positions"], x["all_atom_mask"])
-    frames = Rigid(x["traj"][..., :3], x["traj"][..., 3])
+    frames = rigid_of(x["traj"])
     angles = _normalized(x["unnormalized_angles"])
     groups = atoms.torsions_to_frames(aatype.expand(len(angles), -1), frames, angles)
     atom14 = atoms.frames_to_atom14(aatype, groups[-1])
@@ -255,7 +255,7 @@ def _structure_of_complex(case: ReferenceCase, x: Tensors) -> CaseOutputs:
         "chi_loss": chi,
         "angle_norm_loss": norm,
         "sup_chi_loss": torsions,
-        "pred_frames": _matrices(groups[-1]),
+        "pred_frames": matrices(groups[-1]),
         "pred_atom14": atom14,
     }
     found = _loss(outputs | _truth_of_complex(aatype, atom14, labels), x)
@@ -274,21 +274,16 @@ def _truth_of_complex(aatype: Tensor, atom14: Tensor, labels: Tensors) -> Tensor
     turns = swapped * atoms.residue_rows("CHI_PI_PERIODIC", aatype) > 0
     return {
         "alt_naming_is_better": truth.swapped.float(),
-        "gt_backbone": _matrices(Rigid.from_quaternion7(labels["backbone_affine_tensor"])),
+        "gt_backbone": matrices(Rigid.from_quaternion7(labels["backbone_affine_tensor"])),
         "gt_backbone_mask": labels["backbone_affine_mask"],
         "chi_angles": chi,
         "chi_mask": labels["chi_mask"],
         "renamed_chi_angles": torch.where(turns, chi - math.pi * chi.sign(), chi),
-        "gt_frames": _matrices(Rigid.from_flat12(groups)),
+        "gt_frames": matrices(Rigid.from_flat12(groups)),
         "gt_frames_mask": labels["rigidgroups_gt_exists"],
         "gt_atom14": truth.positions,
         "gt_atom14_mask": truth.mask,
     }
-
-
-def _matrices(frames: Rigid) -> Tensor:
-    """Return frames as Multimer stores them: [*, 3, 4], rotation beside translation."""
-    return torch.cat([frames.rotation, frames.translation[..., None]], -1)
 
 
 def _violation_of_complex(case: ReferenceCase, x: Tensors) -> CaseOutputs:

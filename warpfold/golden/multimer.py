@@ -8,6 +8,7 @@ from torch import Tensor
 from warpfold.batch import at_pass, to_tensors
 from warpfold.data.example.raw_example import profile_of
 from warpfold.geometry import atoms
+from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.rigid import Rigid
 from warpfold.golden.compare import CaseOutputs, Tensors, load
 from warpfold.golden.config import template_config
@@ -32,12 +33,10 @@ def rigid_of(matrix: Tensor) -> Rigid:
 def frames_and_chi(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     """Compute the frames of the rigid groups, and the angles of the side chains."""
     structure = x["aatype"], x["all_atom_positions"], x["all_atom_mask"]
-    groups, torsions = atoms.atom37_to_frames(*structure), atoms.atom37_to_torsions(*structure)
-    sines, cosines = torsions.sin_cos[..., 3:, :].unbind(-1)
-    chi_mask = torsions.mask[..., 3:]
+    groups, labels = atoms.atom37_to_frames(*structure), structure_labels(*structure)
     outputs = {
-        "chi_angles": torch.atan2(sines, cosines),
-        "chi_mask": chi_mask,
+        "chi_angles": labels["chi_angles"],
+        "chi_mask": labels["chi_mask"],
         "rigidgroups_gt_frames": matrices(groups.frames),
         "rigidgroups_alt_gt_frames": matrices(groups.alt_frames),
         "rigidgroups_gt_exists": groups.mask,
@@ -45,7 +44,7 @@ def frames_and_chi(case: ReferenceCase, x: Tensors) -> CaseOutputs:
         "rigidgroups_group_is_ambiguous": groups.ambiguous,
     }
     valid = {f"out/{name}": groups.mask > 0 for name in ("rigidgroups_gt_frames", "rigidgroups_alt_gt_frames")}
-    return CaseOutputs(outputs, valid=valid | {"out/chi_angles": chi_mask > 0})
+    return CaseOutputs(outputs, valid=valid | {"out/chi_angles": labels["chi_mask"] > 0})
 
 
 def clustered(rows: Tensors, order: np.ndarray, centres: int, extra: int, masked: Tensor | None = None) -> Tensors:

@@ -80,6 +80,8 @@ class ChainRelativePosition(Executable):
         self.linear = Linear((2 * max_relative + 2) + 1 + (2 * max_chain + 2), c_z)
 
     def forward(self, batch: Batch) -> Tensor:
+        """Return the embedding; of a batch the numbers of residues, chains, entities and copies are read, int64."""
+
         def pairs(name: str) -> tuple[Tensor, Tensor]:
             return self.residues.local_shard(batch[name], -1), batch[name]
 

@@ -4,6 +4,7 @@ NumPy only, float64 inside, angstrom.  Everything compares a prediction with a r
 one belongs to row i of the other, and masks say which atoms each of them has.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ LDDT_RADIUS = 15.0  # Mariani et al. 2013: pairs nearer than this in the referen
 LDDT_TOLERANCES = (0.5, 1.0, 2.0, 4.0)  # ... as preserved within each of these
 GDT_TS = (1.0, 2.0, 4.0, 8.0)  # Zemla 2003
 GDT_HA = (0.5, 1.0, 2.0, 4.0)
-BLOCK = 512  # rows of a distance matrix made at a time
+BLOCK = 256  # rows of a distance matrix made at a time
 
 Array = np.ndarray
 
@@ -34,32 +35,57 @@ def lddt_per_residue(predicted: Array, truth: Array, mask: Array, predicted_mask
 
 
 def lddt_counts(
-    predicted: Array, truth: Array, mask: Array, predicted_mask: Array | None = None, others: Array | None = None
+    predicted: Array,
+    truth: Array,
+    mask: Array,
+    predicted_mask: Array | None = None,
+    others: Array | None = None,
+    ours: Array | None = None,
 ) -> tuple[Array, Array]:
     """Count for each residue [N] how many of its pairs are preserved (mean over the tolerances), and how many it has.
 
-    `others` [N, A] restricts the far end of each pair to these atoms; the rest as in `lddt`.
+    `ours` and `others` [N, A] restrict the near and the far end of each pair to these atoms; the rest as in `lddt`.
     """
     mask = np.asarray(mask, bool)
     known = np.ones_like(mask) if predicted_mask is None else np.asarray(predicted_mask, bool)
-    residue = np.nonzero(mask)[0]
+    near_end = mask if ours is None else mask & np.asarray(ours, bool)
     far_end = mask if others is None else mask & np.asarray(others, bool)
-    far_residue = np.nonzero(far_end)[0]
+    residue, far_residue = np.nonzero(near_end)[0], np.nonzero(far_end)[0]
     truth, predicted = np.asarray(truth, np.float64), np.asarray(predicted, np.float64)
-    near, far = truth[mask], truth[far_end]
-    near_predicted, far_predicted = predicted[mask], predicted[far_end]
+    near_predicted, far_predicted = predicted[near_end], predicted[far_end]
+    near_known, far_known = known[near_end], known[far_end]
     kept, pairs = np.zeros(len(mask)), np.zeros(len(mask))
-    for start in range(0, len(near), BLOCK):
-        rows = slice(start, start + BLOCK)
-        distance = np.linalg.norm(near[rows, None] - far[None], axis=-1)
-        i, j = np.nonzero((distance < LDDT_RADIUS) & (residue[rows, None] != far_residue[None]))
-        moved = np.linalg.norm(near_predicted[rows][i] - far_predicted[j], axis=-1)
-        error = np.abs(moved - distance[i, j])
+    for i, j, distance in near_pairs(truth[near_end], truth[far_end], LDDT_RADIUS):
+        apart = residue[i] != far_residue[j]
+        i, j, distance = i[apart], j[apart], distance[apart]
+        moved = np.linalg.norm(near_predicted[i] - far_predicted[j], axis=-1)
+        error = np.abs(moved - distance)
         preserved = np.mean([error < tolerance for tolerance in LDDT_TOLERANCES], axis=0)
-        preserved *= known[mask][rows][i] & known[far_end][j]
-        kept += np.bincount(residue[rows][i], preserved, minlength=len(mask))
-        pairs += np.bincount(residue[rows][i], minlength=len(mask))
+        preserved *= near_known[i] & far_known[j]
+        kept += np.bincount(residue[i], preserved, minlength=len(mask))
+        pairs += np.bincount(residue[i], minlength=len(mask))
     return kept, pairs
+
+
+def near_pairs(a: Array, b: Array, within: float) -> Iterator[tuple[Array, Array, Array]]:
+    """Yield the pairs of points of a [N, 3] and b [M, 3] that are nearer than `within`: indices i, j and distances.
+
+    Block by block of a, so that memory grows as M.  Of b only the points near a block's box are looked at.
+    """
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    for start in range(0, len(a), BLOCK):
+        block = a[start : start + BLOCK]
+        low, high = block.min(0) - within, block.max(0) + within
+        boxed = np.flatnonzero(((b >= low) & (b <= high)).all(-1))
+        # Squares by a matrix product are fast and lose some digits: they only preselect, with a margin.
+        centre = block.mean(0)
+        rows, columns = block - centre, b[boxed] - centre
+        squares = np.sum(rows**2, -1)[:, None] + np.sum(columns**2, -1) - 2 * rows @ columns.T
+        i, j = np.nonzero(squares < (within + 1e-3) ** 2)
+        i, j = i + start, boxed[j]
+        distance = np.linalg.norm(a[i] - b[j], axis=-1)
+        near = distance < within
+        yield i[near], j[near], distance[near]
 
 
 def rename_symmetric(predicted: Array, truth: Array, mask: Array, predicted_mask: Array, swap: Array) -> Array:

@@ -113,6 +113,9 @@ def file_names(protein: str) -> dict[str, str]:
         "pdb": ".pdb",
         "pae": "_pae.json",
         "templates": "_templates.json",
+        "relaxed": "_relaxed.json",  # of run/relax_files.py; they go when the prediction goes
+        "relaxed_mmcif": "_relaxed.cif",
+        "relaxed_pdb": "_relaxed.pdb",
     }
     return {kind: stem + ending for kind, ending in endings.items()}
 

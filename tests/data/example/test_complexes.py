@@ -248,3 +248,27 @@ def test_any_fasta_is_read_or_refused(tmp_path_factory, records: list[tuple[str,
     assert "".join(chains) == letters.replace(":", "")
     assert all(len(set(one.ids)) == len(one.ids) == len(one.sequences) for one in found)
     assert len({one.name.lower() for one in found}) == len(found)
+
+
+DAMAGED = {
+    "x.a3m": b"#4,3\t1,2\n>101\t102\nACDEMKV\n>x1\tx2\nACDyEMKL\n\0>101\nACDE---\n>u\nA-wCE---\n>102\n----MKV\n",
+    "x.csv": b'id,sequence\nx,ACDE:MKV\n"y",GGG\n',
+    "x.fasta": b">A x\nACDE:MKV\n>B|c\nMKV\n",
+}
+
+
+@drawn(st.sampled_from(sorted(DAMAGED)), st.integers(0, 200), st.sampled_from(["", *'\0\n>#:\t,"-9']), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_damaged_file_is_read_or_refused_in_one_line(
+    tmp_path_factory, name: str, at: int, put: str, cut: bool
+) -> None:
+    path, text = tmp_path_factory.getbasetemp() / name, DAMAGED[name]
+    at %= len(text)
+    path.write_bytes(text[:at] + put.encode() + text[at + cut :])
+    refused = ""
+    try:
+        for query in read_complexes(path):
+            assemble(query, read_chain_alignments([path], query.sequences, "x") if name == "x.a3m" else None)
+    except UserError as error:
+        refused = str(error)
+    assert not refused or ("; " in refused and "\n" not in refused)

@@ -14,7 +14,13 @@ from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.pairing import make_pairing, pair_rows
 from warpfold.data.example.raw_example import RawExample
 from warpfold.data.features.choose import SampleConfig, keyed_rng
-from warpfold.data.features.crop import contiguous_crop, crop_assembly, near_other_chain, spatial_crop
+from warpfold.data.features.crop import (
+    contiguous_crop,
+    crop_assembly,
+    draw_of_interface,
+    near_other_chain,
+    spatial_crop,
+)
 from warpfold.data.features.make import make_features
 from warpfold.geometry.residue import GAP
 from warpfold.model.clusters import cluster_features
@@ -239,6 +245,8 @@ def test_spatial_crops_are_the_residues_nearest_to_one_of_an_interface(count: in
     distances = np.linalg.norm(ca[:, None] - ca, axis=-1)
     other = (chains[:, None] != chains) & seen & seen[:, None]
     assert (near == ((distances < 10) & other).any(1)).all()
+    drawn = [draw_of_interface(ca, seen, chains, 10.0, rng) for _ in range(5)]
+    assert set(drawn) <= (set(np.flatnonzero(near).tolist()) or {None})
     kept = spatial_crop(ca, seen, chains, size, 10.0, rng)
     if kept is None:
         assert not near.any()
@@ -250,6 +258,16 @@ def test_spatial_crops_are_the_residues_nearest_to_one_of_an_interface(count: in
         return bool(shown[residue, kept].max() <= shown[residue, ~kept].min(initial=np.inf))
 
     assert any(is_centre(residue) for residue in np.flatnonzero(near & kept))
+
+
+def test_every_residue_of_an_interface_is_drawn_equally_often() -> None:
+    ca = np.zeros((100, 3))
+    ca[:, 0] = np.arange(100) * 4.0
+    chains = (np.arange(100) >= 60).astype(int)  # two chains in a row: two residues of each are within 10 angstrom
+    draws = [draw_of_interface(ca, np.ones(100, bool), chains, 10.0, keyed_rng(0, i)) for i in range(2000)]
+    counts = [draws.count(residue) for residue in (58, 59, 60, 61)]
+    assert sum(counts) == 2000
+    assert max(abs(count - 500) for count in counts) < 5 * (2000 * 0.25 * 0.75) ** 0.5  # five standard deviations
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])

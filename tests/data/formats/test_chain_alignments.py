@@ -80,6 +80,10 @@ def test_wrong_first_lines_are_refused() -> None:
     assert "impossible" in refusal(COMPLEX.replace("1,2", "1"))
     assert "impossible" in refusal(COMPLEX.replace("1,2", "1," + "9" * 30))
     assert "impossible" in refusal(COMPLEX.replace("#4,3", "#4," + "9" * 30))
+    assert "impossible" in refusal(COMPLEX.replace("1,2", "1,0"))
+    assert "impossible" in refusal(COMPLEX.replace("1,2", "1,99999"))
+    assert "impossible" in refusal("#0,7\t1,1\n>q\nACDEMKV\n")
+    assert "not #lengths<TAB>copies" in refusal(COMPLEX.replace("1,2", "1>,2"))
     assert "has gaps" in refusal(COMPLEX.replace("ACDEMKV", "AC-EMKV"))
     assert "nucleic" in refusal("#12,3\t1,1\n>q\nACGTACGTACGTMKV\n")
 

@@ -8,9 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpfold.data.features.choose import SampleConfig
-from warpfold.data.load.schedule import Draw, Order, Schedule, Source, State, costs, deal, split_keys
-from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.data.features.choose import SampleConfig, predicted_assembly_cost
+from warpfold.data.load.schedule import (
+    Draw,
+    Order,
+    Schedule,
+    Source,
+    State,
+    costs,
+    deal,
+    joined_clusters,
+    making_costs,
+    paper_weights,
+    split_keys,
+)
+from warpfold.data.store.store import ASSEMBLIES, Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 
 
@@ -201,3 +213,50 @@ def test_what_was_used_is_repeated_in_whole_steps_before_the_rest_is_dealt() -> 
     assert schedule.state(2) == State(2, (3, 5))
     assert schedule.state(4) == State(8)
     assert schedule.state(3, late=[2], early=[6]) == State(2, (3, 4, 5, 6))
+
+
+@pytest.fixture(scope="module")
+def complexes(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Chains a to h in clusters of two, and assemblies of them."""
+    path = tmp_path_factory.mktemp("schedule") / "complexes"
+    groups = {"aab": ["a", "a", "b"], "ce": ["c", "e"], "just d": ["d"], "gh": ["g", "h"]}
+    record = pack_record({"aatype": np.zeros(1, np.uint8)}, {})
+    with StoreWriter(path, version=ASSEMBLIES) as writer:
+        for i, name in enumerate("abcdefgh"):
+            length = 512 if name in "gh" else 100
+            meta = {"length": length, "depth": 9 + 1000 * (name == "c"), "cluster": str(i // 2), "chains": None}
+            writer.add(name, record, meta)
+        for name, keys in groups.items():
+            writer.add(name, record, {"length": 100 * len(keys), "depth": 18, "cluster": None, "chains": keys})
+        writer.finish()
+    return Store(path)
+
+
+def test_a_source_has_chains_or_assemblies(complexes: Store, store: Store) -> None:
+    assert Source(complexes).keys == list("abcdefgh")
+    assert Source(complexes, assemblies=True).keys == ["aab", "ce", "just d", "gh"]
+    assert Source(store, assemblies=True).keys == store.keys  # of which each is an assembly of one
+    assert (paper_weights(Source(store, assemblies=True)) == paper_weights(Source(store))).all()
+
+
+def test_an_assembly_is_drawn_as_often_as_its_chains(complexes: Store) -> None:
+    # Chains that are in no assembly, f, count for nothing: e is alone in its cluster.
+    weights = paper_weights(Source(complexes, assemblies=True))
+    np.testing.assert_allclose(weights, [2 * 0.5 / 2, 0.5 / 2 + 0.5, 0.5 / 2, 2 * 1 / 2])
+
+
+def test_clusters_that_meet_in_an_assembly_are_held_out_together(complexes: Store) -> None:
+    assert joined_clusters(Source(complexes, assemblies=True)) == ["0", "1", "1", "3"]  # c and d are of one cluster
+    for seed in range(8):
+        train, held = split_keys(complexes, 1, seed, assemblies=True)
+        assert sorted(train + held) == sorted(["aab", "ce", "just d", "gh"])
+        assert held in (["aab"], ["gh"])  # not two, as long as one can be had
+
+
+def test_an_assembly_costs_what_its_chains_and_their_rows_cost(complexes: Store) -> None:
+    source = Source(complexes, assemblies=True)
+    cost = dict(zip(source.keys, making_costs(source, SampleConfig(crop=100, max_msa=4, max_extra=4))))
+    assert cost["ce"] > cost["aab"] == cost["just d"]  # of copies as much is read as of one
+    many = SampleConfig(crop=100, max_msa=4, max_extra=4, pairing=False)
+    assert dict(zip(source.keys, making_costs(source, many)))["ce"] < cost["ce"]
+    assert cost["just d"] == predicted_assembly_cost([(100, 9)], SampleConfig(crop=100, max_msa=4, max_extra=4))

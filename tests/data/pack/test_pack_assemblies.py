@@ -12,7 +12,10 @@ from tests.data.entries import TURN, assembly_text
 from tests.data.pack.pack_inputs import ONE, TWO, chain, contents, make_files, packed, structure
 from warpfold.bulk import JobPart
 from warpfold.data.example.raw_example import from_chain
+from warpfold.data.features.choose import SampleConfig
 from warpfold.data.formats.sequences import parse_alignment
+from warpfold.data.load.loader import Maker
+from warpfold.data.load.schedule import Order, Source
 from warpfold.data.pack.assemblies import copy_names
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.pack import merge, pack
@@ -203,6 +206,23 @@ def test_ca_atoms_are_stored_apart_and_are_those_of_all_atoms(tmp_path: Path) ->
         assert raw.mask is not None
         np.testing.assert_array_equal(found[0], raw.positions[:, ATOM_ORDER["CA"]])
         np.testing.assert_array_equal(found[1], raw.mask[:, ATOM_ORDER["CA"]])
+
+
+@pytest.mark.parametrize("assemblies", [True, False])
+def test_a_maker_makes_what_its_model_takes(files: Path, assemblies: bool) -> None:
+    packed(files, options=FIRST)
+    packed(files, "plain")
+    stores = Store(files / "store"), Store(files / "plain")
+    make = Maker(stores, SampleConfig(crop=50, max_msa=4, max_extra=4), seed=0, assemblies=assemblies)
+    order = Order([Source(store, assemblies=assemblies) for store in stores], seed=0)
+    for index in range(20):
+        entry = order.entry(index)
+        features = make(entry.source, order.key(entry), index, 1)
+        assert ("asym_id" in features) == assemblies
+        assert len(features["aatype"]) <= 50
+    if assemblies:
+        features = make(0, "2sym-assembly1", 0, 1)
+        assert features["copy_atom_positions"].shape == (2, 50, 37, 3)
 
 
 def test_the_summary_counts_chains_and_assemblies_apart(files: Path) -> None:

@@ -5,6 +5,7 @@ depends on no other draw, process, thread or order.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,6 +19,7 @@ RUN = 64  # rows left out or kept together by `thin_runs`
 # compared with one centre, and per cell that is counted.
 COST_EXAMPLE, COST_READ = 2.1, 3e-6
 COST_CENTRE, COST_EXTRA, COST_COMPARE, COST_COUNT = 7e-5, 4.5e-6, 2.6e-8, 2.3e-6
+COST_PAIR = 9e-4  # per row of an alignment among which pairs are looked for (benchmarks/assemblies.py)
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,21 @@ def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 
     kept = expected_rows(depth, config)
     used = min(kept, row_budget(length, config) or kept)
     return _cost(length, kept, used, passes, config)  # rows left out lie in the same blobs as those used
+
+
+def predicted_assembly_cost(entities: Sequence[tuple[int, int]], config: SampleConfig, passes: int = 1) -> float:
+    """Return the cost of making one training example of an assembly, in the same measure as `predicted_cost`.
+
+    entities: of each, the residues of all its copies, and the rows of its alignment.
+    """
+    length = sum(residues for residues, _ in entities)
+    crop = min(config.crop or length, length)
+    read = sum(crop * residues / length * rows for residues, rows in entities)
+    rows = sum(min(rows, config.chain_rows) for _, rows in entities)
+    paired = sum(rows for _, rows in entities) if config.pairing and len(entities) > 1 else 0
+    centres = min(rows, config.max_msa)
+    written = crop * (centres * COST_CENTRE + min(rows - centres, config.max_extra) * COST_EXTRA)
+    return COST_EXAMPLE + read * COST_READ + paired * COST_PAIR + crop * rows * COST_COUNT + passes * written
 
 
 def _cost(length: int, read: float, rows: float, passes: int, config: SampleConfig) -> float:

@@ -70,6 +70,8 @@ def parse_chain_alignments(
     """
     if _COMPLEX.match(data):
         alignment, lengths, _ = parse_complex_a3m(data, source)
+        if not lengths:
+            raise UserError(f"{source}: its first line is not #lengths<TAB>copies, as 120,88 and 1,2; correct it")
         if query is not None:
             return [chain_of_complex(alignment, lengths, source, query).check_query(query, source)]
         return [part.check_query(None, source) for chain in split_complex(alignment, lengths) for part in chain]

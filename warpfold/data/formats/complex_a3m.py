@@ -16,7 +16,7 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
 
 _ANNOUNCED = re.compile(rb"#([\d,]+)\t([\d,]+)\s*")
-_MOST_DIGITS = 9  # of a length, or a number of copies
+_MOST_DIGITS = 9, 4  # of a length, and of a number of copies
 
 
 def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
@@ -30,7 +30,8 @@ def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
         line, _, data = data.partition(b"\n")
         if found := _ANNOUNCED.fullmatch(line):
             both = [[n for n in part.split(b",") if n] for part in found.groups()]
-            if max(len(n) for part in both for n in part or [b""]) > _MOST_DIGITS or len(both[0]) != len(both[1]):
+            possible = all(len(n) <= most and int(n) for part, most in zip(both, _MOST_DIGITS) for n in part)
+            if not possible or not both[0] or len(both[0]) != len(both[1]):
                 raise UserError(
                     f"{source}: its first line announces impossible lengths or copies; make the alignment again"
                 )

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from warpfold.data.features.choose import SampleConfig, keyed_rng, predicted_cost
+from warpfold.data.features.choose import SampleConfig, keyed_rng, predicted_assembly_cost, predicted_cost
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import chains_of, entry_keys
 from warpfold.errors import UserError
@@ -291,11 +291,7 @@ def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
     hold up a step.
     """
     lengths = [np.array(source.column("length")) for source in order.sources]
-    depths = [source.column("depth") for source in order.sources]
-    making = [
-        np.array([predicted_cost(*sizes, config) for sizes in zip(length.tolist(), depth)])
-        for length, depth in zip(lengths, depths)
-    ]
+    making = [making_costs(source, config) for source in order.sources]
     computing = [np.minimum(length, config.crop or length) ** 2.0 for length in lengths]
     means = [float(np.concatenate(kind).mean()) for kind in (making, computing)]
 
@@ -304,6 +300,22 @@ def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
         return float(making[source][place] / means[0] + computing[source][place] / means[1])
 
     return cost
+
+
+def making_costs(source: Source, config: SampleConfig) -> np.ndarray:
+    """Return the predicted cost of making an example of each entry of a source."""
+    assemblies = chains_of(source.store)
+    columns = (source.store.column(name) for name in ("length", "depth", "cluster"))
+    sizes = dict(zip(source.store.keys, zip(*columns)))
+
+    def cost(key: str) -> float:
+        if key not in assemblies:
+            length, depth, _ = sizes[key]
+            return predicted_cost(length, depth, config)
+        copies = Counter(sizes[chain] for chain in assemblies[key])  # chains that are so alike are of one entity
+        return predicted_assembly_cost([(count * size[0], size[1]) for size, count in copies.items()], config)
+
+    return np.array([cost(key) for key in source.keys])
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
