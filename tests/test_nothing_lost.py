@@ -54,6 +54,7 @@ SAFE = {
     "run/outputs.py:_draft": OWN_DRAFT,
     "run/outputs.py:_move_into": "names that were free, or files of the same prediction, asked to",
     "run/outputs.py:remove_prediction": "files of a prediction by their names, and the folder if it is empty then",
+    "run/ranking.py:remove_copies": "copies by the names that the summary has, and their folder if it is empty then",
     "run/relax_files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "tune/bench_ops.py:picture": "into memory",
     "tune/timing.py:_without_stderr": "opens the null device",

@@ -277,7 +277,7 @@ def test_long_proteins_are_cut_and_short_ones_are_not() -> None:
     import torch
 
     def chunk(residues: int, clusters: int, extra: int) -> int | None:
-        batch = {"msa_feat": torch.empty(1, clusters, residues, 0), "extra_msa": torch.empty(1, extra, residues)}
+        batch = {"bert_mask": torch.empty(1, clusters, residues), "extra_msa": torch.empty(1, extra, residues)}
         plan = inference_plan(batch)
         assert plan.in_place == (plan.chunk is not None)
         return plan.chunk

@@ -14,6 +14,7 @@ from tests.helpers import tiny_model
 from tests.ranks import RankError, run_ranks
 from warpfold.errors import UserError
 from warpfold.model.alphafold import HeadsConfig
+from warpfold.model.embed import MultimerConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.weights import save_params
 from warpfold.parallel.mesh import make_mesh
@@ -78,6 +79,30 @@ def test_ranks_write_the_files_of_one_device(
         assert found.keys() == expected.keys() >= {"pae", "pair", "msa"}
         for key, there in expected.items():
             np.testing.assert_allclose(found[key], there, rtol=1e-3, atol=1e-3, err_msg=key)
+
+
+def test_a_complex_on_ranks_has_the_scores_of_one_device(tmp_path: Path) -> None:
+    """Also ranked: two seeds, of which one rank writes all."""
+    heads = HeadsConfig(plddt_c=8, pae=True, msa_classes=22)
+    save_params(tmp_path / "params.safetensors", tiny_model(multimer=MultimerConfig(), heads=heads))
+    (tmp_path / "dimer.fasta").write_text(f">H\n{LONG}\n>L\nGSHMLEERLGL\n")
+    query, params = tmp_path / "dimer.fasta", tmp_path / "params.safetensors"
+
+    def fold(out: Path, team: Team | None = None) -> dict[str, Any]:
+        return predict(query, [], params, out, PredictOptions(device="cpu", recycles=0, seeds=2), team=team)
+
+    def on_a_rank() -> dict[str, Any]:
+        mesh = make_mesh(1, 2)
+        return fold(tmp_path / "ranks", Team(ProcessInfo(mesh.world.rank, 2), mesh))
+
+    alone, (first, second) = fold(tmp_path / "alone"), run_ranks(on_a_rank, 2)
+    assert first == second == json.loads((tmp_path / "ranks/summary.json").read_text())
+    assert first["run"] == alone["run"]
+    for found, expected in zip(*(sorted(s["predictions"], key=lambda e: e["seed"]) for s in (first, alone))):
+        for score in ("iptm", "ptm", "ranking_confidence"):
+            assert found[score] == pytest.approx(expected[score], abs=2e-4)
+        np.testing.assert_allclose(found["chain_pair_iptm"], expected["chain_pair_iptm"], atol=2e-4)
+        assert (tmp_path / "ranks" / found["ranked"]["mmcif"]).is_file()
 
 
 class Shapes(TorchDispatchMode):

@@ -30,39 +30,78 @@ from warpfold.cli.common import (
 from warpfold.cli.relax import Relax, RelaxOption, relax_predictions, relaxed_line
 from warpfold.progress import progress_bar
 
+Query = Annotated[
+    Path,
+    argument(
+        "FASTA (A:B is a complex; also /dev/stdin), CSV (id,sequence), an alignment (A3M, Stockholm), a structure "
+        "(its chains), or a folder of these."
+    ),
+]
+Params = Annotated[
+    list[Path],
+    reads("WarpFold's .safetensors, or DeepMind's params_model_*.npz; several: each folds, and they are ranked."),
+]
+Out = Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.")]
+Msa = Annotated[
+    list[Path] | None, reads("Alignments, or folders of them; each goes to the sequence that is its first row.")
+]
+Together = Annotated[
+    bool | None,
+    reads(
+        "Whether the records of a FASTA file are the chains of one complex; default: if --params are a multimer's.",
+        "--complex/--no-complex",
+        show_default=False,
+    ),
+]
+Template = Annotated[
+    list[str] | None,
+    reads(
+        "FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date; in a "
+        "complex for the chains that they fit, or ID=FILE for chain ID."
+    ),
+]
+Hits = Annotated[
+    list[Path] | None,
+    reads("Template hits, .hhr or hmmsearch's; with several records, NAME.hhr for each, of a complex ID.hhr."),
+]
+TemplateStructures = Annotated[Path | None, reads("Folder of mmCIF files that the hits point to.")]
+MaxTemplateDate = Annotated[str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")]
+Seeds = Annotated[int, decides("Predict with this many seeds, SEED, SEED + 1 ..., and rank them.", min=1)]
+Recycles = Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)]
+Ensemble = Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)]
+MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)]
+MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
+Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")]
+Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits.", min=0)]
+TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations.")]
+
 
 @app.command(
-    cls=Lists, epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded"
+    cls=Lists,
+    epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
+    "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
+    "--params params_model_*_multimer_v3.npz --seeds 2 --out folded",
 )
 def predict(
-    query: Annotated[
-        Path, argument("FASTA (every record is folded; also /dev/stdin), or an alignment (A3M, Stockholm).")
-    ],
-    params: Annotated[Path, reads("WarpFold's .safetensors, or DeepMind's params_model_*.npz (monomer, ptm).")],
-    out: Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.")],
-    msa: Annotated[
-        list[Path] | None, reads("Alignments of the records; each goes to the record that is its first row.")
-    ] = None,
-    template: Annotated[
-        list[str] | None,
-        reads("FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date."),
-    ] = None,
-    hits: Annotated[
-        list[Path] | None, reads("Template hits, .hhr or hmmsearch's; with several records, NAME.hhr for each.")
-    ] = None,
-    template_structures: Annotated[Path | None, reads("Folder of mmCIF files that the hits point to.")] = None,
-    max_template_date: Annotated[
-        str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")
-    ] = None,
+    query: Query,
+    params: Params,
+    out: Out,
+    msa: Msa = None,
+    together: Together = None,
+    template: Template = None,
+    hits: Hits = None,
+    template_structures: TemplateStructures = None,
+    max_template_date: MaxTemplateDate = None,
     seed: Seed = 0,
-    recycles: Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)] = None,
-    ensemble: Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)] = None,
-    max_msa: Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)] = None,
-    max_extra: Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)] = None,
-    representations: Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")] = False,
+    seeds: Seeds = 1,
+    recycles: Recycles = None,
+    ensemble: Ensemble = None,
+    max_msa: MaxMsa = None,
+    max_extra: MaxExtra = None,
+    representations: Representations = False,
     device: Device = None,
-    chunk: Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits.", min=0)] = None,
-    precision: Annotated[Precision, runs("Precision of the trunk's activations.")] = Precision.fp32,
+    chunk: Chunk = None,
+    precision: TrunkPrecision = Precision.fp32,
     axial: Axial = None,
     branch: Branch = None,
     strict: Strict = False,
@@ -70,8 +109,9 @@ def predict(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fold sequences: mmCIF, PDB, pLDDT, PAE, a summary and a report.
+    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report.
 
+    With several --params or --seeds, the predictions of each protein are ranked.
     Long ones on several processes, under torchrun: docs/parallel.md.
     """
     from warpfold.parallel.plan import Plan
@@ -83,8 +123,8 @@ def predict(
         files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
     process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
-        seed=seed, recycles=recycles, ensemble=ensemble, max_msa=max_msa, max_extra=max_extra,
-        device=device_of(device, process), chunk=chunk, precision=precision.value,
+        seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
+        max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
         representations=representations, force=force, kernels="strict" if strict else "fast",
     )  # fmt: skip
     bar, plan = progress_bar() if process.rank == 0 else nullcontext(), Plan(axial=axial or 1, branch=branch or 1)
@@ -102,19 +142,19 @@ def _lacks_templates(entry: dict[str, Any]) -> bool:
 
 
 def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Print the summary, or a line for each protein; and in any case what failed."""
+    """Print the summary, or a line for each prediction; and in any case what is to be known of the input or failed."""
     say_refused(summary["refused"])
     if as_json:
         show(summary)
     for entry in [] if as_json else summary["predictions"]:
-        ptm = "" if entry["ptm"] is None else f", pTM {entry['ptm']:.2f}"
-        used = f", templates {', '.join(entry['templates'])}" if entry.get("templates") else ""
-        typer.echo(f"{entry['name']}: mean pLDDT {entry['mean_plddt']:.1f}{ptm}{used}, {out / entry['folder']}")
-    for entry in [] if as_json else summary["predictions"]:
+        typer.echo(_line(entry, out))
         if "relaxed" in entry:
             typer.echo(relaxed_line(f"{entry['name']} relaxed", entry["relaxed"]))
     if not as_json:
         typer.echo(f"report: {out / 'report.html'}")
+    for name, warnings in summary["input_warnings"].items():
+        for warning in warnings:
+            typer.echo(f"{name}: {warning}", err=True)
     for entry in summary["predictions"]:
         refused = entry.get("templates_refused", {})
         if entry.get("templates_missing") or (refused and not entry["templates"]):
@@ -122,4 +162,17 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
             what = "some hits are no templates" if entry["templates"] else "no template"
             typer.echo(f"{entry['name']}: {what}: {reasons}", err=True)
     for failure in summary["failures"]:
-        typer.echo(f"failed {failure['name']}: {failure['error']}", err=True)
+        of = f" ({failure['model']}, seed {failure['seed']})" if "model" in failure else ""
+        typer.echo(f"failed {failure['name']}{of}: {failure['error']}", err=True)
+
+
+def _line(entry: dict[str, Any], out: Path) -> str:
+    """Return what is printed of a prediction."""
+    chains = f" ({len(entry['chains'])} chains)" if "chains" in entry else ""
+    rank = f", rank {entry['rank']}" if "ranked" in entry else ""
+    scores = [f"mean pLDDT {entry['mean_plddt']:.1f}"]
+    known = [(title, entry.get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM"))]
+    scores += [f"{title} {score:.2f}" for title, score in known if score is not None]
+    if entry["templates"]:
+        scores.append(f"templates {', '.join(entry['templates'])}")
+    return f"{entry['name']}{chains}{rank}: {', '.join(scores)}, {out / entry['folder']}"

@@ -64,21 +64,35 @@ def load_model(path: Path | str) -> AlphaFold:
     Errors: UserError for a file that is neither, and for arrays that are missing, surplus or misshapen, all named.
     """
     path = Path(path)
+    if path.suffix == ".npz" and path.is_file():
+        return _load_npz(path)
+    config = load_config(path)
+    with safe_open(path, framework="pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    model = AlphaFold(config)
+    load_state(model, state, str(path))
+    return model
+
+
+def load_config(path: Path | str) -> ModelConfig:
+    """Return the settings of the model whose parameters a file holds, without reading the parameters.
+
+    Errors: UserError as in `load_model`, but for arrays that do not fit the settings.
+    """
+    path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file; give WarpFold's .safetensors or DeepMind's params_model_*.npz")
     if path.suffix == ".npz":
-        return _load_npz(path)
+        with _opened_npz(path) as file:
+            return config_from_deepmind(file, str(path))
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a safetensors file ({error}); give .safetensors or .npz parameters") from error
     if FORMAT not in metadata:
         raise UserError(f"{path}: safetensors, but not written by WarpFold (no settings of a model inside)")
-    model = AlphaFold(build(ModelConfig, json.loads(metadata[FORMAT])["model"], str(path)))
-    load_state(model, state, str(path))
-    return model
+    return build(ModelConfig, json.loads(metadata[FORMAT])["model"], str(path))
 
 
 def data_settings(path: Path | str) -> dict[str, Any]:

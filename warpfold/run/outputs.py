@@ -7,16 +7,19 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
+import torch
 
 from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
 from warpfold.files import file_name, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.model import confidence
 
 # AlphaFold DB's letters for the classes of pLDDT: high, medium, low, disordered.
 CATEGORIES = ((90.0, "H"), (70.0, "M"), (50.0, "L"), (0.0, "D"))
@@ -24,13 +27,13 @@ CATEGORIES = ((90.0, "H"), (70.0, "M"), (50.0, "L"), (0.0, "D"))
 
 @dataclass(frozen=True)
 class Prediction:
-    """One folded protein of N residues; arrays are float32 NumPy, lengths in angstrom.
+    """One folded protein of N residues, or a complex of K chains with N residues in all; float32 NumPy, angstrom.
 
     Representations, None unless asked for: single [N, c_s], pair [N, N, c_z], msa [S, N, c_m].
     """
 
     name: str
-    sequence: str
+    sequence: str  # of a complex, that of its chains, one after another
     positions: np.ndarray  # [N, 37, 3], atoms in the order of geometry.residue.ATOM_TYPES
     mask: np.ndarray  # [N, 37], 1 where the residue type has the atom
     plddt: np.ndarray  # [N], 0 to 100
@@ -42,6 +45,12 @@ class Prediction:
     msa: np.ndarray | None = None
     details: Mapping[str, Any] = field(default_factory=dict)  # for summary.json: seed, recycles, seconds, ...
     templates: Sequence[Mapping[str, Any]] = ()  # the outcome of each template that was offered
+    chain_ids: tuple[str, ...] = ("A",)  # [K]
+    asym_id: np.ndarray | None = (
+        None  # int32 [N], the place of each residue's chain in `chain_ids`, from 1; None: K = 1
+    )
+    iptm: float | None = None  # 0 to 1, of a complex
+    chain_pair_iptm: np.ndarray | None = None  # [K, K], 0 to 1: the ipTM of each two chains alone; 0 on the diagonal
 
     @property
     def ca(self) -> np.ndarray:
@@ -52,23 +61,45 @@ class Prediction:
     def mean_plddt(self) -> float:
         return float(self.plddt.mean())
 
-    def chain(self) -> Chain:
-        """Return the prediction as chain A, numbered from 1."""
-        n = len(self.sequence)
-        numbers = tuple(str(i + 1) for i in range(n))
-        return Chain("A", self.sequence, self.positions, self.mask, np.arange(n), numbers)
+    @property
+    def ranking_confidence(self) -> float:
+        """Return what predictions are ranked by: 0.8 ipTM + 0.2 pTM of a complex, 0 to 1, or the mean pLDDT."""
+        tm = () if self.iptm is None or self.ptm is None else (torch.tensor(self.ptm), torch.tensor(self.iptm))
+        return float(confidence.ranking_confidence(torch.from_numpy(self.plddt), *tm))
+
+    @property
+    def spans(self) -> dict[str, slice]:
+        """Return where each chain's residues are: id -> slice of the N residues, in the user's order."""
+        if self.asym_id is None:
+            return {self.chain_ids[0]: slice(0, len(self.sequence))}
+        starts = np.searchsorted(self.asym_id, np.arange(1, len(self.chain_ids) + 2)).tolist()
+        return {chain: slice(*span) for chain, span in zip(self.chain_ids, pairwise(starts))}
+
+    def chains(self) -> list[Chain]:
+        """Return the predicted chains, each numbered from 1."""
+        found = []
+        for chain, span in self.spans.items():
+            sequence = self.sequence[span]
+            index = np.arange(len(sequence))
+            numbers = tuple(str(i + 1) for i in index)
+            found.append(Chain(chain, sequence, self.positions[span], self.mask[span], index, numbers))
+        return found
 
     def mmcif(self) -> str:
         """Return mmCIF text, pLDDT in the B column and as ModelCIF's metric."""
         from warpfold.data.structure.write import write_mmcif
 
-        return write_mmcif(self.name, [self.chain()], b_factors=[self.plddt], predicted=True)
+        return write_mmcif(self.name, self.chains(), b_factors=self._plddt_by_chain, predicted=True)
 
     def pdb(self) -> str:
         """Return PDB text, pLDDT in the B column.  Errors: UserError where the format cannot hold the structure."""
         from warpfold.data.structure.write import write_pdb
 
-        return write_pdb(self.name, [self.chain()], b_factors=[self.plddt])
+        return write_pdb(self.name, self.chains(), b_factors=self._plddt_by_chain)
+
+    @property
+    def _plddt_by_chain(self) -> list[np.ndarray]:
+        return [self.plddt[span] for span in self.spans.values()]
 
     def save(self, folder: Path | str, overwrite: bool = False) -> dict[str, str]:
         """Write all files of this prediction into `folder` (docs/outputs.md lists them); return kind -> file name.
@@ -83,9 +114,9 @@ class Prediction:
         folder = Path(folder)
         names = file_names(self.name)
         _check_free(folder, names, overwrite)
-        known = ("positions", "mask", "plddt", "pae", "single", "pair", "msa")
+        known = ("positions", "mask", "plddt", "pae", "single", "pair", "msa", "asym_id", "chain_pair_iptm")
         arrays = {name: getattr(self, name) for name in known if getattr(self, name) is not None}
-        texts = {"mmcif": self.mmcif(), "plddt": json.dumps(plddt_json(self.plddt))}
+        texts = {"mmcif": self.mmcif(), "plddt": json.dumps(plddt_json(self.plddt, self.spans))}
         with contextlib.suppress(UserError):
             texts["pdb"] = self.pdb()
         if self.pae is not None and self.max_pae is not None:
@@ -193,10 +224,13 @@ def _move_into(draft: Path, folder: Path, names: Mapping[str, str]) -> None:
             (folder / name).unlink()
 
 
-def plddt_json(plddt: np.ndarray) -> dict[str, list[Any]]:
-    """Return pLDDT [N] in the layout of AlphaFold DB's confidence files."""
+def plddt_json(plddt: np.ndarray, spans: Mapping[str, slice]) -> dict[str, list[Any]]:
+    """Return pLDDT [N] in the layout of AlphaFold DB's confidence files; of a complex, with each residue's chain."""
+    lengths = {chain: span.stop - span.start for chain, span in spans.items()}
+    chains = {"chainId": [chain for chain, length in lengths.items() for _ in range(length)]}
     return {
-        "residueNumber": list(range(1, len(plddt) + 1)),
+        **(chains if len(spans) > 1 else {}),
+        "residueNumber": [i + 1 for length in lengths.values() for i in range(length)],
         "confidenceScore": [round(float(value), 2) for value in plddt],
         "confidenceCategory": [next(letter for bound, letter in CATEGORIES if value >= bound) for value in plddt],
     }

@@ -1,12 +1,12 @@
 """Find templates for `predict`: files that the user gives, and hits of a search with a folder of structures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from warpfold.data.example.hits import Hit, read_hits
 from warpfold.data.example.raw_example import Templates, join
-from warpfold.data.example.templates import TemplateOutcome, template_from_file, templates_from_hits
+from warpfold.data.example.templates import LOW_IDENTITY, TemplateOutcome, template_from_file, templates_from_hits
 from warpfold.data.structure.chain import given_date
 from warpfold.data.structure.library import Library
 from warpfold.errors import UserError
@@ -19,9 +19,10 @@ Found = tuple[Templates | None, list[TemplateOutcome]]
 class TemplateSources:
     """The files from which templates are taken.
 
-    files: FILE or FILE:CHAIN, mmCIF or PDB, used for every query whatever their date.  hits: files of HHsearch or
-    hmmsearch; with several queries each is named after its query (NAME.hhr).  structures: the mmCIF files that hits
-    point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: no limit.
+    files: FILE or FILE:CHAIN, mmCIF or PDB, used for every query whatever their date; of a complex, for the chains that
+    they fit, or as ID=FILE or ID=FILE:CHAIN for chain ID.  hits: files of HHsearch or hmmsearch; with several queries
+    each is named after its query (NAME.hhr), of a complex after its chain (ID.hhr, NAME_ID.hhr).  structures: the mmCIF
+    files that hits point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: no limit.
     """
 
     files: Sequence[str] = ()
@@ -40,13 +41,33 @@ class TemplateSources:
         return bool(self.files or self.hits)
 
 
+@dataclass(frozen=True)
+class TemplateQuery:
+    """A sequence for which templates are sought: a protein, or the chains of a complex that have it.
+
+    names: by which files of hits are named after it; the first is its own.  files: the user's for it.
+    """
+
+    sequence: str
+    names: tuple[str, ...]
+    files: tuple[str, ...]
+    chains: tuple[str, ...] = ()  # of a complex
+
+
 def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: int) -> dict[str, Found]:
-    """Find each query's templates and the outcome of each: the user's files first, then hits, up to `most`.
+    """Find each protein's templates and the outcome of each: the user's files first, then hits, up to `most`.
 
     queries: name -> sequence.  A hit that cannot be used is among the outcomes.
     Errors: UserError for a file of the user that cannot be used, a file of hits that cannot be read or belongs to no
     query, and a folder that has the structure of none of the hits.
     """
+    files = tuple(map(str, sources.files))
+    asked = [TemplateQuery(sequence, (name,), files) for name, sequence in queries.items()]
+    return dict(zip(queries, find_templates_of(asked, sources, most)))
+
+
+def find_templates_of(queries: Sequence[TemplateQuery], sources: TemplateSources, most: int) -> list[Found]:
+    """Find the templates of each query, as `find_templates`."""
     hits = _hits_by_query(queries, sources.hits)
     newest = given_date(sources.max_date, MAX_DATE)
     library = Library(sources.structures) if sources.structures is not None else None
@@ -57,18 +78,65 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
             f"{library.folders[0]}: has the structures of none of the {len(entries)} hits ({some} ...); "
             "give the folder of their mmCIF files, or leave the hits out"
         )
-    found: dict[str, Found] = {}
-    for name, sequence in queries.items():
-        own, outcomes = user_templates(sequence, sources.files)
+    found: list[Found] = []
+    for query in queries:
+        own, outcomes = user_templates(query.sequence, query.files)
         parts = [] if own is None else [own]
-        if library is not None and hits.get(name):
-            searched, refused = templates_from_hits(
-                sequence, hits[name], library, newest, limit=most - len(sources.files)
-            )
+        if library is not None and (offered := hits.get(query.names[0])):
+            limit = most - len(query.files)
+            searched, refused = templates_from_hits(query.sequence, offered, library, newest, limit=limit)
             parts += [] if searched is None else [searched]
             outcomes += refused
-        found[name] = join(parts), outcomes
+        found.append((join(parts), outcomes))
     return found
+
+
+def files_of_chains(files: Sequence[str], chains: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return which of the user's files are templates of which sequence of a complex: sequence -> files.
+
+    chains: id -> sequence.  ID=FILE belongs to the sequence of chain ID.  Otherwise FILE belongs to every sequence of
+    which a chain in it has 30 % of the aligned residues or more, and FILE:CHAIN to the one of these that it has most
+    residues in common with.  Errors: UserError for a file that cannot be used.
+    """
+    found: dict[str, list[str]] = {sequence: [] for sequence in chains.values()}
+    for file in files:
+        id, equals, rest = file.partition("=")
+        if equals and not Path(file).exists():  # a file's own name may have an equals sign
+            fitting = {chains[id]: 1.0} if id in chains else {}
+        else:
+            rest, fitting = file, _fitting(file, found)
+        if _split(rest)[1] is not None:
+            fitting = dict(sorted(fitting.items(), key=lambda one: -one[1])[:1])
+        for sequence in fitting:
+            found[sequence].append(rest)
+    return found
+
+
+def check_fit(files: Sequence[str], used: Iterable[Sequence[str]], chain: str) -> None:
+    """Raise UserError for a file of the user that is among those used for no chain; chain: one that it could be for."""
+    kept = {file for files in used for file in files}
+    for file in files:
+        if file not in kept and file.partition("=")[2] not in kept:
+            raise UserError(
+                f"{file}: fits no chain, as fewer than {LOW_IDENTITY:.0%} of the aligned residues are equal; leave it "
+                f"out, or say which chain it is for: {chain}={file}"
+            )
+
+
+def _fitting(file: str, sequences: Iterable[str]) -> dict[str, float]:
+    """Return how many residues a template has in common with each of the sequences that it fits."""
+    fitting, refused = {}, []
+    for sequence in sequences:
+        try:
+            _, (outcome,) = user_templates(sequence, [file])
+        except UserError as error:
+            refused.append(error)
+            continue
+        if outcome.identity >= LOW_IDENTITY:
+            fitting[sequence] = outcome.identity * outcome.residues
+    if len(refused) == len(found := list(sequences)) and found:
+        raise refused[0]
+    return fitting
 
 
 def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
@@ -78,23 +146,30 @@ def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
     """
     templates, outcomes = [], []
     for file in files:
-        path, colon, chain = str(file).rpartition(":")
-        whole = not colon or Path(file).exists()  # a file's own name may have a colon
-        template, outcome = template_from_file(sequence, file if whole else path, None if whole else chain)
+        template, outcome = template_from_file(sequence, *_split(str(file)))
         templates.append(template)
         outcomes.append(outcome)
     return join(templates), outcomes
 
 
-def _hits_by_query(queries: Mapping[str, str], files: Sequence[Path]) -> dict[str, list[Hit]]:
-    """Read the hits of each query; if there is one query, all files are its own."""
+def _split(file: str) -> tuple[str, str | None]:
+    """Return path and chain of FILE:CHAIN, and no chain of FILE."""
+    path, colon, chain = file.rpartition(":")
+    return (file, None) if not colon or Path(file).exists() else (path, chain)  # a file's own name may have a colon
+
+
+def _hits_by_query(queries: Sequence[TemplateQuery], files: Sequence[Path]) -> dict[str, list[Hit]]:
+    """Read the hits of each query, by its first name; if there is one query, all files are its own."""
+    by_name = {name: query for query in queries for name in query.names}
     hits: dict[str, list[Hit]] = {}
     for file in files:
-        name = next(iter(queries)) if len(queries) == 1 else file.name.split(".")[0]
-        if name not in queries:
+        name = file.name.split(".")[0]
+        folder = file.absolute().parent.name  # AlphaFold-Multimer's msas/A/pdb_hits.sto
+        query = queries[0] if len(queries) == 1 else by_name.get(name) or by_name.get(folder)
+        if query is None:
             raise UserError(
                 f"{file}: there is no query {name}; with several queries, name each file of hits by its query "
-                f"({next(iter(queries))}.hhr)"
+                f"({queries[0].names[0]}.hhr)"
             )
-        hits.setdefault(name, []).extend(read_hits(file, queries[name]))
+        hits.setdefault(query.names[0], []).extend(read_hits(file, query.sequence))
     return hits

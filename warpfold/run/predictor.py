@@ -2,21 +2,21 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from warpfold.batch import to_tensors
+from warpfold.batch import Batch, to_tensors
+from warpfold.data.example.assembly import Assembly, Example
+from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
 from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.data.features.make import make_features
-from warpfold.data.formats import alignment as alphabet
-from warpfold.data.formats.alignment import Alignment
-from warpfold.data.formats.sequences import parse_a3m
 from warpfold.errors import UserError
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, Output
@@ -26,7 +26,9 @@ from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan, Precision, inference_plan
 from warpfold.parallel.team import Team
+from warpfold.run.assemble import Rows, as_alignment, complex_of, on_chains
 from warpfold.run.outputs import Prediction
+from warpfold.run.params import check_templates
 from warpfold.run.predict_templates import user_templates
 from warpfold.settings import build
 
@@ -64,8 +66,8 @@ class Predictor:
 
     def fold(
         self,
-        sequence: str,
-        alignment: Alignment | Sequence[str] = (),
+        sequence: str | Sequence[str] | Mapping[str, str],
+        alignment: Rows | Sequence[Rows] | Mapping[str, Rows] = (),
         templates: Templates | Sequence[str | Path] | None = None,
         *,
         name: str = "query",
@@ -76,38 +78,43 @@ class Predictor:
     ) -> Prediction:
         """Fold `sequence` (one letter per residue), given rows aligned to it as in A3M: lower case is an insertion.
 
-        The query's own row may be among them or not.  templates: mmCIF or PDB files, FILE or FILE:CHAIN, aligned here;
-        or `Templates` that are aligned already, best first.  seed: of the alignment's sampling and masking; the same
-        seed gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
-        single, pair and msa of the result are None.
+        A complex: the sequences of its chains, which are then A, B and so on, or chain -> sequence; and likewise their
+        alignments, or chain -> alignment of those that have one.  Rows are paired by the organisms that an
+        `Alignment`'s names give (docs/multimer.md).
+        The query's own row may be among them or not.  templates: mmCIF or PDB files, FILE or FILE:CHAIN, aligned here
+        (of a complex to the chains that they fit, or ID=FILE for chain ID); or, for a single sequence, `Templates`
+        that are aligned already, best first.  seed: of the alignment's sampling and masking; the same seed gives the
+        same prediction.  recycles, ensemble: default to the model's settings.  Without `representations` single, pair
+        and msa of the result are None.
         Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
         be used, or more of them than the model takes.
         """
-        alphabet.encode(sequence, name)  # an error for letters that are not residues
-        query = sequence.upper()
-        if not isinstance(alignment, Alignment):
-            rows = "".join(f">alignment[{i}]\n{row}\n" for i, row in enumerate(alignment))
-            alignment = parse_a3m(f">{name}\n{query}\n{rows}", name, query)
-        if templates is not None:
-            self.check_templates(len(templates))
-            templates = templates if isinstance(templates, Templates) else user_templates(query, templates)[0]
-        raw = replace(from_sequence(query, [alignment], name), templates=templates)
-        return self.fold_example(raw, seed=seed, recycles=recycles, ensemble=ensemble, representations=representations)
+        example: RawExample | Assembly
+        if isinstance(sequence, str):
+            rows = as_alignment(sequence, cast(Rows, alignment), name)
+            if templates is not None:
+                self.check_templates(len(templates))
+                if not isinstance(templates, Templates):
+                    templates = user_templates(sequence.upper(), templates)[0]
+            example = replace(from_sequence(sequence.upper(), [rows], name), templates=templates)
+        else:
+            if isinstance(templates, Templates):
+                raise UserError("templates of a complex: give their files, [ID=]FILE or [ID=]FILE:CHAIN")
+            self._check_complex(name)
+            example = complex_of(sequence, cast(Sequence[Rows] | Mapping[str, Rows], alignment), name)
+            if templates:
+                example = on_chains(example, list(map(str, templates)), self.check_templates)
+        return self.fold_example(
+            example, seed=seed, recycles=recycles, ensemble=ensemble, representations=representations
+        )
 
     def check_templates(self, count: int) -> None:
         """Raise UserError unless the model takes `count` templates."""
-        if count and self.model.templates is None:
-            raise UserError(
-                "these parameters have no template parts (of AlphaFold2's, model_3 to model_5 have none); "
-                "give others, or no templates"
-            )
-        if count > self.sample.max_templates:
-            most = self.sample.max_templates
-            raise UserError(f"templates given: {count}, the model takes {most}; leave some out")
+        check_templates(self.model.config, self.sample, count)
 
     def fold_example(
         self,
-        raw: RawExample,
+        example: RawExample | Assembly,
         *,
         seed: int = 0,
         recycles: int | None = None,
@@ -121,8 +128,14 @@ class Predictor:
         ensemble = settings.ensemble if ensemble is None else ensemble
         if recycles < 0 or ensemble < 1:
             raise UserError(f"recycles = {recycles}, ensemble = {ensemble}: at least 0 and 1 are needed")
-        raw = replace(raw, positions=None, mask=None)
-        features = make_features(raw, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
+        if isinstance(example, Assembly):
+            self._check_complex(example.name)
+            assembly = replace(example, chains=tuple(map(_without_atoms, example.chains)))
+        else:
+            example = replace(example, positions=None, mask=None)
+            assembly = Assembly(example.name, ("A",), (example,))
+        given = example if isinstance(example, RawExample) and settings.multimer is None else assembly
+        features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, self.device)
         plan = inference_plan(batch, self.precision, self.chunk)
         plan = replace(plan, axial=self.axial, branch=self.branch, kernels=self.kernels)
@@ -135,37 +148,55 @@ class Predictor:
                 output = self.model(batch, recycles)
         finally:
             self.model.config = settings
-        prediction = self._prediction(raw, output, batch["atom37_atom_exists"], representations)
-        used: list[str] = []
-        if raw.templates is not None and self.model.templates is not None:
-            chosen = choose_templates(len(raw.templates), self.sample.max_templates, None)
-            used = list(raw.templates.choose(chosen).names)
+        prediction = self._prediction(assembly, output, batch, representations)
         details = {
             "seed": seed,
-            "recycles": recycles,
+            "recycles": output.recycles,
             "ensemble": ensemble,
-            "msa_depth": len(raw.msa),
-            "templates": used,
+            **_depths(assembly),
+            "templates": self._used_templates(assembly),
             "seconds": {"features": round(ready - start, 3), "model": round(time.perf_counter() - ready, 3)},
         }
         return replace(prediction, details=details)
 
-    def _prediction(self, raw: RawExample, output: Output, atoms: Tensor, representations: bool) -> Prediction:
+    def _check_complex(self, name: str) -> None:
+        """Raise UserError unless the model folds complexes."""
+        if self.model.config.multimer is None:
+            raise UserError(
+                f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
+                "(params_model_*_multimer_*.npz), or fold each chain alone"
+            )
+
+    def _used_templates(self, assembly: Assembly) -> list[str]:
+        """Return the names of the templates that the model sees, chain by chain, copies once."""
+        used: list[str] = []
+        entities = {chain.sequence: chain for chain in assembly.chains}
+        for chain in entities.values() if self.model.templates is not None else ():
+            if isinstance(chain, RawExample) and chain.templates is not None:
+                chosen = choose_templates(len(chain.templates), self.sample.max_templates, None)
+                used += chain.templates.choose(chosen).names
+        return used
+
+    def _prediction(self, assembly: Assembly, output: Output, batch: Batch, representations: bool) -> Prediction:
         def whole(x: Tensor, axis: int) -> np.ndarray | None:
             """Collect a tensor that is sharded along residues; None on ranks other than 0."""
-            found = self.team.gather_shards(x.float(), axis, len(raw.aatype))
+            found = self.team.gather_shards(x.float(), axis, assembly.length)
             return None if found is None else found.numpy()
 
-        pae = ptm = max_pae = None
-        if output.pae_logits is not None:
-            breaks = pae_breaks(output.pae_logits.shape[-1])
-            pae, max_pae = whole(confidence.pae(output.pae_logits, breaks), -2), confidence.max_pae(breaks)
-            ptm = float(confidence.ptm(output.pae_logits, breaks, residues=self.model.residues))
+        several = len(assembly.chains) > 1
+        pae = ptm = max_pae = iptm = pairs = None
+        if (logits := output.pae_logits) is not None:
+            breaks, residues = pae_breaks(logits.shape[-1]), self.model.residues
+            pae, max_pae = whole(confidence.pae(logits, breaks), -2), confidence.max_pae(breaks)
+            ptm = float(confidence.ptm(logits, breaks, residues=residues))
+            if several:
+                iptm = float(confidence.iptm(logits, breaks, batch["asym_id"], residues=residues))
+                pairs = _numpy(confidence.chain_pair_iptm(logits, breaks, batch["asym_id"], residues=residues))
         return Prediction(
-            name=raw.name,
-            sequence=raw.sequence,
+            name=assembly.name,
+            sequence="".join(chain.sequence for chain in assembly.chains),
             positions=_numpy(output.structure.final_atom37),
-            mask=_numpy(atoms),
+            mask=_numpy(batch["atom37_atom_exists"]),
             plddt=_numpy(confidence.plddt(output.plddt_logits)),
             pae=pae,
             max_pae=max_pae,
@@ -173,6 +204,10 @@ class Predictor:
             single=_numpy(output.single) if representations else None,
             pair=whole(output.pair, -3) if representations else None,
             msa=whole(output.msa, -2) if representations else None,
+            chain_ids=assembly.ids,
+            asym_id=batch["asym_id"].cpu().numpy().astype(np.int32) if several else None,
+            iptm=iptm,
+            chain_pair_iptm=pairs,
         )
 
 
@@ -204,3 +239,19 @@ def load(
 
 def _numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().float().cpu().numpy()
+
+
+def _without_atoms(chain: Example) -> Example:
+    """Return a chain without its coordinates, where they are in memory."""
+    return replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain
+
+
+def _depths(assembly: Assembly) -> dict[str, Any]:
+    """Return how many alignment rows there are: in all, copies counted once; of a complex, of each chain, and pairs."""
+    depth = sum({chain.sequence: chain.depth for chain in assembly.chains}.values())
+    if len(assembly.chains) == 1:
+        return {"msa_depth": depth}
+    depths = {id: chain.depth for id, chain in zip(assembly.ids, assembly.chains)}
+    several = assembly.entity_id.max() > 1
+    pairs = len(pair_rows([chain.pairing for chain in assembly.chains])) - 1 if several else 0
+    return {"msa_depth": depth, "chain_depths": depths, "paired_rows": pairs}

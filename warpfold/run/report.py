@@ -19,7 +19,9 @@ from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run import figures
 
 HERE = Path(__file__).parent
-DRAWN = 40  # proteins that the report of `predict` draws; its table lists all
+DRAWN = 40  # predictions that the report of `predict` draws; its table lists all
+DRAWN_OF_EACH = 5  # of one protein or complex, the best
+INTERFACE_HEADER = ("interface", "ipTM", "interface pLDDT", "contacts")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Target:
     """One predicted protein of a report.
 
     plddt [N] 0..100; pae [N, N] angstrom or None; ca [N, 3] angstrom; mmcif: the structure, pLDDT as its B factors.
+    chains: of a complex, where each is; interfaces: a row of text for each, under INTERFACE_HEADER.
     With a known truth, superposed on the prediction: truth_mmcif, truth_ca [M, 3], lddt [N] 0..100 (NaN where unknown).
     """
 
@@ -41,6 +44,8 @@ class Target:
     truth_mmcif: str | None = None
     truth_ca: np.ndarray | None = None
     lddt: np.ndarray | None = None
+    chains: Mapping[str, slice] = field(default_factory=dict)
+    interfaces: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,14 @@ def render(report: ReportPage) -> str:
         sections.append("<section><h2>Structures</h2>\n")
         sections += [_target(i, target) for i, target in enumerate(report.targets)]
         sections.append("</section>")
-    structures = [{"prediction": t.mmcif, "truth": t.truth_mmcif} for t in report.targets]
+    structures = [
+        {
+            "prediction": t.mmcif,
+            "truth": t.truth_mmcif,
+            "chains": [[c, _chain_color(i)] for i, c in enumerate(t.chains)],
+        }
+        for t in report.targets
+    ]
     library = (HERE / "vendor" / "3dmol" / "3Dmol-min.js").read_text(encoding="utf-8") if report.targets else ""
     return frame.substitute(
         title=_text(report.title),
@@ -126,10 +138,12 @@ def _target(index: int, target: Target) -> str:
     truth = target.truth_mmcif is not None
     numbers = "".join(f"<div><dt>{_text(k)}</dt> <dd>{_text(v)}</dd></div>" for k, v in target.numbers)
     warnings = "".join(f'<p class="warning">{_text(w)}</p>' for w in target.warnings)
-    trace = figures.draw_trace(target.ca, target.plddt, target.truth_ca)
-    drawings = [_figure(figures.draw_plddt(target.plddt, target.lddt), "")]
+    trace = figures.draw_trace(target.ca, target.plddt, target.truth_ca, target.chains)
+    drawings = [_figure(figures.draw_plddt(target.plddt, target.lddt, target.chains), "")]
     if target.pae is not None:
-        drawings.append(_figure(figures.draw_pae(target.pae), "Dark: sure of where the one is, seen from the other."))
+        drawing = figures.draw_pae(target.pae, target.chains)
+        drawings.append(_figure(drawing, "Dark: sure of where the one is, seen from the other."))
+    interfaces = _table(ReportTable(INTERFACE_HEADER, target.interfaces), {}) if target.interfaces else ""
     key = "".join(
         f'<span><i style="background:{color}"></i>{name}{f", {bound:.0f} and more" if bound else ""}</span>'
         for bound, color, name in figures.CLASSES
@@ -137,6 +151,12 @@ def _target(index: int, target: Target) -> str:
     if truth:
         key += '<span><i style="background:#aab2bb"></i>truth</span>'
     switch = '<label><input type="checkbox" name="truth" checked> truth</label>' if truth else ""
+    if target.chains:
+        switch += '<label><input type="checkbox" name="chains"> colour by chain</label>'
+        key += "".join(
+            f'<span class="chain"><i style="background:{_chain_color(i)}"></i>{_text(chain)}</span>'
+            for i, chain in enumerate(target.chains)
+        )
     return f"""<article id="target-{index}">
 <h3>{_text(target.name)}</h3>
 <dl class="numbers">{numbers}</dl>
@@ -148,10 +168,14 @@ def _target(index: int, target: Target) -> str:
 <button name="reset" type="button">reset the view</button></div>
 <div class="key">{key}</div>
 </div>
-<div>{"".join(drawings)}</div>
+<div>{"".join(drawings)}{interfaces}</div>
 </div>
 <p class="sequence">{_text(target.sequence)}</p>
 </article>"""
+
+
+def _chain_color(place: int) -> str:
+    return figures.CHAIN_COLORS[place % len(figures.CHAIN_COLORS)]
 
 
 def _figure(svg: str, caption: str) -> str:
@@ -168,42 +192,92 @@ def _text(text: str) -> str:
 def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
     """Return the report of `warpfold predict`, from its summary and the files that it names."""
     entries, failures = summary["predictions"], summary["failures"]
-    rows = [
-        [e["name"], f"{e['length']}", f"{e['msa_depth']}", f"{e['mean_plddt']:.1f}",
-         "–" if e["ptm"] is None else f"{e['ptm']:.2f}", f"{sum(e['seconds'].values()):.1f}", str(len(e["warnings"]))]
-        for e in entries
-    ]  # fmt: skip
-    header = ["protein", "residues", "alignment rows", "mean pLDDT", "pTM", "seconds", "warnings"]
-    alone = len(entries) == 1 and not failures
-    sections = [Section("All proteins", table=ReportTable(header, rows))] if entries and not alone else []
+    best = [entry for entry in entries if entry.get("rank", 1) == 1]
+    alone = len(best) == 1 and not failures
+    sections = [Section("All proteins", table=_all_proteins(best))] if best and not alone else []
+    if len(entries) > len(best):
+        sections.append(_ranking(entries, summary["ranking"]))
     if failures:
-        table = ReportTable(["protein", "what went wrong"], [[f["name"], f["error"]] for f in failures])
-        sections.append(Section("Failed", table=table))
-    if offered := _template_rows(out, entries):
+        whats = [[_label(f), f["error"]] for f in failures]
+        sections.append(Section("Failed", table=ReportTable(["protein", "what went wrong"], whats)))
+    if offered := _template_rows(out, best):
         text = "NAME_templates.json in the protein's folder has the outcome of every template that was offered."
         header = ["protein", "template", "residues", "identity", "note"]
         sections.append(Section("Templates", text, table=ReportTable(header, offered)))
-    facts = [] if alone else [("proteins folded", str(len(entries)))]
+    facts = [] if alone else [("proteins folded", str(len(best)))]
     if failures:
         facts.append(("failed", str(len(failures))))
     if entries:
-        facts.append(("mean pLDDT", f"{np.mean([e['mean_plddt'] for e in entries]):.1f}"))
-    if alone and entries[0]["ptm"] is not None:
-        facts.append(("pTM", f"{entries[0]['ptm']:.2f}"))
+        facts.append(("mean pLDDT", f"{np.mean([e['mean_plddt'] for e in best]):.1f}"))
+    for key, title in (("iptm", "ipTM"), ("ptm", "pTM")):
+        if alone and best[0].get(key) is not None:
+            facts.append((title, f"{best[0][key]:.2f}"))
     facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
-    versions, params = summary["versions"], summary["params"]
-    drawn = f", the first {DRAWN} drawn" if len(entries) > DRAWN else ""
+    shown = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH][:DRAWN]
+    names = ", ".join(model["file"] for model in summary["models"])
+    drawn = f", the {'first' if len(entries) == len(best) else 'best'} {len(shown)} drawn" if shown != entries else ""
+    versions, seeds = summary["versions"], _seeds(summary["settings"])
+    digests = ", ".join(model["sha256"] for model in summary["models"])
     return ReportPage(
-        title=entries[0]["name"] if alone else "Predicted structures",
-        lead=f"Folded by WarpFold with {params['file']}{drawn}.",
+        title=best[0]["name"] if alone else "Predicted structures",
+        lead=f"Folded by WarpFold with {names}{drawn}.",
         facts=facts,
         sections=sections,
-        targets=[target_of(out, entry) for entry in entries[:DRAWN]],
+        targets=[target_of(out, entry) for entry in shown],
         footer=[
             f"WarpFold {versions['warpfold']} · torch {versions['torch']} · {summary['device']} · "
-            f"seed {summary['settings']['seed']} · parameters sha256 {params['sha256']}"
+            f"{seeds} · parameters sha256 {digests}"
         ],
     )
+
+
+def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
+    """Return a row for each protein or complex, its best prediction."""
+    complexes = any("chains" in entry for entry in entries)
+    header = ["protein", "residues", "alignment rows", "mean pLDDT", "pTM", "seconds", "warnings"]
+    if complexes:
+        header[1:1], header[5:5] = ["chains"], ["ipTM"]
+    rows = []
+    for e in entries:
+        row = [_label(e), f"{e['length']}", f"{e['msa_depth']}", f"{e['mean_plddt']:.1f}", _score(e["ptm"]),
+               f"{sum(e['seconds'].values()):.1f}", str(len(e["warnings"]))]  # fmt: skip
+        if complexes:
+            row[1:1], row[5:5] = [str(len(e.get("chains", "A")))], [_score(e.get("iptm"))]
+        rows.append(row)
+    return ReportTable(header, rows)
+
+
+def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping[str, Any]]) -> Section:
+    """Return all predictions of each protein, best first."""
+    measures = dict.fromkeys(one["by"] for one in ranking.values())
+    header = ["prediction", "model", "seed", *measures, "mean pLDDT"]
+    complexes = any("iptm" in entry for entry in entries)
+    rows = []
+    for e in entries:
+        by = ranking[e["name"]]["by"]
+        values = [f"{e['ranking_confidence']:.{1 if 'pLDDT' in by else 3}f}" if by == one else "" for one in measures]
+        row = [_label(e), e["model"], str(e["seed"]), *values, f"{e['mean_plddt']:.1f}"]
+        row += [_score(e.get("iptm"))] if complexes else []
+        rows.append([*row, _score(e["ptm"])])
+    text = f"Best first, by {' or '.join(measures)}."
+    return Section("Ranking", text, table=ReportTable([*header, *(["ipTM"] if complexes else []), "pTM"], rows))
+
+
+def _label(entry: Mapping[str, Any]) -> str:
+    """Return how the page calls a prediction: by its protein, or by rank, model and seed too if there are several."""
+    if "ranked" in entry:
+        return f"{entry['name']}, rank {entry['rank']}"
+    failed = "error" in entry and "model" in entry
+    return f"{entry['name']} ({entry['model']}, seed {entry['seed']})" if failed else entry["name"]
+
+
+def _score(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _seeds(settings: Mapping[str, Any]) -> str:
+    first, last = settings["seed"], settings["seed"] + settings["seeds"] - 1
+    return f"seed {first}" if first == last else f"seeds {first} to {last}"
 
 
 def _template_rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -212,13 +286,19 @@ def _template_rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[list
     for entry in (entry for entry in entries if "templates" in entry["files"]):
         outcomes = json.loads((out / entry["folder"] / entry["files"]["templates"]).read_text(encoding="utf-8"))
         rows += [
-            [entry["name"], one["name"], f"{one['residues']}", f"{one['identity']:.0%}", one["note"]]
+            [_label(entry), _on_chains(one), f"{one['residues']}", f"{one['identity']:.0%}", one["note"]]
             for one in outcomes
             if one["used"]
         ]
         if unused := entry["templates_unused"]:
-            rows.append([entry["name"], f"{unused} not used", "", "", ""])
+            rows.append([_label(entry), f"{unused} not used", "", "", ""])
     return rows
+
+
+def _on_chains(outcome: Mapping[str, Any]) -> str:
+    """Return a template's name and, of a complex, the chains that it is on."""
+    chains = outcome.get("chains")
+    return f"{outcome['name']} on {', '.join(chains)}" if chains else outcome["name"]
 
 
 def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
@@ -231,14 +311,20 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         ca, plddt = arrays["positions"][:, ATOM_ORDER["CA"]], arrays["plddt"]
         pae = arrays["pae"] if "pae" in arrays.files else None
     numbers = [("residues", str(entry["length"])), ("mean pLDDT", f"{entry['mean_plddt']:.1f}")]
+    if entry.get("iptm") is not None:
+        numbers.append(("ipTM", f"{entry['iptm']:.2f}"))
     if entry["ptm"] is not None:
         numbers.append(("pTM", f"{entry['ptm']:.2f}"))
     numbers.append(("alignment rows", str(entry["msa_depth"])))
+    if "paired_rows" in entry:
+        numbers.append(("paired rows", str(entry["paired_rows"])))
+    if "ranked" in entry:
+        numbers += [("model", entry["model"]), ("seed", str(entry["seed"]))]
     if "templates" in files:
         numbers.append(("templates", str(len(entry["templates"]))))
     numbers += truth.pop("numbers", ())
     return Target(
-        name=entry["name"],
+        name=_label(entry),
         sequence=entry["sequence"],
         plddt=plddt,
         ca=ca,
@@ -246,5 +332,16 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         pae=pae,
         numbers=numbers,
         warnings=entry["warnings"],
+        chains=_chain_spans(entry),
+        interfaces=[
+            ["-".join(one["chains"]), _score(one["iptm"]), f"{one['plddt']:.1f}", str(one["contacts"])]
+            for one in entry.get("interfaces", ())
+        ],
         **truth,
     )
+
+
+def _chain_spans(entry: Mapping[str, Any]) -> dict[str, slice]:
+    """Return where each chain of a complex is; nothing for a single chain."""
+    ends = np.cumsum([chain["length"] for chain in entry.get("chains", ())]).tolist()
+    return {chain["id"]: slice(end - chain["length"], end) for chain, end in zip(entry.get("chains", ()), ends)}

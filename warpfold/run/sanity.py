@@ -30,22 +30,27 @@ class Geometry:
         return [f"{count} {what}" for count, what in found if count]
 
 
-def check_geometry(positions: np.ndarray, mask: np.ndarray) -> Geometry:
-    """Check a chain of N residues: positions [N, 37, 3] in angstrom, mask [N, 37]; consecutive rows are bonded.
+def check_geometry(positions: np.ndarray, mask: np.ndarray, asym_id: np.ndarray | None = None) -> Geometry:
+    """Check N residues: positions [N, 37, 3] in angstrom, mask [N, 37]; consecutive rows of one chain are bonded.
 
+    asym_id: [N], each residue's chain; None: they are one chain.
     Errors: FloatingPointError when a position that counts is not finite.
     """
     present = mask > 0
     if not np.isfinite(positions[present]).all():
         raise FloatingPointError("the predicted positions are not finite")
-    return Geometry(_chain_breaks(positions, present), _clashes(positions, present), _mirrored(positions, present))
+    chain = np.zeros(len(mask), np.int64) if asym_id is None else asym_id
+    bonded = chain[1:] == chain[:-1]  # [N - 1], each residue to the next
+    return Geometry(
+        _chain_breaks(positions, present, bonded), _clashes(positions, present, bonded), _mirrored(positions, present)
+    )
 
 
-def _chain_breaks(positions: np.ndarray, present: np.ndarray) -> int:
+def _chain_breaks(positions: np.ndarray, present: np.ndarray, bonded: np.ndarray) -> int:
     ca = ATOM_ORDER["CA"]
     step = np.linalg.norm(positions[1:, ca] - positions[:-1, ca], axis=-1)
     outside = (step < CA_CA_RANGE[0]) | (step > CA_CA_RANGE[1])
-    return int((outside & present[1:, ca] & present[:-1, ca]).sum())
+    return int((outside & bonded & present[1:, ca] & present[:-1, ca]).sum())
 
 
 def _mirrored(positions: np.ndarray, present: np.ndarray) -> int:
@@ -56,19 +61,21 @@ def _mirrored(positions: np.ndarray, present: np.ndarray) -> int:
     return int((whole & (volume < 0)).sum())
 
 
-def _clashes(positions: np.ndarray, present: np.ndarray) -> int:
+def _clashes(positions: np.ndarray, present: np.ndarray, bonded: np.ndarray) -> int:
+    """Count overlaps of atoms, but of peptide bonds and disulfides."""
     residue, atom = np.nonzero(present)
     xyz = positions[residue, atom].astype(np.float32)
     radius = np.array([VDW_RADIUS[name[0]] for name in ATOM_TYPES], np.float32)[atom]
     sulfur = atom == ATOM_ORDER["SG"]
-    peptide_n, peptide_c = atom == ATOM_ORDER["N"], atom == ATOM_ORDER["C"]
+    peptide_n = atom == ATOM_ORDER["N"]
+    peptide_c = (atom == ATOM_ORDER["C"]) & np.append(bonded, False)[residue]  # bonded to the next residue's N
     count = 0
     for start in range(0, len(xyz), BLOCK):
         rows = slice(start, start + BLOCK)
         later = residue[None, :] > residue[rows, None]
-        bonded = (residue[None, :] == residue[rows, None] + 1) & peptide_c[rows, None] & peptide_n[None, :]
+        peptide = (residue[None, :] == residue[rows, None] + 1) & peptide_c[rows, None] & peptide_n[None, :]
         distance = np.linalg.norm(xyz[rows, None] - xyz[None, :], axis=-1)
         disulfide = sulfur[rows, None] & sulfur[None, :] & (distance < DISULFIDE)
         near = distance < radius[rows, None] + radius[None, :] - CLASH_OVERLAP
-        count += int((near & later & ~bonded & ~disulfide).sum())
+        count += int((near & later & ~peptide & ~disulfide).sum())
     return count

@@ -42,6 +42,7 @@ class TemplateOutcome:
     identity: float = 0.0  # 0 to 1, over the aligned residues
     sum_probs: float | None = None
     missing: bool = False  # refused because there is no file of its structure
+    chains: tuple[str, ...] = ()  # of a complex: those that it was offered to
 
 
 def count_refusals(outcomes: Sequence[TemplateOutcome]) -> dict[str, int]:

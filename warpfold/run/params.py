@@ -1,0 +1,71 @@
+"""The parameters that `predict` folds with: one file or several, each with a name of its own, known before loading."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warpfold.data.features.choose import SampleConfig
+from warpfold.errors import UserError
+from warpfold.files import file_name, opened
+from warpfold.model.alphafold import ModelConfig
+from warpfold.model.weights import assumed_settings, data_settings, load_config
+from warpfold.settings import build
+
+
+@dataclass(frozen=True)
+class Params:
+    """A file of parameters: what it is of, and how its examples were drawn."""
+
+    name: str  # among those of a run; safe in a path
+    path: Path
+    digest: str  # sha256 of the file
+    config: ModelConfig
+    sample: SampleConfig
+
+    @property
+    def multimer(self) -> bool:
+        """Return whether the model folds complexes."""
+        return self.config.multimer is not None
+
+    def summary(self) -> dict[str, Any]:
+        """Return what summary.json says of the file."""
+        return {"file": self.path.name, "sha256": self.digest, "assumed": assumed_settings(self.path)}
+
+
+def read_params(paths: Sequence[Path]) -> list[Params]:
+    """Return what the files hold, in the given order, without loading the parameters.
+
+    A name is that of the file without its ending; where files share it, with their folder's before it.
+    Errors: UserError for a file that holds no parameters, one that is given twice, and files that cannot be told apart.
+    """
+    stems = [file_name(path.stem) for path in paths]
+    names = [
+        file_name(f"{path.absolute().parent.name}_{stem}") if stems.count(stem) > 1 else stem
+        for path, stem in zip(paths, stems)
+    ]
+    found: list[Params] = []
+    for path, name in zip(paths, names):
+        config = load_config(path)
+        with opened(path, unpack=False) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+        for other in found:
+            if other.digest == digest:
+                raise UserError(f"{path}: the same parameters as {other.path}; give each file once")
+            if other.name.lower() == name.lower():  # some file systems do not tell A from a
+                raise UserError(f"{path}: a file and folder named as of {other.path}; rename one of the files")
+        sample = build(SampleConfig, data_settings(path), str(path))
+        found.append(Params(name, path, digest, config, sample))
+    return found
+
+
+def check_templates(config: ModelConfig, sample: SampleConfig, count: int) -> None:
+    """Raise UserError unless a model takes `count` templates."""
+    if count and not config.templates.enabled:
+        raise UserError(
+            "these parameters have no template parts (of AlphaFold2's, model_3 to model_5 have none); "
+            "give others, or no templates"
+        )
+    if count > sample.max_templates:
+        raise UserError(f"templates given: {count}, the model takes {sample.max_templates}; leave some out")

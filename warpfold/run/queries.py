@@ -1,0 +1,144 @@
+"""What `predict` folds: proteins and complexes, read from the user's files, with their alignments and templates."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.complexes import assemble, read_complexes
+from warpfold.data.example.raw_example import RawExample, Templates
+from warpfold.data.example.templates import TemplateOutcome
+from warpfold.data.formats.alignment import Alignment, merge
+from warpfold.data.formats.chain_alignments import read_chain_alignments
+from warpfold.run.params import Params, check_templates
+from warpfold.run.predict_templates import (
+    Found,
+    TemplateQuery,
+    TemplateSources,
+    check_fit,
+    files_of_chains,
+    find_templates_of,
+)
+
+
+@dataclass(frozen=True)
+class FoldQuery:
+    """What to fold: a name that is unique and safe in a path, a sequence, an alignment of it, templates.
+
+    outcomes: of each template that was offered.  warnings: what is to be said of the input.
+    """
+
+    name: str
+    sequence: str
+    alignment: Alignment
+    templates: Templates | None = None
+    outcomes: Sequence[TemplateOutcome] = ()
+    warnings: Sequence[str] = ()
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield all that decides what is predicted."""
+        yield f"{self.name}\n{self.sequence}\n".encode()
+        yield from (self.alignment.rows.tobytes(), self.alignment.deletions.tobytes())
+        yield from _template_parts(self.templates)
+
+
+@dataclass(frozen=True)
+class ComplexQuery:
+    """A complex to fold, with the alignments and templates of its chains; the rest as in `FoldQuery`."""
+
+    assembly: Assembly
+    outcomes: Sequence[TemplateOutcome] = ()
+    warnings: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        return self.assembly.name
+
+    @property
+    def chains(self) -> tuple[RawExample, ...]:
+        """Return the chains, which are in memory."""
+        return tuple(chain for chain in self.assembly.chains if isinstance(chain, RawExample))
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield all that decides what is predicted."""
+        yield f"{self.name}\n{','.join(self.assembly.ids)}\n".encode()
+        for chain in self.chains:
+            yield from (array.tobytes() for array in (chain.aatype, chain.msa, chain.deletions))
+            if (pairing := chain.pairing) is not None:
+                for array in (pairing.species, pairing.identity, pairing.digest, pairing.unpaired):
+                    yield np.ascontiguousarray(array).tobytes()
+            yield from _template_parts(chain.templates)
+
+
+Query = FoldQuery | ComplexQuery
+
+
+def _template_parts(templates: Templates | None) -> Iterator[bytes]:
+    if templates is not None:
+        yield from (array.tobytes() for array in (templates.aatype, templates.positions, templates.mask))
+
+
+def read_queries(path: Path, msas: Sequence[Path], together: bool = False) -> list[Query]:
+    """Read proteins and complexes from a file or a folder (`read_complexes`), with their alignments from `msas`.
+
+    Each alignment belongs to the sequence in its first row, and if there is one sequence, every one must be of it; the
+    official order in which they are stacked is kept (`read_chain_alignments`).  together: the records of a FASTA file
+    are the chains of one complex.
+    Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
+    """
+    found = read_complexes(path, together)
+    sequences = [sequence for one in found for sequence in one.sequences]
+    alignments = read_chain_alignments(msas, sequences, str(path))
+    unused = [f"{file}: an alignment of none of the sequences, left out" for file in alignments.unused]
+    queries: list[Query] = []
+    for one in found:
+        if len(one.ids) == 1:
+            (sequence,) = one.sequences
+            own = [*one.alignments, *alignments.of(sequence)] or [Alignment.of_query(sequence, one.name)]
+            queries.append(FoldQuery(one.name, sequence, merge(own), warnings=[*one.notes, *unused]))
+        else:
+            assembly, notes = assemble(one, alignments)
+            queries.append(ComplexQuery(assembly, warnings=[*notes, *unused]))
+    return queries
+
+
+def with_templates(queries: Sequence[Query], sources: TemplateSources, models: Sequence[Params]) -> list[Query]:
+    """Return the queries with templates, as many as the models take; models without template parts ignore them.
+
+    Errors: UserError as in `find_templates`, for a file that fits no chain of the complexes, and if no model takes
+    templates, or one fewer than the user's files.
+    """
+    able = [model for model in models if model.config.templates.enabled] or models
+    asked = [_ask(query, sources.files, alone=len(queries) == 1) for query in queries]
+    each = [one for some in asked for one in some]
+    for model in able:
+        check_templates(model.config, model.sample, max(1, *(len(one.files) for one in each)))
+    check_fit(list(map(str, sources.files)), [one.files for one in each], (each[0].chains or each[0].names)[0])
+    found = dict(zip(each, find_templates_of(each, sources, max(model.sample.max_templates for model in able))))
+    return [_with_found(query, {one: found[one] for one in own}) for query, own in zip(queries, asked)]
+
+
+def _ask(query: Query, files: Sequence[str], alone: bool) -> list[TemplateQuery]:
+    """Return the sequences of a query for which templates are sought.  alone: it is the only query."""
+    if isinstance(query, FoldQuery):
+        return [TemplateQuery(query.sequence, (query.name,), tuple(map(str, files)))]
+    chains = dict(zip(query.assembly.ids, (chain.sequence for chain in query.chains)))
+    own = files_of_chains(files, chains)
+    asked = []
+    for sequence in dict.fromkeys(chains.values()):
+        ids = tuple(id for id, other in chains.items() if other == sequence)
+        names = (*(ids if alone else ()), *(f"{query.name}_{id}" for id in ids))
+        asked.append(TemplateQuery(sequence, names, tuple(own[sequence]), ids))
+    return asked
+
+
+def _with_found(query: Query, found: Mapping[TemplateQuery, Found]) -> Query:
+    if isinstance(query, FoldQuery):
+        ((templates, outcomes),) = found.values()
+        return replace(query, templates=templates, outcomes=outcomes)
+    by_sequence = {one.sequence: templates for one, (templates, _) in found.items()}
+    chains = tuple(replace(chain, templates=by_sequence[chain.sequence]) for chain in query.chains)
+    outcomes = [replace(outcome, chains=one.chains) for one, (_, outcomes) in found.items() for outcome in outcomes]
+    return replace(query, assembly=replace(query.assembly, chains=chains), outcomes=outcomes)
