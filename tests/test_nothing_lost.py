@@ -29,8 +29,7 @@ SAFE = {
     "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
     "data/synthetic/folder.py:_alignment": OWN_DRAFT,
     "data/synthetic/folder.py:_structure": OWN_DRAFT,
-    "data/synthetic/folder.py:generate": OWN_DRAFT
-    + "; `out` is absent or an empty folder, which rmdir makes sure of",
+    "data/synthetic/folder.py:generate": OWN_DRAFT + "; `out` is absent or an empty folder, which rmdir makes sure of",
     "data/pack/part.py:PartWriter.__init__": "a part's own names, in a folder that holds nothing else",
     "data/search/programs.py": "in a temporary folder",
     "data/store/store.py:StoreWriter.__init__": "a store's own names, in a folder that holds nothing else",
