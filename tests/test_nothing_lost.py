@@ -27,9 +27,9 @@ OWN_DRAFT = "what it made itself, under a name that nobody else has"
 OWN_FOLDER = "in a folder that was claimed: it holds a run's own names, or was empty"
 SAFE = {
     "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
-    "data/synthetic/proteins.py:_write": OWN_DRAFT,
-    "data/synthetic/proteins.py:generate": OWN_DRAFT
-    + "; `out` is absent or an empty folder, which rmdir makes sure of",
+    "data/synthetic/folder.py:_alignment": OWN_DRAFT,
+    "data/synthetic/folder.py:_structure": OWN_DRAFT,
+    "data/synthetic/folder.py:generate": OWN_DRAFT + "; `out` is absent or an empty folder, which rmdir makes sure of",
     "data/pack/part.py:PartWriter.__init__": "a part's own names, in a folder that holds nothing else",
     "data/search/programs.py": "in a temporary folder",
     "data/store/store.py:StoreWriter.__init__": "a store's own names, in a folder that holds nothing else",

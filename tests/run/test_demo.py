@@ -61,6 +61,22 @@ def test_it_continues_and_keeps_what_is_done(done: tuple[Path, list[tuple[int, i
         assert after[kind] == before[kind]
 
 
+def test_dimers_are_packed_folded_and_scored(tmp_path: Path) -> None:
+    """A multimer's demo has the same parts, and says of dimers how well their interfaces are found."""
+    out = tmp_path / "out"
+    run_demo(out, multimer=True, proteins=6, changes=SMALL)
+    assert {p.name for p in out.iterdir()} == {*demo.PARTS, "summary.json"}
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["proteins"], summary["steps"]) == ("complete", 6, 2)
+    for score in ("dockq", "interface_lddt", "iptm"):
+        assert all(0 <= summary["held_out"][score][model] <= 1 for model in ("untrained", "trained"))
+    for entry in summary["predictions"]:
+        assert [chain["id"] for chain in entry["chains"]] == ["A", "B"]
+        text = (out / "predictions" / entry["folder"] / entry["files"]["mmcif"]).read_text()
+        assert {line.split()[6] for line in text.splitlines() if line.startswith("ATOM")} == {"A", "B"}
+    assert "DockQ" in (out / "report.html").read_text()
+
+
 def test_other_settings_need_force(done: tuple[Path, list[tuple[int, int, str]]]) -> None:
     out, _ = done
     with pytest.raises(UserError, match="another run"):

@@ -7,7 +7,7 @@ import pytest
 
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
-from warpfold.data.synthetic.proteins import generate
+from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
 from warpfold.tune.bench_data import bench_data, rows, source_files, spread_out
 from warpfold.tune.bench_loader import Simulation

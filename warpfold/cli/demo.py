@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, Force, Seed, app, device_of, show, writes
+from warpfold.cli.common import AsJson, Force, Seed, app, decides, device_of, show, writes
 from warpfold.progress import progress_bar
 
 
 @app.command(epilog="Example:  warpfold demo --out demo")
 def demo(
     out: Annotated[Path, writes("Folder for the report and everything else.")] = Path("demo"),
+    multimer: Annotated[bool, decides("Dimers, and a small AlphaFold-Multimer.", "--multimer")] = False,
     seed: Seed = 0,
     force: Force = False,
     as_json: AsJson = False,
@@ -22,7 +23,7 @@ def demo(
     device_of("cpu")
     try:
         with progress_bar(narrate=True) as progress:
-            summary = run_demo(out, seed=seed, force=force, progress=progress)
+            summary = run_demo(out, multimer=multimer, seed=seed, force=force, progress=progress)
     except KeyboardInterrupt:
         typer.echo("stopped; the same command continues", err=True)
         raise typer.Exit(130) from None
@@ -30,5 +31,8 @@ def demo(
         show(summary)
         return
     scores = summary["held_out"]
-    typer.echo(f"lDDT-Ca of held-out proteins: {scores['untrained']:.2f} untrained, {scores['trained']:.2f} trained")
+    names = {"lddt_ca": "lDDT-Ca", "dockq": "DockQ", "interface_lddt": "interface lDDT"}
+    for key in (key for key in names if key in scores):
+        there = scores[key]
+        typer.echo(f"{names[key]}, held out: {there['untrained']:.2f} untrained, {there['trained']:.2f} trained")
     typer.echo(f"open {out / 'report.html'}")

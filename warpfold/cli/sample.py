@@ -12,18 +12,21 @@ from warpfold.progress import progress_bar
 @app.command(epilog="Example:  warpfold sample --proteins 200 --out proteins")
 def sample(
     out: Annotated[Path, writes("Folder for mmCIF and A3M files.")],
-    proteins: Annotated[int, decides("Number of proteins.", min=1)] = 200,
-    min_length: Annotated[int, decides("Residues of the shortest protein.", min=1)] = 30,
-    max_length: Annotated[int, decides("Residues of the longest protein.", min=1)] = 60,
+    proteins: Annotated[int, decides("Number of proteins.", min=0)] = 200,
+    dimers: Annotated[int, decides("Number of dimers besides, of equal chains and of different ones.", min=0)] = 0,
+    min_length: Annotated[int, decides("Residues of the shortest chain.", min=1)] = 30,
+    max_length: Annotated[int, decides("Residues of the longest chain.", min=1)] = 60,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Make sample proteins with alignments, to try a pipeline or a cluster without downloading anything."""
-    from warpfold.data.synthetic.proteins import generate
+    from warpfold.data.synthetic.folder import generate
 
     with progress_bar() as progress:
-        made = generate(out, proteins, seed, min_length=min_length, max_length=max_length, progress=progress)
+        made = generate(
+            out, proteins, seed, dimers=dimers, min_length=min_length, max_length=max_length, progress=progress
+        )
     if as_json:
         show(made)
     else:
-        typer.echo(f"{len(made)} proteins in {out}")
+        typer.echo(f"{proteins} proteins{f' and {dimers} dimers' if dimers else ''} in {out}")

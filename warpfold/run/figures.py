@@ -136,20 +136,22 @@ def draw_pae(pae: np.ndarray, chains: Mapping[str, slice] | None = None) -> str:
 
 
 @mpl.rc_context(STYLE)
-def draw_improvement(names: Sequence[str], before: Sequence[float], after: Sequence[float]) -> str:
-    """Draw lDDT-Cα (0 to 1) of each protein by the untrained and the trained model, as two dots and a line."""
+def draw_improvement(
+    names: Sequence[str], before: Sequence[float], after: Sequence[float], score: str = "lDDT-Cα"
+) -> str:
+    """Draw a score (0 to 1) of each protein by the untrained and the trained model, as two dots and a line."""
     order = np.argsort(after)
     figure, axes = _canvas(4.7, 0.9 + 0.26 * len(names))
     rows, b, a = np.arange(len(names)), np.asarray(before, float)[order], np.asarray(after, float)[order]
     axes.hlines(rows, b, a, color=RULE, linewidth=3, zorder=1)
     axes.scatter(b, rows, s=36, facecolor="white", edgecolor=GREY, linewidth=1.4, zorder=2, label="untrained")
     axes.scatter(a, rows, s=40, color=BLUE, zorder=3, label="trained")
-    axes.set(xlabel="lDDT-Cα", xlim=(0, 1), ylim=(-0.7, len(names) - 0.3))
+    axes.set(xlabel=score, xlim=(0, 1), ylim=(-0.7, len(names) - 0.3))
     axes.set_yticks(rows, [names[i] for i in order])
     axes.tick_params(axis="y", length=0)
     _legend(axes)
     _grid(axes, "x")
-    return _svg(figure, "lDDT-Calpha of each held-out protein, untrained and trained")
+    return _svg(figure, f"{score} of each held-out example, untrained and trained")
 
 
 @mpl.rc_context(STYLE)

@@ -17,8 +17,9 @@ from warpfold.data.synthetic.backbone import (
     radius_of_gyration,
     with_o_and_cb,
 )
+from warpfold.data.synthetic.folder import generate
 from warpfold.data.synthetic.folds import FOLDS, LOOPS
-from warpfold.data.synthetic.proteins import Protein, generate, make_protein, to_chain
+from warpfold.data.synthetic.proteins import Protein, make_protein, to_chain
 from warpfold.data.synthetic.sidechain import ROTAMERS, rotamers
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_MASK, ATOM14_NAMES, RESTYPE_ORDER

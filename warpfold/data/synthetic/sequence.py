@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfold.data.formats.alignment import Alignment, encode
+from warpfold.data.formats.alignment import Alignment, decode, encode
 from warpfold.data.synthetic.backbone import Flags, Floats, across, apart, distances
 from warpfold.data.synthetic.folds import Blueprint
 from warpfold.geometry.residue import GAP, RESTYPE_ORDER, RESTYPES
@@ -27,6 +27,8 @@ PREFERENCES = {
     "Ls": "S4 G4 N4 D3 T2 K2",
     "Ts": "S4 K4 T2 G2",
 }
+# Where two chains touch: salt bridges either way round, or a hydrophobic patch; what is opposite decides.
+INTERFACE = "L8 I5 V4 A4 M3 F2 E4 K4 R2 D2"
 HELIX_FIRST, HELIX_LAST = "E8 P4 D4 S2 A1", "K8 R5 N2 Q1 A1"  # exposed ends of a helix: its dipole, proline at N1
 EXACT = 0.85  # how often a position that asks for letters gets the first of its choices
 BACKGROUND = 0.002  # for every type everywhere, so that nothing is impossible
@@ -40,7 +42,7 @@ LARGE = {"A": 0.3, "L": 1.5, "F": 2.5, "W": 2.5, "Y": 2.0, "M": 1.5, "V": 0.7}
 VOLUMES = np.array([89, 174, 114, 111, 109, 144, 138, 60, 153, 167, 167, 169, 163, 190, 113, 89, 116, 228, 194, 140.0])
 CHARGES = np.array([{"K": 1, "R": 1, "D": -1, "E": -1}.get(letter, 0) for letter in RESTYPES])
 HYDROPHOBIC = np.array([letter in "AVILMFWYC" for letter in RESTYPES])
-PAIR_REACH = 7.5  # angstrom between CB of a pair
+PAIR_REACH, INTERFACE_REACH = 7.5, 9.0  # angstrom between CB of a pair, in a chain and between two
 CHARGE_GAIN, HYDROPHOBIC_GAIN, VOLUME_SPREAD = 2.0, 1.0, 22.0
 
 
@@ -58,8 +60,12 @@ class Sites:
     couplings: list[Floats]
 
 
-def model_sites(blueprint: Blueprint, backbone: Floats) -> Sites:
-    """Return what each site of a fold prefers and which are paired.  backbone: N, CA, C, O, CB [N, 5, 3], angstrom."""
+def model_sites(blueprint: Blueprint, backbone: Floats, second: int | None = None) -> Sites:
+    """Return what each site of a fold prefers and which are paired.
+
+    backbone: N, CA, C, O, CB [N, 5, 3], angstrom.  second: where a second chain begins; residues that touch across the
+    interface are paired first.
+    """
     ca, cb = backbone[:, 1], backbone[:, 4]
     cb_cb = distances(cb, cb)
     layers = _layers(blueprint, _burial(ca, cb))
@@ -69,7 +75,13 @@ def model_sites(blueprint: Blueprint, backbone: Floats) -> Sites:
     fixed = np.array([letters != "" for letters in blueprint.letters])
     strand_starts = [a == "E" and b != "E" for a, b in zip(blueprint.elements, "L" + blueprint.elements)]
     strands = np.where([element == "E" for element in blueprint.elements], np.cumsum(strand_starts), -1)
-    pairs = _pair_off(cb_cb, between | across(strands), fixed)
+    pairs, busy = [], fixed.copy()
+    if second is not None:
+        chain = np.arange(len(ca)) >= second
+        pairs = _pair_off(cb_cb, chain[:, None] != chain, busy, INTERFACE_REACH)
+        touching = [i for pair in pairs for i in pair]
+        rows[touching], busy[touching] = _shares(INTERFACE), True
+    pairs += _pair_off(cb_cb, between | across(strands), busy, PAIR_REACH)
     couplings = []
     for i, j in pairs:
         joint = rows[i][:, None] * rows[j][None, :] * _coupling(rows[i] @ VOLUMES + rows[j] @ VOLUMES)
@@ -109,10 +121,7 @@ def _preferences(blueprint: Blueprint, i: int, layer: str, room: float) -> Float
             text = HELIX_FIRST
         elif blueprint.elements[min(i + 3, len(blueprint.elements) - 1)] != "H":
             text = HELIX_LAST
-    row = np.zeros(20)
-    for word in text.split():
-        row[RESTYPE_ORDER[word[0]]] = float(word[1:])
-    row /= row.sum()
+    row = _shares(text)
     for letter, factor in (SMALL if room < TIGHT else LARGE if room > ROOMY and layer == "c" else {}).items():
         row[RESTYPE_ORDER[letter]] *= factor
     if room < TIGHT:
@@ -121,9 +130,17 @@ def _preferences(blueprint: Blueprint, i: int, layer: str, room: float) -> Float
     return row / row.sum()
 
 
-def _pair_off(cb_cb: Floats, allowed: Flags, fixed: Flags) -> list[tuple[int, int]]:
-    """Pair off residues in contact, nearest first; each is in one pair at most."""
-    allowed = allowed & (cb_cb < PAIR_REACH) & ~fixed[:, None] & ~fixed[None, :]
+def _shares(text: str) -> Floats:
+    """Return relative preferences "L10 A5" as shares of all [20]."""
+    row = np.zeros(20)
+    for word in text.split():
+        row[RESTYPE_ORDER[word[0]]] = float(word[1:])
+    return row / row.sum()
+
+
+def _pair_off(cb_cb: Floats, allowed: Flags, busy: Flags, reach: float) -> list[tuple[int, int]]:
+    """Pair off residues in contact, nearest first; each is in one pair at most, and those that are busy in none."""
+    allowed = allowed & (cb_cb < reach) & ~busy[:, None] & ~busy[None, :]
     first, second = np.nonzero(np.triu(allowed, 5))
     taken: set[int] = set()
     pairs = []
@@ -156,6 +173,12 @@ def draw(model: Sites, start: NDArray[np.uint8], change: Floats, rng: np.random.
         both = np.minimum(np.searchsorted(np.cumsum(joint), rng.random(len(rows))), 399)
         rows[anew, i], rows[anew, j] = (both // 20)[anew], (both % 20)[anew]
     return rows
+
+
+def draw_query(model: Sites, rng: np.random.Generator) -> str:
+    """Draw a sequence."""
+    blank = np.zeros((1, len(model.fixed)), dtype=np.uint8)
+    return decode(draw(model, blank, np.ones(1), rng)[0])
 
 
 def evolve(

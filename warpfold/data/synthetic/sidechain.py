@@ -93,20 +93,27 @@ def rotamers(letter: str) -> Floats:
     return np.stack(placed)
 
 
-def add_side_chains(sequence: str, backbone: Floats, fixed: Flags) -> tuple[str, Floats] | None:
+def add_side_chains(
+    sequence: str, backbone: Floats, fixed: Flags, *, second: int | None = None, symmetric: bool = False
+) -> tuple[str, Floats] | None:
     """Choose rotamers that do not clash; a residue without such a rotamer becomes a smaller one.
 
     sequence: N letters.  backbone: N, CA, C, O, CB [N, 5, 3], angstrom.  fixed: [N], residues that must stay.
-    Returns the sequence and its atoms [N, 14, 3], 0 where masked, or None if some clashes remain.
+    second: where a second chain begins.  symmetric: the backbone is that of two chains [2 N, 5, 3] with C2 symmetry,
+    both of this sequence, and their side chains are to be alike.
+    Returns the sequence and its atoms [N, 14, 3] (or [2 N, 14, 3]), 0 where masked, or None if some clashes remain.
     """
-    letters = list(sequence)
+    letters, copies = list(sequence), 2 if symmetric else 1
     rotation, origin = frames(backbone)
+    place = np.arange(len(backbone))
+    place[second:] += 0 if second is None else len(place)  # not bonded to the first chain
     for _ in range(ROUNDS):
-        choice, clashes = _choose_rotamers(letters, backbone)
+        choice, clashes = _choose_rotamers(letters * copies, backbone, place, symmetric)
         if not clashes:
-            atoms = np.stack([rotamers(a)[k] @ r.T + o for a, k, r, o in zip(letters, choice, rotation, origin)])
+            whole = letters * copies
+            atoms = np.stack([rotamers(a)[k] @ r.T + o for a, k, r, o in zip(whole, choice, rotation, origin)])
             atoms[:, :4] = backbone[:, :4]
-            return "".join(letters), atoms * ATOM14_MASK[[RESTYPE_ORDER[letter] for letter in letters]][..., None]
+            return "".join(letters), atoms * ATOM14_MASK[[RESTYPE_ORDER[letter] for letter in whole]][..., None]
         for pair in clashes:
             free = [i for i in pair if not fixed[i] and letters[i] in SMALLER]
             if not free:
@@ -116,9 +123,13 @@ def add_side_chains(sequence: str, backbone: Floats, fixed: Flags) -> tuple[str,
     return None
 
 
-def _choose_rotamers(letters: list[str], backbone: Floats) -> tuple[list[int], list[tuple[int, ...]]]:
+def _choose_rotamers(
+    letters: list[str], backbone: Floats, place: Integers, symmetric: bool
+) -> tuple[list[int], list[tuple[int, ...]]]:
     """Return each residue's rotamer, and the groups of one or two residues that clash (one: with the backbone).
 
+    place: [N], numbers along the chain.  symmetric: the second half must choose as the first does; only clashes of the
+    first are returned.
     M: the atoms past CB of all rotamers of the chain, one rotamer after another; R: the rotamers.
     """
     rotation, origin = frames(backbone)
@@ -136,10 +147,16 @@ def _choose_rotamers(letters: list[str], backbone: Floats) -> tuple[list[int], l
     residue, option = owner[starts], option[starts]
 
     proline = np.array([letter == "P" for letter in letters])
-    own = np.maximum.reduceat(_overlap_backbone(atoms, owner, polar, depth, proline, backbone).max(1), starts)
+    own = np.maximum.reduceat(_overlap_backbone(atoms, owner, polar, depth, proline, backbone, place).max(1), starts)
     limit = np.where(polar[:, None] & polar[None, :], MIN_POLAR, MIN_DISTANCE)
     overlap = np.maximum(limit + SOFT - distances(atoms, atoms), 0.0)
     pair = np.maximum.reduceat(np.maximum.reduceat(overlap, starts, axis=0), starts, axis=1)
+    if symmetric:  # what a rotamer of the first chain meets, in both; it may meet its own copy
+        half = len(starts) // 2
+        across = pair[:half, half:]
+        own = np.maximum(own[:half], across.diagonal())
+        pair = np.maximum(pair[:half, :half], across)
+        residue, option = residue[:half], option[:half]
     pair[residue[:, None] == residue[None, :]] = 0.0
 
     # Every residue in turn takes the rotamer that fits best with the present rotamers of the others.
@@ -150,27 +167,33 @@ def _choose_rotamers(letters: list[str], backbone: Floats) -> tuple[list[int], l
         for k, m in enumerate(members):
             taken[k] = m[(alone[m] + together[np.ix_(m, taken)].sum(1)).argmin()]
 
-    choice = np.zeros(len(letters), int)
+    choice = np.zeros(len(letters) // (2 if symmetric else 1), int)
     choice[residue[taken]] = option[taken]
     clashes: list[tuple[int, ...]] = [(int(residue[r]),) for r in taken if own[r] > SOFT]
     first, second = np.nonzero(np.triu(pair[np.ix_(taken, taken)] > SOFT))
     clashes += [(int(residue[taken[a]]), int(residue[taken[b]])) for a, b in zip(first, second)]
-    return choice.tolist(), clashes
+    return choice.tolist() * (2 if symmetric else 1), clashes
 
 
 def _overlap_backbone(
-    atoms: Floats, owner: Integers, polar: Flags, depth: Integers, proline: Flags, backbone: Floats
+    atoms: Floats,
+    owner: Integers,
+    polar: Flags,
+    depth: Integers,
+    proline: Flags,
+    backbone: Floats,
+    place: Integers,
 ) -> Floats:
     """Return by how much side-chain atoms come too close to N, CA, C, O, CB of any residue [M, 5 N], SOFT included."""
     length = len(backbone)
-    along = np.abs(owner[:, None] - np.arange(length)[None, :])[:, :, None]
+    along = np.abs(place[owner][:, None] - place[None, :])[:, :, None]
     limit = np.where(along <= 1, MIN_NEIGHBOUR, MIN_DISTANCE)
     limit = np.where(polar[:, None, None] & BACKBONE_POLAR, MIN_POLAR, limit)
     far = distances(atoms, backbone.reshape(-1, 3)).reshape(-1, length, 5)
     overlap = np.maximum(limit + SOFT - far, 0.0)
     for offset in (-1, 0, 1):
-        near = owner + offset
-        m = np.flatnonzero((near >= 0) & (near < length))
+        near = np.clip(owner + offset, 0, length - 1)
+        m = np.flatnonzero(place[near] == place[owner] + offset)
         bonds = depth[m, None] + np.array(BONDS_FROM_CA[offset])
         through_n = 4 - depth[m, None] + np.array(BONDS_FROM_N[offset])
         bonds = np.where(proline[owner[m], None], np.minimum(bonds, through_n), bonds)
