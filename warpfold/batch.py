@@ -56,7 +56,7 @@ FEATURES: dict[str, Feature] = {
     **_table("int16", "row res", "alignment_deletions"),
     **_table("int64", "pass seq", "centre_rows"),
     **_table("int64", "pass extra", "extra_rows"),
-    **_table("int64", "pass seq res", "masked_msa"),  # the centres as the model sees them: 0-22, 22 = masked
+    **_table("uint8", "pass seq res", "masked_msa"),  # the centres as the model sees them: 0-22, 22 = masked
     # templates
     **_table("int64", "tmpl res", "template_aatype"),  # 0-19, 20 = X, 21 = gap
     **_table("float32", "tmpl res 37 3", "template_all_atom_positions"),

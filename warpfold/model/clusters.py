@@ -28,7 +28,7 @@ def cluster_features(batch: Batch) -> Batch:
     mask, deletions = batch["alignment_mask"].float(), batch["alignment_deletions"].float()
     centres, extra, masked = batch["centre_rows"], batch["extra_rows"], batch["masked_msa"]
     own_mask, own_deletions = _rows(mask, centres), _rows(deletions, centres)
-    codes = F.one_hot(masked, CLASSES).float()
+    codes = F.one_hot(masked.long(), CLASSES).float()
     total, removed, weight = _sums(batch["alignment"], mask, deletions, centres, codes * own_mask[..., None])
     members = weight[..., None] + 1
     mean = (removed + own_deletions) / members
