@@ -113,8 +113,8 @@ DIMERS = Subject(
     "in rows of one organism, so the alignments tell how the chains meet. Some dimers were held out, new sequences and "
     "structures of the same kinds. Interface lDDT, 0 to 1, is the share of distances between atoms of the two chains "
     "that are right. DockQ, 0 to 1, compares contacts and places of the chains with the truth: from 0.23 a model is "
-    "called acceptable, from 0.49 of medium quality; but an untrained model leaves all residues in one place, which has "
-    "every contact, and gets some 0.4 for that.",
+    "called acceptable, from 0.49 of medium quality; but an untrained model leaves all residues in one place, which "
+    "has every contact, and gets some 0.4 for that.",
 )
 
 
