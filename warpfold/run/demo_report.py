@@ -106,15 +106,15 @@ DIMERS = Subject(
     preset="tiny_multimer",
     count=200,
     longest=34,
-    interface=(DOCKQ, INTERFACE_LDDT, IPTM),
+    interface=(INTERFACE_LDDT, DOCKQ, IPTM),  # DockQ is no guide before chains keep apart
     title="WarpFold learns to dock",
     lead="A small AlphaFold-Multimer, trained here and now on made-up dimers, folds some that it has never seen.",
     made="dimers were made, every second one of equal chains. Residues that touch across the interface vary together "
     "in rows of one organism, so the alignments tell how the chains meet. Some dimers were held out, new sequences and "
-    "structures of the same kinds. DockQ, 0 to 1, compares contacts and places of the chains with the truth: from 0.23 "
-    "a model is called acceptable, from 0.49 of medium quality. An untrained model leaves all residues in one place, "
-    "which has every contact, and gets some 0.4 for that; its interface lDDT, the share of distances across the "
-    "interface that are right, is near 0.",
+    "structures of the same kinds. Interface lDDT, 0 to 1, is the share of distances between atoms of the two chains "
+    "that are right. DockQ, 0 to 1, compares contacts and places of the chains with the truth: from 0.23 a model is "
+    "called acceptable, from 0.49 of medium quality; but an untrained model leaves all residues in one place, which "
+    "has every contact, and gets some 0.4 for that.",
 )
 
 
