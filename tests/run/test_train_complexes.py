@@ -111,7 +111,7 @@ def test_a_share_is_held_out_of_the_assemblies(store: Store) -> None:
 
 
 def test_a_monomer_is_not_validated_on_an_assembly(store: Store) -> None:
-    with pytest.raises(UserError, match="train.validation: pair1 is an assembly"):
+    with pytest.raises(UserError, match="pair1 is an assembly"):
         hold_out(store, tiny_run(validation=("helix1", "pair1")))
 
 
