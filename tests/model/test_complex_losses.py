@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.model.proteins import example, random_motion
 from warpfold.geometry import atoms
@@ -13,9 +15,10 @@ from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.rigid import Rigid
 from warpfold.model import losses
 from warpfold.model.fape import backbone_fape
-from warpfold.model.losses import LossConfig, total_loss
+from warpfold.model.losses import LossConfig, renamed_sidechain_fape, total_loss
 from warpfold.model.permutation import with_truth
 from warpfold.model.violations import center_of_mass_loss, clash_violations, connection_violations, find_violations
+from warpfold.ops import tensors
 
 SEQUENCE = "GADFKY"
 N = len(SEQUENCE)
@@ -203,6 +206,43 @@ def test_gradients_are_finite_where_nothing_was_seen_or_all_is_in_one_place(gene
         loss, _, gradients = judged(b, p)
         assert torch.isfinite(loss)
         assert all(torch.isfinite(x).all() for x in gradients.values())
+
+
+# Complexes of thousands of residues
+
+
+@pytest.mark.parametrize("pairs", [300, 8000])
+def test_computing_pairs_in_blocks_changes_nothing(generator, monkeypatch, pairs):
+    batch, predicted = complex_of(generator)
+    predicted["translation"] *= 0.1  # clashes everywhere
+    whole = judged(batch, predicted)
+    monkeypatch.setattr(tensors, "PAIRS", pairs)
+    torch.testing.assert_close(judged(batch, predicted), whole, **CLOSE)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many elements the largest tensor has that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
+        return result
+
+
+def test_no_more_than_a_block_of_pairs_is_in_memory(generator, monkeypatch):
+    """Forward and backward, so that 5,000 residues fit: those have 4.9e9 pairs of atoms."""
+    batch, predicted = complex_of(generator)
+    structure = output_of(batch["aatype"], predicted).structure
+    batch, exists = with_truth(batch, structure.final_atom37), batch["atom14_atom_exists"]
+    atom14 = structure.final_atom14.requires_grad_()
+    monkeypatch.setattr(tensors, "PAIRS", 8000)
+    with Largest() as largest:
+        clashes = clash_violations(atom14, exists, batch["aatype"], batch["residue_index"], batch["asym_id"])
+        fape = renamed_sidechain_fape(structure.sidechain_frames[-1], atom14, batch)
+        torch.autograd.grad(clashes.mean_loss + fape, atom14)
+    assert largest.numel <= 8000 < 8 * 14 * len(exists) ** 2 / 4
 
 
 # Centres of mass

@@ -13,6 +13,7 @@ from warpfold.data.example.assembly import Assembly
 from warpfold.data.store.store import ASSEMBLIES, Store, StoreWriter, pack_record
 from warpfold.data.store.stored_assembly import pack_assembly, read_assembly
 from warpfold.data.store.stored_example import StoredExample, example_arrays, example_notes
+from warpfold.errors import UserError
 from warpfold.model.embed import MultimerConfig
 from warpfold.run.config import RunConfig
 from warpfold.run.examples import hold_out, leading_part
@@ -107,6 +108,11 @@ def test_a_share_is_held_out_of_the_assemblies(store: Store) -> None:
     (source,), held_out = hold_out(store, multimer_run(validation=0.3))
     assert {*source.keys, *(key for _, key in held_out)} <= {f"pair{i}" for i in range(6)}
     assert held_out
+
+
+def test_a_monomer_is_not_validated_on_an_assembly(store: Store) -> None:
+    with pytest.raises(UserError, match="pair1 is an assembly"):
+        hold_out(store, tiny_run(validation=("helix1", "pair1")))
 
 
 def test_validation_takes_whole_chains_as_far_as_they_go(store: Store) -> None:

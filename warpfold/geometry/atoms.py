@@ -13,6 +13,7 @@ from torch import Tensor
 
 from warpfold.geometry import residue
 from warpfold.geometry.rigid import Rigid
+from warpfold.ops.tensors import in_blocks
 
 N, CA, C, CB, O = (residue.ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O"))
 GLYCINE = residue.RESTYPE_ORDER["G"]
@@ -209,6 +210,7 @@ def frames_to_atom14(aatype: Tensor, frames: Rigid) -> Tensor:
 
 
 @torch.no_grad()
+@torch.no_grad()
 def rename_ground_truth(
     predicted: Tensor, positions: Tensor, mask: Tensor, alt_positions: Tensor, alt_mask: Tensor, ambiguous: Tensor
 ) -> RenamedTruth:
@@ -218,17 +220,21 @@ def rename_ground_truth(
     14].  Distances from ambiguous atoms to unambiguous ones are compared.  No gradient.
     """
     columns = residue.AMBIGUOUS_COLUMNS
-
-    def distances(atoms: Tensor) -> Tensor:  # [*, N, ambiguous, N * 14]
-        some = atoms[..., columns, :].flatten(-3, -2)
-        found = torch.cdist(some, atoms.flatten(-3, -2), compute_mode="donot_use_mm_for_euclid_dist")
-        return found.unflatten(-2, (atoms.shape[-3], -1))
-
     known = (mask * (1 - ambiguous)).flatten(-2)
-    to_compare = (mask * ambiguous)[..., columns, None] * known[..., None, None, :]
-    target = distances(predicted)
-    error = ((distances(positions) - target).abs() * to_compare).sum((-2, -1))
-    alt_error = ((distances(alt_positions) - target).abs() * to_compare).sum((-2, -1))
+    asked = (mask * ambiguous)[..., columns]
+
+    def distances(atoms: Tensor, rows: slice) -> Tensor:  # [*, rows, ambiguous, N * 14]
+        some = atoms[..., rows, columns, :].flatten(-3, -2)
+        found = torch.cdist(some, atoms.flatten(-3, -2), compute_mode="donot_use_mm_for_euclid_dist")
+        return found.unflatten(-2, (-1, asked.shape[-1]))
+
+    def errors(rows: slice) -> tuple[Tensor, ...]:  # [*, rows], of both namings
+        to_compare, target = asked[..., rows, :, None] * known[..., None, None, :], distances(predicted, rows)
+        namings = (positions, alt_positions)
+        return tuple(((distances(x, rows) - target).abs() * to_compare).sum((-2, -1)) for x in namings)
+
+    blocks = in_blocks(errors, asked.shape[-2], asked.shape[-1] * known.numel())
+    error, alt_error = (torch.cat(parts, -1) for parts in zip(*blocks))
     swapped = alt_error < error
     return RenamedTruth(
         swapped,

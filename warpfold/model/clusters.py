@@ -28,11 +28,12 @@ def cluster_features(batch: Batch) -> Batch:
     mask, deletions = batch["alignment_mask"].float(), batch["alignment_deletions"].float()
     centres, extra, masked = batch["centre_rows"], batch["extra_rows"], batch["masked_msa"]
     own_mask, own_deletions = _rows(mask, centres), _rows(deletions, centres)
-    codes = F.one_hot(masked.long(), CLASSES).float()
-    total, removed, weight = _sums(batch["alignment"], mask, deletions, centres, codes * own_mask[..., None])
+    codes = _one_hot(masked)
+    seen = codes * own_mask[..., None]
+    total, removed, weight = _sums(batch["alignment"], mask, deletions, centres, seen)
     members = weight[..., None] + 1
     mean = (removed + own_deletions) / members
-    profile = (total + codes * own_mask[..., None]) / members[..., None]
+    profile = (total + seen) / members[..., None]
     channels = [codes, *_deletion_channels(own_deletions), profile, _deletion_value(mean)[..., None]]
     has_deletion, value = _deletion_channels(_rows(deletions, extra))
     return {
@@ -62,13 +63,20 @@ def _sums(
     size = max(CELLS // (length * classes), 1)
     for part in (slice(start, start + size) for start in range(0, rows.shape[-2], size)):
         there = mask[..., part, :]
-        one_hot = F.one_hot(rows[..., part, :].long(), classes) * there[..., None]
+        one_hot = _one_hot(rows[..., part, :], there)
         agreement = one_hot[..., :GAP].flatten(-2) @ compared.mT
         share = torch.softmax(1e3 * agreement, -1) * (there @ present.mT) * others[..., part, None]
         total += share.mT @ one_hot.flatten(-2)
         removed += share.mT @ (there * deletions[..., part, :])
         weight += share.sum(-2)
     return total.unflatten(-1, (length, classes)), removed, weight
+
+
+def _one_hot(codes: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return codes [*] below 23 as one-hot vectors, float32 [*, 23], zeros where the mask [*] is 0."""
+    # Picking rows of a matrix: torch's one_hot makes integers first, of eight bytes each.
+    known = codes.int() if mask is None else torch.where(mask > 0, codes.int(), CLASSES)
+    return F.embedding(known, torch.eye(CLASSES + 1, CLASSES, dtype=torch.float32, device=codes.device))
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

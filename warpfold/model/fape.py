@@ -1,10 +1,12 @@
 """Frame aligned point error: how far atoms are off, seen from every frame (Supp. 1.9.2, 1.9.3)."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from warpfold.geometry.rigid import Rigid
-from warpfold.ops.tensors import upcast_half
+from warpfold.ops.tensors import in_blocks, upcast_half
 
 # Angstrom; code: the monomer's distance is sqrt(d^2 + 1e-4), Multimer's sqrt(max(d^2, 1e-8)).
 SOFTENING, LEAST = 0.01, 1e-4
@@ -34,19 +36,27 @@ def frame_aligned_point_error(
     Invariant under a rigid motion of the prediction and, independently, of the truth; not under a reflection.
     """
     offset = _offset(true_frames) - _offset(frames)
-    squares = offset.new_full((), softening**2)
-    for k in range(3):  # one axis of the local frames at a time: three times less memory than all together
-        apart = _project(offset[..., k, None], frames, points, k, 1)
-        squares = squares + _project(apart, true_frames, true_points, k, -1).square()
-    distance = (squares if softening else squares.clamp(min=LEAST**2)).sqrt()
-    if clamp is not None:
-        distance = clamped * distance.clamp(max=clamp) + (1 - clamped) * distance
-    frame_mask, point_mask = frame_mask.to(distance.dtype), point_mask.to(distance.dtype)
-    if pair_mask is not None:
-        pairs = frame_mask[..., :, None] * point_mask[..., None, :] * pair_mask
-        return (distance * pairs).sum((-2, -1)) / scale / (1e-4 + pairs.sum((-2, -1)))
-    total = ((distance * point_mask[..., None, :]).sum(-1) * frame_mask).sum(-1) / scale
-    return total / (1e-4 + frame_mask.sum(-1) * point_mask.sum(-1))
+    frame_mask, point_mask = frame_mask.to(offset.dtype), point_mask.to(offset.dtype)
+
+    def of_frames(rows: slice) -> tuple[Tensor, ...]:
+        """Return the sum of the distances from some frames, each weighed by its masks, and the sum of the weights."""
+        seen, true = frames[..., rows], true_frames[..., rows]
+        squares = offset.new_full((), softening**2)
+        for k in range(3):  # one axis of the local frames at a time: three times less memory than all together
+            apart = _project(offset[..., rows, k, None], seen, points, k, 1)
+            squares = squares + _project(apart, true, true_points, k, -1).square()
+        distance = (squares if softening else squares.clamp(min=LEAST**2)).sqrt()
+        if clamp is not None:
+            distance = clamped * distance.clamp(max=clamp) + (1 - clamped) * distance
+        if pair_mask is not None:
+            pairs = frame_mask[..., rows, None] * point_mask[..., None, :] * pair_mask[..., rows, :]
+            return (distance * pairs).sum((-2, -1)), pairs.sum((-2, -1))
+        total = ((distance * point_mask[..., None, :]).sum(-1) * frame_mask[..., rows]).sum(-1)
+        return total, frame_mask[..., rows].sum(-1) * point_mask.sum(-1)
+
+    blocks = in_blocks(of_frames, offset.shape[-2], math.prod(offset.shape[:-2]) * points.shape[-2])
+    total, weight = (torch.stack(sums).sum(0) for sums in zip(*blocks))
+    return total / scale / (1e-4 + weight)
 
 
 def backbone_fape(

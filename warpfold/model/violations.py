@@ -15,7 +15,7 @@ from torch import Tensor
 
 from warpfold.geometry import residue
 from warpfold.geometry.atoms import residue_rows
-from warpfold.ops.tensors import upcast_half
+from warpfold.ops.tensors import in_blocks, upcast_half
 
 N_ATOM, CA_ATOM, C_ATOM, SG_ATOM = 0, 1, 2, 5  # places in atom14; SG is cysteine's
 Code = Literal["monomer", "multimer"]
@@ -172,25 +172,29 @@ def clash_violations(
     radius = (residue_rows("ATOM14_VDW_RADIUS", aatype).to(atoms.dtype) * atom_mask).flatten()
     index = residue_index.repeat_interleave(14)
     slot = torch.arange(14, device=atoms.device).repeat(n)
-
     order = torch.arange(n, device=atoms.device).repeat_interleave(14) if every_pair else index
-    looked_at = exists[:, None] * exists[None, :] * (order[:, None] < order[None, :])
-    bonded = (index[:, None] + 1 == index[None, :]) & (slot[:, None] == C_ATOM) & (slot[None, :] == N_ATOM)
-    if asym_id is not None:
-        chain = asym_id.repeat_interleave(14)
-        bonded = bonded & (chain[:, None] == chain[None, :])
-    disulfide = (slot[:, None] == SG_ATOM) & (slot[None, :] == SG_ATOM)
-    looked_at = looked_at * ~(bonded | disulfide)
+    chain = (torch.zeros_like(aatype) if asym_id is None else asym_id).repeat_interleave(14)
 
-    # Not through matmul: the default would lose the short distances to cancellation.
-    distance = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
-    allowed = radius[:, None] + radius[None, :] - overlap_tolerance
-    error = looked_at * (allowed - distance).relu()
-    clash = looked_at * (distance < allowed)
+    def of_rows(rows: slice) -> tuple[Tensor, ...]:
+        """Return of some atoms with all others the errors, the clashes, and how many pairs were looked at."""
+        looked_at = exists[rows, None] * exists * (order[rows, None] < order)
+        bonded = (index[rows, None] + 1 == index) & (slot[rows, None] == C_ATOM) & (slot == N_ATOM)
+        disulfide = (slot[rows, None] == SG_ATOM) & (slot == SG_ATOM)
+        looked_at = looked_at * ~(bonded & (chain[rows, None] == chain) | disulfide)
+        # Not through matmul: the default would lose the short distances to cancellation.
+        distance = torch.cdist(flat[rows], flat, compute_mode="donot_use_mm_for_euclid_dist")
+        allowed = radius[rows, None] + radius - overlap_tolerance
+        error = looked_at * (allowed - distance).relu()
+        clash = looked_at * (distance < allowed)
+        return error.sum(1), clash.sum(1), error.sum(0), clash.sum(0), looked_at.sum()
+
+    of_blocks = list(zip(*in_blocks(of_rows, len(flat), len(flat))))
+    error, clash = (torch.cat(parts) for parts in of_blocks[:2])  # of the first atoms of pairs; then of the second
+    to_error, to_clash, looked_at = (torch.stack(parts).sum(0) for parts in of_blocks[2:])
     return AtomViolations(
-        per_atom_loss=(error.sum(0) + error.sum(1)).view(n, 14),
-        per_atom_pairs=(clash.sum(0) + clash.sum(1)).view(n, 14),
-        mean_loss=error.sum() / (1e-6 + looked_at.sum()),
+        per_atom_loss=(to_error + error).view(n, 14),
+        per_atom_pairs=(to_clash + clash).view(n, 14),
+        mean_loss=error.sum() / (1e-6 + looked_at),
     )
 
 

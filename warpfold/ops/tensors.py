@@ -1,7 +1,13 @@
-"""What operations ask of a tensor besides its shape: the dtype to compute in, and the layout of what they return."""
+"""What operations ask of a tensor besides its shape: the dtype to compute in, the layout of what they return,
+and how much of it is computed at a time."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+PAIRS = 1 << 27  # entries of a matrix of pairs that are computed at a time (`in_blocks`)
 
 
 def upcast_half(x: Tensor) -> Tensor:
@@ -27,3 +33,15 @@ def empty_like(x: Tensor) -> Tensor:
 def empty_parameters(*parameters: Tensor) -> tuple[Tensor, ...]:
     """Allocate a contiguous tensor like each of these: gradients of parameters."""
     return tuple(p.new_empty(p.shape) for p in parameters)
+
+
+def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns: int) -> list[tuple[Tensor, ...]]:
+    """Return what `of_rows` computes of a matrix, for blocks of its rows that have at most `PAIRS` entries each.
+
+    Where there are several, the gradient computes each block again, so that no more than one is in memory.
+    """
+    size = max(PAIRS // max(columns, 1), 1)
+    if rows <= size:
+        return [of_rows(slice(0, rows))]
+    blocks = (slice(start, start + size) for start in range(0, rows, size))
+    return [checkpoint(of_rows, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]

@@ -71,6 +71,8 @@ def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store,
     else:
         if unknown := [key for key in wanted if key not in store]:
             raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
+        if not assemblies and (wrong := [key for key in wanted if key not in entries]):
+            raise UserError(f"train.validation: {wrong[0]} is an assembly; give chains, or train a multimer")
         other, held = store, list(wanted)
         training = [key for key in entries if key not in wanted]
     drawn = keyed_rng(config.train.seed, "validation").permutation(len(held))[: config.train.validation_examples]

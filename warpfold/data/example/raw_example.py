@@ -141,7 +141,7 @@ class RawExample:
         whole: np.ndarray | None = None,
     ) -> "RawExample":
         """Return some residues (indices, ascending), as `take` does: the pieces of a spatial crop at once."""
-        return self._take(residues, rows, templates, whole)
+        return self._take(as_slice(residues), rows, templates, whole)
 
     def ca_positions(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the CA atoms of the whole chain: float32 [N, 3], angstrom, and mask uint8 [N]; None without atoms."""
@@ -168,6 +168,12 @@ class RawExample:
             templates=None if chosen is None or not len(chosen) else chosen._take(span),
             pairing=None if self.pairing is None else self.pairing.select(kept),
         )
+
+
+def as_slice(residues: np.ndarray) -> slice | np.ndarray:
+    """Return ascending indices as a slice if they have no gap: slicing copies nothing."""
+    whole = len(residues) and int(residues[-1] - residues[0]) == len(residues) - 1
+    return slice(int(residues[0]), int(residues[-1]) + 1) if whole else residues
 
 
 def from_sequence(

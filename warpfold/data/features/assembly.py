@@ -133,7 +133,7 @@ def choose_rows(
             continue  # the rows of a copy are those of the first
         used = column[column >= 0]
         if pairing is None:
-            rest = np.setdiff1d(np.arange(chain.depth), used)
+            rest = all_but(used, chain.depth)
         else:
             rest = np.flatnonzero(pairing.unpaired & ~np.isin(pairing.digest, pairing.digest[used]))
         if rng is not None and len(rest):
@@ -204,16 +204,19 @@ def join_alignments(entities: Sequence[EntityCrop], length: int) -> tuple[np.nda
 
     The owner of a row that stands alone is the number of its entity here, from 1; 0: a pair.
     """
-    sizes = [len(entity.alone) for entity in entities]
-    owner = np.repeat(np.arange(len(entities) + 1), [len(entities[0].paired), *sizes])
-    msa = np.full((len(owner), length), GAP, np.uint8)
-    deletions = np.zeros(msa.shape, np.int16)
+    paired, alone = len(entities[0].paired), [len(entity.alone) for entity in entities]
+    owner = np.repeat(np.arange(len(entities) + 1), [paired, *alone])
+    blocks: list[tuple[np.ndarray, np.ndarray]] = []
+    column, width = np.empty(length, np.int64), 0  # of each residue in the blocks side by side
     for number, entity in enumerate(entities, 1):
-        paired = np.flatnonzero(entity.paired >= 0)
-        for there, rows in ((paired, entity.paired[paired]), (np.flatnonzero(owner == number), entity.alone)):
-            to, of = np.ix_(there, entity.columns), np.ix_(rows, entity.place)
-            msa[to] = entity.raw.msa[of]
-            deletions[to] = np.minimum(entity.raw.deletions[of], MOST_DELETIONS)
+        row = np.full(len(owner), -1)
+        row[:paired], row[owner == number] = entity.paired, entity.alone
+        msa, deletions = entity.raw.msa[row], np.minimum(entity.raw.deletions[row], MOST_DELETIONS).astype(np.int16)
+        msa[row < 0], deletions[row < 0] = GAP, 0
+        blocks.append((msa, deletions))
+        column[entity.columns] = width + entity.place
+        width += len(entity.residues)
+    msa, deletions = (np.concatenate(arrays, 1).take(column, 1) for arrays in zip(*blocks))
     return msa, deletions, owner
 
 
@@ -226,11 +229,18 @@ def draw_rows(
     official code, which draws the order of these; here the query is always the first row that the model sees).
     """
     count = min(config.max_msa, depth)
-    others = np.setdiff1d(np.arange(depth), always)
+    others = all_but(always, depth)
     drawn = rng.choice(others, max(count - len(always), 0), replace=False)
     centres = np.sort(np.concatenate([always[:count], drawn]))
-    rest = np.setdiff1d(np.arange(depth), centres)
+    rest = all_but(centres, depth)
     return centres, np.sort(rng.choice(rest, min(len(rest), config.max_extra), replace=False))
+
+
+def all_but(rows: np.ndarray, depth: int) -> np.ndarray:
+    """Return the indices below `depth` that are not in `rows`: int64, ascending."""
+    left = np.ones(depth, bool)
+    left[rows] = False
+    return np.flatnonzero(left)
 
 
 def fill_rows(drawn: Arrays, extra: int, blank: int, config: SampleConfig) -> Arrays:

@@ -14,7 +14,7 @@ import numpy as np
 
 from warpfold.batch import Arrays
 from warpfold.data.example.pairing import Pairing
-from warpfold.data.example.raw_example import CA, RawExample, Templates
+from warpfold.data.example.raw_example import CA, RawExample, Templates, as_slice
 from warpfold.data.formats.alignment import decode
 from warpfold.data.store.store import Record, Store
 from warpfold.errors import UserError
@@ -170,7 +170,7 @@ class StoredExample:
         record, notes = self._record, self._record.notes
         parts: dict[str, Any] = {name: record.read(name, residues) for name in PER_RESIDUE if name in record.arrays}
         chosen = np.arange(self.depth) if rows is None else rows
-        parts["msa"] = self._read_msa(residues, chosen) if whole is None else whole[:, _span(residues)]
+        parts["msa"] = self._read_msa(residues, chosen) if whole is None else whole[:, as_slice(residues)]
         parts["deletions"] = self._read_deletions(residues, chosen)
         names = notes.get("templates", ())
         which = np.arange(len(names)) if templates is None else templates
@@ -203,7 +203,7 @@ class StoredExample:
         for number, (begin, end) in enumerate(pairwise(bounds), start=first):
             if begin < end:
                 tile = self._record.read("msa", number * depth + rows)
-                msa[:, begin:end] = tile[:, _span(residues[begin:end] - number * width)]
+                msa[:, begin:end] = tile[:, as_slice(residues[begin:end] - number * width)]
         return msa
 
     def _read_deletions(self, residues: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -220,12 +220,6 @@ class StoredExample:
         deletions = np.zeros((len(rows), len(residues)), np.uint16)
         deletions[place[row[kept]], column[kept]] = count[kept]
         return deletions
-
-
-def _span(residues: np.ndarray) -> slice | np.ndarray:
-    """Return ascending indices as a slice if they have no gap: slicing copies nothing."""
-    whole = len(residues) and int(residues[-1] - residues[0]) == len(residues) - 1
-    return slice(int(residues[0]), int(residues[-1]) + 1) if whole else residues
 
 
 def read_example(store: Store, key: str) -> RawExample:
