@@ -18,7 +18,6 @@ from warpfold.data.features.make import make_features
 from warpfold.data.formats.sequences import parse_alignment
 from warpfold.data.load.loader import Maker
 from warpfold.data.load.schedule import Order, Source
-from warpfold.data.pack.assemblies import copy_names
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import part_path
@@ -254,7 +253,3 @@ def test_the_summary_counts_chains_and_assemblies_apart(files: Path) -> None:
     assert found["assembly_chains"]["max"] == 4
     assert "assemblies      6; chains: min 1" in store_summary_text(found)
     assert "assemblies" not in store_summary_text(plain)
-
-
-def test_copies_get_names_of_their_own() -> None:
-    assert copy_names(["A", "B", "A", "A-2", "A"]) == ["A", "B", "A-2", "A-2-2", "A-3"]

@@ -186,22 +186,14 @@ def _of_records(records: Iterable[tuple[str, str]], path: Path) -> list[Complex]
 
 
 def _of_structure(data: bytes, name: str, path: Path) -> Complex:
-    """Return the protein chains of a structure's first assembly; what else it has is left out, and noted.
-
-    A chain that is there several times is called A, A-2, A-3, as the PDB's files of assemblies have it.
-    """
+    """Return the protein chains of a structure's first assembly; what else it has is left out, and noted."""
     structure = parse_structure(data, str(path))
     placed = structure.assembly()
     if not placed.chains:
         raise UserError(f"{path}: its first assembly has no protein chain; give a file with proteins")
-    times: Counter[str] = Counter()
-    ids = []
-    for chain, _ in placed.chains:
-        times[chain] += 1
-        ids.append(chain if times[chain] == 1 else f"{chain}-{times[chain]}")
     sequences = tuple(structure.chains[chain].sequence for chain, _ in placed.chains)
     notes = tuple(f"{what} is left out: {reason}" for what, reason in placed.left_out.items())
-    return Complex(name, tuple(ids), sequences, notes=notes)
+    return Complex(name, placed.ids, sequences, notes=notes)
 
 
 def _of_alignment(data: bytes, name: str, path: Path) -> Complex:
