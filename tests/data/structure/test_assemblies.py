@@ -95,7 +95,8 @@ def test_other_molecules_are_left_out_and_named() -> None:
         ("", OPERATORS, "names no operators"),
         ("(1-99999)", OPERATORS, "more than 10000"),
         ("(1-3)" * 9, OPERATORS, "more than 10000"),
-        (",".join(["(1-9999)"] * 100_000), OPERATORS, "more than 10000"),  # at once, and in a short line
+        (",".join(["(1-3)"] * 100_000), OPERATORS, "more than 10000"),
+        (",".join(["1-9999"] * 100_000).join("()"), OPERATORS, "more than 10000"),  # at once, and in a short line
         ("9" * 100_000, OPERATORS, r"needs operator 9{40}, which is missing"),
         ("1", {"1": (2, *ONE[1:])}, "operator 1 of an assembly is no rigid motion"),
         ("1", {"1": (-1, *ONE[1:])}, "no rigid motion"),  # a reflection

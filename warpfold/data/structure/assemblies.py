@@ -140,7 +140,7 @@ class AssemblyTable:
         return [operator[:3] for operator in found]
 
     def _items(self, group: str) -> list[str]:
-        """Return the names of operators in "1-5,7"; a range that is far too long is cut."""
+        """Return the names of operators in "1-5,7", those that are far too many cut short."""
         names: list[str] = []
         for item in group.split(","):
             ends = re.fullmatch(r"(\d{1,9})-(\d{1,9})", item, re.ASCII)
@@ -148,6 +148,8 @@ class AssemblyTable:
                 names.append(item)
             else:
                 names += map(str, range(int(ends[1]), int(ends[2]) + 1)[: MOST_OPERATORS + 1])
+            if len(names) > MOST_OPERATORS:
+                break
         return names
 
     def _operator(self, name: str) -> np.ndarray:
