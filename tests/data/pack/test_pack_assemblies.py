@@ -1,8 +1,10 @@
 """`pack --assemblies`: biological assemblies beside the chains that they are made of."""
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import part_path
 from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
-from warpfold.data.store.store import ASSEMBLIES, VERSION, Store
+from warpfold.data.store.store import ASSEMBLIES, VERSION, Store, StoreWriter, pack_record
 from warpfold.data.store.stored_assembly import assembly_keys, chain_keys, entry_keys, open_entry, read_assembly
 from warpfold.data.store.stored_example import StoredExample, read_example
 from warpfold.data.structure.chain import Chain
@@ -192,6 +194,60 @@ def test_what_pairs_rows_is_stored_and_copies_share_it(tmp_path: Path) -> None:
     assert (alone.depth, alone.pairing) == (2, None)
     np.testing.assert_array_equal(alone.take(0, 30).msa, read_example(store, "1abc_B").msa[:2])
     assert apart.exists()
+
+
+def rewritten(store: Store, out: Path, key: str, without: str = "", **edits: Callable[[Any], Any]) -> Store:
+    """A copy of a store, in which some arrays or notes of one entry are others, and perhaps an entry is missing."""
+    with StoreWriter(out, version=ASSEMBLIES) as writer:
+        for place, name in enumerate(store.keys):
+            record = store.record(name)
+            arrays, notes = {each: record.read(each) for each in record.arrays}, dict(record.notes)
+            for each, edit in edits.items() if name == key else ():
+                held = arrays if each in arrays else notes
+                if (value := edit(held.pop(each))) is not None:
+                    held[each] = value
+            meta = {column: store.column(column)[place] for column in store.columns}
+            if name != without:
+                writer.add(name, pack_record(arrays, notes), meta)
+        writer.finish()
+    return Store(out)
+
+
+def test_records_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    store = stored_pairs(tmp_path)
+    key, chain = "1abc-assembly1", "1abc_A"
+
+    def refused(said: str, entry: str = chain, **edits: Callable[[Any], Any]) -> None:
+        shutil.rmtree(tmp_path / "other", ignore_errors=True)
+        other = rewritten(store, tmp_path / "other", entry, **edits)
+        with pytest.raises(UserError, match=rf"other: {entry}: {said}; pack the store again"):
+            make_features(read_assembly(other, key), SampleConfig(crop=20), 0, (key, 0), 1, train=True)
+
+    assert rewritten(store, tmp_path / "same", chain, aatype=lambda array: array).record(chain).arrays.keys()
+    for name in ("pairing_species", "pairing_identity", "pairing_digest", "pairing_unpaired", "ca", "positions"):
+        refused(f"{name} do not fit", **{name: lambda array: array[:-1]})
+    refused("pairing_digest do not fit", pairing_digest=lambda array: None)
+    refused("pairing_unpaired do not fit", pairing_unpaired=lambda array: array.astype(np.float32))
+    refused("mask do not fit", mask=lambda array: None)
+    refused("its chains and operators do not fit", key, operators=lambda array: array[:-1])
+    refused("its chains and operators do not fit", key, operators=lambda array: array * np.nan)
+    refused("its chains and operators do not fit", key, ids=lambda ids: ids[:-1])
+    refused("its chains and operators do not fit", key, entities=lambda numbers: numbers[:-1])
+
+
+def test_a_store_whose_assembly_lacks_a_chain_is_refused_at_once(tmp_path: Path) -> None:
+    lacking = rewritten(stored_pairs(tmp_path), tmp_path / "other", "", without="1abc_B")
+    with pytest.raises(UserError, match="other: has no entry '1abc_B'; pack the store again"):
+        Source(lacking, assemblies=True)
+
+
+def stored_pairs(path: Path) -> Store:
+    """A store of an assembly of two chains and their copies, with what pairs them."""
+    entry(path / "s/1abc.cif", [chain("A", ONE), chain("B", TWO)], ("1", "1,2", "A,B"))
+    for name, sequence in (("A", ONE), ("B", TWO)):
+        write_rows(path / f"m/1abc_{name}/hits.a3m", sequence, ["HUMAN", "MOUSE"])
+    pack([path / "s"], [path / "m"], path / "store", FIRST)
+    return Store(path / "store")
 
 
 def test_ca_atoms_are_stored_apart_and_are_those_of_all_atoms(tmp_path: Path) -> None:
