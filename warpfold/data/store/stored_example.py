@@ -179,8 +179,7 @@ class StoredExample:
         parts["templates"] = None
         if len(which):
             arrays = {name: record.read(f"template_{name}", which) for name in TEMPLATE_ARRAYS}
-            parts["templates"] = Templates(**arrays, names=tuple(names[i] for i in which))
-            parts["templates"] = parts["templates"].take_residues(residues)
+            parts["templates"] = Templates(**arrays, names=tuple(names[i] for i in which)).take(residues)
         parts["pairing"] = None if self.pairing is None else self.pairing.select(chosen)
         rest = {name: notes[name] for name in ("name", "resolution", "release_date")}
         return RawExample(**rest, sources=tuple(notes["sources"]), **parts)
