@@ -34,9 +34,9 @@ class Source:
     ) -> None:
         self.store, self.weight = store, weight
         self.keys = entry_keys(store, assemblies) if keys is None else keys
-        assemblies = chains_of(store)
+        members = chains_of(store)
         for key in self.keys:
-            for name in (key, *assemblies.get(key, ())):
+            for name in (key, *members.get(key, ())):
                 if name not in store:
                     raise UserError(f"{store.path}: has no entry {name!r}; pack the store again, or name others")
         if not self.keys:
