@@ -14,9 +14,11 @@ from tests.data.entries import TURN, assembly_text
 from tests.data.pack.pack_inputs import ONE, TWO, chain, contents, make_files, packed, structure
 from warpfold.bulk import JobPart
 from warpfold.data.example.assembly import Assembly, Example
+from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
+from warpfold.data.formats.alignment import decode
 from warpfold.data.formats.sequences import parse_alignment
 from warpfold.data.load.loader import Maker
 from warpfold.data.load.schedule import Order, Source
@@ -248,6 +250,32 @@ def stored_pairs(path: Path) -> Store:
         write_rows(path / f"m/1abc_{name}/hits.a3m", sequence, ["HUMAN", "MOUSE"])
     pack([path / "s"], [path / "m"], path / "store", FIRST)
     return Store(path / "store")
+
+
+def test_the_alignment_of_a_complex_gives_each_chain_its_rows_and_pairs(tmp_path: Path) -> None:
+    entry(tmp_path / "s/1abc.cif", [chain("A", ONE), chain("B", TWO)], ("1", "1,2", "A,B"))
+    rows = [
+        ONE + TWO,
+        ONE[:-1] + "W" + TWO[:-1] + "W",
+        "-" * len(ONE) + TWO[:-1] + "Y",
+        ONE[:-1] + "F" + "-" * len(TWO),
+    ]
+    text = f"#{len(ONE)},{len(TWO)}\t2,2\n" + "".join(f">{place}\n{row}\n" for place, row in enumerate(rows))
+    for name in ("1abc", "other"):  # found by its name, or by what it begins with
+        for suffix, more in (("a3m", ""), ("wrong.a3m", "-")):
+            (tmp_path / f"{name}-{suffix}").mkdir()
+            (tmp_path / f"{name}-{suffix}/{name}.a3m").write_text(text + more)
+        out = tmp_path / f"{name}.store"
+        report = pack([tmp_path / "s"], [tmp_path / f"{name}-a3m"], out, FIRST)
+        assert not report.unused
+        assembly = read_assembly(Store(out), "1abc-assembly1")
+        assert [one.depth for one in assembly.chains] == [3, 3, 3, 3]
+        pairs = pair_rows([one.pairing for one in assembly.chains[:2]])
+        assert pairs.tolist() == [[0, 0], [2, 2]]
+        for example, end in zip(assembly.chains, "WW"):
+            assert decode(example.whole_rows(np.array([2]))[0])[-1] == end
+        damaged = pack([tmp_path / "s"], [tmp_path / f"{name}-wrong.a3m"], tmp_path / f"{name}.damaged", FIRST)
+        assert "row 4, '3', has" in next(iter(damaged.unused.values()))
 
 
 def test_ca_atoms_are_stored_apart_and_are_those_of_all_atoms(tmp_path: Path) -> None:

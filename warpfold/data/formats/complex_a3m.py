@@ -15,8 +15,14 @@ from warpfold.data.formats.alignment import Alignment, decode, encode
 from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
 
+_FIRST = re.compile(rb"(\xef\xbb\xbf)?\s*#\d+,[\d,]*\t")
 _ANNOUNCED = re.compile(rb"#([\d,]+)\t([\d,]+)\s*")
 _MOST_DIGITS = 9, 4  # of a length, and of a number of copies
+
+
+def is_complex(data: bytes) -> bool:
+    """Return whether a file is the alignment of a complex, by its first line."""
+    return _FIRST.match(data) is not None
 
 
 def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
