@@ -101,8 +101,8 @@ def versioned(version: int) -> Callable[[Path], object]:
         (lambda store: (store / "shard-00000.wfs").unlink(), "shard-00000.wfs: cannot be read: No such file"),
         (resized("store.json", 0.5), "store.json: damaged"),
         (lambda store: (store / "store.json").unlink(), "not a store"),
-        (versioned(99), "format 99, this WarpFold reads 2; update WarpFold"),
-        (versioned(1), "format 1, this WarpFold reads 2; pack it again"),
+        (versioned(99), "format 99, this WarpFold reads 2 and 3; update WarpFold"),
+        (versioned(1), "format 1, this WarpFold reads 2 and 3; pack it again"),
     ],
 )
 def test_stores_that_cannot_be_opened(

@@ -370,6 +370,19 @@ def test_templates_of_complexes_are_found_used_and_reported(
         np.testing.assert_array_equal(p.positions, arrays["positions"])
 
 
+def test_hits_are_known_by_the_folders_that_a_search_makes(
+    tmp_path: Path, structure: Path, params: dict[str, Path]
+) -> None:
+    (tmp_path / "q.fasta").write_text(f">sp|P1|H\n{ONE}\n>L\n{TWO}\n")
+    queries, models = read_queries(tmp_path / "q.fasta", [], together=True), read_params([params["first"]])
+    for folder in ("sp_P1_H", "q_sp_P1_H"):
+        hits = tmp_path / folder / "templates.a3m"
+        hits.parent.mkdir()
+        hits.write_text(f">1abc_A/1-{len(ONE)} mol:protein\n{ONE}\n")
+        (found,) = with_templates(queries, TemplateSources(hits=[hits], structures=tmp_path), models)
+        assert [one.chains for one in found.outcomes] == [("sp|P1|H",)]
+
+
 def test_templates_that_fit_no_chain_are_refused(
     tmp_path: Path, fasta: Path, structure: Path, params: dict[str, Path]
 ) -> None:

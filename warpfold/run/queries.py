@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.complexes import assemble, read_complexes
+from warpfold.data.example.complexes import assemble, read_complexes, search_names
 from warpfold.data.example.raw_example import RawExample, Templates
 from warpfold.data.example.templates import TemplateOutcome
 from warpfold.data.formats.alignment import Alignment, merge
 from warpfold.data.formats.chain_alignments import read_chain_alignments
+from warpfold.files import file_name
 from warpfold.run.params import Params, check_templates
 from warpfold.run.predict_templates import (
     Found,
@@ -127,9 +128,10 @@ def _ask(query: Query, files: Sequence[str], alone: bool) -> list[TemplateQuery]
     chains = dict(zip(query.assembly.ids, (chain.sequence for chain in query.chains)))
     own = files_of_chains(files, chains)
     asked = []
-    for sequence in dict.fromkeys(chains.values()):
+    for sequence, searched in search_names(query.name, chains).items():
         ids = tuple(id for id, other in chains.items() if other == sequence)
-        names = (*(ids if alone else ()), *(f"{query.name}_{id}" for id in ids))
+        alike = (*ids, *map(file_name, ids)) if alone else ()
+        names = (*alike, *(f"{query.name}_{id}" for id in ids), searched)
         asked.append(TemplateQuery(sequence, names, tuple(own[sequence]), ids))
     return asked
 

@@ -427,7 +427,7 @@ def test_features_fit_the_table() -> None:
 
 def test_a_crop_of_the_features_is_the_features_of_the_crop() -> None:
     templates = random_templates()
-    whole, crop = template_features(templates, 12), template_features(templates.take(3, 9), 6)
+    whole, crop = template_features(templates, 12), template_features(templates.take(slice(3, 9)), 6)
     for name, array in crop.items():
         assert np.array_equal(array, whole[name][:, 3:9] if array.ndim > 1 else whole[name])
 

@@ -13,6 +13,7 @@ from warpfold.batch import Batch, at_pass, to_tensors
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.pairing import make_pairing, pair_rows
 from warpfold.data.example.raw_example import RawExample
+from warpfold.data.features.assembly import read_entities
 from warpfold.data.features.choose import SampleConfig, keyed_rng
 from warpfold.data.features.crop import (
     contiguous_crop,
@@ -120,6 +121,21 @@ def test_rows_stand_in_pairs_first_and_then_alone_with_gaps_under_other_entities
     for own, columns in ((first.msa, slice(0, 9)), (second.msa, slice(9, 15))):
         found = {tuple(row) for row in rows[:, columns]} - {(GAP,) * own.shape[1]}
         assert found == {tuple(row) for row in own}
+
+
+def test_copies_have_the_alignment_of_the_first_even_where_it_is_not_in_the_crop() -> None:
+    first, other, deeper = chain(20, 3, 1, species=2), chain(12, 8, 2, species=2), chain(20, 30, 3, species=2)
+    copy = replace(first, msa=deeper.msa, deletions=deeper.deletions, pairing=deeper.pairing)  # packed by its own name
+    for crops in ([0, 12, 20], [20, 12, 20]):
+        residues = [np.arange(size) for size in crops]
+        found, expected = (
+            read_entities(assembly(first, other, second), residues, WHOLE, 0, ("x",), train=False)
+            for second in (copy, first)
+        )
+        for one, two in zip(found, expected):
+            for name in ("paired", "alone"):
+                np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+            np.testing.assert_array_equal(one.raw.msa, two.raw.msa)
 
 
 def test_copies_of_one_entity_are_not_paired() -> None:

@@ -1,8 +1,10 @@
 """`pack --assemblies`: biological assemblies beside the chains that they are made of."""
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,18 +14,19 @@ from tests.data.entries import TURN, assembly_text
 from tests.data.pack.pack_inputs import ONE, TWO, chain, contents, make_files, packed, structure
 from warpfold.bulk import JobPart
 from warpfold.data.example.assembly import Assembly, Example
+from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
+from warpfold.data.formats.alignment import decode
 from warpfold.data.formats.sequences import parse_alignment
 from warpfold.data.load.loader import Maker
 from warpfold.data.load.schedule import Order, Source
-from warpfold.data.pack.assemblies import copy_names
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import part_path
 from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
-from warpfold.data.store.store import ASSEMBLIES, VERSION, Store
+from warpfold.data.store.store import ASSEMBLIES, VERSION, Store, StoreWriter, pack_record
 from warpfold.data.store.stored_assembly import assembly_keys, chain_keys, entry_keys, open_entry, read_assembly
 from warpfold.data.store.stored_example import StoredExample, read_example
 from warpfold.data.structure.chain import Chain
@@ -195,6 +198,86 @@ def test_what_pairs_rows_is_stored_and_copies_share_it(tmp_path: Path) -> None:
     assert apart.exists()
 
 
+def rewritten(store: Store, out: Path, key: str, without: str = "", **edits: Callable[[Any], Any]) -> Store:
+    """A copy of a store, in which some arrays or notes of one entry are others, and perhaps an entry is missing."""
+    with StoreWriter(out, version=ASSEMBLIES) as writer:
+        for place, name in enumerate(store.keys):
+            record = store.record(name)
+            arrays, notes = {each: record.read(each) for each in record.arrays}, dict(record.notes)
+            for each, edit in edits.items() if name == key else ():
+                held = arrays if each in arrays else notes
+                if (value := edit(held.pop(each))) is not None:
+                    held[each] = value
+            meta = {column: store.column(column)[place] for column in store.columns}
+            if name != without:
+                writer.add(name, pack_record(arrays, notes), meta)
+        writer.finish()
+    return Store(out)
+
+
+def test_records_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    store = stored_pairs(tmp_path)
+    key, chain = "1abc-assembly1", "1abc_A"
+
+    def refused(said: str, entry: str = chain, **edits: Callable[[Any], Any]) -> None:
+        shutil.rmtree(tmp_path / "other", ignore_errors=True)
+        other = rewritten(store, tmp_path / "other", entry, **edits)
+        with pytest.raises(UserError, match=rf"other: {entry}: {said}; pack the store again"):
+            make_features(read_assembly(other, key), SampleConfig(crop=20), 0, (key, 0), 1, train=True)
+
+    assert rewritten(store, tmp_path / "same", chain, aatype=lambda array: array).record(chain).arrays.keys()
+    for name in ("pairing_species", "pairing_identity", "pairing_digest", "pairing_unpaired", "ca", "positions"):
+        refused(f"{name} do not fit", **{name: lambda array: array[:-1]})
+    refused("pairing_digest do not fit", pairing_digest=lambda array: None)
+    refused("pairing_unpaired do not fit", pairing_unpaired=lambda array: array.astype(np.float32))
+    refused("mask do not fit", mask=lambda array: None)
+    refused("its chains and operators do not fit", key, operators=lambda array: array[:-1])
+    refused("its chains and operators do not fit", key, operators=lambda array: array * np.nan)
+    refused("its chains and operators do not fit", key, ids=lambda ids: ids[:-1])
+    refused("its chains and operators do not fit", key, entities=lambda numbers: numbers[:-1])
+
+
+def test_a_store_whose_assembly_lacks_a_chain_is_refused_at_once(tmp_path: Path) -> None:
+    lacking = rewritten(stored_pairs(tmp_path), tmp_path / "other", "", without="1abc_B")
+    with pytest.raises(UserError, match="other: has no entry '1abc_B'; pack the store again"):
+        Source(lacking, assemblies=True)
+
+
+def stored_pairs(path: Path) -> Store:
+    """A store of an assembly of two chains and their copies, with what pairs them."""
+    entry(path / "s/1abc.cif", [chain("A", ONE), chain("B", TWO)], ("1", "1,2", "A,B"))
+    for name, sequence in (("A", ONE), ("B", TWO)):
+        write_rows(path / f"m/1abc_{name}/hits.a3m", sequence, ["HUMAN", "MOUSE"])
+    pack([path / "s"], [path / "m"], path / "store", FIRST)
+    return Store(path / "store")
+
+
+def test_the_alignment_of_a_complex_gives_each_chain_its_rows_and_pairs(tmp_path: Path) -> None:
+    entry(tmp_path / "s/1abc.cif", [chain("A", ONE), chain("B", TWO)], ("1", "1,2", "A,B"))
+    rows = [
+        ONE + TWO,
+        ONE[:-1] + "W" + TWO[:-1] + "W",
+        "-" * len(ONE) + TWO[:-1] + "Y",
+        ONE[:-1] + "F" + "-" * len(TWO),
+    ]
+    text = f"#{len(ONE)},{len(TWO)}\t2,2\n" + "".join(f">{place}\n{row}\n" for place, row in enumerate(rows))
+    for name in ("1abc", "other"):  # found by its name, or by what it begins with
+        for suffix, more in (("a3m", ""), ("wrong.a3m", "-")):
+            (tmp_path / f"{name}-{suffix}").mkdir()
+            (tmp_path / f"{name}-{suffix}/{name}.a3m").write_text(text + more)
+        out = tmp_path / f"{name}.store"
+        report = pack([tmp_path / "s"], [tmp_path / f"{name}-a3m"], out, FIRST)
+        assert not report.unused
+        assembly = read_assembly(Store(out), "1abc-assembly1")
+        assert [one.depth for one in assembly.chains] == [3, 3, 3, 3]
+        pairs = pair_rows([one.pairing for one in assembly.chains[:2]])
+        assert pairs.tolist() == [[0, 0], [2, 2]]
+        for example, end in zip(assembly.chains, "WW"):
+            assert decode(example.whole_rows(np.array([2]))[0])[-1] == end
+        damaged = pack([tmp_path / "s"], [tmp_path / f"{name}-wrong.a3m"], tmp_path / f"{name}.damaged", FIRST)
+        assert "row 4, '3', has" in next(iter(damaged.unused.values()))
+
+
 def test_ca_atoms_are_stored_apart_and_are_those_of_all_atoms(tmp_path: Path) -> None:
     structure(tmp_path / "s/1abc.cif", chain("A", ONE), chain("B", ONE, shift=9.0, resolved=20))
     pack([tmp_path / "s"], [], tmp_path / "store", FIRST)
@@ -254,7 +337,3 @@ def test_the_summary_counts_chains_and_assemblies_apart(files: Path) -> None:
     assert found["assembly_chains"]["max"] == 4
     assert "assemblies      6; chains: min 1" in store_summary_text(found)
     assert "assemblies" not in store_summary_text(plain)
-
-
-def test_copies_get_names_of_their_own() -> None:
-    assert copy_names(["A", "B", "A", "A-2", "A"]) == ["A", "B", "A-2", "A-2-2", "A-3"]

@@ -20,7 +20,7 @@ from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import pack as packing
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.pack import merge, pack
-from warpfold.data.pack.part import PartWriter, part_path
+from warpfold.data.pack.part import VERSION, PartWriter, part_path
 from warpfold.data.pack.report import PackReport
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
@@ -198,7 +198,7 @@ def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
 
 def _plan(files: Path) -> str:
     inputs = packing.find_inputs([files / "structures"], [files / "msas"])
-    return json.dumps({"format": "warpfold-part", "version": 2, **inputs.manifest(PackOptions(), JobPart(1, 1))})
+    return json.dumps({"format": "warpfold-part", "version": VERSION, **inputs.manifest(PackOptions(), JobPart(1, 1))})
 
 
 def test_a_kill_while_the_store_is_written(

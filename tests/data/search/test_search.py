@@ -12,10 +12,10 @@ import pytest
 from tests.data.search.families import database, family, headers, queries
 from tests.test_cli import refused, run
 from warpfold.bulk import JobPart
-from warpfold.data.example.complexes import assemble, read_complexes
+from warpfold.data.example.complexes import assemble, read_complexes, sequences_to_search
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.formats.chain_alignments import read_chain_alignments
-from warpfold.data.formats.sequences import read_alignment, read_fasta, read_proteins, write_fasta
+from warpfold.data.formats.sequences import read_alignment, read_fasta, write_fasta
 from warpfold.data.search import search as searching
 from warpfold.data.search.database import Database
 from warpfold.data.search.hmmer import Jackhmmer
@@ -289,7 +289,7 @@ def test_names_of_databases_and_proteins(tmp_path: Path) -> None:
     assert named("mgnify=x.fa", {"": 7, "bfd": 9}) == ("mgnify", 7)
     assert named("bfd=x.fa", {"": 7, "bfd": 9}) == ("bfd", 9)
     assert Database.parse(f"x={tmp_path}/some.fa").path == tmp_path / "some.fa"
-    assert list(read_proteins([write(tmp_path / "q.fa", ">sp|P1|X_HUMAN a b\nMKV\n>../x y\nMKW\n")])) == [
+    assert list(sequences_to_search([write(tmp_path / "q.fa", ">sp|P1|X_HUMAN a b\nMKV\n>../x y\nMKW\n")])) == [
         "sp_P1_X_HUMAN", "_x"
     ]  # fmt: skip
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.entries import ONE, OPERATORS, SHIFT, TURN, assembly_text, loop, random_chain
-from warpfold.data.structure.assemblies import IDENTITY, AssemblyTable
+from warpfold.data.structure import assemblies
+from warpfold.data.structure.assemblies import IDENTITY, AssemblyTable, PlacedChain, PlacedChains
 from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
@@ -53,6 +54,18 @@ def test_the_first_assembly_is_the_default_and_others_have_names() -> None:
         structure.assembly("2")
 
 
+def test_copies_get_names_of_their_own() -> None:
+    chains = PlacedChains(tuple(PlacedChain(name, IDENTITY) for name in ("A", "B", "A", "A-2", "A")), {})
+    assert chains.ids == ("A", "B", "A-2", "A-2-2", "A-3")
+
+
+def test_an_assembly_is_not_longer_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemblies, "MOST_CHAINS", 4)
+    assert len(entry([("1", "1,2", "A,B")]).assembly().chains) == 4
+    with pytest.raises(UserError, match=r"1abc\.cif: assembly 1 has more than 4 chains; correct the file"):
+        entry([("1", "1,2", "A,B"), ("1", "3", "A")]).assembly()
+
+
 def test_without_the_categories_all_chains_are_one_assembly() -> None:
     chains = [random_chain(name, "AGWHK", seed) for seed, name in enumerate(("A", "B", "C1"))]
     structure = parse_structure(write_mmcif("1abc", chains))
@@ -82,17 +95,22 @@ def test_other_molecules_are_left_out_and_named() -> None:
         ("", OPERATORS, "names no operators"),
         ("(1-99999)", OPERATORS, "more than 10000"),
         ("(1-3)" * 9, OPERATORS, "more than 10000"),
+        (",".join(["(1-3)"] * 100_000), OPERATORS, "more than 10000"),
+        (",".join(["1-9999"] * 100_000).join("()"), OPERATORS, "more than 10000"),  # at once, and in a short line
+        ("9" * 100_000, OPERATORS, r"needs operator 9{40}, which is missing"),
         ("1", {"1": (2, *ONE[1:])}, "operator 1 of an assembly is no rigid motion"),
         ("1", {"1": (-1, *ONE[1:])}, "no rigid motion"),  # a reflection
         ("1", {"1": ("x", *ONE[1:])}, "no rigid motion"),
         ("1", {"1": ("nan", *ONE[1:])}, "no rigid motion"),
+        ("1", {"1": (*ONE[:3], "1e300", *ONE[4:])}, "no rigid motion"),
     ],
 )
 def test_operators_that_make_no_sense_are_refused(expression: str, operators: Mapping, message: str) -> None:
     structure = entry([("1", expression, "A")], operators=operators)
     assert list(structure.chains) == ["L", "H"]  # whoever does not ask for assemblies is not bothered
-    with pytest.raises(UserError, match=rf"1abc\.cif: .*{message}"):
+    with pytest.raises(UserError, match=rf"1abc\.cif: .*{message}") as error:
         structure.assembly()
+    assert len(str(error.value)) < 200
 
 
 @settings(max_examples=200, deadline=None)

@@ -130,3 +130,11 @@ def test_pdb_holds_up_to_62_chains(count: int) -> None:
     assert list(back.chains) == list(PDB_CHAINS[:count])
     for chain in chains:
         assert_same(back.chains[chain.id], chain)
+
+
+def test_what_is_not_ascii_does_not_make_it_unreadable() -> None:
+    chain = random_chain("A", "GWK")
+    text = write_mmcif("Hämo\x07globin β", [chain])
+    assert "H_mo_globin _" in text
+    assert text.isascii()
+    assert parse_structure(text).chains["A"].sequence == "GWK"

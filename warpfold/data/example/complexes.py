@@ -13,7 +13,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -31,10 +31,12 @@ from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 from warpfold.files import file_name, read_file
 
+MOST_LISTED = 20  # chains in one line
 FASTA = (".fasta", ".fas", ".fa", ".faa", ".fsa", ".seq")
 TABLES = (".csv", ".tsv")
-_PDB_HEADER = re.compile(r"\w{4}_\d+\|Chains? ([^|]+)\|")  # of rcsb.org's FASTA files: >7W72_4|Chain D[auth K]|...
+_PDB_HEADER = re.compile(r"\w+_\d+\|Chains? ([^|]+)\|")  # of rcsb.org's FASTA files: >7W72_4|Chain D[auth K]|...
 _PDB_CHAIN = re.compile(r"(\w+)(?:\[auth (\w+)\])?")
+_ID = re.compile(r"(?![.?]\Z)[!#-&(-~]{1,100}")  # printable ASCII without blanks and quotes; . and ? mean none in mmCIF
 _LETTERS = ascii_uppercase + ascii_lowercase + digits  # what a PDB file can name
 
 
@@ -51,6 +53,8 @@ class Complex:
     def __post_init__(self) -> None:
         if twice := [name for name, times in Counter(self.ids).items() if times > 1]:
             raise UserError(f"{self.name}: has two chains called {twice[0]}; give each chain a name of its own")
+        if wrong := [name for name in self.ids if not _ID.fullmatch(name)]:
+            raise UserError(f"{self.name}: {wrong[0][:40]!r} cannot be a chain's name in mmCIF; use letters and digits")
 
 
 def chain_ids(count: int) -> list[str]:
@@ -99,13 +103,27 @@ def sequences_to_search(paths: Iterable[Path]) -> dict[str, str]:
     found: dict[str, str] = {}
     taken: set[str] = set()
     for path, query in queries:
-        for sequence in dict.fromkeys(query.sequences):
-            chain = query.ids[query.sequences.index(sequence)]
-            name = query.name if len(query.ids) == 1 else file_name(f"{query.name}_{chain}")
+        for sequence, name in search_names(query.name, dict(zip(query.ids, query.sequences))).items():
             if name.lower() in taken:
                 raise UserError(f"{path}: another sequence is called {name} too; give each protein a name of its own")
             taken.add(name.lower())
             found[name] = sequence
+    return found
+
+
+def search_names(name: str, chains: Mapping[str, str]) -> dict[str, str]:
+    """Return what the results of searching for each sequence are called: NAME, or NAME_CHAIN of a complex's first copy.
+
+    Some file systems do not tell A from a: chains a of a complex that has a chain A too is NAME_a_.
+    chains: id -> sequence.  The names are by sequence, in the order of the chains.
+    """
+    found: dict[str, str] = {}
+    for chain, sequence in chains.items():
+        if sequence not in found:
+            own = name if len(chains) == 1 else file_name(f"{name}_{chain}")
+            while own.lower() in map(str.lower, found.values()):
+                own += "_"
+            found[sequence] = own
     return found
 
 
@@ -150,7 +168,8 @@ def _unpaired_reason(entities: Sequence[RawExample]) -> str | None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return f"{'chain' if len(names) == 1 else 'chains'} {', '.join(names)}"
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return f"{'chain' if len(names) == 1 else 'chains'} {', '.join(names[:MOST_LISTED])}{more}"
 
 
 def _read(path: Path, as_one: bool) -> list[Complex]:
@@ -186,32 +205,23 @@ def _of_records(records: Iterable[tuple[str, str]], path: Path) -> list[Complex]
 
 
 def _of_structure(data: bytes, name: str, path: Path) -> Complex:
-    """Return the protein chains of a structure's first assembly; what else it has is left out, and noted.
-
-    A chain that is there several times is called A, A-2, A-3, as the PDB's files of assemblies have it.
-    """
+    """Return the protein chains of a structure's first assembly; what else it has is left out, and noted."""
     structure = parse_structure(data, str(path))
     placed = structure.assembly()
     if not placed.chains:
         raise UserError(f"{path}: its first assembly has no protein chain; give a file with proteins")
-    times: Counter[str] = Counter()
-    ids = []
-    for chain, _ in placed.chains:
-        times[chain] += 1
-        ids.append(chain if times[chain] == 1 else f"{chain}-{times[chain]}")
     sequences = tuple(structure.chains[chain].sequence for chain, _ in placed.chains)
     notes = tuple(f"{what} is left out: {reason}" for what, reason in placed.left_out.items())
-    return Complex(name, tuple(ids), sequences, notes=notes)
+    return Complex(name, placed.ids, sequences, notes=notes)
 
 
 def _of_alignment(data: bytes, name: str, path: Path) -> Complex:
     """Return the chains of an alignment, in the order and the copies that ColabFold's first line gives them."""
     alignments = parse_chain_alignments(data, str(path))
-    sequences = list(dict.fromkeys(one.query for one in alignments))
+    sequences = [one.query for one in alignments if one.stands_alone]  # not those of its pairs, a second time
     _, copies, _ = announced(plain_text(data, str(path)).lstrip(b"\n"), str(path))
-    if len(copies) != len(sequences):
-        copies = [1] * len(sequences)
-    chains = tuple(sequence for sequence, count in zip(sequences, copies) for _ in range(count))
+    counts = zip(sequences, copies) if copies else dict.fromkeys(sequences, 1).items()
+    chains = tuple(sequence for sequence, count in counts for _ in range(count))
     return Complex(name, tuple(chain_ids(len(chains))), chains, tuple(alignments))
 
 
@@ -221,7 +231,12 @@ def _fasta_of_table(data: bytes, source: str) -> str:
     Errors: UserError without these columns, or for a line that is not complete.
     """
     text = plain_text(data, source).decode()
-    lines = csv.reader(io.StringIO(text), delimiter="\t" if "\t" in text.partition("\n")[0] else ",", strict=True)
+    lines = csv.reader(
+        io.StringIO(text),
+        "excel-tab" if "\t" in text.partition("\n")[0] else "excel",
+        strict=True,
+        skipinitialspace=True,
+    )
     try:
         columns = [title.strip().lower() for title in next(lines, [])]
         rows = [(lines.line_num, line) for line in lines if any(cell.strip() for cell in line)]
@@ -252,4 +267,4 @@ def _chains_of(header: str) -> list[str]:
 def _first_word(header: str) -> str:
     """Return a record's name, as a chain can be called, or nothing."""
     word = (header.split() or [""])[0]
-    return word if word.isascii() and word.isprintable() else file_name(word)
+    return word if not word or _ID.fullmatch(word) else file_name(word)

@@ -43,15 +43,8 @@ class Templates:
     def __len__(self) -> int:
         return len(self.names)
 
-    def take(self, start: int, stop: int) -> "Templates":
-        """Return residues [start, stop) of every template."""
-        return self._take(slice(start, stop))
-
-    def take_residues(self, residues: np.ndarray) -> "Templates":
-        """Return some residues (indices, ascending) of every template."""
-        return self._take(residues)
-
-    def _take(self, span: slice | np.ndarray) -> "Templates":
+    def take(self, span: slice | np.ndarray) -> "Templates":
+        """Return some residues, a slice or ascending indices, of every template."""
         return replace(self, aatype=self.aatype[:, span], positions=self.positions[:, span], mask=self.mask[:, span])
 
     def choose(self, indices: np.ndarray) -> "Templates":
@@ -131,43 +124,39 @@ class RawExample:
         whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment, and so does
         what pairs its rows.
         """
-        return self._take(slice(start, stop), rows, templates, whole)
+        return self.take_residues(slice(start, stop), rows, templates, whole)
 
     def take_residues(
         self,
-        residues: np.ndarray,
+        residues: np.ndarray | slice,
         rows: np.ndarray | None = None,
         templates: np.ndarray | None = None,
         whole: np.ndarray | None = None,
     ) -> "RawExample":
-        """Return some residues (indices, ascending), as `take` does: the pieces of a spatial crop at once."""
-        return self._take(as_slice(residues), rows, templates, whole)
-
-    def ca_positions(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the CA atoms of the whole chain: float32 [N, 3], angstrom, and mask uint8 [N]; None without atoms."""
-        if self.positions is None or self.mask is None:
-            return None
-        return self.positions[:, CA], self.mask[:, CA]
-
-    def _take(
-        self, span: slice | np.ndarray, rows: np.ndarray | None, templates: np.ndarray | None, whole: np.ndarray | None
-    ) -> "RawExample":
+        """Return some residues (a slice, or indices, ascending), as `take`: the pieces of a spatial crop at once."""
+        residues = as_slice(residues) if isinstance(residues, np.ndarray) else residues
         kept = slice(None) if rows is None else rows
         chosen = self.templates
         if chosen is not None and templates is not None:
             chosen = chosen.choose(templates)
         return replace(
             self,
-            aatype=self.aatype[span],
-            residue_index=self.residue_index[span],
-            msa=self.msa[:, span][kept] if whole is None else whole[:, span],
-            deletions=self.deletions[:, span][kept],
-            profile=self.profile[span],
-            positions=None if self.positions is None else self.positions[span],
-            mask=None if self.mask is None else self.mask[span],
-            templates=None if chosen is None or not len(chosen) else chosen._take(span),
+            aatype=self.aatype[residues],
+            residue_index=self.residue_index[residues],
+            msa=self.msa[:, residues][kept] if whole is None else whole[:, residues],
+            deletions=self.deletions[:, residues][kept],
+            profile=self.profile[residues],
+            positions=None if self.positions is None else self.positions[residues],
+            mask=None if self.mask is None else self.mask[residues],
+            templates=None if chosen is None or not len(chosen) else chosen.take(residues),
             pairing=None if self.pairing is None else self.pairing.select(kept),
         )
+
+    def ca_positions(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the CA atoms of the whole chain: float32 [N, 3], angstrom, and mask uint8 [N]; None without atoms."""
+        if self.positions is None or self.mask is None:
+            return None
+        return self.positions[:, CA], self.mask[:, CA]
 
 
 def as_slice(residues: np.ndarray) -> slice | np.ndarray:

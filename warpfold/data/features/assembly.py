@@ -86,12 +86,13 @@ def read_entities(
 
     numbers = assembly.entity_id
     starts = np.cumsum([0, *(len(crop) for crop in crops)])
+    firsts = [assembly.chains[int(np.argmax(numbers == number))] for number in numbers]  # copies are read as the first
     here = [chain for chain, crop in enumerate(crops) if len(crop)]
-    rows = choose_rows([assembly.chains[chain] for chain in here], numbers[here], config, rng("blocks"))
+    rows = choose_rows([firsts[chain] for chain in here], numbers[here], config, rng("blocks"))
     entities = []
     for number, (paired, alone) in rows.items():
-        example = assembly.chains[int(np.argmax(numbers == number))]
         copies = np.flatnonzero(numbers == number).tolist()
+        example = firsts[copies[0]]
         residues = np.unique(np.concatenate([crops[chain] for chain in copies]))
         used = np.union1d(paired[paired >= 0], alone)
         templates = choose_templates(example.templates_count, config.max_templates, rng("templates", number))

@@ -1,19 +1,16 @@
 """The alignments of several chains: which file, or which part of one, belongs to which chain."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from warpfold.data.formats.alignment import Alignment, decode, encode
-from warpfold.data.formats.complex_a3m import chain_of_complex, side_by_side, split_complex
+from warpfold.data.formats.complex_a3m import chain_of_complex, is_complex, side_by_side, split_complex
 from warpfold.data.formats.input_files import ALIGNMENTS, find, serves_pairing, stacking_order
 from warpfold.data.formats.sequences import parse_alignment, parse_complex_a3m
 from warpfold.errors import UserError
 from warpfold.files import read_file
-
-_COMPLEX = re.compile(rb"(\xef\xbb\xbf)?\s*#\d+,[\d,]*\t")
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def parse_chain_alignments(
     with NUL in between are pairs, row i with row i, as ColabFold's `pair.a3m`.
     Errors: UserError as in `read_alignment`.
     """
-    if _COMPLEX.match(data):
+    if is_complex(data):
         alignment, lengths, _ = parse_complex_a3m(data, source)
         if not lengths:
             raise UserError(f"{source}: its first line is not #lengths<TAB>copies, as 120,88 and 1,2; correct it")

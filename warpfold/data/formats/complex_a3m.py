@@ -15,8 +15,14 @@ from warpfold.data.formats.alignment import Alignment, decode, encode
 from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
 
+_FIRST = re.compile(rb"(\xef\xbb\xbf)?\s*#\d+,[\d,]*\t")
 _ANNOUNCED = re.compile(rb"#([\d,]+)\t([\d,]+)\s*")
 _MOST_DIGITS = 9, 4  # of a length, and of a number of copies
+
+
+def is_complex(data: bytes) -> bool:
+    """Return whether a file is the alignment of a complex, by its first line."""
+    return _FIRST.match(data) is not None
 
 
 def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
@@ -62,9 +68,7 @@ def split_complex(alignment: Alignment, lengths: Sequence[int]) -> list[list[Ali
     present = np.stack([(chain.rows != GAP).any(1) for chain in chains], axis=1)
     paired = present.sum(1) > 1
     paired[0] = False
-    # No other file has these numbers, so that its pairs stay its own.
-    digest = hashlib.blake2b(alignment.rows.tobytes(), digest_size=8).digest()
-    keys = np.arange(1, len(alignment) + 1, dtype=np.uint64) + np.uint64(int.from_bytes(digest, "little") >> 1)
+    keys = _own_keys([alignment])
     query = np.arange(len(alignment)) == 0
     found = []
     for place, chain in enumerate(chains):
@@ -86,9 +90,14 @@ def side_by_side(blocks: Sequence[Alignment], source: str) -> list[Alignment]:
             f"{source}: is named as pairs, but its {len(blocks)} alignments have {', '.join(map(str, counts))} rows; "
             "give row for row what belongs together, or name it otherwise"
         )
-    digest = hashlib.blake2b(b"".join(block.rows.tobytes() for block in blocks), digest_size=8).digest()
-    keys = np.arange(1, counts[0] + 1, dtype=np.uint64) + np.uint64(int.from_bytes(digest, "little") >> 1)
+    keys = _own_keys(blocks)
     return [replace(block, pair_keys=keys, stands_alone=False) for block in blocks]
+
+
+def _own_keys(blocks: Sequence[Alignment]) -> np.ndarray:
+    """Return `pair_keys` of the rows of one file, which no other file has, so that its pairs stay its own."""
+    digest = hashlib.blake2b(b"".join(block.rows.tobytes() for block in blocks), digest_size=8).digest()
+    return np.arange(1, len(blocks[0]) + 1, dtype=np.uint64) + np.uint64(int.from_bytes(digest, "little") >> 1)
 
 
 def _chains(alignment: Alignment, lengths: Sequence[int]) -> list[Alignment]:

@@ -13,7 +13,8 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 
 from warpfold.data.formats.alignment_db import AlignmentDB, Slice
-from warpfold.data.formats.sequences import parse_alignment
+from warpfold.data.formats.complex_a3m import is_complex, split_complex
+from warpfold.data.formats.sequences import parse_alignment, parse_complex_a3m
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, opened, read_file
 
@@ -219,12 +220,17 @@ def digest(sources: Iterable[InputFile]) -> str:
 def read_query(source: InputFile, limit: int = LARGEST) -> str:
     """Return the first row of an alignment without its gaps, reading only as much of the file as that takes.
 
+    Of the alignment of a complex these are several sequences, with : in between.
     Errors: UserError for a file that is not an alignment.  The rows that are not read are not checked.
     """
     head = source.read_head(limit)
     if _is_stockholm(head):  # interleaved, its first row may continue to the end
         head = _first_row(head)
-    return parse_alignment(head[: _end(head)], source.name).query
+    head = head[: _end(head)]
+    if is_complex(head):
+        alignment, lengths, _ = parse_complex_a3m(head, source.name)
+        return ":".join(chain[0].query for chain in split_complex(alignment, lengths))
+    return parse_alignment(head, source.name).query
 
 
 def _is_stockholm(head: bytes) -> bool:

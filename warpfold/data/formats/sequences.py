@@ -14,7 +14,7 @@ import numpy as np
 from warpfold.data.formats.alignment import LETTERS, Alignment, decode, encode
 from warpfold.data.formats.complex_a3m import announced, chain_of_complex
 from warpfold.errors import UserError
-from warpfold.files import file_name, read_file
+from warpfold.files import read_file
 from warpfold.geometry.residue import GAP
 
 _INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
@@ -61,23 +61,6 @@ def read_fasta(path: str | Path) -> list[tuple[str, str]]:
     Errors: UserError if it is not FASTA, has a record without a sequence, or a character that is not a residue.
     """
     return parse_fasta(read_file(path, pipe=True), str(path))
-
-
-def read_proteins(paths: Iterable[Path]) -> dict[str, str]:
-    """Return name -> sequence, upper case, of all records of FASTA files; a name is the first word of its header.
-
-    Errors: UserError as in `read_fasta`, and for two records with the same name.
-    """
-    found: dict[str, str] = {}
-    files: dict[str, Path] = {}
-    for path in paths:
-        for header, sequence in read_fasta(path):
-            name = file_name((header.split() or ["query"])[0])
-            if (key := name.lower()) in files:  # some file systems do not tell A from a
-                where = "twice" if files[key] == path else f"in {files[key]} too"
-                raise UserError(f"{path}: a record is called {name} {where}; give each protein a name of its own")
-            files[key], found[name] = path, sequence
-    return found
 
 
 def parse_fasta(data: bytes | str, source: str = "<fasta>", chains: bool = False) -> list[tuple[str, str]]:

@@ -34,9 +34,11 @@ class Source:
     ) -> None:
         self.store, self.weight = store, weight
         self.keys = entry_keys(store, assemblies) if keys is None else keys
+        members = chains_of(store)
         for key in self.keys:
-            if key not in store:
-                raise UserError(f"{store.path}: has no entry {key!r}")
+            for name in (key, *members.get(key, ())):
+                if name not in store:
+                    raise UserError(f"{store.path}: has no entry {name!r}; pack the store again, or name others")
         if not self.keys:
             raise UserError(f"{store.path}: no entries to draw from")
         if not 0 < weight < float("inf"):

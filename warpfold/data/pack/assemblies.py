@@ -9,7 +9,7 @@ from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.report import PackEntry
 from warpfold.data.store.store import Packed
 from warpfold.data.store.stored_assembly import pack_assembly
-from warpfold.data.structure.assemblies import PlacedChain
+from warpfold.data.structure.assemblies import PlacedChains
 from warpfold.data.structure.chain import Structure
 from warpfold.errors import UserError
 
@@ -43,7 +43,7 @@ def build_assemblies(
             entry.length = sum(found["length"] for found in chains)
             entry.reason = _refusal(len(chains), entry.length, options)
             if not entry.reason:
-                record = _fill(entry, placed.chains, chains)
+                record = _fill(entry, placed, chains)
                 entry.reason = "; ".join(f"without {part}: {why}" for part, why in placed.left_out.items())
         except UserError as error:
             entry.reason = str(error)
@@ -65,8 +65,8 @@ def _refusal(chains: int, residues: int, options: PackOptions) -> str:
     return ""
 
 
-def _fill(entry: PackEntry, placed: Sequence[PlacedChain], chains: Sequence[Mapping[str, Any]]) -> Packed:
-    """Make the record of an assembly, and complete its entry.  chains: the entry of each placed chain."""
+def _fill(entry: PackEntry, placed: PlacedChains, chains: Sequence[Mapping[str, Any]]) -> Packed:
+    """Make the record of an assembly, and complete its entry.  chains: the entry of each of its chains."""
     first: dict[str, Mapping[str, Any]] = {}  # of each entity, by its sequence
     for found in chains:
         first.setdefault(found["sequence"], found)
@@ -76,22 +76,10 @@ def _fill(entry: PackEntry, placed: Sequence[PlacedChain], chains: Sequence[Mapp
     entry.templates = max(found["templates"] for found in first.values())  # those of the chains stand side by side
     return pack_assembly(
         name=entry.name,
-        ids=copy_names([chain for chain, _ in placed]),
+        ids=placed.ids,
         keys=entry.chains,
         entities=[numbers[found["sequence"]] for found in chains],
-        operators=np.stack([operator for _, operator in placed]),
+        operators=np.stack([operator for _, operator in placed.chains]),
         release_date=entry.release_date,
         resolution=entry.resolution,
     )
-
-
-def copy_names(chains: Sequence[str]) -> list[str]:
-    """Return different names for chains of which some come several times: A, B, A-2, B-2, as the PDB has them."""
-    names: dict[str, None] = {}
-    for chain in chains:
-        name, number = chain, 1
-        while name in names:
-            number += 1
-            name = f"{chain}-{number}"
-        names[name] = None
-    return list(names)

@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 
 from warpfold.data.example.hits import Hit, parse_hits
-from warpfold.data.example.raw_example import CA, RawExample, from_chain
+from warpfold.data.example.raw_example import CA, RawExample, check_map, from_chain
 from warpfold.data.example.templates import count_refusals, templates_from_hits
+from warpfold.data.formats.alignment import Alignment
+from warpfold.data.formats.chain_alignments import parse_chain_alignments
+from warpfold.data.formats.complex_a3m import is_complex
 from warpfold.data.formats.input_files import InputFile, read_query
 from warpfold.data.formats.sequences import parse_alignment
 from warpfold.data.pack.assemblies import build_assemblies
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.report import PackEntry
+from warpfold.data.similar.pairwise import column_map
 from warpfold.data.store.store import Packed, pack_record
 from warpfold.data.store.stored_assembly import CHAINS
 from warpfold.data.store.stored_example import example_arrays, example_notes
@@ -145,12 +149,12 @@ def build(job: BuildJob) -> BuiltChains:
 def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) -> None:
     """Add the records of chains of one sequence with the same alignments and hits to `built`."""
     structure, name = job.structure, group[0].chain
-    alignments, used, notes = [], [], [note for note in dict.fromkeys(chain.note for chain in group) if note]
+    alignments: list[Alignment] = []
+    used, notes = [], [note for note in dict.fromkeys(chain.note for chain in group) if note]
     for source in group[0].alignments:
         try:
             with within_memory(source.name):
-                alignment = parse_alignment(source.read_bytes(job.options.limit), source.name)
-            alignments.append(replace(alignment, stands_alone=not source.serves_pairing))
+                alignments += _read_alignments(source, structure.chains[name].sequence, job.options)
             used.append(source.name)
         except UserError as error:
             notes.append(str(error))
@@ -177,6 +181,15 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
         for name in todo:
             entry = replace(model, name=f"{structure.id}_{name}", kept=False, reason=str(error), alignments=[])
             built.entries.append(asdict(entry))
+
+
+def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> list[Alignment]:
+    """Read an alignment of a chain; of a complex's, what belongs to the chain: its own rows, and its pairs."""
+    data = source.read_bytes(options.limit)
+    if is_complex(data):
+        every = parse_chain_alignments(data, source.name)
+        return [one for one in every if check_map(*column_map(one.query, sequence), options.min_identity) is None]
+    return [replace(parse_alignment(data, source.name), stands_alone=not source.serves_pairing)]
 
 
 def _build_one(

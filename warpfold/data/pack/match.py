@@ -47,9 +47,9 @@ class Queries:
         self._next_look = -math.inf
 
     def known(self, sources: Sequence[InputFile]) -> list[tuple[InputFile, str]]:
-        """Return the alignments whose queries are known, each with its query."""
-        found = ((source, self.found.get(source.version, ("", ""))) for source in sources)
-        return [(source, query) for source, (query, error) in found if query]
+        """Return the alignments whose queries are known, each with its query; that of a complex with each of them."""
+        found = ((source, self.found.get(source.version, ("", ""))[0]) for source in sources)
+        return [(source, query) for source, queries in found for query in dict.fromkeys(queries.split(":")) if query]
 
     def read(self, sources: Sequence[InputFile], progress: Progress = no_progress) -> None:
         """Read the queries of these alignments that are not known here or in another part yet."""
@@ -149,8 +149,9 @@ class Matcher:
         sources = self._alignments_named.get(name.lower(), [])
         self.queries.read(sources)
         errors = [(source, self._check(query, sequence)) for source, query in self.queries.known(sources)]
-        note = "; ".join(f"{source.name}: {error}" for source, error in errors if error)
-        return stacked(source for source, error in errors if not error), note
+        fitting = dict.fromkeys(source for source, error in errors if not error)
+        note = "; ".join(f"{source.name}: {error}" for source, error in errors if error and source not in fitting)
+        return stacked(fitting), note
 
     def _find_nearest(self, sequence: str) -> list[InputFile]:
         for query in self._index.similar(sequence):

@@ -135,7 +135,7 @@ def _unused_alignments(parts: Sequence[PartFolder], kept: Sequence[Found], bad: 
         if name not in used:
             alike = "its chains have alignments that bear their names"
             none = "no chain that is kept has this sequence"
-            unused[name] = error or bad.get(name) or (alike if query in sequences else none)
+            unused[name] = error or bad.get(name) or (alike if sequences & {*query.split(":")} else none)
     return unused
 
 

@@ -20,7 +20,7 @@ from warpfold.bulk import JobPart
 from warpfold.errors import UserError
 from warpfold.files import lock_folder, pread, refuse_foreign, remove_own, writing
 
-FORMAT, VERSION = "warpfold-part", 2
+FORMAT, VERSION = "warpfold-part", 3
 _END = "end"  # the last job; its result is the inputs that were done
 _BEGUN, _STOPPED, _FORGOTTEN = "begun", "stopped", "forgotten"  # lines about jobs, which they list
 _OWN = ("plan.json", "plan.json.new", "journal", "records", "queries", "lock")

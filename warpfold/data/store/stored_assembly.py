@@ -13,6 +13,7 @@ import numpy as np
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.store.store import Packed, Store, pack_record
 from warpfold.data.store.stored_example import StoredExample
+from warpfold.data.structure.assemblies import is_rigid
 from warpfold.errors import UserError
 
 CHAINS = "chains"
@@ -86,6 +87,9 @@ def read_assembly(store: Store, key: str) -> Assembly:
         raise UserError(f"{store.path}: {key}: its chain {missing[0]} is not in the store; pack the store again")
     chains = {chain: StoredExample(store, chain) for chain in dict.fromkeys(keys)}
     operators = record.read("operators") if "operators" in record.arrays else None
+    fits = len(notes["ids"]) == len(notes["entities"]) == len(keys) > 0
+    if not fits or (operators is not None and (operators.shape != (len(keys), 3, 4) or not is_rigid(operators))):
+        raise UserError(f"{store.path}: {key}: its chains and operators do not fit; pack the store again")
     placed = tuple(chains[chain] for chain in keys)
     return StoredAssembly(notes["name"], tuple(notes["ids"]), placed, operators, tuple(notes["entities"]))
 

@@ -23,7 +23,7 @@ from warpfold.geometry.residue import GAP
 TILE = 128  # columns of a tile, at most: a crop of 256 touches three or four, and the rest of a chain stays unread
 PER_RESIDUE = ("aatype", "residue_index", "profile", "positions", "mask")  # arrays whose first axis is residues
 TEMPLATE_ARRAYS = ("aatype", "positions", "mask", "sum_probs")  # of `Templates`; the names are a note
-PAIRING_ARRAYS = ("species", "identity", "digest", "unpaired")  # of `Pairing`
+PAIRING_ARRAYS = {"species": "<u8", "identity": "<f4", "digest": "<u8", "unpaired": "?"}  # of `Pairing`, in this order
 NEEDED = ("aatype", "residue_index", "profile", "msa", "deletion_starts", "deletion_rows", "deletion_counts")
 
 
@@ -97,6 +97,8 @@ class StoredExample:
         record = self.store.record(self.key)
         if missing := [name for name in NEEDED if name not in record.arrays]:
             raise UserError(f"{self.store.path}: {self.key}: lacks {', '.join(missing)}; pack the store again")
+        if wrong := _misfits(record):
+            raise UserError(f"{self.store.path}: {self.key}: {', '.join(wrong)} do not fit; pack the store again")
         return record
 
     @cached_property
@@ -177,8 +179,7 @@ class StoredExample:
         parts["templates"] = None
         if len(which):
             arrays = {name: record.read(f"template_{name}", which) for name in TEMPLATE_ARRAYS}
-            parts["templates"] = Templates(**arrays, names=tuple(names[i] for i in which))
-            parts["templates"] = parts["templates"].take_residues(residues)
+            parts["templates"] = Templates(**arrays, names=tuple(names[i] for i in which)).take(residues)
         parts["pairing"] = None if self.pairing is None else self.pairing.select(chosen)
         rest = {name: notes[name] for name in ("name", "resolution", "release_date")}
         return RawExample(**rest, sources=tuple(notes["sources"]), **parts)
@@ -220,6 +221,27 @@ class StoredExample:
         deletions = np.zeros((len(rows), len(residues)), np.uint16)
         deletions[place[row[kept]], column[kept]] = count[kept]
         return deletions
+
+
+def _misfits(record: Record) -> list[str]:
+    """Return the arrays that do not fit the residues, rows or templates of the others, or are missing beside them."""
+    arrays = record.arrays
+    sizes = {name: array.shape[0] if array.shape else 0 for name, array in arrays.items()}
+    length, shape, templates = sizes["aatype"], arrays["msa"].shape, len(record.notes.get("templates", ()))
+    tiles = ceil(length / shape[1]) if len(shape) == 2 and shape[1] else 0
+    if not tiles or shape[0] % tiles:
+        return ["msa"]
+    wanted = {"deletion_starts": length + 1, "deletion_counts": sizes["deletion_rows"]}
+    wanted |= {name: length for name in (*PER_RESIDUE, "ca") if name in sizes}
+    if "positions" in sizes:
+        wanted["mask"] = length
+    if any(f"pairing_{name}" in sizes for name in PAIRING_ARRAYS):
+        wanted |= {f"pairing_{name}": shape[0] // tiles for name in PAIRING_ARRAYS}
+    if templates:
+        wanted |= {f"template_{name}": templates for name in TEMPLATE_ARRAYS}
+    wrong = [name for name, size in wanted.items() if sizes.get(name) != size]
+    kinds = {f"pairing_{name}": np.dtype(kind) for name, kind in PAIRING_ARRAYS.items()}
+    return wrong or [name for name, kind in kinds.items() if name in arrays and arrays[name].dtype != kind]
 
 
 def read_example(store: Store, key: str) -> RawExample:

@@ -3,11 +3,10 @@
 Readers keep the few rows of mmCIF's categories as text (`AssemblyTable`); what they mean is found when it is asked for.
 """
 
-import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +14,10 @@ import numpy as np
 from warpfold.errors import UserError
 
 MOST_OPERATORS = 10_000  # of one row: a virus with its crystal's symmetry has some 1,700
+MOST_CHAINS = 100_000  # of one assembly
 IDENTITY = np.eye(3, 4)
 ROTATION_ERROR = 0.01  # of an operator's rotation times its transpose: files have at least five decimals
+FARTHEST = 1e6  # angstrom that an operator may move a chain: the largest crystals' cells have some 1,500
 _GROUPS = re.compile(r"(\([^()]*\))+|[^(),]+")  # one term of an expression: groups to multiply, or one item
 
 
@@ -36,6 +37,22 @@ class PlacedChains:
 
     chains: tuple[PlacedChain, ...]
     left_out: dict[str, str]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Return different names for the chains, of which some come several times: A, B, A-2, B-2, as the PDB has them.
+
+        Where an entry has a chain A-2 itself, the second A is A-3 or A-2-2, whichever of both comes first.
+        """
+        names: dict[str, None] = {}
+        times: Counter[str] = Counter()
+        for chain, _ in self.chains:
+            name = chain
+            while name in names:
+                times[chain] += 1
+                name = f"{chain}-{times[chain] + 1}"
+            names[name] = None
+        return tuple(names)
 
 
 @dataclass(frozen=True)
@@ -59,8 +76,8 @@ class AssemblyTable:
         """Return the chains of an assembly, those of one operator after those of another, in the order of the file.
 
         kept: the entry's protein chains by name.  dropped: why others were dropped.
-        Errors: UserError for an operator that the file does not have, or that is not a rigid motion; KeyError for an
-        assembly that it does not have.
+        Errors: UserError for an operator that the file does not have, or that is not a rigid motion, and for too many
+        chains; KeyError for an assembly that it does not have.
         """
         if assembly not in self.ids:
             raise KeyError(assembly)
@@ -82,6 +99,10 @@ class AssemblyTable:
                 for operator in self._expand(expression):
                     key = (operator + 0.0).tobytes()  # -0.0 becomes 0.0
                     placed |= {(chain, key): PlacedChain(chain, operator) for chain in chains}
+                    if len(placed) > MOST_CHAINS:
+                        raise UserError(
+                            f"{self.source}: assembly {name} has more than {MOST_CHAINS} chains; correct the file"
+                        )
         return PlacedChains(tuple(placed.values()), left_out)
 
     def _left_out(self, label: str, chain: str, dropped: Mapping[str, str]) -> tuple[str, str] | None:
@@ -100,21 +121,26 @@ class AssemblyTable:
         """
         text = "".join(expression.split())
         terms = [found[0] for found in _GROUPS.finditer(text)]
-        every = [[self._items(group) for group in term.strip("()").split(")(")] for term in terms]
-        if not terms or ",".join(terms) != text or not all(map(all, every)):
-            raise UserError(f"{self.source}: {expression!r} names no operators of an assembly; correct the file")
-        if sum(prod(map(len, groups)) for groups in every) > MOST_OPERATORS:
-            raise UserError(f"{self.source}: {text} are more than {MOST_OPERATORS} operators; correct the file")
-        found = []
-        for names in itertools.chain.from_iterable(itertools.product(*groups) for groups in every):
-            operator = np.eye(4)
-            for name in names:
-                operator = operator @ self._operator(name)
-            found.append(operator[:3])
-        return found
+        if not terms or ",".join(terms) != text:
+            raise UserError(f"{self.source}: {text[:40]!r} names no operators of an assembly; correct the file")
+        found: list[np.ndarray] = []
+        for term in terms:
+            products = [np.eye(4)]
+            for group in term.strip("()").split(")("):
+                names = self._items(group)
+                if not names:
+                    raise UserError(f"{self.source}: {term[:40]!r} names no operators of an assembly; correct the file")
+                if len(found) + len(products) * len(names) > MOST_OPERATORS:
+                    raise UserError(
+                        f"{self.source}: {text[:40]} are more than {MOST_OPERATORS} operators; correct the file"
+                    )
+                operators = [self._operator(name) for name in names]
+                products = [left @ right for left in products for right in operators]
+            found += products
+        return [operator[:3] for operator in found]
 
     def _items(self, group: str) -> list[str]:
-        """Return the names of operators in "1-5,7"; a range that is far too long is cut."""
+        """Return the names of operators in "1-5,7", those that are far too many cut short."""
         names: list[str] = []
         for item in group.split(","):
             ends = re.fullmatch(r"(\d{1,9})-(\d{1,9})", item, re.ASCII)
@@ -122,18 +148,29 @@ class AssemblyTable:
                 names.append(item)
             else:
                 names += map(str, range(int(ends[1]), int(ends[2]) + 1)[: MOST_OPERATORS + 1])
+            if len(names) > MOST_OPERATORS:
+                break
         return names
 
     def _operator(self, name: str) -> np.ndarray:
         """Return an operator as float64 [4, 4]."""
         if name not in self.operators:
-            raise UserError(f"{self.source}: an assembly needs operator {name}, which is missing; fetch the file again")
+            raise UserError(
+                f"{self.source}: an assembly needs operator {name[:40]}, which is missing; fetch the file again"
+            )
         try:
             rows = np.array(self.operators[name], np.float64).reshape(3, 4)
         except ValueError:
             rows = np.full((3, 4), np.nan)
-        rotation = rows[:, :3]
-        error = np.abs(rotation @ rotation.T - np.eye(3)).max()
-        if not (np.isfinite(rows).all() and error < ROTATION_ERROR and np.linalg.det(rotation) > 0):
+        if not is_rigid(rows):
             raise UserError(f"{self.source}: operator {name} of an assembly is no rigid motion; fetch the file again")
         return np.concatenate([rows, [[0.0, 0.0, 0.0, 1.0]]])
+
+
+def is_rigid(operators: np.ndarray) -> bool:
+    """Return whether operators [..., 3, 4] are all rotations with translations that a file of atoms could have."""
+    rotation = operators[..., :3]
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.abs(rotation @ rotation.swapaxes(-1, -2) - np.eye(3))
+        near = (np.abs(operators) < FARTHEST).all() and (error < ROTATION_ERROR).all()
+    return bool(near and (np.linalg.det(rotation) > 0).all())

@@ -146,7 +146,7 @@ def _letters(i: int) -> str:
 
 def _value(value: object) -> str:
     """Return one CIF value, quoted if the syntax asks for it; '?' for None."""
-    text = "?" if value is None else str(value)
+    text = "?" if value is None else re.sub(r"[^\t\n\r -~]", "_", str(value))  # CIF is ASCII
     reserved = re.match(r"data_|save_|(loop_|stop_|global_)\Z", text, re.IGNORECASE | re.ASCII)
     if text and not re.search(r"[\s'\"]", text) and text[0] not in "_#$[];" and not reserved:
         return text

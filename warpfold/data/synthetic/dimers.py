@@ -25,10 +25,10 @@ from warpfold.data.synthetic.sidechain import add_side_chains
 
 HELICAL = [fold for fold in FOLDS if set(fold.parts) == {"H", "HH"}]  # flat enough to dock
 STREAM = 2  # of the seed: dimer i has nothing to do with protein i
-# The ways in which chains meet: the face of both, before (1) or behind (-1) the plane of the first and the last helix,
-# and the angle from the first helix of the one to that of the other, in degrees, with its spread.  About 20 degrees is
-# how helices of bundles cross (Chothia, Levitt & Richardson, J. Mol. Biol. 145, 215 (1981)).
-DOCKS, SPREAD = ((1, 20.0), (-1, -160.0)), 4.0
+# The angle from the first helix of one chain to that of the other, in degrees, and its spread.  About 20 degrees is how
+# helices of bundles cross (Chothia, Levitt & Richardson, J. Mol. Biol. 145, 215 (1981)).  All dimers meet in this way: of
+# two ways, the small model of the demo learned neither in its few minutes.
+CROSSING, SPREAD = 20.0, 4.0
 MIN_CA_CA, MIN_CB_CB = 5.5, 4.5  # angstrom: closest approach across the interface, which leaves room for side chains
 ATTEMPTS, TRIES = 10, 4  # how often chains are drawn, and the same two are docked, before giving up
 MIN_CONTACTS = 10  # pairs of CB within CONTACT across the interface
@@ -107,12 +107,10 @@ def _design(
 def dock(blueprints: Sequence[Blueprint], backbones: Sequence[Floats], rng: np.random.Generator) -> Floats | None:
     """Place two chains face to face so that they touch: [N1 + N2, 5, 3] in angstrom; None if they hardly do.
 
-    backbones: N, CA, C, O, CB of each, [N, 5, 3].  Equal chains that meet with the same face, at any angle, have C2
-    symmetry.
+    backbones: N, CA, C, O, CB of each, [N, 5, 3].  Equal chains have C2 symmetry.
     """
-    face, crossing = DOCKS[rng.integers(len(DOCKS))]
-    angle = np.radians(crossing + SPREAD * rng.normal())
-    a, b = (_facing(blueprint, backbone, face) for blueprint, backbone in zip(blueprints, backbones))
+    angle = np.radians(CROSSING + SPREAD * rng.normal())
+    a, b = (_facing(blueprint, backbone) for blueprint, backbone in zip(blueprints, backbones))
     turn = np.array([[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
     b = b * [1, -1, -1] @ turn.T  # turned by 180 degrees about x it looks down at a, and then about z
     placed = b + [0, 0, _height(a, b)]
@@ -121,14 +119,17 @@ def dock(blueprints: Sequence[Blueprint], backbones: Sequence[Floats], rng: np.r
     return np.concatenate([a, placed])
 
 
-def _facing(blueprint: Blueprint, backbone: Floats, face: int) -> Floats:
-    """Return a chain with its centre at the origin, its first helix or strand along x, and its face towards +z."""
+def _facing(blueprint: Blueprint, backbone: Floats) -> Floats:
+    """Return a chain with its centre at the origin, its first helix along x, and its face towards +z.
+
+    The face is in front of the plane of the first helix and the last.
+    """
     ca, bodies = backbone[:, 1], blueprint.bodies
     first, last = ca[bodies == bodies[bodies >= 0][0]], ca[bodies == bodies.max()]
     x = first[len(first) // 2 :].mean(0) - first[: len(first) // 2].mean(0)
     x = x / np.linalg.norm(x)
     z = np.cross(x, last.mean(0) - first.mean(0))
-    z = face * z / np.linalg.norm(z)
+    z = z / np.linalg.norm(z)
     return (backbone - ca.mean(0)) @ np.stack([x, np.cross(z, x), z], axis=1)
 
 

@@ -16,6 +16,7 @@ from warpfold.data.example.complexes import (
     assemble,
     chain_ids,
     read_complexes,
+    search_names,
     sequences_to_search,
 )
 from warpfold.data.example.pairing import pair_rows
@@ -50,6 +51,8 @@ def test_headers_of_the_pdb_name_all_copies(tmp_path: Path) -> None:
     text = ">2HHB_1|Chains A, C|Hemoglobin|Homo sapiens (9606)\nACDE\n>2HHB_2|Chain B[auth K]|Hemoglobin\nMKV\n"
     assert read(tmp_path, text, as_one=True) == [("pair", ("A", "C", "K"), ("ACDE", "ACDE", "MKV"))]
     assert read(tmp_path, text.partition(">2HHB_2")[0], as_one=True) == [("pair", ("A", "C"), ("ACDE", "ACDE"))]
+    extended = text.replace("2HHB", "pdb_00002hhb")
+    assert read(tmp_path, extended, as_one=True) == read(tmp_path, text, as_one=True)
     assert [one[0] for one in read(tmp_path, text)] == ["2HHB_1_Chains", "2HHB_2_Chain"]  # single proteins, as before
 
 
@@ -65,6 +68,7 @@ def test_tables(tmp_path: Path) -> None:
     assert read(tmp_path, "\ufeffSequence, ID,note\r\nACDE:MKV,x,\r\nGGG,y/z,n\r\n", "q.csv") == expected
     assert read(tmp_path, 'id,sequence\n"x","AC DE:\nMKV"\ny/z,GGG', "q.csv") == expected
     assert read(tmp_path, "id\tsequence\nx\tACDE:MKV\ny/z\tGGG\n", "q.tsv") == expected
+    assert read(tmp_path, 'id, sequence\nx, "ACDE:MKV"\ny/z, GGG', "q.csv") == expected
     packed = tmp_path / "q.csv.gz"
     packed.write_bytes(gzip.compress(b"id,sequence\nx,ACDE:MKV\ny/z,GGG\n"))
     assert [one.name for one in read_complexes(packed)] == ["x", "y_z"]
@@ -95,6 +99,8 @@ def test_an_alignment_of_a_complex_with_copies(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows[1], [[12, 11, 19], [12, 11, 10]])  # MKV, MKL
     (homodimer,) = read_complexes(write(tmp_path / "y.a3m", "#4\t2\n>q\nACDE\n>r\nACDD\n"))
     assert (homodimer.ids, homodimer.sequences) == (("A", "B"), ("ACDE", "ACDE"))
+    (twice,) = read_complexes(write(tmp_path / "z.a3m", "#4,4\t1,2\n>q\nACDEACDE\n>r\nACDD----\n"))
+    assert (twice.ids, twice.sequences) == (("A", "B", "C"), ("ACDE",) * 3)  # no copy is lost
     (single,) = read_complexes(write(tmp_path / "z.a3m", "#4\t1\n>q\nACDE\n>r\nACDD\n"))
     assert (single.ids, len(single.alignments[0])) == (("A",), 2)
 
@@ -205,6 +211,20 @@ def test_many_chains(tmp_path: Path) -> None:
     assert set(assembly.entity_id.tolist()) == {1}
 
 
+def test_names_that_mmcif_cannot_hold_are_made_so_or_refused(tmp_path: Path) -> None:
+    text = f">{'x' * 10**6} OX=1\nACDE\n>é\nMKV\n>b\"'c\nMKV\n>sp|P1|X_Y\nMKV\n"
+    (query,) = read_complexes(write(tmp_path / "q.fasta", text), as_one=True)
+    assert query.ids == ("x" * 100, "_", "b__c", "sp|P1|X_Y")
+    for name in ("é", "a b", "", ".", "?", "x" * 101, "'"):
+        with pytest.raises(UserError, match=r"^x: .* cannot be a chain's name in mmCIF; use letters and digits$"):
+            Complex("x", ("A", name), ("ACDE", "MKV"))
+
+
+def test_a_long_list_of_chains_is_cut() -> None:
+    _, (note,) = assemble(Complex("x", tuple(chain_ids(1000)), ("ACDE",) * 1000))
+    assert note.endswith(", S, T and 980 more: folded by the sequence alone")
+
+
 def test_the_chains_of_a_structure(tmp_path: Path) -> None:
     chains = [random_chain("L", "AGWHK"), random_chain("H", "GGSTA", seed=1)]  # A and B for mmCIF
     text = write_mmcif("1abc", chains)
@@ -212,6 +232,9 @@ def test_the_chains_of_a_structure(tmp_path: Path) -> None:
     assert (query.name, query.ids, query.sequences, query.notes) == ("x", ("L", "H"), ("AGWHK", "GGSTA"), ())
     (query,) = read_complexes(write(tmp_path / "y.cif", text + assembly_text([("1", "1,2", "A,B"), ("2", "1", "A")])))
     assert (query.ids, query.sequences) == (("L", "H", "L-2", "H-2"), ("AGWHK", "GGSTA") * 2)
+    text = write_mmcif("1abc", [random_chain("L", "AGWHK"), random_chain("L-2", "GGSTA", seed=1)])
+    (query,) = read_complexes(write(tmp_path / "y.cif", text + assembly_text([("1", "1,2", "A,B")])))
+    assert (query.ids, query.sequences) == (("L", "L-2", "L-3", "L-2-2"), ("AGWHK", "GGSTA") * 2)
     (query,) = read_complexes(write(tmp_path / "z.pdb", write_pdb("1abc", chains)))
     assert (query.ids, query.sequences) == (("L", "H"), ("AGWHK", "GGSTA"))
     with pytest.raises(UserError, match="its first assembly has no protein chain"):
@@ -221,6 +244,8 @@ def test_the_chains_of_a_structure(tmp_path: Path) -> None:
 def test_each_sequence_is_searched_for_once(tmp_path: Path) -> None:
     files = [write(tmp_path / "x.csv", "id,sequence\nx,ACD:MKV:ACD\n"), write(tmp_path / "y.fa", ">y\nACD\n")]
     assert sequences_to_search(files) == {"x_A": "ACD", "x_B": "MKV", "y": "ACD"}
+    names = search_names("x", {"A": "AC", "B": "CD", "a": "DE", "A|": "EF", "A2": "AC"})
+    assert names == {"AC": "x_A", "CD": "x_B", "DE": "x_a_", "EF": "x_A__"}
     with pytest.raises(UserError, match=r"z\.fa: another sequence is called X_a too; give each"):
         sequences_to_search([*files, write(tmp_path / "z.fa", ">X_a\nACD\n")])
     with pytest.raises(UserError, match=r"z\.fa: a record is called Y in .*y\.fa too; give each"):
