@@ -20,6 +20,7 @@ from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights import save_params
 from warpfold.run import predict as module
+from warpfold.run import relax_files
 from warpfold.run.params import read_params
 from warpfold.run.predict import PredictOptions, predict, read_queries
 from warpfold.run.predict_templates import TemplateSources, files_of_chains
@@ -223,6 +224,30 @@ def test_what_is_said_of_several_queries_is_said_once(
     _, _, err = run_cli(capsys, tmp_path / "q.fasta", *arguments, "--out", tmp_path / "out")
     said = "one, two: 4 alignments of none of the sequences, left out: msas/a.a3m, msas/b.a3m, msas/c.a3m ..."
     assert err.splitlines() == [said]
+
+
+def test_the_report_shows_what_was_relaxed(
+    tmp_path: Path, fasta: Path, params: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relaxed = {
+        "violations_before": {"residues": 76},
+        "violations_after": {"residues": 3},
+        "energy_before": None,
+        "energy_after": -1027.25,
+        "ca_rmsd": 0.1,
+    }
+    monkeypatch.setattr(relax_files, "require_openmm", lambda: None)
+    monkeypatch.setattr(relax_files, "relax_file", lambda *_: relaxed)
+    out = tmp_path / "out"
+    predict(fasta, [], params["first"], out, PredictOptions(recycles=0))
+    (done,) = relax_files.relax_paths([out])["relaxed"]
+    assert done["violations_after"]["residues"] == 3
+    page = (out / "report.html").read_text()
+    for shown in ("76 → 3", "infinite → -1027", "0.10"):
+        assert shown in page
+    (out / "trio/trio.npz").unlink()  # then it cannot be drawn again
+    relax_files.relax_paths([out])
+    assert (out / "report.html").read_text() == page
 
 
 # ---- which records are a complex
