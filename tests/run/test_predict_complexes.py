@@ -223,7 +223,7 @@ def test_what_is_said_of_several_queries_is_said_once(
     arguments = ["--params", params["first"], "--msa", tmp_path / "msas", "--no-complex", "--recycles", 0]
     _, _, err = run_cli(capsys, tmp_path / "q.fasta", *arguments, "--out", tmp_path / "out")
     said = "one, two: 4 alignments of none of the sequences, left out: msas/a.a3m, msas/b.a3m, msas/c.a3m ..."
-    assert err.splitlines() == [said]
+    assert err.splitlines() == ["one, two: no alignment: folded by the sequence alone", said]
 
 
 def test_the_report_shows_what_was_relaxed(

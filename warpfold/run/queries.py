@@ -96,8 +96,10 @@ def read_queries(path: Path, msas: Sequence[Path], together: bool = False) -> li
     for one in found:
         if len(one.ids) == 1:
             (sequence,) = one.sequences
-            own = [*one.alignments, *alignments.of(sequence)] or [Alignment.of_query(sequence, one.name)]
-            queries.append(FoldQuery(one.name, sequence, merge(without_pairing(own)), warnings=[*one.notes, *unused]))
+            own = [*one.alignments, *alignments.of(sequence)]
+            bare = ["no alignment: folded by the sequence alone"] if msas and not own else []
+            rows = merge(without_pairing(own)) if own else Alignment.of_query(sequence, one.name)
+            queries.append(FoldQuery(one.name, sequence, rows, warnings=[*one.notes, *bare, *unused]))
         else:
             assembly, notes = assemble(one, alignments)
             queries.append(ComplexQuery(assembly, warnings=[*notes, *unused]))

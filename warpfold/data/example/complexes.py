@@ -150,6 +150,8 @@ def _unpaired_reason(entities: Sequence[RawExample]) -> str | None:
 
 
 def _listed(names: Sequence[str]) -> str:
+    if len(names) > 8:
+        return f"{len(names)} chains ({', '.join(names[:3])} ...)"
     return f"{'chain' if len(names) == 1 else 'chains'} {', '.join(names)}"
 
 
