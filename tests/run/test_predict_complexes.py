@@ -429,7 +429,7 @@ def test_templates_that_fit_no_chain_are_refused(
     tmp_path: Path, fasta: Path, structure: Path, params: dict[str, Path]
 ) -> None:
     queries, models = read_queries(fasta, [], together=True), read_params([params["first"]])
-    with pytest.raises(UserError, match=r"Q=.*: fits no chain, as none is Q; .* or say which chain it is for: H=[^=]*$"):
+    with pytest.raises(UserError, match=r"Q=.*: fits no chain, as none is Q; .* which chain it is for: H=[^=]*$"):
         with_templates(queries, TemplateSources(files=[f"Q={structure}:A"]), models)
     with pytest.raises(UserError, match="templates given: 5, the model takes 4"):
         with_templates(queries, TemplateSources(files=[f"{structure}:A"] * 5), models)
