@@ -8,10 +8,10 @@ import pytest
 from tests.run.runs import helix
 from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
-from warpfold.run.docking import residue_pairs
+from warpfold.run.dockq import residue_pairs
+from warpfold.run.interfaces import find_interfaces
 from warpfold.run.outputs import Prediction
 from warpfold.run.predict import keep
-from warpfold.run.predicted_interfaces import find_interfaces
 from warpfold.run.ranking import rank_predictions
 from warpfold.run.sanity import check_geometry
 

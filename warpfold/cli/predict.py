@@ -152,9 +152,13 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
             typer.echo(relaxed_line(f"{entry['name']} relaxed", entry["relaxed"]))
     if not as_json:
         typer.echo(f"report: {out / 'report.html'}")
+    about: dict[str, list[str]] = {}
     for name, warnings in summary["input_warnings"].items():
         for warning in warnings:
-            typer.echo(f"{name}: {warning}", err=True)
+            about.setdefault(warning, []).append(name)
+    for warning, names in about.items():
+        several = len(names) > 3
+        typer.echo(f"{f'{len(names)} queries' if several else ', '.join(names)}: {warning}", err=True)
     for entry in summary["predictions"]:
         refused = entry.get("templates_refused", {})
         if entry.get("templates_missing") or (refused and not entry["templates"]):

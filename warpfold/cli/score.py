@@ -17,8 +17,8 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD; of complexes also DockQ and other scores."""
-    from warpfold.run.interfaces import HEADS
     from warpfold.run.score import score_files
+    from warpfold.run.score_complex import HEADS
 
     result = score_files(predicted, reference, _chain_pairs(chains))
     if as_json:

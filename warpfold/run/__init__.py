@@ -1,0 +1,12 @@
+"""What a user asks for: train, predict, relax, score, a demo; and the pages and files that come of it.
+
+train.py: the loop; config.py, examples.py (which come next), ledger.py (which were used), results.py (the log),
+ranks.py (several processes).
+predict.py: a run.  What goes in: queries.py (files), fold_input.py (Python), params.py, predict_templates.py.  What
+folds: predictor.py.  What comes out: outputs.py (files of one prediction), ranking.py, interfaces.py (where predicted
+chains meet), sanity.py (breaks, clashes).
+relax.py: in memory; relax_files.py: of files and folders; amber.py: the force field, all that knows OpenMM.
+score.py: two structures; metrics.py: lDDT, TM, GDT; score_complex.py: interfaces, by dockq.py, under the mapping that
+chain_mapping.py finds.
+report.py: the page, from report.html; figures.py: what is drawn on it; demo.py and demo_report.py: the demo's.
+"""

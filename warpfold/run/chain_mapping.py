@@ -17,7 +17,7 @@ from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run import metrics
-from warpfold.run.docking import Array, Chains, Docking, Pair
+from warpfold.run.dockq import Array, Chains, Docking, Pair
 
 CA = ATOM_ORDER["CA"]
 MIN_IDENTITY = 0.3  # of the shorter sequence; below it two chains are different proteins

@@ -211,10 +211,11 @@ def _draw_chain(
 def _mark_chains(axes: Axes, chains: Mapping[str, slice], color: str, rows: bool = False) -> None:
     """Draw borders between chains across the x axis (and the y axis, with `rows`), and their names above the plot."""
     left, right = axes.get_xlim()
+    width = min(0.8, 8 / max(1, len(chains)))  # the borders of many chains must not cover what they part
     for name, chain in chains.items():
         if chain.start:
             for line in (axes.axvline, axes.axhline)[: 2 if rows else 1]:
-                line(chain.start + 0.5, color=color, linewidth=0.8)
+                line(chain.start + 0.5, color=color, linewidth=width)
         if chain.stop - chain.start >= NAMED * (len(name) + 1) * (right - left):
             middle = ((chain.start + chain.stop + 1) / 2 - left) / (right - left)
             axes.text(middle, 1.015, name, transform=axes.transAxes, ha="center", fontsize=8.5, parse_math=False)

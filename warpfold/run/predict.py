@@ -20,10 +20,10 @@ from warpfold.files import file_name, is_given_pipe
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.team import Team
 from warpfold.progress import Progress, no_progress
+from warpfold.run.interfaces import describe, find_interfaces
 from warpfold.run.outputs import Prediction, claim_folder, remove_prediction, write_summary
 from warpfold.run.params import Params, read_params
 from warpfold.run.predict_templates import TemplateSources
-from warpfold.run.predicted_interfaces import describe, find_interfaces
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.queries import ComplexQuery, FoldQuery, Query, read_queries, with_templates
 from warpfold.run.ranking import copy_by_rank, rank_predictions, remove_copies

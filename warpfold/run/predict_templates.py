@@ -100,11 +100,8 @@ def files_of_chains(files: Sequence[str], chains: Mapping[str, str]) -> dict[str
     """
     found: dict[str, list[str]] = {sequence: [] for sequence in chains.values()}
     for file in files:
-        id, equals, rest = file.partition("=")
-        if equals and not Path(file).exists():  # a file's own name may have an equals sign
-            fitting = {chains[id]: 1.0} if id in chains else {}
-        else:
-            rest, fitting = file, _fitting(file, found)
+        id, rest = _chain_and_file(file)
+        fitting = _fitting(rest, found) if id is None else {chains[id]: 1.0} if id in chains else {}
         if _split(rest)[1] is not None:
             fitting = dict(sorted(fitting.items(), key=lambda one: -one[1])[:1])
         for sequence in fitting:
@@ -116,10 +113,11 @@ def check_fit(files: Sequence[str], used: Iterable[Sequence[str]], chain: str) -
     """Raise UserError for a file of the user that is among those used for no chain; chain: one that it could be for."""
     kept = {file for files in used for file in files}
     for file in files:
-        if file not in kept and file.partition("=")[2] not in kept:
+        id, rest = _chain_and_file(file)
+        if rest not in kept:
+            why = f"fewer than {LOW_IDENTITY:.0%} of the aligned residues are equal" if id is None else f"none is {id}"
             raise UserError(
-                f"{file}: fits no chain, as fewer than {LOW_IDENTITY:.0%} of the aligned residues are equal; leave it "
-                f"out, or say which chain it is for: {chain}={file}"
+                f"{file}: fits no chain, as {why}; leave it out, or say which chain it is for: {chain}={rest}"
             )
 
 
@@ -150,6 +148,12 @@ def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
         templates.append(template)
         outcomes.append(outcome)
     return join(templates), outcomes
+
+
+def _chain_and_file(file: str) -> tuple[str | None, str]:
+    """Return the chain of ID=FILE and the rest, and no chain of FILE, whose own name may have an equals sign."""
+    id, equals, rest = file.partition("=")
+    return (id, rest) if equals and not Path(_split(file)[0]).exists() else (None, file)
 
 
 def _split(file: str) -> tuple[str, str | None]:

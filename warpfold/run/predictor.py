@@ -26,7 +26,7 @@ from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan, Precision, inference_plan
 from warpfold.parallel.team import Team
-from warpfold.run.assemble import Rows, as_alignment, complex_of, on_chains
+from warpfold.run.fold_input import Rows, as_alignment, complex_of, on_chains
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import check_templates
 from warpfold.run.predict_templates import user_templates

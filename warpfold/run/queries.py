@@ -10,7 +10,7 @@ from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.complexes import assemble, read_complexes, search_names
 from warpfold.data.example.raw_example import RawExample, Templates
 from warpfold.data.example.templates import TemplateOutcome
-from warpfold.data.formats.alignment import Alignment, merge
+from warpfold.data.formats.alignment import Alignment, merge, without_pairing
 from warpfold.data.formats.chain_alignments import read_chain_alignments
 from warpfold.files import file_name
 from warpfold.run.params import Params, check_templates
@@ -92,17 +92,27 @@ def read_queries(path: Path, msas: Sequence[Path], together: bool = False) -> li
     found = read_complexes(path, together)
     sequences = [sequence for one in found for sequence in one.sequences]
     alignments = read_chain_alignments(msas, sequences, str(path))
-    unused = [f"{file}: an alignment of none of the sequences, left out" for file in alignments.unused]
+    unused = _of_none(alignments.unused)
     queries: list[Query] = []
     for one in found:
         if len(one.ids) == 1:
             (sequence,) = one.sequences
-            own = [*one.alignments, *alignments.of(sequence)] or [Alignment.of_query(sequence, one.name)]
-            queries.append(FoldQuery(one.name, sequence, merge(own), warnings=[*one.notes, *unused]))
+            own = [*one.alignments, *alignments.of(sequence)]
+            bare = ["no alignment: folded by the sequence alone"] if msas and not own else []
+            rows = merge(without_pairing(own)) if own else Alignment.of_query(sequence, one.name)
+            queries.append(FoldQuery(one.name, sequence, rows, warnings=[*one.notes, *bare, *unused]))
         else:
             assembly, notes = assemble(one, alignments)
             queries.append(ComplexQuery(assembly, warnings=[*notes, *unused]))
     return queries
+
+
+def _of_none(files: Sequence[str]) -> list[str]:
+    """Return a sentence about alignments that belong to none of the sequences, if there are any."""
+    if len(files) < 2:
+        return [f"{file}: an alignment of none of the sequences, left out" for file in files]
+    some = ", ".join(files[:3]) + (" ..." if len(files) > 3 else "")
+    return [f"{len(files)} alignments of none of the sequences, left out: {some}"]
 
 
 def with_templates(queries: Sequence[Query], sources: TemplateSources, models: Sequence[Params]) -> list[Query]:

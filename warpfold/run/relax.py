@@ -14,16 +14,13 @@ import torch
 from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
 from warpfold.geometry import atoms as geometry
-from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, ATOM_TYPES, RESTYPE_ORDER, UNKNOWN, VDW_RADIUS
+from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, RESTYPE_ORDER, UNKNOWN
 from warpfold.model.violations import connection_violations, within_residue_violations
 from warpfold.run.amber import OXT, Amber, Residues
-from warpfold.run.sanity import check_geometry
+from warpfold.run.sanity import check_geometry, find_clashes
 
 MAX_ROUNDS = 20
-OVERLAP = 1.5  # Å that atoms of different residues may overlap (Supp. 1.9.11, eq. 46)
-BLOCK = 512  # atoms compared with all others at once
-N, CA, C, SG = (ATOM_ORDER[name] for name in ("N", "CA", "C", "SG"))
-RADIUS = np.array([VDW_RADIUS[name[0]] for name in ATOM_TYPES])
+N, CA, C = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
 NEW_CHI = {"P": (-25.0, 36.0)}  # degrees: proline's ring; others begin as the most frequent rotamers do
 USUAL_CHI = (-65.0, 180.0, 180.0, 180.0)
 
@@ -189,35 +186,13 @@ def find_flaws(residues: Residues) -> Flaws:
     mask = _moving(residues)
     atoms = geometry.atom37_to_atom14(aatype, torch.from_numpy(residues.positions))
     exists = geometry.atom37_to_atom14(aatype, torch.from_numpy(mask.astype(np.float64)))
-    index = _chain_index(residues.segment)
+    bonded = np.diff(residues.segment) == 0
+    index = np.cumsum(np.append(0, np.where(bonded, 1, 2)))  # rises by 1 to a bonded residue, elsewhere by more
     bonds = connection_violations(atoms, exists, aatype, torch.from_numpy(index)).per_residue_mask
     within = within_residue_violations(atoms, exists, aatype).per_atom_mask.amax(-1)
-    clashes = np.zeros(len(index), bool)
-    clashes[find_clashes(residues.positions, mask, index).ravel()] = True
+    clashes = np.zeros(len(mask), bool)
+    clashes[find_clashes(residues.positions, mask, bonded).ravel()] = True
     return Flaws(bonds.numpy() > 0, clashes, within.numpy() > 0)
-
-
-def find_clashes(positions: np.ndarray, mask: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return pairs of residues [K, 2] with atoms that overlap by more than 1.5 Å (Supp. 1.9.11, eq. 46).
-
-    positions [R, 37, 3], mask [R, 37]; index [R] rises by 1 from a residue to the one that it is bonded to.  Peptide
-    bonds and pairs of SG are exempt.  Unlike DeepMind's code, which compares residues of different numbers only, this
-    finds clashes between all residues of all chains.
-    """
-    row, atom = np.nonzero(mask)
-    place = torch.from_numpy(positions[row, atom].astype(np.float32))
-    radius = RADIUS[atom]
-    pairs = []
-    for start in range(0, len(row), BLOCK):
-        rows = slice(start, start + BLOCK)
-        distance = torch.cdist(place[rows], place, compute_mode="donot_use_mm_for_euclid_dist").numpy()
-        near = (distance < radius[rows, None] + radius - OVERLAP) & (row[rows, None] < row)
-        i, j = np.nonzero(near)
-        i += start
-        peptide = (index[row[i]] + 1 == index[row[j]]) & (atom[i] == C) & (atom[j] == N)
-        disulfide = (atom[i] == SG) & (atom[j] == SG)
-        pairs.append(np.stack([row[i], row[j]], -1)[~(peptide | disulfide)])
-    return np.concatenate(pairs)
 
 
 def _aatype(residues: Residues) -> np.ndarray:
@@ -227,8 +202,3 @@ def _aatype(residues: Residues) -> np.ndarray:
 def _moving(residues: Residues) -> np.ndarray:
     """Return which atoms are in the force field: bool [R, 37]."""
     return residues.mask & (residues.segment[:, None] >= 0)
-
-
-def _chain_index(segment: np.ndarray) -> np.ndarray:
-    """Return numbers that rise by 1 from a residue to one that is bonded to it, and by more elsewhere."""
-    return np.cumsum(np.append(0, np.where(np.diff(segment) == 0, 1, 2)))

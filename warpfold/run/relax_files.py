@@ -23,6 +23,7 @@ from warpfold.progress import Progress, no_progress
 from warpfold.run.amber import require_openmm
 from warpfold.run.outputs import write_summary
 from warpfold.run.relax import relax_chains
+from warpfold.run.report import prediction_report, write_report
 
 FORMAT = "warpfold-relaxed-1"
 PREDICTIONS = "warpfold-predictions-"  # how the format of a folder's summary begins
@@ -54,7 +55,7 @@ def relax_paths(
     """Relax structures one after another; return what was done, {"relaxed": [...], "failures": [...]}.
 
     A structure that is relaxed already is kept, unless it has changed since or `force` is given.  Each prediction of a
-    folder gets an entry "relaxed" in its summary.json.
+    folder gets an entry "relaxed" in its summary.json, and the folder's report.html shows it.
     which: "best": of several predictions of one query, the one that is ranked first.
     Errors: UserError without OpenMM, for a path that is neither, or where a file that is no earlier result would be
     replaced; then nothing is relaxed.
@@ -81,7 +82,9 @@ def relax_paths(
             _note(target, report)
         path = str(target.result(".cif"))
         relaxed.append({"name": target.name, "path": path, "kept": earlier is not None, **report})
-    tell(len(targets), len(targets), "")
+    tell(len(targets), len(targets), "writing the report")
+    for folder in dict.fromkeys(target.folder for target in targets if target.folder):
+        _write_page(folder)
     return {"relaxed": relaxed, "failures": failures}
 
 
@@ -191,6 +194,14 @@ def _summary(folder: Path) -> dict[str, Any]:
     if not isinstance(summary, dict) or not str(summary.get("format")).startswith(PREDICTIONS):
         raise UserError(f"{folder}: is no output of `warpfold predict`; give such a folder, or mmCIF or PDB files")
     return summary
+
+
+def _write_page(folder: Path) -> None:
+    """Write the report of the prediction's folder again, with what was relaxed, if all that it draws is still there."""
+    summary = _summary(folder)
+    files = [folder / entry["folder"] / file for entry in summary["predictions"] for file in entry["files"].values()]
+    if all(file.is_file() for file in files):
+        write_report(folder / "report.html", prediction_report(folder, summary))
 
 
 def _note(target: Target, report: dict[str, Any]) -> None:

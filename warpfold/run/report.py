@@ -21,6 +21,7 @@ from warpfold.run import figures
 HERE = Path(__file__).parent
 DRAWN = 40  # predictions that the report of `predict` draws; its table lists all
 DRAWN_OF_EACH = 5  # of one protein or complex, the best
+ENERGIES = ("energy_before", "energy_after")  # of a relaxation
 INTERFACE_HEADER = ("interface", "ipTM", "interface pLDDT", "contacts")
 
 
@@ -263,6 +264,17 @@ def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping
     return Section("Ranking", text, table=ReportTable([*header, *(["ipTM"] if complexes else []), "pTM"], rows))
 
 
+def _relaxed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what is said of a relaxation: docs/relax.md."""
+    before, after = (report[f"violations_{when}"]["residues"] for when in ("before", "after"))
+    energies = " → ".join("infinite" if e is None else f"{e:.4g}" for e in map(report.get, ENERGIES))
+    return [
+        ("relaxed: residues with violations", f"{before} → {after}"),
+        ("energy, kcal/mol", energies),
+        ("Cα moved, Å", f"{report['ca_rmsd']:.2f}"),
+    ]
+
+
 def _label(entry: Mapping[str, Any]) -> str:
     """Return how the page calls a prediction: by its protein, or by rank, model and seed too if there are several."""
     if "ranked" in entry:
@@ -322,6 +334,8 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         numbers += [("model", entry["model"]), ("seed", str(entry["seed"]))]
     if "templates" in files:
         numbers.append(("templates", str(len(entry["templates"]))))
+    if "relaxed" in entry:
+        numbers += _relaxed(entry["relaxed"])
     numbers += truth.pop("numbers", ())
     return Target(
         name=_label(entry),

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from warpfold.geometry.residue import ATOM_ORDER, ATOM_TYPES, VDW_RADIUS
 
 CA_CA_RANGE = (2.6, 4.2)  # angstrom: cis peptides 2.9 to 3.0, trans 3.8, with room for strain
 CLASH_OVERLAP = 1.5  # angstrom that two atoms may overlap before it counts (Supp. 1.9.11, eq. 46)
-DISULFIDE = 2.5  # angstrom: two SG nearer than this are bonded, not clashing
-BLOCK = 256  # atoms compared with all others at once
+BLOCK = 512  # atoms compared with all others at once
+N, CA, C, CB, SG = (ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "SG"))
+RADIUS = np.array([VDW_RADIUS[name[0]] for name in ATOM_TYPES])
 
 
 @dataclass(frozen=True)
@@ -42,40 +44,44 @@ def check_geometry(positions: np.ndarray, mask: np.ndarray, asym_id: np.ndarray 
     chain = np.zeros(len(mask), np.int64) if asym_id is None else asym_id
     bonded = chain[1:] == chain[:-1]  # [N - 1], each residue to the next
     return Geometry(
-        _chain_breaks(positions, present, bonded), _clashes(positions, present, bonded), _mirrored(positions, present)
+        chain_breaks=_chain_breaks(positions, present, bonded),
+        clashes=len(find_clashes(positions, present, bonded)),
+        mirrored=_mirrored(positions, present),
     )
 
 
 def _chain_breaks(positions: np.ndarray, present: np.ndarray, bonded: np.ndarray) -> int:
-    ca = ATOM_ORDER["CA"]
-    step = np.linalg.norm(positions[1:, ca] - positions[:-1, ca], axis=-1)
+    step = np.linalg.norm(positions[1:, CA] - positions[:-1, CA], axis=-1)
     outside = (step < CA_CA_RANGE[0]) | (step > CA_CA_RANGE[1])
-    return int((outside & bonded & present[1:, ca] & present[:-1, ca]).sum())
+    return int((outside & bonded & present[1:, CA] & present[:-1, CA]).sum())
 
 
 def _mirrored(positions: np.ndarray, present: np.ndarray) -> int:
     """Count D residues: from Cα, the triple product of N, C and Cβ is about +2.6 cubic angstrom for L residues."""
-    n, ca, c, cb = (positions[:, ATOM_ORDER[name]] for name in ("N", "CA", "C", "CB"))
+    n, ca, c, cb = (positions[:, atom] for atom in (N, CA, C, CB))
     volume = np.einsum("id,id->i", np.cross(n - ca, c - ca), cb - ca)
-    whole = present[:, [ATOM_ORDER[name] for name in ("N", "CA", "C", "CB")]].all(1)
+    whole = present[:, [N, CA, C, CB]].all(1)
     return int((whole & (volume < 0)).sum())
 
 
-def _clashes(positions: np.ndarray, present: np.ndarray, bonded: np.ndarray) -> int:
-    """Count overlaps of atoms, but of peptide bonds and disulfides."""
-    residue, atom = np.nonzero(present)
-    xyz = positions[residue, atom].astype(np.float32)
-    radius = np.array([VDW_RADIUS[name[0]] for name in ATOM_TYPES], np.float32)[atom]
-    sulfur = atom == ATOM_ORDER["SG"]
-    peptide_n = atom == ATOM_ORDER["N"]
-    peptide_c = (atom == ATOM_ORDER["C"]) & np.append(bonded, False)[residue]  # bonded to the next residue's N
-    count = 0
-    for start in range(0, len(xyz), BLOCK):
+def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) -> np.ndarray:
+    """Return the residues [K, 2] of each pair of atoms that overlap by more than 1.5 Å (Supp. 1.9.11, eq. 46).
+
+    positions [R, 37, 3], mask [R, 37]; bonded [R - 1], each residue to the next.  Atoms are of different residues;
+    peptide bonds and pairs of SG, as in disulfides, are exempt.  Unlike DeepMind's code, which compares residues of
+    different numbers only, this finds clashes between all residues of all chains.
+    """
+    row, atom = np.nonzero(mask)
+    place = torch.from_numpy(positions[row, atom].astype(np.float32))
+    radius = RADIUS[atom]
+    peptide_c = (atom == C) & np.append(bonded, False)[row]
+    pairs = [np.zeros((0, 2), np.int64)]
+    for start in range(0, len(row), BLOCK):
         rows = slice(start, start + BLOCK)
-        later = residue[None, :] > residue[rows, None]
-        peptide = (residue[None, :] == residue[rows, None] + 1) & peptide_c[rows, None] & peptide_n[None, :]
-        distance = np.linalg.norm(xyz[rows, None] - xyz[None, :], axis=-1)
-        disulfide = sulfur[rows, None] & sulfur[None, :] & (distance < DISULFIDE)
-        near = distance < radius[rows, None] + radius[None, :] - CLASH_OVERLAP
-        count += int((near & later & ~peptide & ~disulfide).sum())
-    return count
+        distance = torch.cdist(place[rows], place, compute_mode="donot_use_mm_for_euclid_dist").numpy()
+        i, j = np.nonzero((distance < radius[rows, None] + radius - CLASH_OVERLAP) & (row[rows, None] < row))
+        i += start
+        peptide = peptide_c[i] & (atom[j] == N) & (row[i] + 1 == row[j])
+        disulfide = (atom[i] == SG) & (atom[j] == SG)
+        pairs.append(np.stack([row[i], row[j]], -1)[~(peptide | disulfide)])
+    return np.concatenate(pairs)

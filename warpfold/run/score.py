@@ -3,7 +3,7 @@
 Chains are paired by sequence, and among equal ones by the interfaces (`chain_mapping.py`); residues by alignment or by
 number.  Names and numbering of chains need not agree.  Residues that the prediction lacks count against it; a whole
 chain of the reference that has no counterpart is left out of the scores of the structure as a whole, and named, and
-counts against it in those of the interfaces (`interfaces.py`).
+counts against it in those of the interfaces (`score_complex.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_NAMES, ATOM14_SWAP, ATOM_ORDER, RESTYPES
 from warpfold.run import metrics
 from warpfold.run.chain_mapping import CA, count_equal, map_chains, named_chains, similar_chains, with_ca
-from warpfold.run.docking import Array, Docking
-from warpfold.run.interfaces import ComplexScore, compare_interfaces, interface_lddt
+from warpfold.run.dockq import Array, Docking
+from warpfold.run.score_complex import ComplexScore, compare_interfaces, interface_lddt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -222,7 +222,7 @@ def test_names_that_mmcif_cannot_hold_are_made_so_or_refused(tmp_path: Path) -> 
 
 def test_a_long_list_of_chains_is_cut() -> None:
     _, (note,) = assemble(Complex("x", tuple(chain_ids(1000)), ("ACDE",) * 1000))
-    assert note.endswith(", S, T and 980 more: folded by the sequence alone")
+    assert "1000 chains (A, B, C ...)" in note
 
 
 def test_the_chains_of_a_structure(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 from warpfold.files import file_name, read_file
 
-MOST_LISTED = 20  # chains in one line
+MOST_LISTED = 8  # chains in one line
 FASTA = (".fasta", ".fas", ".fa", ".faa", ".fsa", ".seq")
 TABLES = (".csv", ".tsv")
 _PDB_HEADER = re.compile(r"\w+_\d+\|Chains? ([^|]+)\|")  # of rcsb.org's FASTA files: >7W72_4|Chain D[auth K]|...
@@ -168,8 +168,9 @@ def _unpaired_reason(entities: Sequence[RawExample]) -> str | None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-    return f"{'chain' if len(names) == 1 else 'chains'} {', '.join(names[:MOST_LISTED])}{more}"
+    if len(names) > MOST_LISTED:
+        return f"{len(names)} chains ({', '.join(names[:3])} ...)"
+    return f"{'chain' if len(names) == 1 else 'chains'} {', '.join(names)}"
 
 
 def _read(path: Path, as_one: bool) -> list[Complex]:

@@ -17,9 +17,9 @@ from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run import chain_mapping
-from warpfold.run.docking import contacts
-from warpfold.run.interfaces import ComplexScore, dockq
+from warpfold.run.dockq import contacts
 from warpfold.run.score import Score, score, score_files
+from warpfold.run.score_complex import ComplexScore, dockq
 
 # DockQ 2.1.3 (PyPI) on the complexes of CASES, written as PDB files (hence three decimals of the positions):
 # interface -> DockQ, fnat, fnonnat, iRMSD, LRMSD.  "A chain less" is the best of all mappings with

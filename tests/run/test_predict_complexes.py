@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers import tiny_config, tiny_model
 from warpfold import cli
+from warpfold.data.formats.alignment import decode
 from warpfold.data.formats.sequences import parse_a3m
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
@@ -19,11 +20,12 @@ from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights import save_params
 from warpfold.run import predict as module
+from warpfold.run import relax_files
 from warpfold.run.params import read_params
 from warpfold.run.predict import PredictOptions, predict, read_queries
 from warpfold.run.predict_templates import TemplateSources, files_of_chains
 from warpfold.run.predictor import Predictor, load
-from warpfold.run.queries import ComplexQuery, with_templates
+from warpfold.run.queries import ComplexQuery, FoldQuery, with_templates
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 RECORDS = f">H heavy\n{ONE}\n>L\n{TWO}\n>x\n{ONE}\n"  # two entities, three chains
@@ -193,6 +195,59 @@ def test_one_prediction_failing_leaves_the_others_ranked(
         "trio: no alignment for chains H, L, x: folded by the sequence alone",
         "failed trio (first, seed 1): RuntimeError: out of memory",
     ]
+
+
+def test_rows_that_serve_pairing_alone_are_in_no_alignment_of_one_chain(tmp_path: Path) -> None:
+    def rows(**names: str) -> list[str]:
+        folder = tmp_path / "-".join(names)
+        folder.mkdir()
+        for name, row in names.items():
+            (folder / f"{name}.a3m").write_text(f">q\n{ONE}\n>tr|A0A000|A0A000_RAT/1-9\n{row}\n")
+        (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
+        (one,) = read_queries(tmp_path / "q.fasta", [folder])
+        assert isinstance(one, FoldQuery)
+        return [decode(row) for row in one.alignment.rows[1:]]
+
+    pair, other = "W" * len(ONE), "G" * len(ONE)
+    assert rows(uniprot_hits=pair, uniref90_hits=other) == [other]
+    assert rows(uniprot_hits=pair) == [pair]  # better than nothing
+
+
+def test_what_is_said_of_several_queries_is_said_once(
+    tmp_path: Path, params: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n")
+    (tmp_path / "msas").mkdir()
+    for name in "abcd":
+        (tmp_path / f"msas/{name}.a3m").write_text(">q\nMKV\n")
+    arguments = ["--params", params["first"], "--msa", tmp_path / "msas", "--no-complex", "--recycles", 0]
+    _, _, err = run_cli(capsys, tmp_path / "q.fasta", *arguments, "--out", tmp_path / "out")
+    said = "one, two: 4 alignments of none of the sequences, left out: msas/a.a3m, msas/b.a3m, msas/c.a3m ..."
+    assert err.splitlines() == ["one, two: no alignment: folded by the sequence alone", said]
+
+
+def test_the_report_shows_what_was_relaxed(
+    tmp_path: Path, fasta: Path, params: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relaxed = {
+        "violations_before": {"residues": 76},
+        "violations_after": {"residues": 3},
+        "energy_before": None,
+        "energy_after": -1027.25,
+        "ca_rmsd": 0.1,
+    }
+    monkeypatch.setattr(relax_files, "require_openmm", lambda: None)
+    monkeypatch.setattr(relax_files, "relax_file", lambda *_: relaxed)
+    out = tmp_path / "out"
+    predict(fasta, [], params["first"], out, PredictOptions(recycles=0))
+    (done,) = relax_files.relax_paths([out])["relaxed"]
+    assert done["violations_after"]["residues"] == 3
+    page = (out / "report.html").read_text()
+    for shown in ("76 → 3", "infinite → -1027", "0.10"):
+        assert shown in page
+    (out / "trio/trio.npz").unlink()  # then it cannot be drawn again
+    relax_files.relax_paths([out])
+    assert (out / "report.html").read_text() == page
 
 
 # ---- which records are a complex
@@ -387,7 +442,7 @@ def test_templates_that_fit_no_chain_are_refused(
     tmp_path: Path, fasta: Path, structure: Path, params: dict[str, Path]
 ) -> None:
     queries, models = read_queries(fasta, [], together=True), read_params([params["first"]])
-    with pytest.raises(UserError, match=r"Q=.*: fits no chain, .* or say which chain it is for: H="):
+    with pytest.raises(UserError, match=r"Q=.*: fits no chain, as none is Q; .* which chain it is for: H=[^=]*$"):
         with_templates(queries, TemplateSources(files=[f"Q={structure}:A"]), models)
     with pytest.raises(UserError, match="templates given: 5, the model takes 4"):
         with_templates(queries, TemplateSources(files=[f"{structure}:A"] * 5), models)
