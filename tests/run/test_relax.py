@@ -19,7 +19,7 @@ from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, RESTYPE_ORDER
 from warpfold.model.violations import clash_violations
 from warpfold.run import relax, relax_files
 from warpfold.run.amber import end_oxygen
-from warpfold.run.relax_files import Target, check_result, find_targets, read_b_factors
+from warpfold.run.relax_files import RelaxTarget, check_result, find_targets, read_b_factors
 from warpfold.run.sanity import find_clashes
 
 N, CA, C, O, OXT = (ATOM_ORDER[name] for name in ("N", "CA", "C", "O", "OXT"))
@@ -158,7 +158,7 @@ def test_targets_of_a_folder_and_of_files(tmp_path: Path) -> None:
 def test_results_are_kept_unless_the_structure_changed(tmp_path: Path) -> None:
     path = tmp_path / "a.cif"
     path.write_text("one")
-    target = Target("a", path, "a")
+    target = RelaxTarget("a", path, "a")
     assert check_result(target, force=False) is None
     target.result(".pdb").write_text("somebody's")
     with pytest.raises(UserError, match="no result of `warpfold relax`"):

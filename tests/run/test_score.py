@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.entries import assembly_text, random_chain
 from tests.run.runs import helix
 from tests.run.test_metrics import chain as walk
 from warpfold.data.structure.chain import Chain, Structure
+from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run.chain_mapping import CA, pair_residues
-from warpfold.run.score import score, score_files
+from warpfold.run.score import assembled, score, score_files
 
 REAL = Path(__file__).parents[2] / "../shared/realdata"
 
@@ -179,3 +181,19 @@ def test_a_partial_dimer_against_openstructure() -> None:
     assert found.rmsd == pytest.approx(theirs["rmsd"], abs=0.001)
     assert found.lddt == pytest.approx(theirs["lddt(all-atom,multi-chain)"], abs=0.005)
     assert found.gdt_ts == pytest.approx(theirs["gdt_ts(fraction)"], abs=0.01)
+
+
+def test_the_assembly_of_the_reference_instead_of_its_file(tmp_path: Path) -> None:
+    chains = [random_chain("L", "AGWHKAGWHK"), random_chain("H", "GGSTAGGSTA", seed=1)]  # A and B for mmCIF
+    reference = write_mmcif("1abc", chains) + assembly_text([("1", "1,3", "A")])
+    (tmp_path / "truth.cif").write_text(reference)
+    copies = list(assembled(parse_structure(reference)).chains.values())
+    assert [chain.id for chain in copies] == ["L", "L-2"]
+    np.testing.assert_allclose(
+        copies[1].positions[copies[1].mask > 0], (chains[0].positions + [0, 0, 7])[chains[0].mask > 0], atol=2e-3
+    )
+    (tmp_path / "predicted.cif").write_text(write_mmcif("x", copies))
+    found = score_files(tmp_path / "predicted.cif", tmp_path / "truth.cif", assembly=True)
+    assert sorted(found.chains.values()) == ["L", "L-2"]
+    assert found.lddt_ca == 1
+    assert score_files(tmp_path / "predicted.cif", tmp_path / "truth.cif").extra

@@ -14,13 +14,16 @@ def score(
     predicted: Annotated[Path, argument("mmCIF or PDB file.")],
     reference: Annotated[Path, argument("mmCIF or PDB file: the truth.")],
     chains: Annotated[str | None, reads("Pairs, predicted:reference, e.g. A:B,B:C; default: by sequence.")] = None,
+    assembly: Annotated[
+        bool, reads("Compare with the first biological assembly of the reference, as predict folds it.", "--assembly")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD; of complexes also DockQ and other scores."""
     from warpfold.run.score import score_files
     from warpfold.run.score_complex import HEADS
 
-    result = score_files(predicted, reference, _chain_pairs(chains))
+    result = score_files(predicted, reference, _chain_pairs(chains), assembly)
     if as_json:
         show(result.to_dict())
         return

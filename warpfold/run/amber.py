@@ -34,7 +34,7 @@ OXT = ATOM_ORDER["OXT"]
 
 
 @dataclass(frozen=True)
-class Residues:
+class ModelledResidues:
     """Residues of all chains in a row: R of them, atoms in the 37 places of `ATOM_TYPES`, angstrom."""
 
     sequence: str
@@ -51,7 +51,7 @@ class Amber:
     Errors: UserError without OpenMM, or if it has no platform that works.
     """
 
-    def __init__(self, residues: Residues, built: np.ndarray, device: str = "cpu") -> None:
+    def __init__(self, residues: ModelledResidues, built: np.ndarray, device: str = "cpu") -> None:
         """built: bool [R, 37], atoms that no spring holds, since nobody has seen where they are."""
         self._mm, self._app = require_openmm(), importlib.import_module("openmm.app")
         self._mm.Platform.getPlatformByName("CPU").setPropertyDefaultValue("DeterministicForces", "true")
@@ -94,7 +94,7 @@ class Amber:
             self._places = self._soft.minimise(anchors + shake, anchors, loose, SOFT_STEPS)
         self._places = self._amber.minimise(self._places, anchors, loose, MAX_STEPS)
 
-    def _with_hydrogens(self, residues: Residues) -> tuple[Any, np.ndarray]:
+    def _with_hydrogens(self, residues: ModelledResidues) -> tuple[Any, np.ndarray]:
         """Return OpenMM's topology of all segments and the positions, with hydrogens and the oxygens of the ends."""
         topology, places, last = self._app.Topology(), [], -1
         chain = None

@@ -32,7 +32,7 @@ from warpfold.data.synthetic.folder import generate
 from warpfold.engine.loop import Row
 from warpfold.progress import Progress, no_progress
 from warpfold.run.config import RunConfig
-from warpfold.run.demo_report import DIMERS, LDDT, PROTEINS, Measured, Subject, compare, demo_report, means
+from warpfold.run.demo_report import DIMERS, LDDT, PROTEINS, DemoSubject, Measured, compare, demo_report, means
 from warpfold.run.examples import split
 from warpfold.run.outputs import claim_folder, write_summary
 from warpfold.run.predict import keep
@@ -165,7 +165,7 @@ def measure(config: RunConfig, store: Store, params: Path, tell: Stages) -> dict
 def _result(
     config: RunConfig,
     run: str,
-    subject: Subject,
+    subject: DemoSubject,
     count: int,
     measured: dict[str, list[Measured]],
     entries: list[dict[str, Any]],

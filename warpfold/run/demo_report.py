@@ -71,7 +71,7 @@ IPTM = Measure("iptm", "ipTM", lambda folded: folded.prediction.iptm or 0.0)
 
 
 @dataclass(frozen=True)
-class Subject:
+class DemoSubject:
     """What a demo is about: how it is made and measured, and the words of its page."""
 
     noun: str
@@ -89,7 +89,7 @@ class Subject:
         return (*self.interface, LDDT)
 
 
-PROTEINS = Subject(
+PROTEINS = DemoSubject(
     noun="proteins",
     preset="tiny",
     count=240,
@@ -101,7 +101,7 @@ PROTEINS = Subject(
     "out, new sequences and structures of the same kinds of fold. lDDT-Cα, 0 to 1, is the share of distances between "
     "Cα that are right.",
 )
-DIMERS = Subject(
+DIMERS = DemoSubject(
     noun="dimers",
     preset="tiny_multimer",
     count=200,
@@ -150,7 +150,7 @@ def means(measures: Sequence[Measure], measured: Sequence[Measured]) -> dict[str
 
 
 def demo_report(
-    out: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]], subject: Subject
+    out: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]], subject: DemoSubject
 ) -> ReportPage:
     """Return the page: `result` is the summary, whose predictions are in `out/predictions`, ordered as `measured`."""
     held_out, first = measured["held_out"], subject.measures[0]
@@ -181,7 +181,7 @@ def demo_report(
 
 
 def _training(
-    log: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]], subject: Subject
+    log: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]], subject: DemoSubject
 ) -> Section:
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if row["kind"] == "step" and row["loss"] is not None]
@@ -212,7 +212,7 @@ def _training(
     )
 
 
-def _held_out(measured: Sequence[Measured], subject: Subject) -> Section:
+def _held_out(measured: Sequence[Measured], subject: DemoSubject) -> Section:
     known = []
     for m in measured:
         lddt = 100 * lddt_per_residue(m)
@@ -264,7 +264,7 @@ def lddt_per_residue(measured: Measured) -> np.ndarray:
     return metrics.lddt_per_residue(measured.after.prediction.positions[:, [CA]], positions, mask)
 
 
-def _target(predictions: Path, entry: Mapping[str, Any], measured: Measured, subject: Subject) -> Target:
+def _target(predictions: Path, entry: Mapping[str, Any], measured: Measured, subject: DemoSubject) -> Target:
     """Return a prediction with its truth superposed on it."""
     truth = true_chains(measured)
     positions, there = (

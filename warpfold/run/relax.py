@@ -16,7 +16,7 @@ from warpfold.errors import UserError
 from warpfold.geometry import atoms as geometry
 from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, RESTYPE_ORDER, UNKNOWN
 from warpfold.model.violations import connection_violations, within_residue_violations
-from warpfold.run.amber import OXT, Amber, Residues
+from warpfold.run.amber import OXT, Amber, ModelledResidues
 from warpfold.run.sanity import check_geometry, find_clashes
 
 MAX_ROUNDS = 20
@@ -84,7 +84,7 @@ def relax_chains(
     amber = Amber(residues, built, device)
     energy_before, flaws_before = amber.energy(), find_flaws(residues)
     free = np.zeros(len(residues.sequence), bool)
-    best: tuple[int, float, Flaws, Residues] | None = None
+    best: tuple[int, float, Flaws, ModelledResidues] | None = None
     rounds = 0
     while rounds < max_rounds and (best is None or best[0]):
         rounds += 1
@@ -119,7 +119,7 @@ def relax_chains(
     )
 
 
-def join_chains(chains: Sequence[Chain]) -> Residues:
+def join_chains(chains: Sequence[Chain]) -> ModelledResidues:
     """Put the residues of all chains in a row, in segments of those that are bonded.
 
     Errors: UserError if no two residues are bonded.
@@ -138,10 +138,10 @@ def join_chains(chains: Sequence[Chain]) -> Residues:
         raise UserError("no two residues that follow one another have N, CA and C; give a structure of whole residues")
     mask[:, OXT] &= segment != np.append(segment[1:], -1)  # elsewhere than at an end it is a mistake
     positions = np.concatenate([chain.positions for chain in chains]).astype(np.float64)
-    return Residues(sequence, positions, mask, segment)
+    return ModelledResidues(sequence, positions, mask, segment)
 
 
-def split_chains(chains: Sequence[Chain], residues: Residues) -> list[Chain]:
+def split_chains(chains: Sequence[Chain], residues: ModelledResidues) -> list[Chain]:
     """Return the chains with the positions and atoms of `residues`, of which `join_chains` made a row."""
     ends = np.cumsum([len(chain.sequence) for chain in chains])[:-1]
     positions = np.split(residues.positions.astype(np.float32), ends)
@@ -149,7 +149,7 @@ def split_chains(chains: Sequence[Chain], residues: Residues) -> list[Chain]:
     return [dataclasses.replace(chain, positions=p, mask=m) for chain, p, m in zip(chains, positions, masks)]
 
 
-def with_missing_atoms(residues: Residues) -> Residues:
+def with_missing_atoms(residues: ModelledResidues) -> ModelledResidues:
     """Add the heavy atoms that residues of segments lack, in ideal geometry on their backbone (Supp. 1.8.4).
 
     Torsions that the atoms show are kept; others begin as the most frequent rotamer, and minimisation goes on from
@@ -180,7 +180,7 @@ def with_missing_atoms(residues: Residues) -> Residues:
     )
 
 
-def find_flaws(residues: Residues) -> Flaws:
+def find_flaws(residues: ModelledResidues) -> Flaws:
     """Find the residues of segments that violate what chemistry allows; sulfurs may be as near as in a disulfide."""
     aatype = torch.from_numpy(_aatype(residues))
     mask = _moving(residues)
@@ -195,10 +195,10 @@ def find_flaws(residues: Residues) -> Flaws:
     return Flaws(bonds.numpy() > 0, clashes, within.numpy() > 0)
 
 
-def _aatype(residues: Residues) -> np.ndarray:
+def _aatype(residues: ModelledResidues) -> np.ndarray:
     return np.array([RESTYPE_ORDER.get(letter, UNKNOWN) for letter in residues.sequence])
 
 
-def _moving(residues: Residues) -> np.ndarray:
+def _moving(residues: ModelledResidues) -> np.ndarray:
     """Return which atoms are in the force field: bool [R, 37]."""
     return residues.mask & (residues.segment[:, None] >= 0)

@@ -33,7 +33,7 @@ Which = Literal["all", "best"]
 
 
 @dataclass(frozen=True)
-class Target:
+class RelaxTarget:
     """A structure to relax: its file, the name of its result without endings, and the folder with its summary."""
 
     name: str
@@ -88,7 +88,7 @@ def relax_paths(
     return {"relaxed": relaxed, "failures": failures}
 
 
-def find_targets(path: Path, which: Which = "all") -> Iterator[Target]:
+def find_targets(path: Path, which: Which = "all") -> Iterator[RelaxTarget]:
     """Yield what is to relax at a path: the predictions of a folder of `predict`, or a file, unless it is a result.
 
     Errors: UserError for a folder that `predict` did not write.
@@ -97,17 +97,17 @@ def find_targets(path: Path, which: Which = "all") -> Iterator[Target]:
         stem = path.name.removesuffix(".gz")
         stem = stem.removesuffix(Path(stem).suffix)
         if not (stem.endswith("_relaxed") and path.with_name(stem + ".json").is_file()):
-            yield Target(stem, path, stem)
+            yield RelaxTarget(stem, path, stem)
         return
     summary = _summary(path)
     for entry in summary["predictions"]:
         if which == "best" and entry.get("rank", 1) > 1:
             continue
         file = path / entry["folder"] / entry["files"]["mmcif"]
-        yield Target(entry["name"], file, file.name.removesuffix(".cif"), path)
+        yield RelaxTarget(entry["name"], file, file.name.removesuffix(".cif"), path)
 
 
-def check_result(target: Target, force: bool) -> dict[str, Any] | None:
+def check_result(target: RelaxTarget, force: bool) -> dict[str, Any] | None:
     """Return the report of an earlier relaxation of this structure, None if it must be relaxed.
 
     Errors: UserError if files of such names are no result of this structure, and not beside a prediction.
@@ -132,7 +132,7 @@ def check_result(target: Target, force: bool) -> dict[str, Any] | None:
     return None
 
 
-def relax_file(target: Target, device: str = "cpu") -> dict[str, Any]:
+def relax_file(target: RelaxTarget, device: str = "cpu") -> dict[str, Any]:
     """Relax one structure, write the result beside it, and return the report.
 
     The PDB file is left out where its format cannot hold the structure.
@@ -204,7 +204,7 @@ def _write_page(folder: Path) -> None:
         write_report(folder / "report.html", prediction_report(folder, summary))
 
 
-def _note(target: Target, report: dict[str, Any]) -> None:
+def _note(target: RelaxTarget, report: dict[str, Any]) -> None:
     """Put the report into the summary of the prediction's folder, if it is not there."""
     assert target.folder is not None
     summary = _summary(target.folder)

@@ -7,7 +7,7 @@ counts against it in those of the interfaces (`score_complex.py`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +70,35 @@ class Score:
         return shown
 
 
-def score_files(predicted: str | Path, reference: str | Path, chains: Mapping[str, str] | None = None) -> Score:
+def score_files(
+    predicted: str | Path, reference: str | Path, chains: Mapping[str, str] | None = None, assembly: bool = False
+) -> Score:
     """Score one mmCIF or PDB file against another; `chains` as in `score`.
 
+    assembly: against the reference's first biological assembly, instead of the chains as they are in its file.
     Errors: UserError for files that cannot be read or have nothing in common.
     """
     ours, theirs = (read_structure(path, ca_only=True) for path in (predicted, reference))
+    if assembly:
+        theirs = assembled(theirs)
     try:
         return score(ours, theirs, chains)
     except UserError as error:
         raise UserError(f"{predicted} against {reference}: {error}") from error
+
+
+def assembled(structure: Structure) -> Structure:
+    """Return the first biological assembly of an entry: its chains in their places, copies as A-2.
+
+    Errors: UserError for an operator that is missing or moves nothing rigidly.
+    """
+    placed = structure.assembly()
+    chains = {}
+    for name, (chain, operator) in zip(placed.ids, placed.chains):
+        one = structure.chains[chain]
+        moved = (one.positions @ operator[:, :3].T + operator[:, 3]).astype(np.float32) * one.mask[..., None]
+        chains[name] = replace(one, id=name, positions=moved)
+    return replace(structure, chains=chains)
 
 
 def score(predicted: Structure, reference: Structure, chains: Mapping[str, str] | None = None) -> Score:

@@ -26,8 +26,8 @@ from warpfold.data.synthetic.sidechain import add_side_chains
 HELICAL = [fold for fold in FOLDS if set(fold.parts) == {"H", "HH"}]  # flat enough to dock
 STREAM = 2  # of the seed: dimer i has nothing to do with protein i
 # The angle from the first helix of one chain to that of the other, in degrees, and its spread.  About 20 degrees is how
-# helices of bundles cross (Chothia, Levitt & Richardson, J. Mol. Biol. 145, 215 (1981)).  All dimers meet in this way: of
-# two ways, the small model of the demo learned neither in its few minutes.
+# helices of bundles cross (Chothia, Levitt & Richardson, J. Mol. Biol. 145, 215 (1981)).  All dimers meet in this way:
+# of two ways, the small model of the demo learned neither in its few minutes.
 CROSSING, SPREAD = 20.0, 4.0
 MIN_CA_CA, MIN_CB_CB = 5.5, 4.5  # angstrom: closest approach across the interface, which leaves room for side chains
 ATTEMPTS, TRIES = 10, 4  # how often chains are drawn, and the same two are docked, before giving up
