@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.fake import fake_batch
 from tests.helpers import tiny_config
 from tests.ops.triton.model_launches import one_block
 from tests.run.runs import make_store, rows, tiny_run
 from tests.stalls import Stalls
-from warpfold.batch import FEATURES, Batch
 from warpfold.engine import rules
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.alphafold import AlphaFold
@@ -37,13 +37,6 @@ def _no_fused_adam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules.Adam, "step", lambda self, rate, gradient: None)
 
 
-def on_the_device() -> Batch:
-    return {
-        name: torch.empty([SIZES.get(a, a) for a in f.axes], dtype=getattr(torch, f.dtype), device="meta")
-        for name, f in FEATURES.items()
-    }
-
-
 def by_file(found: list[str]) -> dict[str, int]:
     """How often what was done, without its line."""
     parts = (one.split(":", 2) for one in found)
@@ -62,7 +55,7 @@ def test_examples_wait_for_nothing_and_an_update_for_one_number(name: str) -> No
     model = AlphaFold(one_block(tiny_config())).train().to("meta")
     Execution(plan).bind(model)
     optimizer = Optimizer(model, config)
-    batch = on_the_device()
+    batch = fake_batch(**SIZES)
     total_loss(model(batch, recycles=0), batch, LOSSES)  # tables of constants go to the device once
     with Stalls() as example:
         model.noise.seed(0, 1)
