@@ -67,7 +67,7 @@ FEATURES: dict[str, Feature] = {
     # which atoms a residue type has
     **_table("float32", "res 14", "atom14_atom_exists"),
     **_table("float32", "res 37", "atom37_atom_exists"),
-    # the truth, and what follows from it (data/features/labels.py)
+    # the truth, and what follows from it (geometry/labels.py)
     # of an assembly: the residue in each copy of its entity (copy c has sym_id c + 1), masked where there is no such
     # copy; which copy is whose truth is decided under the prediction, and the rest of this table follows from that
     **_table("float32", "copy res 37 3", "copy_atom_positions"),

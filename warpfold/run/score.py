@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from warpfold.data.structure.assemblies import apply_operator
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
@@ -96,7 +97,7 @@ def assembled(structure: Structure) -> Structure:
     chains = {}
     for name, (chain, operator) in zip(placed.ids, placed.chains):
         one = structure.chains[chain]
-        moved = (one.positions @ operator[:, :3].T + operator[:, 3]).astype(np.float32) * one.mask[..., None]
+        moved = apply_operator(operator, one.positions) * one.mask[..., None]
         chains[name] = replace(one, id=name, positions=moved)
     return replace(structure, chains=chains)
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.features.choose import SampleConfig
+from warpfold.data.structure.assemblies import apply_operator
 
 FIRST_COMPARED, COMPARED = 32, 1024  # residues whose distances to all others are computed at a time
 
@@ -40,8 +41,7 @@ def move(positions: np.ndarray, operators: np.ndarray | None, chain: int) -> np.
     """Return positions [*, 3] of a chain moved to their place in the assembly (`Assembly.operators`)."""
     if operators is None:
         return positions
-    rotation, translation = operators[chain, :, :3], operators[chain, :, 3]
-    return (positions @ rotation.T + translation).astype(np.float32)
+    return apply_operator(operators[chain], positions)
 
 
 def contiguous_crop(lengths: Sequence[int], size: int, rng: np.random.Generator) -> list[np.ndarray]:

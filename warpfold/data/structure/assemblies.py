@@ -28,6 +28,11 @@ class PlacedChain(NamedTuple):
     operator: np.ndarray  # float64 [3, 4]
 
 
+def apply_operator(operator: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return positions [*, 3] moved by an operator [3, 4], rotation and translation: float32, angstrom."""
+    return (positions @ operator[:, :3].T + operator[:, 3]).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class PlacedChains:
     """The protein chains of an assembly, and why its other parts are left out.
