@@ -183,16 +183,15 @@ def torsions_to_frames(aatype: Tensor, backbone: Rigid, angles: Tensor) -> Rigid
     """
     # Motions are matrices [4, 4] here, so that composing two is one product.  The groups' are linear in (sin, cos).
     still, turning = (residue_rows(name, aatype).to(angles.dtype) for name in ("GROUP_STILL", "GROUP_TURNING"))
-    local = still + (angles[..., None, None] * turning).sum(-3)  # [*, N, 7, 4, 4], all groups but the backbone
+    backbones, rest = still.split((1, 7), -3)
+    local = rest + (angles[..., None, None] * turning).sum(-3)  # [*, N, 7, 4, 4]
 
     # The parent of chi2 to chi4 is the previous chi; that of all other groups is the backbone.
-    first, *chis = local.split((residue.CHI1, 1, 1, 1), -3)  # the first four groups end with chi1
-    to_backbone = [first]
+    first, *chis = local.split((residue.CHI1, 1, 1, 1), -3)  # the first of these end with chi1
+    to_backbone = [backbones.expand(*local.shape[:-3], 1, 4, 4), first]
     for chi in chis:
         to_backbone.append(multiply(to_backbone[-1][..., -1:, :, :], chi))
-    parent = backbone.to_matrix()[..., None, :, :]
-    others = multiply(parent, torch.cat(to_backbone, -3))
-    return Rigid.from_matrix(torch.cat([parent.expand(*others.shape[:-3], 1, 3, 4), others], -3))
+    return Rigid.from_matrix(multiply(backbone.to_matrix()[..., None, :, :], torch.cat(to_backbone, -3)))
 
 
 def frames_to_atom14(aatype: Tensor, frames: Rigid) -> Tensor:

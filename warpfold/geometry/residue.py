@@ -180,18 +180,21 @@ RIGID_GROUP_FRAMES: FloatArray = _group_frames()
 
 
 def _turned_groups() -> tuple[FloatArray, FloatArray]:
-    """Return what a turn about x, that is (sin, cos), does to the frame of a group: still + (sin, cos) turning."""
-    frames = RIGID_GROUP_FRAMES[:, 1:]
-    still, turning = np.zeros_like(frames), np.zeros((21, 7, 2, 4, 4), np.float32)
-    still[..., [0, 3]] = frames[..., [0, 3]]
+    """Return the frames of groups as sums, still + (sin, cos) turning, of a torsion's sine and cosine.
+
+    A turn about x mixes the second and third column; the backbone does not turn.
+    """
+    still, turning = RIGID_GROUP_FRAMES.copy(), np.zeros((21, 7, 2, 4, 4), np.float32)
+    y, z = still[:, 1:, :, 1].copy(), still[:, 1:, :, 2].copy()
+    still[:, 1:, :, 1:3] = 0.0
     still[..., 3, 3] = 1.0  # also of a group that there is not: its origin is its parent's
-    turning[..., 0, :, 1], turning[..., 0, :, 2] = frames[..., 2], -frames[..., 1]
-    turning[..., 1, :, 1], turning[..., 1, :, 2] = frames[..., 1], frames[..., 2]
+    turning[..., 0, :, 1], turning[..., 0, :, 2] = z, -y
+    turning[..., 1, :, 1], turning[..., 1, :, 2] = y, z
     return still, turning
 
 
-GROUP_STILL: FloatArray  # [21, 7, 4, 4], of all groups but the backbone
-GROUP_TURNING: FloatArray  # [21, 7, 2, 4, 4]
+GROUP_STILL: FloatArray  # [21, 8, 4, 4]
+GROUP_TURNING: FloatArray  # [21, 7, 2, 4, 4], of all groups but the backbone
 GROUP_STILL, GROUP_TURNING = _turned_groups()
 
 
