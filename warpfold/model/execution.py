@@ -75,6 +75,10 @@ class PlainExecution:
         local, shared = layer.local_and_shared(n, mask, other)
         return layer.add(x, local, shared, mask, layer.dropout_factors(x.shape, x))
 
+    def parts(self, count: int) -> list[slice]:
+        """Return which of so many templates are computed together: all of them."""
+        return [slice(0, count)]
+
 
 PLAIN = PlainExecution()
 
