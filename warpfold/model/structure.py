@@ -171,7 +171,7 @@ class InvariantPointAttention(Executable):
     The result is the same under any rigid motion of all frames together.
 
     A sum of squared distances of points is |q|^2 + |k|^2 - 2 q k, of vectors of all their coordinates.  The softmax
-    does not see |q|^2, so a query's logits are one product of features: [c q, 2 g points, -g] by [k, points, |points|^2].
+    does not see |q|^2, so a query's logits are one product of features, [q, 2 g points, -g] by [k, points, |points|^2].
     Nothing is larger than [N, N, H] or z.  So that the squares stay small beside the distances, and fp32 exact enough,
     points are taken from the centre of all residues: what is lost is some 1e-7 of the squared extent of the protein,
     which at 100 angstrom makes 1e-5 in a logit.
