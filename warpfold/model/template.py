@@ -143,7 +143,7 @@ class TemplateEmbedder(Executable):
         mask = batch["template_mask"]
         if mask.shape[-1] == 0:
             return torch.zeros_like(z)
-        parts = (some_templates(batch, part) for part in self.execution.parts(mask.shape[-1], z_mask.numel()))
+        parts = (some_templates(batch, part) for part in self.execution.parts(mask.shape[-1], z_mask.shape[-1] ** 2))
         z_mask = z_mask[..., None, :, :]
         embedded = [self.norm(self.stack(self.pair(some, z.dtype), z_mask)) for some in parts]
         update = self.pointwise(z, torch.cat(embedded, -4) if len(embedded) > 1 else embedded[0], mask)
@@ -209,7 +209,7 @@ class ChainTemplateEmbedder(Executable):
             total: Tensor = self.norm(self.stack(t, z_mask[..., None, :, :])).sum(-4)
             return total
 
-        total = functools.reduce(torch.add, map(embedded, self.execution.parts(count, z_mask.numel())))
+        total = functools.reduce(torch.add, map(embedded, self.execution.parts(count, z_mask.shape[-1] ** 2)))
         update: Tensor = self.out((total / count).relu())
         return update
 

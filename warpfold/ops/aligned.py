@@ -8,14 +8,12 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import faster_on_cpu
 from warpfold.ops.register import register
-from warpfold.ops.tensors import accumulation_dtype, in_blocks
+from warpfold.ops.tensors import in_blocks
 
 LEAST = 1e-4  # angstrom: a shorter distance counts as this, and has no gradient
 
 
-def _unsupported(frames: Tensor, points: Tensor, *rest: Any) -> str | None:
-    if frames.dtype.itemsize == 2:
-        return "16 bits are too few for coordinates"
+def _unsupported(_: Tensor, points: Tensor, *rest: Any) -> str | None:
     others = (t for t in rest if isinstance(t, Tensor))
     return "the truth and masks have no gradient" if any(t.requires_grad for t in others) else None
 
@@ -51,7 +49,8 @@ def aligned_errors(
     frames [*, f, 3, 4], each the rotation R and the translation t as its last column, and points x [*, p, 3]; the true
     ones, which may lack the leading axes; frame_mask [*, f] and point_mask [*, p] weigh the pairs; pair_mask bool
     [f, p]: those that count (None: all).  A distance d counts as the root of d^2 + softening^2, and as `LEAST` at
-    least; capped, as `clamp` at most.  No gradient reaches the truth.
+    least; capped, as `clamp` at most.  No gradient reaches the truth.  In the dtype of frames, which should not be one
+    of 16 bits: coordinates need more.
     """
     offset = _offset(true_frames) - _offset(frames)
 
@@ -71,7 +70,7 @@ def aligned_errors(
 
     pairs = math.prod(offset.shape[:-2]) * points.shape[-2]
     blocks = in_blocks(of_frames, offset.shape[-2], pairs)
-    return torch.stack([torch.stack(sums).sum(0) for sums in zip(*blocks)], -1).to(accumulation_dtype(frames))
+    return torch.stack([torch.stack(sums).sum(0) for sums in zip(*blocks)], -1)
 
 
 def _offset(frames: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ Argument = Tensor | DropoutFactors | None  # of an operation
 Kinds = Mapping[str, tuple[str, ...]]  # the bench's kinds of shape, and the sizes of each by default
 LayerKind = Literal[
     "attention", "pointwise attention", "global attention", "projection", "transition", "outer product",
-    "triangle product", "triangle output",
+    "triangle product", "triangle output", "loss",
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.aligned import LEAST
+from warpfold.ops.tensors import accumulation_dtype
 
 PAIRS = 2**16  # of frames and points at a time
 
@@ -25,6 +26,8 @@ def aligned_errors(
     softening: float,
 ) -> Tensor:
     """Compute warpfold::aligned_errors."""
+    dtype, acc = frames.dtype, accumulation_dtype(frames)
+    frames, points, true_frames, true_points = (x.to(acc) for x in (frames, points, true_frames, true_points))
     sums = frames.new_zeros(*frames.shape[:-3], 2)
     for total, some, x in zip(sums.view(-1, 2), *_each(frames, points)):
         axes, columns = _operands(some, x, true_frames, true_points)
@@ -33,7 +36,7 @@ def aligned_errors(
             weight = _weight(frame_mask[rows], point_mask, pair_mask, rows)
             total[1] += (distance * weight).sum()
             total[0] += distance.clamp_(max=clamp).mul_(weight).sum()
-    return sums
+    return sums.to(dtype)
 
 
 def aligned_errors_backward(
@@ -49,9 +52,11 @@ def aligned_errors_backward(
     softening: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute warpfold::aligned_errors_backward."""
+    dtype, acc = frames.dtype, accumulation_dtype(frames)
+    frames, points, true_frames, true_points = (x.to(acc) for x in (frames, points, true_frames, true_points))
     dframes, dpoints = frames.new_zeros(frames.shape), points.new_zeros(points.shape)
     gradients = _each(dframes, dpoints)
-    for (capped, whole), some, x, dsome, dx in zip(grad.reshape(-1, 2), *_each(frames, points), *gradients):
+    for (capped, whole), some, x, dsome, dx in zip(grad.reshape(-1, 2).to(acc), *_each(frames, points), *gradients):
         axes, columns = _operands(some, x, true_frames, true_points)
         for rows in _blocks(len(some), len(x)):
             apart, distance = _distances(axes[rows], columns, softening)
@@ -64,7 +69,7 @@ def aligned_errors_backward(
             rotation, translation, dstart = some[rows, :, :3], some[rows, :, 3], daxes[..., 3]
             dsome[rows, :, :3] = daxes[..., :3].mT - translation[..., None] * dstart[:, None, :]
             dsome[rows, :, 3] = -(rotation * dstart[:, None, :]).sum(-1)
-    return dframes, dpoints
+    return dframes.to(dtype), dpoints.to(dtype)
 
 
 def _operands(frames: Tensor, points: Tensor, true_frames: Tensor, true_points: Tensor) -> tuple[Tensor, Tensor]:

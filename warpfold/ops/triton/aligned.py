@@ -6,12 +6,19 @@ over all frames; both compute the distances again.  No matrix products, so nothi
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from warpfold.ops.aligned import LEAST
 from warpfold.ops.triton.launch import configs, register
+
+
+@triton.jit
+def _number(at: tl.tensor, there: tl.tensor) -> tl.tensor:
+    """Load in fp32, 0 where there is nothing."""
+    return tl.load(at, mask=there, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -28,19 +35,18 @@ def _apart(rotation: tl.tuple, y: tl.tuple, true_rotation: tl.tuple, z: tl.tuple
 def _frames(frames: tl.tensor, f: tl.tensor, there: tl.tensor) -> tl.tuple:
     """Return the rotation, row by row, and the translation of frames, each [frames]."""
     at = frames + f * 12
-    r0, r1, r2 = tl.load(at, there, 0), tl.load(at + 1, there, 0), tl.load(at + 2, there, 0)
-    r3, r4, r5 = tl.load(at + 4, there, 0), tl.load(at + 5, there, 0), tl.load(at + 6, there, 0)
-    r6, r7, r8 = tl.load(at + 8, there, 0), tl.load(at + 9, there, 0), tl.load(at + 10, there, 0)
-    t = (tl.load(at + 3, there, 0), tl.load(at + 7, there, 0), tl.load(at + 11, there, 0))
-    return (r0, r1, r2, r3, r4, r5, r6, r7, r8), t
+    r0, r1, r2, t0 = _number(at, there), _number(at + 1, there), _number(at + 2, there), _number(at + 3, there)
+    r3, r4, r5, t1 = _number(at + 4, there), _number(at + 5, there), _number(at + 6, there), _number(at + 7, there)
+    r6, r7, r8, t2 = _number(at + 8, there), _number(at + 9, there), _number(at + 10, there), _number(at + 11, there)
+    return (r0, r1, r2, r3, r4, r5, r6, r7, r8), (t0, t1, t2)
 
 
 @triton.jit
 def _from(points: tl.tensor, p: tl.tensor, there: tl.tensor, origin: tl.tuple) -> tl.tuple:
     """Return points as seen from origins [frames], not turned: three of [frames, points]."""
     at = points + p * 3
-    x, y, z = tl.load(at, there, 0)[None, :], tl.load(at + 1, there, 0)[None, :], tl.load(at + 2, there, 0)[None, :]
-    return x - origin[0][:, None], y - origin[1][:, None], z - origin[2][:, None]
+    x, y, z = _number(at, there), _number(at + 1, there), _number(at + 2, there)
+    return x[None, :] - origin[0][:, None], y[None, :] - origin[1][:, None], z[None, :] - origin[2][:, None]
 
 
 @triton.jit
@@ -54,7 +60,7 @@ def _weights(
     P: tl.tensor,
 ) -> tl.tensor:
     """Return the weight of each pair, 0 beyond the last."""
-    weight = tl.load(frame_mask + f, f < F, 0)[:, None] * tl.load(point_mask + p, p < P, 0)[None, :]
+    weight = _number(frame_mask + f, f < F)[:, None] * _number(point_mask + p, p < P)[None, :]
     if pair_mask is not None:
         at = pair_mask + (f.to(tl.int64) * P)[:, None] + p[None, :]
         weight = tl.where(tl.load(at, (f < F)[:, None] & (p < P)[None, :], 0) != 0, weight, 0.0)
@@ -106,7 +112,7 @@ def aligned_errors_kernel(
 @triton.jit
 def _slope(distance: tl.tensor, weight: tl.tensor, grad: tl.tensor, clamp: tl.tensor, least: tl.tensor) -> tl.tensor:
     """Return what the coordinates of a pair are multiplied by in its gradient; grad: of the two sums."""
-    capped, whole = tl.load(grad), tl.load(grad + 1)
+    capped, whole = tl.load(grad).to(tl.float32), tl.load(grad + 1).to(tl.float32)
     slope = weight * (tl.where(distance <= clamp, capped, 0.0) + whole) / distance
     return tl.where(distance * distance <= least, 0.0, slope)
 
@@ -234,9 +240,9 @@ def aligned_errors(
     f, p, leading = operands["F"], operands["P"], frames.shape[:-3].numel()
     kernel = FORWARD.tiled((f, p), frames)
     tiles = triton.cdiv(f, kernel["BLOCK_F"]), triton.cdiv(p, kernel["BLOCK_P"])
-    sums = frames.new_empty(leading, tiles[0] * tiles[1], 2)
+    sums = frames.new_empty(leading, tiles[0] * tiles[1], 2, dtype=torch.float32)
     kernel.run((*tiles, leading), sums=sums, **operands)
-    return sums.sum(1).view(*frames.shape[:-3], 2)
+    return sums.sum(1).to(frames.dtype).view(*frames.shape[:-3], 2)
 
 
 def aligned_errors_backward(
