@@ -23,12 +23,19 @@ def _atoms(atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, a: tl.tensor,
 
 @triton.jit
 def _numbers(
-    index: tl.tensor, order: tl.tensor, chain: tl.tensor, slot: tl.tensor, a: tl.tensor, n: tl.tensor
+    index: tl.tensor,
+    after: tl.tensor,
+    order: tl.tensor,
+    chain: tl.tensor,
+    slot: tl.tensor,
+    a: tl.tensor,
+    n: tl.tensor,
 ) -> tl.tuple:
-    """Return index, order, chain and slot of atoms."""
+    """Return index, order, chain and slot of atoms, and the index that follows."""
     there = a < n
     i, o = tl.load(index + a, mask=there, other=0), tl.load(order + a, mask=there, other=0)
-    return i, o, tl.load(chain + a, mask=there, other=0), tl.load(slot + a, mask=there, other=0)
+    c, s = tl.load(chain + a, mask=there, other=0), tl.load(slot + a, mask=there, other=0)
+    return i, o, c, s, tl.load(after + a, mask=there, other=0)
 
 
 @triton.jit
@@ -41,8 +48,8 @@ def _pairs(one: tl.tuple, other: tl.tuple, ids: tl.tuple, other_ids: tl.tuple, t
     overlap = one[3][:, None] + other[3][None, :] - tolerance - distance
     i, j, s, t = ids[0][:, None], other_ids[0][None, :], ids[3][:, None], other_ids[3][None, :]
     before = ids[1][:, None] < other_ids[1][None, :]
-    forward = (s == C_PLACE) & (t == N_PLACE) & (i + 1 == j) & before
-    backward = (s == N_PLACE) & (t == C_PLACE) & (i == j + 1) & (before == 0)
+    forward = (s == C_PLACE) & (t == N_PLACE) & (ids[4][:, None] == j) & before
+    backward = (s == N_PLACE) & (t == C_PLACE) & (i == other_ids[4][None, :]) & (before == 0)
     bonded = (forward | backward) & (ids[2][:, None] == other_ids[2][None, :])
     exempt = bonded | ((s == SG_PLACE) & (t == SG_PLACE)) | (ids[1][:, None] == other_ids[1][None, :])
     return overlap, distance, tl.where(exempt, 0.0, one[4][:, None] * other[4][None, :])
@@ -54,6 +61,7 @@ def overlaps_kernel(
     radius: tl.tensor,
     exists: tl.tensor,
     index: tl.tensor,
+    after: tl.tensor,
     order: tl.tensor,
     chain: tl.tensor,
     slot: tl.tensor,
@@ -65,12 +73,12 @@ def overlaps_kernel(
 ) -> None:
     """Store the overlaps of BLOCK_F atoms, how many, and with how many they were compared."""
     a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, order, chain, slot, a, n)
+    one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, after, order, chain, slot, a, n)
     errors, count = tl.zeros([BLOCK_F], tl.float32), tl.zeros([BLOCK_F], tl.float32)
     pairs = tl.zeros([BLOCK_F], tl.float32)
     for start in range(0, n, BLOCK_P):
         b = start + tl.arange(0, BLOCK_P)
-        other, other_ids = _atoms(atoms, radius, exists, b, n), _numbers(index, order, chain, slot, b, n)
+        other, other_ids = _atoms(atoms, radius, exists, b, n), _numbers(index, after, order, chain, slot, b, n)
         overlap, _, compared = _pairs(one, other, ids, other_ids, tolerance)
         errors += tl.sum(tl.maximum(overlap, 0.0) * compared, 1)
         count += tl.sum(tl.where(overlap > 0, compared, 0.0), 1)
@@ -87,6 +95,7 @@ def overlaps_backward_kernel(
     radius: tl.tensor,
     exists: tl.tensor,
     index: tl.tensor,
+    after: tl.tensor,
     order: tl.tensor,
     chain: tl.tensor,
     slot: tl.tensor,
@@ -99,13 +108,13 @@ def overlaps_backward_kernel(
 ) -> None:
     """Store the gradients of BLOCK_F atoms and their radii."""
     a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, order, chain, slot, a, n)
+    one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, after, order, chain, slot, a, n)
     own = tl.load(grad + a, mask=a < n, other=0).to(tl.float32)
     zero = tl.zeros([BLOCK_F], tl.float32)
     x, y, z, r = zero, zero, zero, zero
     for start in range(0, n, BLOCK_P):
         b = start + tl.arange(0, BLOCK_P)
-        other, other_ids = _atoms(atoms, radius, exists, b, n), _numbers(index, order, chain, slot, b, n)
+        other, other_ids = _atoms(atoms, radius, exists, b, n), _numbers(index, after, order, chain, slot, b, n)
         overlap, distance, compared = _pairs(one, other, ids, other_ids, tolerance)
         theirs = tl.load(grad + b, mask=b < n, other=0).to(tl.float32)
         slope = tl.where(overlap > 0, compared, 0.0) * (own[:, None] + theirs[None, :])
@@ -172,6 +181,6 @@ def overlaps_backward(
 
 def _contiguous(*tensors: Tensor) -> dict[str, Tensor]:
     """Return the tensors that both kernels are given, by their names."""
-    return dict(
-        zip(["atoms", "radius", "exists", "index", "order", "chain", "slot"], (t.contiguous() for t in tensors))
-    )
+    names = "atoms", "radius", "exists", "index", "order", "chain", "slot"
+    found = dict(zip(names, (t.contiguous() for t in tensors)))
+    return found | {"after": found["index"] + 1}
