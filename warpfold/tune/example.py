@@ -12,10 +12,12 @@ from torch import Tensor
 
 from warpfold import settings
 from warpfold.batch import FEATURES, Batch
-from warpfold.geometry.atoms import residue_rows
+from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.geometry.labels import structure_labels
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
+from warpfold.model.losses import LossConfig, total_loss
+from warpfold.model.permutation import with_truth
 from warpfold.ops.noise import Noise
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
@@ -178,3 +180,48 @@ class RandomBlock:
     def wanted(self) -> list[Tensor]:
         """The tensors whose gradients a training step computes."""
         return [self.m, self.z, *self.stack.parameters()]
+
+
+class TrainingStep:
+    """A whole training step on one example: model, losses, backward pass, clipping, optimizer, averaged weights.
+
+    The example lies on the device already, and there is one for each step.  `bind` changes how the step runs.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loss: LossConfig,
+        optim: OptimConfig,
+        sizes: ExampleSizes,
+        device: torch.device | str,
+        recycles: int = 0,
+    ) -> None:
+        self.recycles, self.loss, self.device = recycles, loss, torch.device(device)
+        self.model = random_model(config, Plan(), device)
+        self.optimizer = Optimizer(self.model, replace(optim, accumulate=1))
+        self.batch = random_example(config, sizes, device, (recycles + 1) * config.ensemble)
+        self.step = 0
+
+    def bind(self, plan: Plan) -> "TrainingStep":
+        """Run as the plan says from now on."""
+        Execution(plan).bind(self.model)
+        return self
+
+    def losses(self) -> Tensor:
+        """Run the model and return the loss, of another draw of dropout each time."""
+        self.model.noise.seed(0, self.step)
+        output = self.model(self.batch, self.recycles)
+        truth = with_truth(self.batch, output.structure.final_atom37)
+        return total_loss(output, truth, self.loss, residues=self.model.residues)[0]
+
+    def update(self, loss: Tensor) -> None:
+        """Collect the gradient and apply it."""
+        self.optimizer.collect(loss)
+        self.optimizer.step(self.step)
+        self.step += 1
+
+    def __call__(self) -> None:
+        loss = self.losses()
+        loss.backward()
+        self.update(loss)
