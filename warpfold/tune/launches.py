@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import recorded
 from warpfold.parallel.plan import Plan, Precision
-from warpfold.tune.example import BlockSizes, RandomBlock
+from warpfold.tune.example import BlockSizes, RandomBlock, TrainingStep
 
 ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 
@@ -97,3 +97,14 @@ def block_launches(
         with counting() as backward:
             torch.autograd.grad(out, block.wanted, block.grads)
     return {"forward": forward, "training": training, "backward": backward}
+
+
+def step_launches(step: TrainingStep) -> dict[str, LaunchCount]:
+    """Count the launches of a training step on "meta", as it is bound: "forward" with the losses, and "backward" with
+    the gradients' sums; the optimizer's few are not counted."""
+    with torch.device("meta"):
+        with counting() as forward:
+            loss = step.losses()
+        with counting() as backward:
+            loss.backward()
+    return {"forward": forward, "backward": backward}
