@@ -11,11 +11,10 @@ needs and that gradient, "step" everything from the batch on the device to the n
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
@@ -24,7 +23,7 @@ from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.progress import Progress, no_progress
 from warpfold.tune.example import BlockSizes, ExampleSizes, RandomBlock, TrainingStep
-from warpfold.tune.launches import LaunchCount, block_launches, step_launches
+from warpfold.tune.launches import LaunchCount, Products, block_launches, step_launches
 from warpfold.tune.machine import describe
 from warpfold.tune.model_peers import BLOCK_WAYS, STEP_WAYS
 from warpfold.tune.roofline import ceilings
@@ -154,31 +153,33 @@ def bench_step(
     return _report(what, device, precision, top, rows, refusals(before))
 
 
-def block_flops(sizes: BlockSizes) -> dict[str, float]:
+def block_flops(sizes: BlockSizes) -> dict[str, int]:
     """Count the floating point operations of a block's products by its definition, as torch counts them."""
     with torch.device("meta"):
         block = RandomBlock(sizes, Plan(kernels="definition"), "meta")
-        with FlopCounterMode(display=False) as forward:
+        with Products() as forward:
             out = block.forward()
-        with FlopCounterMode(display=False) as backward:
+        with Products() as backward:
             torch.autograd.grad(out, block.wanted, block.grads)
-    one, other = float(forward.get_total_flops()), float(backward.get_total_flops())
-    return {"forward": one, "backward": other, "both": one + other}
+    return {"forward": forward.flops, "backward": backward.flops, "both": forward.flops + backward.flops}
 
 
-def step_counts(given: ModelBench) -> tuple[float, dict[str, int]]:
+def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
     """Count the products of the model and its losses in one step by their definitions, those that are recomputed once;
     and the launches of each way that can be counted without a GPU, but for the optimizer's few.
     """
     step = TrainingStep(given.model, given.loss, given.optim, given.sizes, "meta", given.recycles)
-    launches = {}
-    for way, kernels in COUNTED.items():
-        step.bind(Plan(precision=given.plan.precision, recompute=given.plan.recompute, kernels=kernels))
-        launches[way] = sum(count.total for count in step_launches(step).values())
-    step.bind(Plan(precision=given.plan.precision, kernels="definition"))
-    with FlopCounterMode(display=False) as counted:
-        step.losses().backward()
-    return float(counted.get_total_flops()), launches
+    plan = Plan(precision=given.plan.precision, recompute=given.plan.recompute)
+    step.bind(replace(plan, kernels="fast"))
+    launches = {"ours": sum(count.total for count in step_launches(step).values())}
+    step.bind(replace(plan, kernels="definition"))
+    with Products() as once:
+        launches["definition"] = sum(count.total for count in step_launches(step).values())
+    if plan.recompute:
+        step.bind(replace(plan, kernels="definition", recompute=False))
+        with Products() as once:
+            step.losses().backward()
+    return once.flops, launches
 
 
 def _run(subject: Subject, which: str) -> Callable[[], object]:
@@ -215,7 +216,7 @@ class _BlockClock:
 
     times: Mapping[str, Times]
     walls: Mapping[str, Mapping[str, WallTimes]]
-    flops: Mapping[str, float]
+    flops: Mapping[str, int]
     rate: float
 
     def seconds(self, way: str, which: str) -> float | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import recorded
@@ -71,6 +72,26 @@ def launches(func: Any, given: Any, out: Any) -> bool:
         return True
     storages = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, Tensor)}
     return any(t.untyped_storage()._cdata not in storages for t in results if t.numel())
+
+
+class Products(TorchDispatchMode):
+    """Count the floating point operations of matrix products within it, by torch's own formulas: `flops`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.flops += products(func, args, kwargs, out)
+        return out
+
+
+def products(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the floating point operations of one of torch's operations, if it is a matrix product; else 0."""
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 @contextmanager
