@@ -57,7 +57,7 @@ SAFE = {
     "run/relax_files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "run/ranking.py:remove_copies": "copies by the names that the summary has, and their folder if it is empty then",
     "tune/bench_ops.py:picture": "into memory",
-    "tune/timing.py:_without_stderr": "opens the null device",
+    "tune/timing.py:without_stderr": "opens the null device",
 }
 
 WRITES = ("write_text", "write_bytes", "truncate", "ftruncate", "savez", "savez_compressed", "savefig", "save_file")

@@ -110,7 +110,7 @@ class CpuTimer:
 
     def peak(self, run: Callable[[], object]) -> int:
         """Return the peak of what torch's CPU allocator held while `run` ran, above what it held before."""
-        with _without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+        with without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profile:
             run()
         results = profile.kineto_results
         held = peak = 0
@@ -289,7 +289,7 @@ def kernels_launched(run: Callable[[], object], device: torch.device) -> int:
 
 
 @contextmanager
-def _without_stderr() -> Iterator[None]:
+def without_stderr() -> Iterator[None]:
     """Suppress the lines that torch 2.13's profiler writes to file descriptor 2: what it does, and what it missed."""
     sys.stderr.flush()
     kept = os.dup(2)
