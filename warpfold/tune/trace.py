@@ -40,7 +40,6 @@ class Event:
     own: float  # without the events within it
     node: int = -1
     parent: "Event | None" = None
-    leaf: bool = True  # no event is within it
     kernels: tuple[float, ...] = ()  # seconds of what it launched on the device
 
 
@@ -94,6 +93,7 @@ def attribute(events: Sequence[Event], spans: Spans, on_device: Sequence[tuple[f
     """
     spent: dict[WorkKey, Spent] = defaultdict(Spent)
     around = _Around(spans)
+    computing = set() if on_device else _computing(events)
     whole = 0.0
     for e in events:
         at = around(e)
@@ -105,7 +105,7 @@ def attribute(events: Sequence[Event], spans: Spans, on_device: Sequence[tuple[f
         one.device += sum(e.kernels)
         if e.kernels:
             one.launches += len(e.kernels)
-        elif not on_device and _computes(e):
+        elif not on_device and id(e) in computing:
             one.launches += 1
         one.calls += e.name.startswith(MARK)
     if whole == 0:
@@ -116,15 +116,24 @@ def attribute(events: Sequence[Event], spans: Spans, on_device: Sequence[tuple[f
     return TraceReading(dict(spent), whole, busy, unplaced, len(on_device))
 
 
-def _computes(e: Event) -> bool:
-    """Return whether an event is one of torch's operations that computes something itself: no view, no memory."""
-    name = e.name.removeprefix("aten::")
-    return e.leaf and e.name.startswith("aten::") and name.rstrip("_") not in VIEWS
+def _computing(events: Sequence[Event]) -> set[int]:
+    """Return the events (by id) that are torch's operations that compute themselves: no views, nor those that call
+    others which compute."""
+    candidates, callers = [], set()
+    for e in events:
+        name = e.name.removeprefix("aten::")
+        if name != e.name and name.rstrip("_") not in VIEWS:
+            candidates.append(id(e))
+            above = e.parent
+            while above is not None and id(above) not in callers:
+                callers.add(id(above))
+                above = above.parent
+    return set(candidates) - callers
 
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What is around an event: the range of the whole, a backward pass, a place, one of our operations without a span."""
+    """What is around an event: the range of the whole, a backward pass, a place, our operation where it has no span."""
 
     within: bool = False
     backward: bool = False
