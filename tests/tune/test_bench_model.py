@@ -20,7 +20,7 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
-from warpfold.tune.bench_model import ModelBench, bench_block, bench_step, block_flops, step_counts, table
+from warpfold.tune.bench_model import PASSES, ModelBench, bench_block, bench_step, block_flops, step_counts, table
 from warpfold.tune.example import BlockSizes, ExampleSizes, RandomBlock, TrainingStep, shortened
 from warpfold.tune.model_peers import BLOCK_WAYS, OPENFOLD, STEP_WAYS
 
@@ -88,19 +88,19 @@ def test_a_row_for_each_way_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     found = bench_block(toy(), CPU, ways=["definition", "openfold", "ours"], repeats=2, sink=seen.append)
     assert seen == found["rows"]
     assert [(row["way"], row.get("pass")) for row in seen] == [
-        *[("definition", which) for which in ("forward", "backward", "both")],
+        *[("definition", which) for which in PASSES],
         ("openfold", None),
-        *[("ours", which) for which in ("forward", "backward", "both")],
+        *[("ours", which) for which in PASSES],
     ]
-    assert seen[3]["note"] == "not installed"
+    assert seen[4]["note"] == "not installed"
     for row in (row for row in seen if "ms" in row):
         plain = next(r for r in seen if (r["way"], r.get("pass")) == ("definition", row["pass"]))
         assert row["times_definition"] == pytest.approx(plain["ms"] / row["ms"])  # type: ignore[operator]
         assert row["launches"] > 20  # type: ignore[operator]
         assert row["host_ms"] is None  # a CPU queues nothing
-    assert [row["wall_ms"] is None for row in seen[:3]] == [False, True, False]
+    assert [row["wall_ms"] is None for row in seen[:4]] == [False, True, True, False]
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert len(table(found["rows"])) == 7
+    assert len(table(found["rows"])) == 9
 
 
 def test_a_way_that_fails_says_why_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_the_command_writes_rows_and_a_table(capsys: pytest.CaptureFixture[str],
     assert "3 sequences, 8 residues" in out
     rows = [json.loads(line) for line in files["--rows"].read_text().splitlines()]
     written = list(csv.DictReader(files["--csv"].read_text().splitlines()))
-    assert [row["way"] for row in rows] == [row["way"] for row in written] == ["definition"] * 3 + ["ours"] * 3
+    assert [row["way"] for row in rows] == [row["way"] for row in written] == ["definition"] * 4 + ["ours"] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Time an Evoformer block, or a whole training step, each way to compute it: `warpfold bench --block`, `--step`.
 
 Ways take turns, so that a slow minute of the machine affects all of them.  Each row is one way and one pass: "forward"
-keeps nothing for a gradient, "backward" is the backward pass alone, "both" a forward pass that keeps what its gradient
-needs and that gradient, "step" everything from the batch on the device to the new weights.
+keeps nothing for a gradient, "training" is a forward pass that keeps what its gradient needs, "backward" the backward
+pass alone, "both" these two, "step" everything from the batch on the device to the new weights.
 
 * ms: on a GPU the device's own time, by events, with the device kept busy until all is queued; on a CPU wall time.
 * wall_ms: until the result is there, nothing queued before.  host_ms: until Python had queued everything.
@@ -36,6 +36,7 @@ COLUMNS = (
     "launches", "repeats", "note",
 )  # fmt: skip
 COUNTED: Mapping[str, Kernels] = {"definition": "definition", "ours": "fast"}  # ways whose launches are counted
+PASSES = ("forward", "training", "backward", "both")
 Row = dict[str, Any]
 RowSink = Callable[[Row], None]  # is given each row as soon as it is there
 
@@ -97,12 +98,17 @@ def bench_block(
         if notes[way.name]:
             add({"way": way.name, "note": notes[way.name]})
             continue
-        for which in ("forward", "backward", "both"):
-            launches = _launches(subjects[way.name], which, device, counts.get(way.name))
-            add({"way": way.name, "pass": which, **clock.row(way.name, which), "launches": launches})
+        for which in PASSES:
+            row = {"way": way.name, "pass": which, **clock.row(way.name, which)}
+            try:
+                row["launches"] = _launches(subjects[way.name], which, device, counts.get(way.name))
+            except RuntimeError as error:  # the times stand; a count of nothing is none
+                row |= {"launches": None, "note": str(error)}
+            add(row)
     if kind == "cuda" and "ours" in subjects:
         add(_as_graph(subjects["ours"]))
-    return _report(f"Evoformer block, {given.block}, {precision}", device, precision, top, rows, refusals(before))
+    report = _report(f"Evoformer block, {given.block}, {precision}", device, precision, top, rows, refusals(before))
+    return report | {"size": [given.block.sequences, given.block.residues, given.block.c_m, given.block.c_z]}
 
 
 def bench_step(
@@ -150,7 +156,9 @@ def bench_step(
         sink(row)
     blocks = f"{given.model.evoformer.blocks} blocks, recycles {given.recycles}"
     what = f"training step, {given.sizes}, {blocks}, {precision}"
-    return _report(what, device, precision, top, rows, refusals(before))
+    report = _report(what, device, precision, top, rows, refusals(before))
+    sizes = given.sizes
+    return report | {"size": [sizes.residues, sizes.sequences, sizes.extra, given.model.evoformer.blocks]}
 
 
 def block_flops(sizes: BlockSizes) -> dict[str, int]:
@@ -183,7 +191,7 @@ def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
 
 
 def _run(subject: Subject, which: str) -> Callable[[], object]:
-    """Return what runs one pass of a block: "forward" or "both"."""
+    """Return what runs one pass of a block: "forward", "training" or "both"."""
 
     def forward() -> object:
         with torch.no_grad():
@@ -192,7 +200,7 @@ def _run(subject: Subject, which: str) -> Callable[[], object]:
     def both() -> object:
         return torch.autograd.grad(subject.forward(), subject.wanted, subject.grad)
 
-    return forward if which == "forward" else both
+    return {"forward": forward, "training": subject.forward, "both": both}[which]
 
 
 def _launches(
@@ -233,7 +241,7 @@ class _BlockClock:
         times, wall = self.times[way], self.walls.get(which, {}).get(way, WallTimes())
         row = _figures(self.seconds(way, which), self.seconds("definition", which), self.flops[which], self.rate)
         row |= {"wall_ms": _ms(wall.median("wall")), "host_ms": _ms(wall.median("host"))}
-        most = {"forward": times.forward_peak, "both": times.backward_peak}.get(which)
+        most = {"forward": times.forward_peak, "both": times.backward_peak}.get(which)  # those that are measured
         late = f"in {times.late} of {len(times.forward)} runs the device waited for the host" if times.late else ""
         return row | {"peak_mib": most and most / 2**20, "repeats": len(times.forward), "note": late}
 
@@ -285,6 +293,7 @@ def _report(
         "what": f"{what}: ms are medians of turns",
         "date": datetime.date.today().isoformat(),
         "machine": describe(device),
+        "precision": precision,
         "ceilings": {precision: ceiling},
         "rows": rows,
         "refused": dict(refused),
