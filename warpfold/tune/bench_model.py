@@ -88,10 +88,11 @@ def bench_block(
         for which in ("forward", "both")
     }
     clock = _BlockClock(times, walls, block_flops(given.block), top.flops)
+    what = f"Evoformer block, {given.block}, {precision}"
     rows: list[Row] = []
 
     def add(row: Row) -> None:
-        rows.append({"what": "block", **row})
+        rows.append({"what": what, **row})
         sink(rows[-1])
 
     for way in chosen:
@@ -107,8 +108,7 @@ def bench_block(
             add(row)
     if kind == "cuda" and "ours" in subjects:
         add(_as_graph(subjects["ours"]))
-    report = _report(f"Evoformer block, {given.block}, {precision}", device, precision, top, rows, refusals(before))
-    return report | {"size": [given.block.sequences, given.block.residues, given.block.c_m, given.block.c_z]}
+    return _report(what, device, precision, top, rows, refusals(before))
 
 
 def bench_step(
@@ -142,9 +142,11 @@ def bench_step(
     notes |= {name: found.failed for name, found in walls.items()}
     progress(2, 3, "memory and launches")
     seconds = {name: found.median("device" if kind == "cuda" else "wall") for name, found in walls.items()}
+    blocks = f"{given.model.evoformer.blocks} blocks, recycles {given.recycles}"
+    what = f"training step, {given.sizes}, {blocks}, {precision}"
     rows: list[Row] = []
     for name, note in notes.items():
-        row: Row = {"what": "step", "way": name, "note": note}
+        row: Row = {"what": what, "way": name, "note": note}
         if not note:
             found = walls[name]
             prepare(name)
@@ -154,11 +156,7 @@ def bench_step(
             row["launches"] = kernels_launched(step, device) if kind == "cuda" else launches.get(name)
         rows.append(row)
         sink(row)
-    blocks = f"{given.model.evoformer.blocks} blocks, recycles {given.recycles}"
-    what = f"training step, {given.sizes}, {blocks}, {precision}"
-    report = _report(what, device, precision, top, rows, refusals(before))
-    sizes = given.sizes
-    return report | {"size": [sizes.residues, sizes.sequences, sizes.extra, given.model.evoformer.blocks]}
+    return _report(what, device, precision, top, rows, refusals(before))
 
 
 def block_flops(sizes: BlockSizes) -> dict[str, int]:
@@ -169,7 +167,12 @@ def block_flops(sizes: BlockSizes) -> dict[str, int]:
             out = block.forward()
         with Products() as backward:
             torch.autograd.grad(out, block.wanted, block.grads)
-    return {"forward": forward.flops, "backward": backward.flops, "both": forward.flops + backward.flops}
+    return {
+        "forward": forward.flops,
+        "training": forward.flops,
+        "backward": backward.flops,
+        "both": forward.flops + backward.flops,
+    }
 
 
 def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
@@ -263,7 +266,7 @@ def _ms(seconds: float | None) -> float | None:
 
 def _as_graph(one: Subject, repeats: int = 20) -> Row:
     """Return the row of our forward pass replayed as a CUDA graph, or why it cannot be captured."""
-    row: Row = {"what": "block", "way": "ours, as a graph", "pass": "forward"}
+    row: Row = {"way": "ours, as a graph", "pass": "forward"}
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.no_grad(), torch.cuda.graph(graph):

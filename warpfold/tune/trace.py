@@ -75,9 +75,7 @@ def read_events(events: Iterable[Any]) -> tuple[list[Event], list[tuple[float, f
         elif not e.is_async:
             kernels = tuple(kernel.duration / 1e6 for kernel in e.kernels)
             own = e.self_cpu_time_total / 1e6
-            found[id(e)] = Event(
-                e.name, e.time_range.start / 1e6, own, e.sequence_nr, None, not e.cpu_children, kernels
-            )
+            found[id(e)] = Event(e.name, e.time_range.start / 1e6, own, e.sequence_nr, None, kernels)
             originals.append(e)
     for e in originals:
         if e.cpu_parent is not None:
