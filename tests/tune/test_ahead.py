@@ -18,8 +18,7 @@ from warpfold.ops.triton.launch import SHIPPED, KernelLaunch
 from warpfold.parallel.plan import Plan
 from warpfold.tune import ahead
 from warpfold.tune.ahead import AheadJob, compile_share, compile_shares, recorded_launches
-from warpfold.tune.bench_model import ModelBench
-from warpfold.tune.example import ExampleSizes
+from warpfold.tune.example import ExampleSizes, ModelBench
 
 DEFAULT = SHIPPED / "default.json"
 GATES = AheadJob((("gate", "pair:8"),), None, DEFAULT, 90)

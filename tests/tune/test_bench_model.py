@@ -20,8 +20,8 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
-from warpfold.tune.bench_model import PASSES, ModelBench, bench_block, bench_step, block_flops, step_counts, table
-from warpfold.tune.example import BlockSizes, ExampleSizes, RandomBlock, TrainingStep, shortened
+from warpfold.tune.bench_model import PASSES, bench_block, bench_step, block_flops, step_counts, table
+from warpfold.tune.example import BlockSizes, ExampleSizes, ModelBench, RandomBlock, TrainingStep
 from warpfold.tune.model_peers import BLOCK_WAYS, OPENFOLD, STEP_WAYS
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def toy(model: ModelConfig | None = None, plan: Plan | None = None) -> ModelBenc
 
 @pytest.mark.parametrize("config", [tiny_config(), as_multimer(tiny_config())], ids=["monomer", "multimer"])
 def test_a_step_of_random_numbers_is_a_step(config: ModelConfig) -> None:
-    step = TrainingStep(shortened(config, 1), LOSSES, OptimConfig(), SIZES, CPU, recycles=1)
+    step = TrainingStep(replace(toy(config), recycles=1), CPU)
     before = step.optimizer.weights.clone()
     loss = step.losses()
     loss.backward()
@@ -56,11 +56,12 @@ def test_the_products_of_a_block_are_counted_as_torch_counts_them() -> None:
     sizes = BlockSizes.of(tiny_config(), SIZES)
     found = block_flops(sizes)
     block = RandomBlock(sizes, Plan(kernels="definition"), CPU)
+    wanted = block.wanted
     with FlopCounterMode(display=False) as counted:
         out = block.forward()
     assert found["forward"] == counted.get_total_flops() > 0
     with FlopCounterMode(display=False) as counted:
-        torch.autograd.grad(out, block.wanted, block.grads)
+        torch.autograd.grad(out, wanted, block.grads)
     assert found["backward"] == counted.get_total_flops()
     assert 0.99 * 2 * found["forward"] < found["backward"] <= 2 * found["forward"]
 

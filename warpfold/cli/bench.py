@@ -37,7 +37,7 @@ from warpfold.files import check_new, row_file, write_atomically
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
-    from warpfold.tune.bench_model import ModelBench
+    from warpfold.tune.example import ModelBench
 
 
 Operations = Annotated[

@@ -13,7 +13,7 @@ from warpfold.errors import UserError
 
 if TYPE_CHECKING:
     from warpfold.parallel.team import ProcessInfo
-    from warpfold.tune.bench_model import ModelBench
+    from warpfold.tune.example import ModelBench
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -185,8 +185,7 @@ def measured(
 
     from warpfold import settings as toml
     from warpfold.run.config import RunConfig
-    from warpfold.tune.bench_model import ModelBench
-    from warpfold.tune.example import shortened, sizes_of
+    from warpfold.tune.example import ModelBench, shortened, sizes_of
 
     values = toml.load(settings, changes)
     config = toml.build(RunConfig, values, settings)

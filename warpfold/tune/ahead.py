@@ -12,8 +12,7 @@ from warpfold.bulk import pool
 from warpfold.ops.triton.launch import KernelLaunch, read, table_used
 from warpfold.parallel.plan import Plan
 from warpfold.progress import Progress, no_progress
-from warpfold.tune.bench_model import ModelBench
-from warpfold.tune.example import RandomBlock, TrainingStep
+from warpfold.tune.example import ModelBench, RandomBlock, TrainingStep
 from warpfold.tune.kernel_bench import Workload, launches_of, launching
 from warpfold.tune.sizes import shapes
 
@@ -95,7 +94,7 @@ def _of_model(given: ModelBench) -> list[KernelLaunch]:
             with torch.no_grad():
                 block.forward()
             torch.autograd.grad(block.forward(), block.wanted, block.grads)
-        step = TrainingStep(given.model, given.loss, given.optim, given.sizes, "meta", given.recycles)
+        step = TrainingStep(given, "meta")
         step.bind(given.plan)
         with launching() as of_step:
             step.losses().backward()

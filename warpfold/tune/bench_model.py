@@ -16,13 +16,10 @@ from typing import Any
 
 import torch
 
-from warpfold.engine.optim import OptimConfig
-from warpfold.model.alphafold import ModelConfig
-from warpfold.model.losses import LossConfig
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.progress import Progress, no_progress
-from warpfold.tune.example import BlockSizes, ExampleSizes, RandomBlock, TrainingStep
+from warpfold.tune.example import BlockSizes, ModelBench, RandomBlock, TrainingStep
 from warpfold.tune.launches import LaunchCount, Products, block_launches, step_launches
 from warpfold.tune.machine import describe
 from warpfold.tune.model_peers import BLOCK_WAYS, STEP_WAYS
@@ -39,23 +36,6 @@ COUNTED: Mapping[str, Kernels] = {"definition": "definition", "ours": "fast"}  #
 PASSES = ("forward", "training", "backward", "both")
 Row = dict[str, Any]
 RowSink = Callable[[Row], None]  # is given each row as soon as it is there
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelBench:
-    """What is timed: the settings of a model and the sizes of its examples."""
-
-    model: ModelConfig
-    loss: LossConfig
-    optim: OptimConfig
-    plan: Plan
-    sizes: ExampleSizes
-    recycles: int = 0
-
-    @property
-    def block(self) -> BlockSizes:
-        """The size of one block of the main stack."""
-        return BlockSizes.of(self.model, self.sizes)
 
 
 def bench_block(
@@ -133,7 +113,7 @@ def bench_step(
     before = refusals()  # what a GPU would refuse does not count
     top = ceilings(device, DTYPES[precision])
     progress(1, 3, f"a step of {given.sizes}")
-    step = TrainingStep(given.model, given.loss, given.optim, given.sizes, device, given.recycles)
+    step = TrainingStep(given, device)
 
     def prepare(name: str) -> None:
         step.bind(plans[name])
@@ -163,10 +143,11 @@ def block_flops(sizes: BlockSizes) -> dict[str, int]:
     """Count the floating point operations of a block's products by its definition, as torch counts them."""
     with torch.device("meta"):
         block = RandomBlock(sizes, Plan(kernels="definition"), "meta")
+        wanted = block.wanted
         with Products() as forward:
             out = block.forward()
         with Products() as backward:
-            torch.autograd.grad(out, block.wanted, block.grads)
+            torch.autograd.grad(out, wanted, block.grads)
     return {
         "forward": forward.flops,
         "training": forward.flops,
@@ -179,7 +160,7 @@ def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
     """Count the products of the model and its losses in one step by their definitions, those that are recomputed once;
     and the launches of each way that can be counted without a GPU, but for the optimizer's few.
     """
-    step = TrainingStep(given.model, given.loss, given.optim, given.sizes, "meta", given.recycles)
+    step = TrainingStep(given, "meta")
     plan = Plan(precision=given.plan.precision, recompute=given.plan.recompute)
     step.bind(replace(plan, kernels="fast"))
     launches = {"ours": sum(count.total for count in step_launches(step).values())}

@@ -5,6 +5,7 @@ Numbers are random and times do not depend on them; sizes, dtypes and the way th
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from warpfold import settings
 from warpfold.batch import FEATURES, Batch
 from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.engine.packed import PackedWeights
 from warpfold.geometry.labels import structure_labels
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
@@ -153,7 +155,7 @@ class BlockSizes:
 
 
 class RandomBlock:
-    """A block and its inputs; m and z have gradients, as inside a stack; dropout is drawn from seeded noise."""
+    """A block and its inputs as in training: m and z have gradients, weights are packed, dropout has seeded noise."""
 
     def __init__(self, sizes: BlockSizes, plan: Plan, device: torch.device | str) -> None:
         self.sizes = sizes
@@ -166,6 +168,7 @@ class RandomBlock:
                 module.seed(0)
         Execution(plan).bind(self.stack)
         s, r, dtype = sizes.sequences, sizes.residues, DTYPES[plan.precision]
+        self.packed = PackedWeights(self.stack, dtype, trained=True)
         self.m = torch.randn(s, r, sizes.c_m, device=device).to(dtype).requires_grad_()
         self.z = torch.randn(r, r, sizes.c_z, device=device).to(dtype).requires_grad_()
         self.masks = torch.ones(s, r, device=device), torch.ones(r, r, device=device)
@@ -176,10 +179,36 @@ class RandomBlock:
         m, z = self.stack(self.m, self.z, *self.masks)
         return m, z
 
-    @property
+    @cached_property
     def wanted(self) -> list[Tensor]:
-        """The tensors whose gradients a training step computes."""
-        return [self.m, self.z, *self.stack.parameters()]
+        """The tensors whose gradients a training step computes: m, z, joined weights, and parameters read alone."""
+        with torch.enable_grad():
+            self.forward()  # only this makes the joined weights
+        joined = self.packed.leaves()
+        places = [(leaf.grad.storage_offset(), leaf.numel()) for leaf in joined if leaf.grad is not None]
+        alone = [
+            p
+            for p in self.stack.parameters()
+            if p.grad is None or not any(at <= p.grad.storage_offset() < at + size for at, size in places)
+        ]
+        return [self.m, self.z, *joined, *alone]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBench:
+    """What is timed: the settings of a model and the sizes of its examples."""
+
+    model: ModelConfig
+    loss: LossConfig
+    optim: OptimConfig
+    plan: Plan
+    sizes: ExampleSizes
+    recycles: int = 0
+
+    @property
+    def block(self) -> BlockSizes:
+        """The size of one block of the main stack."""
+        return BlockSizes.of(self.model, self.sizes)
 
 
 class TrainingStep:
@@ -188,19 +217,13 @@ class TrainingStep:
     The example lies on the device already, and there is one for each step.  `bind` changes how the step runs.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        loss: LossConfig,
-        optim: OptimConfig,
-        sizes: ExampleSizes,
-        device: torch.device | str,
-        recycles: int = 0,
-    ) -> None:
-        self.recycles, self.loss, self.device = recycles, loss, torch.device(device)
-        self.model = random_model(config, Plan(), device)
-        self.optimizer = Optimizer(self.model, replace(optim, accumulate=1))
-        self.batch = random_example(config, sizes, device, (recycles + 1) * config.ensemble)
+    def __init__(self, given: ModelBench, device: torch.device | str) -> None:
+        self.recycles, self.loss, self.device = given.recycles, given.loss, torch.device(device)
+        self.model = random_model(given.model, given.plan, device)
+        one = replace(given.optim, accumulate=1)
+        self.optimizer = Optimizer(self.model, one, dtype=DTYPES[given.plan.precision])
+        passes = (given.recycles + 1) * given.model.ensemble
+        self.batch = random_example(given.model, given.sizes, device, passes)
         self.step = 0
 
     def bind(self, plan: Plan) -> "TrainingStep":

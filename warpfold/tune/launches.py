@@ -111,12 +111,13 @@ def block_launches(
     """
     with torch.device("meta"):
         block = RandomBlock(sizes, Plan(precision=precision, kernels=kernels), "meta")
+        wanted = block.wanted
         with counting() as forward, torch.no_grad():
             block.forward()
         with counting() as training:
             out = block.forward()
         with counting() as backward:
-            torch.autograd.grad(out, block.wanted, block.grads)
+            torch.autograd.grad(out, wanted, block.grads)
     return {"forward": forward, "training": training, "backward": backward}
 
 

@@ -108,6 +108,7 @@ class Spans:
             original = Op.__call__
 
             def call(op: Op[..., Any], *args: Any, **kwargs: Any) -> Any:
+                """Call an operation within a span of its own."""
                 if self._stack and self.places[self._stack[-1]].op:  # one calls another: the outer one's work
                     return original(op, *args, **kwargs)
                 first = next((a for a in args if isinstance(a, Tensor)), None)

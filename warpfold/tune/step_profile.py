@@ -22,8 +22,7 @@ from torch.profiler import ProfilerActivity, record_function
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.plan import DTYPES
 from warpfold.progress import Progress, no_progress
-from warpfold.tune.bench_model import ModelBench
-from warpfold.tune.example import TrainingStep
+from warpfold.tune.example import ModelBench, TrainingStep
 from warpfold.tune.machine import describe
 from warpfold.tune.roofline import Ceilings, ceilings
 from warpfold.tune.spans import Place, Spans
@@ -54,7 +53,7 @@ def profile_model(
     progress(1, 4, "measuring what the device can do")
     top = ceilings(device, DTYPES[given.plan.precision])
     before = refusals()
-    step = TrainingStep(given.model, given.loss, given.optim, given.sizes, device, given.recycles)
+    step = TrainingStep(given, device)
     step.bind(given.plan)
     run = _run(step, training)
     progress(2, 4, "a step without the profiler" if training else "a pass without the profiler")
@@ -83,7 +82,7 @@ def profile_model(
 
 def counted_work(given: ModelBench, training: bool) -> dict[WorkKey, Work]:
     """Count what a step, or a forward pass, has to do, by the definitions; the optimizer's part is not counted."""
-    step = TrainingStep(given.model, given.loss, given.optim, given.sizes, "meta", given.recycles)
+    step = TrainingStep(given, "meta")
     step.bind(replace(given.plan, kernels="definition", recompute=False, compile=False))
     return work_of(step.model, lambda spans: _run(step, training, update=False)(spans))
 
