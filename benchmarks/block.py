@@ -2,8 +2,8 @@
 
     python benchmarks/block.py --out benchmarks/results/NAME.json        (some ten minutes on two cores)
 
-Unlike `warpfold bench --block`, which takes turns in one process, each case has a process of its own, so that its peak is
-that of the process; and it has the plans in slices, and memory kept or not.
+Unlike `warpfold bench --block`, which takes turns in one process, each case has a process of its own, so that its peak
+is that of the process; and it has the plans in slices, and memory kept or not.
 
 Read the figures as ratios within the run, and as shares of the rate at which the machine multiplied matrices in it.
 The definitions with memory not kept are what plain torch does; "kept" is `warpfold.device.keep_memory`.
