@@ -115,11 +115,13 @@ tune() {  # OPERATIONS SECONDS: into the table that runs look for, of which a co
   fi
 }
 
+plot=()
+if "$python" -c 'import matplotlib' 2>/dev/null; then plot=(--plot "$out/$name-triangles.png"); fi
 part "machine" 40 - "${warpfold[@]}" doctor --device "$device"
 part "kernels compiled ahead" 100 - "$python" benchmarks/gpu_ahead.py --settings "$settings" --shapes "$triangles" \
   --places "$places" ${toy[@]+"${toy[@]}"}
 measure "triangle attention" 60 triangles --op attention --shapes "$triangles" --ways "$most" --unchecked \
-  --plot "$out/$name-triangles.png"
+  ${plot[@]+"${plot[@]}"}
 measure "Evoformer block" 60 block --block --settings "$settings" --dtype bf16 --ways definition,openfold,ours \
   ${sizes[@]+"${sizes[@]}"}
 measure "training step" 90 step --step --settings "$settings" --ways definition,ours --repeats 5 ${sizes[@]+"${sizes[@]}"}

@@ -59,8 +59,6 @@ def profile(
     """
     import torch
 
-    from warpfold.run.profile_report import profile_page
-    from warpfold.run.report import write_report
     from warpfold.tune.step_profile import profile_model
 
     if out is not None:
@@ -75,6 +73,10 @@ def profile(
         found = profile_model(given, where, trace, training=not forward, progress=progress)
     if out is not None:
         write_atomically(out / "profile.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
+        # Only now: where matplotlib is missing, the figures are there all the same.
+        from warpfold.run.profile_report import profile_page
+        from warpfold.run.report import write_report
+
         write_report(out / "profile.html", profile_page(found))
     if as_json:
         show(found)
