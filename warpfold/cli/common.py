@@ -184,22 +184,8 @@ def measured(
     from dataclasses import replace
 
     from warpfold import settings as toml
-    from warpfold.run.config import RunConfig
-    from warpfold.tune.example import ModelBench, shortened, sizes_of
+    from warpfold.tune.example import bench_of
 
-    values = toml.load(settings, changes)
-    config = toml.build(RunConfig, values, settings)
-    plan = replace(config.plan, data=1)
-    if plan.axial * plan.branch > 1:
-        raise UserError(
-            f"{settings}: plan.axial and plan.branch share an example among processes, and here is one: leave them at 1"
-        )
-    given = {name: value for name, value in sizes.items() if value is not None}
-    return ModelBench(
-        model=shortened(config.model, blocks),
-        loss=config.loss,
-        optim=config.optim,
-        plan=plan,
-        sizes=replace(sizes_of(values, settings), **given),
-        recycles=recycles,
-    )
+    given = bench_of(toml.load(settings, changes), settings, blocks)
+    chosen = {name: value for name, value in sizes.items() if value is not None}
+    return replace(given, sizes=replace(given.sizes, **chosen), recycles=recycles)

@@ -6,7 +6,7 @@ Numbers are random and times do not depend on them; sizes, dtypes and the way th
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from warpfold import settings
 from warpfold.batch import FEATURES, Batch
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
+from warpfold.errors import UserError
 from warpfold.geometry.labels import structure_labels
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
@@ -25,6 +26,8 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.tune.sizes import DataSizes
 
+SECTIONS = ("model", "loss", "data", "optim", "plan", "train")  # of a settings file
+T = TypeVar("T")
 UNCROPPED = 256  # residues, where the settings crop nothing
 STEP = 3.8  # angstrom between neighbouring residues
 ROWS = 2  # alignment rows of a complex beyond those that are used
@@ -209,6 +212,33 @@ class ModelBench:
     def block(self) -> BlockSizes:
         """The size of one block of the main stack."""
         return BlockSizes.of(self.model, self.sizes)
+
+
+def bench_of(values: Mapping[str, Any], source: str, blocks: int | None = None) -> ModelBench:
+    """Return what settings measure, as `settings.load` returns them; blocks: of each stack, at most.
+
+    What only data and runs need is not looked at, nor imported: a machine may have torch and little else.
+    Errors: UserError for settings that are wrong, or that are for several processes.
+    """
+    for section in values:
+        if section not in SECTIONS:
+            raise UserError(f"{source}: {section} is not a section of the settings; known: {', '.join(SECTIONS)}")
+
+    def built(cls: type[T], section: str) -> T:
+        return settings.build(cls, values.get(section, {}), source, f"{section}.")
+
+    plan = replace(built(Plan, "plan"), data=1)
+    if plan.axial * plan.branch > 1:
+        raise UserError(
+            f"{source}: plan.axial and plan.branch share an example among processes, and here is one: leave them at 1"
+        )
+    return ModelBench(
+        model=shortened(built(ModelConfig, "model"), blocks),
+        loss=built(LossConfig, "loss"),
+        optim=built(OptimConfig, "optim"),
+        plan=plan,
+        sizes=sizes_of(values, source),
+    )
 
 
 class TrainingStep:
