@@ -133,7 +133,18 @@ def place(kind: str, path: Path) -> None:
         path.symlink_to(path.with_name("nowhere"))
 
 
-COMMANDS = ("sample", "pack", "search", "predict", "demo", "bench --csv", "bench --plot", "bench --rows", "bench data")
+COMMANDS = (
+    "sample",
+    "pack",
+    "search",
+    "predict",
+    "demo",
+    "bench --csv",
+    "bench --plot",
+    "bench --rows",
+    "bench data",
+    "profile",
+)
 KINDS = ("folder", "file", "link", "link to a file", "link to nothing")
 
 
@@ -160,6 +171,7 @@ def command(name: str, inputs: Path, out: Path) -> list[object]:
         "bench --csv": ["bench", "--op", "gate", "--shapes", "pair:4", "--device", "cpu", "--csv", out],
         "bench --plot": ["bench", "--op", "gate", "--shapes", "pair:4", "--device", "cpu", "--plot", out],
         "bench --rows": ["bench", "--block", "--settings", "tiny", "--device", "cpu", "--rows", out],
+        "profile": ["profile", "tiny", "--device", "cpu", "--out", out],
         "bench data": ["bench", "data", "--store", inputs / "store", "--out", out],
     }[name]  # fmt: skip
 

@@ -11,7 +11,6 @@ configurations that `warpfold tune` tries; a launcher asks for the one of a key,
 
 import functools
 import importlib
-import importlib.metadata
 import json
 import math
 import re
@@ -265,8 +264,8 @@ def table_for(device: torch.device) -> tuple[LaunchTable, str]:
 
 @functools.cache
 def triton_version() -> str:
-    """Return the version of Triton that is installed, without loading it."""
-    return importlib.metadata.version("triton")
+    """Return the version of Triton that is installed; as tables say it, whatever its distribution is called."""
+    return str(importlib.import_module("triton").__version__)
 
 
 @functools.cache
