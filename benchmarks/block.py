@@ -2,6 +2,9 @@
 
     python benchmarks/block.py --out benchmarks/results/NAME.json        (some ten minutes on two cores)
 
+Unlike `warpfold bench --block`, which takes turns in one process, each case has a process of its own, so that its peak
+is that of the process; and it has the plans in slices, and memory kept or not.
+
 Read the figures as ratios within the run, and as shares of the rate at which the machine multiplied matrices in it.
 The definitions with memory not kept are what plain torch does; "kept" is `warpfold.device.keep_memory`.
 """
@@ -22,9 +25,9 @@ from pathlib import Path
 import torch
 
 from warpfold.device import keep_memory
-from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.parallel.execution import Execution
+from warpfold.model.evoformer import EvoformerConfig
 from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.tune.example import BlockSizes, RandomBlock
 
 SEQUENCES, RESIDUES, C_M, C_Z = 128, 256, 256, 128  # TARGETS, "Speed on a CPU"
 # What the products of the block alone cost, counted: the backward pass twice the forward, and the weights of attention
@@ -70,8 +73,8 @@ def measure(case: Case, repeats: int) -> dict[str, object]:
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if case.kept:
         keep_memory()
-    torch.manual_seed(0)
-    stack = Execution(case.plan).bind(Evoformer(C_M, C_Z, EvoformerConfig(blocks=1)))
+    sizes = BlockSizes(sequences=SEQUENCES, residues=RESIDUES, c_m=C_M, c_z=C_Z, config=EvoformerConfig(blocks=1))
+    stack = RandomBlock(sizes, case.plan, "cpu").stack
     dtype, seconds, rates = DTYPES[case.plan.precision], [], []
     for _ in range(repeats + 1):
         m = torch.randn(SEQUENCES, RESIDUES, C_M, dtype=dtype, requires_grad=case.backward)

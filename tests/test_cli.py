@@ -18,7 +18,7 @@ from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 
-COMMANDS = ("demo", "sample", "search", "pack", "train", "predict", "relax", "score", "golden", "bench data")
+COMMANDS = ("demo", "sample", "search", "pack", "train", "predict", "relax", "score", "golden", "profile", "bench data")
 SEQUENCE = "MKTAYIAKQRQISFVKSHFS"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_table import Line, lines, read
+from benchmarks.gpu_table import COUNTED_NOTHING, FULL, FULL_STEP, Line, lines, read
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu_session.sh"
@@ -87,10 +87,13 @@ def test_figures_beside_their_bars() -> None:
             "ceilings": {"bf16": {"gb_per_s": 4300.0}},
         },
         "block": {
-            "full_size": True,
-            "ways": {"fast": {"training_ms": 1.0, "backward_ms": 4.0}},
-            "launches": {"forward": {"kernels": 24, "copies and fills": 2, "launch calls": 24}},
+            "rows": [
+                of_block("forward", ms=0.9, launches=26),
+                of_block("training", ms=1.0, launches=26),
+                of_block("backward", ms=4.0, launches=55),
+            ]
         },
+        "step": {"rows": [{"what": FULL_STEP, "way": "ours", "pass": "step", "ms": 350.0, "wall_ms": 420.0}]},
     }
     table = {line.what: line for line in lines(found, "NVIDIA H200")}
     verdicts = {what: line.verdict for what, line in table.items()}
@@ -108,27 +111,32 @@ def test_figures_beside_their_bars() -> None:
         "Evoformer block 128 x 256 forward": "met",
         "Evoformer block 128 x 256 backward": "MISSED",
         "launches per block, forward": "MISSED",
-        "launches per block, backward": "not measured",
+        "launches per block, backward": "met",
+        "training step 256, 128 + 1024 rows, no recycling": "MISSED",
     }
     assert table["LayerNorm [256, 256, 128] forward, of copy bandwidth"].measured == pytest.approx(3800 / 4300)
     assert {line.verdict for line in lines({}, "NVIDIA A100-SXM4-80GB")} == {"not measured"}
 
 
+def of_block(direction: str, **figures: object) -> dict[str, object]:
+    return {"what": FULL, "way": "ours", "pass": direction, **figures}
+
+
 def test_a_toy_has_no_figure_of_targets() -> None:
-    toy = {"block": {"full_size": False, "ways": {"fast": {"training_ms": 1.0, "backward_ms": 1.0}}}}
+    toy = {"block": {"rows": [of_block("training", ms=1.0, launches=9) | {"what": FULL.replace("256", "12")}]}}
     assert {line.verdict for line in lines(toy, "NVIDIA H200")} == {"not measured"}
 
 
-def test_a_profiler_that_saw_no_launch_measured_nothing() -> None:
-    nothing = {"kernels": 0, "copies and fills": 0, "launch calls": 0}
-    block = {
-        "full_size": True,
-        "ways": {"fast": {"training_ms": 1.0, "backward_ms": 1.0}},
-        "launches": {"forward": nothing, "backward": nothing | {"kernels": 50}},
-    }
-    verdicts = {line.what: line.verdict for line in lines({"block": block}, "NVIDIA H200")}
-    assert verdicts["launches per block, forward"] == "not measured"
-    assert verdicts["launches per block, backward"] == "met"
+def test_a_count_of_none_is_an_error_and_no_bar_met(tmp_path: Path) -> None:
+    rows = [of_block("forward", ms=0.9, launches=0), of_block("backward", ms=0.9, launches=None)]
+    verdicts = {line.what: line.verdict for line in lines({"block": {"rows": rows}}, "NVIDIA H200")}
+    for direction in ("forward", "backward"):
+        assert verdicts[f"launches per block, {direction}"] == COUNTED_NOTHING
+    (tmp_path / "block.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "benchmarks/gpu_table.py", tmp_path, "--out", tmp_path / "table.json"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert COUNTED_NOTHING in ended.stdout
 
 
 def test_bars_that_are_least() -> None:
@@ -141,6 +149,8 @@ def test_a_part_that_was_stopped_is_not_measured(tmp_path: Path) -> None:
     (tmp_path / "norms.json").write_text("")
     (tmp_path / "doctor.json").write_text(json.dumps({"red": 0}))
     assert read(tmp_path) == {"doctor": {"red": 0}}
+    (tmp_path / "block.jsonl").write_text('{"way": "ours"}\n{"way": "defi')  # what was written as it came stays
+    assert read(tmp_path)["block"] == {"stopped": True, "rows": [{"way": "ours"}]}
     table = tmp_path / "table.json"
     command = [sys.executable, "benchmarks/gpu_table.py", tmp_path, "--out", table]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -158,14 +168,18 @@ def test_a_part_that_was_stopped_is_not_measured(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """As if there were a GPU: triangles fail, norms take longer than their box, the rest prints nothing."""
+    """As if there were a GPU: triangles fail after a row, norms take longer than their box, the rest prints nothing."""
     path = tmp_path / "python"
+    one = json.dumps(row("attention", "starting:256", "forward", ms=0.5))
     path.write_text(
         "#!/bin/bash\n"
+        f'echo "$*" >> "{tmp_path}/asked"\n'
+        "rows=/dev/null\n"
+        'for ((i = 1; i < $#; i++)); do [[ "${!i}" != --rows ]] || { i=$((i + 1)); rows="${!i}"; }; done\n'
         'case "$*" in\n'
         '  *cuda.is_available*) echo "NVIDIA Stand-in 9000" ;;\n'
         f'  *gpu_table.py*) exec "{sys.executable}" "$@" ;;\n'
-        '  *"--op attention --shapes starting:256,"*) echo "no such kernel" >&2; exit 7 ;;\n'
+        f"""  *"--op attention --shapes starting:256,"*) echo '{one}' > "$rows"; echo wrong >&2; exit 7 ;;\n"""
         '  *"bench --op layer_norm"*) exit 124 ;;\n'
         '  *) echo "{}" ;;\n'
         "esac\n"
@@ -178,17 +192,26 @@ def test_a_part_that_fails_is_said_and_the_next_one_runs(tmp_path: Path, stand_i
     ended = session(PYTHON=str(stand_in), OUT=str(tmp_path / "out"))
     assert ended.returncode == 1
     says = ended.stdout.splitlines()
-    assert any(
-        line.startswith("triangle attention ") and "FAILED, exit code 7: no such kernel" in line for line in says
-    )
-    assert any(line.startswith("norms") and "out of its 40 s" in line for line in says)
+    assert any(line.startswith("triangle attention ") and "FAILED, exit code 7: " in line for line in says)
+    assert any(line.startswith("norms") and "out of its 30 s" in line for line in says)
     assert any(line.startswith("Evoformer block ") and " ok " in line for line in says)
     assert any(line.endswith("not measured") for line in says)
+    assert any(line.startswith("triangle attention forward, N 256") and "0.5 ms" in line for line in says)
     assert "REHEARSAL" not in ended.stdout
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert all(name.startswith("NVIDIA-Stand-in-9000-2") for name in files)
-    assert {name.rpartition(".")[2] for name in files} == {"json", "log"}
-    (result,) = (tmp_path / "out").glob("*.json")
+    assert {name.rpartition(".")[2] for name in files} == {"json", "jsonl", "log"}
+    (result,) = (path for path in (tmp_path / "out").glob("*.json"))
     ends = {part["part"]: part["ended"] for part in json.loads(result.read_text())["parts"]}
-    assert ends["launches of attention"] == ends["launches of norm_linear"] == "ok"
+    assert ends["launches of attention"] == ends["Evoformer block"] == "ok"
     assert ends["triangle attention"].startswith("FAILED")
+
+
+def test_the_headline_comes_first_and_the_tests_last(tmp_path: Path, stand_in: Path) -> None:
+    """All is compiled before, and the headline is of the default launches: tuning comes after it."""
+    session(PYTHON=str(stand_in), OUT=str(tmp_path / "out"))
+    asked = (tmp_path / "asked").read_text().splitlines()
+    order = ["gpu_ahead.py", "--shapes starting:256,", "--block", "--step", " profile ", " tune ", "pytest -m"]
+    places = [next(i for i, line in enumerate(asked) if what in line) for what in order]
+    assert places == sorted(places)
+    assert all("--rows" in line for line in asked if " bench " in line)

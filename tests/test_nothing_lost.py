@@ -35,6 +35,7 @@ SAFE = {
     "data/store/store.py:StoreWriter.__init__": "a store's own names, in a folder that holds nothing else",
     "data/store/store.py:StoreWriter.add": "a store's own names, in a folder that holds nothing else",
     "data/store/store.py:StoreWriter.finish": "a store's own names; then it is renamed to where nothing is",
+    "files.py:row_file": "a file that was not there: opened only to make it",
     "files.py:lock_file": "opens to append, and appends nothing",
     "files.py:write_atomically": "replaces one file by name, whole or not at all; callers answer for the name",
     "model/weights.py:save_params": "the file that the caller names; " + OWN_DRAFT,
@@ -56,7 +57,7 @@ SAFE = {
     "run/relax_files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "run/ranking.py:remove_copies": "copies by the names that the summary has, and their folder if it is empty then",
     "tune/bench_ops.py:picture": "into memory",
-    "tune/timing.py:_without_stderr": "opens the null device",
+    "tune/timing.py:without_stderr": "opens the null device",
 }
 
 WRITES = ("write_text", "write_bytes", "truncate", "ftruncate", "savez", "savez_compressed", "savefig", "save_file")
@@ -132,7 +133,18 @@ def place(kind: str, path: Path) -> None:
         path.symlink_to(path.with_name("nowhere"))
 
 
-COMMANDS = ("sample", "pack", "search", "predict", "demo", "bench --csv", "bench --plot", "bench data")
+COMMANDS = (
+    "sample",
+    "pack",
+    "search",
+    "predict",
+    "demo",
+    "bench --csv",
+    "bench --plot",
+    "bench --rows",
+    "bench data",
+    "profile",
+)
 KINDS = ("folder", "file", "link", "link to a file", "link to nothing")
 
 
@@ -158,6 +170,8 @@ def command(name: str, inputs: Path, out: Path) -> list[object]:
         "demo": ["demo", "--out", out, "--force"],
         "bench --csv": ["bench", "--op", "gate", "--shapes", "pair:4", "--device", "cpu", "--csv", out],
         "bench --plot": ["bench", "--op", "gate", "--shapes", "pair:4", "--device", "cpu", "--plot", out],
+        "bench --rows": ["bench", "--block", "--settings", "tiny", "--device", "cpu", "--rows", out],
+        "profile": ["profile", "tiny", "--device", "cpu", "--out", out],
         "bench data": ["bench", "data", "--store", inputs / "store", "--out", out],
     }[name]  # fmt: skip
 

@@ -4,14 +4,15 @@ import contextlib
 import errno
 import fcntl
 import gzip
+import json
 import logging
 import os
 import secrets
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 from warpfold.errors import UserError
 
@@ -211,6 +212,24 @@ def check_new(path: Path) -> None:
         raise UserError(f"{path}: exists already; remove it, or name another file")
     if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
         raise UserError(f"{path}: cannot be written: {path.parent} is not a folder that can be written")
+
+
+@contextlib.contextmanager
+def row_file(path: Path | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Give a function that adds a row to a new file, a JSON object a line, and has it on the disk when it returns; so
+    that what ends early keeps what it measured.  None: the function does nothing.
+    """
+    if path is None:
+        yield lambda row: None
+        return
+    with open(path, "x", encoding="utf-8") as file:
+
+        def add(row: Mapping[str, Any]) -> None:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+        yield add
 
 
 def lock_folder(folder: Path, what: Path) -> TextIO:

@@ -99,6 +99,9 @@ def test_tables_need_no_torch() -> None:
         ("warpfold.model.alphafold", {"gemmi", "zstandard", "matplotlib", "typer"}),
         ("warpfold.cli", {"torch"}),
         ("warpfold.run.config", {"gemmi", "matplotlib", "typer"}),
+        # What measures runs on machines that have torch and little else.
+        ("warpfold.tune.ahead", {"gemmi", "zstandard", "pyhmmer", "matplotlib", "typer"}),
+        ("warpfold.tune.step_profile", {"gemmi", "zstandard", "pyhmmer", "matplotlib", "typer"}),
         ("warpfold.data.load.loader", {"gemmi", "matplotlib", "typer"}),
     ],
 )

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from tests.test_cli import refused, run
 from warpfold.errors import UserError
 from warpfold.ops.triton import launch as launches
-from warpfold.ops.triton.launch import SHIPPED, KernelConfig, TableEntry, config_for, kernels, read, table_for
+from warpfold.ops.triton.launch import (
+    SHIPPED,
+    KernelConfig,
+    TableEntry,
+    config_for,
+    kernels,
+    read,
+    table_for,
+    triton_version,
+)
 from warpfold.tune import kernels as tuning
 from warpfold.tune.cases import TUNED
 from warpfold.tune.kernel_bench import CHECKED, Seconds, TuningTask, launches_of, tuning_tasks, with_room
@@ -24,7 +33,7 @@ from warpfold.tune.kernels import Timed, choose, report, timed, workloads, write
 from warpfold.tune.profile import OpCase
 
 A, B, C = (KernelConfig({"BLOCK": 2**i}, 4, 2) for i in (4, 5, 6))
-HEAD = {"gpu": "NVIDIA Toy 9000", "driver": "1.2", "torch": "2", "triton": "3", "date": "2026-11-20"}
+HEAD = {"gpu": "NVIDIA Toy 9000", "driver": "1.2", "torch": "2", "triton": triton_version(), "date": "2026-11-20"}
 
 
 def times(
@@ -70,9 +79,7 @@ def test_a_candidate_that_is_out_at_one_place_is_out() -> None:
 
 
 def test_none_left_is_one_line() -> None:
-    with pytest.raises(
-        UserError, match=r"k \(1,\): no candidate is fit: not exact: dq; too large; nothing was written"
-    ):
+    with pytest.raises(UserError, match=r"k \(1,\): no candidate is fit: not exact: dq; too large; it gets no entry"):
         choose([times("k", (1,), {A: "not exact: dq", B: "too large", C: "too large"})])
 
 
@@ -125,7 +132,47 @@ def test_every_operation_has_tasks(op: str, quick: bool) -> None:
     found = tuning_tasks(workloads([op], quick), quick)
     assert found
     assert all(task.candidates for task in found)
-    assert not quick or len({(task.kernel, task.key) for task in found}) == len(found)
+    keys = [(task.kernel, task.key) for task in found]
+    assert keys == sorted(
+        keys, key=keys.index
+    )  # those of one key behind one another: each entry is written when it is known
+
+
+def test_quick_tuning_inherits_nothing_from_another_layers_rows() -> None:
+    """A row attention of an alignment and a triangle have one key, and decide together; a starting and an ending node
+    have the same sizes, so one of them is enough."""
+    found = [task for task in tuning_tasks(workloads(["attention"], True), True) if task.kernel == "attention_forward"]
+    first = [str(task.workload) for task in found if task.key == found[0].key]
+    assert sum("msa row" in place for place in first) == 1
+    assert sum("triangle" in place for place in first) == 1
+    everything = [task for task in tuning_tasks(workloads(["attention"], True)) if task.key == found[0].key]
+    assert sum("triangle" in str(task.workload) for task in everything if task.kernel == "attention_forward") == 2
+
+
+def test_entries_are_known_as_soon_as_their_last_place_was_timed(tmp_path: Path) -> None:
+    todo = [task for task in tuning_tasks(workloads(["attention"], True), True) if len(task.candidates) > 1]
+    known: list[tuple[int, TableEntry]] = []
+    done: list[TuningTask] = []
+
+    class Noting(Toy):
+        def time(self, task: TuningTask) -> tuple[Seconds, dict[KernelConfig, str]]:
+            done.append(task)
+            return super().time(task)
+
+    found = timed(todo, Noting(largest), known=lambda entries: known.extend((len(done), e) for e in entries))
+    assert sorted((e.kernel, e.key) for _, e in known) == sorted((e.kernel, e.key) for e in choose(found))
+    assert all(entry in choose(found) for _, entry in known)
+    for count, entry in known:
+        assert (todo[count - 1].kernel, todo[count - 1].key) == (entry.kernel, entry.key)
+        assert not [task for task in todo[count:] if (task.kernel, task.key) == (entry.kernel, entry.key)]
+
+
+def test_entries_of_other_keys_stay_while_a_kernel_is_tuned_and_those_of_another_triton_do_not(tmp_path: Path) -> None:
+    path = write(tmp_path, HEAD, [TableEntry("one", (1,), A), TableEntry("one", (2,), A)])
+    write(tmp_path, HEAD, [TableEntry("one", (2,), B)], whole=False)
+    assert read(path).entries == (TableEntry("one", (1,), A), TableEntry("one", (2,), B))
+    write(tmp_path, {**HEAD, "triton": "2.0"}, [TableEntry("two", (1,), C)], whole=False)
+    assert read(path).entries == (TableEntry("two", (1,), C),)
 
 
 def test_every_kernel_is_tuned() -> None:
@@ -233,7 +280,7 @@ def test_a_dry_run_lists_the_trials(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_writes_the_table_and_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tune_on(device: torch.device, ops: list[str], quick: bool, progress: object) -> list[Timed]:
+    def tune_on(device: torch.device, ops: list[str], quick: bool, folder: Path, progress: object) -> list[Timed]:
         return timed(tuning_tasks(workloads(ops, quick), quick), Toy(largest))
 
     monkeypatch.setattr(tuning, "tune_on", tune_on)

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpfold import __version__
-from warpfold.cli import bench, demo, doctor, golden, pack, predict, relax, sample, score, search, train, tune  # noqa: F401
+from warpfold.cli import bench, demo, doctor, golden, pack, predict, profile, relax, sample, score, search, train, tune  # noqa: F401
 from warpfold.cli.common import app
 from warpfold.errors import UserError
 
@@ -31,6 +31,7 @@ ORDER = (
     "golden",
     "doctor",
     "tune",
+    "profile",
 )  # of --help
 app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))
 

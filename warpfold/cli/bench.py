@@ -1,19 +1,29 @@
 """`warpfold bench`."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from warpfold.cli.common import (
     AsJson,
+    Blocks,
+    Change,
     Device,
+    Extra,
+    Recycles,
+    Residues,
+    Sequences,
+    Templates,
     app,
     chosen,
     decides,
     device_of,
+    measured,
     name_operations,
     parts,
     reads,
@@ -23,8 +33,28 @@ from warpfold.cli.common import (
     writes,
 )
 from warpfold.errors import UserError
-from warpfold.files import check_new, write_atomically
+from warpfold.files import check_new, row_file, write_atomically
 from warpfold.progress import progress_bar
+
+if TYPE_CHECKING:
+    from warpfold.tune.example import ModelBench
+
+
+Operations = Annotated[
+    list[str] | None,
+    decides("OPERATIONS; several with commas, or repeated."),
+]
+ShapesOf = Annotated[
+    list[str] | None,
+    decides("row, column, global, msa (:128x256), starting, ending, pair, dropout (:256); default: all that fit."),
+]
+SettingsOf = Annotated[
+    str | None, reads("TOML file or preset of --block, --step; default: tiny on a CPU, monomer on a GPU.")
+]
+Unchecked = Annotated[
+    bool, runs("Time at once: whether the figures are of right results, `doctor --kernels` says.", "--unchecked")
+]
+Rows = Annotated[Path | None, writes("File for each figure as soon as it is measured, a JSON object a line.")]
 
 
 class _Bench(TyperGroup):
@@ -38,71 +68,147 @@ bench = typer.Typer(cls=_Bench, invoke_without_command=True, context_settings={"
 app.add_typer(bench, name="bench")
 
 
-@bench.callback(epilog="Example:  warpfold bench --op attention --shapes starting:256 --plot attention.png")
+@bench.callback(
+    epilog="Example:  warpfold bench --op attention --shapes starting:256 --plot attention.png;  "
+    "warpfold bench --block --settings monomer --csv block.csv;  warpfold bench --step --settings tiny"
+)
 def operations(
     context: typer.Context,
-    op: Annotated[
-        list[str] | None,
-        decides("OPERATIONS; several with commas, or repeated."),
-    ] = None,
-    shapes: Annotated[
-        list[str] | None,
-        decides("row, column, global, msa (:128x256), starting, ending, pair, dropout (:256); default: all that fit."),
-    ] = None,
+    block: Annotated[bool, decides("Time one Evoformer block of the settings.", "--block")] = False,
+    step: Annotated[bool, decides("Time whole training steps of the settings.", "--step")] = False,
+    op: Operations = None,
+    shapes: ShapesOf = None,
     dtype: Annotated[list[str] | None, decides("bf16, fp32; default: bf16 on a GPU, fp32 on a CPU.")] = None,
     ways: Annotated[list[str] | None, decides("Time only these: definition, compile, sdpa, ours ...")] = None,
+    settings: SettingsOf = None,
+    change: Change = None,
+    residues: Residues = None,
+    sequences: Sequences = None,
+    extra: Extra = None,
+    templates: Templates = None,
+    blocks: Blocks = None,
+    recycles: Recycles = 0,
     quick: Annotated[bool, runs("Time one size of each kind of shape.", "--quick")] = False,
+    unchecked: Unchecked = False,
     repeats: Annotated[int | None, runs("Runs of each measurement; default: 30 on a GPU, 5 on a CPU.", min=1)] = None,
     device: Device = None,
     csv: Annotated[Path | None, writes("File for the figures, as CSV.", "--csv")] = None,
     plot: Annotated[Path | None, writes("File for a picture: .png, .pdf, .svg.")] = None,
+    rows: Rows = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the speed of operations on this machine (--op), or of data (`warpfold bench data --help`).
+    """Measure the speed of operations (--op), a block (--block), a training step (--step) on this machine, each way to
+    compute it; or of data (`warpfold bench data --help`).
 
     --op first checks the operations, forward and backward, against their definitions in fp64; if one is wrong, it
     times nothing and exits with 1.
     """
-    given = op or shapes or dtype or ways or quick or repeats or device or csv or plot or as_json
+    of_model = [settings, change, residues, sequences, extra, templates, blocks, recycles]
+    of_ops = [op, shapes, quick, unchecked, plot]
     if context.invoked_subcommand is not None:
-        if given:
+        if any([*of_model, *of_ops, block, step, dtype, ways, repeats, device, csv, rows, as_json]):
             raise UserError(f"options of `{context.invoked_subcommand}` go behind it; those before it belong to --op")
         return
+    for file in filter(None, (csv, plot, rows)):
+        check_new(file)
+    to = _Output(csv, plot, rows, as_json)
+    if block or step:
+        if any(of_ops):
+            raise UserError("--block and --step go without --op, --shapes, --quick, --unchecked and --plot")
+        sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
+        changes = [*(change or ()), *(f"plan.precision={one}" for one in dtype or ())]
+        chosen_device = device_of(device)
+        source = settings or ("tiny" if chosen_device == "cpu" else "monomer")
+        given = measured(source, changes, sizes, blocks, recycles)
+        _models(given, [block, step], chosen_device, ways or [], repeats or 0, to)
+        return
+    if any(of_model):
+        raise UserError("--settings, --set and the sizes of an example are for --block and --step")
     if not op:
         raise UserError("--op is missing: name an operation, for example warpfold bench --op attention")
-    for file in filter(None, (csv, plot)):
-        check_new(file)
+    more = {"quick": quick, "repeats": repeats or 0}
+    _operations(op, shapes or [], dtype or [], ways or [], device_of(device), not unchecked, more, to)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Where the figures go."""
+
+    csv: Path | None
+    plot: Path | None
+    rows: Path | None
+    as_json: bool
+
+
+def _operations(
+    op: list[str],
+    shapes: list[str],
+    dtype: list[str],
+    ways: list[str],
+    device: str,
+    checked: bool,
+    more: Mapping[str, Any],
+    to: _Output,
+) -> None:
+    """Check the operations, and time them."""
     import torch
 
     from warpfold.tune import bench_ops, cases, checks, peers, sizes
 
     ops = chosen("--op", op, cases.BENCHED)
-    where = torch.device(device_of(device))
+    where = torch.device(device)
     dtypes = chosen("--dtype", dtype or ["bf16" if where.type == "cuda" else "fp32"], checks.DTYPES)
-    names = chosen("--ways", ways or [], [way.name for one in ops for way in peers.WAYS[one]])
-    wanted = parts(shapes or [])
+    names = chosen("--ways", ways, [way.name for one in ops for way in peers.WAYS[one]])
+    wanted = parts(shapes)
     for one in ops:
         sizes.shapes(one, wanted)  # so that a wrong name is an error before the checks begin
-    wrong = checks.failures(checks.odd(ops), where)
+    wrong = checks.failures(checks.odd(ops), where) if checked else []
     for verdict in wrong:
         typer.echo(f"red: {verdict.says()}", err=True)
     if wrong:
         raise typer.Exit(1)
-    with progress_bar(narrate=True) as progress:
-        more: dict[str, Any] = {"quick": quick, "repeats": repeats or 0, "ways": names, "progress": progress}
-        found = bench_ops.bench(ops, where, dtypes, wanted, **more)
-    _say(found, csv, plot, as_json)
+    with progress_bar(narrate=True) as progress, row_file(to.rows) as sink:
+        found = bench_ops.bench(ops, where, dtypes, wanted, ways=names, progress=progress, sink=sink, **more)
+    _say(found, to)
 
 
-def _say(found: dict[str, Any], csv: Path | None, plot: Path | None, as_json: bool) -> None:
+def _models(given: "ModelBench", wanted: list[bool], device: str, ways: list[str], repeats: int, to: _Output) -> None:
+    """Time a block, a step, or both; wanted: which of the two."""
+    import torch
+
+    from warpfold.tune import bench_model, bench_ops
+    from warpfold.tune.model_peers import NAMES
+
+    more: dict[str, Any] = {"ways": chosen("--ways", ways, NAMES), "repeats": repeats}
+    with progress_bar(narrate=True) as progress, row_file(to.rows) as sink:
+        benches = [bench for bench, on in zip((bench_model.bench_block, bench_model.bench_step), wanted) if on]
+        found = [bench(given, torch.device(device), progress=progress, sink=sink, **more) for bench in benches]
+    if to.csv is not None:
+        rows = [row for one in found for row in one["rows"]]
+        bench_ops.write_csv({**found[0], "rows": rows}, to.csv, bench_model.COLUMNS)
+    if to.as_json:
+        show(found[0] if len(found) == 1 else {"parts": found})
+        return
+    for key, value in found[0]["machine"].items():
+        typer.echo(f"{key}: {value}")
+    for one in found:
+        typer.echo(f"\n{one['what']}")
+        show_table(bench_model.HEADS, bench_model.table(one["rows"]), lambda row: "bold" if row[0] == "ours" else "")
+        if device == "cpu":
+            typer.echo("launches: what a GPU would launch, counted without one")
+        for refusal, count in one["refused"].items():
+            typer.echo(f"by its definition, {count} times: {refusal}")
+
+
+def _say(found: dict[str, Any], to: _Output) -> None:
     """Write and print the figures as asked for."""
     from warpfold.tune.bench_ops import HEADS, picture, table, write_csv
 
-    if csv is not None:
-        write_csv(found, csv)
-    if plot is not None:
-        picture(found, plot)
-    if as_json:
+    if to.csv is not None:
+        write_csv(found, to.csv)
+    if to.plot is not None:
+        picture(found, to.plot)
+    if to.as_json:
         show(found)
         return
     for key, value in found["machine"].items():

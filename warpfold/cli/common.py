@@ -13,6 +13,7 @@ from warpfold.errors import UserError
 
 if TYPE_CHECKING:
     from warpfold.parallel.team import ProcessInfo
+    from warpfold.tune.example import ModelBench
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -65,6 +66,15 @@ Branch = Annotated[
 Strict = Annotated[bool, runs("Fail if an operation has no fast kernel here, instead of running slower.", "--strict")]
 Workers = Annotated[int, runs("Number of processes.", min=1)]
 Seed = Annotated[int, decides("The same seed gives the same result.")]
+
+# The size of a random example that is timed or profiled; what is left out is that of the settings' training examples.
+Residues = Annotated[int | None, decides("Residues of the example; default: the settings' crop.", min=4)]
+Sequences = Annotated[int | None, decides("Rows of its alignment; default: the settings' max_msa.", min=1)]
+Extra = Annotated[int | None, decides("Rows of its extra MSA; default: the settings' max_extra.", min=1)]
+Templates = Annotated[int | None, decides("Its templates; default: the settings' max_templates.", min=0)]
+Blocks = Annotated[int | None, decides("Blocks of each stack, at most; default: the settings'.", min=1)]
+Recycles = Annotated[int, decides("Passes without gradient before the one that counts.", min=0)]
+Change = Annotated[list[str] | None, decides("Settings that override those of the file, KEY=VALUE.", "--set")]
 
 
 def repeat_names(arguments: Sequence[str], lists: set[str]) -> list[str]:
@@ -162,3 +172,20 @@ def show_table(
     for row in rows:
         table.add_row(*row, style=style(row) if style else None)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def measured(
+    settings: str, changes: Sequence[str], sizes: Mapping[str, int | None], blocks: int | None, recycles: int
+) -> "ModelBench":
+    """Return what `bench --block`, `bench --step` and `profile` measure, from settings and the sizes that were given.
+
+    Errors: UserError for settings that are wrong, or that are for several processes.
+    """
+    from dataclasses import replace
+
+    from warpfold import settings as toml
+    from warpfold.tune.example import bench_of
+
+    given = bench_of(toml.load(settings, changes), settings, blocks)
+    chosen = {name: value for name, value in sizes.items() if value is not None}
+    return replace(given, sizes=replace(given.sizes, **chosen), recycles=recycles)

@@ -65,7 +65,7 @@ def tune(
         return
     where = torch.device(device_of(device))
     with progress_bar(narrate=True) as progress:
-        found = tune_on(where, ops, quick, progress)
+        found = tune_on(where, ops, quick, out or home(), progress)
     entries = choose(found)
     rows = report(found, entries)
     path = write(out or home(), head(where), entries)

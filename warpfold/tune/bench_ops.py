@@ -7,7 +7,7 @@ import csv
 import datetime
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,13 @@ def bench(
     repeats: int = 0,
     ways: Sequence[str] = (),
     progress: Progress = no_progress,
+    sink: Callable[[Row], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Time every way to compute the operations, forward and backward.
 
-    wanted: shapes (`sizes.shapes`); ways: names, all by default; repeats: 0 for the device's own number.  Returns the
-    device, its ceilings for each dtype, the rows, and the shapes left out because they are too large for the device.
+    wanted: shapes (`sizes.shapes`); ways: names, all by default; repeats: 0 for the device's own number; sink: gets
+    each row as soon as it is measured.  Returns the device, its ceilings for each dtype, the rows, and the shapes left
+    out because they are too large for the device.
     Errors: UserError for shapes that the operations do not have.
     """
     kind = "cuda" if device.type == "cuda" else "cpu"
@@ -68,7 +70,9 @@ def bench(
             torch.cuda.empty_cache()  # which holds what the last shape used
         given, chosen = inputs(case, DTYPES[dtype], device), [way for way in WAYS[op] if not ways or way.name in ways]
         head = {"op": op, "shape": name, "dtype": dtype}
-        rows += [head | row for row in _rows(given, chosen, repeats or REPEATS[kind], BUDGET[kind], tops[dtype])]
+        for row in _rows(given, chosen, repeats or REPEATS[kind], BUDGET[kind], tops[dtype]):
+            rows.append(head | row)
+            sink(rows[-1])
         del given  # before the next shape's are made
     return {
         "what": "WarpFold operations: ms are medians, interleaved; backward is the backward pass alone",
@@ -151,14 +155,14 @@ HEADS = (
 )  # fmt: skip
 
 
-def write_csv(found: dict[str, Any], path: Path) -> None:
+def write_csv(found: dict[str, Any], path: Path, columns: Sequence[str] = COLUMNS) -> None:
     """Write the rows as CSV, with the machine and the date in columns of their own.
 
     Errors: UserError when it cannot be written.
     """
     machine = "; ".join(f"{key} {value}" for key, value in found["machine"].items())
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, (*COLUMNS, "date", "machine"), restval="")
+    writer = csv.DictWriter(text, (*columns, "date", "machine"), restval="")
     writer.writeheader()
     writer.writerows(row | {"date": found["date"], "machine": machine} for row in found["rows"])
     write_atomically(path, text.getvalue())

@@ -16,13 +16,13 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.progress import Progress, no_progress
 from warpfold.tune.cases import OPS, PROFILES, inputs, size_in_words
 from warpfold.tune.checks import DTYPES, Verdict, check
+from warpfold.tune.example import SECTIONS
 from warpfold.tune.machine import describe
 from warpfold.tune.peers import DEFINITION, OURS
 from warpfold.tune.profile import OpCase
 from warpfold.tune.sizes import DataSizes, of_settings
 from warpfold.tune.timing import measure
 
-SECTIONS = ("model", "loss", "data", "optim", "plan", "train")  # of a settings file
 LOGITS = {"cpu": 2**21, "cuda": 2**27}  # the most logits, or numbers in keys, of a case: it gets fewer rows
 NUMBERS = {"cpu": 2**20, "cuda": 2**27}  # likewise, of a case that is not attention
 REPEATS = 3

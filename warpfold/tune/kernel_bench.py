@@ -7,7 +7,7 @@ timed.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -91,15 +91,21 @@ def launches_of(workload: Workload) -> list[KernelLaunch]:
 
 
 def tuning_tasks(workloads: Iterable[Workload], quick: bool = False) -> list[TuningTask]:
-    """Return every kernel that workloads launch, with its keys; quick: each kernel with each key once."""
-    found: list[TuningTask] = []
-    seen: set[tuple[str, Key]] = set()
+    """Return every kernel that workloads launch, with its keys, those of one key behind one another.
+
+    quick: of layers with the same sizes (a starting and an ending node) only the first; others of one key decide
+    together, so that none inherits what was tuned on another's rows.
+    """
+    found: dict[tuple[str, Key], list[TuningTask]] = {}
+    seen: set[Any] = set()
     for workload in workloads:
+        case = workload.case
+        sizes = (case.rows, case.length, case.keys, case.heads, case.width, case.channels, case.outputs, case.bias)
         for kernel, key in dict.fromkeys((launch.kernel.name, launch.key) for launch in launches_of(workload)):
-            if not (quick and (kernel, key) in seen):
-                found.append(TuningTask(workload, kernel, key))
-            seen.add((kernel, key))
-    return found
+            if not (quick and (kernel, key, workload.dtype, sizes) in seen):
+                found.setdefault((kernel, key), []).append(TuningTask(workload, kernel, key))
+            seen.add((kernel, key, workload.dtype, sizes))
+    return [task for tasks in found.values() for task in tasks]
 
 
 def compile_ahead(todo: Sequence[TuningTask], device: torch.device, workers: int, progress: Progress) -> None:
@@ -110,7 +116,7 @@ def compile_ahead(todo: Sequence[TuningTask], device: torch.device, workers: int
     if torch.version.hip is not None or workers <= 1:
         return
     major, minor = torch.cuda.get_device_capability(device)
-    first = list({(task.kernel, task.key, task.workload.dtype): task for task in todo}.values())
+    first = list(todo)
     with pool(workers) as executor:
         assert executor is not None
         for done, _ in enumerate(executor.map(_compile, first, [10 * major + minor] * len(first))):
@@ -125,13 +131,17 @@ def _compile(task: TuningTask, arch: int) -> None:
     from warpfold.ops.triton.compile import compiled
 
     launches_of(task.workload)  # loads, and so registers, the kernel
+    # A check has fewer rows than the model: another number, which Triton may specialise the code for.
+    places = dict.fromkeys((task.workload, replace(task.workload, case=with_room(task.workload.case))))
     for candidate in task.candidates:
-        with forced({task.kernel: candidate}):
-            launch = task.among(launches_of(task.workload))[0]
-        try:
-            compiled(launch, GPUTarget("cuda", arch, 32))
-        except (PTXASError, CompilationError):
-            continue
+        for place in places:
+            with forced({task.kernel: candidate}):
+                launches = task.among(launches_of(place))
+            try:
+                for launch in launches:
+                    compiled(launch, GPUTarget("cuda", arch, 32))
+            except (PTXASError, CompilationError):
+                continue
 
 
 class GpuBench:

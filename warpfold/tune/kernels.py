@@ -7,7 +7,7 @@ import datetime
 import json
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,13 @@ def workloads(ops: Iterable[str], quick: bool = False) -> list[Workload]:
     return list(found)
 
 
-def tune_on(device: torch.device, ops: Sequence[str], quick: bool, progress: Progress = no_progress) -> list[Timed]:
-    """Try every candidate on a GPU.  Errors: UserError where the device is not one."""
+def tune_on(
+    device: torch.device, ops: Sequence[str], quick: bool, folder: Path, progress: Progress = no_progress
+) -> list[Timed]:
+    """Try every candidate on a GPU; each entry is in the folder's table as soon as it is known.
+
+    Errors: UserError where the device is not a GPU.
+    """
     if device.type != "cuda":
         raise UserError(
             f"--device {device}: kernels run on a GPU, and launch tables are made there; --dry-run lists what would be "
@@ -69,15 +74,26 @@ def tune_on(device: torch.device, ops: Sequence[str], quick: bool, progress: Pro
     with table_used(read(SHIPPED / "default.json")):  # of the other kernels: the same wherever a table is made
         todo = tuning_tasks(workloads(ops, quick), quick)
         compile_ahead(todo, device, os.cpu_count() or 1, progress)
-        return timed(todo, GpuBench(device), progress)
+        return timed(
+            todo, GpuBench(device), progress, lambda entries: write(folder, head(device), entries, whole=False)
+        )
 
 
-def timed(todo: Sequence[TuningTask], bench: Bench, progress: Progress = no_progress) -> list[Timed]:
-    """Try the candidates of every task, in order."""
-    found = []
+def timed(
+    todo: Sequence[TuningTask],
+    bench: Bench,
+    progress: Progress = no_progress,
+    known: Callable[[list[TableEntry]], object] = lambda entries: None,
+) -> list[Timed]:
+    """Try the candidates of every task, in order; `known` is given the entry of each key when its last task is done."""
+    found: list[Timed] = []
     for done, task in enumerate(todo):
         progress(done, len(todo), f"{task.kernel}: {task.workload}")
         found.append(Timed(task.kernel, task.key, str(task.workload), *bench.time(task)))
+        if not any((later.kernel, later.key) == (task.kernel, task.key) for later in todo[done + 1 :]):
+            group = [one for one in found if (one.kernel, one.key) == (task.kernel, task.key)]
+            if _totals(group):  # else `choose` says at the end why there is none
+                known(choose(group))
     return found
 
 
@@ -93,7 +109,7 @@ def choose(found: Iterable[Timed]) -> list[TableEntry]:
         totals = _totals(group)
         if not totals:
             reasons = dict.fromkeys(reason for one in group for reason in one.out.values())
-            raise UserError(f"{kernel} {key}: no candidate is fit: {'; '.join(reasons)}; nothing was written")
+            raise UserError(f"{kernel} {key}: no candidate is fit: {'; '.join(reasons)}; it gets no entry")
         best = min(totals.values())
         entries.append(TableEntry(kernel, key, next(c for c, total in totals.items() if total <= SAME * best)))
     return entries
@@ -137,16 +153,18 @@ def report(found: Sequence[Timed], entries: Iterable[TableEntry]) -> list[dict[s
     return rows
 
 
-def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry]) -> Path:
-    """Write a GPU's table, one launch a line; entries of kernels that are not among these stay as they were.
+def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry], whole: bool = True) -> Path:
+    """Write a GPU's table, one launch a line; entries of kernels that are not among these stay as they were, or, if
+    these are not the `whole` of a kernel's, those of other keys.  A table of another version of Triton is dropped.
 
     head: says "gpu", the name.  Errors: UserError where it cannot be written, or what is there cannot be read.
     """
     path = folder / file_of(head["gpu"])
     entries = list(entries)
     if path.is_file():
-        anew = {entry.kernel for entry in entries}
-        entries += [entry for entry in read(path).entries if entry.kernel not in anew]
+        before, anew = read(path), {(entry.kernel, () if whole else entry.key) for entry in entries}
+        if before.head.get("triton") == head.get("triton"):
+            entries += [e for e in before.entries if (e.kernel, () if whole else e.key) not in anew]
     lines = []
     for entry in sorted(entries, key=lambda e: (e.kernel, e.key)):
         at, config = {"kernel": entry.kernel, "key": list(entry.key)}, entry.config

@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 SETTLE = 2  # warm-up runs, which do not count
 FLUSH = 2**28  # bytes; several times the largest L2
+STEADY, CALIBRATIONS = 0.02, 50  # a clock is warm when two waits of some milliseconds differ by less; tried so often
+LONGEST = 5.0  # seconds for which a device is kept busy while a step is queued
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Times:
     backward: list[float] = field(default_factory=list)
     forward_peak: int | None = None  # None: not measured
     backward_peak: int | None = None  # of forward and backward together
+    late: int = 0  # runs in which a device began before all was queued, so that the host's time may be in the figure
     failed: str = ""
 
     def median(self, which: str) -> float | None:
@@ -107,19 +110,13 @@ class CpuTimer:
 
     def peak(self, run: Callable[[], object]) -> int:
         """Return the peak of what torch's CPU allocator held while `run` ran, above what it held before."""
-        profile = torch.autograd.profiler.profile(profile_memory=True)
-        with _without_stderr():
-            profile.__enter__()
-        try:
+        with without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profile:
             run()
-        finally:
-            with _without_stderr():
-                profile.__exit__(None, None, None)
         results = profile.kineto_results
         held = peak = 0
         for event in sorted(results.events() if results else (), key=lambda e: e.start_ns()):
             if event.name() == "[memory]":
-                held += event.nbytes()  # type: ignore[attr-defined]  # torch's stub lacks it
+                held += event.nbytes()
                 peak = max(peak, held)
         return peak
 
@@ -130,13 +127,22 @@ class CudaTimer(CpuTimer):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cache = torch.empty(FLUSH, dtype=torch.int8, device=device)
-        cycles = 10_000_000
-        start = self._mark()
-        torch.cuda._sleep(cycles)
-        end = self._mark()
-        torch.cuda.synchronize(device)
-        self.cycles_per_second = cycles / (start.elapsed_time(end) / 1e3)
+        self.cycles_per_second = self._calibrated()
         self.queueing: dict[str, float] = {}  # seconds that it last took to queue a way's passes
+
+    def _calibrated(self, cycles: int = 10_000_000) -> float:
+        """Return how many cycles the device waits in a second: measured until it no longer changes.
+
+        The first waits are those of a cold device, whose clock is still rising.
+        """
+        rates: list[float] = []
+        while len(rates) < 3 or (abs(rates[-1] / rates[-2] - 1) > STEADY and len(rates) < CALIBRATIONS):
+            start = self._mark()
+            torch.cuda._sleep(cycles)
+            end = self._mark()
+            torch.cuda.synchronize(self.device)
+            rates.append(cycles / (start.elapsed_time(end) / 1e3))
+        return rates[-1]
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -156,6 +162,7 @@ class CudaTimer(CpuTimer):
             marks = [self._mark()]
             subject.forward()
             marks.append(self._mark())
+        late = marks[0].query()
         torch.cuda.synchronize(self.device)
         times.forward.append(marks[0].elapsed_time(marks[1]) / 1e3)
         self._ready(subject)
@@ -166,6 +173,7 @@ class CudaTimer(CpuTimer):
         torch.autograd.grad(out, subject.wanted, subject.grad)
         marks.append(self._mark())
         self.queueing[subject.name] = time.perf_counter() - began
+        times.late += late or marks[0].query()
         torch.cuda.synchronize(self.device)
         times.training.append(marks[0].elapsed_time(marks[1]) / 1e3)
         times.backward.append(marks[1].elapsed_time(marks[2]) / 1e3)
@@ -180,9 +188,109 @@ class CudaTimer(CpuTimer):
         return torch.cuda.max_memory_allocated(self.device) - before
 
 
+@dataclass
+class WallTimes:
+    """Seconds of each run of a way: until its result was there, until all was queued, and of the device alone."""
+
+    wall: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)  # on a CPU: none, for there is nothing to queue
+    device: list[float] = field(default_factory=list)
+    failed: str = ""
+
+    def median(self, which: str) -> float | None:
+        """Return the median of "wall", "host" or "device"; None if it was not measured."""
+        seconds: list[float] = getattr(self, which)
+        return statistics.median(seconds) if seconds else None
+
+
+def wall_times(
+    runs: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    repeats: int,
+    budget: float = 20.0,
+    prepare: Callable[[str], object] = lambda name: None,
+) -> dict[str, WallTimes]:
+    """Time each of some runs by the process's clock, in turns, from a device with nothing to do to the end of its work;
+    and on CUDA once more each time by events, with the device kept busy until all is queued.
+
+    prepare: is called with the name before each run, and is not timed.  A run that fails is left out, as in `measure`.
+    """
+    found = {name: WallTimes() for name in runs}
+    left: dict[str, int] = {}
+    for name, run in runs.items():
+        try:
+            for _ in range(SETTLE):
+                prepare(name)
+                took = _walled(run, device)[0]
+                if took > budget / 4:
+                    break
+            left[name] = max(1, min(repeats, int(budget / max(took, 1e-9))))
+        except (RuntimeError, ValueError, TypeError) as error:
+            found[name].failed = _reason(error)
+    for turn in range(repeats):
+        for name, run in runs.items():
+            if turn < left.get(name, 0):
+                prepare(name)
+                wall, host = _walled(run, device)
+                found[name].wall.append(wall)
+                if device.type == "cuda":
+                    found[name].host.append(host)
+                    prepare(name)
+                    found[name].device.append(_kept_busy(run, device, host))
+    return found
+
+
+def _walled(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Return the seconds until the result was there, and until all was queued."""
+    _finish(device)
+    start = time.perf_counter()
+    run()
+    queued = time.perf_counter()
+    _finish(device)
+    return time.perf_counter() - start, queued - start
+
+
+def _kept_busy(run: Callable[[], object], device: torch.device, queueing: float) -> float:
+    """Return the seconds by events of a run that the device began when all was queued, as far as the run lets it."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    rate = CudaTimer(device).cycles_per_second
+    torch.cuda._sleep(int(rate * min(2 * queueing, LONGEST)))
+    begin.record()
+    run()
+    end.record()
+    _finish(device)
+    return begin.elapsed_time(end) / 1e3
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak(run: Callable[[], object], device: torch.device) -> int:
+    """Return the peak of a device's memory while `run` ran, above what was allocated before, in bytes."""
+    timer: CpuTimer = CudaTimer(device) if device.type == "cuda" else CpuTimer()
+    return timer.peak(run)
+
+
+def kernels_launched(run: Callable[[], object], device: torch.device) -> int:
+    """Count the kernels, copies and fills that ran on a CUDA device, as the profiler saw them.
+
+    Errors: RuntimeError where it saw none: then it saw nothing, for every run launches some.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize(device)
+    count = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    if count == 0:
+        raise RuntimeError("the profiler saw no kernel on the device: launches cannot be counted here")
+    return count
+
+
 @contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Suppress the lines that torch 2.13's profiler writes to file descriptor 2 when it starts and stops."""
+def without_stderr() -> Iterator[None]:
+    """Suppress the lines that torch 2.13's profiler writes to file descriptor 2: what it does, and what it missed."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -93,7 +93,21 @@ def test_an_entry_for_the_very_key_goes_before_a_near_one(monkeypatch) -> None:
         assert config_for("_copy", (64, 256), CPU) is by_default[64, 256]
         assert config_for("_copy", (32, 512), CPU) is by_default[32, 512]
         assert config_for("_copy", (32, 256), CPU) is partial.entries[0].config
-        assert config_for("_copy", (64, 300), CPU) is partial.entries[0].config  # nobody has it
+        assert config_for("_copy", (64, 300), CPU) is by_default[64, 256]  # nobody has it, and this is nearer
+        assert config_for("_copy", (32, 300), CPU) is partial.entries[0].config
+        assert config_for("_copy", (16, 256), CPU) is partial.entries[0].config
+
+
+def test_a_table_of_another_triton_is_not_used(gpu, monkeypatch, tmp_path) -> None:
+    """Another compiler makes other code of the same tiles."""
+    monkeypatch.setattr(launches, "home", lambda: tmp_path)
+    path = tmp_path / "NVIDIA-Toy-9000.json"
+    path.write_text('{"gpu": "NVIDIA Toy 9000", "triton": "2.0.0", "launches": []}')
+    found, reason = table_for(gpu)
+    assert found.path.name == "default.json"
+    assert reason.startswith(
+        f"the table made on this machine is of Triton 2.0.0, not {launches.triton_version()}; no ta"
+    )
 
 
 def test_a_table_in_use_and_forced_launches() -> None:

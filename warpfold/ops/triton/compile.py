@@ -30,3 +30,9 @@ def compiled(launch: KernelLaunch, target: GPUTarget) -> Any:
     """Compile a launch for a target.  Errors: Triton's own, for what cannot be compiled."""
     specialised, options = source(launch, target)
     return triton_compile(specialised, target=target, options=options.__dict__)
+
+
+def identity(launch: KernelLaunch, target: GPUTarget) -> str:
+    """Return what tells the code of two launches apart: of those with one identity, one has to be compiled."""
+    specialised, options = source(launch, target)
+    return f"{launch.kernel.name}-{specialised.hash()}-{options.hash()}"

@@ -187,8 +187,8 @@ def kernels() -> dict[str, Kernel]:
 
 
 def config_for(kernel: str, key: Key, device: torch.device) -> KernelConfig:
-    """Return how to launch a kernel there: the entry for this very key in the device's table, or else in default.json;
-    or the nearest entry of the first of them that has the kernel.
+    """Return how to launch a kernel there: the nearest entry of the device's table and default.json together; of
+    equally near ones, and so for this very key, the device's.
 
     Errors: UserError for a table that cannot be read or is not of this version.
     """
@@ -258,12 +258,22 @@ def table_for(device: torch.device) -> tuple[LaunchTable, str]:
     """
     if device.type != "cuda":
         return read(SHIPPED / "default.json"), f"{device.type} is no GPU"
-    gpu = torch.cuda.get_device_name(device)
+    gpu, out = torch.cuda.get_device_name(device), ""
     for folder, whose in ((home(), "made on this machine"), (SHIPPED, "shipped")):
         path = folder / file_of(gpu)
         if path.is_file():
-            return read(path), f"{whose} for {gpu}"
-    return read(SHIPPED / "default.json"), f"no table for {gpu}; make one: warpfold tune"
+            table = read(path)
+            if table.head.get("triton", triton_version()) == triton_version():
+                return table, f"{whose} for {gpu}"
+            # Another compiler makes other code: what was fastest, or fitted the registers, need not be so any more.
+            out += f"the table {whose} is of Triton {table.head['triton']}, not {triton_version()}; "
+    return read(SHIPPED / "default.json"), f"{out}no table for {gpu}; make one: warpfold tune"
+
+
+@functools.cache
+def triton_version() -> str:
+    """Return the version of Triton that is installed; as tables say it, whatever its distribution is called."""
+    return str(importlib.import_module("triton").__version__)
 
 
 @functools.cache
@@ -308,7 +318,8 @@ def _find(table: LaunchTable, kernel: str, key: Key) -> KernelConfig:
         found.append(entry)
     if not found:
         raise LookupError(f"no table has a launch for {kernel}")
-    return next((entry for entry in found if entry.key == key), found[0]).config
+    # The nearer one; of equally near ones that of the device: its table may have been made for other sizes alone.
+    return min(found, key=lambda entry: _distance(entry.key, key, table.path)).config
 
 
 def _distance(a: Key, b: Key, where: Path) -> float:

@@ -1,0 +1,68 @@
+"""How many kernels an Evoformer block launches on a GPU, counted without one: it may fall, and must not rise."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.helpers import tiny_config
+from warpfold.model.alphafold import ModelConfig
+from warpfold.ops.gate import gate
+from warpfold.tune.example import BlockSizes, ExampleSizes
+from warpfold.tune.launches import LaunchCount, block_launches, counting
+
+SIZES = ExampleSizes(residues=256, sequences=128, extra=1, templates=0)
+BLOCK = BlockSizes.of(ModelConfig(), SIZES)
+# What was counted last.  The bars are 25 forward and 60 backward: whoever comes nearer to them writes it down here.
+MOST = {
+    "bf16": {"forward": 56, "training": 56, "backward": 134},
+    "fp32": {"forward": 54, "training": 54, "backward": 140},
+}
+
+
+@pytest.mark.parametrize("precision", MOST)
+def test_a_block_launches_no_more_than_it_did(precision: str) -> None:
+    found = {which: count.total for which, count in block_launches(BLOCK, precision).items()}  # type: ignore[arg-type]
+    assert {
+        which: (count, MOST[precision][which]) for which, count in found.items() if count > MOST[precision][which]
+    } == {}
+
+
+def test_kernels_launch_less_than_definitions() -> None:
+    ours, plain = (block_launches(BLOCK, "bf16", kernels) for kernels in ("fast", "definition"))
+    for which in ours:
+        assert not plain[which].triton
+        assert 1.5 * ours[which].total < plain[which].total
+
+
+def test_sizes_do_not_change_the_count_of_a_forward_pass() -> None:
+    large = BlockSizes.of(ModelConfig(), ExampleSizes(residues=384, sequences=512, extra=1, templates=0))
+    assert block_launches(large)["forward"] == block_launches(BLOCK)["forward"]
+
+
+def test_what_is_counted() -> None:
+    x = torch.ones(4, 6, device="meta", requires_grad=True)
+    with counting() as count:
+        y = (x + 1).t().detach()[1:]  # the sum alone launches something
+        torch.empty_like(y).mul_(2)
+        torch.ones(3, device="cpu") * 2
+        torch.zeros(3, device="meta")
+    assert count.torch == Counter(add=1, mul_=1, zeros=1)
+    with counting() as count:
+        out = gate.fast(x, x)
+        torch.autograd.grad(out.sum(), x)
+    assert count.triton == Counter(gate=1, gate_backward=1)
+    assert count.torch["sum"] == 1
+
+
+def test_a_count_of_zero_is_an_error() -> None:
+    with counting() as count:
+        torch.empty(3, device="meta").view(3, 1)
+    with pytest.raises(RuntimeError, match="no launch was seen"):
+        assert count.total
+    with pytest.raises(RuntimeError, match="no launch was seen"):
+        str(LaunchCount())
+
+
+def test_a_tiny_block_is_counted_too() -> None:
+    assert block_launches(BlockSizes.of(tiny_config(), SIZES))["forward"].total > 20

@@ -1,0 +1,101 @@
+"""`warpfold profile`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from warpfold.cli.common import (
+    AsJson,
+    Blocks,
+    Change,
+    Device,
+    Extra,
+    Recycles,
+    Residues,
+    Sequences,
+    Templates,
+    app,
+    argument,
+    decides,
+    device_of,
+    measured,
+    show,
+    show_table,
+    writes,
+)
+from warpfold.files import check_new, write_atomically
+from warpfold.progress import progress_bar
+
+LONGEST = 16  # rows of a table on the terminal; the files have all
+
+
+@app.command(
+    epilog="Example:  warpfold profile tiny --out profile;  "
+    "warpfold profile monomer --residues 128 --blocks 2 --forward --out profile"
+)
+def profile(
+    settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
+    out: Annotated[
+        Path | None, writes("New folder for profile.html, profile.json and trace.json.gz (for ui.perfetto.dev).")
+    ] = None,
+    forward: Annotated[
+        bool, decides("One forward pass without gradient, in place of a training step.", "--forward")
+    ] = False,
+    change: Change = None,
+    residues: Residues = None,
+    sequences: Sequences = None,
+    extra: Extra = None,
+    templates: Templates = None,
+    blocks: Blocks = None,
+    recycles: Recycles = 0,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where the time of a training step goes: by layer and operation, forward and backward, on a CPU or a GPU.
+
+    The example is random.  With fewer --blocks only those are run and shown: nothing is scaled up.
+    """
+    import torch
+
+    from warpfold.tune.step_profile import profile_model
+
+    if out is not None:
+        check_new(out)
+    sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
+    given = measured(settings, change or [], sizes, blocks, recycles)
+    where = torch.device(device_of(device))
+    if out is not None:
+        out.mkdir()
+    with progress_bar(narrate=True) as progress:
+        trace = None if out is None else out / "trace.json.gz"
+        found = profile_model(given, where, trace, training=not forward, progress=progress)
+    if out is not None:
+        write_atomically(out / "profile.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
+        # Only now: where matplotlib is missing, the figures are there all the same.
+        from warpfold.run.profile_report import profile_page
+        from warpfold.run.report import write_report
+
+        write_report(out / "profile.html", profile_page(found))
+    if as_json:
+        show(found)
+        return
+    _say(found)
+    if out is not None:
+        typer.echo(f"\nwrote {out / 'profile.html'}, profile.json, trace.json.gz")
+
+
+def _say(found: dict[str, Any]) -> None:
+    """Print the longest rows of each table."""
+    from warpfold.run.profile_report import profile_page
+
+    page = profile_page(found)
+    typer.echo(page.lead)
+    for name, value in page.facts:
+        typer.echo(f"{name}: {value}")
+    for section in page.sections[:2]:
+        assert section.table is not None
+        typer.echo()
+        show_table(section.table.header, section.table.rows[:LONGEST])
+    typer.echo(f"\n{page.sections[-1].text}")
