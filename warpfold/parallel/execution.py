@@ -44,6 +44,7 @@ class Execution(PlainExecution):
                 f"a plan of axial {plan.axial} x branch {plan.branch} needs a mesh of these sizes, not {mesh}"
             )
         self.dtype, self.kernels = DTYPES[plan.precision], plan.kernels
+        self.everywhere = plan.precision == "bf16_all"
         if self.distributed:
             self.residues = ShardedResidues(self.mesh.axial, plan.branch)
         self._sharded: dict[nn.Module, ShardedStack] = {}
