@@ -82,6 +82,20 @@ class LinearSlice(NamedTuple):
 Projection = Linear | LinearSlice
 
 
+def joined(*projections: Projection) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of projections of one tensor as one [o, c], and the biases of the first b outputs as one [b].
+
+    Those with a bias come first.  Errors: ValueError where they do not.
+    """
+    if len(projections) == 1:
+        return projections[0].weight, projections[0].bias
+    biases = [projection.bias for projection in projections if projection.bias is not None]
+    if any(projection.bias is None for projection in projections[: len(biases)]):
+        raise ValueError("projections are joined with those that have a bias first")
+    weight = torch.cat([projection.weight for projection in projections])
+    return weight, torch.cat(biases) if biases else None
+
+
 class DeferredLayerNorm:
     """A tensor and a norm that is applied only when its purpose is known: a projection normalises on the way.
 
@@ -97,20 +111,14 @@ class DeferredLayerNorm:
         y: Tensor = self.norm(self.x)
         return y
 
-    def project(self, *linears: Projection) -> tuple[Tensor, ...]:
-        """Return every projection of the normalised tensor, made in one pass over it, as views of one tensor."""
-        norm = self.norm
-        weight, bias = linears[0].weight, linears[0].bias
-        if len(linears) > 1:
-            weight = torch.cat([linear.weight for linear in linears])
-            if any(linear.bias is not None for linear in linears):
-                biases = (
-                    linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
-                    for linear in linears
-                )
-                bias = torch.cat(list(biases))
-        y = norm_linear(self.x, norm.weight, norm.bias, weight, bias, norm.eps)
-        return y.split([len(linear.weight) for linear in linears], -1)
+    def project(self, *projections: Projection) -> tuple[Tensor, ...]:
+        """Return every projection of the normalised tensor, made in one pass over it, as views of one tensor.
+
+        Those with a bias come first.
+        """
+        weight, bias = joined(*projections)
+        y = norm_linear(self.x, self.norm.weight, self.norm.bias, weight, bias, self.norm.eps)
+        return y.split([len(projection.weight) for projection in projections], -1)
 
     def transpose(self, a: int, b: int) -> "DeferredLayerNorm":
         """Return the same with two axes exchanged."""

@@ -62,22 +62,22 @@ class MSAColumnGlobalAttention(AxialUpdate):
     def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         n, mask = n.transpose(ROWS, COLS), mask.transpose(-2, -1)  # [*, r, s, c], [*, r, s]
         q = self.q(masked_mean(n.value, mask[..., None], axis=-2)).unflatten(-1, (self.heads, -1))
-        return q, *n.project(self.k, self.v, self.gate)
+        return q, *n.project(self.gate, self.k, self.v)
 
     def attend(self, local: Tensors, mask: Tensor) -> Tensor:
         """Return o [*, r, s, h d], the same for all sequences."""
-        q, k, v, g = local
+        q, g, k, v = local
         o = global_attention(q, k, v, mask.transpose(-2, -1))  # [*, r, h, d]
         return o.flatten(-2)[..., None, :].expand(g.shape)
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        return self.out(gate(self.attend(local, mask), local[3])).transpose(ROWS, COLS)
+        return self.out(gate(self.attend(local, mask), local[1])).transpose(ROWS, COLS)
 
     def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
         assert self.out.bias is not None
         factors = None if factors is None else factors.transpose(ROWS, COLS)
         o, x = self.attend(local, mask), x.transpose(ROWS, COLS)
-        return gated_linear_residual(x, o, local[3], self.out.weight, self.out.bias, factors).transpose(ROWS, COLS)
+        return gated_linear_residual(x, o, local[1], self.out.weight, self.out.bias, factors).transpose(ROWS, COLS)
 
 
 class OuterProductMean(AxialUpdate):

@@ -45,10 +45,12 @@ def norm_linear(
     for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
         n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], nw, nb, eps)
         results = writable(yb)
-        if b is None:
-            torch.mm(n, w, out=results)
-        else:
+        if b is not None and len(b) == w.shape[1]:
             torch.addmm(b, n, w, out=results)
+        else:
+            torch.mm(n, w, out=results)
+            if b is not None:
+                results[:, : len(b)] += b
         for block, values in ((yb, results), (mb, m), (sb, s)):
             put(block, values)
     return y, mean, scale
@@ -80,7 +82,7 @@ def norm_linear_backward(
         dn = torch.mm(g, narrow)
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], m, s, nw, one, [True, False, False])
         put(dxb, dxs)
-    dbias = weight.new_empty(0) if bias is None else total.to(bias.dtype)
+    dbias = weight.new_empty(0) if bias is None else total[: len(bias)].to(bias.dtype)
     dweight = product * nw + total[:, None] * nb
     parameters = ((product * w).sum(0).to(norm_weight.dtype), (total @ w).to(norm_bias.dtype), dweight.to(weight.dtype))
     return dx, *parameters, dbias
