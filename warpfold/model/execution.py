@@ -74,6 +74,10 @@ class PlainExecution:
         """Return x with the layer's update, computed for all of x at once."""
         return layer.whole(x, mask, other, layer.dropout_factors(x.shape, x))
 
+    def parts(self, count: int) -> list[slice]:
+        """Return which of so many templates are computed together: all of them."""
+        return [slice(0, count)]
+
 
 PLAIN = PlainExecution()
 
