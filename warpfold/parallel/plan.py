@@ -44,6 +44,7 @@ class Plan:
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32, and so do
     the structure module and the heads, which project in bf16 too in "bf16_all".  "fp16": losses are scaled
     (engine/loss_scale.py).
+    tf32: products of fp32 on CUDA devices round their operands to TF32, for the whole process; a CPU has none.
     compile: the layers' own functions by torch.compile, whatever else the plan says; the first step then takes minutes,
     and a CPU needs a C++ compiler.
     kernels: "fast": operations in the device's fast way, or by their definition where that does not support them;
@@ -62,6 +63,7 @@ class Plan:
     in_place: bool = False
     recompute: bool = False
     precision: Precision = "fp32"
+    tf32: bool = False
     compile: bool = False
     kernels: Kernels = "fast"
     threads: int | None = None

@@ -313,7 +313,8 @@ def validate(
             part = leading_part(entry, config.train.validation_residues)
             features = make_features(part, config.data, config.train.seed, (key, "validation"), passes)
             batch = to_tensors(features, device)
-            Execution(replace(inference_plan(batch, config.plan.precision), kernels=config.plan.kernels)).bind(model)
+            plan = inference_plan(batch, config.plan.precision)
+            Execution(replace(plan, kernels=config.plan.kernels, tf32=config.plan.tf32)).bind(model)
             output = model(batch)
             truth = with_truth(batch, output.structure.final_atom37)
             found[key] = [float(ca_lddt(output, truth, between)) for between in (False, True)]
