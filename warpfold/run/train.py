@@ -118,9 +118,8 @@ def train(
             end = begin_end_step(step + 1, results, timer, ledger, signals, team)  # travels while the optimizer works
             optimizer.step(step)  # the mean over the examples; Adam; the moving average
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks
-            step, rate = step + 1, rate_taken(config.optim, step, results)
-            log(step_row(step, results, rate, recycles, timer))
-            skipped.add(step, results)
+            log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))
+            skipped.add(step := step + 1, results)
             stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
             if step == config.train.steps or stop or due(step, config.train.save_every):
                 save(run, model, optimizer, step, examples, {"skipped": skipped.places, **origin}, config, team)
