@@ -128,7 +128,8 @@ def curve(precision: Precision, steps: int) -> tuple[Tensor, Optimizer]:
     torch.manual_seed(0)
     model = AlphaFold(small()).train()
     Execution(Plan(precision=precision)).bind(model)
-    optimizer = Optimizer(model, OptimConfig(learning_rate=3e-3, warmup_steps=5), scaling=precision == "fp16")
+    config = OptimConfig(learning_rate=3e-3, warmup_steps=5)
+    optimizer = Optimizer(model, config, dtype=DTYPES[precision], scaling=precision == "fp16")
     batch, losses = features(Work(templates=None)), []
     for step in range(steps):
         model.noise.seed(0, step)

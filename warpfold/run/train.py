@@ -30,7 +30,7 @@ from warpfold.model.permutation import with_truth
 from warpfold.model.weights import load_model, load_state, save_params
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
-from warpfold.parallel.plan import inference_plan
+from warpfold.parallel.plan import DTYPES, inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run.config import RunConfig
 from warpfold.run.examples import (
@@ -88,7 +88,7 @@ def train(
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
     origin = fingerprint_origin(sources, init, team)
     model = Execution(config.plan, team.mesh).bind(initial_model(config, init, team).to(device))
-    optimizer = make_optimizer(model, config, team)
+    optimizer = make_optimizer(config, model, team)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
         signals = stack.enter_context(StopSignals())
@@ -194,10 +194,11 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
     return model.train()
 
 
-def make_optimizer(model: AlphaFold, config: RunConfig, team: Team) -> Optimizer:
-    """Return the optimizer of a run; in fp16 it scales losses."""
-    scaling = config.plan.precision == "fp16"
-    return Optimizer(model, config.optim, team.mesh, config.plan.sync, team.process.ranks_per_node, scaling)
+def make_optimizer(config: RunConfig, model: AlphaFold, team: Team) -> Optimizer:
+    """Return the optimizer of a model; operations read its weights in the dtype that the plan computes in."""
+    ranks_per_node, dtype = team.process.ranks_per_node, DTYPES[config.plan.precision]
+    scaling = config.plan.precision == "fp16"  # of losses
+    return Optimizer(model, config.optim, team.mesh, config.plan.sync, ranks_per_node, dtype, scaling)
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:
