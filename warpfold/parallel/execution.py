@@ -120,9 +120,11 @@ class Execution(PlainExecution):
             return super().layer(layer, x, mask, other)
         return layer_in_slices(layer, x, mask, other, self.plan.chunk, self.plan.in_place)
 
-    def parts(self, count: int) -> list[slice]:
+    def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: where layers run in slices, each alone."""
-        return super().parts(count) if self.plan.chunk is None else [slice(i, i + 1) for i in range(count)]
+        if self.plan.chunk is None:
+            return super().parts(count, positions)
+        return [slice(i, i + 1) for i in range(count)]
 
     def _over_ranks(self, module: nn.Module, states: Tensors, masks: Tensors) -> Tensors:
         """Run a stack, or a block that stands alone, on this rank's shards."""
