@@ -67,6 +67,11 @@ class PackedWeights:
     def __deepcopy__(self, memo: object) -> None:
         """Return nothing: a copy of a model has weights of its own."""
 
+    @property
+    def copy(self) -> Tensor | None:
+        """The copy of `weights` in another dtype, if there is one."""
+        return None if self.compute is self.weights else self.compute
+
     def refresh(self) -> None:
         """Write `compute` anew; to be called after `weights` was written to."""
         if self.compute is not self.weights:

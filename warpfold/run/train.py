@@ -49,6 +49,7 @@ from warpfold.run.results import (
     ExampleResult,
     SkippedExamples,
     ca_lddt,
+    rate_taken,
     read_results,
     step_row,
     validation_row,
@@ -110,16 +111,16 @@ def train(
                 truth = with_truth(example.features, output.structure.final_atom37)  # of equal chains
                 loss, terms = total_loss(output, truth, config.loss, residues=model.residues)  # Supp. 1.9
                 sums = begin_sums({"": loss, **terms}, team)  # over the ranks that share the example
-                loss.backward()
+                optimizer.scaled(loss).backward()
                 norm = optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
-                on_device.append(DeviceResult(example, sums.wait(), norm, ca_lddt(output, truth)))
+                on_device.append(DeviceResult(example, sums.wait(), norm, ca_lddt(output, truth), optimizer.overflowed))
             results = read_results(on_device)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, on_device, results, step, recycles, team)
             end = begin_end_step(step + 1, results, timer, ledger, signals, team)  # travels while the optimizer works
-            rate, step = optimizer.step(step), step + 1  # the mean over the examples; Adam; the moving average
+            optimizer.step(step)  # the mean over the examples; Adam; the moving average
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks
-            log(step_row(step, results, rate, recycles, timer))
-            skipped.add(step, results)
+            log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))
+            skipped.add(step := step + 1, results)
             stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
             if step == config.train.steps or stop or due(step, config.train.save_every):
                 save(run, model, optimizer, step, examples, {"skipped": skipped.places, **origin}, config, team)
@@ -197,7 +198,8 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
 def make_optimizer(config: RunConfig, model: AlphaFold, team: Team) -> Optimizer:
     """Return the optimizer of a model; operations read its weights in the dtype that the plan computes in."""
     ranks_per_node, dtype = team.process.ranks_per_node, DTYPES[config.plan.precision]
-    return Optimizer(model, config.optim, team.mesh, config.plan.sync, ranks_per_node, dtype)
+    scaling = config.plan.precision == "fp16"  # of losses
+    return Optimizer(model, config.optim, team.mesh, config.plan.sync, ranks_per_node, dtype, scaling)
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:
@@ -321,7 +323,8 @@ def validate(
             part = leading_part(entry, config.train.validation_residues)
             features = make_features(part, config.data, config.train.seed, (key, "validation"), passes)
             batch = to_tensors(features, device)
-            Execution(replace(inference_plan(batch, config.plan.precision), kernels=config.plan.kernels)).bind(model)
+            plan = inference_plan(batch, config.plan.precision)
+            Execution(replace(plan, kernels=config.plan.kernels, tf32=config.plan.tf32)).bind(model)
             output = model(batch)
             truth = with_truth(batch, output.structure.final_atom37)
             found[key] = [float(ca_lddt(output, truth, between)) for between in (False, True)]
