@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from benchmarks.gpu_table import COUNTED_NOTHING, FULL, FULL_STEP, Line, lines, read
+from warpfold.cli.common import measured
+from warpfold.tune.bench_model import block_name, step_name
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu_session.sh"
@@ -120,6 +122,11 @@ def test_figures_beside_their_bars() -> None:
 
 def of_block(direction: str, **figures: object) -> dict[str, object]:
     return {"what": FULL, "way": "ours", "pass": direction, **figures}
+
+
+def test_the_sizes_of_targets_are_those_that_are_measured() -> None:
+    given = measured("monomer", [], {}, None, 0)
+    assert (block_name(given), step_name(given)) == (FULL, FULL_STEP)
 
 
 def test_a_toy_has_no_figure_of_targets() -> None:

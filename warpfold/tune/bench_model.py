@@ -68,7 +68,7 @@ def bench_block(
         for which in ("forward", "both")
     }
     clock = _BlockClock(times, walls, block_flops(given.block), top.flops)
-    what = f"Evoformer block, {given.block}, {precision}"
+    what = block_name(given)
     rows: list[Row] = []
 
     def add(row: Row) -> None:
@@ -122,8 +122,7 @@ def bench_step(
     notes |= {name: found.failed for name, found in walls.items()}
     progress(2, 3, "memory and launches")
     seconds = {name: found.median("device" if kind == "cuda" else "wall") for name, found in walls.items()}
-    blocks = f"{given.model.evoformer.blocks} blocks, recycles {given.recycles}"
-    what = f"training step, {given.sizes}, {blocks}, {precision}"
+    what = step_name(given)
     rows: list[Row] = []
     for name, note in notes.items():
         row: Row = {"what": what, "way": name, "note": note}
@@ -137,6 +136,17 @@ def bench_step(
         rows.append(row)
         sink(row)
     return _report(what, device, precision, top, rows, refusals(before))
+
+
+def block_name(given: ModelBench) -> str:
+    """Return what the rows of a block say of its size."""
+    return f"Evoformer block, {given.block}, {given.plan.precision}"
+
+
+def step_name(given: ModelBench) -> str:
+    """Return what the rows of a step say of its size."""
+    blocks = f"{given.model.evoformer.blocks} blocks, recycles {given.recycles}"
+    return f"training step, {given.sizes}, {blocks}, {given.plan.precision}"
 
 
 def block_flops(sizes: BlockSizes) -> dict[str, int]:
