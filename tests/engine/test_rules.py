@@ -11,7 +11,7 @@ from tests.engine.test_optim import example, run, small_model
 from tests.ranks import run_ranks
 from warpfold.engine import rules
 from warpfold.engine.optim import OptimConfig, Optimizer
-from warpfold.engine.rules import RULES, Rule
+from warpfold.engine.rules import RULES, PlainRule
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 
@@ -41,7 +41,7 @@ def lars(p: Tensor, g: Tensor, state: State, rate: float, step: int) -> Tensor:
     return p - m
 
 
-class NormedDescent(Rule):
+class NormedDescent(PlainRule):
     """A rule without moments that keeps a number for each parameter, the same on every rank."""
 
     decays_weights = False
@@ -51,8 +51,7 @@ class NormedDescent(Rule):
         self.slopes = torch.zeros_like(shard.norms(shard.weights))
         self.replicated["slopes"] = self.slopes
 
-    def step(self, rate: float, gradient: Tensor) -> None:
-        self.steps += 1
+    def step(self, rate: Tensor, gradient: Tensor) -> None:
         self.slopes.mul_(0.9).add_(self.shard.norms(gradient), alpha=0.1)
         rows = self.shard.per_row(self.slopes + 1e-3)
         self.shard.weights.view(-1, rules.ALIGN).sub_(rate * gradient.view(-1, rules.ALIGN) / rows)

@@ -83,8 +83,8 @@ def test_gradients_are_those_of_one_process() -> None:
         for index in range(mesh.data.rank, 4, data):
             part_of_loss(net, index, mesh.model.rank, model).backward()
             optimizer.collect()
-        mean = optimizer.reducer.mean(optimizer.total, torch.tensor(optimizer.share))
-        whole = optimizer.reducer.all_gather(mean, torch.empty_like(optimizer.weights))
+        total, factor = optimizer.reducer.mean(optimizer.total, torch.tensor(optimizer.share))
+        whole = optimizer.reducer.all_gather(total * factor, torch.empty_like(optimizer.weights))
         return {name: optimizer.layout.view(whole, name).clone() for name in optimizer.layout.places}
 
     plain = Toy()

@@ -2,6 +2,7 @@
 
 optim       the optimizer on flat buffers: clipping, the mean over examples and ranks, averaged weights, schedule
 rules       update rules, a class each: Adam, LAMB, LARS
+loss_scale  dynamic loss scaling, for gradients in fp16
 checkpoint  a run's folder: settings, checkpoints, log; whole after a `kill -9` at any moment
 loop        the surroundings of a loop: its timer, its log, its stop signals
 """

@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from warpfold.engine.rules import RULES, Shard
+from warpfold.engine.loss_scale import LossScale
+from warpfold.engine.rules import RULES, Change, Shard
 from warpfold.errors import UserError
 from warpfold.parallel.buckets import make_layout
 from warpfold.parallel.compress import CompressionConfig
@@ -86,10 +87,12 @@ class Optimizer:
         mesh: Mesh | None = None,
         sync: SyncConfig | None = None,
         ranks_per_node: int | None = None,
+        scaling: bool = False,
     ) -> None:
         """Move the parameters of `model` into one buffer.
 
         mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
+        scaling: scale losses (`scaled`) for gradients in fp16.
         Errors: UserError for `sync` settings or a number of examples that do not fit the ranks, ReplicaError where
         their first weights differ.
         """
@@ -117,6 +120,8 @@ class Optimizer:
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
         self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
         self.average = self.owned.clone()
+        self.rate = torch.zeros((), device=self.weights.device, dtype=torch.float64)
+        self.loss_scale = LossScale(self.weights.device) if scaling else None
         segments = self.layout.segments(self.reducer.shards, self.reducer.shard_index)
         shard = Shard(self.owned, segments, list(self.layout.places), self.reducer.sum_of_shards)
         self.rule = RULES[config.name](config, shard)
@@ -130,18 +135,26 @@ class Optimizer:
         and can be scaled afterwards.
         """
         self.examples = examples
-        self.used = torch.zeros((), device=self.weights.device, dtype=torch.float64) if used is None else used
+        nothing = torch.zeros((), device=self.weights.device, dtype=torch.float64)
+        self.used = nothing if used is None else used
+        if not examples:
+            self.overflows = nothing  # of the examples since the last step
         alone = self.share == 1
         weighed_late = alone and self.reducer.exchange.late_factors
         early = examples == self.share - 1 and (self.config.clip == "step" or weighed_late)
         self.reducer.begin(early, add_to=None if alone else self.total)
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return what to call `backward` of: the loss, times the loss scale where there is one."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
     def collect(self, loss: Tensor | None = None) -> Tensor:
         """Clip the gradient of one example by its global norm, add it to the step's sum, and clear it.
 
-        Returns the norm before clipping, the same on all ranks that share the example; NaN where the `loss`, or any
-        rank's part of it, is not finite.  An example whose norm is not finite adds nothing and does not count in the
-        mean.  With clip = "step" nothing is clipped here, and one such example makes the whole step change nothing.
+        Returns the norm before clipping, the same on all ranks that share the example; NaN where the `loss` (not the
+        scaled one), or any rank's part of it, is not finite.  An example whose norm is not finite adds nothing and does
+        not count in the mean.  With clip = "step" nothing is clipped here, and one such example makes the whole step
+        change nothing.
         The norm is a tensor on the device: only reading it waits for the device.
         Errors: RuntimeError where backward no longer writes gradients into this optimizer's buffer.
         """
@@ -151,51 +164,74 @@ class Optimizer:
                 "a grad was set to None (leave zero_grad out: collect does it)"
             )
         gradient = self.reducer.finish()
-        norm = self.reducer.norm(gradient, data=False, loss=loss)
+        norm = self.reducer.norm(gradient, data=False, loss=loss) * self._unscale
         used = norm.isfinite()
+        self.overflowed = self._overflowed(norm, loss)
+        self.overflows = self.overflows + self.overflowed
+        factor = torch.where(used, self._factor(norm) * self._unscale, 0)
         if self.config.clip == "step":
             if not self.reducer.early:
                 self.total.add_(gradient)
         elif self.reducer.early:
-            self.reducer.set_clip_factor(torch.where(used, self._factor(norm), 0))
+            self.reducer.set_clip_factor(factor)
         else:
             gradient.masked_fill_(~used, 0)  # NaN times zero would be NaN
-            self.total.addcmul_(gradient, torch.where(used, self._factor(norm), 0).to(gradient.dtype))
+            self.total.addcmul_(gradient, factor.to(gradient.dtype))
         self.gradient.zero_()
         self._prepare(self.examples + 1, self.used + used)
         if self.examples == self.share:
             self.reducer.count(self.used)
         return norm
 
-    def step(self, step: int) -> float:
+    def step(self, step: int) -> Tensor:
         """Apply the rule to the mean over the examples that were used, update the average; return the learning rate.
 
-        Where no example was used nothing changes, neither weights nor moments nor average, and the rate is 0.
+        Where no example was used nothing changes, neither weights nor moments nor average, and the rate is 0.  That is
+        decided on the device, and the rate is a tensor there: the host waits for nothing.
         Errors: ReplicaError, every `sync.check_every` steps, if the ranks' weights have come to differ.
         """
-        rate = learning_rate(self.config, step)
-        used = self.reducer.used(self.used)  # summed over all ranks
-        mean = self.reducer.mean(self.total, used / self.mesh.data.size)
-        good = used > 0
-        if self.config.clip == "step":
-            norm = self.reducer.norm(mean, data=True)
-            mean.mul_(self._factor(norm))
-            good = (used == self.config.accumulate) & norm.isfinite()
-        if bool(good):  # the one number of an update that the host waits for
-            self.rule.step(rate, mean)
-            self.average.lerp_(self.owned, 1 - self.config.average_decay)
-            self.reducer.all_gather(self.owned, self.weights)
-        else:
-            rate = 0.0
-        self.total.zero_()
-        self._prepare(0)
+        self.rate.fill_(learning_rate(self.config, step))
+        taken = self.update()
         if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
             check_replicas(self.weights, self.layout, self.mesh.world, f"after step {step + 1}")
-        return rate
+        return taken
+
+    def update(self) -> Tensor:
+        """Take a step at the rate that lies in `rate`; return that rate, or 0 where nothing was changed.
+
+        Nothing here depends on a number of the host, so that a graph of the device can hold it.
+        """
+        used = self.reducer.used(self.used)  # summed over all ranks
+        gradient, scale = self.reducer.mean(self.total, used / self.mesh.data.size)
+        good = used > 0
+        if self.config.clip == "step":
+            scale = scale * self._unscale
+            norm = self.reducer.norm(gradient, data=True) * scale
+            scale = scale * self._factor(norm)
+            good = (used == self.config.accumulate) & norm.isfinite()
+        self.rule.take(Change(gradient, scale, good, self.rate), self.average)
+        self.reducer.all_gather(self.owned, self.weights)
+        if self.loss_scale is not None:
+            self.loss_scale.update(self.reducer.sum_over_data(self.overflows) > 0)
+        self.total.zero_()
+        self._prepare(0)
+        return torch.where(good, self.rate, 0)
 
     def _factor(self, norm: Tensor) -> Tensor:
         """Return the factor that brings a gradient of this norm within clip_norm, at most 1; float64."""
         return (self.config.clip_norm / norm.double().clamp(min=1e-12)).clamp(max=1.0)
+
+    @property
+    def _unscale(self) -> Tensor | float:
+        """What gradients are multiplied by to undo the loss scale, a power of two."""
+        return 1.0 if self.loss_scale is None else 1 / self.loss_scale.scale
+
+    def _overflowed(self, norm: Tensor, loss: Tensor | None) -> Tensor:
+        """Return whether the last example's gradient is not finite for its loss scale alone; on the device."""
+        if self.loss_scale is None:
+            return torch.zeros_like(norm, dtype=torch.bool)
+        finite = self.reducer.norm(norm.new_zeros(1), data=False, loss=loss).isfinite()  # of all ranks' parts
+        return self.loss_scale.overflowed(norm, finite)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -213,7 +249,7 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds: "weights.NAME", "average.NAME", "moment1.NAME", "moment2.NAME", "steps",
-        and what the reducer adds.
+        and what the loss scale and the reducer add.
 
         The moments are those of Adam, other rules keep others.  Tensors are whole, however they lie on the ranks: a
         checkpoint fits any number of them.  World rank 0 has all.
@@ -222,7 +258,8 @@ class Optimizer:
         for kind, shard in self._sharded().items():
             whole = self.reducer.all_gather(shard, torch.empty_like(self.weights)) if self.reducer.shards > 1 else shard
             named |= {f"{kind}.{name}": self.layout.view(whole, name) for name in self.layout.places}
-        return {**named, **self.rule.replicated, **self.reducer.state()}
+        scale = {} if self.loss_scale is None else self.loss_scale.state()
+        return {**named, **self.rule.replicated, **scale, **self.reducer.state()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Bring back a `state`, exact to the bit on as many ranks as it was saved on.
@@ -240,6 +277,8 @@ class Optimizer:
                 self.weights.copy_(whole)
         for name, tensor in self.rule.replicated.items():
             tensor.copy_(state[name])
+        if self.loss_scale is not None:
+            self.loss_scale.restore(state)
         self._prepare(0)
         check_replicas(self.weights, self.layout, self.mesh.world, "after reading a checkpoint")
 

@@ -1,16 +1,18 @@
 """Update rules on flat buffers: from the mean gradient to the weights.
 
-A new rule is a subclass of `Rule` with its name in `RULES`.  `optim.name` then finds it, checkpoints hold its state,
-and tests/engine/test_rules.py runs it against its definition once that is written there.
+A new rule is a subclass of `PlainRule` with its name in `RULES`.  `optim.name` then finds it, checkpoints hold its
+state, and tests/engine/test_rules.py runs it against its definition once that is written there.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from warpfold.ops.adam import adam_step
 from warpfold.parallel.buckets import ALIGN, Segment
 
 if TYPE_CHECKING:
@@ -61,6 +63,20 @@ class Shard:
         return padded[self._owners].repeat_interleave(self._lengths, output_size=self._rows)[:, None]
 
 
+@dataclass(frozen=True)
+class Change:
+    """A step that a rule is to take.  Numbers are tensors on the device, which the host does not wait for.
+
+    gradient: this rank's shard, which the rule may write over; times `scale` it is the mean.  used: whether to take the
+    step at all: where not, nothing changes, whatever the gradient holds.
+    """
+
+    gradient: Tensor
+    scale: Tensor
+    used: Tensor
+    rate: Tensor
+
+
 class Rule(ABC):
     """One way to change the weights by a gradient.
 
@@ -81,34 +97,45 @@ class Rule(ABC):
         self.replicated = {"steps": self.steps}
 
     @abstractmethod
-    def step(self, rate: float, gradient: Tensor) -> None:
-        """Change the shard's weights in place; gradient: the mean, this rank's shard of it."""
+    def take(self, change: Change, average: Tensor, packed: Tensor | None = None) -> None:
+        """Change the shard's weights in place, their moving average, and their packed copy in another dtype."""
+
+
+class PlainRule(Rule):
+    """A rule that is written in plain torch, as `step`, and undone where the step is not used."""
+
+    def take(self, change: Change, average: Tensor, packed: Tensor | None = None) -> None:
+        weights = self.shard.weights
+        changing = [weights, *self.moments.values(), *self.replicated.values()]
+        before = [tensor.clone() for tensor in changing]
+        self.steps += 1
+        self.step(change.rate, torch.where(change.used, change.gradient.mul_(change.scale), 0))
+        for tensor, old in zip(changing, before):
+            tensor.copy_(torch.where(change.used, tensor, old))
+        average.copy_(torch.where(change.used, average.lerp(weights, 1 - self.config.average_decay), average))
+        if packed is not None:
+            packed.copy_(weights)
+
+    @abstractmethod
+    def step(self, rate: Tensor, gradient: Tensor) -> None:
+        """Change the shard's weights in place; gradient: the mean, this rank's shard of it; `steps` counts this one."""
 
 
 class Adam(Rule):
-    """Adam (Kingma and Ba 2015, algorithm 1), torch's fused kernel: one pass over the buffers."""
+    """Adam (Kingma and Ba 2015, algorithm 1): one operation, one pass over the buffers."""
 
     kept = ("moment1", "moment2")
     decays_weights = False
 
-    def __init__(self, config: "OptimConfig", shard: Shard) -> None:
-        super().__init__(config, shard)
-        self._weights = shard.weights.detach()  # the same memory, but a grad of its own
-        self._adam = torch.optim.Adam([self._weights], betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-        # Torch would make its state at the first step; ours are the tensors that checkpoints read and write.
-        self._adam.state[self._weights] = {
-            "step": self.steps,
-            "exp_avg": self.moments["moment1"],
-            "exp_avg_sq": self.moments["moment2"],
-        }
-
-    def step(self, rate: float, gradient: Tensor) -> None:
-        self._adam.param_groups[0]["lr"] = rate
-        self._weights.grad = gradient
-        self._adam.step()
+    def take(self, change: Change, average: Tensor, packed: Tensor | None = None) -> None:
+        c, m, v = self.config, self.moments["moment1"], self.moments["moment2"]
+        self.steps += change.used
+        numbers = change.used, change.scale, change.rate, self.steps
+        factors = c.beta1, c.beta2, c.eps, c.average_decay
+        adam_step(self.shard.weights, change.gradient, m, v, average, packed, *numbers, *factors)
 
 
-class Lamb(Rule):
+class Lamb(PlainRule):
     """LAMB (You et al. 2020, algorithm 2): Adam's step, scaled in each parameter to the norm of its weights.
 
     The scaling function of norms is the identity; a parameter that is zero, or whose step is, is not scaled.
@@ -116,11 +143,10 @@ class Lamb(Rule):
 
     kept = ("moment1", "moment2")
 
-    def step(self, rate: float, gradient: Tensor) -> None:
+    def step(self, rate: Tensor, gradient: Tensor) -> None:
         """Update the moments; subtract their unbiased ratio plus weight decay, scaled."""
         c, weights = self.config, self.shard.weights
         m, v = self.moments["moment1"], self.moments["moment2"]
-        self.steps += 1
         m.lerp_(gradient, 1 - c.beta1)
         v.mul_(c.beta2).addcmul_(gradient, gradient, value=1 - c.beta2)
         steps = self.steps.double()  # stays on the device: reading it would make the host wait
@@ -131,7 +157,7 @@ class Lamb(Rule):
         weights.view(-1, ALIGN).sub_(update.view(-1, ALIGN).mul_(rate * self.shard.per_row(trust)))
 
 
-class Lars(Rule):
+class Lars(PlainRule):
     """LARS (You et al. 2017, algorithm 1): momentum SGD whose rate in each parameter is trust |w| / (|g| + decay |w|).
 
     A parameter that is zero, or has no gradient, keeps the global rate.  The momentum is beta1.
@@ -139,9 +165,8 @@ class Lars(Rule):
 
     kept = ("moment1",)
 
-    def step(self, rate: float, gradient: Tensor) -> None:
+    def step(self, rate: Tensor, gradient: Tensor) -> None:
         c, weights = self.config, self.shard.weights
-        self.steps += 1
         have, slope = self.shard.norms(weights), self.shard.norms(gradient)
         local = torch.where((have > 0) & (slope > 0), c.trust * have / (slope + c.weight_decay * have), 1)
         update = gradient.add(weights, alpha=c.weight_decay).view(-1, ALIGN).mul_(rate * self.shard.per_row(local))

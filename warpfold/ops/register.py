@@ -15,13 +15,14 @@ calls the first where it can and the definition elsewhere.  `ops/cpu/gate.py` an
 module of the definition, hold functions `gate` and `gate_backward` that compute them.  torch knows the rest from here:
 the schema from the definition's type hints, the shapes and strides of the results (fake tensors, torch.compile), and
 the gradient.  torch.compile, `opcheck` and selective checkpointing see one opaque operation per call, forward and
-backward.  A second derivative is an error: the definition has it.
+backward.  A second derivative is an error: the definition has it.  An operation that changes its operands in place
+(`mutates`) returns nothing, and has no gradient.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, get_type_hints
+from typing import Any, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from warpfold.ops.dispatch import Op, unsupported_device
 from warpfold.ops.shapes import Shapes, Sizes
 
 P = ParamSpec("P")
+R = TypeVar("R")
 Registered = Callable[..., Any]  # an operation of torch.ops.warpfold
 
 
@@ -47,6 +49,7 @@ class register:
 
     shapes: of all operands of the registered operation, of its results and of `grad`, as ops/shapes.py reads them.
     empty: of the definition's arguments, allocates the results; they must have the strides that the kernels return.
+    mutates: the operands that are changed in place, by an operation that has no results.
     results: the names of the results, of which the caller gets the first; the others are kept for the backward pass.
     keeps: what the backward operation is given beside `grad`: operands and results by their names, tensors first; then
         `NAME_wanted`, whether the gradient of NAME is wanted at all.
@@ -64,7 +67,8 @@ class register:
     """
 
     shapes: str
-    empty: Callable[..., Tensor | tuple[Tensor, ...]]
+    empty: Callable[..., Tensor | tuple[Tensor, ...] | None] = lambda *_: None
+    mutates: str = ""
     results: str = "out"
     keeps: str = ""
     gradients: str = ""
@@ -78,10 +82,10 @@ class register:
     unsupported_reason: Callable[..., str | None] | None = None
     prefer_definition: Callable[..., bool] | None = None
 
-    def __call__(self, definition: Callable[P, Tensor]) -> Op[P, Tensor]:
+    def __call__(self, definition: Callable[P, R]) -> Op[P, R]:
         """Register the operation of a definition, and the backward one, and return the `Op`."""
         name, module = definition.__name__, definition.__module__.rpartition(".")[2]
-        results, gradients = self.results.split(), self.gradients.split()
+        results, gradients = [] if self.mutates else self.results.split(), self.gradients.split()
         types = {**get_type_hints(definition), **dict.fromkeys((*results, "grad"), Tensor)}
         operands = self._operands(list(inspect.signature(definition).parameters), types)
         op = self._define(name, module, operands, len(results), self.empty)
@@ -117,9 +121,9 @@ class register:
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(operand, kind, annotation=hint) for operand, hint in operands.items()],
-            return_annotation=Tensor if returns == 1 else tuple[(Tensor,) * returns],  # type: ignore[misc]
+            return_annotation=(None, Tensor)[returns] if returns < 2 else tuple[(Tensor,) * returns],  # type: ignore[misc]
         )
-        op = torch.library.custom_op(qualified, run, mutates_args=())
+        op = torch.library.custom_op(qualified, run, mutates_args=self.mutates.split())
         more = list(self.expand.types)[1:] if self.expand is not None else []
 
         @op.register_fake
@@ -158,7 +162,7 @@ class register:
 
         return save, differentiate
 
-    def _caller(self, op: Registered, parameters: list[str]) -> Callable[..., Tensor]:
+    def _caller(self, op: Registered, parameters: list[str]) -> Callable[..., Any]:
         """Return a function of the definition's arguments that calls the registered operation for its first result."""
         first = op if " " not in self.results else lambda *args: op(*args)[0]
         if self.expand is None:
@@ -167,7 +171,7 @@ class register:
         at = parameters.index(name)
         return lambda *args: first(*args[:at], *split(args[at], args[0]), *args[at + 1 :])
 
-    def _choosing(self, definition: Callable[P, Tensor], registered: Registered) -> Op[P, Tensor]:
+    def _choosing(self, definition: Callable[P, R], registered: Registered) -> Op[P, R]:
         """Return the `Op` of a definition, whose fast way is the registered operation."""
         parameters, complete = _parameters(definition)
         shapes, call = Shapes(self.caller_shapes or self.shapes, parameters), self._caller(registered, parameters)
@@ -177,7 +181,7 @@ class register:
         count, all_have_shapes = len(parameters), shapes.positions == list(range(len(parameters)))
         differ = f"{', '.join(same[:-1])} and {''.join(same[-1:])} differ in dtype"
 
-        def fast(*args: Any, **kwargs: Any) -> Tensor:
+        def fast(*args: Any, **kwargs: Any) -> Any:
             args = complete(args, kwargs)
             return call(*args) if adapter is None else adapter(call, *args)
 

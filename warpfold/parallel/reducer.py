@@ -196,26 +196,27 @@ class Reducer:
         work.wait()
         return number[0]
 
-    def mean(self, total: Tensor, examples: Tensor) -> Tensor:
-        """Return this rank's shard of the mean over the data ranks and over the `examples` of each.
+    def mean(self, total: Tensor, examples: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a vector and a factor, float64: this rank's shard of the mean over the data ranks and the `examples`
+        of each is their product, which the update makes on its way.
 
         total: this rank's sum over its examples, in the shard of its model rank; it is overwritten.
         examples: the mean of the ranks' numbers of examples; where it is 0, so is the result.
         """
         if self.compressor is not None and not examples:  # the host waits for this number
-            return total  # 0; what the compressor carries over stays for the next step
-        examples = torch.where(examples == 0, 1, examples.double())
+            return total, examples.double()  # 0; what the compressor carries over stays for the next step
+        factor = 1 / torch.where(examples == 0, 1, examples.double())
         if self.mesh.data.size == 1:
-            return total.div_(examples)
+            return total, factor
         if self.compressor is not None:
-            return self.compressor.mean(total.div_(examples))
+            return self.compressor.mean(total.mul_(factor)), torch.ones_like(factor)
         exchanges = self._in_flight or [self.exchange.reduce_scatter(total[p]) for p in self.pieces]
-        owned = [piece.div_(examples * self.mesh.data.size) for piece in finish(exchanges)]
+        owned, factor = finish(exchanges), factor / self.mesh.data.size
         self._in_flight, self._clip_factors, self._clip_work = [], None, Work(None, "")
         if self.config.shard_state:
-            return torch.cat(owned[::-1])
+            return torch.cat(owned[::-1]), factor
         finish([self.exchange.all_gather(piece, total[where]) for piece, where in zip(owned, self.pieces)])
-        return total
+        return total, factor
 
     # Shards
 
@@ -277,6 +278,12 @@ class Reducer:
         if self.mesh.model.size > 1:
             self.model_wire.all_reduce(x).wait()
         if data and self.sharded:
+            self.data_wire.all_reduce(x).wait()
+        return x
+
+    def sum_over_data(self, x: Tensor) -> Tensor:
+        """Add up x, a few numbers, over the data ranks.  Changes x."""
+        if self.mesh.data.size > 1:
             self.data_wire.all_reduce(x).wait()
         return x
 

@@ -20,7 +20,14 @@ from warpfold.run.ledger import Ledger
 from warpfold.run.results import ExampleResult
 
 KEY = 64  # bytes of an example's name that fit into a message
-NUMBERS = ("length", "index", "loss", "norm", "lddt_ca")  # of an example, float64 each: whole numbers below 2**53
+NUMBERS = (
+    "length",
+    "index",
+    "loss",
+    "norm",
+    "lddt_ca",
+    "overflowed",
+)  # of an example, float64 each: whole numbers below 2**53
 
 
 def next_examples(examples: Loader, number: int, timer: StepTimer, team: Team) -> Iterator[Sample]:
@@ -123,6 +130,7 @@ def _unpack(row: np.ndarray, count: int, terms: tuple[str, ...]) -> Iterator[Exa
     width = len(NUMBERS) + len(terms)
     keys = row[count * width :].tobytes()
     for number, values in enumerate(row[: count * width].reshape(count, width).tolist()):
-        length, index, loss, norm, lddt_ca, *rest = values
+        length, index, loss, norm, lddt_ca, overflowed, *rest = values
         key = keys[number * KEY : (number + 1) * KEY].rstrip(b"\0").decode()
-        yield ExampleResult(key, int(length), loss, norm, lddt_ca, dict(zip(terms, rest)), int(index))
+        found = key, int(length), loss, norm, lddt_ca, dict(zip(terms, rest)), int(index)
+        yield ExampleResult(*found, overflowed=bool(overflowed))

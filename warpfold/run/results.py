@@ -13,6 +13,7 @@ from torch import Tensor
 from warpfold.batch import Batch
 from warpfold.data.load.loader import Sample
 from warpfold.engine.loop import Row, StepTimer, Watcher
+from warpfold.engine.optim import OptimConfig, learning_rate
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model.alphafold import Output
@@ -34,9 +35,16 @@ class ExampleResult:
     lddt_ca: float
     terms: dict[str, float]
     index: int = 0  # its number among the run's examples
+    overflowed: bool = False  # its gradient was too large for the loss scale of fp16, which is halved for it
 
     @property
     def finite(self) -> bool:
+        """Whether nothing is wrong with it; that its gradient overflowed is not its fault."""
+        return math.isfinite(self.loss) and (math.isfinite(self.norm) or self.overflowed)
+
+    @property
+    def used(self) -> bool:
+        """Whether its gradient is part of the step's."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
@@ -48,17 +56,31 @@ class DeviceResult:
     losses: dict[str, Tensor]  # "", the whole, and its terms
     norm: Tensor
     lddt_ca: Tensor
+    overflowed: Tensor  # bool
 
 
 def read_results(results: Sequence[DeviceResult]) -> list[ExampleResult]:
     """Return the results of a step's examples as plain numbers: one copy from the device, which the host waits for."""
-    numbers = [torch.stack([*one.losses.values(), one.norm.double(), one.lddt_ca]) for one in results]
+    numbers = [
+        torch.stack([*one.losses.values(), one.norm.double(), one.lddt_ca, one.overflowed.double()]) for one in results
+    ]
     found = []
-    for one, (*losses, norm, lddt) in zip(results, torch.stack(numbers).tolist()):
+    for one, (*losses, norm, lddt, overflowed) in zip(results, torch.stack(numbers).tolist()):
         terms = dict(zip(one.losses, losses))
         loss, length = terms.pop(""), len(one.example.features["aatype"])
-        found.append(ExampleResult(one.example.name, length, loss, norm, lddt, terms, one.example.index))
+        where = one.example.name, length, loss, norm, lddt, terms, one.example.index
+        found.append(ExampleResult(*where, bool(overflowed)))
     return found
+
+
+def rate_taken(config: OptimConfig, step: int, results: Sequence[ExampleResult]) -> float:
+    """Return the learning rate of a step, or 0 if it changed nothing; results: of the examples of all ranks.
+
+    What `Optimizer.step` returns, without waiting for the device: the mean over examples is finite if all of them are.
+    """
+    used = sum(example.used for example in results)
+    taken = used == len(results) if config.clip == "step" else used > 0
+    return learning_rate(config, step) if taken else 0.0
 
 
 @torch.no_grad()
@@ -93,12 +115,13 @@ def step_row(step: int, results: Sequence[ExampleResult], rate: float, recycles:
         "loss": _mean([example.loss for example in finite]),
         "lddt_ca": _mean([example.lddt_ca for example in finite]),
         "terms": {name: _mean([example.terms[name] for example in finite]) for name in names},
-        "grad_norm": _mean([example.norm for example in finite]),
+        "grad_norm": _mean([example.norm for example in finite if example.used]),
         "learning_rate": rate,
         "recycles": recycles,
         "examples": [example.key for example in results],
         "lengths": [example.length for example in results],
         "skipped": len(results) - len(finite),
+        "overflowed": sum(example.overflowed for example in results),
         "samples_per_second": len(results) / seconds,
         "waiting": waiting,
         "waiting_so_far": waiting_so_far,

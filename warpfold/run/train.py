@@ -48,6 +48,7 @@ from warpfold.run.results import (
     ExampleResult,
     SkippedExamples,
     ca_lddt,
+    rate_taken,
     read_results,
     step_row,
     validation_row,
@@ -87,7 +88,7 @@ def train(
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
     origin = fingerprint_origin(sources, init, team)
     model = Execution(config.plan, team.mesh).bind(initial_model(config, init, team).to(device))
-    optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.process.ranks_per_node)
+    optimizer = make_optimizer(model, config, team)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
         signals = stack.enter_context(StopSignals())
@@ -109,14 +110,15 @@ def train(
                 truth = with_truth(example.features, output.structure.final_atom37)  # of equal chains
                 loss, terms = total_loss(output, truth, config.loss, residues=model.residues)  # Supp. 1.9
                 sums = begin_sums({"": loss, **terms}, team)  # over the ranks that share the example
-                loss.backward()
+                optimizer.scaled(loss).backward()
                 norm = optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
-                on_device.append(DeviceResult(example, sums.wait(), norm, ca_lddt(output, truth)))
+                on_device.append(DeviceResult(example, sums.wait(), norm, ca_lddt(output, truth), optimizer.overflowed))
             results = read_results(on_device)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, on_device, results, step, recycles, team)
             end = begin_end_step(step + 1, results, timer, ledger, signals, team)  # travels while the optimizer works
-            rate, step = optimizer.step(step), step + 1  # the mean over the examples; Adam; the moving average
+            optimizer.step(step)  # the mean over the examples; Adam; the moving average
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks
+            step, rate = step + 1, rate_taken(config.optim, step, results)
             log(step_row(step, results, rate, recycles, timer))
             skipped.add(step, results)
             stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
@@ -191,6 +193,12 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
             load_state(model, load_model(init).state_dict(), str(init))
         model.load_state_dict(team.broadcast_tensors(model.state_dict(), "the first parameters"))
     return model.train()
+
+
+def make_optimizer(model: AlphaFold, config: RunConfig, team: Team) -> Optimizer:
+    """Return the optimizer of a run; in fp16 it scales losses."""
+    scaling = config.plan.precision == "fp16"
+    return Optimizer(model, config.optim, team.mesh, config.plan.sync, team.process.ranks_per_node, scaling)
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:

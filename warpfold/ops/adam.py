@@ -1,0 +1,65 @@
+"""adam_step: a step of Adam on flat buffers, in place and in one pass, with the moving average and the packed copy."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpfold.ops.dispatch import backend
+from warpfold.ops.register import register
+
+FLAT = ("weights", "gradient", "moment1", "moment2", "average")
+
+
+def _unsupported(weights: Tensor, *others: Any) -> str | None:
+    flat = (weights, *others[: len(FLAT)])  # and the packed copy
+    if any(t is not None and not t.is_contiguous() for t in flat):
+        return "its buffers are not contiguous"
+    if backend(weights) == "triton" and weights.dtype != torch.float32:
+        return "weights that are not in fp32"
+    return None
+
+
+@register(
+    shapes=(
+        "weights [n], gradient [n], moment1 [n], moment2 [n], average [n], packed [n], "
+        "used [], scale [], rate [], steps []"
+    ),
+    mutates="weights gradient moment1 moment2 average packed",
+    same_dtype=" ".join(FLAT),
+    unsupported_reason=_unsupported,
+)
+def adam_step(
+    weights: Tensor,
+    gradient: Tensor,
+    moment1: Tensor,
+    moment2: Tensor,
+    average: Tensor,
+    packed: Tensor | None,
+    used: Tensor,
+    scale: Tensor,
+    rate: Tensor,
+    steps: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> None:
+    """Take a step of Adam (Kingma and Ba 2015, algorithm 1) with the gradient times `scale`, in place.
+
+    All flat, [n]: weights, gradient (lost: a fast way may write over it), both moments; average: the moving average of
+    the weights, which keeps `decay` of itself; packed: a copy of the weights in any float dtype, or None.  Numbers on
+    the device, []: used: bool; where False nothing changes, whatever the gradient holds; scale and rate: float64;
+    steps: float32, how many there are with this one.
+    """
+    g = gradient * scale
+    m = moment1.lerp(g, 1 - beta1)
+    v = beta2 * moment2 + (1 - beta2) * g.square()
+    time = steps.double()
+    unbiased1, unbiased2 = m / (1 - beta1**time), v / (1 - beta2**time)
+    w = weights - rate * unbiased1 / (unbiased2.sqrt() + eps)
+    new = [(weights, w), (moment1, m), (moment2, v), (average, average.lerp(w, 1 - decay))]
+    if packed is not None:
+        new.append((packed, w.to(packed.dtype)))
+    for tensor, value in new:
+        tensor.copy_(torch.where(used, value, tensor))

@@ -1,0 +1,105 @@
+"""A step of Adam on a GPU: every number of the flat buffers is read once and written once.
+
+With a packed copy in 16 bits a parameter moves 38 bytes: of gradient 4 read, of weights, both moments and average 8
+each, of the copy 2 written.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from warpfold.ops.triton.launch import configs, register
+
+
+@triton.jit
+def _adam_step(
+    weights: tl.tensor,
+    gradient: tl.tensor,
+    moment1: tl.tensor,
+    moment2: tl.tensor,
+    average: tl.tensor,
+    packed: tl.tensor,
+    used: tl.tensor,
+    scale: tl.tensor,
+    rate: tl.tensor,
+    steps: tl.tensor,
+    keep1: tl.tensor,
+    take1: tl.tensor,
+    keep2: tl.tensor,
+    take2: tl.tensor,
+    log1: tl.tensor,
+    log2: tl.tensor,
+    eps: tl.tensor,
+    take: tl.tensor,
+    numbers: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Take the step for BLOCK numbers; keep, take and log: beta, 1 - beta and log(beta) of each moment."""
+    if tl.load(used) != 0:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        there = i < numbers
+        time = tl.load(steps).to(tl.float64)
+        # In fp64: 1 - beta^t keeps few digits of fp32 where beta is near 1.
+        unbias1 = (1 - tl.exp(time * log1)).to(tl.float32)
+        unbias2 = (1 - tl.exp(time * log2)).to(tl.float32)
+        g = tl.load(gradient + i, mask=there, other=0) * tl.load(scale).to(tl.float32)
+        m = tl.load(moment1 + i, mask=there, other=0) * keep1 + g * take1
+        v = tl.load(moment2 + i, mask=there, other=0) * keep2 + g * g * take2
+        root = tl.sqrt_rn(tl.div_rn(v, unbias2)) + eps
+        step = tl.div_rn(tl.load(rate).to(tl.float32) * tl.div_rn(m, unbias1), root)
+        w = tl.load(weights + i, mask=there, other=0) - step
+        a = tl.load(average + i, mask=there, other=0)
+        tl.store(moment1 + i, m, mask=there)
+        tl.store(moment2 + i, v, mask=there)
+        tl.store(weights + i, w, mask=there)
+        tl.store(average + i, a + (w - a) * take, mask=there)
+        if packed is not None:
+            tl.store(packed + i, w.to(packed.dtype.element_ty), mask=there)
+
+
+# One launch: every program streams, and tuning has no place for an operation that changes what it is given.
+ADAM = register("adam_step", _adam_step, configs("BLOCK", (1024, 4, 1)))
+
+
+def adam_step(
+    weights: Tensor,
+    gradient: Tensor,
+    moment1: Tensor,
+    moment2: Tensor,
+    average: Tensor,
+    packed: Tensor | None,
+    used: Tensor,
+    scale: Tensor,
+    rate: Tensor,
+    steps: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> None:
+    """Compute warpfold::adam_step."""
+    kernel = ADAM.tiled((weights.numel(),), weights)
+    kernel.run(
+        (triton.cdiv(weights.numel(), kernel["BLOCK"]),),
+        weights=weights,
+        gradient=gradient,
+        moment1=moment1,
+        moment2=moment2,
+        average=average,
+        packed=packed,
+        used=used,
+        scale=scale,
+        rate=rate,
+        steps=steps,
+        keep1=beta1,
+        take1=1 - beta1,
+        keep2=beta2,
+        take2=1 - beta2,
+        log1=math.log(beta1) if beta1 else -math.inf,
+        log2=math.log(beta2) if beta2 else -math.inf,
+        eps=eps,
+        take=1 - decay,
+        numbers=weights.numel(),
+    )
