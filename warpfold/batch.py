@@ -125,3 +125,13 @@ def at_pass(batch: Mapping[str, Tensor], index: int, names: Iterable[str] | None
             x = x.select(axis, 0 if x.shape[axis] == 1 else index)
         picked[name] = x
     return picked
+
+
+def passes(batch: Mapping[str, Tensor], start: int, count: int) -> Batch:
+    """Return the batch with `count` passes of each per-pass feature, from `start` on; one that serves all stays."""
+
+    def of(name: str, x: Tensor) -> Tensor:
+        axis = -len(FEATURES[name].axes)
+        return x.narrow(axis, start, count) if FEATURES[name].per_pass and x.shape[axis] > 1 else x
+
+    return {name: of(name, x) for name, x in batch.items()}

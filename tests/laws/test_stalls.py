@@ -38,7 +38,7 @@ def by_file(found: list[str]) -> dict[str, int]:
 PLANS = {
     "chunks, bf16, lamb": (Plan(chunk=5, precision="bf16"), OptimConfig(name="lamb")),
     "adam": (Plan(), OptimConfig(clip="step")),
-    "recomputed, lars": (Plan(recompute=True), OptimConfig(name="lars", clip="step")),
+    "recomputed, lars": (Plan(recompute="block"), OptimConfig(name="lars", clip="step")),
 }
 
 

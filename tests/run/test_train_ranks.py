@@ -104,7 +104,7 @@ def assert_alike(out: Path, alone: Path, kinds: tuple[str, ...] = ("step", "vali
 PLANS = [
     pytest.param("middle", Plan(data=2), id="data"),
     pytest.param("middle", Plan(axial=2, chunk=3), id="axial"),
-    pytest.param("first", Plan(branch=2, recompute=True), id="branch"),
+    pytest.param("first", Plan(branch=2, recompute="block"), id="branch"),
     pytest.param("first", Plan(data=2, branch=2), id="data-branch"),
     pytest.param("middle", Plan(data=2, axial=2), id="data-axial"),
 ]
