@@ -348,7 +348,9 @@ def test_five_steps_move_the_weights(outer: str) -> None:
 # Rounding
 
 
-@pytest.mark.parametrize(("work", "plan"), [case(AF2, axial=3, recompute="block"), case(LAST, axial=2, branch=2, chunk=2)])
+@pytest.mark.parametrize(
+    ("work", "plan"), [case(AF2, axial=3, recompute="block"), case(LAST, axial=2, branch=2, chunk=2)]
+)
 def test_in_bf16_a_plan_is_as_near_to_the_truth_as_one_device(work: Work, plan: Plan) -> None:
     def rounded(plan: Plan, mesh: Mesh) -> dict[str, float]:
         return errors(answer(work, replace(plan, precision="bf16"), mesh), on_one_device(work, 1)[0], mesh)

@@ -25,7 +25,6 @@ from warpfold.engine.loop import Log, Row, StepTimer, StopSignals, Watcher, tens
 from warpfold.engine.optim import Optimizer
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.losses import total_loss
 from warpfold.model.permutation import with_truth
 from warpfold.model.weights import load_model, load_state, save_params
 from warpfold.ops.dispatch import refusals
@@ -42,7 +41,8 @@ from warpfold.run.examples import (
     load,
     open_ledger,
 )
-from warpfold.run.ranks import begin_end_step, begin_sums, end_step, next_examples, stop_requested
+from warpfold.run.learn import Learner, in_batches
+from warpfold.run.ranks import begin_end_step, end_step, next_examples, stop_requested
 from warpfold.run.results import (
     DeviceResult,
     ExampleResult,
@@ -66,6 +66,7 @@ class Summary:
     quarantined: tuple[str, ...] = ()  # entries that could not be used; quarantine.jsonl has the reasons
     signal: int = 0  # the one that stopped it; 0: none
     refused: Mapping[str, int] = field(default_factory=dict)  # why fast operations were not used, and how often
+    unrecorded: Mapping[str, int] = field(default_factory=dict)  # and why graphs were not (`plan.graph`)
 
 
 def train(
@@ -87,8 +88,10 @@ def train(
     """
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
     origin = fingerprint_origin(sources, init, team)
-    model = Execution(config.plan, team.mesh).bind(initial_model(config, init, team).to(device))
+    execution = Execution(config.plan, team.mesh)
+    model = execution.bind(initial_model(config, init, team).to(device))
     optimizer = make_optimizer(model, config, team)
+    learner = Learner(model, optimizer, config.loss, config.train.seed, team)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
         signals = stack.enter_context(StopSignals())
@@ -103,20 +106,16 @@ def train(
             log(validate(model, optimizer, held_out, config, step, team))  # a kill came after the save and before this
         stop = stop_requested(signals, team)
         while step < config.train.steps and not stop:
-            recycles, on_device = draw_recycles(config, step), []  # the same on every rank
-            for example in next_examples(examples, optimizer.share, timer, team):
-                model.noise.seed(config.train.seed, example.index)  # of dropout
-                output = model(example.features, recycles)  # Algorithms 2 and 30 to 32
-                truth = with_truth(example.features, output.structure.final_atom37)  # of equal chains
-                loss, terms = total_loss(output, truth, config.loss, residues=model.residues)  # Supp. 1.9
-                sums = begin_sums({"": loss, **terms}, team)  # over the ranks that share the example
-                optimizer.scaled(loss).backward()
-                norm = optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
-                on_device.append(DeviceResult(example, sums.wait(), norm, ca_lddt(output, truth), optimizer.overflowed))
+            recycles = draw_recycles(config, step)  # the same on every rank
+            on_device: list[DeviceResult] = []
+            for batch in in_batches(next_examples(examples, optimizer.share, timer, team), config.plan.batch):
+                on_device += learner.learn(
+                    batch, recycles
+                )  # forward, losses, backward, clipped and added (run/learn.py)
             results = read_results(on_device)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, on_device, results, step, recycles, team)
             end = begin_end_step(step + 1, results, timer, ledger, signals, team)  # travels while the optimizer works
-            optimizer.step(step)  # the mean over the examples; Adam; the moving average
+            learner.step(step)  # the mean over the examples; Adam; the moving average
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks
             step, rate = step + 1, rate_taken(config.optim, step, results)
             log(step_row(step, results, rate, recycles, timer))
@@ -128,6 +127,7 @@ def train(
                 log(validate(model, optimizer, held_out, config, step, team))
     finished, lddt_ca = step >= config.train.steps, log.validation["lddt_ca"] if log.validation else None
     ended: dict[str, Any] = {"quarantined": tuple(ledger.quarantined), "signal": stop, "refused": refusals(before)}
+    ended["unrecorded"] = execution.graphs.refused
     return Summary(steps=step, finished=finished, lddt_ca=lddt_ca, params=run.params, **ended)
 
 
@@ -197,8 +197,9 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
 
 def make_optimizer(model: AlphaFold, config: RunConfig, team: Team) -> Optimizer:
     """Return the optimizer of a run; in fp16 it scales losses."""
-    scaling = config.plan.precision == "fp16"
-    return Optimizer(model, config.optim, team.mesh, config.plan.sync, team.process.ranks_per_node, scaling)
+    plan = config.plan
+    ranks, scaling = team.process.ranks_per_node, plan.precision == "fp16"
+    return Optimizer(model, config.optim, team.mesh, plan.sync, ranks, scaling, plan.batch)
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:
@@ -304,7 +305,7 @@ def validate(
     Of complexes also that of the pairs between chains.  The examples are dealt out to the ranks; each folds its own.
     """
     passes = (config.model.recycles + 1) * config.model.ensemble
-    device = optimizer.weights.device
+    device, own = optimizer.weights.device, model.execution
     found = {}
     model.eval()
     with optimizer.averaged():
@@ -317,6 +318,7 @@ def validate(
             output = model(batch)
             truth = with_truth(batch, output.structure.final_atom37)
             found[key] = [float(ca_lddt(output, truth, between)) for between in (False, True)]
-    Execution(config.plan, team.mesh).bind(model).train()
+    assert isinstance(own, Execution)
+    own.bind(model).train()  # it has graphs
     every = {key: scores for part in team.all_gather_object(found, "validation") for key, scores in part.items()}
     return validation_row(step, *({key: every[key][which] for _, key in held_out} for which in (0, 1)))
