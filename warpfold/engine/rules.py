@@ -130,7 +130,7 @@ class Adam(Rule):
     def take(self, change: Change, average: Tensor, packed: Tensor | None = None) -> None:
         c, m, v = self.config, self.moments["moment1"], self.moments["moment2"]
         self.steps += change.used
-        numbers = change.used, change.scale, change.rate, self.steps
+        numbers = change.used, change.scale.to(m.dtype), change.rate.to(m.dtype), self.steps
         factors = c.beta1, c.beta2, c.eps, c.average_decay
         adam_step(self.shard.weights, change.gradient, m, v, average, packed, *numbers, *factors)
 

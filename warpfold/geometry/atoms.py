@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from warpfold.geometry import residue
-from warpfold.geometry.rigid import Rigid
+from warpfold.geometry.rigid import Rigid, multiply
 from warpfold.ops.tensors import in_blocks
 
 N, CA, C, CB, O = (residue.ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O"))
@@ -49,6 +49,7 @@ class RenamedTruth:
 
 
 @functools.cache
+@torch.inference_mode(False)  # what is made in inference may serve training later
 def _table(name: str, device: torch.device) -> Tensor:
     return torch.from_numpy(getattr(residue, name)).to(device)
 
@@ -178,38 +179,33 @@ def torsions_to_frames(aatype: Tensor, backbone: Rigid, angles: Tensor) -> Rigid
 
     backbone [*, N] in angstrom; angles [*, N, 7, 2], unit vectors (sin, cos), each of which turns its group about x
     (Algorithm 25, makeRotX).  A group that the residue type does not have gets a zero matrix and the origin of its
-    parent.
+    parent.  aatype may lack leading axes of the others.
     """
-    ideal = residue_rows("RIGID_GROUP_FRAMES", aatype).to(angles.dtype)
-    # The backbone is the first group and does not turn.  Turning about x mixes the second and third column.
-    still = torch.stack([torch.zeros_like(angles[..., :1, 0]), torch.ones_like(angles[..., :1, 1])], dim=-1)
-    sin, cos = torch.cat([still, angles], dim=-2)[..., None, :].unbind(-1)
-    x, y, z = ideal[..., :3, :3].unbind(-1)
-    local = Rigid(torch.stack([x, cos * y + sin * z, cos * z - sin * y], dim=-1), ideal[..., :3, 3])
+    # Motions are matrices [4, 4] here, so that composing two is one product.  The groups' are linear in (sin, cos).
+    still, turning = (residue_rows(name, aatype).to(angles.dtype) for name in ("GROUP_STILL", "GROUP_TURNING"))
+    backbones, rest = still.split((1, 7), -3)
+    local = rest + (angles[..., None, None] * turning).sum(-3)  # [*, N, 7, 4, 4]
 
     # The parent of chi2 to chi4 is the previous chi; that of all other groups is the backbone.
-    chis = [local[..., residue.CHI1]]
-    for k in range(1, 4):
-        chis.append(chis[-1].compose(local[..., residue.CHI1 + k]))
-    to_backbone = Rigid.cat([local[..., : residue.CHI1], Rigid.stack(chis, axis=-1)], axis=-1)
-    return backbone[..., None].compose(to_backbone)
+    first, *chis = local.split((residue.CHI1, 1, 1, 1), -3)  # the first of these end with chi1
+    to_backbone = [backbones.expand(*local.shape[:-3], 1, 4, 4), first]
+    for chi in chis:
+        to_backbone.append(multiply(to_backbone[-1][..., -1:, :, :], chi))
+    return Rigid.from_matrix(multiply(backbone.to_matrix()[..., None, :, :], torch.cat(to_backbone, -3)))
 
 
 def frames_to_atom14(aatype: Tensor, frames: Rigid) -> Tensor:
-    """Put ideal atoms into their groups' frames [*, N, 8] -> [*, N, 14, 3] angstrom, masked (Algorithm 24, line 11)."""
-    group = residue_rows("ATOM14_GROUP", aatype)
-    # A masked sum over the groups, not a gather, whose gradient would need atomic additions: this repeats bit for bit.
-    chosen = (group[..., None] == torch.arange(8, device=group.device)).to(frames.translation.dtype)
-    of_atom = Rigid(
-        (chosen[..., None, None] * frames.rotation[..., None, :, :, :]).sum(-3),
-        (chosen[..., None] * frames.translation[..., None, :, :]).sum(-2),
-    )
-    ideal = residue_rows("ATOM14_GROUP_POSITIONS", aatype).to(frames.translation.dtype)
-    mask = residue_rows("ATOM14_MASK", aatype).to(frames.translation.dtype)
-    return of_atom.apply(ideal) * mask[..., None]
+    """Put ideal atoms into their groups' frames [*, N, 8] -> [*, N, 14, 3] angstrom, masked (Algorithm 24, line 11).
+
+    aatype may lack leading axes of the frames.
+    """
+    # A sum over the groups, of which all but one count zero times, and not a gather, whose gradient would need atomic
+    # additions: this repeats bit for bit.
+    ideal = residue_rows("ATOM14_IN_GROUPS", aatype).to(frames.translation.dtype)  # [*, N, 14, 8 groups, x y z 1]
+    of_groups = frames.to_matrix().movedim(-2, -3).flatten(-2)  # [*, N, 3, 8 times 4]
+    return (of_groups[..., None, :, :] * ideal.flatten(-2)[..., None, :]).sum(-1)
 
 
-@torch.no_grad()
 @torch.no_grad()
 def rename_ground_truth(
     predicted: Tensor, positions: Tensor, mask: Tensor, alt_positions: Tensor, alt_mask: Tensor, ambiguous: Tensor

@@ -178,6 +178,31 @@ def _group_frames() -> FloatArray:
 RIGID_GROUP_FRAMES: FloatArray = _group_frames()
 
 
+
+def _turned_groups() -> tuple[FloatArray, FloatArray]:
+    """Return the frames of groups as sums, still + (sin, cos) turning, of a torsion's sine and cosine.
+
+    A turn about x mixes the second and third column; the backbone does not turn.
+    """
+    still, turning = RIGID_GROUP_FRAMES.copy(), np.zeros((21, 7, 2, 4, 4), np.float32)
+    y, z = still[:, 1:, :, 1].copy(), still[:, 1:, :, 2].copy()
+    still[:, 1:, :, 1:3] = 0.0
+    still[..., 3, 3] = 1.0  # also of a group that there is not: its origin is its parent's
+    turning[..., 0, :, 1], turning[..., 0, :, 2] = z, -y
+    turning[..., 1, :, 1], turning[..., 1, :, 2] = y, z
+    return still, turning
+
+
+GROUP_STILL: FloatArray  # [21, 8, 4, 4]
+GROUP_TURNING: FloatArray  # [21, 7, 2, 4, 4], of all groups but the backbone
+GROUP_STILL, GROUP_TURNING = _turned_groups()
+
+
+ATOM14_IN_GROUPS: FloatArray = np.zeros((21, 14, 8, 4), np.float32)  # x y z 1 of each atom, in its own group alone
+for _restype, _column, _ in _SLOTS:
+    ATOM14_IN_GROUPS[_restype, _column, ATOM14_GROUP[_restype, _column]] = [*ATOM14_GROUP_POSITIONS[_restype, _column], 1.0]
+
+
 # The peptide bond: its length and standard deviation, (before other residues, before proline), and the cosines of its
 # angles, (mean, standard deviation).
 C_N_LENGTH, C_N_LENGTH_STD = stereochemistry.C_N_LENGTH, stereochemistry.C_N_LENGTH_STD

@@ -7,12 +7,22 @@ a device may round a float32 matmul to TF32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+# Quaternions w x y z: component k of a b is the sum of PRODUCT[k, i, j] a_i b_j (Hamilton), and entry [x, y] of the
+# rotation of q, that is of v -> q v q*, the sum of ROTATION[x, y, i, j] q_i q_j.
+PRODUCT = np.zeros((4, 4, 4))
+for _k, _row in enumerate(("+00 -11 -22 -33", "+01 +10 +23 -32", "+02 -13 +20 +31", "+03 +12 -21 +30")):
+    for _sign, _i, _j in _row.split():
+        PRODUCT[_k, int(_i), int(_j)] = float(f"{_sign}1")
+ROTATION = np.einsum("xmj,j,miy->xyij", PRODUCT[1:], np.array([1.0, -1, -1, -1]), PRODUCT[:, :, 1:])
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,10 @@ class Rigid:
         """Return [*, 12]: the rotation row by row, then the translation (AF2's `rigidgroups_gt_frames`)."""
         return torch.cat([self.rotation.flatten(-2), self.translation], dim=-1)
 
+    def to_matrix(self) -> Tensor:
+        """Return [*, 3, 4]: the rotation, and the translation as the last column."""
+        return torch.cat([self.rotation, self.translation[..., None]], dim=-1)
+
     @staticmethod
     def identity(shape: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None) -> Rigid:
         """Return identities, in a collection of this shape."""
@@ -78,12 +92,20 @@ class Rigid:
     @staticmethod
     def from_quaternion7(affine: Tensor) -> Rigid:
         """Read [*, 7]: the unit quaternion w x y z, which is not normalised here, then the translation."""
-        return Rigid(quaternion_to_rotation(affine[..., :4]), affine[..., 4:])
+        quaternion, translation = affine.split((4, 3), -1)
+        return Rigid(quaternion_to_rotation(quaternion), translation)
 
     @staticmethod
     def from_flat12(flat: Tensor) -> Rigid:
         """Read [*, 12]: the rotation row by row, then the translation."""
-        return Rigid(flat[..., :9].unflatten(-1, (3, 3)), flat[..., 9:])
+        rotation, translation = flat.split((9, 3), -1)
+        return Rigid(rotation.unflatten(-1, (3, 3)), translation)
+
+    @staticmethod
+    def from_matrix(matrix: Tensor) -> Rigid:
+        """Read [*, 3, 4]: the rotation, and the translation as the last column."""
+        rotation, translation = matrix.split((3, 1), -1)
+        return Rigid(rotation, translation.squeeze(-1))
 
     @staticmethod
     def from_axes(x_axis: Tensor, xy_plane: Tensor, origin: Tensor) -> Rigid:
@@ -128,7 +150,7 @@ def rotate(rotation: Tensor, vectors: Tensor) -> Tensor:
 
 
 def multiply(first: Tensor, second: Tensor) -> Tensor:
-    """Multiply matrices: [*, 3, 3], [*, 3, 3] -> [*, 3, 3]."""
+    """Multiply small matrices: [*, a, b], [*, b, c] -> [*, a, c]."""
     return (first[..., :, :, None] * second[..., None, :, :]).sum(-2)
 
 
@@ -137,31 +159,27 @@ def normalize(vectors: Tensor, eps: float = 1e-8) -> Tensor:
     return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + eps)
 
 
+@functools.cache
+@torch.inference_mode(False)  # what is made in inference may serve training later
+def _coefficients(name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return PRODUCT or ROTATION as [results, 16], on a device: copied there once, for a copy waits for the device."""
+    return torch.from_numpy(globals()[name].reshape(-1, 16)).to(device, dtype)
+
+
+def _bilinear(name: str, first: Tensor, second: Tensor) -> Tensor:
+    """Return the sums over i and j of PRODUCT or ROTATION [results, i, j] times first_i second_j: [*, results]."""
+    products = (first[..., :, None] * second[..., None, :]).flatten(-2)
+    return (products[..., None, :] * _coefficients(name, products.dtype, products.device)).sum(-1)
+
+
 def quaternion_multiply(first: Tensor, second: Tensor) -> Tensor:
     """Multiply quaternions w x y z (the Hamilton product): [*, 4], [*, 4] -> [*, 4]."""
-    a, b, c, d = first.unbind(-1)
-    e, f, g, h = second.unbind(-1)
-    return torch.stack(
-        [
-            a * e - b * f - c * g - d * h,
-            a * f + b * e + c * h - d * g,
-            a * g - b * h + c * e + d * f,
-            a * h + b * g - c * f + d * e,
-        ],
-        dim=-1,
-    )
+    return _bilinear("PRODUCT", first, second)
 
 
 def quaternion_to_rotation(quaternion: Tensor) -> Tensor:
     """Convert [*, 4] w x y z to [*, 3, 3].  A quaternion of length l gives l^2 times its rotation."""
-    a, b, c, d = quaternion.unbind(-1)
-    aa, bb, cc, dd = a * a, b * b, c * c, d * d
-    rows = [
-        [aa + bb - cc - dd, 2 * (b * c - a * d), 2 * (b * d + a * c)],
-        [2 * (b * c + a * d), aa - bb + cc - dd, 2 * (c * d - a * b)],
-        [2 * (b * d - a * c), 2 * (c * d + a * b), aa - bb - cc + dd],
-    ]
-    return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
+    return _bilinear("ROTATION", quaternion, quaternion).unflatten(-1, (3, 3))
 
 
 def rotation_to_quaternion(rotation: Tensor) -> Tensor:
@@ -183,15 +201,16 @@ def rotation_to_quaternion(rotation: Tensor) -> Tensor:
     return torch.where(q[..., :1] < 0, -q, q)
 
 
-def update_affine(affine: Tensor, update: Tensor) -> Tensor:
+def update_affine(affine: Tensor, update: Tensor, rotation: Tensor | None = None) -> Tensor:
     """Compose backbone frames with an update (Algorithm 23): [*, 7], [*, 6] -> [*, 7].
 
     `update` is (b, c, d, translation) in the local frame.  The rotation is multiplied by that of the normalised
-    quaternion (1, b, c, d): q -> q + q (0, b, c, d), over its length.
+    quaternion (1, b, c, d): q -> q (1, b, c, d), over its length.  rotation [*, 3, 3]: that of `affine`, where it is
+    known.
     """
-    quaternion, translation = affine[..., :4], affine[..., 4:]
-    vector = torch.nn.functional.pad(update[..., :3], (1, 0))
-    turned = quaternion + quaternion_multiply(quaternion, vector)
+    (quaternion, translation), (vector, shift) = affine.split((4, 3), -1), update.split((3, 3), -1)
+    rotation = quaternion_to_rotation(quaternion) if rotation is None else rotation
+    turned = quaternion_multiply(quaternion, torch.nn.functional.pad(vector, (1, 0), value=1.0))
     turned = turned / torch.linalg.vector_norm(turned, dim=-1, keepdim=True)
-    moved = translation + rotate(quaternion_to_rotation(quaternion), update[..., 3:])
+    moved = translation + multiply(rotation, shift[..., None]).squeeze(-1)
     return torch.cat([turned, moved], dim=-1)

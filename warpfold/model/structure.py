@@ -6,12 +6,13 @@ Everything here computes in fp32 at least, whatever arrives.  Inside, translatio
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from warpfold.geometry.atoms import atom14_to_atom37, frames_to_atom14, torsions_to_frames
-from warpfold.geometry.rigid import Rigid, update_affine
+from warpfold.geometry.rigid import Rigid, multiply, update_affine
 from warpfold.model.execution import Executable
 from warpfold.model.layers import DrawsNoise, LayerNorm, Linear
 from warpfold.ops.noise import dropout
@@ -72,25 +73,27 @@ class StructureModule(nn.Module):
         """
         s_initial = self.single_layer_norm(upcast_half(s))
         z = self.pair_layer_norm(upcast_half(z))
-        mask = seq_mask.to(s_initial.dtype)
+        fold = self.fold_iteration
+        pairs = fold.invariant_point_attention.pairs(z, seq_mask.to(s_initial.dtype))
         s = self.initial_projection(s_initial)
         affine = torch.cat([s.new_ones(*s.shape[:-1], 1), s.new_zeros(*s.shape[:-1], 6)], dim=-1)
-        affines, angles = [], []
+        states, affines = [], []
         for layer in range(self.config.layers):
-            s, affine, unnormalized = self.fold_iteration(s, s_initial, z, affine, mask, layer)
+            s, affine = fold.move(s, pairs, affine, layer)
+            states.append(s)
             affines.append(affine)
-            angles.append(unnormalized)
             affine = torch.cat([affine[..., :4].detach(), affine[..., 4:]], dim=-1)
-        return self._atoms(s, torch.stack(affines), torch.stack(angles), aatype)
+        unnormalized = fold.rigid_sidechain(torch.stack(states), s_initial)  # no layer reads the angles of another
+        return self._atoms(s, torch.stack(affines), unnormalized, aatype)
 
     def _atoms(self, s: Tensor, affines: Tensor, unnormalized: Tensor, aatype: Tensor) -> StructureOutput:
         """Compute lines 11, 14 and 24 for all layers at once: torsions, frames of the rigid groups, atoms."""
-        traj = torch.cat([affines[..., :4], affines[..., 4:] * self.config.position_scale], dim=-1)
+        quaternions, translations = affines.split((4, 3), -1)
+        traj = torch.cat([quaternions, translations * self.config.position_scale], dim=-1)
         frames = Rigid.from_quaternion7(traj)
         angles = normalize_angles(unnormalized)
-        every = aatype.expand(len(traj), *aatype.shape)
-        sidechain_frames = torsions_to_frames(every, frames, angles)
-        atom14 = frames_to_atom14(every, sidechain_frames)
+        sidechain_frames = torsions_to_frames(aatype, frames, angles)
+        atom14 = frames_to_atom14(aatype, sidechain_frames)
         return StructureOutput(
             single=s,
             frames=frames,
@@ -131,13 +134,18 @@ class FoldIteration(DrawsNoise):
         s_initial [*, N, c_s] and z [*, N, N, c_z], normalised; affine: quaternion w x y z and translation in units of
         `position_scale`; mask [*, N]; the angles (sin, cos) are not normalised; `layer` picks the dropout noise.
         """
+        s, affine = self.move(s, self.invariant_point_attention.pairs(z, mask), affine, layer)
+        return s, affine, self.rigid_sidechain(s, s_initial)
+
+    def move(self, s: Tensor, pairs: "Pairs", affine: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the new s and affine; `pairs`: what the attention makes of z and the mask, once for all layers."""
         stream = self.stream + 2 * layer  # two streams for every layer
-        s = s + self.invariant_point_attention(s, z, Rigid.from_quaternion7(affine), mask)
+        frames = Rigid.from_quaternion7(affine)
+        s = s + self.invariant_point_attention.attend(s, pairs, frames)
         s = self.attention_layer_norm(dropout(s, self.rate, self.noise, stream, self.training))
         s = s + self._transition(s)
         s = self.transition_layer_norm(dropout(s, self.rate, self.noise, stream + 1, self.training))
-        affine = update_affine(affine, self.affine_update(s))
-        return s, affine, self.rigid_sidechain(s, s_initial)
+        return s, update_affine(affine, self.affine_update(s), frames.rotation)
 
     def _transition(self, s: Tensor) -> Tensor:
         *inner, last = self.transition
@@ -146,10 +154,27 @@ class FoldIteration(DrawsNoise):
         return last(s)
 
 
+class Pairs(NamedTuple):
+    """What the invariant point attention of every layer makes alike: of z, of the mask, and of its parameters."""
+
+    z: Tensor  # [*, I, N, c_z]
+    bias: Tensor  # [*, H, I, N] of the logits; far below 0 where a query must not see a residue
+    weight: Tensor  # [outputs, c] of all projections of s, and
+    linear_bias: Tensor  # [those that have one]
+    scale: Tensor  # [H, c_hidden + 3 qk_points + 1] of the queries' features
+    part: Tensor  # [*, N, 1] a residue's part in the centre of all
+
+
 class InvariantPointAttention(Executable):
     """Algorithm 22, InvariantPointAttention: attention by likeness, by pair and by distance in space.
 
     The result is the same under any rigid motion of all frames together.
+
+    A sum of squared distances of points is |q|^2 + |k|^2 - 2 q k, of vectors of all their coordinates.  The softmax
+    does not see |q|^2, so a query's logits are one product of features: [c q, 2 g points, -g] by [k, points, |points|^2].
+    Nothing is larger than [N, N, H] or z.  So that the squares stay small beside the distances, and fp32 exact enough,
+    points are taken from the centre of all residues: what is lost is some 1e-7 of the squared extent of the protein,
+    which at 100 angstrom makes 1e-5 in a logit.
     """
 
     def __init__(
@@ -170,44 +195,64 @@ class InvariantPointAttention(Executable):
 
         z: this rank's rows; only their queries are computed.
         """
-        k, v = self._heads(self.kv_scalar(s)).split(self.c_hidden, dim=-1)
-        kv_points = frames[..., None, None].apply(self._points(self.kv_point_local(s)))
-        k_points, v_points = kv_points.split([self.qk_points, self.v_points], dim=-2)
-        local_shard = self.residues.local_shard
-        at = Rigid(local_shard(frames.rotation, -3), local_shard(frames.translation, -2))[..., None, None]
-        a = self._attention(local_shard(s, -2), k, k_points, z, at, mask)
+        return self.attend(s, self.pairs(z, mask), frames)
 
-        o = torch.einsum("...hij,...jhc->...ihc", a, v)
-        o_points = at.invert_apply(torch.einsum("...hij,...jhpx->...ihpx", a, v_points))
-        o_lengths = torch.sqrt(o_points.square().sum(-1) + 1e-8)
-        o_pair = torch.einsum("...hij,...ijc->...ihc", a, z)
-        parts = [o, *o_points.unbind(-1), o_lengths, o_pair]
-        update = self.output_projection(torch.cat([part.flatten(-2) for part in parts], dim=-1))
-        return self.residues.all_gather(update, -2, s.shape[-2])
-
-    def _attention(self, s: Tensor, k: Tensor, k_points: Tensor, z: Tensor, at: Rigid, mask: Tensor) -> Tensor:
-        """Return the weights [*, H, I, N] of I queries (lines 1 to 7); k [*, N, H, c], k_points [*, N, H, P, 3]."""
-        q = self._heads(self.q_scalar(s))
-        scalar = torch.einsum("...ihc,...jhc->...hij", q, k) / math.sqrt(self.c_hidden)
-        pair = self.attention_2d(z).movedim(-1, -3)
-        q_points = at.apply(self._points(self.q_point_local(s)))
-        # The squared distances summed over points are those of one vector of all the points.  Not by a product of
-        # matrices: |q|^2 + |k|^2 - 2 q k cancels when the protein is large.
-        q_flat, k_flat = (x.flatten(-2).transpose(-3, -2) for x in (q_points, k_points))
-        distance = torch.cdist(q_flat, k_flat, compute_mode="donot_use_mm_for_euclid_dist")
-        gamma = nn.functional.softplus(self.trainable_point_weights.to(s.dtype))[:, None, None]
-        points = gamma * distance.square() * (0.5 * math.sqrt(2 / (9 * self.qk_points)))
+    def pairs(self, z: Tensor, mask: Tensor) -> Pairs:
+        """Return what all layers have in common, of z [*, N, N, c_z] (this rank's rows) and mask [*, N]."""
         # A masked residue may attend to all: its result is never read, and its softmax has something to normalise.
         hidden = self.residues.local_shard(mask, -1)[..., None, :, None] * (1 - mask[..., None, None, :])
-        return torch.softmax(math.sqrt(1 / 3) * (scalar + pair - points) - 1e5 * hidden, dim=-1)
+        third = math.sqrt(1 / 3)
+        bias = third * self.attention_2d(z).movedim(-1, -3) - 1e5 * hidden
+        linears = self.q_point_local, self.kv_point_local, self.q_scalar, self.kv_scalar
+        weight = torch.cat([linear.weight for linear in linears]).to(z.dtype)
+        linear_bias = torch.cat([linear.bias for linear in linears if linear.bias is not None]).to(z.dtype)
+        if self.q_scalar.bias is None:
+            linear_bias = nn.functional.pad(linear_bias, (0, len(weight) - len(linear_bias)))
+        gamma = nn.functional.softplus(self.trainable_point_weights.to(z.dtype))[:, None]
+        of_squares = third * 0.5 * math.sqrt(2 / (9 * self.qk_points)) * gamma
+        of_scalars = torch.full_like(gamma, third / math.sqrt(self.c_hidden)).expand(-1, self.c_hidden)
+        scale = torch.cat([of_scalars, (2 * of_squares).expand(-1, 3 * self.qk_points), -of_squares], -1)
+        part = (mask / mask.sum(-1, keepdim=True).clamp(min=1))[..., None]
+        return Pairs(z, bias.contiguous(), weight, linear_bias, scale, part)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """Split [*, N, H c] into heads: [*, N, H, c]."""
-        return x.unflatten(-1, (self.heads, -1))
+    def attend(self, s: Tensor, pairs: Pairs, frames: Rigid) -> Tensor:
+        """Return the update of s [*, N, c], given frames [*, N] and what all layers have in common."""
+        rank, h = self.residues.local_shard, self.heads
+        projected = nn.functional.linear(s, pairs.weight, pairs.linear_bias)
+        sizes = [3 * h * self.qk_points, 3 * h * (self.qk_points + self.v_points), h * self.c_hidden]
+        q_points, kv_points, q, kv = projected.split((*sizes, 2 * h * self.c_hidden), -1)
+        k, v = kv.unflatten(-1, (h, -1)).split(self.c_hidden, -1)
+        centre = (pairs.part * frames.translation.detach()).sum(-2, keepdim=True)  # no result depends on it
+        translation = (frames.translation - centre)[..., None]  # [*, N, 3, 1]
+        local = torch.cat([x.unflatten(-1, (3, -1)) for x in (q_points, kv_points)], -1)
+        points = multiply(frames.rotation, local) + translation  # [*, N, 3, all points]
+        q_points, kv_points = points.split((h * self.qk_points, h * (self.qk_points + self.v_points)), -1)
+        q_points, (k_points, v_points) = (
+            q_points.unflatten(-1, (h, -1)),
+            kv_points.unflatten(-1, (h, -1)).split((self.qk_points, self.v_points), -1),
+        )
+        squares = k_points.square().sum((-3, -1))[..., None]
+        q_features = torch.cat([q.unflatten(-1, (h, -1)), *q_points.unbind(-3), torch.ones_like(squares)], -1)
+        k_features = torch.cat([k, *k_points.unbind(-3), squares], -1)  # [*, N, H, features], as q's and v's
+        v_features = torch.cat([v, *v_points.unbind(-3)], -1)
+        a = _softmax(rank(q_features, -3) * pairs.scale, k_features, pairs.bias)
 
-    def _points(self, x: Tensor) -> Tensor:
-        """Split [*, N, 3 H P] into the points of each head: [*, N, H, P, 3]."""
-        return x.unflatten(-1, (3, self.heads, -1)).movedim(-3, -1)
+        o = (a @ v_features.transpose(-3, -2)).transpose(-3, -2)  # [*, I, H, c + 3 P]
+        o_pair = a.transpose(-3, -2) @ pairs.z  # [*, I, H, c_z]
+        o, o_points = o.split((self.c_hidden, 3 * self.v_points), -1)
+        o_points = o_points.unflatten(-1, (3, -1)).transpose(-3, -2).flatten(-2)  # [*, I, 3, H P]
+        o_points = multiply(rank(frames.rotation, -3).mT, o_points - rank(translation, -3))
+        o_lengths = torch.sqrt(o_points.square().sum(-2) + 1e-8)
+        parts = [o.flatten(-2), o_points.flatten(-2), o_lengths, o_pair.flatten(-2)]
+        update = self.output_projection(torch.cat(parts, dim=-1))
+        return self.residues.all_gather(update, -2, s.shape[-2])
+
+
+def _softmax(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    """Return the weights [*, H, I, N] of features q [*, I, H, f], k [*, N, H, f] and a bias [*, H, I, N]."""
+    q, k = q.transpose(-3, -2), k.transpose(-3, -2).mT
+    flat = (x.flatten(0, -3) for x in (bias, q, k))
+    return torch.softmax(torch.baddbmm(*flat).view(bias.shape), -1)
 
 
 class AngleResnet(nn.Module):

@@ -49,8 +49,8 @@ def adam_step(
 
     All flat, [n]: weights, gradient (lost: a fast way may write over it), both moments; average: the moving average of
     the weights, which keeps `decay` of itself; packed: a copy of the weights in any float dtype, or None.  Numbers on
-    the device, []: used: bool; where False nothing changes, whatever the gradient holds; scale and rate: float64;
-    steps: float32, how many there are with this one.
+    the device, []: used: bool; where False nothing changes, whatever the gradient holds; scale and rate: in the dtype
+    of the weights; steps: float32, how many there are with this one.
     """
     g = gradient * scale
     m = moment1.lerp(g, 1 - beta1)

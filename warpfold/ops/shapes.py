@@ -6,10 +6,10 @@ smaller, and read one that the definition broadcasts wrongly.  So each operation
     Shapes("x [*, c], o [*, i], weight [c, i], factors ([*, c])", names)
 
 Each name of an axis stands for one size, which the first operand that has it decides.  "c d" is a product of sizes, 1
-and 2 are themselves.  "*" stands for any leading axes, the same for all operands; "..." for any, not compared.  In
-parentheses: any shape that expands to this one.  The check runs twice: `unsupported_reason` before the fast way is
-chosen (the definition then broadcasts, or raises its own error), and `require` in the registered operation, which
-compiled graphs and direct calls of `torch.ops.warpfold` reach too.
+and 2 are themselves; [] is a number.  "*" stands for any leading axes, the same for all operands; "..." for any, not
+compared.  In parentheses: any shape that expands to this one.  The check runs twice: `unsupported_reason` before the
+fast way is chosen (the definition then broadcasts, or raises its own error), and `require` in the registered operation,
+which compiled graphs and direct calls of `torch.ops.warpfold` reach too.
 
 Shapes are plain tuples here: slicing and joining those takes a third to a quarter of the time that torch.Size takes.
 """
@@ -45,8 +45,8 @@ class Shapes:
         self.positions: list[int] = []  # of the operands among the names
         for name, parenthesis, inner in re.findall(r"(\w+) (\(?)\[(.*?)\]", text):
             if name in names:
-                axes = tuple(inner.split(", "))
-                leading = axes[0] if axes[0] in LEADING else ""
+                axes = tuple(inner.split(", ")) if inner else ()
+                leading = axes[0] if axes[:1] and axes[0] in LEADING else ""
                 own = axes[1:] if leading else axes
                 written = f"[{inner}] or 1 on an axis" if parenthesis else f"[{inner}]"
                 self.operands.append(_Operand(name, written, leading, own, bool(parenthesis)))

@@ -9,12 +9,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import torch
+
 from tests.fake import memory_of
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.ops import dispatch
+from warpfold.ops.adam import adam_step
 from warpfold.ops.triton.launch import KernelLaunch
-from warpfold.parallel.plan import Plan
+from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.tune.kernel_bench import launching
 
 
@@ -43,7 +46,17 @@ def launches_of(plan: Plan, config: ModelConfig, sizes: Mapping[str, int], train
     losses = LossConfig() if training else None
     with dispatch.using(plan.kernels), launching() as launches:
         memory_of(plan, one_block(config), sizes, losses, recycles=0)
+        if training:
+            update(DTYPES[plan.precision])
     return launches
+
+
+def update(packed: torch.dtype) -> None:
+    """Take a step of Adam, with as many parameters as one rank could hold."""
+    *flat, copy = (torch.empty(2**32 + 2**20, device="meta") for _ in range(6))
+    numbers = [torch.empty((), device="meta") for _ in range(4)]
+    numbers[0] = numbers[0].bool()
+    adam_step.fast(*flat, copy.to(packed), *numbers, 0.9, 0.999, 1e-6, 0.999)
 
 
 def demanding(launches: Iterable[KernelLaunch]) -> list[KernelLaunch]:

@@ -1,0 +1,59 @@
+"""A step of Adam on flat buffers: on a CPU as by its definition, and where it is not used nothing changes."""
+
+import math
+
+import pytest
+import torch
+
+from tests.ops.adam_cases import FACTORS, buffers, numbers, taken, wrong
+from warpfold.ops.adam import adam_step
+
+WAYS = {"fast": adam_step.fast, "definition": adam_step.definition}
+
+
+@pytest.mark.parametrize("steps", [1, 3, 100_000])
+@pytest.mark.parametrize("packed", [None, torch.bfloat16, torch.float16, torch.float32])
+def test_the_fast_way_is_the_definition(packed: torch.dtype | None, steps: int) -> None:
+    given, of = buffers(1000, packed), numbers(steps=steps)
+    assert adam_step.unsupported_reason(*given, *of, *FACTORS) is None
+    assert not wrong(taken(adam_step.fast, given, of), given, of)
+
+
+def test_in_fp64_too() -> None:
+    given, of = buffers(100, None, torch.float64), [t if t.dtype == torch.bool else t.double() for t in numbers()]
+    for ours, right in zip(taken(adam_step.fast, given, of), taken(adam_step.definition, given, of), strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("poison", [1.0, math.nan, math.inf])
+def test_a_step_that_is_not_used_changes_nothing(way: str, poison: float) -> None:
+    given = buffers(50, torch.bfloat16)
+    assert given[1] is not None
+    given[1][3] = poison
+    for scale in (0.5, math.nan):
+        after = taken(WAYS[way], given, numbers(used=False, scale=scale))
+        before = [t for i, t in enumerate(given) if t is not None and i != 1]
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_packed_copy_is_the_new_weights_rounded(way: str) -> None:
+    weights, *_, packed = taken(WAYS[way], buffers(50, torch.bfloat16), numbers())
+    assert torch.equal(packed, weights.bfloat16())
+
+
+def test_torch_finds_the_schema_in_order() -> None:
+    for packed in (None, torch.bfloat16):
+        given = (*buffers(10, packed), *numbers(), *FACTORS)
+        checked = torch.library.opcheck(torch.ops.warpfold.adam_step.default, given)
+        assert set(checked.values()) == {"SUCCESS"}
+
+
+def test_buffers_of_other_lengths_are_refused() -> None:
+    given, of = buffers(10, None), numbers()
+    assert given[4] is not None
+    given[4] = given[4][:9]
+    assert adam_step.unsupported_reason(*given, *of, *FACTORS) == "average is not [n] beside the others"
+    with pytest.raises(ValueError, match=r"warpfold::adam_step: average is \[9\], not \[n\] = \[10\]"):
+        adam_step.fast(*given, *of, *FACTORS)
