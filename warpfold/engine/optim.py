@@ -109,8 +109,8 @@ class Optimizer:
 
         mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
         scaling: scale losses (`scaled`) for gradients in fp16.  batch: examples of each backward pass.
-        Errors: UserError for `sync` settings, a batch or a number of examples that do not fit the ranks, ReplicaError where
-        their first weights differ.
+        Errors: UserError for `sync` settings, a batch or a number of examples that do not fit the ranks, ReplicaError
+        where their first weights differ.
         """
         self.config, self.mesh, self.sync = config, mesh or Mesh(), sync or SyncConfig()
         self.share, rest = divmod(config.accumulate, self.mesh.data.size)  # examples per step of this rank

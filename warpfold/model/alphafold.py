@@ -103,14 +103,14 @@ OF_LAYERS = ("angles", "unnormalized_angles", "atom14", "traj")  # of `Structure
 def _unbound(of: Any, axis: int) -> list[Any]:
     """Return a dataclass of tensors once for each place along an axis; in structures some have the layers before it."""
     parts: dict[str, Sequence[Any]] = {}
-    for field in fields(of):
-        x = getattr(of, field.name)
+    for name in (f.name for f in fields(of)):
+        x = getattr(of, name)
         if isinstance(x, StructureOutput):
-            parts[field.name] = _unbound(x, 0)
+            parts[name] = _unbound(x, 0)
         elif isinstance(x, Rigid):
-            parts[field.name] = _unbound(x, 1)
+            parts[name] = _unbound(x, 1)
         elif isinstance(x, Tensor):
-            parts[field.name] = x.unbind(int(field.name in OF_LAYERS) or axis)
+            parts[name] = x.unbind(int(name in OF_LAYERS) or axis)
     count = len(next(iter(parts.values())))
     return [replace(of, **{name: values[i] for name, values in parts.items()}) for i in range(count)]
 

@@ -87,7 +87,7 @@ class Plan:
         if self.axial * self.branch > 1 and (self.recompute == "layer" or self.offload):
             other = "plan.offload" if self.offload else 'plan.recompute = "layer"'
             raise ValueError(
-                f'{other} is for ranks that have an example each; with plan.axial or plan.branch use recompute = "block"'
+                f'{other} is for ranks that have an example each; with plan.axial or branch use recompute = "block"'
             )
         if self.buckets < 0 or self.batch < 1:
             raise ValueError(f"plan.buckets is {self.buckets}, plan.batch {self.batch}: at least 0 and 1")
