@@ -14,6 +14,7 @@ from warpfold.geometry.atoms import (
     atom37_to_frames,
     atom37_to_torsions,
     dihedral,
+    distance_bins,
     distogram_bins,
     frames_to_atom14,
     pseudo_beta,
@@ -145,6 +146,18 @@ def test_distogram_bins() -> None:
     assert bins[0, 2].argmax() == 14
     assert torch.equal(bins, bins.transpose(0, 1))
     assert bins.sum() == 6
+
+
+def test_numbers_of_bins_are_the_places_of_the_ones() -> None:
+    """Also where a distance lies on an edge, below the first or beyond the last: there is no bin."""
+    generator = torch.Generator().manual_seed(0)
+    along = torch.tensor([0.0, 3.25, 4.5, 10.75, 20.75, 21.0, 9999.0, 10_001.0, 2.0])
+    positions = torch.cat([8 * torch.randn(40, 3, generator=generator), torch.nn.functional.pad(along[:, None], (0, 2))])
+    one_hot = distogram_bins(positions, 3.25, 20.75, 15, positions[5:])
+    found = distance_bins(positions, 3.25, 20.75, 15, positions[5:])
+    assert torch.equal(torch.nn.functional.one_hot(found, 16)[..., 1:].float(), one_hot)
+    assert (found == 0).any()
+    assert found.max() == 15
 
 
 def test_renaming_finds_the_names_that_fit(structure: tuple[Tensor, Rigid, Tensor, Rigid, Tensor]) -> None:

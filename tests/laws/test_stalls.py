@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.fake import fake_batch
-from tests.helpers import tiny_config
+from tests.helpers import as_multimer, tiny_config
 from tests.ops.triton.model_launches import one_block
 from tests.run.runs import make_store, rows, tiny_run
 from tests.stalls import Stalls
@@ -62,7 +63,24 @@ def test_neither_examples_nor_an_update_wait_for_anything(name: str) -> None:
     assert update.found == []
 
 
+<<<<<<< HEAD
 def test_a_step_of_training_waits_once(tmp_path: Path) -> None:
+=======
+def test_examples_of_a_complex_wait_for_nothing_once_it_is_known_whose_truth_is_whose() -> None:
+    """All losses of the fine-tuned multimer.  `with_truth` waits: it is called before, where a chain has copies."""
+    model = AlphaFold(one_block(as_multimer(tiny_config()))).train().to("meta")
+    batch = fake_batch(**SIZES, row=9)
+    losses = replace(LOSSES, center_of_mass=1.0, every_clash=True, average_clashes=True, fape_softening=0.0)
+    total_loss(model(batch, recycles=0), batch, losses)  # tables of constants go to the device once
+    with Stalls() as example:
+        model.noise.seed(0, 1)
+        loss, _ = total_loss(model(batch, recycles=1), batch, losses, residues=model.residues)
+        loss.backward()
+    assert example.found == []
+
+
+def test_a_step_of_training_waits_twice(tmp_path: Path) -> None:
+>>>>>>> structure
     """Count the loop itself, from one row of metrics.jsonl to the next."""
     config = tiny_run(steps=2, validation=0.0, save_every=9)
     seen: list[dict[str, int]] = []

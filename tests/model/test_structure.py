@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from tests.launches import Launches
 from warpfold.geometry.atoms import residue_rows
-from warpfold.geometry.rigid import Rigid, normalize
+from warpfold.geometry.rigid import Rigid, normalize, quaternion_to_rotation
 from warpfold.model.structure import (
     FoldIteration,
     InvariantPointAttention,
@@ -179,6 +180,88 @@ def test_a_pair_of_zeros_is_no_angle_and_has_a_finite_gradient() -> None:
     assert not y.any()
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+def one_point_after_another(ipa: InvariantPointAttention, s: Tensor, z: Tensor, at: Rigid, mask: Tensor) -> Tensor:
+    """Algorithm 22 as it is written, with all differences of points: [N, N, H, P, 3]."""
+    h, c = ipa.heads, ipa.c_hidden
+
+    def points(linear: torch.nn.Module) -> Tensor:
+        local = linear(s).unflatten(-1, (3, h, -1)).movedim(-3, -1)
+        return at[..., None, None].apply(local)
+
+    q, (k, v) = ipa.q_scalar(s).unflatten(-1, (h, -1)), ipa.kv_scalar(s).unflatten(-1, (h, -1)).split(c, -1)
+    q_points = points(ipa.q_point_local)
+    k_points, v_points = points(ipa.kv_point_local).split((ipa.qk_points, ipa.v_points), -2)
+    squared = (q_points[:, None] - k_points[None]).square().sum((-1, -2))
+    gamma = torch.nn.functional.softplus(ipa.trainable_point_weights)
+    logits = torch.einsum("ihc,jhc->ijh", q, k) / c**0.5 + ipa.attention_2d(z)
+    logits = (logits - gamma * (2 / (9 * ipa.qk_points)) ** 0.5 / 2 * squared) / 3**0.5
+    logits = logits - 1e5 * (mask[:, None] * (1 - mask))[..., None]
+    a = logits.softmax(1)
+    o_points = at[..., None, None].invert_apply(torch.einsum("ijh,jhpx->ihpx", a, v_points))
+    lengths = (o_points.square().sum(-1) + 1e-8).sqrt()
+    o, o_pair = torch.einsum("ijh,jhc->ihc", a, v), torch.einsum("ijh,ijc->ihc", a, z)
+    parts = [o, *o_points.unbind(-1), lengths, o_pair]
+    return ipa.output_projection(torch.cat([x.flatten(1) for x in parts], -1))
+
+
+@pytest.mark.parametrize("scalar_bias", [True, False])
+def test_attention_is_the_algorithms(scalar_bias: bool) -> None:
+    """To rounding in fp64; in fp32, of a protein 200 angstrom across, about as exact as all differences of points."""
+    n = 30
+    ipa = filled(InvariantPointAttention(8, 5, 3, 4, qk_points=4, v_points=3, scalar_bias=scalar_bias))
+    generator = torch.Generator().manual_seed(5)
+    s, z, q, x = (torch.randn(n, *shape, generator=generator) for shape in ((8,), (n, 5), (4,), (3,)))
+    mask = (torch.rand(n, generator=generator) > 0.2).float()
+    flat = torch.cat([normalize(q), 10 * x / x.norm(dim=-1, keepdim=True)], -1)
+    found, definition = (
+        f(s, z, Rigid.from_quaternion7(flat), mask) for f in (ipa, lambda *x: one_point_after_another(ipa, *x))
+    )
+    ipa, s, z, flat, mask = (x.double() for x in (ipa, s, z, flat, mask))
+    exact = one_point_after_another(ipa, s, z, Rigid.from_quaternion7(flat), mask)
+    torch.testing.assert_close(ipa(s, z, Rigid.from_quaternion7(flat), mask), exact, rtol=1e-10, atol=1e-10)
+    # A square of 10 (100 angstrom) times four points, and what it is multiplied by, in units in the last place of fp32.
+    squares = 4 * (2 * 10) ** 2 * torch.nn.functional.softplus(ipa.trainable_point_weights).max() / 18**0.5
+    assert (found - exact).abs().max() <= 2 * (definition - exact).abs().max() + squares * 2**-24 * exact.abs().max()
+
+
+def test_attention_does_not_lose_digits_far_from_the_origin() -> None:
+    """Where a protein is must not count: squares of coordinates that are not from its own centre would cancel."""
+    ipa = filled(InvariantPointAttention(8, 5, 3, 4, qk_points=4, v_points=3))
+    generator = torch.Generator().manual_seed(6)
+    s, z, q, x = (torch.randn(12, *shape, generator=generator) for shape in ((8,), (12, 5), (4,), (3,)))
+    rotation = quaternion_to_rotation(normalize(q))
+    x = (x * 256).round() / 256  # so that moving it rounds nothing
+    here, there = (ipa(s, z, Rigid(rotation, x + shift), torch.ones(12)) for shift in (0, 512))
+    assert (here - there).abs().max() < 1e-4 * here.abs().max()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_attention_makes_nothing_larger_than_its_logits_or_z(training: bool) -> None:
+    n, h, c_z = 64, 6, 4
+    ipa = filled(InvariantPointAttention(8, c_z, h, 4, qk_points=2, v_points=2))
+    s, z = torch.randn(n, 8, requires_grad=training), torch.randn(n, n, c_z, requires_grad=training)
+    with Launches() as launches, torch.set_grad_enabled(training):
+        update = ipa(s, z, Rigid.identity((n,)), torch.ones(n))
+        if training:
+            update.square().sum().backward()
+    assert launches.largest[0] <= n * n * max(h, c_z), launches.largest
+
+
+def test_the_module_launches_half_of_what_it_did() -> None:
+    """It was 1772 operations forward and 3835 backward, eight layers; what runs as a graph is launched all the same."""
+    module = filled(StructureModule(C_S, C_Z, replace(SMALL, layers=8, transition_layers=3, dropout=0.1))).train()
+    s, z, aatype = inputs(5)
+    z.requires_grad_()
+    module(s, z, aatype, torch.ones(5))  # tables of constants are made once
+    with Launches() as forward:
+        out = module(s, z, aatype, torch.ones(5))
+        loss = out.final_atom14.sum() + out.single.sum() + out.traj.sum() + out.unnormalized_angles.sum()
+    with Launches() as backward:
+        loss.backward()
+    assert forward.count < 1772 / 2
+    assert backward.count < 3835 / 2
 
 
 def test_gradients_of_attention() -> None:

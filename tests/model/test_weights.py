@@ -155,7 +155,7 @@ def test_points_of_multimer_are_grouped_by_head_in_its_arrays():
     h, q, v = attention.heads, attention.qk_points, attention.v_points
     attention.kv_point_local.bias.data = torch.arange(3.0 * h * (q + v))
     theirs = to_deepmind(attention)
-    ours = attention._points(attention.kv_point_local.bias)  # [h, points, xyz]
+    ours = attention.kv_point_local.bias.unflatten(-1, (3, h, -1)).movedim(-3, -1)  # [h, points, xyz]
     for name, points in (("k", ours[:, :q]), ("v", ours[:, q:])):
         bias = theirs[f"{name}_point_projection/point_projection//bias"]
         assert np.array_equal(bias.reshape(h, 3, -1), points.detach().transpose(-1, -2).numpy())

@@ -16,6 +16,7 @@ from warpfold.geometry.rigid import Rigid, multiply
 from warpfold.ops.tensors import in_blocks
 
 N, CA, C, CB, O = (residue.ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O"))
+FAR = 1e8  # square angstrom: where the last bin of distances ends
 GLYCINE = residue.RESTYPE_ORDER["G"]
 
 
@@ -107,8 +108,19 @@ def distogram_bins(positions: Tensor, min_bin: float, max_bin: float, bins: int,
     rows = positions if rows is None else rows
     squared = (rows[..., :, None, :] - positions[..., None, :, :]).square().sum(-1, keepdim=True)
     lower = torch.linspace(min_bin, max_bin, bins, dtype=positions.dtype, device=positions.device).square()
-    upper = torch.cat([lower[1:], lower.new_full((1,), 1e8)])
+    upper = torch.cat([lower[1:], lower.new_full((1,), FAR)])
     return ((squared > lower) & (squared < upper)).to(positions.dtype)
+
+
+def distance_bins(positions: Tensor, min_bin: float, max_bin: float, bins: int, rows: Tensor | None = None) -> Tensor:
+    """Return the number of each distance's bin, from 1; 0: it has none.  int64 [*, R, N], of the bins that
+    `distogram_bins` describes."""
+    rows = positions if rows is None else rows
+    squared = (rows[..., :, None, :] - positions[..., None, :, :]).square().sum(-1)
+    edges = torch.linspace(min_bin, max_bin, bins, dtype=positions.dtype, device=positions.device).square()
+    edges = torch.cat([edges, edges.new_full((1,), FAR)])
+    above, from_edge = (torch.bucketize(squared, edges, right=right) for right in (False, True))
+    return torch.where((above == from_edge) & (above <= bins), above, 0)
 
 
 def dihedral(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:

@@ -111,11 +111,12 @@ class AxialUpdate(Executable, DrawsNoise):
     def dropout_factors(self, shape: Sequence[int], like: Tensor) -> Factors | None:
         """Return the dropout factors for all of x, of this shape but 1 along `dropout_shared_axis` (Supp. 1.11.6).
 
-        In the dtype of `like`; to be cut as x is; None where nothing is dropped.
+        What axes lie before the last three has one draw for all, so that each of several templates is dropped as if it
+        were alone, as in the official code.  In the dtype of `like`; to be cut as x is; None where nothing is dropped.
         """
         if not (self.training and self.dropout_rate):
             return None
-        drawn = list(shape)
+        drawn = [1] * (len(shape) - 3) + list(shape[-3:])
         drawn[self.dropout_shared_axis] = 1
         return self.noise.factors(drawn, self.dropout_rate, self.stream, like)
 

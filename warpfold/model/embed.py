@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.batch import Batch
-from warpfold.geometry.atoms import distogram_bins
+from warpfold.geometry.atoms import distance_bins
 from warpfold.model.execution import Executable
 from warpfold.model.layers import LayerNorm, Linear
+from warpfold.ops.tensors import one_hot, take_rows
 
 TARGET_CHANNELS, MSA_CHANNELS, EXTRA_CHANNELS = 22, 49, 25  # of target_feat, msa_feat and the extra MSA (Supp. table 1)
 EXTRA_CLASSES = 23  # 20 residue types, X, gap, mask
@@ -48,7 +48,7 @@ class InputEmbedder(Executable):
         target = local_shard(target_feat, -2)
         m = self.target_m(target)[..., None, :, :] + self.msa_m(local_shard(batch["msa_feat"].to(dtype), -2))
         z = self.left(target)[..., :, None, :] + self.right(target_feat)[..., None, :, :]
-        return m, z + self.position(batch).to(dtype)
+        return m, z + self.position(batch, dtype)
 
 
 class RelativePosition(Executable):
@@ -59,11 +59,13 @@ class RelativePosition(Executable):
         self.max_relative = max_relative
         self.linear = Linear(2 * max_relative + 1, c_z)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the embedding in a dtype, by default the parameters'; of a batch residue_index is read."""
         index = batch["residue_index"]
         bins = _clipped_difference(self.residues.local_shard(index, -1), index, self.max_relative)
         # Picking rows of the weight is the product with a one-hot vector, without building it.
-        return F.embedding(bins, self.linear.weight.T) + self.linear.bias
+        table = self.linear.weight.T + self.linear.bias
+        return take_rows(table.to(dtype or table.dtype), bins)
 
 
 class ChainRelativePosition(Executable):
@@ -79,8 +81,11 @@ class ChainRelativePosition(Executable):
         self.max_relative, self.max_chain = max_relative, max_chain
         self.linear = Linear((2 * max_relative + 2) + 1 + (2 * max_chain + 2), c_z)
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the embedding; of a batch the numbers of residues, chains, entities and copies are read, int64."""
+    def forward(self, batch: Batch, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the embedding in a dtype, by default the parameters'.
+
+        Of a batch the numbers of residues, chains, entities and copies are read, int64.
+        """
 
         def pairs(name: str) -> tuple[Tensor, Tensor]:
             return self.residues.local_shard(batch[name], -1), batch[name]
@@ -91,7 +96,7 @@ class ChainRelativePosition(Executable):
         offset = torch.where(same_chain, offset, 2 * self.max_relative + 1)
         copies = torch.where(same_entity, copies, 2 * self.max_chain + 1)
         table = self._table()
-        return F.embedding(offset * table.shape[1] + copies, table.flatten(0, 1))
+        return take_rows(table.flatten(0, 1).to(dtype or table.dtype), offset * table.shape[1] + copies)
 
     def _table(self) -> Tensor:
         """Return the embedding of every two bins, [offsets, copies, c_z]; the last bin of copies: another entity."""
@@ -124,8 +129,10 @@ class RecyclingEmbedder(Executable):
         angstrom: whole.  All are zeros before the first pass; the norms' offsets and the bias apply even then, as in
         the official code.
         """
-        d = distogram_bins(beta, self.min_bin, self.max_bin, self.bins, self.residues.local_shard(beta, -2))
-        return self.norm_m(m_first), self.distance(d.to(z.dtype)) + self.norm_z(z)
+        bins = distance_bins(beta, self.min_bin, self.max_bin, self.bins, self.residues.local_shard(beta, -2))
+        weight, bias = self.distance.weight.T, self.distance.bias
+        of_bins = torch.cat((bias[None], weight + bias)).to(z.dtype)  # the first is for a distance that has no bin
+        return self.norm_m(m_first), take_rows(of_bins, bins) + self.norm_z(z)
 
 
 class ExtraMSAEmbedder(Executable):
@@ -143,5 +150,5 @@ class ExtraMSAEmbedder(Executable):
             self.residues.local_shard(batch[name], -1)
             for name in ("extra_msa", "extra_has_deletion", "extra_deletion_value")
         )
-        codes = F.one_hot(msa, EXTRA_CLASSES).to(dtype)
+        codes = one_hot(msa, EXTRA_CLASSES, dtype)
         return self.linear(torch.cat((codes, torch.stack(deletions, -1).to(dtype)), -1))

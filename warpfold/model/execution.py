@@ -83,6 +83,10 @@ class PlainExecution:
         """
         return function(inputs)
 
+    def parts(self, count: int) -> list[slice]:
+        """Return which of so many templates are computed together: all of them."""
+        return [slice(0, count)]
+
 
 PLAIN = PlainExecution()
 

@@ -351,13 +351,19 @@ def lddt(points: Tensor, true_points: Tensor, mask: Tensor, cutoff: float = 15.0
     others = 1 - torch.eye(mask.shape[-1], dtype=mask.dtype, device=mask.device)
     scored = (true_distance < cutoff) * mask[..., :, None] * mask[..., None, :] * others
     error = (true_distance - distance).abs()
-    kept = sum(((error < bound).to(error.dtype) for bound in (0.5, 1.0, 2.0, 4.0)), torch.zeros_like(error)) / 4
+    kept = (4 - torch.bucketize(error, _on(_lddt_bounds, 4, error.device).to(error), right=True)) / 4
     axes = (-1,) if per_residue else (-2, -1)
     # A product with the reciprocal, as in DeepMind's code: where a score lies on a bin's edge, the last bit decides.
     return (1e-10 + (scored * kept).sum(axes)) * (1 / (1e-10 + scored.sum(axes)))
 
 
+def _lddt_bounds(count: int) -> Tensor:
+    """Return the errors below which a distance is kept, angstrom."""
+    return torch.tensor([0.5, 1.0, 2.0, 4.0][:count])
+
+
 @functools.cache
+@torch.inference_mode(False)  # what is made in inference may serve training later
 def _on(breaks: Callable[[int], Tensor], bins: int, device: torch.device) -> Tensor:
     """Return the edges of bins on a device: copied there once, for a copy waits for the device."""
     return breaks(bins).to(device)

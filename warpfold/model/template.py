@@ -3,12 +3,9 @@
 AlphaFold-Multimer embeds its templates in a way of its own: `ChainTemplateEmbedder`.
 """
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from warpfold.batch import Batch
@@ -20,6 +17,7 @@ from warpfold.model.execution import Executable, Residues
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.model.pair import PairConfig, PairStack
 from warpfold.ops.attention import attention
+from warpfold.ops.tensors import one_hot
 
 AATYPES = 22  # one-hot of template residue types: 20, X, gap
 DISTANCE_BINS = 39  # of the beta carbon distances, 3.25 to 50.75 angstrom
@@ -47,17 +45,17 @@ class TemplateConfig:
     pair: PairConfig = field(default_factory=_template_pair)
 
 
-def template_pairs(template: Batch, residues: Residues, unit_vectors: bool = True) -> tuple[Tensor, ...]:
-    """Return the pair features of one template, [*, r, ...] each (Supp. 1.2.9, table 1), none of them masked.
+def template_pairs(templates: Batch, residues: Residues, unit_vectors: bool = True) -> tuple[Tensor, ...]:
+    """Return the pair features of templates, [*, r, ...] each (Supp. 1.2.9, table 1), none of them masked.
 
     One-hot distances of beta carbons [*, i, j, 39], whether both are there [*, i, j, 1], residue types of column j
     [*, 1, j, 22] and of row i [*, i, 1, 22], the direction of CA j in the frame of i [*, i, j, 3] (zeros without
     `unit_vectors`), and whether both backbones are there [*, i, j, 1]; i: this rank's residues.
     """
     local_shard = residues.local_shard
-    beta, beta_mask = template["template_pseudo_beta"], template["template_pseudo_beta_mask"]
-    aatype = F.one_hot(template["template_aatype"], AATYPES).to(beta.dtype)
-    positions, masks = template["template_all_atom_positions"], template["template_all_atom_masks"]
+    beta, beta_mask = templates["template_pseudo_beta"], templates["template_pseudo_beta_mask"]
+    aatype = one_hot(templates["template_aatype"], AATYPES, beta.dtype)
+    positions, masks = templates["template_all_atom_positions"], templates["template_all_atom_masks"]
     n, ca, c = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
     has_backbone = masks[..., n] * masks[..., ca] * masks[..., c]
     has_both = (local_shard(has_backbone, -1)[..., :, None] * has_backbone[..., None, :])[..., None]
@@ -79,19 +77,19 @@ def template_pairs(template: Batch, residues: Residues, unit_vectors: bool = Tru
 
 
 class TemplatePairEmbedder(Executable):
-    """The 88 pair features of one template, projected (Supp. 1.2.9 table 1, Algorithm 2 line 9)."""
+    """The 88 pair features of templates, projected (Supp. 1.2.9 table 1, Algorithm 2 line 9)."""
 
     def __init__(self, c_t: int, unit_vectors: bool) -> None:
         super().__init__()
         self.unit_vectors = unit_vectors
         self.linear = Linear(DISTANCE_BINS + 2 + 2 * AATYPES + 3, c_t, init="relu")
 
-    def forward(self, template: Batch, dtype: torch.dtype) -> Tensor:
-        """Embed one template, [*, r, ...] -> [*, r, r, c_t]; its features are zero where a backbone is missing.
+    def forward(self, templates: Batch, dtype: torch.dtype) -> Tensor:
+        """Embed templates, [*, r, ...] -> [*, r, r, c_t]; their features are zero where a backbone is missing.
 
         Returns this rank's shard: the rows of its residues.
         """
-        features = template_pairs(template, self.residues, self.unit_vectors)
+        features = template_pairs(templates, self.residues, self.unit_vectors)
         has_both = features[-1]
         joined = torch.cat([x.expand(*has_both.shape[:-1], x.shape[-1]) for x in features], -1)
         return self.linear((joined * has_both).to(dtype))
@@ -122,13 +120,12 @@ TEMPLATE_AXES = {"template_aatype": -2, "template_all_atom_positions": -4, "temp
 TEMPLATE_AXES |= {"template_pseudo_beta": -3, "template_pseudo_beta_mask": -2}
 
 
-def each_template(batch: Batch) -> Iterator[Batch]:
-    """Yield the arrays of one template after another, without their axis of templates."""
-    for index in range(batch["template_mask"].shape[-1]):
-        yield {name: batch[name].select(axis, index) for name, axis in TEMPLATE_AXES.items()}
+def some_templates(batch: Batch, part: slice) -> Batch:
+    """Return the arrays of some templates."""
+    return {name: batch[name][(..., part, *(slice(None),) * (-1 - axis))] for name, axis in TEMPLATE_AXES.items()}
 
 
-class TemplateEmbedder(nn.Module):
+class TemplateEmbedder(Executable):
     """Algorithm 2, lines 7 to 13: what the templates add to z, and the rows that they add to m."""
 
     def __init__(self, c_m: int, c_z: int, config: TemplateConfig) -> None:
@@ -144,13 +141,15 @@ class TemplateEmbedder(nn.Module):
         mask = batch["template_mask"]
         if mask.shape[-1] == 0:
             return torch.zeros_like(z)
-        embedded = [self.norm(self.stack(self.pair(t, z.dtype), z_mask)) for t in each_template(batch)]
-        update = self.pointwise(z, torch.stack(embedded, -4), mask)
+        parts = (some_templates(batch, part) for part in self.execution.parts(mask.shape[-1]))
+        z_mask = z_mask[..., None, :, :]
+        embedded = [self.norm(self.stack(self.pair(some, z.dtype), z_mask)) for some in parts]
+        update = self.pointwise(z, torch.cat(embedded, -4) if len(embedded) > 1 else embedded[0], mask)
         return update * (mask.sum(-1) > 0).to(z.dtype)[..., None, None, None]
 
 
 class ChainTemplatePairEmbedder(Executable):
-    """AlphaFold-Multimer's pair features of one template, and z, each with a projection of its own, summed.
+    """AlphaFold-Multimer's pair features of templates, and z, each with a projection of its own, summed.
 
     A template knows one chain: what its atoms say of two chains is masked.  Residue types are not, as in the official
     code, so that a template without atoms is not nothing.
@@ -167,12 +166,12 @@ class ChainTemplatePairEmbedder(Executable):
         t: Tensor = self.parts[-1](self.norm(z))
         return t
 
-    def forward(self, template: Batch, same_chain: Tensor, t: Tensor) -> Tensor:
-        """Return t [*, r, r, c_t] with the features of one template, [*, r, ...]; same_chain [*, r, r, 1].
+    def forward(self, templates: Batch, same_chain: Tensor, t: Tensor) -> Tensor:
+        """Return t [*, r, r, c_t] with the features of templates, [*, r, ...]; same_chain [*, r, r, 1].
 
         All pairs are this rank's rows.
         """
-        distances, beta, columns, rows, vector, backbone = template_pairs(template, self.residues)
+        distances, beta, columns, rows, vector, backbone = template_pairs(templates, self.residues)
         beta, backbone = beta * same_chain, backbone * same_chain
         inputs = (distances * beta, beta, columns, rows, *(vector * backbone).split(1, -1), backbone)
         for part, x in zip(self.parts, inputs):
@@ -200,22 +199,26 @@ class ChainTemplateEmbedder(Executable):
             return torch.zeros_like(z)
         asym_id = batch["asym_id"]
         same_chain = (self.residues.local_shard(asym_id, -1)[..., :, None] == asym_id[..., None, :])[..., None]
-        of_pairs = self.pair.of_pairs(z)
-        embedded = (self.norm(self.stack(self.pair(t, same_chain, of_pairs), z_mask)) for t in each_template(batch))
-        mean = functools.reduce(torch.add, embedded) / batch["template_mask"].shape[-1]
-        update: Tensor = self.out(mean.relu())
+        of_pairs, count = self.pair.of_pairs(z)[..., None, :, :, :], batch["template_mask"].shape[-1]
+        total = None
+        for part in self.execution.parts(count):  # sums, so that few templates are in memory at a time
+            t = self.pair(some_templates(batch, part), same_chain[..., None, :, :, :], of_pairs)
+            embedded = self.norm(self.stack(t, z_mask[..., None, :, :])).sum(-4)
+            total = embedded if total is None else total + embedded
+        update: Tensor = self.out((total / count).relu())
         return update
 
 
 class TemplatePairStack(BlockStack):
-    """Algorithm 16: the pair stack on one template, attention before multiplication."""
+    """Algorithm 16: the pair stack on each template, attention before multiplication."""
 
     def __init__(self, config: TemplateConfig) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(PairStack(config.c, config.pair) for _ in range(config.blocks))
 
     def forward(self, t: Tensor, z_mask: Tensor) -> Tensor:
-        (t,) = self.execution.stack(self, (t,), (z_mask,))
+        """Return t [*, r, r, c_t] after the blocks; z_mask [*, r, r], or without some of the leading axes."""
+        (t,) = self.execution.stack(self, (t,), (z_mask.expand(t.shape[:-1]),))
         return t
 
 
@@ -241,9 +244,9 @@ class TemplateRows(Executable):
     @staticmethod
     def features(batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the 57 features [*, tmpl, r, 57] and the row mask [*, tmpl, r]."""
-        one_hot, torsions = _types_and_torsions(batch)
+        types, torsions = _types_and_torsions(batch)
         angles = (torsions.sin_cos.flatten(-2), torsions.alt_sin_cos.flatten(-2))
-        return torch.cat((one_hot, *angles, torsions.mask), -1), torsions.mask[..., PSI]
+        return torch.cat((types, *angles, torsions.mask), -1), torsions.mask[..., PSI]
 
 
 class ChiTemplateRows(TemplateRows):
@@ -254,9 +257,9 @@ class ChiTemplateRows(TemplateRows):
     @staticmethod
     def features(batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the 34 features [*, tmpl, r, 34] (types, sines, cosines, mask) and the row mask [*, tmpl, r]."""
-        one_hot, torsions = _types_and_torsions(batch)
+        types, torsions = _types_and_torsions(batch)
         sines, cosines = torsions.sin_cos[..., CHI1:, :].unbind(-1)
-        return torch.cat((one_hot, sines, cosines, torsions.mask[..., CHI1:]), -1), torsions.mask[..., CHI1]
+        return torch.cat((types, sines, cosines, torsions.mask[..., CHI1:]), -1), torsions.mask[..., CHI1]
 
 
 def _types_and_torsions(batch: Batch) -> tuple[Tensor, Torsions]:
@@ -264,4 +267,4 @@ def _types_and_torsions(batch: Batch) -> tuple[Tensor, Torsions]:
     aatype = batch["template_aatype"]
     known = aatype.clamp(max=UNKNOWN)  # a gap, like X, has no atoms
     torsions = atom37_to_torsions(known, batch["template_all_atom_positions"], batch["template_all_atom_masks"])
-    return F.one_hot(aatype, AATYPES).to(torsions.mask.dtype), torsions
+    return one_hot(aatype, AATYPES, torsions.mask.dtype), torsions

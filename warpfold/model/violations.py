@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from warpfold.geometry import residue
 from warpfold.geometry.atoms import residue_rows
@@ -125,32 +125,36 @@ def connection_violations(
     cosine at C, and does not soften lengths.
     """
     softening = 1e-3 if bonds == "monomer" else 0.0  # angstrom
-    ca_c_n = residue.CA_C_N_COS[0], residue.CA_C_N_COS[1] if bonds == "monomer" else residue.C_N_LENGTH_STD[0]
-    follows = _follows(residue_index, asym_id).to(atoms.dtype)
-    ca, c, n, next_ca = atoms[:-1, CA_ATOM], atoms[:-1, C_ATOM], atoms[1:, N_ATOM], atoms[1:, CA_ATOM]
-    has_ca, has_c = atom_mask[:-1, CA_ATOM], atom_mask[:-1, C_ATOM]
-    has_n, has_next_ca = atom_mask[1:, N_ATOM], atom_mask[1:, CA_ATOM]
-
-    c_ca, _ = _unit(ca - c, softening)
-    c_n, length = _unit(n - c, softening)
-    n_ca, _ = _unit(next_ca - n, softening)
-    proline = aatype[1:] == residue.RESTYPE_ORDER["P"]
-    target, deviation = (
-        torch.where(proline, atoms.new_full((), before_proline), atoms.new_full((), usual))
-        for usual, before_proline in (residue.C_N_LENGTH, residue.C_N_LENGTH_STD)
+    # Three bonds of every two residues, and three terms: the length of C-N, the cosines of CA-C-N and of C-N-CA.
+    (ca, c), (n, next_ca) = atoms[:-1, CA_ATOM : C_ATOM + 1].unbind(1), atoms[1:, N_ATOM : CA_ATOM + 1].unbind(1)
+    direction, length = _unit(torch.stack([ca, n, next_ca]) - torch.stack([c, c, n]), softening)
+    cosines = (direction[:2] * direction[1:]).sum(-1)  # the second is of directions that follow: the angle's, negative
+    expected = _peptide_bonds(bonds, atoms.dtype, atoms.device)[:, :, (aatype[1:] == residue.RESTYPE_ORDER["P"]).long()]
+    has_ca, has_c = atom_mask[:-1, CA_ATOM : C_ATOM + 1].unbind(-1)
+    has_n, has_next_ca = atom_mask[1:, N_ATOM : CA_ATOM + 1].unbind(-1)
+    there = has_c * has_n * _follows(residue_index, asym_id)
+    mask = there * torch.stack([torch.ones_like(there), has_ca, has_next_ca])
+    loss, violated, _ = _excess(torch.cat([length[1:2], cosines]), *expected, tolerance_factor, mask)
+    c_n_loss, ca_c_n_loss, c_n_ca_loss = ((mask * loss).sum(-1) / (1e-6 + mask.sum(-1))).unbind()
+    # Half of a bond to the residue before it, half to the one behind.
+    half, bad = nn.functional.pad(0.5 * loss.sum(0), (1, 1)), nn.functional.pad(violated.amax(0), (1, 1))
+    return Connections(
+        c_n_loss, ca_c_n_loss, c_n_ca_loss, half[:-1] + half[1:], torch.maximum(bad[:-1], bad[1:])
     )
-    terms = [
-        _excess(length, target, deviation, tolerance_factor, has_c * has_n * follows),
-        _excess((c_ca * c_n).sum(-1), *ca_c_n, tolerance_factor, has_ca * has_c * has_n * follows),
-        _excess(-(c_n * n_ca).sum(-1), *residue.C_N_CA_COS, tolerance_factor, has_c * has_n * has_next_ca * follows),
-    ]
-    c_n_loss, ca_c_n_loss, c_n_ca_loss = ((mask * loss).sum() / (1e-6 + mask.sum()) for loss, _, mask in terms)
-    loss = torch.stack([loss for loss, _, _ in terms]).sum(0)
-    violated = torch.stack([violated for _, violated, _ in terms]).amax(0)
-    zero = loss.new_zeros(1)
-    before, after = torch.cat([zero, loss]), torch.cat([loss, zero])
-    per_residue_mask = torch.maximum(torch.cat([zero, violated]), torch.cat([violated, zero]))
-    return Connections(c_n_loss, ca_c_n_loss, c_n_ca_loss, 0.5 * (before + after), per_residue_mask)
+
+
+@functools.cache
+@torch.inference_mode(False)  # what is made in inference may serve training later
+def _peptide_bonds(bonds: Code, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return mean and deviation of the three terms of a peptide bond, [2, 3, 2]: before other residues, before proline.
+
+    Copied to the device once, for a copy waits for it.
+    """
+    length, length_std = residue.C_N_LENGTH, residue.C_N_LENGTH_STD
+    (at_c, at_c_std), (at_n, at_n_std) = residue.CA_C_N_COS, residue.C_N_CA_COS
+    at_c_std = at_c_std if bonds == "monomer" else length_std[0]
+    table = [[length, [at_c] * 2, [-at_n] * 2], [length_std, [at_c_std] * 2, [at_n_std] * 2]]
+    return torch.tensor(table, dtype=dtype, device=device)
 
 
 def clash_violations(
@@ -199,6 +203,7 @@ def clash_violations(
 
 
 @functools.cache
+@torch.inference_mode(False)  # as above
 def _bounds(
     overlap_tolerance: float, tolerance_factor: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
@@ -259,8 +264,10 @@ def center_of_mass_loss(ca: Tensor, true_ca: Tensor, mask: Tensor, asym_id: Tens
     ca, true_ca [N, 3] angstrom, mask [N], asym_id [N].  A mean over the pairs of chains, of squared errors in units of
     20 angstrom; 0 for a single chain.  A chain lies where its resolved Ca are on average.
     """
-    chains = asym_id.unique()  # the host waits for the device here
-    member = (asym_id == chains[:, None]) * mask.to(upcast_half(ca).dtype)  # [K, N]
+    # Every residue speaks for its chain, and the first of a chain counts: how many there are, the host need not know.
+    same = asym_id[:, None] == asym_id
+    first = ~same.tril(-1).any(-1)
+    member = same * mask.to(upcast_half(ca).dtype)  # [N, N]: seen, of the same chain
     size = member.sum(-1)
 
     def distances(points: Tensor) -> Tensor:
@@ -268,8 +275,8 @@ def center_of_mass_loss(ca: Tensor, true_ca: Tensor, mask: Tensor, asym_id: Tens
         # The small number gives chains in one place, as an untrained network puts them, a gradient of 0.
         return torch.sqrt(1e-10 + (centres[:, None] - centres).square().sum(-1))
 
-    seen = (size > 0).to(member.dtype)
-    pairs = seen[:, None] * seen * (1 - torch.eye(len(seen), dtype=seen.dtype, device=seen.device))
+    seen = first * (size > 0)
+    pairs = (seen[:, None] & seen & ~same).to(size.dtype)
     nearer = (distances(true_ca) - distances(ca) - 4).relu() / 20
     return (pairs * nearer.square()).sum() / pairs.sum().clamp(min=1)
 
