@@ -82,7 +82,8 @@ def test_a_replayed_step_is_the_step(name: str) -> None:
     expected, weights, _ = steps(plan, config)
     found, replayed, graphs = steps(replace(plan, graph=True), config)
     assert found == expected
-    assert len({tuple(said) for said in found}) == len(found)  # every step says something else
+    examples = [tuple(said) for said in found if len(said) > 1]
+    assert len(set(examples)) == len(examples)  # each says something else
     for key in weights:
         assert torch.equal(replayed[key], weights[key]), key
     assert graphs.recorded == 3  # a pass without gradient, the last pass, the update

@@ -63,9 +63,6 @@ def test_neither_examples_nor_an_update_wait_for_anything(name: str) -> None:
     assert update.found == []
 
 
-<<<<<<< HEAD
-def test_a_step_of_training_waits_once(tmp_path: Path) -> None:
-=======
 def test_examples_of_a_complex_wait_for_nothing_once_it_is_known_whose_truth_is_whose() -> None:
     """All losses of the fine-tuned multimer.  `with_truth` waits: it is called before, where a chain has copies."""
     model = AlphaFold(one_block(as_multimer(tiny_config()))).train().to("meta")
@@ -79,8 +76,7 @@ def test_examples_of_a_complex_wait_for_nothing_once_it_is_known_whose_truth_is_
     assert example.found == []
 
 
-def test_a_step_of_training_waits_twice(tmp_path: Path) -> None:
->>>>>>> structure
+def test_a_step_of_training_waits_once(tmp_path: Path) -> None:
     """Count the loop itself, from one row of metrics.jsonl to the next."""
     config = tiny_run(steps=2, validation=0.0, save_every=9)
     seen: list[dict[str, int]] = []

@@ -193,7 +193,7 @@ class Noise(nn.Module):
             return kept.to(like.dtype) / (1 - rate)
         if self.key.dim() == 1:
             return _contiguous(self.key, stream, rate, like.dtype, shape)
-        if shape[0] != len(self.key):
+        if shape[0] not in (1, len(self.key)):
             raise ValueError(f"dropout of {tuple(shape)} in a batch of {len(self.key)}, which it should begin with")
         return torch.stack([_contiguous(key, stream, rate, like.dtype, shape[1:]).draw() for key in self.key])
 
