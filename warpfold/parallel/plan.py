@@ -40,7 +40,7 @@ class Plan:
     offload: what the trunk keeps for the backward pass lies in host memory until then (of CUDA tensors).
     graph: record the passes and steps of a training as graphs of the device, and replay them (CUDA, one process).
     buckets: pad training examples so that each axis has at most so many sizes (`bucket_sizes`); 0: as they are.
-    batch: examples that go through the model together; they are of one bucket.
+    batch: examples that go through the model together; they are padded to the largest of them.
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32.
     compile: the layers' own functions by torch.compile, whatever else the plan says; the first step then takes minutes,
     and a CPU needs a C++ compiler.
@@ -93,8 +93,6 @@ class Plan:
             raise ValueError(f"plan.buckets is {self.buckets}, plan.batch {self.batch}: at least 0 and 1")
         if self.batch > 1 and self.axial * self.branch > 1:
             raise ValueError("plan.batch is for ranks that have an example each: leave plan.axial and plan.branch at 1")
-        if self.batch > 1 and not self.buckets:
-            raise ValueError("plan.batch needs plan.buckets: the examples of a batch are padded to one size")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"plan.threads is {self.threads}: at least 1 is needed")
 
