@@ -296,7 +296,7 @@ class Graphs:
         form = tuple((key, x.shape, x.dtype, x.device) for key, x in inputs.items())
         called = (function, context, torch.is_grad_enabled(), form)
         if reason is None and called not in self._graphs and len(self._graphs) >= self.MOST:
-            reason = f"more than {self.MOST} shapes (plan.buckets makes them fewer)"
+            reason = f"more than {self.MOST} shapes (plan.sizes makes them fewer)"
         if reason is not None or self._recorder is None:
             self._refuse(f"graph of {name.strip('_')}: {reason}")
             return function(inputs)

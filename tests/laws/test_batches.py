@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.laws.test_plans import LIMIT, Work, example, model_for
 from warpfold.batch import Batch, stack
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.make import bucket_sizes, pad_features
+from warpfold.data.features.make import few_sizes, pad_features
 from warpfold.data.load.loader import Sample
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import UserError
@@ -31,9 +31,9 @@ def whole(work: Work, index: int) -> Batch:
     return features | {"seq_mask": torch.ones_like(features["seq_mask"])}
 
 
-def padded(batch: Batch, buckets: int) -> Batch:
+def padded(batch: Batch, count: int) -> Batch:
     arrays = {name: x.numpy() for name, x in batch.items()}
-    found = pad_features(arrays, bucket_sizes(arrays, SAMPLES, buckets))
+    found = pad_features(arrays, few_sizes(arrays, SAMPLES, count))
     return {name: torch.from_numpy(x) for name, x in found.items()}
 
 
@@ -57,11 +57,11 @@ def agree(found: list[Tensor], expected: list[Tensor]) -> None:
 COMPLEX = Work(chains=(3, 2, 3), residues=8, sequences=3, extra=2, templates=1, recycles=1)
 
 
-@pytest.mark.parametrize(("work", "buckets"), [(WORK, 1), (WORK, 4), (COMPLEX, 1)], ids=["one", "four", "complex"])
-def test_padding_changes_nothing(work: Work, buckets: int) -> None:
+@pytest.mark.parametrize(("work", "count"), [(WORK, 1), (WORK, 4), (COMPLEX, 1)], ids=["one", "four", "complex"])
+def test_padding_changes_nothing(work: Work, count: int) -> None:
     """Neither losses nor gradients, with dropout."""
     model, features = model_for(work), whole(work, 0)
-    more = padded(features, buckets)
+    more = padded(features, count)
     assert more["aatype"].shape > features["aatype"].shape
     agree(trained(model, 1, [more]), trained(model, 1, [features]))
 
@@ -83,7 +83,7 @@ def test_a_batch_is_padded_to_its_largest() -> None:
 
 def test_what_a_batch_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r'optim.clip = "example" needs the norm of each; set optim.clip = "step"'):
-        RunConfig(plan=Plan(batch=2, buckets=1), optim=OptimConfig(accumulate=2))
+        RunConfig(plan=Plan(batch=2, sizes=1), optim=OptimConfig(accumulate=2))
     with pytest.raises(UserError, match=r"plan.batch = 3 does not divide the 4 examples"):
         Optimizer(model_for(WORK), OptimConfig(accumulate=4, clip="step"), batch=3)
     with pytest.raises(ValueError, match=r"plan.axial and plan.branch at 1"):

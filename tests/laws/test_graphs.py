@@ -65,7 +65,7 @@ def steps(
 CASES = {
     "adam, clipped examples": (Plan(), OptimConfig(accumulate=2, warmup_steps=9)),
     "recomputed layers, batches, lamb": (
-        Plan(recompute="layer", batch=2, buckets=1),
+        Plan(recompute="layer", batch=2, sizes=1),
         OptimConfig(name="lamb", accumulate=2, clip="step"),
     ),
     "bf16, recomputed blocks, chunks, lars": (
@@ -147,7 +147,7 @@ def test_no_more_graphs_than_are_wanted_and_the_rest_is_counted(monkeypatch: pyt
     for _ in range(2):
         for size in (1, 2, 3):
             graphs.call(double, {"x": torch.ones(size)})
-    assert graphs.refused == {"graph of double: more than 2 shapes (plan.buckets makes them fewer)": 2}
+    assert graphs.refused == {"graph of double: more than 2 shapes (plan.sizes makes them fewer)": 2}
 
 
 def test_what_the_host_reads_cannot_be_recorded() -> None:
@@ -168,6 +168,4 @@ def test_why_a_plan_has_no_graphs() -> None:
     features = random_batch(passes=2)
     model = Execution(Plan(graph=True, offload=True)).bind(filled_model(tiny_config())).train()
     model.recycle(features, 1)
-    assert list(model.execution.graphs.refused) == [
-        "graph of pass_before_last: plan.offload, whose copies are not recorded"
-    ]
+    assert list(model.execution.graphs.refused) == ["graph of early_pass: plan.offload, whose copies are not recorded"]

@@ -151,7 +151,8 @@ class AlphaFold(Executable):
         Errors: ValueError where the number of passes does not fit.
         """
         recycled, done = self.recycle(batch, recycles)
-        return replace(self.last_pass(self.of_pass(batch, done), recycled, done), recycles=done)
+        inputs = self.inputs_of_pass(batch, done, recycled)
+        return replace(self.last_pass(inputs), recycles=done)
 
     def recycle(self, batch: Batch, recycles: int | None = None) -> tuple[Recycled, int]:
         """Run the passes before the last; return what they hand to it, and how many they were."""
@@ -159,40 +160,39 @@ class AlphaFold(Executable):
         self._check_passes(batch, (recycles + 1) * self.config.ensemble)
         recycled, done, settled = self._nothing_recycled(batch), 0, False
         while done < recycles and not settled:
-            index = torch.full((), done, device=recycled.positions.device)
             with torch.no_grad():
-                found = self.execution.call(
-                    self, self._pass_before_last, {**self.of_pass(batch, done), **vars(recycled), "index": index}
-                )
+                found = self.execution.call(self, self._early_pass, self.inputs_of_pass(batch, done, recycled))
             before, recycled = recycled.positions, Recycled(**found)
             done, settled = done + 1, self._settled(before, recycled.positions, batch["seq_mask"])
         return recycled, done
 
-    def last_pass(self, batch: Batch, recycled: Recycled, index: int | Tensor) -> Output:
-        """Run the pass that has a gradient, and the heads.  batch: `of_pass` of it."""
-        representations, structure = self.one_pass(batch, index, recycled)
-        return self.output(representations, structure)
+    def last_pass(self, inputs: Mapping[str, Tensor]) -> Output:
+        """Run the pass that has a gradient, and the heads.  inputs: `inputs_of_pass`."""
+        return self.output(*self.one_pass(inputs))
 
-    def of_pass(self, batch: Batch, index: int) -> Batch:
-        """Return the batch with the samples of the alignment that pass `index` sees."""
-        return passes(batch, index * self.config.ensemble, self.config.ensemble)
+    def inputs_of_pass(self, batch: Batch, index: int, recycled: Recycled) -> dict[str, Tensor]:
+        """Return all that pass `index` depends on, by name, as tensors: it may be replayed with others.
 
-    def _pass_before_last(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run a pass on tensors alone: features `of_pass`, the fields of `Recycled`, and "index", of the pass."""
-        recycled = Recycled(*(inputs[field.name] for field in fields(Recycled)))
-        batch = {name: x for name, x in inputs.items() if name in FEATURES}
-        representations, structure = self.one_pass(batch, inputs["index"], recycled)
+        The features with the samples of the alignment that it sees, the fields of `Recycled`, and the key of dropout.
+        """
+        samples = passes(batch, index * self.config.ensemble, self.config.ensemble)
+        self.noise.at_pass(index)
+        return {**samples, **vars(recycled), "key": self.noise.key}
+
+    def _early_pass(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run a pass before the last."""
+        representations, structure = self.one_pass(inputs)
         return vars(Recycled(representations.msa_first_row, representations.pair, structure.final_atom37))
 
-    def one_pass(
-        self, batch: Batch, index: int | Tensor, recycled: Recycled
-    ) -> tuple[Representations, StructureOutput]:
-        """Run pass `index`: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31).
+    def one_pass(self, inputs: Mapping[str, Tensor]) -> tuple[Representations, StructureOutput]:
+        """Run a pass: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31).
 
-        batch: `of_pass` of it.
+        inputs: `inputs_of_pass`.
         """
+        recycled = Recycled(*(inputs[field.name] for field in fields(Recycled)))
+        batch = {name: x for name, x in inputs.items() if name in FEATURES}
+        self.noise.key = inputs["key"]
         ensemble = self.config.ensemble
-        self.noise.at_pass(index)
         first = mean = self.trunk(self.sample(batch, 0), recycled)
         for member in range(1, ensemble):
             other = self.trunk(self.sample(batch, member), recycled)

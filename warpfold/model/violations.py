@@ -138,9 +138,7 @@ def connection_violations(
     c_n_loss, ca_c_n_loss, c_n_ca_loss = ((mask * loss).sum(-1) / (1e-6 + mask.sum(-1))).unbind()
     # Half of a bond to the residue before it, half to the one behind.
     half, bad = nn.functional.pad(0.5 * loss.sum(0), (1, 1)), nn.functional.pad(violated.amax(0), (1, 1))
-    return Connections(
-        c_n_loss, ca_c_n_loss, c_n_ca_loss, half[:-1] + half[1:], torch.maximum(bad[:-1], bad[1:])
-    )
+    return Connections(c_n_loss, ca_c_n_loss, c_n_ca_loss, half[:-1] + half[1:], torch.maximum(bad[:-1], bad[1:]))
 
 
 @functools.cache

@@ -148,9 +148,8 @@ class Noise(nn.Module):
     """The source of dropout for the layers of one model.  Unseeded, it uses torch's own generator (ordinary dropout).
 
     The key is a buffer: it moves with the model, is written without waiting for the device, and a new one recompiles
-    no graph.  Two rules hold: `words` keeps its memory and is overwritten, so that a graph that was recorded reads
-    there what the host wrote last; `key` is made from it on the device for each pass, and is replaced, never
-    overwritten, for a backward pass may still need the old one.
+    no graph.  It is replaced, never overwritten: a backward pass may still need the old one.  (What is recorded as a
+    graph of the device has the key of its pass among its inputs.)
     In a batch each example has a key of its own and draws what it would draw alone; shapes then begin with the batch.
     """
 
@@ -165,22 +164,22 @@ class Noise(nn.Module):
 
     def seed(self, *parts: int) -> None:
         """Derive the key from `parts`, for example (run seed, example); the pass is the first."""
-        self._write(self.words if self.words.dim() == 1 else self.words.new_empty(2), [parts])
+        self._write(torch.empty(2, dtype=torch.int64, device=self.words.device), [parts])
 
     def seed_batch(self, examples: Sequence[Sequence[int]]) -> None:
         """Derive a key from the parts of each example of a batch; the pass is the first."""
-        shape = (len(examples), 2)
-        self._write(self.words if self.words.shape == shape else self.words.new_empty(shape), examples)
+        self._write(torch.empty(len(examples), 2, dtype=torch.int64, device=self.words.device), examples)
 
     def _write(self, words: Tensor, examples: Sequence[Sequence[int]]) -> None:
         for place, parts in zip(words.view(-1, 2), examples):
             digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
             for i in range(2):  # `fill_` hands the device a number; a copy from the host would wait for it
                 place[i].fill_(int.from_bytes(digest[4 * i : 4 * i + 4], "little"))
-        self.words, self.key, self.seeded = words, words.clone(), True
+        self.words = self.key = words
+        self.seeded = True
 
-    def at_pass(self, index: int | Tensor) -> None:
-        """Derive the keys of one pass through the trunk: each draws differently.  index: may be on the device."""
+    def at_pass(self, index: int) -> None:
+        """Derive the keys of one pass through the trunk: each draws differently."""
         if self.seeded:
             key = self.words.clone()
             key[..., 1].add_(index * OF_PASS)

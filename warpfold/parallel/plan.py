@@ -39,7 +39,7 @@ class Plan:
     in the backward pass; None: keep everything.
     offload: what the trunk keeps for the backward pass lies in host memory until then (of CUDA tensors).
     graph: record the passes and steps of a training as graphs of the device, and replay them (CUDA, one process).
-    buckets: pad training examples so that each axis has at most so many sizes (`bucket_sizes`); 0: as they are.
+    sizes: pad training examples so that each axis has at most so many sizes (`few_sizes`); 0: as they are.
     batch: examples that go through the model together; they are padded to the largest of them.
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32.
     compile: the layers' own functions by torch.compile, whatever else the plan says; the first step then takes minutes,
@@ -61,7 +61,7 @@ class Plan:
     recompute: Recompute | None = None
     offload: bool = False
     graph: bool = False
-    buckets: int = 0
+    sizes: int = 0
     batch: int = 1
     precision: Precision = "fp32"
     compile: bool = False
@@ -89,8 +89,8 @@ class Plan:
             raise ValueError(
                 f'{other} is for ranks that have an example each; with plan.axial or branch use recompute = "block"'
             )
-        if self.buckets < 0 or self.batch < 1:
-            raise ValueError(f"plan.buckets is {self.buckets}, plan.batch {self.batch}: at least 0 and 1")
+        if self.sizes < 0 or self.batch < 1:
+            raise ValueError(f"plan.sizes is {self.sizes}, plan.batch {self.batch}: at least 0 and 1")
         if self.batch > 1 and self.axial * self.branch > 1:
             raise ValueError("plan.batch is for ranks that have an example each: leave plan.axial and plan.branch at 1")
         if self.threads is not None and self.threads < 1:

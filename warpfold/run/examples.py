@@ -153,7 +153,7 @@ def load(
             config.data,
             config.train.seed,
             assemblies=config.model.multimer is not None,
-            buckets=config.plan.buckets,
+            sizes=config.plan.sizes,
         ),
         schedule,
         Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside),

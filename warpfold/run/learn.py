@@ -14,7 +14,7 @@ from torch import Tensor
 from warpfold.batch import FEATURES, Batch, stack
 from warpfold.data.load.loader import Sample
 from warpfold.engine.optim import Optimizer
-from warpfold.model.alphafold import AlphaFold, Output, Recycled
+from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.losses import LossConfig, Terms, total_loss
 from warpfold.model.permutation import COPIES, with_truth
 from warpfold.parallel.team import Team
@@ -38,8 +38,7 @@ class Learner:
         keys = [(self.seed, example.index) for example in examples]
         model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # of dropout
         recycled, done = model.recycle(features, recycles)  # Algorithms 30 and 31: these passes have no gradient
-        index = torch.full((), done, device=features["aatype"].device)
-        inputs = {**model.of_pass(features, done), **vars(recycled), "index": index}
+        inputs = model.inputs_of_pass(features, done, recycled)
         found = model.execution.call(model, self._last_pass, inputs, undecided(features))
         losses = {name.removeprefix("loss:"): x for name, x in found.items() if name.startswith("loss:")}
         return [
@@ -60,10 +59,9 @@ class Learner:
         return self.optimizer.step(step, lambda: call(self.model, self._update, {"rate": self.optimizer.rate})["rate"])
 
     def _last_pass(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the pass that has a gradient, backward too.  inputs: features, the fields of `Recycled`, and "index"."""
+        """Run the pass that has a gradient, backward too.  inputs: `AlphaFold.inputs_of_pass`."""
         batch = {name: x for name, x in inputs.items() if name in FEATURES}
-        recycled = Recycled(**{name: inputs[name] for name in Recycled.__dataclass_fields__})
-        output = self.model.last_pass(batch, recycled, inputs["index"])  # Algorithm 2
+        output = self.model.last_pass(inputs)  # Algorithm 2
         several = batch["aatype"].dim() > 1
         outputs, batches = (output.unbind(), unstack(batch)) if several else ([output], [batch])
         losses, terms, scores = zip(*(self._losses(one, labels) for one, labels in zip(outputs, batches)))
