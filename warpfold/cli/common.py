@@ -48,6 +48,8 @@ class Precision(StrEnum):
 
     fp32 = "fp32"
     bf16 = "bf16"
+    bf16_all = "bf16_all"
+    fp16 = "fp16"
 
 
 AsJson = Annotated[bool, writes("Print the result as JSON.", "--json")]

@@ -73,7 +73,7 @@ MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; defaul
 MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
 Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")]
 Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits.", min=0)]
-TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations.")]
+TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations; bf16_all: of what follows it too.")]
 
 
 @app.command(

@@ -1,6 +1,7 @@
 """AlphaFold's optimizer (Supp. 1.11.3): each example's gradient is clipped, the mean feeds Adam, weights are averaged.
 
-All parameters live in one flat buffer, and so do their gradients, Adam's moments and the moving average.  Clipping,
+All parameters live in one flat buffer (engine/packed.py), and so do their gradients, Adam's moments and the moving
+average.  Clipping,
 Adam and averaging are then a handful of operations whatever the number of parameters, instead of thousands of tiny
 ones, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
 """
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.engine.loss_scale import LossScale
+from warpfold.engine.packed import PackedWeights
 from warpfold.engine.rules import RULES, Change, Shard
 from warpfold.errors import UserError
-from warpfold.parallel.buckets import make_layout
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import Mesh
@@ -102,12 +103,14 @@ class Optimizer:
         mesh: Mesh | None = None,
         sync: SyncConfig | None = None,
         ranks_per_node: int | None = None,
+        dtype: torch.dtype | None = None,
         scaling: bool = False,
         batch: int = 1,
     ) -> None:
         """Move the parameters of `model` into one buffer.
 
         mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
+        dtype: that operations compute in; None: that of the parameters.
         scaling: scale losses (`scaled`) for gradients in fp16.  batch: examples of each backward pass.
         Errors: UserError for `sync` settings, a batch or a number of examples that do not fit the ranks, ReplicaError
         where their first weights differ.
@@ -122,19 +125,16 @@ class Optimizer:
         if reason := unsupported_batch(config, self.share, batch):
             raise UserError(reason)
         self.batch = batch
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.layout = make_layout(named, self.sync.bucket * 2**20, self.mesh.world.size)
-        some = next(iter(named.values()))
-        self.weights = torch.zeros(self.layout.size, device=some.device, dtype=some.dtype)
-        self.gradient = torch.zeros_like(self.weights)  # of the current example; every p.grad is a view of it
-        for name, p in named.items():
-            self.layout.view(self.weights, name).copy_(p.detach())
-            p.data = self.layout.view(self.weights, name)  # what changes the buffer changes the parameter
-            p.grad = self.layout.view(self.gradient, name)
+        bucket_bytes = self.sync.bucket * 2**20
+        self.packed = packed = PackedWeights(model, dtype, True, bucket_bytes, self.mesh.world.size)
+        self.layout, self.weights, named = packed.layout, packed.weights, packed.parameters
+        assert packed.gradient is not None
+        self.gradient = packed.gradient  # of the current example; every p.grad is a view of it
         self._grads = [(p, p.grad) for p in named.values()]  # to notice when backward writes elsewhere
         check_replicas(self.weights, self.layout, self.mesh.world, "at the start")
         compression = config.compression
         self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
+        packed.watch = self.reducer.watch
         self.measured = self.reducer.choose(hidden=self.share == 1 or config.clip == "step")
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
         self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
@@ -232,8 +232,11 @@ class Optimizer:
             norm = self.reducer.norm(gradient, data=True) * scale
             scale = scale * self._factor(norm)
             good = (used == self.config.accumulate) & norm.isfinite()
-        self.rule.take(Change(gradient, scale, good, self.rate), self.average)
-        self.reducer.all_gather(self.owned, self.weights)
+        alone = self.owned is self.weights
+        self.rule.take(Change(gradient, scale, good, self.rate), self.average, self.packed.copy if alone else None)
+        if not alone:
+            self.reducer.all_gather(self.owned, self.weights)
+            self.packed.refresh()
         if self.loss_scale is not None:
             self.loss_scale.update(self.reducer.sum_over_data(self.overflows) > 0)
         self.total.zero_()
@@ -261,10 +264,12 @@ class Optimizer:
         """Give the model the averaged weights within the block (for validation and for the saved parameters)."""
         trained = self.weights.clone()
         self.reducer.all_gather(self.average, self.weights)
+        self.packed.refresh()
         try:
             yield
         finally:
             self.weights.copy_(trained)
+            self.packed.refresh()
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return the part "weights.NAME" of `state`; a rank may ask for it alone."""
@@ -298,6 +303,7 @@ class Optimizer:
             shard.copy_(self.reducer.local_shard(whole))
             if kind == "weights":
                 self.weights.copy_(whole)
+                self.packed.refresh()
         for name, tensor in self.rule.replicated.items():
             tensor.copy_(state[name])
         if self.loss_scale is not None:

@@ -105,6 +105,7 @@ class PlainRule(Rule):
     """A rule that is written in plain torch, as `step`, and undone where the step is not used."""
 
     def take(self, change: Change, average: Tensor, packed: Tensor | None = None) -> None:
+        """Take the rule's step; then put back what it changed, where the step is not used."""
         weights = self.shard.weights
         changing = [weights, *self.moments.values(), *self.replicated.values()]
         before = [tensor.clone() for tensor in changing]

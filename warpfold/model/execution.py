@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from warpfold.device import Function, Named
 from warpfold.ops.dispatch import Kernels, using
+from warpfold.ops.tensors import upcast_half
 
 if TYPE_CHECKING:
     from warpfold.model.axial import AxialUpdate, Block, BlockStack
@@ -53,6 +54,7 @@ class PlainExecution:
     """Run layers, blocks and stacks in plain torch: the default, and the meaning of every other execution."""
 
     dtype: torch.dtype = torch.float32  # of m and z
+    everywhere: bool = False  # whether what follows the trunk projects in this dtype too, and not in fp32 at least
     kernels: Kernels | None = None  # how operations are computed; None: as they are around the call
     residues: Residues = ALL
 
@@ -106,3 +108,7 @@ class Executable(nn.Module):
     def residues(self) -> Residues:
         """The residues that this process holds."""
         return self.execution.residues
+
+    def around_trunk(self, x: Tensor) -> Tensor:
+        """Return what the trunk computed in the dtype in which this module goes on: in fp32 at least, or as it is."""
+        return x if self.execution.everywhere else upcast_half(x)

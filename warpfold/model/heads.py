@@ -53,7 +53,7 @@ class LogitsHead(nn.Module):
         return logits
 
 
-class PLDDTHead(nn.Module):
+class PLDDTHead(Executable):
     """Algorithm 29: structure module's single -> logits of each residue's lDDT-Ca.  s [*, N, c_s] -> [*, N, bins].
 
     DeepMind: `predicted_lddt_head`.
@@ -67,8 +67,8 @@ class PLDDTHead(nn.Module):
         self.logits = Linear(c, bins, init="final")
 
     def forward(self, s: Tensor) -> Tensor:
-        s = self.input_layer_norm(upcast_half(s))
+        s = self.input_layer_norm(self.around_trunk(s))
         s = self.act_0(s).relu()
         s = self.act_1(s).relu()
-        logits: Tensor = self.logits(s)
+        logits: Tensor = self.logits(upcast_half(s))
         return logits

@@ -52,7 +52,7 @@ class StructureOutput:
     traj: Tensor  # [L, *, N, 7] the backbone frames as quaternion w x y z and translation
 
 
-class StructureModule(nn.Module):
+class StructureModule(Executable):
     """Algorithm 20, StructureModule: `layers` passes of one `FoldIteration`, then atoms."""
 
     def __init__(self, c_s: int, c_z: int, config: StructureConfig | None = None) -> None:
@@ -71,12 +71,12 @@ class StructureModule(nn.Module):
         All residues start at the origin ("black hole").  The gradient does not pass from one layer to the next through
         rotations (line 20), only through translations and activations.
         """
-        s_initial = self.single_layer_norm(upcast_half(s))
-        z = self.pair_layer_norm(upcast_half(z))
-        fold = self.fold_iteration
-        pairs = fold.invariant_point_attention.pairs(z, seq_mask.to(s_initial.dtype))
+        s_initial = self.single_layer_norm(self.around_trunk(s))
+        z = self.pair_layer_norm(self.around_trunk(z))
+        fold, mask = self.fold_iteration, seq_mask.to(upcast_half(s).dtype)
+        pairs = fold.invariant_point_attention.pairs(z, mask)
         s = self.initial_projection(s_initial)
-        affine = torch.cat([s.new_ones(*s.shape[:-1], 1), s.new_zeros(*s.shape[:-1], 6)], dim=-1)
+        affine = torch.cat([mask.new_ones(*s.shape[:-1], 1), mask.new_zeros(*s.shape[:-1], 6)], dim=-1)
         states, affines = [], []
         for layer in range(self.config.layers):
             s, affine = fold.move(s, pairs, affine, layer)
@@ -145,7 +145,7 @@ class FoldIteration(DrawsNoise):
         s = self.attention_layer_norm(dropout(s, self.rate, self.noise, stream, self.training))
         s = s + self._transition(s)
         s = self.transition_layer_norm(dropout(s, self.rate, self.noise, stream + 1, self.training))
-        return s, update_affine(affine, self.affine_update(s), frames.rotation)
+        return s, update_affine(affine, upcast_half(self.affine_update(s)), frames.rotation)
 
     def _transition(self, s: Tensor) -> Tensor:
         *inner, last = self.transition
@@ -202,13 +202,13 @@ class InvariantPointAttention(Executable):
         # A masked residue may attend to all: its result is never read, and its softmax has something to normalise.
         hidden = self.residues.local_shard(mask, -1)[..., None, :, None] * (1 - mask[..., None, None, :])
         third = math.sqrt(1 / 3)
-        bias = third * self.attention_2d(z).movedim(-1, -3) - 1e5 * hidden
+        bias = third * upcast_half(self.attention_2d(z)).movedim(-1, -3) - 1e5 * hidden
         linears = self.q_point_local, self.kv_point_local, self.q_scalar, self.kv_scalar
         weight = torch.cat([linear.weight for linear in linears]).to(z.dtype)
         linear_bias = torch.cat([linear.bias for linear in linears if linear.bias is not None]).to(z.dtype)
         if self.q_scalar.bias is None:
             linear_bias = nn.functional.pad(linear_bias, (0, len(weight) - len(linear_bias)))
-        gamma = nn.functional.softplus(self.trainable_point_weights.to(z.dtype))[:, None]
+        gamma = nn.functional.softplus(self.trainable_point_weights.to(bias.dtype))[:, None]
         of_squares = third * 0.5 * math.sqrt(2 / (9 * self.qk_points)) * gamma
         of_scalars = torch.full_like(gamma, third / math.sqrt(self.c_hidden)).expand(-1, self.c_hidden)
         scale = torch.cat([of_scalars, (2 * of_squares).expand(-1, 3 * self.qk_points), -of_squares], -1)
@@ -218,7 +218,7 @@ class InvariantPointAttention(Executable):
     def attend(self, s: Tensor, pairs: Pairs, frames: Rigid) -> Tensor:
         """Return the update of s [*, N, c], given frames [*, N] and what all layers have in common."""
         rank, h = self.residues.local_shard, self.heads
-        projected = nn.functional.linear(s, pairs.weight, pairs.linear_bias)
+        projected = upcast_half(nn.functional.linear(s, pairs.weight, pairs.linear_bias))
         sizes = [3 * h * self.qk_points, 3 * h * (self.qk_points + self.v_points), h * self.c_hidden]
         q_points, kv_points, q, kv = projected.split((*sizes, 2 * h * self.c_hidden), -1)
         k, v = kv.unflatten(-1, (h, -1)).split(self.c_hidden, -1)
@@ -238,13 +238,13 @@ class InvariantPointAttention(Executable):
         a = _softmax(rank(q_features, -3) * pairs.scale, k_features, pairs.bias)
 
         o = (a @ v_features.transpose(-3, -2)).transpose(-3, -2)  # [*, I, H, c + 3 P]
-        o_pair = a.transpose(-3, -2) @ pairs.z  # [*, I, H, c_z]
+        o_pair = a.transpose(-3, -2).to(s.dtype) @ pairs.z  # [*, I, H, c_z]
         o, o_points = o.split((self.c_hidden, 3 * self.v_points), -1)
         o_points = o_points.unflatten(-1, (3, -1)).transpose(-3, -2).flatten(-2)  # [*, I, 3, H P]
         o_points = multiply(rank(frames.rotation, -3).mT, o_points - rank(translation, -3))
         o_lengths = torch.sqrt(o_points.square().sum(-2) + 1e-8)
         parts = [o.flatten(-2), o_points.flatten(-2), o_lengths, o_pair.flatten(-2)]
-        update = self.output_projection(torch.cat(parts, dim=-1))
+        update = self.output_projection(torch.cat([part.to(s.dtype) for part in parts], dim=-1))
         return self.residues.all_gather(update, -2, s.shape[-2])
 
 
@@ -271,7 +271,7 @@ class AngleResnet(nn.Module):
         a = self.input_projection(s.relu()) + self.input_projection_initial(s_initial.relu())
         for first, second in zip(self.resblock1, self.resblock2):
             a = a + second(first(a.relu()).relu())
-        return self.unnormalized_angles(a.relu()).unflatten(-1, (7, 2))
+        return upcast_half(self.unnormalized_angles(a.relu())).unflatten(-1, (7, 2))
 
 
 def normalize_angles(unnormalized: Tensor) -> Tensor:

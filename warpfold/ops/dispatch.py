@@ -44,6 +44,7 @@ class _Choice(threading.local):
 
 
 _choice = _Choice()
+_tf32 = False
 _interpreting = False
 _refused: Counter[str] = Counter()
 modules: dict[str, str] = {}  # of each registered operation: the module below ops/cpu and ops/triton that computes it
@@ -104,6 +105,23 @@ def using(kernels: Kernels) -> Iterator[None]:
         yield
     finally:
         _choice.kernels = before
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Have products of fp32 on CUDA devices round their operands to TF32, ten bits of a mantissa, or not.
+
+    For the whole process: products of torch and those of the kernels here.
+    """
+    global _tf32
+    _tf32 = allowed
+    # Not torch.backends.cuda.matmul.fp32_precision: once that is set, this setting cannot be read any more, and
+    # torch.compile reads it.
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+
+
+def fp32_products() -> tuple[str, ...]:
+    """Return how the kernels may multiply fp32, as Triton calls it; AMD's GPUs stay exact."""
+    return ("ieee", "tf32") if _tf32 and torch.version.hip is None else ("ieee",)
 
 
 def refusals(before: Mapping[str, int] | None = None) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """How a plan runs a model: whole, in slices, in place, recomputed, compiled, over several ranks."""
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from warpfold.device import Function, Graphs, Named, Offload
 from warpfold.errors import UserError
 from warpfold.model.axial import AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
-from warpfold.ops.dispatch import using
+from warpfold.ops.dispatch import allow_tf32, using
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedStack
@@ -24,6 +25,7 @@ COMPILED = (
     *("local", "shared", "shared_of", "local_and_shared", "update", "add", "whole"),
     *("left", "right", "gate_logits", "product", "finish"),
 )
+log = logging.getLogger("warpfold")
 M = TypeVar("M", bound=nn.Module)
 SHAPES = 64  # of each function that may be compiled before torch gives up, which it would only warn of
 
@@ -48,6 +50,7 @@ class Execution(PlainExecution):
                 f"a plan of axial {plan.axial} x branch {plan.branch} needs a mesh of these sizes, not {mesh}"
             )
         self.dtype, self.kernels = DTYPES[plan.precision], plan.kernels
+        self.everywhere = plan.precision == "bf16_all"
         if self.distributed:
             self.residues = ShardedResidues(self.mesh.axial, plan.branch)
         self._sharded: dict[nn.Module, ShardedStack] = {}
@@ -72,7 +75,7 @@ class Execution(PlainExecution):
             said.append(f"slices of {p.chunk} rows{', in place' if p.in_place else ''}")
         said += [word for word, on in (("compiled", p.compile), ("offloaded", p.offload), ("graphs", p.graph)) if on]
         said += [f"{p.recompute}s recomputed"] if p.recompute else []
-        return ", ".join([*said, p.precision, f"{p.kernels} kernels"])
+        return ", ".join([*said, p.precision + (", tf32" if p.tf32 else ""), f"{p.kernels} kernels"])
 
     def bind(self, model: M) -> M:
         """Have a model, or any module that holds trunk layers, run so from now on; return it.
@@ -86,6 +89,10 @@ class Execution(PlainExecution):
             self._sharded |= self._shard(model)
         if self.plan.threads is not None:
             torch.set_num_threads(self.plan.threads)
+        if any(p.is_cuda for p in model.parameters()):
+            allow_tf32(self.plan.tf32)
+        elif self.plan.tf32:
+            log.info("plan.tf32 changes nothing: the model is not on a CUDA device")
         if self.plan.precision == "fp64":
             model.double()  # a reference run: parameters too
         for module in model.modules():

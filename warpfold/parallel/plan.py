@@ -10,7 +10,7 @@ from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import TIME_LIMIT
 
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Precision = Literal["fp32", "bf16", "bf16_all", "fp16", "fp64"]
 Recompute = Literal["block", "layer"]
 Triangle = Literal["auto", "gather", "channels"]
 # 345 residues on two cores: 8 rows 6.5 s, 64 rows or all 8.5 s, 4 rows 9.5 s; what stays in cache is fast.
@@ -19,7 +19,13 @@ RESIDENT = 2**27  # 512 MiB in fp32; not measured
 # Bytes that could have moved while one more call begins.  Of 2^12 to 2^22 this loses least against the better way,
 # at most 1.15 times from 64 residues on, over NVLink, InfiniBand and Ethernet (docs/communication.md; modelled).
 CALL = 2**18
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bf16_all": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,10 @@ class Plan:
     graph: record the passes and steps of a training as graphs of the device, and replay them (CUDA, one process).
     sizes: pad training examples so that each axis has at most so many sizes (`few_sizes`); 0: as they are.
     batch: examples that go through the model together; they are padded to the largest of them.
-    precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32.
+    precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32, and so do
+    the structure module and the heads, which project in bf16 too in "bf16_all".  "fp16": losses are scaled
+    (engine/loss_scale.py).
+    tf32: products of fp32 on CUDA devices round their operands to TF32, for the whole process; a CPU has none.
     compile: the layers' own functions by torch.compile, whatever else the plan says; the first step then takes minutes,
     and a CPU needs a C++ compiler.
     kernels: "fast": operations in the device's fast way, or by their definition where that does not support them;
@@ -64,6 +73,7 @@ class Plan:
     sizes: int = 0
     batch: int = 1
     precision: Precision = "fp32"
+    tf32: bool = False
     compile: bool = False
     kernels: Kernels = "fast"
     threads: int | None = None

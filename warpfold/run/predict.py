@@ -51,7 +51,7 @@ class PredictOptions:
     max_extra: int | None = None
     device: str | None = None  # None: the first GPU, or the CPU
     chunk: int | None = None  # rows computed at a time; None: what fits, 0: all
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "bf16_all", "fp16"] = "fp32"
     kernels: Kernels = "fast"  # as Plan.kernels
     representations: bool = False  # keep them in the .npz
     force: bool = False

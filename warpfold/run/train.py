@@ -29,7 +29,7 @@ from warpfold.model.permutation import with_truth
 from warpfold.model.weights import load_model, load_state, save_params
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
-from warpfold.parallel.plan import inference_plan
+from warpfold.parallel.plan import DTYPES, inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run.config import RunConfig
 from warpfold.run.examples import (
@@ -90,7 +90,7 @@ def train(
     origin = fingerprint_origin(sources, init, team)
     execution = Execution(config.plan, team.mesh)
     model = execution.bind(initial_model(config, init, team).to(device))
-    optimizer = make_optimizer(model, config, team)
+    optimizer = make_optimizer(config, model, team)
     learner = Learner(model, optimizer, config.loss, config.train.seed, team)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
@@ -117,9 +117,8 @@ def train(
             end = begin_end_step(step + 1, results, timer, ledger, signals, team)  # travels while the optimizer works
             learner.step(step)  # the mean over the examples; Adam; the moving average
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks
-            step, rate = step + 1, rate_taken(config.optim, step, results)
-            log(step_row(step, results, rate, recycles, timer))
-            skipped.add(step, results)
+            log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))
+            skipped.add(step := step + 1, results)
             stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
             if step == config.train.steps or stop or due(step, config.train.save_every):
                 save(run, model, optimizer, step, examples, {"skipped": skipped.places, **origin}, config, team)
@@ -195,11 +194,12 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
     return model.train()
 
 
-def make_optimizer(model: AlphaFold, config: RunConfig, team: Team) -> Optimizer:
-    """Return the optimizer of a run; in fp16 it scales losses."""
+def make_optimizer(config: RunConfig, model: AlphaFold, team: Team) -> Optimizer:
+    """Return the optimizer of a model; operations read its weights in the dtype that the plan computes in."""
     plan = config.plan
-    ranks, scaling = team.process.ranks_per_node, plan.precision == "fp16"
-    return Optimizer(model, config.optim, team.mesh, plan.sync, ranks, scaling, plan.batch)
+    dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"  # of losses
+    ranks_per_node = team.process.ranks_per_node
+    return Optimizer(model, config.optim, team.mesh, plan.sync, ranks_per_node, dtype, scaling, plan.batch)
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:
@@ -314,7 +314,8 @@ def validate(
             part = leading_part(entry, config.train.validation_residues)
             features = make_features(part, config.data, config.train.seed, (key, "validation"), passes)
             batch = to_tensors(features, device)
-            Execution(replace(inference_plan(batch, config.plan.precision), kernels=config.plan.kernels)).bind(model)
+            plan = inference_plan(batch, config.plan.precision)
+            Execution(replace(plan, kernels=config.plan.kernels, tf32=config.plan.tf32)).bind(model)
             output = model(batch)
             truth = with_truth(batch, output.structure.final_atom37)
             found[key] = [float(ca_lddt(output, truth, between)) for between in (False, True)]

@@ -1,6 +1,7 @@
 """Launch tables: the nearest entry, the same everywhere; which table for which GPU; launches noted or forced."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -229,3 +230,10 @@ def test_tables_are_read_by_people_too() -> None:
         text = path.read_text(encoding="utf-8")
         entries = json.loads(text)["launches"]
         assert sum('"kernel"' in line for line in text.splitlines()) == len(entries), path
+
+
+def test_products_of_fp32_follow_the_plan() -> None:
+    """No kernel says for itself how it multiplies: exactly, or with TF32 where the plan allows it."""
+    said = re.compile(r"\b(allow_tf32|input_precision)=")
+    own = [path.name for path in SHIPPED.parent.glob("*.py") if said.search(path.read_text())]
+    assert not own, "take `, input_precision=...` out: `KernelLaunch.options` says it"

@@ -67,14 +67,14 @@ def _add_dq(
             row = tl.minimum(first_row + n, sizes.rows - 1)
             k_tile = load_tile(k, batch, row, head, j, sizes.keys, WIDTH, not MASKED)
             v_tile = load_tile(v, batch, row, head, j, sizes.keys, WIDTH, not MASKED)
-            s = tl.dot(q_tiles[n], tl.trans(k_tile), input_precision="ieee") * WIDTH**-0.5
+            s = tl.dot(q_tiles[n], tl.trans(k_tile)) * WIDTH**-0.5
             if bias is not None:
                 s += b
             p = exp_shifted(s, lse_tiles[n][:, None], EXACT)
-            ds = p * (tl.dot(do_tiles[n], tl.trans(v_tile), input_precision="ieee") - deltas[n][:, None])
+            ds = p * (tl.dot(do_tiles[n], tl.trans(v_tile)) - deltas[n][:, None])
             if MASKED:
                 ds = tl.where(load_mask(mask, batch, row, j, sizes.keys)[None, :], ds, 0.0)
-            new_acc = new_acc + (tl.dot(ds.to(k_tile.dtype), k_tile, acc=acc[n], input_precision="ieee"),)
+            new_acc = new_acc + (tl.dot(ds.to(k_tile.dtype), k_tile, acc=acc[n]),)
         acc = new_acc
     return acc
 
@@ -223,13 +223,13 @@ def _attention_dkdv(
             do_tile = load_tile(grad, batch, row, head, i, queries, WIDTH)
             lse_tile = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
             d = tl.load(delta + line + i, mask=i < queries, other=0.0)
-            s = tl.dot(k_tiles[n], tl.trans(q_tile), input_precision="ieee") * WIDTH**-0.5
+            s = tl.dot(k_tiles[n], tl.trans(q_tile)) * WIDTH**-0.5
             if bias is not None:
                 s += b
             p = exp_shifted(s, lse_tile[None, :], EXACT)
-            dv_new = tl.dot(p.to(do_tile.dtype), do_tile, acc=dv_acc[n], input_precision="ieee")
-            ds = p * (tl.dot(v_tiles[n], tl.trans(do_tile), input_precision="ieee") - d[None, :])
-            new_dk = new_dk + (tl.dot(ds.to(q_tile.dtype), q_tile, acc=dk_acc[n], input_precision="ieee"),)
+            dv_new = tl.dot(p.to(do_tile.dtype), do_tile, acc=dv_acc[n])
+            ds = p * (tl.dot(v_tiles[n], tl.trans(do_tile)) - d[None, :])
+            new_dk = new_dk + (tl.dot(ds.to(q_tile.dtype), q_tile, acc=dk_acc[n]),)
             new_dv = new_dv + (dv_new,)
         dk_acc, dv_acc = new_dk, new_dv
 
@@ -290,9 +290,9 @@ def _attention_dbias(
         do_tile = load_tile(grad, batch, row, head, i, queries, WIDTH)
         lse_tile = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
         d = tl.load(delta + line + i, mask=i < queries, other=0.0)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * WIDTH**-0.5 + b
+        s = tl.dot(q_tile, tl.trans(k_tile)) * WIDTH**-0.5 + b
         p = exp_shifted(s, lse_tile[:, None], EXACT)
-        ds = p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - d[:, None])
+        ds = p * (tl.dot(do_tile, tl.trans(v_tile)) - d[:, None])
         if tl.load(firsts + batch.to(tl.int64) * rows + row) < last_key:
             ds = tl.where(load_mask(mask, batch, row, j, keys)[None, :], ds, 0.0)
         acc += ds

@@ -67,7 +67,7 @@ def _attend(
         for n in tl.static_range(ROWS):
             row = tl.minimum(first_row + n, sizes.rows - 1)
             k_tile = load_tile(k, batch, row, head, j, sizes.keys, WIDTH, not MASKED)
-            s = tl.dot(q_tiles[n], tl.trans(k_tile), input_precision="ieee") * WIDTH**-0.5
+            s = tl.dot(q_tiles[n], tl.trans(k_tile)) * WIDTH**-0.5
             if bias is not None:
                 s += b
             if MASKED:
@@ -80,7 +80,7 @@ def _attend(
             new_m = new_m + (m_ij,)
             new_l = new_l + (l_i[n] * alpha + tl.sum(p, 1),)
             rescaled = acc[n] * alpha[:, None]
-            new_acc = new_acc + (tl.dot(p.to(v_tile.dtype), v_tile, acc=rescaled, input_precision="ieee"),)
+            new_acc = new_acc + (tl.dot(p.to(v_tile.dtype), v_tile, acc=rescaled),)
         m_i, l_i, acc = new_m, new_l, new_acc
     return m_i, l_i, acc
 

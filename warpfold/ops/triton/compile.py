@@ -19,10 +19,9 @@ from warpfold.ops.triton.launch import KernelLaunch
 def source(launch: KernelLaunch, target: GPUTarget) -> tuple[ASTSource, Any]:
     """Return the kernel as Triton would specialise it for these arguments, and its options."""
     fn, backend = launch.kernel.function, make_backend(target)
-    options = {"num_warps": launch.config.warps, "num_stages": launch.config.stages}
     bind = create_function_from_signature(fn.signature, fn.params, backend)
-    bound, specialised, given = bind(**launch.arguments, **options)
-    parsed, signature, constants, attributes = fn._pack_args(backend, options, bound, specialised, given)
+    bound, specialised, given = bind(**launch.arguments, **launch.options)
+    parsed, signature, constants, attributes = fn._pack_args(backend, launch.options, bound, specialised, given)
     return ASTSource(fn, signature, constants, attributes), parsed
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triton.launch import configs, register_by_precision
 from warpfold.ops.triton.noise import SCALARS, drawn, fill, scalars
 from warpfold.ops.triton.positions import (
@@ -82,7 +82,7 @@ def _gated_linear_residual(
         gate_values = tl.sigmoid(tl.load(g_rows + k[None, :], mask=valid, other=0).to(tl.float32))
         h = tl.load(o_rows + k[None, :], mask=valid, other=0).to(tl.float32) * gate_values
         wt = tl.load(weight + c[None, :] * INPUTS + k[:, None], mask=(c < C)[None, :] & (k < INPUTS)[:, None], other=0)
-        acc = tl.dot(h.to(y.data.dtype.element_ty), wt.to(y.data.dtype.element_ty), acc, input_precision="ieee")
+        acc = tl.dot(h.to(y.data.dtype.element_ty), wt.to(y.data.dtype.element_ty), acc)
     acc += tl.load(bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
     valid = real & (c < C)[None, :]
     if factors is not None:
@@ -129,7 +129,7 @@ def _gated_linear_residual_backward(
             at = factor_rows + (c.to(tl.int64) * factors.strides[3])[None, :]
             dz = (dz.to(tl.float32) * _factors(factors, at, valid, key, number, word, rate, scale)).to(dz.dtype)
         wt = tl.load(weight + c[:, None] * INPUTS + i[None, :], mask=(c < C)[:, None] & (i < INPUTS)[None, :], other=0)
-        dh = tl.dot(dz, wt.to(dz.dtype), dh, input_precision="ieee")
+        dh = tl.dot(dz, wt.to(dz.dtype), dh)
     valid = real & (i < INPUTS)[None, :]
     at = offsets(o, m, axes)[:, None]
     v = tl.load(o.data + at + i[None, :], mask=valid, other=0).to(tl.float32)
@@ -180,7 +180,7 @@ def _gated_linear_residual_weight(
         v = tl.load(o.data + at + i[None, :], mask=valid, other=0).to(tl.float32)
         at = offsets(g, m, axes)[:, None]
         h = v * tl.sigmoid(tl.load(g.data + at + i[None, :], mask=valid, other=0).to(tl.float32))
-        dw = tl.dot(tl.trans(dz), h.to(dz.dtype), dw, input_precision="ieee")
+        dw = tl.dot(tl.trans(dz), h.to(dz.dtype), dw)
         db += tl.sum(dz.to(tl.float32), 0)
     mine = partials + tl.program_id(2).to(tl.int64) * (C * INPUTS + C)
     tl.store(mine + c[:, None] * INPUTS + i[None, :], dw, mask=(c < C)[:, None] & (i < INPUTS)[None, :])
@@ -322,6 +322,6 @@ def gated_linear_residual_backward(
     programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
     partials = empty_partials(o, programs, c * (inputs + 1))
     kernel.run((*tiles, programs), **arguments, partials=partials, C=c, INPUTS=inputs)
-    dweight, dbias = weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+    dweight, dbias = empty_parameters(weight, bias)
     sum_partials(partials, dweight, dbias)
     return do, dg, dweight, dbias

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from warpfold.errors import UserError
+from warpfold.ops.dispatch import fp32_products
 
 Key = tuple[int, ...]  # what a configuration depends on, as the kernel says: widths, lengths, bytes of an element
 SHIPPED = Path(__file__).parent / "tuned"
@@ -120,13 +121,16 @@ class KernelLaunch:
         """The tensors among the arguments, also within tuples, in order."""
         return [leaf for leaf in tree_leaves(list(self.arguments.values())) if isinstance(leaf, Tensor)]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """How it is compiled: warps, stages, and how products of fp32 may be made."""
+        return {"num_warps": self.config.warps, "num_stages": self.config.stages, DOTS: fp32_products()}
+
     def run(self) -> None:
         """Launch it, on the device of its first tensor."""
         device = self.tensors[0].device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel.function[self.grid](
-                **self.arguments, num_warps=self.config.warps, num_stages=self.config.stages
-            )
+            self.kernel.function[self.grid](**self.arguments, **self.options)
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ class LaunchTable:
 
 
 KERNELS: dict[str, Kernel] = {}
+# Triton's option of how `tl.dot` may multiply fp32: with TF32 wherever that is among these, otherwise exactly.
+DOTS = "allowed_dot_input_precisions"
 _listeners: list[Callable[[KernelLaunch], None]] = []  # the last is told of every launch, instead of its being run
 _forced: dict[str, KernelConfig] = {}
 _table: list[LaunchTable] = []

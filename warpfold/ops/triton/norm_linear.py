@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from warpfold.ops.norm import empty_projected, empty_statistics, padded
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triton.launch import configs, register, register_by_precision
 from warpfold.ops.triton.positions import (
     Positions,
@@ -82,7 +82,7 @@ def _norm_linear(
     for start in range(0, OUTPUTS, BLOCK_O):
         o = start + tl.arange(0, BLOCK_O)
         wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(o < OUTPUTS)[None, :] & (c < C)[:, None], other=0)
-        out = tl.dot(n, wt.to(n.dtype), input_precision="ieee")
+        out = tl.dot(n, wt.to(n.dtype))
         if bias is not None:
             out += tl.load(bias + o, mask=o < BIASED, other=0).to(tl.float32)[None, :]
         writable = (m < axes.positions)[:, None] & (o < PADDED)[None, :]
@@ -139,7 +139,7 @@ def _norm_linear_wide(
         b = tl.load(norm_bias + c, mask=c < C, other=0).to(tl.float32)
         n = ((v - mu[:, None]) * r[:, None] * w[None, :] + b[None, :]).to(y.data.dtype.element_ty)
         wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(o < OUTPUTS)[None, :] & (c < C)[:, None], other=0)
-        acc = tl.dot(n, wt.to(n.dtype), acc, input_precision="ieee")
+        acc = tl.dot(n, wt.to(n.dtype), acc)
     if bias is not None:
         acc += tl.load(bias + o, mask=o < BIASED, other=0).to(tl.float32)[None, :]
     y_rows = y.data + offsets(y, m, axes)[:, None]
@@ -180,7 +180,7 @@ def _norm_linear_backward(
         o = start + tl.arange(0, BLOCK_O)
         dy = tl.load(grad_rows + o[None, :], mask=(m < axes.positions)[:, None] & (o < OUTPUTS)[None, :], other=0)
         wt = tl.load(weight + o[:, None] * C + c[None, :], mask=(o < OUTPUTS)[:, None] & (c < C)[None, :], other=0)
-        dn = tl.dot(dy, wt.to(dy.dtype), dn, input_precision="ieee")
+        dn = tl.dot(dy, wt.to(dy.dtype), dn)
     valid = (m < axes.positions)[:, None] & (c < C)[None, :]
     v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     at = offsets(mean, m, axes)
@@ -238,7 +238,7 @@ def _norm_linear_weight(
         mu = tl.load(mean.data + at, mask=m < axes.positions, other=0)
         r = tl.load(rstd + at, mask=m < axes.positions, other=0)
         n = (v - mu[:, None]) * r[:, None] * w[None, :] + b[None, :]
-        dw = tl.dot(tl.trans(dy), n.to(dy.dtype), dw, input_precision="ieee")
+        dw = tl.dot(tl.trans(dy), n.to(dy.dtype), dw)
         if BIASED > 0:
             db += tl.sum(dy.to(tl.float32), 0)
     mine = partials + tl.program_id(2).to(tl.int64) * (OUTPUTS * C + BIASED)
@@ -347,11 +347,10 @@ def norm_linear_backward(
         BLOCK_C=power_of_two(c),
     )
     p.copy_back()
-    dnorm_weight, dnorm_bias = norm_weight.new_empty(norm_weight.shape), norm_bias.new_empty(norm_bias.shape)
+    dnorm_weight, dnorm_bias = empty_parameters(norm_weight, norm_bias)
     sum_partials(partials, dnorm_weight, dnorm_bias)
     partials = _weight_partials(grad, x, norm_weight, norm_bias, outputs, 0 if bias is None else len(bias), mean, rstd)
-    dweight = weight.new_empty(weight.shape)
-    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    dweight, dbias = empty_parameters(weight, weight[0, :0] if bias is None else bias)
     sum_partials(partials, dweight, dbias)
     return dx, dnorm_weight, dnorm_bias, dweight, dbias
 
