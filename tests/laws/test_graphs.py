@@ -1,6 +1,7 @@
 """A step that was recorded and is replayed equals the step itself, bit for bit, whatever the host has changed since."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.helpers import as_multimer, filled_model, random_batch, tiny_config
 from tests.laws.test_plans import Work, example
 from tests.recorder import OperationRecorder
+from tests.run.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold import device
 from warpfold.batch import Batch, passes
 from warpfold.data.load.loader import Sample
@@ -16,9 +18,11 @@ from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import UserError
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.execution import Execution
+from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
 from warpfold.run.learn import Learner
+from warpfold.run.train import train
 
 WORK = Work(residues=8, sequences=3, extra=3, templates=1, recycles=2)
 LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_aligned_error=0.1)
@@ -169,3 +173,25 @@ def test_why_a_plan_has_no_graphs() -> None:
     model = Execution(Plan(graph=True, offload=True)).bind(filled_model(tiny_config())).train()
     model.recycle(features, 1)
     assert list(model.execution.graphs.refused) == ["graph of early_pass: plan.offload, whose copies are not recorded"]
+
+
+def test_why_several_processes_have_no_graphs() -> None:
+    mesh = replace(Mesh(), world=replace(Mesh().world, size=2))
+    model = Execution(Plan(graph=True), mesh).bind(filled_model(tiny_config())).train()
+    model.recycle(random_batch(passes=2), 1)
+    reason = "graph of early_pass: several processes, whose messages are not recorded"
+    assert list(model.execution.graphs.refused) == [reason]
+
+
+def test_a_run_with_graphs_is_the_run(tmp_path: Path) -> None:
+    """Validated and stopped on the way; of few shapes."""
+    store, config = make_store(tmp_path / "store"), replace(tiny_run(steps=5), plan=Plan(sizes=1))
+    train(config, store, tmp_path / "plain")
+    with_graphs = replace(config, plan=replace(config.plan, graph=True))
+    train(replace(with_graphs, train=replace(config.train, steps=3)), store, tmp_path / "run")
+    summary = train(with_graphs, store, tmp_path / "run")
+    assert summary.finished
+    assert not summary.unrecorded
+    one, other = ([row for row in rows(tmp_path / way) if row["kind"] == "step"] for way in ("run", "plain"))
+    assert one == other
+    assert equal_tensors(tmp_path / "run/params.safetensors", tmp_path / "plain/params.safetensors")

@@ -270,7 +270,12 @@ def save_failures(
 
     Of the ranks that share an example, the first saves; the message of the UserError reaches all ranks.
     """
-    for example, one in ((there.example, one) for there, one in zip(on_device, results) if not one.finite):
+    size = config.plan.batch
+    for number, (example, one) in enumerate(zip((there.example for there in on_device), results)):
+        if one.finite:
+            continue
+        first = number - number % size
+        batch = [there.key for there in results[first : first + size]]  # their gradients cannot be told apart
         notes = {
             **asdict(one),
             "step": step,
@@ -278,6 +283,7 @@ def save_failures(
             "seed": config.train.seed,
             "recycles": recycles,
             "plan": settings.to_dict(config.plan),
+            "batch": batch,
         }
         where = ""
         if team.is_example_leader:
@@ -286,7 +292,7 @@ def save_failures(
         where = team.all_gather_object_of_example(where, "saving what is not finite")[0]
         if config.train.on_nonfinite == "stop":
             raise UserError(
-                f"step {step}: the loss or gradient of {one.key} is not finite; see {where} for what "
+                f"step {step}: the loss or gradient of {' and '.join(batch)} is not finite; see {where} for what "
                 'reproduces it; train.on_nonfinite = "skip" goes on without such examples'
             )
 
