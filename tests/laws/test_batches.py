@@ -49,7 +49,7 @@ def trained(model: AlphaFold, batch: int, examples: list[Batch], chunk: int | No
     return [learner.optimizer.total.clone(), *told]
 
 
-def agree(found: list[Tensor], expected: list[Tensor]) -> None:
+def assert_agree(found: list[Tensor], expected: list[Tensor]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert float((one - other).norm()) <= LIMIT * float(other.norm())
 
@@ -63,14 +63,14 @@ def test_padding_changes_nothing(work: Work, count: int) -> None:
     model, features = model_for(work), whole(work, 0)
     more = padded(features, count)
     assert more["aatype"].shape > features["aatype"].shape
-    agree(trained(model, 1, [more]), trained(model, 1, [features]))
+    assert_agree(trained(model, 1, [more]), trained(model, 1, [features]))
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_a_batch_is_its_examples_one_after_another(chunk: int | None) -> None:
     """Of different sizes, each with the dropout of its own number."""
     model, examples = model_for(WORK), [whole(work, i) for i, work in enumerate((WORK, OTHER, WORK, WORK))]
-    agree(trained(model, 2, examples, chunk), trained(model, 1, examples))
+    assert_agree(trained(model, 2, examples, chunk), trained(model, 1, examples))
 
 
 def test_a_batch_is_padded_to_its_largest() -> None:
