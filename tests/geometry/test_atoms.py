@@ -152,7 +152,9 @@ def test_numbers_of_bins_are_the_places_of_the_ones() -> None:
     """Also where a distance lies on an edge, below the first or beyond the last: there is no bin."""
     generator = torch.Generator().manual_seed(0)
     along = torch.tensor([0.0, 3.25, 4.5, 10.75, 20.75, 21.0, 9999.0, 10_001.0, 2.0])
-    positions = torch.cat([8 * torch.randn(40, 3, generator=generator), torch.nn.functional.pad(along[:, None], (0, 2))])
+    positions = torch.cat(
+        [8 * torch.randn(40, 3, generator=generator), torch.nn.functional.pad(along[:, None], (0, 2))]
+    )
     one_hot = distogram_bins(positions, 3.25, 20.75, 15, positions[5:])
     found = distance_bins(positions, 3.25, 20.75, 15, positions[5:])
     assert torch.equal(torch.nn.functional.one_hot(found, 16)[..., 1:].float(), one_hot)

@@ -178,7 +178,6 @@ def _group_frames() -> FloatArray:
 RIGID_GROUP_FRAMES: FloatArray = _group_frames()
 
 
-
 def _turned_groups() -> tuple[FloatArray, FloatArray]:
     """Return the frames of groups as sums, still + (sin, cos) turning, of a torsion's sine and cosine.
 
@@ -200,7 +199,10 @@ GROUP_STILL, GROUP_TURNING = _turned_groups()
 
 ATOM14_IN_GROUPS: FloatArray = np.zeros((21, 14, 8, 4), np.float32)  # x y z 1 of each atom, in its own group alone
 for _restype, _column, _ in _SLOTS:
-    ATOM14_IN_GROUPS[_restype, _column, ATOM14_GROUP[_restype, _column]] = [*ATOM14_GROUP_POSITIONS[_restype, _column], 1.0]
+    ATOM14_IN_GROUPS[_restype, _column, ATOM14_GROUP[_restype, _column]] = [
+        *ATOM14_GROUP_POSITIONS[_restype, _column],
+        1.0,
+    ]
 
 
 # The peptide bond: its length and standard deviation, (before other residues, before proline), and the cosines of its

@@ -20,8 +20,8 @@ from torch import Tensor
 # rotation of q, that is of v -> q v q*, the sum of ROTATION[x, y, i, j] q_i q_j.
 PRODUCT = np.zeros((4, 4, 4))
 for _k, _row in enumerate(("+00 -11 -22 -33", "+01 +10 +23 -32", "+02 -13 +20 +31", "+03 +12 -21 +30")):
-    for _sign, _i, _j in _row.split():
-        PRODUCT[_k, int(_i), int(_j)] = float(f"{_sign}1")
+    for _term in _row.split():
+        PRODUCT[_k, int(_term[1]), int(_term[2])] = float(f"{_term[0]}1")
 ROTATION = np.einsum("xmj,j,miy->xyij", PRODUCT[1:], np.array([1.0, -1, -1, -1]), PRODUCT[:, :, 1:])
 
 

@@ -48,6 +48,7 @@ class Residues:
 
 
 ALL = Residues()
+TOGETHER = 1 << 20  # positions of templates: four of 512 residues; larger ones fill a device one by one
 
 
 class PlainExecution:
@@ -85,9 +86,13 @@ class PlainExecution:
         """
         return function(inputs)
 
-    def parts(self, count: int) -> list[slice]:
-        """Return which of so many templates are computed together: all of them."""
-        return [slice(0, count)]
+    def parts(self, count: int, positions: int) -> list[slice]:
+        """Return which of so many templates are computed together: as many as have `TOGETHER` positions, or one.
+
+        positions: of the pair representation of one.
+        """
+        each = max(TOGETHER // max(positions, 1), 1)
+        return [slice(start, min(start + each, count)) for start in range(0, count, each)]
 
 
 PLAIN = PlainExecution()

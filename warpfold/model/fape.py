@@ -2,14 +2,14 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from warpfold.geometry.rigid import Rigid
-from warpfold.ops.tensors import in_blocks, upcast_half
+from warpfold.ops.aligned import aligned_errors
+from warpfold.ops.tensors import upcast_half
 
 # Angstrom; code: the monomer's distance is sqrt(d^2 + 1e-4), Multimer's sqrt(max(d^2, 1e-8)).
-SOFTENING, LEAST = 0.01, 1e-4
+SOFTENING = 0.01
 
 
 def frame_aligned_point_error(
@@ -35,27 +35,17 @@ def frame_aligned_point_error(
 
     Invariant under a rigid motion of the prediction and, independently, of the truth; not under a reflection.
     """
-    offset = _offset(true_frames) - _offset(frames)
-    frame_mask, point_mask = frame_mask.to(offset.dtype), point_mask.to(offset.dtype)
-
-    def of_frames(rows: slice) -> tuple[Tensor, ...]:
-        """Return the sum of the distances from some frames, each weighed by its masks, and the sum of the weights."""
-        seen, true = frames[..., rows], true_frames[..., rows]
-        squares = offset.new_full((), softening**2)
-        for k in range(3):  # one axis of the local frames at a time: three times less memory than all together
-            apart = _project(offset[..., rows, k, None], seen, points, k, 1)
-            squares = squares + _project(apart, true, true_points, k, -1).square()
-        distance = (squares if softening else squares.clamp(min=LEAST**2)).sqrt()
-        if clamp is not None:
-            distance = clamped * distance.clamp(max=clamp) + (1 - clamped) * distance
-        if pair_mask is not None:
-            pairs = frame_mask[..., rows, None] * point_mask[..., None, :] * pair_mask[..., rows, :]
-            return (distance * pairs).sum((-2, -1)), pairs.sum((-2, -1))
-        total = ((distance * point_mask[..., None, :]).sum(-1) * frame_mask[..., rows]).sum(-1)
-        return total, frame_mask[..., rows].sum(-1) * point_mask.sum(-1)
-
-    blocks = in_blocks(of_frames, offset.shape[-2], math.prod(offset.shape[:-2]) * points.shape[-2])
-    total, weight = (torch.stack(sums).sum(0) for sums in zip(*blocks))
+    seen, true = (upcast_half(x.to_matrix()) for x in (frames, true_frames))
+    points, true_points = upcast_half(points), upcast_half(true_points)
+    frame_mask, point_mask = frame_mask.to(seen.dtype), point_mask.to(seen.dtype)
+    cap = math.inf if clamp is None else clamp
+    sums = aligned_errors(seen, points, true, true_points, frame_mask, point_mask, pair_mask, cap, softening)
+    capped, whole = sums.unbind(-1)
+    total = clamped * capped + (1 - clamped) * whole
+    if pair_mask is None:
+        weight = frame_mask.sum(-1) * point_mask.sum(-1)
+    else:
+        weight = (frame_mask[..., :, None] * point_mask[..., None, :] * pair_mask).sum((-2, -1))
     return total / scale / (1e-4 + weight)
 
 
@@ -110,19 +100,3 @@ def sidechain_fape(
 def _flat(frames: Rigid) -> Rigid:
     """Flatten frames [*, N, G] to [*, N G]."""
     return Rigid(frames.rotation.flatten(-4, -3), frames.translation.flatten(-3, -2))
-
-
-def _offset(frames: Rigid) -> Tensor:
-    """Return R^T t [*, F, 3]: what inverting a frame subtracts once the point is rotated."""
-    return (upcast_half(frames.rotation) * upcast_half(frames.translation)[..., None]).sum(-2)
-
-
-def _project(start: Tensor, frames: Rigid, points: Tensor, k: int, sign: int) -> Tensor:
-    """Return start + sign (R^T x)_k [*, F, P]: points on axis k of frames.
-
-    In plain products and sums, for a GPU may compute a matmul in TF32, which is not enough for coordinates.
-    """
-    axis, points = upcast_half(frames.rotation)[..., k], upcast_half(points)
-    for c in range(3):
-        start = torch.addcmul(start, axis[..., c, None], points[..., None, :, c], value=sign)
-    return start

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from warpfold.geometry.atoms import atom14_to_atom37, frames_to_atom14, torsions_to_frames
 from warpfold.geometry.rigid import Rigid, multiply, update_affine
 from warpfold.model.execution import Executable
-from warpfold.model.layers import DrawsNoise, LayerNorm, Linear
+from warpfold.model.layers import DrawsNoise, LayerNorm, Linear, joined
 from warpfold.ops.noise import dropout
 from warpfold.ops.tensors import upcast_half
 
@@ -160,7 +160,7 @@ class Pairs(NamedTuple):
     z: Tensor  # [*, I, N, c_z]
     bias: Tensor  # [*, H, I, N] of the logits; far below 0 where a query must not see a residue
     weight: Tensor  # [outputs, c] of all projections of s, and
-    linear_bias: Tensor  # [those that have one]
+    linear_bias: Tensor  # [outputs], zeros where there is none
     scale: Tensor  # [H, c_hidden + 3 qk_points + 1] of the queries' features
     part: Tensor  # [*, N, 1] a residue's part in the centre of all
 
@@ -171,7 +171,7 @@ class InvariantPointAttention(Executable):
     The result is the same under any rigid motion of all frames together.
 
     A sum of squared distances of points is |q|^2 + |k|^2 - 2 q k, of vectors of all their coordinates.  The softmax
-    does not see |q|^2, so a query's logits are one product of features: [c q, 2 g points, -g] by [k, points, |points|^2].
+    does not see |q|^2, so a query's logits are one product of features, [q, 2 g points, -g] by [k, points, |points|^2].
     Nothing is larger than [N, N, H] or z.  So that the squares stay small beside the distances, and fp32 exact enough,
     points are taken from the centre of all residues: what is lost is some 1e-7 of the squared extent of the protein,
     which at 100 angstrom makes 1e-5 in a logit.
@@ -197,23 +197,26 @@ class InvariantPointAttention(Executable):
         """
         return self.attend(s, self.pairs(z, mask), frames)
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The projections of s, in the order in which they are joined: those that always have a bias come first."""
+        return self.q_point_local, self.kv_point_local, self.q_scalar, self.kv_scalar
+
     def pairs(self, z: Tensor, mask: Tensor) -> Pairs:
         """Return what all layers have in common, of z [*, N, N, c_z] (this rank's rows) and mask [*, N]."""
         # A masked residue may attend to all: its result is never read, and its softmax has something to normalise.
         hidden = self.residues.local_shard(mask, -1)[..., None, :, None] * (1 - mask[..., None, None, :])
         third = math.sqrt(1 / 3)
         bias = third * upcast_half(self.attention_2d(z)).movedim(-1, -3) - 1e5 * hidden
-        linears = self.q_point_local, self.kv_point_local, self.q_scalar, self.kv_scalar
-        weight = torch.cat([linear.weight for linear in linears]).to(z.dtype)
-        linear_bias = torch.cat([linear.bias for linear in linears if linear.bias is not None]).to(z.dtype)
-        if self.q_scalar.bias is None:
-            linear_bias = nn.functional.pad(linear_bias, (0, len(weight) - len(linear_bias)))
+        weight, some = joined(z.dtype, *self.projections)
+        assert some is not None
+        linear_bias = nn.functional.pad(some, (0, len(weight) - len(some))) if len(some) < len(weight) else some
         gamma = nn.functional.softplus(self.trainable_point_weights.to(bias.dtype))[:, None]
         of_squares = third * 0.5 * math.sqrt(2 / (9 * self.qk_points)) * gamma
         of_scalars = torch.full_like(gamma, third / math.sqrt(self.c_hidden)).expand(-1, self.c_hidden)
         scale = torch.cat([of_scalars, (2 * of_squares).expand(-1, 3 * self.qk_points), -of_squares], -1)
         part = (mask / mask.sum(-1, keepdim=True).clamp(min=1))[..., None]
-        return Pairs(z, bias.contiguous(), weight, linear_bias, scale, part)
+        return Pairs(z, bias.contiguous(), weight.to(z.dtype), linear_bias.to(z.dtype), scale, part)
 
     def attend(self, s: Tensor, pairs: Pairs, frames: Rigid) -> Tensor:
         """Return the update of s [*, N, c], given frames [*, N] and what all layers have in common."""

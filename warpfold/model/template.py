@@ -3,6 +3,7 @@
 AlphaFold-Multimer embeds its templates in a way of its own: `ChainTemplateEmbedder`.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -122,7 +123,8 @@ TEMPLATE_AXES |= {"template_pseudo_beta": -3, "template_pseudo_beta_mask": -2}
 
 def some_templates(batch: Batch, part: slice) -> Batch:
     """Return the arrays of some templates."""
-    return {name: batch[name][(..., part, *(slice(None),) * (-1 - axis))] for name, axis in TEMPLATE_AXES.items()}
+    length = part.stop - part.start
+    return {name: batch[name].narrow(axis, part.start, length) for name, axis in TEMPLATE_AXES.items()}
 
 
 class TemplateEmbedder(Executable):
@@ -141,7 +143,7 @@ class TemplateEmbedder(Executable):
         mask = batch["template_mask"]
         if mask.shape[-1] == 0:
             return torch.zeros_like(z)
-        parts = (some_templates(batch, part) for part in self.execution.parts(mask.shape[-1]))
+        parts = (some_templates(batch, part) for part in self.execution.parts(mask.shape[-1], z_mask.shape[-1] ** 2))
         z_mask = z_mask[..., None, :, :]
         embedded = [self.norm(self.stack(self.pair(some, z.dtype), z_mask)) for some in parts]
         update = self.pointwise(z, torch.cat(embedded, -4) if len(embedded) > 1 else embedded[0], mask)
@@ -200,11 +202,14 @@ class ChainTemplateEmbedder(Executable):
         asym_id = batch["asym_id"]
         same_chain = (self.residues.local_shard(asym_id, -1)[..., :, None] == asym_id[..., None, :])[..., None]
         of_pairs, count = self.pair.of_pairs(z)[..., None, :, :, :], batch["template_mask"].shape[-1]
-        total = None
-        for part in self.execution.parts(count):  # sums, so that few templates are in memory at a time
+
+        def embedded(part: slice) -> Tensor:
+            """Return the sum of the embeddings of some templates."""
             t = self.pair(some_templates(batch, part), same_chain[..., None, :, :, :], of_pairs)
-            embedded = self.norm(self.stack(t, z_mask[..., None, :, :])).sum(-4)
-            total = embedded if total is None else total + embedded
+            total: Tensor = self.norm(self.stack(t, z_mask[..., None, :, :])).sum(-4)
+            return total
+
+        total = functools.reduce(torch.add, map(embedded, self.execution.parts(count, z_mask.shape[-1] ** 2)))
         update: Tensor = self.out((total / count).relu())
         return update
 

@@ -134,7 +134,8 @@ def connection_violations(
     has_n, has_next_ca = atom_mask[1:, N_ATOM : CA_ATOM + 1].unbind(-1)
     there = has_c * has_n * _follows(residue_index, asym_id)
     mask = there * torch.stack([torch.ones_like(there), has_ca, has_next_ca])
-    loss, violated, _ = _excess(torch.cat([length[1:2], cosines]), *expected, tolerance_factor, mask)
+    target, deviation = expected
+    loss, violated = _excess(torch.cat([length[1:2], cosines]), target, deviation, tolerance_factor, mask)
     c_n_loss, ca_c_n_loss, c_n_ca_loss = ((mask * loss).sum(-1) / (1e-6 + mask.sum(-1))).unbind()
     # Half of a bond to the residue before it, half to the one behind.
     half, bad = nn.functional.pad(0.5 * loss.sum(0), (1, 1)), nn.functional.pad(violated.amax(0), (1, 1))
@@ -285,12 +286,10 @@ def _follows(residue_index: Tensor, asym_id: Tensor | None) -> Tensor:
     return follows if asym_id is None else follows & (asym_id[1:] == asym_id[:-1])
 
 
-def _excess(
-    value: Tensor, target: Tensor | float, deviation: Tensor | float, factor: float, mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return loss and 0/1 violation of values more than `factor` deviations off the target, and the mask."""
+def _excess(value: Tensor, target: Tensor, deviation: Tensor, factor: float, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return loss and 0/1 violation of values more than `factor` deviations off the target."""
     error = torch.sqrt(1e-6 + (value - target).square())
-    return (error - factor * deviation).relu(), mask * (error > factor * deviation), mask
+    return (error - factor * deviation).relu(), mask * (error > factor * deviation)
 
 
 def _distance(difference: Tensor, epsilon: float = 1e-10) -> Tensor:

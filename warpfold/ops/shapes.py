@@ -6,7 +6,7 @@ smaller, and read one that the definition broadcasts wrongly.  So each operation
     Shapes("x [*, c], o [*, i], weight [c, i], factors ([*, c])", names)
 
 Each name of an axis stands for one size, which the first operand that has it decides.  "c d" is a product of sizes, 1
-and 2 are themselves; [] is a number.  "*" stands for any leading axes, the same for all operands; "..." for any, not
+to 4 are themselves; [] is a number.  "*" stands for any leading axes, the same for all operands; "..." for any, not
 compared.  In parentheses: any shape that expands to this one.  The check runs twice: `unsupported_reason` before the
 fast way is chosen (the definition then broadcasts, or raises its own error), and `require` in the registered operation,
 which compiled graphs and direct calls of `torch.ops.warpfold` reach too.
@@ -82,7 +82,7 @@ class Shapes:
 
     def _compare(self, shapes: tuple[Shape | None, ...]) -> tuple[_Operand | None, Sizes]:
         """Return the first operand whose shape is wrong, if any, and the sizes found before it."""
-        sizes: Sizes = {"1": 1, "2": 2, "empty": False}
+        sizes: Sizes = {"1": 1, "2": 2, "3": 3, "4": 4, "empty": False}
         for operand, given in zip(self.operands, shapes):
             if given is None:
                 continue

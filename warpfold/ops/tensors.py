@@ -59,7 +59,7 @@ def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns
 
 
 def take_rows(table: Tensor, index: Tensor) -> Tensor:
-    """Return table[index]: table [K, c], index int64 [*] below K -> [*, c], with a gradient that repeats bit for bit."""
+    """Return table[index]: table [K, c], index int64 [*] -> [*, c]; its gradient repeats bit for bit on any device."""
     taken: Tensor = _TakeRows.apply(table, index)
     return taken
 

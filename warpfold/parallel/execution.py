@@ -157,9 +157,11 @@ class Execution(PlainExecution):
         memory = next(model.parameters()).data_ptr()
         return self.graphs.call(function, inputs, (model.training, memory), reason)
 
-    def parts(self, count: int) -> list[slice]:
+    def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: where layers run in slices, each alone."""
-        return super().parts(count) if self.plan.chunk is None else [slice(i, i + 1) for i in range(count)]
+        if self.plan.chunk is None:
+            return super().parts(count, positions)
+        return [slice(i, i + 1) for i in range(count)]
 
     def _over_ranks(self, module: nn.Module, states: Tensors, masks: Tensors) -> Tensors:
         """Run a stack, or a block that stands alone, on this rank's shards."""

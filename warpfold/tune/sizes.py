@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.execution import PLAIN
 from warpfold.model.pair import PairConfig
 from warpfold.tune.cases import BENCHED, PROFILES
 from warpfold.tune.profile import LayerSizes, OpCase
@@ -46,7 +47,12 @@ def _layers(model: ModelConfig, data: DataSizes, whole: int) -> Iterator[LayerSi
         yield replace(at, channels=c, projected=2 * width + heads * width, heads=heads, width=width)
     yield from _pair(r, model.c_z, model.evoformer.pair)
     if templates:
-        yield from (replace(layer, name=TEMPLATE + layer.name) for layer in _pair(r, t.c, t.pair))
+        together = PLAIN.parts(templates, r * r)[0].stop
+        for layer in _pair(r, t.c, t.pair):
+            yield replace(layer, name=TEMPLATE + layer.name, rows=together * r, batches=together)
+    # FAPE: of backbones, in every layer of the structure module; of side chains, in the last.
+    yield LayerSizes(kind="loss", name="backbone", rows=r, length=r, batches=model.structure.layers)
+    yield LayerSizes(kind="loss", name="side chains", rows=8 * r, length=14 * r)
     if templates and model.multimer is None:  # a multimer takes the mean
         at = LayerSizes(kind="pointwise attention", name="template pointwise", rows=r * r, length=1, keys=templates)
         yield replace(at, heads=t.heads, width=t.attention_width, batches=r)

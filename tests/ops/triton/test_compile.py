@@ -22,6 +22,7 @@ from tests.ops.triton.toy_kernels import COPY, GIANT_TILES, SMALL_TILES, copy_la
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.compile import source
 from warpfold.ops.triton.launch import (
+    DOTS,
     SHIPPED,
     KernelConfig,
     KernelLaunch,
@@ -232,7 +233,8 @@ def test_arguments_are_specialised_as_triton_does() -> None:
     divisible = {path for path, attributes in specialised.attrs.items() if ["tt.divisibility", 16] in attributes}
     assert divisible == {(1,), (3,), (4,)}
     assert (options.num_warps, options.num_stages) == (1, 1)
-    assert options.hash() == make_backend(target).parse_options({"num_warps": 1, "num_stages": 1}).hash()
+    exact = {"num_warps": 1, "num_stages": 1, DOTS: ("ieee",)}
+    assert options.hash() == make_backend(target).parse_options(exact).hash()
 
 
 def test_the_same_code_is_compiled_once() -> None:

@@ -29,7 +29,8 @@ from warpfold.ops.dispatch import fp32_products
 
 Key = tuple[int, ...]  # what a configuration depends on, as the kernel says: widths, lengths, bytes of an element
 SHIPPED = Path(__file__).parent / "tuned"
-MODULES = ("adam", "attention", "norm", "gate", "triangle", "noise")  # of this package, that register kernels
+# Of this package, that register kernels.
+MODULES = ("adam", "aligned", "attention", "gate", "noise", "norm", "triangle")
 
 
 @dataclass(frozen=True)

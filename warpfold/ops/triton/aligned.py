@@ -1,0 +1,297 @@
+"""aligned_errors on a GPU: tiles of frames by points, of which nothing but sums is written.
+
+Forward a program owns a tile.  Backward one kernel owns frames and runs over all points, another owns points and runs
+over all frames; both compute the distances again.  No matrix products, so nothing is rounded to TF32.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from warpfold.ops.aligned import LEAST
+from warpfold.ops.triton.launch import configs, register
+
+
+@triton.jit
+def _number(at: tl.tensor, there: tl.tensor) -> tl.tensor:
+    """Load in fp32, 0 where there is nothing."""
+    return tl.load(at, mask=there, other=0).to(tl.float32)
+
+
+@triton.jit
+def _apart(rotation: tl.tuple, y: tl.tuple, true_rotation: tl.tuple, z: tl.tuple, K: tl.constexpr) -> tl.tensor:
+    """Return how far points are off along axis K of frames, [frames, points]; rotations row by row."""
+    seen = rotation[K][:, None] * y[0] + rotation[3 + K][:, None] * y[1] + rotation[6 + K][:, None] * y[2]
+    true = (
+        true_rotation[K][:, None] * z[0] + true_rotation[3 + K][:, None] * z[1] + true_rotation[6 + K][:, None] * z[2]
+    )
+    return seen - true
+
+
+@triton.jit
+def _frames(frames: tl.tensor, f: tl.tensor, there: tl.tensor) -> tl.tuple:
+    """Return the rotation, row by row, and the translation of frames, each [frames]."""
+    at = frames + f * 12
+    r0, r1, r2, t0 = _number(at, there), _number(at + 1, there), _number(at + 2, there), _number(at + 3, there)
+    r3, r4, r5, t1 = _number(at + 4, there), _number(at + 5, there), _number(at + 6, there), _number(at + 7, there)
+    r6, r7, r8, t2 = _number(at + 8, there), _number(at + 9, there), _number(at + 10, there), _number(at + 11, there)
+    return (r0, r1, r2, r3, r4, r5, r6, r7, r8), (t0, t1, t2)
+
+
+@triton.jit
+def _from(points: tl.tensor, p: tl.tensor, there: tl.tensor, origin: tl.tuple) -> tl.tuple:
+    """Return points as seen from origins [frames], not turned: three of [frames, points]."""
+    at = points + p * 3
+    x, y, z = _number(at, there), _number(at + 1, there), _number(at + 2, there)
+    return x[None, :] - origin[0][:, None], y[None, :] - origin[1][:, None], z[None, :] - origin[2][:, None]
+
+
+@triton.jit
+def _weights(
+    frame_mask: tl.tensor,
+    point_mask: tl.tensor,
+    pair_mask: tl.tensor,
+    f: tl.tensor,
+    p: tl.tensor,
+    F: tl.tensor,
+    P: tl.tensor,
+) -> tl.tensor:
+    """Return the weight of each pair, 0 beyond the last."""
+    weight = _number(frame_mask + f, f < F)[:, None] * _number(point_mask + p, p < P)[None, :]
+    if pair_mask is not None:
+        at = pair_mask + (f.to(tl.int64) * P)[:, None] + p[None, :]
+        weight = tl.where(tl.load(at, (f < F)[:, None] & (p < P)[None, :], 0) != 0, weight, 0.0)
+    return weight
+
+
+@triton.jit
+def _distance(a: tl.tensor, b: tl.tensor, c: tl.tensor, added: tl.tensor, least: tl.tensor) -> tl.tensor:
+    """Return the softened length of vectors."""
+    return tl.sqrt(tl.maximum(a * a + b * b + c * c + added, least))
+
+
+@triton.jit
+def aligned_errors_kernel(
+    frames: tl.tensor,
+    points: tl.tensor,
+    true_frames: tl.tensor,
+    true_points: tl.tensor,
+    frame_mask: tl.tensor,
+    point_mask: tl.tensor,
+    pair_mask: tl.tensor,
+    sums: tl.tensor,
+    F: tl.tensor,
+    P: tl.tensor,
+    clamp: tl.tensor,
+    added: tl.tensor,
+    least: tl.tensor,
+    BLOCK_F: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> None:
+    """Store the two sums of a tile, sums [leading, tiles of frames, tiles of points, 2]."""
+    leading = tl.program_id(2).to(tl.int64)
+    f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    rotation, t = _frames(frames + leading * F * 12, f, f < F)
+    true_rotation, true_t = _frames(true_frames, f, f < F)
+    y = _from(points + leading * P * 3, p, p < P, t)
+    z = _from(true_points, p, p < P, true_t)
+    a = _apart(rotation, y, true_rotation, z, 0)
+    b = _apart(rotation, y, true_rotation, z, 1)
+    c = _apart(rotation, y, true_rotation, z, 2)
+    distance = _distance(a, b, c, added, least)
+    weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
+    tile = (leading * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(sums + tile * 2, tl.sum(tl.minimum(distance, clamp) * weight))
+    tl.store(sums + tile * 2 + 1, tl.sum(distance * weight))
+
+
+@triton.jit
+def _slope(distance: tl.tensor, weight: tl.tensor, grad: tl.tensor, clamp: tl.tensor, least: tl.tensor) -> tl.tensor:
+    """Return what the coordinates of a pair are multiplied by in its gradient; grad: of the two sums."""
+    capped, whole = tl.load(grad).to(tl.float32), tl.load(grad + 1).to(tl.float32)
+    slope = weight * (tl.where(distance <= clamp, capped, 0.0) + whole) / distance
+    return tl.where(distance * distance <= least, 0.0, slope)
+
+
+@triton.jit
+def aligned_errors_frames_kernel(
+    grad: tl.tensor,
+    frames: tl.tensor,
+    points: tl.tensor,
+    true_frames: tl.tensor,
+    true_points: tl.tensor,
+    frame_mask: tl.tensor,
+    point_mask: tl.tensor,
+    pair_mask: tl.tensor,
+    dframes: tl.tensor,
+    F: tl.tensor,
+    P: tl.tensor,
+    clamp: tl.tensor,
+    added: tl.tensor,
+    least: tl.tensor,
+    BLOCK_F: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> None:
+    """Store the gradients of frames."""
+    leading = tl.program_id(1).to(tl.int64)
+    f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    rotation, t = _frames(frames + leading * F * 12, f, f < F)
+    true_rotation, true_t = _frames(true_frames, f, f < F)
+    zero = tl.zeros([BLOCK_F], tl.float32)
+    r0, r1, r2, r3, r4, r5, r6, r7, r8 = zero, zero, zero, zero, zero, zero, zero, zero, zero
+    s0, s1, s2 = zero, zero, zero
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)
+        y = _from(points + leading * P * 3, p, p < P, t)
+        z = _from(true_points, p, p < P, true_t)
+        a = _apart(rotation, y, true_rotation, z, 0)
+        b = _apart(rotation, y, true_rotation, z, 1)
+        c = _apart(rotation, y, true_rotation, z, 2)
+        weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
+        slope = _slope(_distance(a, b, c, added, least), weight, grad + leading * 2, clamp, least)
+        a, b, c = a * slope, b * slope, c * slope
+        s0, s1, s2 = s0 + tl.sum(a, 1), s1 + tl.sum(b, 1), s2 + tl.sum(c, 1)
+        r0, r1, r2 = r0 + tl.sum(a * y[0], 1), r1 + tl.sum(b * y[0], 1), r2 + tl.sum(c * y[0], 1)
+        r3, r4, r5 = r3 + tl.sum(a * y[1], 1), r4 + tl.sum(b * y[1], 1), r5 + tl.sum(c * y[1], 1)
+        r6, r7, r8 = r6 + tl.sum(a * y[2], 1), r7 + tl.sum(b * y[2], 1), r8 + tl.sum(c * y[2], 1)
+    at = dframes + leading * F * 12 + f * 12
+    tl.store(at, r0, f < F)
+    tl.store(at + 1, r1, f < F)
+    tl.store(at + 2, r2, f < F)
+    tl.store(at + 3, -(rotation[0] * s0 + rotation[1] * s1 + rotation[2] * s2), f < F)
+    tl.store(at + 4, r3, f < F)
+    tl.store(at + 5, r4, f < F)
+    tl.store(at + 6, r5, f < F)
+    tl.store(at + 7, -(rotation[3] * s0 + rotation[4] * s1 + rotation[5] * s2), f < F)
+    tl.store(at + 8, r6, f < F)
+    tl.store(at + 9, r7, f < F)
+    tl.store(at + 10, r8, f < F)
+    tl.store(at + 11, -(rotation[6] * s0 + rotation[7] * s1 + rotation[8] * s2), f < F)
+
+
+@triton.jit
+def aligned_errors_points_kernel(
+    grad: tl.tensor,
+    frames: tl.tensor,
+    points: tl.tensor,
+    true_frames: tl.tensor,
+    true_points: tl.tensor,
+    frame_mask: tl.tensor,
+    point_mask: tl.tensor,
+    pair_mask: tl.tensor,
+    dpoints: tl.tensor,
+    F: tl.tensor,
+    P: tl.tensor,
+    clamp: tl.tensor,
+    added: tl.tensor,
+    least: tl.tensor,
+    BLOCK_F: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> None:
+    """Store the gradients of points."""
+    leading = tl.program_id(1).to(tl.int64)
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    zero = tl.zeros([BLOCK_P], tl.float32)
+    d0, d1, d2 = zero, zero, zero
+    for start in range(0, F, BLOCK_F):
+        f = start + tl.arange(0, BLOCK_F)
+        r, t = _frames(frames + leading * F * 12, f, f < F)
+        true_rotation, true_t = _frames(true_frames, f, f < F)
+        y = _from(points + leading * P * 3, p, p < P, t)
+        z = _from(true_points, p, p < P, true_t)
+        a = _apart(r, y, true_rotation, z, 0)
+        b = _apart(r, y, true_rotation, z, 1)
+        c = _apart(r, y, true_rotation, z, 2)
+        weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
+        slope = _slope(_distance(a, b, c, added, least), weight, grad + leading * 2, clamp, least)
+        a, b, c = a * slope, b * slope, c * slope
+        d0 += tl.sum(r[0][:, None] * a + r[1][:, None] * b + r[2][:, None] * c, 0)
+        d1 += tl.sum(r[3][:, None] * a + r[4][:, None] * b + r[5][:, None] * c, 0)
+        d2 += tl.sum(r[6][:, None] * a + r[7][:, None] * b + r[8][:, None] * c, 0)
+    at = dpoints + leading * P * 3 + p * 3
+    tl.store(at, d0, p < P)
+    tl.store(at + 1, d1, p < P)
+    tl.store(at + 2, d2, p < P)
+
+
+_CANDIDATES = configs("BLOCK_F BLOCK_P", (16, 32, 4, 1), (8, 64, 4, 1), (8, 32, 2, 1), (4, 128, 4, 1), (16, 64, 8, 1))
+FORWARD = register("aligned_errors", aligned_errors_kernel, _CANDIDATES)
+FRAMES = register("aligned_errors_frames", aligned_errors_frames_kernel, _CANDIDATES)
+POINTS = register("aligned_errors_points", aligned_errors_points_kernel, _CANDIDATES)
+
+
+def aligned_errors(
+    frames: Tensor,
+    points: Tensor,
+    true_frames: Tensor,
+    true_points: Tensor,
+    frame_mask: Tensor,
+    point_mask: Tensor,
+    pair_mask: Tensor | None,
+    clamp: float,
+    softening: float,
+) -> Tensor:
+    """Compute warpfold::aligned_errors."""
+    operands = _operands(frames, points, true_frames, true_points, frame_mask, point_mask, pair_mask, clamp, softening)
+    f, p, leading = operands["F"], operands["P"], frames.shape[:-3].numel()
+    kernel = FORWARD.tiled((f, p), frames)
+    tiles = triton.cdiv(f, kernel["BLOCK_F"]), triton.cdiv(p, kernel["BLOCK_P"])
+    sums = frames.new_empty(leading, tiles[0] * tiles[1], 2, dtype=torch.float32)
+    kernel.run((*tiles, leading), sums=sums, **operands)
+    return sums.sum(1).to(frames.dtype).view(*frames.shape[:-3], 2)
+
+
+def aligned_errors_backward(
+    grad: Tensor,
+    frames: Tensor,
+    points: Tensor,
+    true_frames: Tensor,
+    true_points: Tensor,
+    frame_mask: Tensor,
+    point_mask: Tensor,
+    pair_mask: Tensor | None,
+    clamp: float,
+    softening: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute warpfold::aligned_errors_backward."""
+    operands = _operands(frames, points, true_frames, true_points, frame_mask, point_mask, pair_mask, clamp, softening)
+    operands["grad"] = grad.contiguous()
+    f, p, leading = operands["F"], operands["P"], frames.shape[:-3].numel()
+    dframes, dpoints = frames.new_empty(frames.shape), points.new_empty(points.shape)
+    kernel = FRAMES.tiled((f, p), frames)
+    kernel.run((triton.cdiv(f, kernel["BLOCK_F"]), leading), dframes=dframes, **operands)
+    kernel = POINTS.tiled((f, p), frames)
+    kernel.run((triton.cdiv(p, kernel["BLOCK_P"]), leading), dpoints=dpoints, **operands)
+    return dframes, dpoints
+
+
+def _operands(
+    frames: Tensor,
+    points: Tensor,
+    true_frames: Tensor,
+    true_points: Tensor,
+    frame_mask: Tensor,
+    point_mask: Tensor,
+    pair_mask: Tensor | None,
+    clamp: float,
+    softening: float,
+) -> dict[str, Any]:
+    """Return what all kernels are given."""
+    return {
+        "frames": frames.contiguous(),
+        "points": points.contiguous(),
+        "true_frames": true_frames.contiguous(),
+        "true_points": true_points.contiguous(),
+        "frame_mask": frame_mask.contiguous(),
+        "point_mask": point_mask.contiguous(),
+        "pair_mask": None if pair_mask is None else pair_mask.contiguous(),
+        "F": frames.shape[-3],
+        "P": points.shape[-2],
+        "clamp": clamp,
+        "added": softening**2,
+        "least": LEAST**2,
+    }
