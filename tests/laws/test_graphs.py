@@ -43,19 +43,19 @@ def sample(index: int, recycles: int, work: Work = WORK) -> Sample:
 
 
 def learner(plan: Plan, config: OptimConfig, work: Work = WORK) -> Learner:
-    settings = tiny_config(recycles=2)
+    settings = tiny_config(recycles=2, evoformer=replace(tiny_config().evoformer, blocks=1))
     model = filled_model(as_multimer(settings) if work.chains else settings).train()
     Execution(plan).bind(model)
     return Learner(model, Optimizer(model, config, batch=plan.batch), LOSSES, 5, Team())
 
 
 def steps(
-    plan: Plan, config: OptimConfig, work: Work = WORK, count: int = 5
+    plan: Plan, config: OptimConfig, work: Work = WORK, count: int = 4
 ) -> tuple[list[list[float]], Named, Graphs]:
     """Some steps of training: what each example said, the state at the end, and the graphs."""
     one, said = learner(plan, config, work), []
     for step in range(count):
-        recycles = (2, 0, 1, 2, 1)[step]
+        recycles = (2, 0, 1, 2)[step]
         for first in range(0, config.accumulate, plan.batch):
             index = step * config.accumulate + first
             found = one.learn([sample(index + i, recycles, work) for i in range(plan.batch)], recycles)
@@ -73,7 +73,7 @@ CASES = {
         OptimConfig(name="lamb", accumulate=2, clip="step"),
     ),
     "bf16, recomputed blocks, chunks, lars": (
-        Plan(precision="bf16", recompute="block", chunk=3),
+        Plan(precision="bf16", recompute="block", chunk=5),
         OptimConfig(name="lars", warmup_steps=2),
     ),
 }
@@ -91,7 +91,7 @@ def test_a_replayed_step_is_the_step(name: str) -> None:
     for key in weights:
         assert torch.equal(replayed[key], weights[key]), key
     assert graphs.recorded == 3  # a pass without gradient, the last pass, the update
-    assert graphs.replayed > 5
+    assert graphs.replayed >= 5
     assert not graphs.refused
 
 
@@ -185,7 +185,7 @@ def test_why_several_processes_have_no_graphs() -> None:
 
 def test_a_run_with_graphs_is_the_run(tmp_path: Path) -> None:
     """Validated and stopped on the way; of few shapes."""
-    store, config = make_store(tmp_path / "store"), replace(tiny_run(steps=5), plan=Plan(sizes=1))
+    store, config = make_store(tmp_path / "store"), replace(tiny_run(steps=4), plan=Plan(sizes=1))
     train(config, store, tmp_path / "plain")
     with_graphs = replace(config, plan=replace(config.plan, graph=True))
     train(replace(with_graphs, train=replace(config.train, steps=3)), store, tmp_path / "run")
