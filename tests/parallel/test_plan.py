@@ -102,7 +102,7 @@ def test_a_step_that_the_contract_does_not_know_runs_under_every_plan_of_one_dev
     without = odd(EvoformerBlock)(batch).distogram_logits
     assert (expected - without).norm() > 1e-2 * expected.norm()
     for plan in (Plan(chunk=3), Plan(recompute="block"), Plan(chunk=2, in_place=True)):
-        with torch.set_grad_enabled(plan.recompute):
+        with torch.set_grad_enabled(plan.recompute is not None):
             found = Execution(plan).bind(odd(kind))(batch).distogram_logits
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # slices add in another order, in fp32
 
@@ -154,7 +154,7 @@ def test_a_forward_that_failed_leaves_nothing_behind() -> None:
     model, batch = tiny_model(), random_batch(passes=2)
     for plan in (Plan(), Plan(chunk=3), Plan(recompute="block"), Plan(chunk=2, in_place=True)):
         Execution(plan).bind(model)
-        with torch.set_grad_enabled(plan.recompute):
+        with torch.set_grad_enabled(plan.recompute is not None):
             expected = model(batch).distogram_logits
             with failing(model), pytest.raises(MemoryError):
                 model(batch)
