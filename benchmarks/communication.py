@@ -91,11 +91,11 @@ def sums() -> list[dict[str, Any]]:
             row: dict[str, Any] = {"residues": residues, "axial": ranks}
             row["fastfold_forward_mb"] = mb(sum(fastfold_bytes(block, ranks, number) for number, *_ in FASTFOLD))
             for way in ("gather", "channels"):
-                row[way] = figures(count(Plan(axial=ranks, triangle=way, precision="bf16", recompute=True), block))
+                row[way] = figures(count(Plan(axial=ranks, triangle=way, precision="bf16", recompute="block"), block))
             rows.append(row)
     first = EvoformerConfig(outer="first")
     for ranks in (1, 4, 8):
-        plan = Plan(axial=ranks, branch=2, precision="bf16", recompute=True)
+        plan = Plan(axial=ranks, branch=2, precision="bf16", recompute="block")
         for branch, name in enumerate(("msa", "pair")):
             found = count(plan, Block(evoformer=first), branch)
             swapped = mb(total([m for m in found if m.kind == "sendrecv"], "forward").bytes)
@@ -134,7 +134,7 @@ def memory(what: str, residues: int, losses: LossConfig | None) -> list[dict[str
             plan = replace(plan, chunk=4, in_place=True)
             config = replace(config, extra_blocks=1, evoformer=EvoformerConfig(blocks=1))
         else:
-            plan = replace(plan, recompute=True)
+            plan = replace(plan, recompute="block")
         found = memory_of(plan, config, sizes, losses)
         same = [h for h in found.at_peak if (h.shape, h.made_by) in before]
         before = {(h.shape, h.made_by) for h in found.at_peak}

@@ -24,7 +24,7 @@ BLOCKS = 2
 CASES: list[tuple[Plan, Order, bool]] = [  # plan, order of the layers, whether every move is awaited where it begins
     *((Plan(axial=2, triangle=t), "middle", blocking) for t in ("gather", "channels") for blocking in (True, False)),
     *((Plan(axial=3, triangle=t), "middle", False) for t in ("gather", "channels")),
-    (Plan(axial=3, recompute=True), "middle", False),
+    (Plan(axial=3, recompute="block"), "middle", False),
     (Plan(axial=2, triangle="gather", chunk=3), "middle", False),
     (Plan(axial=2, triangle="gather"), "first", False),
     (Plan(axial=2, triangle="gather"), "last", False),

@@ -312,7 +312,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "whole": {},
     "in chunks": {"chunk": 3},
     "in place": {"chunk": 3, "in_place": True},
-    "recomputed": {"recompute": True},
+    "recomputed": {"recompute": "block"},
     "axial = 2": {"axial": 2},
 }
 

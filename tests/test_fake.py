@@ -61,7 +61,7 @@ def test_memory_counts_what_lives() -> None:
 def test_no_rank_holds_a_whole_z() -> None:
     """From the embedder to the losses, in every pass; N = 29 does not divide by the ranks."""
     plan = Plan(axial=4, triangle="channels", chunk=1)
-    assert not memory_of(replace(plan, recompute=True), tiny_config(), SIZES, LOSSES, noted=pairwise).seen
+    assert not memory_of(replace(plan, recompute="block"), tiny_config(), SIZES, LOSSES, noted=pairwise).seen
     assert not memory_of(replace(plan, in_place=True), tiny_config(), SIZES, noted=pairwise).seen
 
 
@@ -83,7 +83,7 @@ def test_a_block_more_costs_slices_of_m_and_z(ranks) -> None:
     peaks = []
     for blocks in (2, 2, 3):  # the first fills caches
         config = tiny_config(evoformer=replace(tiny_config().evoformer, blocks=blocks))
-        plan = Plan(axial=ranks, recompute=True, triangle="channels")
+        plan = Plan(axial=ranks, recompute="block", triangle="channels")
         peaks.append(memory_of(plan, config, SIZES, LOSSES, recycles=0).peak)
     c, rows = tiny_config(), SIZES["seq"] + SIZES["tmpl"]
     of_m, of_z = -(-rows // ranks) * N * c.c_m, -(-N // ranks) * N * c.c_z

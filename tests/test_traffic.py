@@ -55,7 +55,7 @@ def test_bytes_stay_below_the_bars(phase: Phase) -> None:
 
 def test_a_recomputed_block_sends_no_more_than_in_its_first_forward_pass() -> None:
     block = Block(residues=16, c_m=8, c_z=4, evoformer=SMALL)
-    plain, recomputed = (count(Plan(axial=4, recompute=again), block) for again in (False, True))
+    plain, recomputed = (count(Plan(axial=4, recompute=again), block) for again in (None, "block"))
     assert total(plain, "recomputed") == Traffic()
     assert 0 < total(recomputed, "recomputed").bytes <= total(recomputed, "forward").bytes
     for phase in ("forward", "backward"):

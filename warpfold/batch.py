@@ -9,11 +9,12 @@ passes of one example through the trunk, (recycles + 1) x ensemble, in the order
 between passes has that axis; an array whose `pass` axis has length 1 serves every pass.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Batch = dict[str, Tensor]
@@ -125,3 +126,32 @@ def at_pass(batch: Mapping[str, Tensor], index: int, names: Iterable[str] | None
             x = x.select(axis, 0 if x.shape[axis] == 1 else index)
         picked[name] = x
     return picked
+
+
+def passes(batch: Mapping[str, Tensor], start: int, count: int) -> Batch:
+    """Return the batch with `count` passes of each per-pass feature, from `start` on; one that serves all stays."""
+
+    def of(name: str, x: Tensor) -> Tensor:
+        axis = -len(FEATURES[name].axes)
+        return x.narrow(axis, start, count) if FEATURES[name].per_pass and x.shape[axis] > 1 else x
+
+    return {name: of(name, x) for name, x in batch.items()}
+
+
+def stack(examples: Sequence[Mapping[str, Tensor]]) -> Batch:
+    """Return examples of the same features as a batch: one leading axis, each axis padded to its largest size.
+
+    The padding is zeros, which the masks leave out.  Not for complexes: rows that do not exist cannot be centres.
+    """
+    batch = {}
+    for name in examples[0]:
+        arrays = [example[name] for example in examples]
+        largest = [max(sizes) for sizes in zip(*(x.shape for x in arrays))]
+        batch[name] = torch.stack([_padded(x, largest) for x in arrays])
+    return batch
+
+
+def _padded(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return x with zeros behind it along each axis, to these sizes."""
+    missing = [more for size, there in zip(reversed(sizes), reversed(x.shape)) for more in (0, size - there)]
+    return F.pad(x, missing) if any(missing) else x

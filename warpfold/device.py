@@ -1,14 +1,25 @@
-"""Asynchronous copies to a GPU and back, for which a CPU does not wait; the CPU's threads and memory."""
+"""Asynchronous copies to a GPU and back, for which a CPU does not wait, and graphs of its work; the CPU's threads and
+memory.
+"""
 
 import ctypes
+import logging
 import os
 import platform
-from collections.abc import Iterator, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from warpfold.errors import UserError
+
+log = logging.getLogger(__name__)
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -128,3 +139,213 @@ class Uploads:
             return Upload(buffer.to(self.device), None)
         with torch.cuda.stream(self._stream):
             return Upload(buffer.to(self.device, non_blocking=True), self._stream.record_event())
+
+
+class OnHost:
+    """A tensor that autograd saved: in host memory, from the forward pass until the backward pass asks for it."""
+
+    def __init__(self, x: Tensor, stream: torch.cuda.Stream | None, earlier: "OnHost | None") -> None:
+        """stream: what copies; None where x is on the host itself.  earlier: the one that was saved before this."""
+        self._device, self._stream = x.device, stream
+        self._earlier = None if earlier is None else weakref.ref(earlier)
+        self._copy: Upload | None = None
+        self._host = torch.empty_like(x, device="cpu", pin_memory=stream is not None)
+        if stream is None:
+            self._host.copy_(x)
+            return
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            self._host.copy_(x, non_blocking=True)
+        x.record_stream(stream)  # its memory is not used again before the copy is done
+
+    def fetch(self) -> None:
+        """Begin to copy it back."""
+        if self._copy is not None:
+            return
+        if self._stream is None:
+            self._copy = Upload(self._host.clone(), None)
+            return
+        with torch.cuda.stream(self._stream):
+            self._copy = Upload(self._host.to(self._device, non_blocking=True), self._stream.record_event())
+
+    def take(self) -> Tensor:
+        """Return it on the device, and begin to copy back the one saved before it, which is probably asked for next."""
+        self.fetch()
+        assert self._copy is not None
+        x, self._copy = self._copy.wait(), None
+        if self._earlier is not None and (earlier := self._earlier()) is not None:
+            earlier.fetch()
+        return x
+
+
+class Offload:
+    """Within it, large CUDA tensors that autograd saves for the backward pass wait in pinned host memory.
+
+    Both ways they are copied on a stream of their own while the device computes.  Parameters, and what was made of them
+    as a view, stay.  A tensor that several operations save is copied for each.
+    """
+
+    LEAST = 2**20  # bytes; what is smaller is not worth a copy
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._last: weakref.ref[OnHost] | None = None
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Move what is saved within the context."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def moves(self, x: Tensor) -> bool:
+        """Return whether a tensor that autograd saves goes to the host."""
+        base = x if x._base is None else x._base
+        return x.is_cuda and x.nbytes >= self.LEAST and not (base.is_leaf and base.requires_grad)
+
+    def _pack(self, x: Tensor) -> Tensor | OnHost:
+        if not self.moves(x):
+            return x
+        if x.is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(x.device)
+        kept = OnHost(x.detach(), self._stream, None if self._last is None else self._last())
+        self._last = weakref.ref(kept)
+        return kept
+
+    @staticmethod
+    def _unpack(kept: Tensor | OnHost) -> Tensor:
+        return kept.take() if isinstance(kept, OnHost) else kept
+
+
+# Graphs
+
+
+Named = dict[str, Tensor]
+Function = Callable[[Mapping[str, Tensor]], Named]
+
+
+class Recorder(Protocol):
+    """What can record the work that a function gives to a device, to have it done again without the function."""
+
+    def warm_up(self, function: Callable[[], Named]) -> Named:
+        """Call a function as it will be recorded, and return what it returns."""
+        ...
+
+    def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
+        """Record a call of a function; return its results' memory, and what does its work: it is not done yet."""
+        ...
+
+
+class CUDARecorder:
+    """CUDA graphs.  They share one pool of memory, as no two of them run at the same time and results are cloned."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, function: Callable[[], Named]) -> Named:
+        """Call a function on the stream of the recording, where kernels, caches and workspaces are made ready."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            results = function()
+        current.wait_stream(self._stream)
+        for result in results.values():
+            result.record_stream(current)
+        return results
+
+    def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
+        """Capture a call of a function."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the threads of a loader may allocate memory meanwhile.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            results = function()
+        return results, graph.replay
+
+
+def find_recorder(device: torch.device) -> Recorder | None:
+    """Return what records the work of a device, or None."""
+    return CUDARecorder(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A recorded call: the memory of its inputs and of its results, and what does its work."""
+
+    inputs: Named
+    results: Named
+    replay: Callable[[], None]
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Named:
+        for name, x in self.inputs.items():
+            x.copy_(inputs[name])
+        self.replay()
+        return {name: x.clone() for name, x in self.results.items()}
+
+
+class Graphs:
+    """Call functions of tensors; what was called before with the same shapes is recorded once and then replayed.
+
+    A function may depend on its inputs, and on memory that is overwritten between calls and never replaced; on the
+    device it may change such memory.  It reads nothing on the host.  The first call with inputs of some shapes and
+    dtypes is an ordinary one, in which kernels are compiled and constants go to the device; the second is recorded.
+
+    refused: why calls were not replayed, and how often.  replayed: calls that were; recorded: graphs there are.
+    """
+
+    MOST = 64  # graphs; each has memory for its inputs and results
+
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter()
+        self.replayed = 0
+        self._recorder: Recorder | None = None
+        self._graphs: dict[Hashable, _Graph | None] = {}  # None: called once
+
+    @property
+    def recorded(self) -> int:
+        """How many graphs there are."""
+        return sum(graph is not None for graph in self._graphs.values())
+
+    def call(
+        self, function: Function, inputs: Mapping[str, Tensor], context: Hashable = (), reason: str | None = None
+    ) -> Named:
+        """Return what the function returns for these inputs; the results are new tensors, without a gradient.
+
+        context: what else must be the same for a graph to serve again.  reason: why this call cannot be recorded.
+        Errors: UserError where recording fails.
+        """
+        device = next((x.device for x in inputs.values()), torch.device("cpu"))
+        if reason is None and self._recorder is None:
+            self._recorder = find_recorder(device)
+            reason = None if self._recorder else f"a {device.type} has no graphs"
+        name = getattr(function, "__name__", str(function))
+        form = tuple((key, x.shape, x.dtype, x.device) for key, x in inputs.items())
+        called = (function, context, torch.is_grad_enabled(), form)
+        if reason is None and called not in self._graphs and len(self._graphs) >= self.MOST:
+            reason = f"more than {self.MOST} shapes (plan.sizes makes them fewer)"
+        if reason is not None or self._recorder is None:
+            self._refuse(f"graph of {name.strip('_')}: {reason}")
+            return function(inputs)
+        if called not in self._graphs:
+            self._graphs[called] = None
+            return self._recorder.warm_up(lambda: function(inputs))
+        graph = self._graphs[called]
+        if graph is None:
+            graph = self._graphs[called] = self._record(name, function, inputs)
+        self.replayed += 1
+        return graph(inputs)
+
+    def _record(self, name: str, function: Function, inputs: Mapping[str, Tensor]) -> _Graph:
+        assert self._recorder is not None
+        own = {key: x.detach().clone(memory_format=torch.contiguous_format) for key, x in inputs.items()}
+        try:
+            results, replay = self._recorder.record(lambda: function(own))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise UserError(f"plan.graph: {name} cannot be recorded ({error}); leave plan.graph at false") from error
+        return _Graph(own, results, replay)
+
+    def _refuse(self, reason: str) -> None:
+        self.refused[reason] += 1
+        if self.refused[reason] == 1:
+            log.info("%s", reason)

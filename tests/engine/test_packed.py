@@ -20,7 +20,7 @@ C_M, C_Z, S, R = 32, 16, 5, 7
 PLANS = {
     "whole": Plan(),
     "chunk": Plan(chunk=3),
-    "recompute": Plan(recompute=True),
+    "recompute": Plan(recompute="block"),
     "definition": Plan(kernels="definition"),
 }
 

@@ -216,40 +216,40 @@ NAMES = {AF2: "af2", FIRST: "first", LAST: "last", FEW: "few", FEW_FIRST: "few f
 NAMES |= {COMPLEX: "complex", PADDED: "padded complex", STOPPED: "stopped complex"}
 CASES = [
     case(AF2, axial=2),
-    case(AF2, axial=3, triangle="channels", recompute=True),
+    case(AF2, axial=3, triangle="channels", recompute="block"),
     case(AF2, axial=4, triangle="gather", chunk=2),
-    case(AF2, data=2, recompute=True, chunk=3),
+    case(AF2, data=2, recompute="block", chunk=3),
     case(FIRST, branch=2, chunk=4),
-    case(FIRST, axial=3, triangle="gather", recompute=True, chunk=3),
+    case(FIRST, axial=3, triangle="gather", recompute="block", chunk=3),
     case(FIRST, axial=2, branch=2, triangle="channels"),
-    case(FIRST, data=2, axial=2, recompute=True),
-    case(LAST, branch=2, recompute=True),
-    case(LAST, axial=2, branch=2, triangle="gather", recompute=True, chunk=1),
+    case(FIRST, data=2, axial=2, recompute="block"),
+    case(LAST, branch=2, recompute="block"),
+    case(LAST, axial=2, branch=2, triangle="gather", recompute="block", chunk=1),
     case(LAST, axial=3, triangle="channels", chunk=2),
     case(FEW, axial=2, triangle="channels", chunk=2),
-    case(FEW, axial=4, triangle="gather", recompute=True),
+    case(FEW, axial=4, triangle="gather", recompute="block"),
     case(FEW, axial=4, triangle="channels"),
     case(FEW_FIRST, axial=4, triangle="gather", chunk=1),
-    case(FEW_FIRST, axial=2, branch=2, triangle="channels", recompute=True),
-    case(AVERAGED, axial=2, triangle="channels", recompute=True),
+    case(FEW_FIRST, axial=2, branch=2, triangle="channels", recompute="block"),
+    case(AVERAGED, axial=2, triangle="channels", recompute="block"),
     case(AVERAGED, axial=3, chunk=4),
-    case(AVERAGED, data=2, axial=2, triangle="gather", chunk=2, recompute=True),
-    case(COMPLEX, axial=2, triangle="gather", recompute=True, chunk=2),
+    case(AVERAGED, data=2, axial=2, triangle="gather", chunk=2, recompute="block"),
+    case(COMPLEX, axial=2, triangle="gather", recompute="block", chunk=2),
     case(COMPLEX, axial=3, triangle="channels"),
     case(COMPLEX, branch=2, chunk=4),
     case(PADDED, axial=4, triangle="gather"),
     case(PADDED, True, axial=2, branch=2, triangle="channels", chunk=1),
     case(COMPLEX, True, axial=4, chunk=3),
-    case(COMPLEX, True, data=2, recompute=True, chunk=4),
-    case(FIRST, True, data=2, axial=2, branch=2, triangle="channels", recompute=True, chunk=3),
+    case(COMPLEX, True, data=2, recompute="block", chunk=4),
+    case(FIRST, True, data=2, axial=2, branch=2, triangle="channels", recompute="block", chunk=3),
     case(FIRST, True, axial=4, branch=2),
     case(LAST, True, data=2, axial=2, branch=2, triangle="gather", chunk=2),
     case(LAST, True, axial=4),
     case(LAST, True, data=2, branch=2),
-    case(LAST, True, axial=3, branch=2, triangle="channels", recompute=True),
-    case(LAST, True, axial=4, branch=2, recompute=True, chunk=1),
-    case(FEW, True, data=2, axial=4, recompute=True, chunk=1),
-    case(FEW_FIRST, True, axial=4, branch=2, triangle="channels", recompute=True),
+    case(LAST, True, axial=3, branch=2, triangle="channels", recompute="block"),
+    case(LAST, True, axial=4, branch=2, recompute="block", chunk=1),
+    case(FEW, True, data=2, axial=4, recompute="block", chunk=1),
+    case(FEW_FIRST, True, axial=4, branch=2, triangle="channels", recompute="block"),
     case(AVERAGED, True, data=2, axial=4, triangle="channels"),
 ]
 
@@ -316,11 +316,11 @@ def trained_on_one_device(outer: str) -> tuple[list[float], Named]:
     ("outer", "plan", "sync"),
     [
         ("middle", Plan(axial=2), SyncConfig(bucket=0.01)),
-        ("middle", Plan(axial=3, triangle="gather", recompute=True, chunk=2), SyncConfig()),
+        ("middle", Plan(axial=3, triangle="gather", recompute="block", chunk=2), SyncConfig()),
         ("middle", Plan(data=2, axial=2, triangle="channels"), SyncConfig(shard_state=True)),
-        ("first", Plan(branch=2, recompute=True), SyncConfig(bucket=0.01)),
+        ("first", Plan(branch=2, recompute="block"), SyncConfig(bucket=0.01)),
         ("first", Plan(data=2, branch=2), SyncConfig(bucket=0.01)),
-        ("middle", Plan(data=2, recompute=True), SyncConfig()),
+        ("middle", Plan(data=2, recompute="block"), SyncConfig()),
         pytest.param("first", Plan(axial=2, branch=2), SyncConfig(), marks=pytest.mark.slow),
         pytest.param("middle", Plan(axial=4), SyncConfig(), marks=pytest.mark.slow),
         pytest.param("first", Plan(data=2, axial=2, branch=2), SyncConfig(shard_state=True), marks=pytest.mark.slow),
@@ -348,7 +348,9 @@ def test_five_steps_move_the_weights(outer: str) -> None:
 # Rounding
 
 
-@pytest.mark.parametrize(("work", "plan"), [case(AF2, axial=3, recompute=True), case(LAST, axial=2, branch=2, chunk=2)])
+@pytest.mark.parametrize(
+    ("work", "plan"), [case(AF2, axial=3, recompute="block"), case(LAST, axial=2, branch=2, chunk=2)]
+)
 def test_in_bf16_a_plan_is_as_near_to_the_truth_as_one_device(work: Work, plan: Plan) -> None:
     def rounded(plan: Plan, mesh: Mesh) -> dict[str, float]:
         return errors(answer(work, replace(plan, precision="bf16"), mesh), on_one_device(work, 1)[0], mesh)

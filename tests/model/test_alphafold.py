@@ -39,7 +39,7 @@ def test_shapes_and_names():
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(chunk=4), Plan(chunk=1), Plan(chunk=4, in_place=True), Plan(recompute=True)], ids=str
+    "plan", [Plan(chunk=4), Plan(chunk=1), Plan(chunk=4, in_place=True), Plan(recompute="block")], ids=str
 )
 @pytest.mark.parametrize("outer", ["middle", "first", "last"])
 def test_every_plan_gives_the_same_result(plan, outer):
@@ -51,7 +51,7 @@ def test_every_plan_gives_the_same_result(plan, outer):
         assert_same(Execution(replace(plan, precision="fp64")).bind(model)(batch), expected, 1e-10)
 
 
-@pytest.mark.parametrize("plan", [Plan(chunk=3), Plan(recompute=True), Plan(chunk=5, recompute=True)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(chunk=3), Plan(recompute="block"), Plan(chunk=5, recompute="block")], ids=str)
 def test_every_plan_gives_the_same_gradients_dropout_included(plan):
     batch = {k: v.double() if v.is_floating_point() else v for k, v in random_batch().items()}
     grads = []

@@ -293,7 +293,7 @@ def test_a_copy_runs_as_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_binding_changes_no_name_of_a_checkpoint() -> None:
     model, fresh = tiny_model(), tiny_model()
-    Execution(Plan(chunk=2, recompute=True)).bind(model)
+    Execution(Plan(chunk=2, recompute="block")).bind(model)
     assert model.state_dict().keys() == fresh.state_dict().keys()
     assert [name for name, _ in model.named_modules()] == [name for name, _ in fresh.named_modules()]
 
@@ -333,7 +333,7 @@ def test_a_part_may_be_bound_alone_and_twice() -> None:
 
 def test_a_model_uses_its_kernels_in_any_thread_and_where_it_is_recomputed() -> None:
     seen: list[tuple[bool, str]] = []
-    model = Execution(Plan(kernels="definition", recompute=True)).bind(tiny_model(templates=tiny_config().templates))
+    model = Execution(Plan(kernels="definition", recompute="block")).bind(tiny_model(templates=tiny_config().templates))
     here = threading.get_ident()
 
     class Spy(nn.Module):

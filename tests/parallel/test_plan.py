@@ -42,7 +42,7 @@ DOCS = (Path(__file__).parents[2] / "docs" / "plans.md").read_text(encoding="utf
         ({"branch": 3}, "plan.branch is 3"),
         ({"chunk": 0}, "plan.chunk is 0"),
         ({"in_place": True}, "needs plan.chunk"),
-        ({"in_place": True, "chunk": 4, "recompute": True}, "choose one"),
+        ({"in_place": True, "chunk": 4, "recompute": "block"}, "choose one"),
         ({"threads": 0}, "plan.threads is 0"),
     ],
 )
@@ -101,8 +101,8 @@ def test_a_step_that_the_contract_does_not_know_runs_under_every_plan_of_one_dev
     expected = odd(kind)(batch).distogram_logits
     without = odd(EvoformerBlock)(batch).distogram_logits
     assert (expected - without).norm() > 1e-2 * expected.norm()
-    for plan in (Plan(chunk=3), Plan(recompute=True), Plan(chunk=2, in_place=True)):
-        with torch.set_grad_enabled(plan.recompute):
+    for plan in (Plan(chunk=3), Plan(recompute="block"), Plan(chunk=2, in_place=True)):
+        with torch.set_grad_enabled(plan.recompute is not None):
             found = Execution(plan).bind(odd(kind))(batch).distogram_logits
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # slices add in another order, in fp32
 
@@ -152,9 +152,9 @@ def failing(model: AlphaFold) -> Iterator[None]:
 def test_a_forward_that_failed_leaves_nothing_behind() -> None:
     """What a layer's failure interrupted is computed anew as if nothing had been."""
     model, batch = tiny_model(), random_batch(passes=2)
-    for plan in (Plan(), Plan(chunk=3), Plan(recompute=True), Plan(chunk=2, in_place=True)):
+    for plan in (Plan(), Plan(chunk=3), Plan(recompute="block"), Plan(chunk=2, in_place=True)):
         Execution(plan).bind(model)
-        with torch.set_grad_enabled(plan.recompute):
+        with torch.set_grad_enabled(plan.recompute is not None):
             expected = model(batch).distogram_logits
             with failing(model), pytest.raises(MemoryError):
                 model(batch)
@@ -229,7 +229,7 @@ def test_a_later_plan_leaves_nothing_of_an_earlier_one() -> None:
         mesh = make_mesh(axial=2, branch=2)
         model, fresh = tiny_model(evoformer=first), tiny_model(evoformer=first)
         attributes = [set(vars(module)) for module in fresh.modules()]
-        Execution(Plan(axial=2, branch=2, recompute=True, chunk=2), mesh).bind(model)
+        Execution(Plan(axial=2, branch=2, recompute="block", chunk=2), mesh).bind(model)
         assert model.residues.shards == 2
         later = Execution()
         later.bind(model)
@@ -343,7 +343,7 @@ def _apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return max(float((a - b).norm()) for a, b in zip(found, expected)) / scale
 
 
-@pytest.mark.parametrize("plan", [{}, {"chunk": 3}, {"recompute": True}])
+@pytest.mark.parametrize("plan", [{}, {"chunk": 3}, {"recompute": "block"}])
 def test_compiled_layers_are_those_layers(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _gradients(Plan(**plan))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # graphs, without a C++ compiler

@@ -50,7 +50,7 @@ CASES = [
 
 @pytest.mark.parametrize(("outer", "axial", "by_channels", "recompute"), CASES)
 def test_nothing_is_waited_for_while_work_remains(outer: Order, axial: int, by_channels: int, recompute: int) -> None:
-    ranks = trace(Plan(axial=axial, triangle=CUTS[by_channels], recompute=bool(recompute)), outer)
+    ranks = trace(Plan(axial=axial, triangle=CUTS[by_channels], recompute="block" if recompute else None), outer)
     kinds = [(way, move.split()[0]) for way, move, _ in ranks[0][0]]
     assert {
         ("forward", "all_to_all"),
@@ -116,10 +116,10 @@ def test_holding_back_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plan", "outer"),
     [
-        (Plan(axial=4, recompute=True, chunk=2), "last"),
+        (Plan(axial=4, recompute="block", chunk=2), "last"),
         (Plan(axial=3, triangle="channels", chunk=5), "first"),
-        (Plan(axial=4, branch=2, recompute=True, chunk=1), "last"),
-        (Plan(axial=3, recompute=True, chunk=1), "middle"),
+        (Plan(axial=4, branch=2, recompute="block", chunk=1), "last"),
+        (Plan(axial=3, recompute="block", chunk=1), "middle"),
     ],
 )
 def test_all_ranks_start_the_same_moves_in_the_same_order(plan: Plan, outer: Order) -> None:

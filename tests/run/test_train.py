@@ -21,6 +21,7 @@ from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint
 from warpfold.errors import UserError
 from warpfold.model.weights import load_model
+from warpfold.run import learn as learning
 from warpfold.run import train as module
 from warpfold.run.config import RunConfig
 from warpfold.run.examples import draw_recycles, split
@@ -119,7 +120,7 @@ def test_how_a_run_is_executed_may_change(store: Store, unbroken: Path) -> None:
 
 def poison(patch: pytest.MonkeyPatch, call: int) -> None:
     """The loss of one example, given by its position, becomes NaN."""
-    original = module.total_loss
+    original = learning.total_loss
     calls: list[None] = []
 
     def poisoned(*args: Any, **more: Any) -> Any:
@@ -127,7 +128,7 @@ def poison(patch: pytest.MonkeyPatch, call: int) -> None:
         loss, terms = original(*args, **more)
         return (loss * float("nan") if len(calls) == call else loss), terms
 
-    patch.setattr(module, "total_loss", poisoned)
+    patch.setattr(learning, "total_loss", poisoned)
 
 
 def test_a_loss_that_is_not_finite_stops_with_what_reproduces_it(
@@ -284,7 +285,7 @@ def test_a_step_is_safe_before_it_is_validated(
 
 def poison_all(patch: pytest.MonkeyPatch, bad: set[int]) -> None:
     """The losses of these calls, counted from 0, are NaN; their gradients are finite."""
-    original = module.total_loss
+    original = learning.total_loss
     calls: list[None] = []
 
     def poisoned(*args: Any, **more: Any) -> Any:
@@ -292,7 +293,7 @@ def poison_all(patch: pytest.MonkeyPatch, bad: set[int]) -> None:
         loss, terms = original(*args, **more)
         return (loss + float("nan") if len(calls) - 1 in bad else loss), terms
 
-    patch.setattr(module, "total_loss", poisoned)
+    patch.setattr(learning, "total_loss", poisoned)
 
 
 def test_a_run_that_skips_too_much_stops_and_keeps_what_was_good(

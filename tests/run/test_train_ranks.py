@@ -32,6 +32,7 @@ from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
+from warpfold.run import learn as learning
 from warpfold.run import train as module
 from warpfold.run.config import RunConfig
 from warpfold.run.ranks import begin_end_step, end_step
@@ -104,7 +105,7 @@ def assert_alike(out: Path, alone: Path, kinds: tuple[str, ...] = ("step", "vali
 PLANS = [
     pytest.param("middle", Plan(data=2), id="data"),
     pytest.param("middle", Plan(axial=2, chunk=3), id="axial"),
-    pytest.param("first", Plan(branch=2, recompute=True), id="branch"),
+    pytest.param("first", Plan(branch=2, recompute="block"), id="branch"),
     pytest.param("first", Plan(data=2, branch=2), id="data-branch"),
     pytest.param("middle", Plan(data=2, axial=2), id="data-axial"),
 ]
@@ -207,7 +208,7 @@ def test_other_ranks_go_on(store: Store, alone: dict[str, Path], tmp_path: Path)
 
 def poison(patch: pytest.MonkeyPatch, index: int, plan: Plan) -> None:
     """The loss of example `index` is NaN, in the part of the last of the ranks that share it."""
-    next_examples, total_loss = module.next_examples, module.total_loss
+    next_examples, total_loss = module.next_examples, learning.total_loss
     at = [-1]
 
     def noted(*args: Any) -> Iterator[Sample]:
@@ -221,7 +222,7 @@ def poison(patch: pytest.MonkeyPatch, index: int, plan: Plan) -> None:
         return (loss * math.nan if last and at == [index] else loss), terms
 
     patch.setattr(module, "next_examples", noted)
-    patch.setattr(module, "total_loss", poisoned)
+    patch.setattr(learning, "total_loss", poisoned)
 
 
 @pytest.mark.parametrize("plan", [Plan(data=2), Plan(axial=2)], ids=["data", "axial"])

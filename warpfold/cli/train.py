@@ -90,6 +90,8 @@ def _say(result: "Summary", out: Path, as_json: bool) -> None:
             f"entries that could not be used: {count} ({names}); {out / 'quarantine.jsonl'} has the reasons", err=True
         )
     say_refused(result.refused)
+    for reason, count in result.unrecorded.items():
+        typer.echo(f"slower than necessary: no {reason}, {count} times", err=True)
     if as_json:
         show({**asdict(result), "params": str(result.params)})
     elif result.finished:

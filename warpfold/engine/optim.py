@@ -6,7 +6,7 @@ Adam and averaging are then a handful of operations whatever the number of param
 ones, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -71,6 +71,21 @@ def learning_rate(config: OptimConfig, step: int) -> float:
     return config.learning_rate * rise * (config.decay_factor if step >= config.decay_after_steps else 1.0)
 
 
+def unsupported_batch(config: OptimConfig, share: int, batch: int) -> str | None:
+    """Return why a rank cannot take its `share` of a step's examples `batch` at a time; None if it can."""
+    if batch > 1 and config.clip == "example":
+        return (
+            f"plan.batch = {batch}: one backward pass yields the sum of its examples' gradients, and optim.clip = "
+            '"example" needs the norm of each; set optim.clip = "step", or leave plan.batch at 1'
+        )
+    if share % batch:
+        return (
+            f"plan.batch = {batch} does not divide the {share} examples of a step that each rank has "
+            "(optim.accumulate over plan.data); choose one that does"
+        )
+    return None
+
+
 class Optimizer:
     """Apply a rule to the mean of clipped per-example gradients, and keep the moving average of the weights.
 
@@ -90,14 +105,15 @@ class Optimizer:
         ranks_per_node: int | None = None,
         dtype: torch.dtype | None = None,
         scaling: bool = False,
+        batch: int = 1,
     ) -> None:
         """Move the parameters of `model` into one buffer.
 
         mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
         dtype: that operations compute in; None: that of the parameters.
-        scaling: scale losses (`scaled`) for gradients in fp16.
-        Errors: UserError for `sync` settings or a number of examples that do not fit the ranks, ReplicaError where
-        their first weights differ.
+        scaling: scale losses (`scaled`) for gradients in fp16.  batch: examples of each backward pass.
+        Errors: UserError for `sync` settings, a batch or a number of examples that do not fit the ranks, ReplicaError
+        where their first weights differ.
         """
         self.config, self.mesh, self.sync = config, mesh or Mesh(), sync or SyncConfig()
         self.share, rest = divmod(config.accumulate, self.mesh.data.size)  # examples per step of this rank
@@ -106,6 +122,9 @@ class Optimizer:
                 f"optim.accumulate = {config.accumulate} examples per step cannot be shared equally by plan.data = "
                 f"{self.mesh.data.size} ranks; choose a plan.data that divides it"
             )
+        if reason := unsupported_batch(config, self.share, batch):
+            raise UserError(reason)
+        self.batch = batch
         bucket_bytes = self.sync.bucket * 2**20
         self.packed = packed = PackedWeights(model, dtype, True, bucket_bytes, self.mesh.world.size)
         self.layout, self.weights, named = packed.layout, packed.weights, packed.parameters
@@ -121,27 +140,27 @@ class Optimizer:
         self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
         self.average = self.owned.clone()
         self.rate = torch.zeros((), device=self.weights.device, dtype=torch.float64)
+        self.used, self.overflows = torch.zeros_like(self.rate), torch.zeros_like(self.rate)
         self.loss_scale = LossScale(self.weights.device) if scaling else None
         segments = self.layout.segments(self.reducer.shards, self.reducer.shard_index)
         shard = Shard(self.owned, segments, list(self.layout.places), self.reducer.sum_of_shards)
         self.rule = RULES[config.name](config, shard)
         self._prepare(0)
 
-    def _prepare(self, examples: int, used: Tensor | None = None) -> None:
-        """Get ready for one more example; `examples` have been collected since the last step, `used` of them added.
+    def _prepare(self, examples: int) -> None:
+        """Get ready for one more backward pass; `examples` have been collected since the last step.
 
         The data ranks may begin to exchange gradients during the last example's backward pass, unless its clipping
         factor has to be known first.  With one example per rank it need not be: what arrives is one example's gradient
         and can be scaled afterwards.
         """
         self.examples = examples
-        nothing = torch.zeros((), device=self.weights.device, dtype=torch.float64)
-        self.used = nothing if used is None else used
-        if not examples:
-            self.overflows = nothing  # of the examples since the last step
-        alone = self.share == 1
+        if not examples:  # both keep their memory, which graphs have recorded
+            self.used.zero_()  # how many of the examples were added
+            self.overflows.zero_()  # and how many have overflowed
+        alone = self.share == self.batch
         weighed_late = alone and self.reducer.exchange.late_factors
-        early = examples == self.share - 1 and (self.config.clip == "step" or weighed_late)
+        early = examples == self.share - self.batch and (self.config.clip == "step" or weighed_late)
         self.reducer.begin(early, add_to=None if alone else self.total)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -150,6 +169,8 @@ class Optimizer:
 
     def collect(self, loss: Tensor | None = None) -> Tensor:
         """Clip the gradient of one example by its global norm, add it to the step's sum, and clear it.
+
+        Or that of a batch, whose `loss` is the sum of the examples' losses; only with clip = "step".
 
         Returns the norm before clipping, the same on all ranks that share the example; NaN where the `loss` (not the
         scaled one), or any rank's part of it, is not finite.  An example whose norm is not finite adds nothing and does
@@ -167,7 +188,7 @@ class Optimizer:
         norm = self.reducer.norm(gradient, data=False, loss=loss) * self._unscale
         used = norm.isfinite()
         self.overflowed = self._overflowed(norm, loss)
-        self.overflows = self.overflows + self.overflowed
+        self.overflows.add_(self.overflowed)
         factor = torch.where(used, self._factor(norm) * self._unscale, 0)
         if self.config.clip == "step":
             if not self.reducer.early:
@@ -178,20 +199,22 @@ class Optimizer:
             gradient.masked_fill_(~used, 0)  # NaN times zero would be NaN
             self.total.addcmul_(gradient, factor.to(gradient.dtype))
         self.gradient.zero_()
-        self._prepare(self.examples + 1, self.used + used)
+        self.used.add_(used, alpha=self.batch)
+        self._prepare(self.examples + self.batch)
         if self.examples == self.share:
             self.reducer.count(self.used)
         return norm
 
-    def step(self, step: int) -> Tensor:
+    def step(self, step: int, update: Callable[[], Tensor] | None = None) -> Tensor:
         """Apply the rule to the mean over the examples that were used, update the average; return the learning rate.
 
         Where no example was used nothing changes, neither weights nor moments nor average, and the rate is 0.  That is
         decided on the device, and the rate is a tensor there: the host waits for nothing.
+        update: calls the method `update` in another way; it may have been recorded.
         Errors: ReplicaError, every `sync.check_every` steps, if the ranks' weights have come to differ.
         """
         self.rate.fill_(learning_rate(self.config, step))
-        taken = self.update()
+        taken = self.update() if update is None else update()
         if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
             check_replicas(self.weights, self.layout, self.mesh.world, f"after step {step + 1}")
         return taken

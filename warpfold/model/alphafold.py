@@ -1,12 +1,15 @@
 """AlphaFold2 and AlphaFold-Multimer: Algorithm 2, with recycling (Algorithms 30 to 32) and ensembling."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from warpfold.batch import FEATURES, Batch, at_pass
+from warpfold.batch import FEATURES, Batch, at_pass, passes
 from warpfold.geometry.atoms import CA, pseudo_beta
+from warpfold.geometry.rigid import Rigid
 from warpfold.model.clusters import cluster_features
 from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, MultimerConfig, RecyclingEmbedder
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
@@ -87,7 +90,29 @@ class Output:
     plddt_logits: Tensor  # [*, r, 50]
     resolved_logits: Tensor  # [*, r, 37]
     pae_logits: Tensor | None  # [*, r, r, 64]
-    recycles: int  # passes before this one
+    recycles: int = 0  # passes before this one, of a whole `forward`
+
+    def unbind(self) -> list["Output"]:
+        """Return the outputs of the examples of a batch, one leading axis."""
+        return _unbound(self, 0)
+
+
+OF_LAYERS = ("angles", "unnormalized_angles", "atom14", "traj")  # of `StructureOutput`, and its frames
+
+
+def _unbound(of: Any, axis: int) -> list[Any]:
+    """Return a dataclass of tensors once for each place along an axis; in structures some have the layers before it."""
+    parts: dict[str, Sequence[Any]] = {}
+    for name in (f.name for f in fields(of)):
+        x = getattr(of, name)
+        if isinstance(x, StructureOutput):
+            parts[name] = _unbound(x, 0)
+        elif isinstance(x, Rigid):
+            parts[name] = _unbound(x, 1)
+        elif isinstance(x, Tensor):
+            parts[name] = x.unbind(int(name in OF_LAYERS) or axis)
+    count = len(next(iter(parts.values())))
+    return [replace(of, **{name: values[i] for name, values in parts.items()}) for i in range(count)]
 
 
 class AlphaFold(Executable):
@@ -125,25 +150,52 @@ class AlphaFold(Executable):
         Per-pass features have a `pass` axis of 1 or of (recycles + 1) x ensemble, recycle-major.
         Errors: ValueError where the number of passes does not fit.
         """
+        recycled, done = self.recycle(batch, recycles)
+        inputs = self.inputs_of_pass(batch, done, recycled)
+        return replace(self.last_pass(inputs), recycles=done)
+
+    def recycle(self, batch: Batch, recycles: int | None = None) -> tuple[Recycled, int]:
+        """Run the passes before the last; return what they hand to it, and how many they were."""
         recycles = self.config.recycles if recycles is None else recycles
         self._check_passes(batch, (recycles + 1) * self.config.ensemble)
         recycled, done, settled = self._nothing_recycled(batch), 0, False
         while done < recycles and not settled:
             with torch.no_grad():
-                representations, structure = self.one_pass(batch, done, recycled)
-            before = recycled.positions
-            recycled = Recycled(representations.msa_first_row, representations.pair, structure.final_atom37)
+                found = self.execution.call(self, self._early_pass, self.inputs_of_pass(batch, done, recycled))
+            before, recycled = recycled.positions, Recycled(**found)
             done, settled = done + 1, self._settled(before, recycled.positions, batch["seq_mask"])
-        representations, structure = self.one_pass(batch, done, recycled)
-        return self.output(representations, structure, done)
+        return recycled, done
 
-    def one_pass(self, batch: Batch, index: int, recycled: Recycled) -> tuple[Representations, StructureOutput]:
-        """Run pass `index`: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31)."""
-        ensemble = self.config.ensemble
+    def last_pass(self, inputs: Mapping[str, Tensor]) -> Output:
+        """Run the pass that has a gradient, and the heads.  inputs: `inputs_of_pass`."""
+        return self.output(*self.one_pass(inputs))
+
+    def inputs_of_pass(self, batch: Batch, index: int, recycled: Recycled) -> dict[str, Tensor]:
+        """Return all that pass `index` depends on, by name, as tensors: it may be replayed with others.
+
+        The features with the samples of the alignment that it sees, the fields of `Recycled`, and the key of dropout.
+        """
+        samples = passes(batch, index * self.config.ensemble, self.config.ensemble)
         self.noise.at_pass(index)
-        first = mean = self.trunk(self.sample(batch, index * ensemble), recycled)
+        return {**samples, **vars(recycled), "key": self.noise.key}
+
+    def _early_pass(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run a pass before the last."""
+        representations, structure = self.one_pass(inputs)
+        return vars(Recycled(representations.msa_first_row, representations.pair, structure.final_atom37))
+
+    def one_pass(self, inputs: Mapping[str, Tensor]) -> tuple[Representations, StructureOutput]:
+        """Run a pass: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31).
+
+        inputs: `inputs_of_pass`.
+        """
+        recycled = Recycled(*(inputs[field.name] for field in fields(Recycled)))
+        batch = {name: x for name, x in inputs.items() if name in FEATURES}
+        self.noise.key = inputs["key"]
+        ensemble = self.config.ensemble
+        first = mean = self.trunk(self.sample(batch, 0), recycled)
         for member in range(1, ensemble):
-            other = self.trunk(self.sample(batch, index * ensemble + member), recycled)
+            other = self.trunk(self.sample(batch, member), recycled)
             mean = Representations(
                 first.msa,  # the masked-MSA head reads the first member alone
                 mean.pair + other.pair,
@@ -191,8 +243,8 @@ class AlphaFold(Executable):
         single = self.residues.all_gather(self.single(m_first), -2, seq_mask.shape[-1])
         return Representations(m[..., :s, :, :], z, single, m_first)
 
-    def output(self, representations: Representations, structure: StructureOutput, recycles: int) -> Output:
-        """Run the heads (Supp. 1.9), in fp32, on the result of a pass that so many went before."""
+    def output(self, representations: Representations, structure: StructureOutput) -> Output:
+        """Run the heads (Supp. 1.9), in fp32, on the result of a pass."""
         r = representations
         return Output(
             msa=r.msa,
@@ -205,7 +257,6 @@ class AlphaFold(Executable):
             plddt_logits=self.plddt(structure.single),
             resolved_logits=self.resolved(r.single),
             pae_logits=None if self.pae is None else self.pae(r.pair),
-            recycles=recycles,
         )
 
     def _nothing_recycled(self, batch: Batch) -> Recycled:

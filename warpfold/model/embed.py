@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.batch import Batch
 from warpfold.geometry.atoms import distance_bins
 from warpfold.model.execution import Executable
 from warpfold.model.layers import LayerNorm, Linear
-from warpfold.ops.tensors import take_rows
+from warpfold.ops.tensors import one_hot, take_rows
 
 TARGET_CHANNELS, MSA_CHANNELS, EXTRA_CHANNELS = 22, 49, 25  # of target_feat, msa_feat and the extra MSA (Supp. table 1)
 EXTRA_CLASSES = 23  # 20 residue types, X, gap, mask
@@ -151,5 +150,5 @@ class ExtraMSAEmbedder(Executable):
             self.residues.local_shard(batch[name], -1)
             for name in ("extra_msa", "extra_has_deletion", "extra_deletion_value")
         )
-        codes = F.one_hot(msa, EXTRA_CLASSES).to(dtype)
+        codes = one_hot(msa, EXTRA_CLASSES, dtype)
         return self.linear(torch.cat((codes, torch.stack(deletions, -1).to(dtype)), -1))

@@ -5,11 +5,13 @@ the place of `PLAIN`, for all modules of a model at once (`Execution.bind` in wa
 else of a module is ever set from outside.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from warpfold.device import Function, Named
 from warpfold.ops.dispatch import Kernels, using
 from warpfold.ops.tensors import upcast_half
 
@@ -74,6 +76,15 @@ class PlainExecution:
     def layer(self, layer: "AxialUpdate", x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
         """Return x with the layer's update, computed for all of x at once."""
         return layer.whole(x, mask, other, layer.dropout_factors(x.shape, x))
+
+    def call(
+        self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
+    ) -> Named:
+        """Return what a function of tensors that runs the model returns; another execution may replay its graph.
+
+        reason: why it cannot be recorded.
+        """
+        return function(inputs)
 
     def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: as many as have `TOGETHER` positions, or one.

@@ -7,7 +7,6 @@ import functools
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from warpfold.batch import Batch
@@ -19,6 +18,7 @@ from warpfold.model.execution import Executable, Residues
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.model.pair import PairConfig, PairStack
 from warpfold.ops.attention import attention
+from warpfold.ops.tensors import one_hot
 
 AATYPES = 22  # one-hot of template residue types: 20, X, gap
 DISTANCE_BINS = 39  # of the beta carbon distances, 3.25 to 50.75 angstrom
@@ -55,7 +55,7 @@ def template_pairs(templates: Batch, residues: Residues, unit_vectors: bool = Tr
     """
     local_shard = residues.local_shard
     beta, beta_mask = templates["template_pseudo_beta"], templates["template_pseudo_beta_mask"]
-    aatype = F.one_hot(templates["template_aatype"], AATYPES).to(beta.dtype)
+    aatype = one_hot(templates["template_aatype"], AATYPES, beta.dtype)
     positions, masks = templates["template_all_atom_positions"], templates["template_all_atom_masks"]
     n, ca, c = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
     has_backbone = masks[..., n] * masks[..., ca] * masks[..., c]
@@ -249,9 +249,9 @@ class TemplateRows(Executable):
     @staticmethod
     def features(batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the 57 features [*, tmpl, r, 57] and the row mask [*, tmpl, r]."""
-        one_hot, torsions = _types_and_torsions(batch)
+        types, torsions = _types_and_torsions(batch)
         angles = (torsions.sin_cos.flatten(-2), torsions.alt_sin_cos.flatten(-2))
-        return torch.cat((one_hot, *angles, torsions.mask), -1), torsions.mask[..., PSI]
+        return torch.cat((types, *angles, torsions.mask), -1), torsions.mask[..., PSI]
 
 
 class ChiTemplateRows(TemplateRows):
@@ -262,9 +262,9 @@ class ChiTemplateRows(TemplateRows):
     @staticmethod
     def features(batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the 34 features [*, tmpl, r, 34] (types, sines, cosines, mask) and the row mask [*, tmpl, r]."""
-        one_hot, torsions = _types_and_torsions(batch)
+        types, torsions = _types_and_torsions(batch)
         sines, cosines = torsions.sin_cos[..., CHI1:, :].unbind(-1)
-        return torch.cat((one_hot, sines, cosines, torsions.mask[..., CHI1:]), -1), torsions.mask[..., CHI1]
+        return torch.cat((types, sines, cosines, torsions.mask[..., CHI1:]), -1), torsions.mask[..., CHI1]
 
 
 def _types_and_torsions(batch: Batch) -> tuple[Tensor, Torsions]:
@@ -272,4 +272,4 @@ def _types_and_torsions(batch: Batch) -> tuple[Tensor, Torsions]:
     aatype = batch["template_aatype"]
     known = aatype.clamp(max=UNKNOWN)  # a gap, like X, has no atoms
     torsions = atom37_to_torsions(known, batch["template_all_atom_positions"], batch["template_all_atom_masks"])
-    return F.one_hot(aatype, AATYPES).to(torsions.mask.dtype), torsions
+    return one_hot(aatype, AATYPES, torsions.mask.dtype), torsions

@@ -148,10 +148,12 @@ class Noise(nn.Module):
     """The source of dropout for the layers of one model.  Unseeded, it uses torch's own generator (ordinary dropout).
 
     The key is a buffer: it moves with the model, is written without waiting for the device, and a new one recompiles
-    no graph.  It is replaced, never overwritten: a backward pass may still need the old one.
+    no graph.  It is replaced, never overwritten: a backward pass may still need the old one.  (What is recorded as a
+    graph of the device has the key of its pass among its inputs.)
+    In a batch each example has a key of its own and draws what it would draw alone; shapes then begin with the batch.
     """
 
-    words: Tensor  # the key of the first pass
+    words: Tensor  # [2] the key of the first pass, or one for each example of a batch, [examples, 2]
     key: Tensor  # that of the pass at hand
 
     def __init__(self) -> None:
@@ -161,19 +163,26 @@ class Noise(nn.Module):
         self.register_buffer("key", self.words, persistent=False)
 
     def seed(self, *parts: int) -> None:
-        """Derive the key from `parts`, for example (run seed, step, example); the pass is the first."""
-        digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
-        words = torch.empty_like(self.words)
-        for i in range(2):  # `fill_` hands the device a number; a copy from the host would wait for it
-            words[i].fill_(int.from_bytes(digest[4 * i : 4 * i + 4], "little"))
+        """Derive the key from `parts`, for example (run seed, example); the pass is the first."""
+        self._write(torch.empty(2, dtype=torch.int64, device=self.words.device), [parts])
+
+    def seed_batch(self, examples: Sequence[Sequence[int]]) -> None:
+        """Derive a key from the parts of each example of a batch; the pass is the first."""
+        self._write(torch.empty(len(examples), 2, dtype=torch.int64, device=self.words.device), examples)
+
+    def _write(self, words: Tensor, examples: Sequence[Sequence[int]]) -> None:
+        for place, parts in zip(words.view(-1, 2), examples):
+            digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
+            for i in range(2):  # `fill_` hands the device a number; a copy from the host would wait for it
+                place[i].fill_(int.from_bytes(digest[4 * i : 4 * i + 4], "little"))
         self.words = self.key = words
         self.seeded = True
 
     def at_pass(self, index: int) -> None:
-        """Derive the key of one pass of an example through the trunk: each draws differently."""
+        """Derive the keys of one pass through the trunk: each draws differently."""
         if self.seeded:
             key = self.words.clone()
-            key[1].add_(index * OF_PASS)
+            key[..., 1].add_(index * OF_PASS)
             self.key = key
 
     def factors(self, shape: Sequence[int], rate: float, stream: int, like: Tensor) -> Factors:
@@ -181,10 +190,19 @@ class Noise(nn.Module):
         if not self.seeded:
             kept = torch.rand(*shape, device=like.device) >= rate
             return kept.to(like.dtype) / (1 - rate)
-        strides = [1] * len(shape)
-        for axis in range(len(shape) - 2, -1, -1):
-            strides[axis] = strides[axis + 1] * shape[axis + 1]
-        return DropoutFactors(self.key, stream, rate, like.dtype, tuple(shape), tuple(strides))
+        if self.key.dim() == 1:
+            return _contiguous(self.key, stream, rate, like.dtype, shape)
+        if shape[0] not in (1, len(self.key)):
+            raise ValueError(f"dropout of {tuple(shape)} in a batch of {len(self.key)}, which it should begin with")
+        return torch.stack([_contiguous(key, stream, rate, like.dtype, shape[1:]).draw() for key in self.key])
+
+
+def _contiguous(key: Tensor, stream: int, rate: float, dtype: torch.dtype, shape: Sequence[int]) -> DropoutFactors:
+    """Return dropout factors of a whole tensor."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return DropoutFactors(key, stream, rate, dtype, tuple(shape), tuple(strides))
 
 
 def dropout(

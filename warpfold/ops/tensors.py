@@ -23,6 +23,14 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def one_hot(codes: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
+    """Return codes [*] as one-hot vectors [*, classes]; zeros for a code that is none of them.
+
+    Not torch's one_hot, which on a CPU reads the codes on the host, and makes integers of eight bytes.
+    """
+    return (codes[..., None] == torch.arange(classes, device=codes.device)).to(dtype)
+
+
 def empty_like(x: Tensor) -> Tensor:
     """Allocate a dense tensor of x's shape whose axes lie in memory in the order of x's.
 

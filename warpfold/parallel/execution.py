@@ -1,16 +1,19 @@
 """How a plan runs a model: whole, in slices, in place, recomputed, compiled, over several ranks."""
 
 import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from warpfold.device import Function, Graphs, Named, Offload
 from warpfold.errors import UserError
 from warpfold.model.axial import AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
-from warpfold.ops.dispatch import allow_tf32
+from warpfold.ops.dispatch import allow_tf32, using
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedStack
@@ -30,7 +33,7 @@ SHAPES = 64  # of each function that may be compiled before torch gives up, whic
 class Execution(PlainExecution):
     """Run models, stacks, blocks and layers as a plan says, on this rank of a mesh.
 
-        execution = Execution(Plan(axial=4, recompute=True, precision="bf16"), mesh)
+        execution = Execution(Plan(axial=4, recompute="block", precision="bf16"), mesh)
         model = execution.bind(model)     # from now on model(batch) runs so
         print(execution)
 
@@ -52,6 +55,8 @@ class Execution(PlainExecution):
             self.residues = ShardedResidues(self.mesh.axial, plan.branch)
         self._sharded: dict[nn.Module, ShardedStack] = {}
         self._compiled: dict[AxialUpdate, Any] = {}
+        self.graphs = Graphs()
+        self._offload = Offload() if plan.offload else None
 
     @property
     def distributed(self) -> bool:
@@ -68,7 +73,8 @@ class Execution(PlainExecution):
         said = [ranks if self.distributed else "one device"]
         if p.chunk is not None:
             said.append(f"slices of {p.chunk} rows{', in place' if p.in_place else ''}")
-        said += [word for word, on in (("recomputed", p.recompute), ("compiled", p.compile)) if on]
+        said += [word for word, on in (("compiled", p.compile), ("offloaded", p.offload), ("graphs", p.graph)) if on]
+        said += [f"{p.recompute}s recomputed"] if p.recompute else []
         return ", ".join([*said, p.precision + (", tf32" if p.tf32 else ""), f"{p.kernels} kernels"])
 
     def bind(self, model: M) -> M:
@@ -98,12 +104,20 @@ class Execution(PlainExecution):
         """Run the blocks of a stack one after another, over several ranks or recomputed in the backward pass."""
         if self.distributed:
             return self._over_ranks(stack, states, masks)
-        for block in stack.blocks:
-            if self.plan.recompute and torch.is_grad_enabled():  # dropout noise is keyed, so it repeats
-                states = checkpoint(block, *states, *masks, use_reentrant=False, preserve_rng_state=True)
-            else:
-                states = block(*states, *masks)
+        keeps = torch.is_grad_enabled()
+        with self._offload.saving() if self._offload is not None and keeps else nullcontext():
+            for block in stack.blocks:
+                if self.plan.recompute == "block" and keeps:
+                    states = self._recomputed(block, *states, *masks)
+                else:
+                    states = block(*states, *masks)
         return states
+
+    def _recomputed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return a function's result, of which the inputs alone are kept for the backward pass."""
+        # Dropout noise is keyed, so it repeats; only without a seed it comes from torch's generator, whose state a
+        # graph could not read.
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=not self.plan.graph)
 
     def block(self, block: Block, states: Tensors, masks: Tensors) -> Tensors:
         """Run the steps of a block one after another, over several ranks if it stands alone."""
@@ -115,10 +129,33 @@ class Execution(PlainExecution):
         """Return x with the layer's update, computed at once or in slices."""
         if self.plan.axial > 1:  # it would take a shard for the whole
             raise ValueError(f"a {type(layer).__name__} of a sharded model is called outside of its block")
+        if self.plan.recompute == "layer" and torch.is_grad_enabled():
+            result: Tensor = self._recomputed(self._layer, layer, x, mask, other)
+            return result
+        return self._layer(layer, x, mask, other)
+
+    def _layer(self, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
         layer = self._compiled.get(layer, layer)
-        if self.plan.chunk is None:
-            return super().layer(layer, x, mask, other)
-        return layer_in_slices(layer, x, mask, other, self.plan.chunk, self.plan.in_place)
+        with using(self.plan.kernels):  # also where it is recomputed, perhaps by another thread
+            if self.plan.chunk is None:
+                return super().layer(layer, x, mask, other)
+            return layer_in_slices(layer, x, mask, other, self.plan.chunk, self.plan.in_place)
+
+    def call(
+        self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
+    ) -> Named:
+        """Return what a function of tensors returns, by the graph of an earlier call with the same shapes if possible.
+
+        A graph serves while the model's parameters keep their memory.
+        """
+        if not self.plan.graph:
+            return function(inputs)
+        if self.mesh.world.size > 1:
+            reason = "several processes, whose messages are not recorded"
+        elif self.plan.offload:
+            reason = "plan.offload, whose copies are not recorded"
+        memory = next(model.parameters()).data_ptr()
+        return self.graphs.call(function, inputs, (model.training, memory), reason)
 
     def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: where layers run in slices, each alone."""

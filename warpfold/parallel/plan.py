@@ -1,7 +1,7 @@
 """A plan: how a model runs, never what it computes.  Two plans of one model differ by rounding alone."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -11,6 +11,7 @@ from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import TIME_LIMIT
 
 Precision = Literal["fp32", "bf16", "bf16_all", "fp16", "fp64"]
+Recompute = Literal["block", "layer"]
 Triangle = Literal["auto", "gather", "channels"]
 # 345 residues on two cores: 8 rows 6.5 s, 64 rows or all 8.5 s, 4 rows 9.5 s; what stays in cache is fast.
 CACHED = 2**23  # 32 MiB in fp32
@@ -40,7 +41,12 @@ class Plan:
     triangle: whether triangle products gather a factor or are cut by channels; "auto": by what both would cost.
     chunk: rows per slice in the trunk's layers; None: everything at once.
     in_place: write every slice over its part of m or z (inference only; needs a chunk).
-    recompute: keep only the blocks' inputs in the forward pass, and compute the rest again in the backward pass.
+    recompute: keep only the inputs of each "block", or of each "layer", in the forward pass, and compute the rest again
+    in the backward pass; None: keep everything.
+    offload: what the trunk keeps for the backward pass lies in host memory until then (of CUDA tensors).
+    graph: record the passes and steps of a training as graphs of the device, and replay them (CUDA, one process).
+    sizes: pad training examples so that each axis has at most so many sizes (`few_sizes`); 0: as they are.
+    batch: examples that go through the model together; they are padded to the largest of them.
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32, and so do
     the structure module and the heads, which project in bf16 too in "bf16_all".  "fp16": losses are scaled
     (engine/loss_scale.py).
@@ -61,7 +67,11 @@ class Plan:
     time_limit: float = TIME_LIMIT
     chunk: int | None = None
     in_place: bool = False
-    recompute: bool = False
+    recompute: Recompute | None = None
+    offload: bool = False
+    graph: bool = False
+    sizes: int = 0
+    batch: int = 1
     precision: Precision = "fp32"
     tf32: bool = False
     compile: bool = False
@@ -79,8 +89,20 @@ class Plan:
             raise ValueError(f"plan.chunk is {self.chunk}: at least 1 row is needed")
         if self.in_place and self.chunk is None:
             raise ValueError("plan.in_place needs plan.chunk: how many rows to write at a time")
-        if self.in_place and self.recompute:
-            raise ValueError("plan.in_place is for inference, plan.recompute for training: choose one")
+        if self.recompute not in (None, *get_args(Recompute)):
+            raise ValueError(f'plan.recompute is {self.recompute!r}: "block", "layer", or none')
+        if self.in_place and (self.recompute or self.offload):
+            other = "plan.recompute" if self.recompute else "plan.offload"
+            raise ValueError(f"plan.in_place is for inference, {other} for training: choose one")
+        if self.axial * self.branch > 1 and (self.recompute == "layer" or self.offload):
+            other = "plan.offload" if self.offload else 'plan.recompute = "layer"'
+            raise ValueError(
+                f'{other} is for ranks that have an example each; with plan.axial or branch use recompute = "block"'
+            )
+        if self.sizes < 0 or self.batch < 1:
+            raise ValueError(f"plan.sizes is {self.sizes}, plan.batch {self.batch}: at least 0 and 1")
+        if self.batch > 1 and self.axial * self.branch > 1:
+            raise ValueError("plan.batch is for ranks that have an example each: leave plan.axial and plan.branch at 1")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"plan.threads is {self.threads}: at least 1 is needed")
 

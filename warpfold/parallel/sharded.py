@@ -195,7 +195,7 @@ class ShardedStack:
             enters = zip(held.values(), layout.enters.values())
             taken = [x.only(x.present if axis is None else axis) for x, axis in enters]
             run = partial(self._block, block, layout, by_channels, mask)
-            if self.plan.recompute and torch.is_grad_enabled():
+            if self.plan.recompute == "block" and torch.is_grad_enabled():
                 new = checkpoint(run, *taken, use_reentrant=False, preserve_rng_state=True)
             else:
                 new = run(*taken)

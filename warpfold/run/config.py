@@ -5,7 +5,7 @@ from typing import Literal
 
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.load.schedule import Weights
-from warpfold.engine.optim import OptimConfig
+from warpfold.engine.optim import OptimConfig, unsupported_batch
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
@@ -70,6 +70,10 @@ class RunConfig:
                 f"plan.data = {plan.data} ranks cannot share the optim.accumulate = {examples} examples of a step "
                 "equally; choose one that divides it"
             )
+        if plan.batch > 1 and self.model.multimer is not None:
+            raise ValueError("plan.batch is for single chains: the complexes of a batch cannot be padded to one size")
+        if reason := unsupported_batch(self.optim, examples // plan.data, plan.batch):
+            raise ValueError(reason)
         if self.train.window and plan.axial * plan.branch > 1:
             raise ValueError(
                 "train.window lets examples come as they are ready, but plan.axial and plan.branch need them in one "

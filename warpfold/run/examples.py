@@ -153,6 +153,7 @@ def load(
             config.data,
             config.train.seed,
             assemblies=config.model.multimer is not None,
+            sizes=config.plan.sizes,
         ),
         schedule,
         Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside),

@@ -57,18 +57,22 @@ class ExampleSums:
     """The sums of an example's numbers over the ranks that share it, while they are being gathered."""
 
     names: tuple[str, ...]
+    shape: torch.Size
     parts: PendingGather
 
     def wait(self) -> dict[str, Tensor]:
         """Return the sums by name, the same on all ranks that share the example; float64, on the device."""
         first, *others = self.parts.wait()
-        return dict(zip(self.names, sum(others, first)))
+        return dict(zip(self.names, sum(others, first).view(self.shape)))
 
 
 def begin_sums(parts: Mapping[str, Tensor], team: Team) -> ExampleSums:
-    """Begin to sum an example's numbers over the ranks that share it; they travel during the backward pass."""
+    """Begin to sum an example's numbers, or a batch's [*], over the ranks that share it.
+
+    They travel during the backward pass.
+    """
     own = torch.stack([part.detach().double() for part in parts.values()])
-    return ExampleSums(tuple(parts), team.all_gather_of_example(own, "the losses"))
+    return ExampleSums(tuple(parts), own.shape, team.all_gather_of_example(own.flatten(), "the losses"))
 
 
 def stop_requested(signals: StopSignals, team: Team) -> int:

@@ -57,18 +57,20 @@ class DeviceResult:
     norm: Tensor
     lddt_ca: Tensor
     overflowed: Tensor  # bool
+    length: Tensor  # residues, without padding
 
 
 def read_results(results: Sequence[DeviceResult]) -> list[ExampleResult]:
     """Return the results of a step's examples as plain numbers: one copy from the device, which the host waits for."""
     numbers = [
-        torch.stack([*one.losses.values(), one.norm.double(), one.lddt_ca, one.overflowed.double()]) for one in results
+        torch.stack([x.double() for x in (*one.losses.values(), one.norm, one.lddt_ca, one.overflowed, one.length)])
+        for one in results
     ]
     found = []
-    for one, (*losses, norm, lddt, overflowed) in zip(results, torch.stack(numbers).tolist()):
+    for one, (*losses, norm, lddt, overflowed, length) in zip(results, torch.stack(numbers).tolist()):
         terms = dict(zip(one.losses, losses))
-        loss, length = terms.pop(""), len(one.example.features["aatype"])
-        where = one.example.name, length, loss, norm, lddt, terms, one.example.index
+        loss = terms.pop("")
+        where = one.example.name, int(length), loss, norm, lddt, terms, one.example.index
         found.append(ExampleResult(*where, bool(overflowed)))
     return found
 

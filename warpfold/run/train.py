@@ -26,7 +26,6 @@ from warpfold.engine.loop import Log, Row, StepTimer, StopSignals, Watcher, tens
 from warpfold.engine.optim import Optimizer
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.losses import total_loss
 from warpfold.model.permutation import with_truth
 from warpfold.model.weights import load_model, load_state, save_params
 from warpfold.ops.dispatch import refusals
@@ -43,7 +42,8 @@ from warpfold.run.examples import (
     load,
     open_ledger,
 )
-from warpfold.run.ranks import begin_end_step, begin_sums, end_step, next_examples, stop_requested
+from warpfold.run.learn import Learner, in_batches
+from warpfold.run.ranks import begin_end_step, end_step, next_examples, stop_requested
 from warpfold.run.results import (
     DeviceResult,
     ExampleResult,
@@ -67,6 +67,7 @@ class Summary:
     quarantined: tuple[str, ...] = ()  # entries that could not be used; quarantine.jsonl has the reasons
     signal: int = 0  # the one that stopped it; 0: none
     refused: Mapping[str, int] = field(default_factory=dict)  # why fast operations were not used, and how often
+    unrecorded: Mapping[str, int] = field(default_factory=dict)  # and why graphs were not (`plan.graph`)
 
 
 def train(
@@ -88,8 +89,10 @@ def train(
     """
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
     origin = fingerprint_origin(sources, init, team)
-    model = Execution(config.plan, team.mesh).bind(initial_model(config, init, team).to(device))
+    execution = Execution(config.plan, team.mesh)
+    model = execution.bind(initial_model(config, init, team).to(device))
     optimizer = make_optimizer(config, model, team)
+    learner = Learner(model, optimizer, config.loss, config.train.seed, team)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
         signals = stack.enter_context(StopSignals())
@@ -104,20 +107,14 @@ def train(
             log(validate(model, optimizer, held_out, config, step, team))  # a kill came after the save and before this
         stop = stop_requested(signals, team)
         while step < config.train.steps and not stop:
-            recycles, on_device = draw_recycles(config, step), []  # the same on every rank
-            for example in next_examples(examples, optimizer.share, timer, team):
-                model.noise.seed(config.train.seed, example.index)  # of dropout
-                output = model(example.features, recycles)  # Algorithms 2 and 30 to 32
-                truth = with_truth(example.features, output.structure.final_atom37)  # of equal chains
-                loss, terms = total_loss(output, truth, config.loss, residues=model.residues)  # Supp. 1.9
-                sums = begin_sums({"": loss, **terms}, team)  # over the ranks that share the example
-                optimizer.scaled(loss).backward()
-                norm = optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
-                on_device.append(DeviceResult(example, sums.wait(), norm, ca_lddt(output, truth), optimizer.overflowed))
+            recycles = draw_recycles(config, step)  # the same on every rank
+            on_device: list[DeviceResult] = []
+            for batch in in_batches(next_examples(examples, optimizer.share, timer, team), config.plan.batch):
+                on_device += learner.learn(batch, recycles)  # forward, losses, backward; clipped, added (run/learn.py)
             results = read_results(on_device)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, on_device, results, step, recycles, team)
             end = begin_end_step(step + 1, results, timer, ledger, signals, team)  # travels while the optimizer works
-            optimizer.step(step)  # the mean over the examples; Adam; the moving average
+            learner.step(step)  # the mean over the examples; Adam; the moving average
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks
             log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))
             skipped.add(step := step + 1, results)
@@ -128,6 +125,7 @@ def train(
                 log(validate(model, optimizer, held_out, config, step, team))
     finished, lddt_ca = step >= config.train.steps, log.validation["lddt_ca"] if log.validation else None
     ended: dict[str, Any] = {"quarantined": tuple(ledger.quarantined), "signal": stop, "refused": refusals(before)}
+    ended["unrecorded"] = execution.graphs.refused
     return Summary(steps=step, finished=finished, lddt_ca=lddt_ca, params=run.params, **ended)
 
 
@@ -197,9 +195,10 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
 
 def make_optimizer(config: RunConfig, model: AlphaFold, team: Team) -> Optimizer:
     """Return the optimizer of a model; operations read its weights in the dtype that the plan computes in."""
-    ranks_per_node, dtype = team.process.ranks_per_node, DTYPES[config.plan.precision]
-    scaling = config.plan.precision == "fp16"  # of losses
-    return Optimizer(model, config.optim, team.mesh, config.plan.sync, ranks_per_node, dtype, scaling)
+    plan = config.plan
+    dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"  # of losses
+    ranks_per_node = team.process.ranks_per_node
+    return Optimizer(model, config.optim, team.mesh, plan.sync, ranks_per_node, dtype, scaling, plan.batch)
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:
@@ -279,7 +278,12 @@ def save_failures(
 
     Of the ranks that share an example, the first saves; the message of the UserError reaches all ranks.
     """
-    for example, one in ((there.example, one) for there, one in zip(on_device, results) if not one.finite):
+    size = config.plan.batch
+    for number, (example, one) in enumerate(zip((there.example for there in on_device), results)):
+        if one.finite:
+            continue
+        first = number - number % size
+        batch = [there.key for there in results[first : first + size]]  # their gradients cannot be told apart
         notes = {
             **asdict(one),
             "step": step,
@@ -287,6 +291,7 @@ def save_failures(
             "seed": config.train.seed,
             "recycles": recycles,
             "plan": settings.to_dict(config.plan),
+            "batch": batch,
         }
         where = ""
         if team.is_example_leader:
@@ -295,7 +300,7 @@ def save_failures(
         where = team.all_gather_object_of_example(where, "saving what is not finite")[0]
         if config.train.on_nonfinite == "stop":
             raise UserError(
-                f"step {step}: the loss or gradient of {one.key} is not finite; see {where} for what "
+                f"step {step}: the loss or gradient of {' and '.join(batch)} is not finite; see {where} for what "
                 'reproduces it; train.on_nonfinite = "skip" goes on without such examples'
             )
 
@@ -314,7 +319,7 @@ def validate(
     Of complexes also that of the pairs between chains.  The examples are dealt out to the ranks; each folds its own.
     """
     passes = (config.model.recycles + 1) * config.model.ensemble
-    device = optimizer.weights.device
+    device, own = optimizer.weights.device, model.execution
     found = {}
     model.eval()
     with optimizer.averaged():
@@ -328,6 +333,7 @@ def validate(
             output = model(batch)
             truth = with_truth(batch, output.structure.final_atom37)
             found[key] = [float(ca_lddt(output, truth, between)) for between in (False, True)]
-    Execution(config.plan, team.mesh).bind(model).train()
+    assert isinstance(own, Execution)
+    own.bind(model).train()  # it has graphs
     every = {key: scores for part in team.all_gather_object(found, "validation") for key, scores in part.items()}
     return validation_row(step, *({key: every[key][which] for _, key in held_out} for which in (0, 1)))

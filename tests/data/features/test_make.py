@@ -15,7 +15,7 @@ from tests.data.examples import example, templates
 from warpfold.batch import FEATURES, to_tensors
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.features.choose import SampleConfig, keyed_rng, select
-from warpfold.data.features.make import make_features, pad_features
+from warpfold.data.features.make import few_sizes, make_features, pad_features
 from warpfold.data.features.msa import msa_features
 from warpfold.geometry.residue import GAP
 
@@ -234,3 +234,18 @@ def test_arrays_are_no_wider_than_the_table_says_and_become_what_it_says() -> No
     for name, tensor in to_tensors(features).items():
         assert str(tensor.dtype) == f"torch.{FEATURES[name].dtype}"
         np.testing.assert_array_equal(tensor.numpy(), features[name])
+
+
+def test_few_sizes_of_every_axis() -> None:
+    config = SampleConfig(crop=8, max_msa=6, max_extra=9, max_templates=4)
+    shapes = {"aatype": 5, "bert_mask": (1, 2, 5), "extra_msa": (1, 7, 5), "template_aatype": (3, 5)}
+    features = {name: np.ones(shape, np.uint8) for name, shape in shapes.items()}
+    assert few_sizes(features, config, 1) == {"res": 8, "seq": 6, "extra": 9, "tmpl": 4}
+    assert few_sizes(features, config, 2) == {"res": 8, "seq": 3, "extra": 10, "tmpl": 4}
+    assert few_sizes(features, config, 4) == {"res": 6, "seq": 2, "extra": 9, "tmpl": 3}
+    without = features | {"template_aatype": np.ones((0, 5), np.uint8)}
+    assert few_sizes(without, config, 1)["tmpl"] == 0
+    assert few_sizes(features | {"alignment": np.ones((9, 5), np.uint8)}, config, 2) == {"res": 8}
+    assert "res" not in few_sizes(features, SampleConfig(), 2)  # whole chains
+    padded = pad_features(features, few_sizes(features, config, 2))
+    assert [padded[name].shape for name in shapes] == [(8,), (1, 3, 8), (1, 10, 8), (4, 8)]

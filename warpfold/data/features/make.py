@@ -68,6 +68,21 @@ def padded_sizes(config: SampleConfig, length: int, train: bool) -> dict[str, in
     return {"res": (config.crop if train else None) or length, "seq": config.max_msa, "extra": config.max_extra}
 
 
+def few_sizes(features: Arrays, config: SampleConfig, count: int) -> dict[str, int]:
+    """Return the sizes to which a training example is padded so that each axis has at most `count` sizes (not 0).
+
+    They are the multiples of a share of the largest: of the crop's residues, and in a monomer also of the rows of both
+    alignments and of the templates.  An example without templates stays so; whole chains (no crop) keep their length.
+    A complex keeps its rows, as each is a row of an alignment, and its templates, whose mean the model takes.
+    """
+    most = {"res": config.crop or 0}
+    if "alignment" not in features:
+        most |= {"seq": config.max_msa, "extra": config.max_extra, "tmpl": config.max_templates}
+    sizes = {str(axis): size for name, x in features.items() for axis, size in zip(FEATURES[name].axes, x.shape)}
+    steps = {axis: -(-largest // count) for axis, largest in most.items() if largest}
+    return {axis: -(-sizes[axis] // step) * step for axis, step in steps.items() if axis in sizes}
+
+
 def pad_features(features: Arrays, sizes: dict[str, int]) -> Arrays:
     """Return the arrays with the axes named in `sizes` padded with zeros (masked) to at least those sizes."""
     padded = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from warpfold.batch import Arrays, Batch, to_tensors
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.make import make_features
+from warpfold.data.features.make import few_sizes, make_features, pad_features
 from warpfold.data.load.schedule import Draw, Order, Schedule, SourceEntry, State
 from warpfold.data.load.workers import Layout, Made, Make, Outcome, Refused, Workers
 from warpfold.data.store.store import Store
@@ -31,6 +31,7 @@ class Maker:
     """Make the features of examples: what each worker gets, the stores and settings.
 
     assemblies: for a model of complexes, to which a chain is an assembly of one (`stored_assembly.open_entry`).
+    sizes: pad each axis to one of so many sizes (`make.few_sizes`); 0: none is padded.
     """
 
     stores: tuple[Store, ...]
@@ -38,6 +39,7 @@ class Maker:
     seed: int
     train: bool = True
     assemblies: bool = False
+    sizes: int = 0
 
     def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
         """Return the features of a store's entry `key`, drawn for example `index`: arrays of the feature table.
@@ -45,7 +47,10 @@ class Maker:
         passes: through the trunk.  Errors: UserError for a damaged entry.
         """
         example = open_entry(self.stores[source], key, self.assemblies)
-        return make_features(example, self.config, self.seed, (key, index), passes, self.train)
+        features = make_features(example, self.config, self.seed, (key, index), passes, self.train)
+        if not self.sizes:
+            return features
+        return pad_features(features, few_sizes(features, self.config, self.sizes))
 
 
 class Quarantine:

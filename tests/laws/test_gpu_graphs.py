@@ -1,0 +1,71 @@
+"""On a GPU: a step that was captured as a CUDA graph and is replayed equals the step; so does one that offloads."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import filled_model, tiny_config
+from tests.laws.test_graphs import CASES, LOSSES, sample
+from warpfold.data.load.loader import Sample
+from warpfold.device import Graphs, Offload
+from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.team import Team
+from warpfold.run.learn import Learner, in_batches
+
+pytestmark = pytest.mark.gpu
+
+
+def steps(plan: Plan, config: OptimConfig, count: int = 4) -> tuple[list[Tensor], Graphs]:
+    """What some steps say of their examples, and the weights at their end."""
+    model = filled_model(tiny_config(recycles=2)).train().cuda()
+    execution = Execution(plan)
+    execution.bind(model)
+    one, said = Learner(model, Optimizer(model, config, batch=plan.batch), LOSSES, 5, Team()), []
+    for step in range(count):
+        recycles = (2, 0, 1, 2)[step]
+        samples = [sample(step * config.accumulate + i, recycles) for i in range(config.accumulate)]
+        there = [Sample(s.index, s.name, {k: x.cuda() for k, x in s.features.items()}) for s in samples]
+        for batch in in_batches(there, plan.batch):
+            said += [x for found in one.learn(batch, recycles) for x in (*found.losses.values(), found.norm)]
+        said.append(one.step(step))
+    return [*said, one.optimizer.weights], execution.graphs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_replayed_step_is_the_step(name: str) -> None:
+    plan, config = CASES[name]
+    expected, _ = steps(plan, config)
+    found, graphs = steps(replace(plan, graph=True), config)
+    assert graphs.recorded == 3
+    assert not graphs.refused
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_was_offloaded_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = steps(Plan(), OptimConfig(), 2)
+    monkeypatch.setattr(Offload, "LEAST", 1)
+    found, _ = steps(Plan(offload=True), OptimConfig(), 2)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_offloading_keeps_less_on_the_device() -> None:
+    def peak(offload: Offload | None) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        x = torch.ones(2**22, device="cuda", requires_grad=True)
+        with offload.saving() if offload else torch.enable_grad():
+            y = x
+            for _ in range(16):
+                y = y.sin()
+        kept = torch.cuda.memory_allocated()
+        y.sum().backward()
+        assert x.grad is not None
+        return kept
+
+    kept = peak(None)
+    assert peak(Offload()) < kept / 2

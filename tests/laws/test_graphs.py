@@ -1,0 +1,197 @@
+"""A step that was recorded and is replayed equals the step itself, bit for bit, whatever the host has changed since."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import as_multimer, filled_model, random_batch, tiny_config
+from tests.laws.test_plans import Work, example
+from tests.recorder import OperationRecorder
+from tests.run.runs import equal_tensors, make_store, rows, tiny_run
+from warpfold import device
+from warpfold.batch import Batch, passes
+from warpfold.data.load.loader import Sample
+from warpfold.device import Graphs, Named
+from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.errors import UserError
+from warpfold.model.losses import LossConfig
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.mesh import Mesh
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.team import Team
+from warpfold.run.learn import Learner
+from warpfold.run.train import train
+
+WORK = Work(residues=8, sequences=3, extra=3, templates=1, recycles=2)
+LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_aligned_error=0.1)
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> OperationRecorder:
+    """Record operations, as there is no GPU."""
+    found = OperationRecorder()
+    monkeypatch.setattr(device, "find_recorder", lambda _: found)
+    return found
+
+
+def sample(index: int, recycles: int, work: Work = WORK) -> Sample:
+    features = passes(example(work, index), 0, recycles + 1)
+    single = {name: x.float() if x.is_floating_point() else x for name, x in features.items()}
+    return Sample(index, f"example {index}", single)
+
+
+def learner(plan: Plan, config: OptimConfig, work: Work = WORK) -> Learner:
+    settings = tiny_config(recycles=2, evoformer=replace(tiny_config().evoformer, blocks=1))
+    model = filled_model(as_multimer(settings) if work.chains else settings).train()
+    Execution(plan).bind(model)
+    return Learner(model, Optimizer(model, config, batch=plan.batch), LOSSES, 5, Team())
+
+
+def steps(
+    plan: Plan, config: OptimConfig, work: Work = WORK, count: int = 4
+) -> tuple[list[list[float]], Named, Graphs]:
+    """Some steps of training: what each example said, the state at the end, and the graphs."""
+    one, said = learner(plan, config, work), []
+    for step in range(count):
+        recycles = (2, 0, 1, 2)[step]
+        for first in range(0, config.accumulate, plan.batch):
+            index = step * config.accumulate + first
+            found = one.learn([sample(index + i, recycles, work) for i in range(plan.batch)], recycles)
+            said += [[float(x) for x in (*each.losses.values(), each.norm, each.lddt_ca)] for each in found]
+        said.append([float(one.step(step))])
+    execution = one.model.execution
+    assert isinstance(execution, Execution)
+    return said, one.optimizer.state(), execution.graphs
+
+
+CASES = {
+    "adam, clipped examples": (Plan(), OptimConfig(accumulate=2, warmup_steps=9)),
+    "recomputed layers, batches, lamb": (
+        Plan(recompute="layer", batch=2, sizes=1),
+        OptimConfig(name="lamb", accumulate=2, clip="step"),
+    ),
+    "bf16, recomputed blocks, chunks, lars": (
+        Plan(precision="bf16", recompute="block", chunk=5),
+        OptimConfig(name="lars", warmup_steps=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_replayed_step_is_the_step(name: str) -> None:
+    """With other examples, dropout, numbers of recycles and learning rates in every step."""
+    plan, config = CASES[name]
+    expected, weights, _ = steps(plan, config)
+    found, replayed, graphs = steps(replace(plan, graph=True), config)
+    assert found == expected
+    examples = [tuple(said) for said in found if len(said) > 1]
+    assert len(set(examples)) == len(examples)  # each says something else
+    for key in weights:
+        assert torch.equal(replayed[key], weights[key]), key
+    assert graphs.recorded == 3  # a pass without gradient, the last pass, the update
+    assert graphs.replayed >= 5
+    assert not graphs.refused
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_by_a_graph_too() -> None:
+    one = learner(Plan(graph=True), OptimConfig(clip_norm=1.0))
+    for step in range(4):
+        features = dict(sample(step, 0).features)
+        if step == 3:
+            features["msa_feat"] = features["msa_feat"] * torch.inf
+        before = one.optimizer.weights.clone()
+        (found,) = one.learn([Sample(step, "", features)], 0)
+        rate = float(one.step(step))
+        changed = not torch.equal(one.optimizer.weights, before)
+        assert (changed, rate > 0, bool(found.norm.isfinite())) == ((True,) * 3 if step < 3 else (False,) * 3)
+
+
+def test_equal_chains_are_assigned_by_the_host_and_said_to_be() -> None:
+    work = Work(chains=(3, 2, 3), sequences=3, extra=2, templates=1, residues=8, recycles=2)
+    plan, config = Plan(), OptimConfig()
+    expected, _, _ = steps(plan, config, work, 3)
+    found, _, graphs = steps(replace(plan, graph=True), config, work, 3)
+    assert found == expected
+    assert list(graphs.refused) == ["graph of last_pass: equal chains, of which the host decides which is which"]
+    assert graphs.recorded == 2  # passes without gradient, and the update
+
+
+# Graphs
+
+
+def double(inputs: Batch) -> Named:
+    return {"twice": inputs["x"] * 2}
+
+
+def reads(inputs: Batch) -> Named:
+    return {"x": inputs["x"] * float(inputs["x"].sum())}
+
+
+def test_each_form_is_recorded_when_it_comes_again() -> None:
+    graphs = Graphs()
+    for number in range(3):
+        for form in (torch.ones(2), torch.ones(3), torch.ones(3).double()):
+            assert torch.equal(graphs.call(double, {"x": form * number})["twice"], form * 2 * number)
+    assert (graphs.recorded, graphs.replayed) == (3, 6)
+    graphs.call(double, {"x": torch.ones(2)}, context="another")
+    assert graphs.replayed == 6
+
+
+def test_results_stay_when_the_graph_is_used_again() -> None:
+    graphs = Graphs()
+    first, second, third = (graphs.call(double, {"x": torch.full((2,), float(i))})["twice"] for i in range(3))
+    assert [x[0].item() for x in (first, second, third)] == [0, 2, 4]
+
+
+def test_no_more_graphs_than_are_wanted_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Graphs, "MOST", 2)
+    graphs = Graphs()
+    for _ in range(2):
+        for size in (1, 2, 3):
+            graphs.call(double, {"x": torch.ones(size)})
+    assert graphs.refused == {"graph of double: more than 2 shapes (plan.sizes makes them fewer)": 2}
+
+
+def test_what_the_host_reads_cannot_be_recorded() -> None:
+    graphs = Graphs()
+    graphs.call(reads, {"x": torch.ones(2)})
+    with pytest.raises(UserError, match=r"reads cannot be recorded .*the host reads a number"):
+        graphs.call(reads, {"x": torch.ones(2)})
+
+
+def test_a_cpu_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    graphs = Graphs()
+    assert graphs.call(double, {"x": torch.ones(1)})["twice"] == 2
+    assert graphs.refused == {"graph of double: a cpu has no graphs": 1}
+
+
+def test_why_a_plan_has_no_graphs() -> None:
+    features = random_batch(passes=2)
+    model = Execution(Plan(graph=True, offload=True)).bind(filled_model(tiny_config())).train()
+    model.recycle(features, 1)
+    assert list(model.execution.graphs.refused) == ["graph of early_pass: plan.offload, whose copies are not recorded"]
+
+
+def test_why_several_processes_have_no_graphs() -> None:
+    mesh = replace(Mesh(), world=replace(Mesh().world, size=2))
+    model = Execution(Plan(graph=True), mesh).bind(filled_model(tiny_config())).train()
+    model.recycle(random_batch(passes=2), 1)
+    reason = "graph of early_pass: several processes, whose messages are not recorded"
+    assert list(model.execution.graphs.refused) == [reason]
+
+
+def test_a_run_with_graphs_is_the_run(tmp_path: Path) -> None:
+    """Validated and stopped on the way; of few shapes."""
+    store, config = make_store(tmp_path / "store"), replace(tiny_run(steps=4), plan=Plan(sizes=1))
+    train(config, store, tmp_path / "plain")
+    with_graphs = replace(config, plan=replace(config.plan, graph=True))
+    train(replace(with_graphs, train=replace(config.train, steps=3)), store, tmp_path / "run")
+    summary = train(with_graphs, store, tmp_path / "run")
+    assert summary.finished
+    assert not summary.unrecorded
+    one, other = ([row for row in rows(tmp_path / way) if row["kind"] == "step"] for way in ("run", "plain"))
+    assert one == other
+    assert equal_tensors(tmp_path / "run/params.safetensors", tmp_path / "plain/params.safetensors")

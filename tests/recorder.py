@@ -1,0 +1,71 @@
+"""A recorder of graphs that needs no GPU: it notes the operations of a call, and does them again on the same memory.
+
+Like a CUDA graph it knows nothing of the function: what Python computed when it was recorded stays, and so does every
+shape.  What a graph cannot hold (a number that the host reads, a shape that depends on numbers) is an error.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from warpfold.device import Named
+
+READ = {"_local_scalar_dense", "is_nonzero", "equal"}
+DEPEND = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
+Done = tuple[Any, tuple[Any, ...], Mapping[str, Any], list[Tensor]]
+
+
+class OperationRecorder:
+    """The stand-in for `device.CUDARecorder`.  A call is done while it is recorded, and so not at its first replay."""
+
+    def __init__(self) -> None:
+        self.operations = 0  # of the last recording
+
+    def warm_up(self, function: Callable[[], Named]) -> Named:
+        return function()
+
+    def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
+        noted: list[Done] = []
+        with _Noting(noted):
+            results = function()
+        self.operations, fresh = len(noted), True
+
+        def replay() -> None:
+            nonlocal fresh
+            if not fresh:
+                with torch.no_grad():
+                    for one in noted:
+                        _again(*one)
+            fresh = False
+
+        return results, replay
+
+
+def _again(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: list[Tensor]) -> None:
+    """Do an operation again, and put what it makes where its results lay."""
+    found = [x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, Tensor)]
+    for old, new in zip(before, found, strict=True):
+        assert old.shape == new.shape
+        if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+            old.copy_(new)
+
+
+class _Noting(TorchDispatchMode):
+    def __init__(self, noted: list[Done]) -> None:
+        super().__init__()
+        self.noted = noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        name = func._opname.removesuffix("_")
+        if name in READ:
+            raise RuntimeError(f"{name}: the host reads a number")
+        masks = name in ("index", "index_put") and any(t is not None and t.dtype == torch.bool for t in args[1])
+        if name in DEPEND or masks or (name == "repeat_interleave" and (kwargs or {}).get("output_size") is None):
+            raise RuntimeError(f"{name}: a shape depends on numbers")
+        out = func(*args, **(kwargs or {}))
+        self.noted.append((func, args, kwargs or {}, [x for x in tree_leaves(out) if isinstance(x, Tensor)]))
+        return out

@@ -1,0 +1,107 @@
+"""Learn from examples: the passes, losses and backward pass of each batch, and the update at the end of a step.
+
+What the device does here is written as functions of tensors, which the model's execution may record and replay
+(`plan.graph`).  The host decides beforehand how many passes there are, what dropout draws, and the learning rate.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from warpfold.batch import FEATURES, Batch, stack
+from warpfold.data.load.loader import Sample
+from warpfold.engine.optim import Optimizer
+from warpfold.model.alphafold import AlphaFold, Output
+from warpfold.model.losses import LossConfig, Terms, total_loss
+from warpfold.model.permutation import COPIES, with_truth
+from warpfold.parallel.team import Team
+from warpfold.run.ranks import begin_sums
+from warpfold.run.results import DeviceResult, ca_lddt
+
+T = TypeVar("T")
+
+
+class Learner:
+    """Bring a model forward, batch by batch and step by step, as its execution says."""
+
+    def __init__(self, model: AlphaFold, optimizer: Optimizer, loss: LossConfig, seed: int, team: Team) -> None:
+        """seed: of the run; it and an example's number decide what dropout draws."""
+        self.model, self.optimizer, self.loss, self.seed, self.team = model, optimizer, loss, seed, team
+
+    def learn(self, examples: Sequence[Sample], recycles: int) -> list[DeviceResult]:
+        """Add the gradient of a batch to the step's; several examples go through the model together."""
+        model, alone = self.model, len(examples) == 1
+        features = examples[0].features if alone else stack([example.features for example in examples])
+        keys = [(self.seed, example.index) for example in examples]
+        model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # of dropout
+        recycled, done = model.recycle(features, recycles)  # Algorithms 30 and 31: these passes have no gradient
+        inputs = model.inputs_of_pass(features, done, recycled)
+        found = model.execution.call(model, self._last_pass, inputs, undecided(features))
+        losses = {name.removeprefix("loss:"): x for name, x in found.items() if name.startswith("loss:")}
+        return [
+            DeviceResult(
+                example,
+                {name: loss[i] for name, loss in losses.items()},
+                found["norm"],
+                found["lddt_ca"][i],
+                found["overflowed"],
+                found["length"][i],
+            )
+            for i, example in enumerate(examples)
+        ]
+
+    def step(self, step: int) -> Tensor:
+        """Apply the mean over the step's examples to the weights; return the learning rate, 0 where nothing changed."""
+        call = self.model.execution.call
+        return self.optimizer.step(step, lambda: call(self.model, self._update, {"rate": self.optimizer.rate})["rate"])
+
+    def _last_pass(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run the pass that has a gradient, backward too.  inputs: `AlphaFold.inputs_of_pass`."""
+        batch = {name: x for name, x in inputs.items() if name in FEATURES}
+        output = self.model.last_pass(inputs)  # Algorithm 2
+        several = batch["aatype"].dim() > 1
+        outputs, batches = (output.unbind(), unstack(batch)) if several else ([output], [batch])
+        losses, terms, scores = zip(*(self._losses(one, labels) for one, labels in zip(outputs, batches)))
+        every = {"": torch.stack(losses)} | {name: torch.stack([each[name] for each in terms]) for name in terms[0]}
+        sums = begin_sums(every, self.team)  # over the ranks that share the example
+        loss = every[""].sum()
+        self.optimizer.scaled(loss).backward()
+        norm = self.optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
+        return {
+            **{f"loss:{name}": x for name, x in sums.wait().items()},
+            "norm": norm,
+            "lddt_ca": torch.stack(scores),
+            "overflowed": self.optimizer.overflowed,
+            "length": torch.stack([one["seq_mask"].sum() for one in batches]),
+        }
+
+    def _losses(self, output: Output, batch: Batch) -> tuple[Tensor, Terms, Tensor]:
+        """Return the loss of an example, its terms, and lDDT-Ca."""
+        truth = with_truth(batch, output.structure.final_atom37)  # of equal chains
+        loss, terms = total_loss(output, truth, self.loss, residues=self.model.residues)  # Supp. 1.9
+        return loss, terms, ca_lddt(output, truth)
+
+    def _update(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"rate": self.optimizer.update()}  # Adam; the moving average
+
+
+def undecided(batch: Batch) -> str | None:
+    """Return why a pass that has a loss cannot be recorded: the host decides which of equal chains is which."""
+    several = COPIES in batch and batch[COPIES].shape[-len(FEATURES[COPIES].axes)] > 1
+    return "equal chains, of which the host decides which is which" if several else None
+
+
+def unstack(batch: Batch) -> list[Batch]:
+    """Return the examples of a batch, one leading axis."""
+    parts = {name: x.unbind() for name, x in batch.items()}
+    return [{name: x[i] for name, x in parts.items()} for i in range(len(batch["aatype"]))]
+
+
+def in_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of `size` items, the last one perhaps shorter."""
+    left = iter(items)
+    while found := list(islice(left, size)):
+        yield found
