@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import backend, faster_on_cpu
+from warpfold.ops.dispatch import faster_on_cpu
 from warpfold.ops.register import register
 from warpfold.ops.tensors import empty_parameters
 
@@ -18,9 +18,7 @@ from warpfold.ops.tensors import empty_parameters
 def _merge_leading_axes(
     registered: Callable[..., Tensor], a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor
 ) -> Tensor:
-    """Call the registered operation, which has one leading axis; on a GPU, where it has no kernel, the definition."""
-    if backend(a) == "triton":
-        return outer_product.definition(a, b, weight, bias, count)
+    """Call the registered operation, which has one leading axis."""
     leading = a.shape[:-3]
     a, b, count = (t.reshape(math.prod(leading), *t.shape[len(leading) :]) for t in (a, b, count))
     out = registered(a, b, weight, bias, count)
