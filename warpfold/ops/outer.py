@@ -5,14 +5,24 @@ For the gradient it keeps a and b, and no product.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import faster_on_cpu
+from warpfold.ops.dispatch import backend, faster_on_cpu
 from warpfold.ops.register import register
 from warpfold.ops.tensors import empty_parameters
+
+CHANNELS = 64  # of a factor, at most, that the Triton kernels serve
+
+
+def _unsupported_channels(a: Tensor, b: Tensor, *_: Any) -> str | None:
+    most = max(a.shape[-1], b.shape[-1])
+    if backend(a) == "triton" and most > CHANNELS:
+        return f"factors of {most} channels (kernels are for {CHANNELS} at most)"
+    return None
 
 
 def _merge_leading_axes(
@@ -34,6 +44,7 @@ def _merge_leading_axes(
     same_dtype="a b",
     caller_shapes="a [*, s, i, c], b [*, s, j, d], weight [z, c d], bias [z], count [*, i, j, 1]",
     adapter=_merge_leading_axes,
+    unsupported_reason=_unsupported_channels,
     # Decided by the products.
     prefer_definition=lambda a, b, weight, bias, count: faster_on_cpu(a, count.numel() * weight.shape[-1], 2**22),
 )

@@ -4,12 +4,12 @@ What decides the shape of the kernels is what a tile of positions (i, j) reads f
 channels, z = 128 and s sequences, forward, of a tile of 16 x 8 positions:
 
     the projection's weight, once                   2 z c d                                   262 kB
-    a and b, once for every TILE_C left channels    2 s (16 TILE_C + 8 d) c / TILE_C          655 kB, s = 128, TILE_C = 4
+    a and b, once for every TILE_C left channels    2 s (16 TILE_C + 8 d) c / TILE_C          655 kB
 
-for 2 x 128 c d (s + z) = 67 million operations: 73 a byte.  All left channels at once would read less, but their
-products alone, 512 x 256 numbers in fp32, are two register files.  With TILE_C = 4 they are a quarter of one, and the
-sums of 128 positions by 128 channels another.  A program changes the order of the products, (c, i), (j, d) to
-(i, j), (c, d), between its two matrix products; no [i, j, c d] is ever in memory.
+with s = 128 and TILE_C = 4, for 2 x 128 c d (s + z) = 67 million operations: 73 a byte.  All left channels at once
+would read less, but their products alone, 512 x 256 numbers in fp32, are two register files.  With TILE_C = 4 they are
+a quarter of one, and the sums of 128 positions by 128 channels another.  Between its two matrix products a program
+changes the order of the products, (c, i), (j, d) to (i, j), (c, d); no [i, j, c d] is ever in memory.
 
 The backward pass multiplies again.  `_factor` makes the gradient of one factor, a program for TILE_C of its channels:
 it runs over the other factor's positions, turns a tile of the gradient into that of the products, and multiplies by the
@@ -108,7 +108,9 @@ def _outer_product(
     real = (at_i < I) & (at_j < J)
     position = (batch * I + at_i) * J + at_j
     acc = acc / tl.load(count + position, mask=real, other=1).to(tl.float32)[:, None]
-    tl.store(out + position[:, None] * Z + z[None, :], acc.to(out.dtype.element_ty), mask=real[:, None] & (z < Z)[None, :])
+    tl.store(
+        out + position[:, None] * Z + z[None, :], acc.to(out.dtype.element_ty), mask=real[:, None] & (z < Z)[None, :]
+    )
 
 
 @triton.jit
@@ -246,20 +248,35 @@ _NAMES = "TILE_I TILE_J TILE_C BLOCK_S BLOCK_Z"
 FORWARD = register_by_precision(
     "outer_product",
     _outer_product,
-    configs(_NAMES, *((16, 8, 4, n, 128, 8, s) for n in (32, 64) for s in (2, 3))),
-    configs(_NAMES, (16, 2, 1, 16, 64, 4, 1)),
+    configs(
+        _NAMES,
+        *((16, 8, 4, n, 128, 8, s) for n in (32, 64) for s in (2, 3)),
+        *((16, 8, 8, n, 128, 8, 2) for n in (32, 64)),
+        *((16, 4, 4, n, 128, w, 2) for n, w in ((32, 8), (64, 4))),
+    ),
+    configs(_NAMES, (16, 2, 1, 16, 64, 4, 1), (16, 1, 1, 16, 64, 4, 1)),
 )
 FACTOR = register_by_precision(
     "outer_product_factor",
     _factor,
-    configs(_NAMES, *((16, 8, 4, n, 128, 8, s) for n in (64, 128) for s in (1, 2))),
-    configs(_NAMES, (16, 1, 4, 16, 16, 4, 1)),
+    configs(
+        _NAMES,
+        *((16, 4, 4, n, 128, 8, s) for n in (64, 128) for s in (1, 2)),
+        *((16, 8, 4, 64, 128, 8, s) for s in (1, 2)),
+        (16, 2, 4, 64, 128, 8, 2),
+    ),
+    configs(_NAMES, (16, 1, 4, 16, 16, 4, 1), (16, 1, 4, 32, 16, 4, 1)),
 )
 WEIGHT = register_by_precision(
     "outer_product_weight",
     _weight,
-    configs(_NAMES, *((16, 8, 4, n, 128, 8, s) for n in (32, 64) for s in (2, 3))),
-    configs(_NAMES, (16, 1, 1, 16, 64, 4, 1)),
+    configs(
+        _NAMES,
+        *((16, 4, 4, n, 128, 8, s) for n in (32, 64) for s in (2, 3)),
+        *((16, 8, 4, n, 128, 8, 2) for n in (32, 64)),
+        *((t, u, 4, 32, 128, 8, 2) for t, u in ((8, 8), (16, 2))),
+    ),
+    configs(_NAMES, (16, 1, 1, 16, 64, 4, 1), (16, 1, 1, 16, 32, 4, 1)),
 )
 
 

@@ -22,7 +22,6 @@ from warpfold.ops.triton.positions import (
     Positions,
     cast_weight,
     channels_last,
-    offsets,
     pointers,
     power_of_two,
     programs_for,
@@ -317,31 +316,36 @@ FORWARD = register_by_precision(
     _transition,
     configs(
         "BLOCK_M BLOCK_H",
-        *((64, h, w, s) for h in (32, 64) for w in (4, 8) for s in (2, 3)),
         *((128, h, 8, s) for h in (32, 64) for s in (2, 3)),
-        (32, 32, 4, 2), (32, 32, 8, 2),
+        *((64, h, w, s) for h in (32, 64) for w in (4, 8) for s in (2, 3)),
+        *((32, 32, w, 2) for w in (4, 8)),
     ),
-    configs("BLOCK_M BLOCK_H BLOCK_K", (32, 16, 16, 4, 1), (32, 16, 16, 8, 1)),
-)  # fmt: skip
+    configs("BLOCK_M BLOCK_H BLOCK_K", (32, 16, 16, 4, 1), (32, 16, 16, 8, 1), (16, 16, 16, 8, 1)),
+)
 BACKWARD = register_by_precision(
     "transition_backward",
     _transition_backward,
     configs(
         "BLOCK_M BLOCK_H",
-        *((64, h, w, s) for h in (32, 64) for w in (4, 8) for s in (1, 2, 3)),
-        *((128, h, 8, s) for h in (32, 64) for s in (1, 2)),
-        (32, 32, 4, 2), (32, 32, 8, 2),
+        (128, 32, 8, 2),
+        *((64, h, 8, s) for h in (32, 64) for s in (1, 2)),
+        *((m, 32, w, s) for m in (32, 64) for w in (4, 8) for s in (1, 2)),
+        (32, 16, 8, 2),
+        (16, 16, 4, 1),
     ),
-    configs("BLOCK_M BLOCK_H BLOCK_K", (32, 16, 16, 4, 1), (32, 16, 16, 8, 1)),
-)  # fmt: skip
+    configs("BLOCK_M BLOCK_H BLOCK_K", (32, 16, 16, 4, 1), (16, 16, 16, 4, 1), (16, 16, 16, 8, 1)),
+)
 WEIGHT = register_by_precision(
     "transition_weight",
     _transition_weight,
     configs(
         "BLOCK_M BLOCK_H",
-        *((m, h, w, s) for m in (32, 64) for h in (32, 64) for w in (4, 8) for s in (1, 2, 3)),
+        *((m, 64, 8, s) for m in (32, 64) for s in (2, 3)),
+        *((m, 32, w, s) for m in (32, 64) for w in (4, 8) for s in (1, 2)),
+        *((32, 16, w, s) for w, s in ((4, 1), (8, 2))),
+        (16, 16, 4, 2),
     ),
-    configs("BLOCK_M BLOCK_H BLOCK_K", (16, 16, 16, 4, 1), (16, 32, 16, 8, 1)),
+    configs("BLOCK_M BLOCK_H BLOCK_K", (16, 16, 16, 4, 1), (16, 16, 16, 8, 1)),
 )
 
 
