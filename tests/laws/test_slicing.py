@@ -117,6 +117,23 @@ def test_add_is_the_residual_and_the_update(name, dropped):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dropped", [False, True])
+def test_whole_is_add_of_all_of_x_in_values_and_every_gradient(name, dropped):
+    layer, x, mask, other = make(name)
+    layer.train(dropped)
+    results = []
+    for whole in (type(layer).whole, AxialUpdate.whole):
+        inputs = [t.clone().requires_grad_() for t in (x, other) if t is not None]
+        ins = inputs if other is not None else [*inputs, None]
+        out = whole(layer, ins[0], mask, ins[1], layer.dropout_factors(x.shape, x))
+        leaves = inputs + list(layer.parameters())
+        grads = torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)
+        results.append([out, *(torch.zeros_like(l) if g is None else g for l, g in zip(leaves, grads))])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=100 * CLOSE, atol=100 * CLOSE)
+
+
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_chunked_is_whole_in_values_and_every_gradient(name, size):
     layer, x, mask, other = make(name)

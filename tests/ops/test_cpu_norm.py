@@ -25,6 +25,7 @@ def test_norms_are_their_definitions(
     x = LAYOUTS[layout](3 * x + 1)
     assert not mistakes(layer_norm, [x, weight, bias], 2, dtype)
     assert not mistakes(norm_linear, [x, weight, bias, wide, shift], 4, dtype)
+    assert not mistakes(norm_linear, [x, weight, bias, wide, shift[:7]], 4, dtype)
     assert not mistakes(norm_linear, [x, weight, bias, wide], 3, dtype)
 
 
@@ -44,7 +45,7 @@ def test_whatever_the_sizes_and_strides(lead: list[int], c: int, outputs: int, p
 
 def test_the_normalised_tensor_never_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "POSITIONS", 64)
-    x, weight, bias, wide = given((32, 32, 24), (24,), (24,), (4, 24))
+    x, weight, bias, wide = given((32, 32, 40), (40,), (40,), (4, 40))
     with Largest(x) as seen:
         y, mean, scale = cpu.norm_linear(x, weight, bias, wide, None, 1e-5)
     assert y.numel() <= seen.elements < x.numel() / 2

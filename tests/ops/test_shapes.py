@@ -60,8 +60,9 @@ REGISTERED = {
     "outer_product_backward": [(1, 3, 5, 8), (1, 7, 3, 4), (1, 7, 5, 6), (8, 24), (8,), (1, 3, 5, 1)],
 }
 
-# Axes that no other operand has: positions, and the width of values.
+# Axes that no other operand has: positions, the width of values, and the biases, which may be fewer than outputs.
 FREE = {("attention", 2, 4), ("layer_norm", 0, 0), ("norm_linear", 0, 0), ("transition", 0, 0)}
+FREE |= {("norm_linear", 4, 0), ("norm_linear_backward", 5, 0)}
 
 
 @pytest.mark.parametrize("name", REGISTERED)

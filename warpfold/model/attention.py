@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from warpfold.model.axial import COLS, ROWS, AxialUpdate
 from warpfold.model.execution import Tensors
-from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear
+from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, joined
 from warpfold.ops.attention import attention
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
@@ -28,14 +28,14 @@ class GatedAttention(nn.Module):
 
     @property
     def projections(self) -> tuple[Linear, ...]:
-        """The linear layers of q, k, v and the gate."""
-        return self.q, self.k, self.v, self.gate
+        """The linear layers of the gate, q, k and v, in the order in which they are joined: a bias comes first."""
+        return self.gate, self.q, self.k, self.v
 
 
 class AttentionUpdate(AxialUpdate):
     """A trunk layer whose update is a gated attention, within each row or, if `by_column`, within each column.
 
-    Where it is columns, they are exchanged with the rows first.  So `local` is q, k, v and the gate's logits, each
+    Where it is columns, they are exchanged with the rows first.  So `local` is the gate's logits, q, k and v, each
     [*, K, h d], and the K positions that attend to each other are its last axis but one.  `shared` is nothing, or the
     bias of the attention's logits [*, i, j, h], with rows and columns as in x.
     """
@@ -52,20 +52,21 @@ class AttentionUpdate(AxialUpdate):
 
     def attend(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
         """Return the attention's output [*, K, h d], before gate and projection."""
-        q, k, v = (t.unflatten(-1, (self.attention.heads, -1)) for t in local[:3])
+        q, k, v = (t.unflatten(-1, (self.attention.heads, -1)) for t in local[1:])
         mask = self.transpose_if_column(mask[..., None])[..., 0]
         bias = self.transpose_if_column(shared[0]).movedim(-1, -3)[..., None, :, :, :] if shared else None
         return attention(q, k, v, mask, bias).flatten(-2)  # bias [*, 1, h, K, K]: the same for every row
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        dx: Tensor = self.transpose_if_column(self.attention.out(gate(self.attend(local, shared, mask), local[3])))
+        dx: Tensor = self.transpose_if_column(self.attention.out(gate(self.attend(local, shared, mask), local[0])))
         return dx
 
     def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
-        out, o = self.attention.out, self.attend(local, shared, mask)
-        assert out.bias is not None
+        o = self.attend(local, shared, mask)
+        weight, bias = joined(x.dtype, self.attention.out)
+        assert bias is not None
         factors = None if factors is None else self.transpose_if_column(factors)
-        x = gated_linear_residual(self.transpose_if_column(x), o, local[3], out.weight, out.bias, factors)
+        x = gated_linear_residual(self.transpose_if_column(x), o, local[0], weight, bias, factors)
         new: Tensor = self.transpose_if_column(x)
         return new
 
@@ -93,6 +94,6 @@ class Transition(AxialUpdate):
         return self._transition(x, residual=True) if factors is None else super().add(x, local, shared, mask, factors)
 
     def _transition(self, x: Tensor, residual: bool) -> Tensor:
-        norm, up, down = self.norm, self.up, self.down
-        parameters = norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias
+        norm, (up, up_bias), (down, down_bias) = self.norm, joined(x.dtype, self.up), joined(x.dtype, self.down)
+        parameters = norm.weight, norm.bias, up, up_bias, down, down_bias
         return transition(x, *parameters, residual, norm.eps, self.activation)

@@ -15,8 +15,8 @@ Two laws make every execution right; tests/laws/test_slicing.py checks them for 
     shared(n)                     is the join of  shared(slice)                    along `join_axis`
     update(local(n), shared)      is the join of  update(local(slice), shared)     along `axis`
 
-and two more say that what is done at once equals what is done in parts: `local_and_shared` is (local, shared), and
-`add` is x + factors * update.
+and three more say that what is done at once equals what is done in parts: `local_and_shared` is (local, shared),
+`add` is x + factors * update, and `whole` is `add` of all of x.
 """
 
 from collections.abc import Sequence
@@ -97,6 +97,11 @@ class AxialUpdate(Executable, DrawsNoise):
         """Return one slice of x plus its update times the dropout factors (None: ones)."""
         dx = self.update(local, shared, mask)
         return x + (dx if factors is None else dx * factors)
+
+    def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return all of x with its update; overridden by layers for which that is one operation."""
+        n = DeferredLayerNorm(self.operand(x, other), self.norm)
+        return self.add(x, *self.local_and_shared(n, mask, other), mask, factors)
 
     def delta(self, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
         """Return the residual update of all of x, before dropout: what the supplement's algorithm returns."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from warpfold.model.layers import DeferredLayerNorm
 from warpfold.ops.dispatch import Kernels, using
 
 if TYPE_CHECKING:
@@ -71,9 +70,7 @@ class PlainExecution:
 
     def layer(self, layer: "AxialUpdate", x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
         """Return x with the layer's update, computed for all of x at once."""
-        n = DeferredLayerNorm(layer.operand(x, other), layer.norm)
-        local, shared = layer.local_and_shared(n, mask, other)
-        return layer.add(x, local, shared, mask, layer.dropout_factors(x.shape, x))
+        return layer.whole(x, mask, other, layer.dropout_factors(x.shape, x))
 
 
 PLAIN = PlainExecution()

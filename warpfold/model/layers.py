@@ -6,7 +6,7 @@ that the activations alone decide between fp32, bf16 and fp64, with no autocast 
 
 import math
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ class Linear(nn.Linear):
     `init` (Supp. 1.11.4): "default" LeCun, "relu" He, "glorot" uniform for queries, keys and values, "gating" zero
     weights and a bias of one (a gate that starts open), "final" zeros (a residual update that starts as nothing).
     """
+
+    packed: "Packed | None" = None  # where its weights lie for operations to read (engine/packed.py); None: nowhere
 
     def __init__(self, c_in: int, c_out: int, bias: bool = True, init: Init = "default") -> None:
         self.init = init
@@ -44,7 +46,8 @@ class Linear(nn.Linear):
             nn.init.trunc_normal_(self.weight, std=std, a=-2 * std, b=2 * std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        weight, bias = joined(x.dtype, self)
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 class LayerNorm(nn.LayerNorm):
@@ -77,9 +80,37 @@ class LinearSlice(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+    packed: None = None
 
 
 Projection = Linear | LinearSlice
+
+
+class Packed(Protocol):
+    """The weights of a model as operations read them."""
+
+    def joined(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> tuple[Tensor, Tensor | None] | None:
+        """Return what `joined` returns, without a copy; None if the weights do not lie so."""
+
+
+def joined(dtype: torch.dtype, *projections: Projection) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of projections of one tensor as one [o, c], and the biases of the first b outputs as one [b].
+
+    Those with a bias come first.  In `dtype` where they are packed, else in that of the parameters: operations take
+    both.  Errors: ValueError where one without a bias comes before one with.
+    """
+    packed = projections[0].packed
+    if packed is not None and not torch.compiler.is_compiling():
+        found = packed.joined(dtype, projections)
+        if found is not None:
+            return found
+    if len(projections) == 1:
+        return projections[0].weight, projections[0].bias
+    biases = [projection.bias for projection in projections if projection.bias is not None]
+    if any(projection.bias is None for projection in projections[: len(biases)]):
+        raise ValueError("projections are joined with those that have a bias first")
+    weight = torch.cat([projection.weight for projection in projections])
+    return weight, torch.cat(biases) if biases else None
 
 
 class DeferredLayerNorm:
@@ -97,20 +128,14 @@ class DeferredLayerNorm:
         y: Tensor = self.norm(self.x)
         return y
 
-    def project(self, *linears: Projection) -> tuple[Tensor, ...]:
-        """Return every projection of the normalised tensor, made in one pass over it, as views of one tensor."""
-        norm = self.norm
-        weight, bias = linears[0].weight, linears[0].bias
-        if len(linears) > 1:
-            weight = torch.cat([linear.weight for linear in linears])
-            if any(linear.bias is not None for linear in linears):
-                biases = (
-                    linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
-                    for linear in linears
-                )
-                bias = torch.cat(list(biases))
-        y = norm_linear(self.x, norm.weight, norm.bias, weight, bias, norm.eps)
-        return y.split([len(linear.weight) for linear in linears], -1)
+    def project(self, *projections: Projection) -> tuple[Tensor, ...]:
+        """Return every projection of the normalised tensor, made in one pass over it, as views of one tensor.
+
+        Those with a bias come first.
+        """
+        weight, bias = joined(self.x.dtype, *projections)
+        y = norm_linear(self.x, self.norm.weight, self.norm.bias, weight, bias, self.norm.eps)
+        return y.split([len(projection.weight) for projection in projections], -1)
 
     def transpose(self, a: int, b: int) -> "DeferredLayerNorm":
         """Return the same with two axes exchanged."""

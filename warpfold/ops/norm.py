@@ -1,5 +1,6 @@
 """layer_norm, and norm_linear: the projection that follows a norm, without the normalised tensor in between."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -7,9 +8,11 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import backend, faster_on_cpu
 from warpfold.ops.register import register
+from warpfold.ops.shapes import Sizes
 from warpfold.ops.tensors import accumulation_dtype, empty_like, empty_parameters, upcast_half
 
 EPS = 1e-5  # of every layer normalisation in AlphaFold2
+ROW = 16  # elements: in half precision 32 bytes, what a GPU's memory hands over at once
 CHANNELS = (16, 1024)  # the fewest and the most that the Triton kernels serve
 
 
@@ -29,12 +32,17 @@ def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 def empty_projected(x: Tensor, outputs: int) -> Tensor:
     """Allocate the projections of x, [*, outputs], their positions in memory in the order of x's.
 
-    Each position begins at a multiple of eight elements, so that views (q, k, v ...) can be read in wide words.
+    Each position takes half a `ROW` or whole ones, so that views (q, k, v ...) can be read in wide words.
     """
     order = sorted(range(x.dim() - 1), key=lambda axis: x.stride(axis), reverse=True)
     back = [order.index(axis) for axis in range(x.dim() - 1)]
-    padded = -(-outputs // 8) * 8
-    return x.new_empty([*(x.shape[axis] for axis in order), padded]).permute(*back, x.dim() - 1).narrow(-1, 0, outputs)
+    whole = x.new_empty([*(x.shape[axis] for axis in order), padded(outputs)])
+    return whole.permute(*back, x.dim() - 1).narrow(-1, 0, outputs)
+
+
+def padded(outputs: int) -> int:
+    """Return how many elements a position's projections take in memory: half a row, or whole ones."""
+    return ROW // 2 if outputs <= ROW // 2 else -(-outputs // ROW) * ROW
 
 
 @register(
@@ -57,20 +65,34 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Ten
     return F.layer_norm(full, x.shape[-1:], weight.to(full.dtype), bias.to(full.dtype), eps).to(x.dtype)
 
 
+def _check_bias(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
+    """Raise ValueError for more biases than outputs."""
+    if operands["bias"] is not None and sizes["b"] > sizes["o"]:
+        raise ValueError(f"{op}: bias is [{sizes['b']}], but there are {sizes['o']} outputs")
+
+
+def _unsupported_projection(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
+) -> str | None:
+    if bias is not None and bias.shape[0] > weight.shape[0]:
+        return "bias is longer than the outputs"
+    return _unsupported_channels(x)
+
+
 def _empty_norm_linear_gradients(grad: Tensor, x: Tensor, *kept: Any) -> tuple[Tensor, ...]:
     norm_weight, norm_bias, weight, bias, _, _ = kept
-    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return empty_like(x), *empty_parameters(norm_weight, norm_bias, weight), dbias
+    return empty_like(x), *empty_parameters(norm_weight, norm_bias, weight, weight[0, :0] if bias is None else bias)
 
 
 @register(
-    shapes="x [*, c], norm_weight [c], norm_bias [c], weight [o, c], bias [o], grad [*, o], mean [*], scale [*]",
+    shapes="x [*, c], norm_weight [c], norm_bias [c], weight [o, c], bias [b], grad [*, o], mean [*], scale [*]",
     empty=lambda x, norm_weight, norm_bias, weight, *_: (empty_projected(x, weight.shape[0]), *empty_statistics(x)),
     results="y mean scale",
     keeps="x norm_weight norm_bias weight bias mean scale",
     gradients="x norm_weight norm_bias weight bias",
     empty_gradients=_empty_norm_linear_gradients,
-    unsupported_reason=_unsupported_channels,
+    check=_check_bias,
+    unsupported_reason=_unsupported_projection,
     prefer_definition=lambda x, norm_weight, norm_bias, weight, *_: faster_on_cpu(
         x, x.numel() // max(1, x.shape[-1]) * weight.shape[0], 2**21
     ),
@@ -78,10 +100,16 @@ def _empty_norm_linear_gradients(grad: Tensor, x: Tensor, *kept: Any) -> tuple[T
 def norm_linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = EPS
 ) -> Tensor:
-    """Return linear(layer_norm(x)): x [*, c], norm_weight, norm_bias [c], weight [o, c], bias [o] -> [*, o] in the
-    dtype of x.
+    """Return linear(layer_norm(x)): x [*, c], norm_weight, norm_bias [c], weight [o, c], bias [b] of the first b <= o
+    outputs -> [*, o] in the dtype of x.
 
-    Several projections of one tensor are one call, their weights concatenated.  Parameters of any float dtype.
+    Several projections of one tensor are one call, their weights joined, those with a bias first.  Parameters of any
+    float dtype.
     """
     n = layer_norm.definition(x, norm_weight, norm_bias, eps)
-    return F.linear(n, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    if bias is not None:
+        missing = weight.shape[0] - bias.shape[0]
+        if missing < 0:
+            raise ValueError(f"norm_linear: bias is {list(bias.shape)}, but weight is {list(weight.shape)}")
+        bias = F.pad(bias.to(x.dtype), (0, missing))
+    return F.linear(n, weight.to(x.dtype), bias)

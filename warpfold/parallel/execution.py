@@ -17,7 +17,7 @@ from warpfold.parallel.slices import layer_in_slices
 
 # The functions of a layer that are compiled: they only compute.
 COMPILED = (
-    *("local", "shared", "shared_of", "local_and_shared", "update", "add"),
+    *("local", "shared", "shared_of", "local_and_shared", "update", "add", "whole"),
     *("left", "right", "gate_logits", "product", "finish"),
 )
 M = TypeVar("M", bound=nn.Module)

@@ -188,7 +188,7 @@ class _NormLinear(_LayerNorm):
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         norm = super().arguments(case, draw, masked)
         weight = draw.parameter(case.outputs, case.channels, scale=case.channels**-0.5)
-        return *norm, weight, draw.parameter(case.outputs)
+        return *norm, weight, draw.parameter(max(1, case.outputs // 4))  # of the gate, beside q, k and v
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
         positions = case.rows * case.length

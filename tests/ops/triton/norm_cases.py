@@ -30,19 +30,19 @@ NORMS: dict[str, tuple[int, Layout, Layout]] = {
     "1024": (1024, PLAIN, PLAIN),
 }
 
-# channels, outputs, whether there is a bias
-LINEARS: dict[str, tuple[int, int, bool, Layout, Layout]] = {
-    "16 to 4": (16, 4, False, PLAIN, PLAIN),
-    "20 to 8, turned": (20, 8, True, TURNED, PLAIN),
-    "64 to 260, as a template's": (64, 260, True, BATCHED, PLAIN),
-    "128 to 132": (128, 132, True, PLAIN, PLAIN),
-    "128 to 516, as a triangle attention's, turned": (128, 516, True, TURNED, TURNED),
-    "128 to 128, channels in front": (128, 128, True, FIRST, PLAIN),
-    "128 to 8, many axes": (128, 8, False, MANY, PLAIN),
-    "200 to 130": (200, 130, False, SLICED, SLICED),
-    "256 to 136, turned": (256, 136, True, TURNED, PLAIN),
-    "384 to 100": (384, 100, True, PLAIN, PLAIN),
-    "1024 to 20, one": (1024, 20, True, ONE, PLAIN),
+# channels, outputs, how many of them have a bias
+LINEARS: dict[str, tuple[int, int, int, Layout, Layout]] = {
+    "16 to 4": (16, 4, 0, PLAIN, PLAIN),
+    "20 to 8, turned": (20, 8, 8, TURNED, PLAIN),
+    "64 to 260, as a template's": (64, 260, 64, BATCHED, PLAIN),
+    "128 to 132": (128, 132, 132, PLAIN, PLAIN),
+    "128 to 516, as a triangle attention's, turned": (128, 516, 128, TURNED, TURNED),
+    "128 to 128, channels in front": (128, 128, 128, FIRST, PLAIN),
+    "128 to 8, many axes": (128, 8, 0, MANY, PLAIN),
+    "200 to 130": (200, 130, 0, SLICED, SLICED),
+    "256 to 136, turned": (256, 136, 136, TURNED, PLAIN),
+    "384 to 100": (384, 100, 100, PLAIN, PLAIN),
+    "1024 to 20, one": (1024, 20, 20, ONE, PLAIN),
 }
 
 
@@ -65,7 +65,7 @@ def linear_case(name: str, mean: float = 0.0) -> tuple[list[Tensor | None], Tens
     c, outputs, biased, (shape, order, pad), of_grad = LINEARS[name]
     x = laid((*shape, c), order, pad, mean)
     x[(0,) * (x.dim() - 1)] = mean + 0.5
-    bias = laid((outputs,)) if biased else None
+    bias = laid((biased,)) if biased else None
     return (
         [x, 1 + 0.3 * laid((c,)), laid((c,), pad=1), laid((outputs, c)) * c**-0.5, bias],
         _like(shape, outputs, of_grad),

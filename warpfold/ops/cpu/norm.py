@@ -5,7 +5,7 @@ from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, blocks, put, rows, writable
 from warpfold.ops.norm import empty_projected, empty_statistics
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.tensors import accumulation_dtype, empty_like
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,7 +32,7 @@ def layer_norm_backward(
         # Not by native_layer_norm_backward, which sums gradients of bf16 in bf16.
         dweight += (xs.to(m.dtype) - m).mul_(s).mul_(g).sum(0)
         dbias += g.sum(0, dtype=w.dtype)
-    return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
+    return dx, *(total.to(accumulation_dtype(weight)) for total in (dweight, dbias))  # type: ignore[return-value]
 
 
 def norm_linear(
@@ -45,10 +45,12 @@ def norm_linear(
     for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
         n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], nw, nb, eps)
         results = writable(yb)
-        if b is None:
-            torch.mm(n, w, out=results)
-        else:
+        if b is not None and len(b) == w.shape[1]:
             torch.addmm(b, n, w, out=results)
+        else:
+            torch.mm(n, w, out=results)
+            if b is not None:
+                results[:, : len(b)] += b
         for block, values in ((yb, results), (mb, m), (sb, s)):
             put(block, values)
     return y, mean, scale
@@ -80,7 +82,7 @@ def norm_linear_backward(
         dn = torch.mm(g, narrow)
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], m, s, nw, one, [True, False, False])
         put(dxb, dxs)
-    dbias = weight.new_empty(0) if bias is None else total.to(bias.dtype)
     dweight = product * nw + total[:, None] * nb
-    parameters = ((product * w).sum(0).to(norm_weight.dtype), (total @ w).to(norm_bias.dtype), dweight.to(weight.dtype))
-    return dx, *parameters, dbias
+    dbias = total[: 0 if bias is None else len(bias)]
+    found = zip(((product * w).sum(0), total @ w, dweight, dbias), (norm_weight, norm_bias, weight, weight))
+    return dx, *(gradient.to(accumulation_dtype(p)) for gradient, p in found)  # type: ignore[return-value]

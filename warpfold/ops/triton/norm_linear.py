@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.norm import empty_projected, empty_statistics
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.norm import empty_projected, empty_statistics, padded
+from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triton.launch import configs, register, register_by_precision
 from warpfold.ops.triton.positions import (
     Positions,
@@ -59,6 +59,7 @@ def _norm_linear(
     eps: tl.tensor,
     C: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    BIASED: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -77,13 +78,13 @@ def _norm_linear(
     tl.store(mean.data + at, mu, mask=m < axes.positions)
     tl.store(rstd + at, r, mask=m < axes.positions)
     y_rows = y.data + offsets(y, m, axes)[:, None]
-    # What pads a position's outputs to a multiple of eight is ours too: written, so that every word is a wide one.
+    # What pads a position's outputs to whole rows is ours too: written, so that every word is a wide one.
     for start in range(0, OUTPUTS, BLOCK_O):
         o = start + tl.arange(0, BLOCK_O)
         wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(o < OUTPUTS)[None, :] & (c < C)[:, None], other=0)
         out = tl.dot(n, wt.to(n.dtype), input_precision="ieee")
         if bias is not None:
-            out += tl.load(bias + o, mask=o < OUTPUTS, other=0).to(tl.float32)[None, :]
+            out += tl.load(bias + o, mask=o < BIASED, other=0).to(tl.float32)[None, :]
         writable = (m < axes.positions)[:, None] & (o < PADDED)[None, :]
         tl.store(y_rows + o[None, :], out.to(y.data.dtype.element_ty), mask=writable)
 
@@ -102,6 +103,7 @@ def _norm_linear_wide(
     eps: tl.tensor,
     C: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    BIASED: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -139,7 +141,7 @@ def _norm_linear_wide(
         wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(o < OUTPUTS)[None, :] & (c < C)[:, None], other=0)
         acc = tl.dot(n, wt.to(n.dtype), acc, input_precision="ieee")
     if bias is not None:
-        acc += tl.load(bias + o, mask=o < OUTPUTS, other=0).to(tl.float32)[None, :]
+        acc += tl.load(bias + o, mask=o < BIASED, other=0).to(tl.float32)[None, :]
     y_rows = y.data + offsets(y, m, axes)[:, None]
     writable = (m < axes.positions)[:, None] & (o < PADDED)[None, :]
     tl.store(y_rows + o[None, :], acc.to(y.data.dtype.element_ty), mask=writable)
@@ -210,12 +212,12 @@ def _norm_linear_weight(
     axes: tl.tuple,
     C: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIASED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """Store in partials [programs, OUTPUTS (C + BIAS)] a tile of dy^T layer_norm(x), and the sum of dy, of a span."""
+    """Store in partials [programs, OUTPUTS C + BIASED] a tile of dy^T layer_norm(x), and the sum of dy, of a span."""
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
@@ -237,12 +239,12 @@ def _norm_linear_weight(
         r = tl.load(rstd + at, mask=m < axes.positions, other=0)
         n = (v - mu[:, None]) * r[:, None] * w[None, :] + b[None, :]
         dw = tl.dot(tl.trans(dy), n.to(dy.dtype), dw, input_precision="ieee")
-        if BIAS:
+        if BIASED > 0:
             db += tl.sum(dy.to(tl.float32), 0)
-    mine = partials + tl.program_id(2).to(tl.int64) * (OUTPUTS * (C + BIAS))
+    mine = partials + tl.program_id(2).to(tl.int64) * (OUTPUTS * C + BIASED)
     tl.store(mine + o[:, None] * C + c[None, :], dw, mask=(o < OUTPUTS)[:, None] & (c < C)[None, :])
-    if BIAS and tl.program_id(1) == 0:
-        tl.store(mine + OUTPUTS * C + o, db, mask=o < OUTPUTS)
+    if BIASED > 0 and tl.program_id(1) == 0:
+        tl.store(mine + OUTPUTS * C + o, db, mask=o < BIASED)
 
 
 FORWARD = register(
@@ -307,7 +309,8 @@ def norm_linear(
         eps=eps,
         C=c,
         OUTPUTS=outputs,
-        PADDED=-(-outputs // 8) * 8 if p.writes_in_place("y") else outputs,
+        BIASED=0 if bias is None else len(bias),
+        PADDED=padded(outputs) if p.writes_in_place("y") else outputs,
         **({} if wide else {"BLOCK_C": power_of_two(c)}),
     )
     p.copy_back()
@@ -344,11 +347,10 @@ def norm_linear_backward(
         BLOCK_C=power_of_two(c),
     )
     p.copy_back()
-    dnorm_weight, dnorm_bias = norm_weight.new_empty(norm_weight.shape), norm_bias.new_empty(norm_bias.shape)
+    dnorm_weight, dnorm_bias = empty_parameters(norm_weight, norm_bias)
     sum_partials(partials, dnorm_weight, dnorm_bias)
-    partials = _weight_partials(grad, x, norm_weight, norm_bias, outputs, bias is not None, mean, rstd)
-    dweight = weight.new_empty(weight.shape)
-    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    partials = _weight_partials(grad, x, norm_weight, norm_bias, outputs, 0 if bias is None else len(bias), mean, rstd)
+    dweight, dbias = empty_parameters(weight, weight[0, :0] if bias is None else bias)
     sum_partials(partials, dweight, dbias)
     return dx, dnorm_weight, dnorm_bias, dweight, dbias
 
@@ -359,7 +361,7 @@ def _weight_partials(
     norm_weight: Tensor,
     norm_bias: Tensor,
     outputs: int,
-    biased: bool,
+    biased: int,
     mean: Tensor,
     rstd: Tensor,
 ) -> Tensor:
@@ -373,7 +375,7 @@ def _weight_partials(
     kernel = WEIGHT.tiled((c, outputs), x)
     tiles = triton.cdiv(outputs, kernel["BLOCK_O"]), triton.cdiv(c, kernel["BLOCK_C"])
     programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
-    partials = empty_partials(x, programs, outputs * (c + biased))
+    partials = empty_partials(x, programs, outputs * c + biased)
     kernel.run(
         (*tiles, programs),
         **p.arguments,
@@ -383,6 +385,6 @@ def _weight_partials(
         partials=partials,
         C=c,
         OUTPUTS=outputs,
-        BIAS=biased,
+        BIASED=biased,
     )
     return partials

@@ -307,7 +307,7 @@ def outer_product_backward(
     batches, s, i, c = a.shape
     (_, _, j, d), z = b.shape, len(weight)
     grad, a, b, count = (t.contiguous() for t in (grad, a, b, count))
-    da, db, dweight, dbias = empty_parameters(a, b, weight, bias)
+    da, db, (dweight, dbias) = a.new_empty(a.shape), b.new_empty(b.shape), empty_parameters(weight, bias)
     w = cast_weight(weight, a, batches * i * j)
     _run_factor(grad, count, w, b, da, (j, 1), (d, 1))
     _run_factor(grad, count, w, a, db, (1, j), (1, d))
