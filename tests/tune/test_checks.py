@@ -259,7 +259,7 @@ def test_inputs_are_strided_as_the_model_has_them(case: OpCase) -> None:
     again = inputs(case, torch.bfloat16, CPU)
     for a, b in zip(given.args, again.args):
         x, y = (t.draw() if isinstance(t, DropoutFactors) else t for t in (a, b))
-        assert x is y is None or torch.equal(x, y)  # type: ignore[arg-type]
+        assert torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
 
 
 # ---- the list of places
@@ -290,9 +290,10 @@ def key_of_call(op: Op[..., Tensor], args: tuple[Any, ...]) -> tuple[object, ...
         assert weight is not None
         return name, places, c, weight.shape[0]
     if name == "transition":
-        up = args[3]
+        up, down = args[3], args[5]
         assert up is not None
-        return name, places, c, up.shape[0]
+        assert down is not None
+        return name, places, c, down.shape[1], up.shape[0] > down.shape[1]
     if name == "tail":
         o = args[1]
         assert o is not None
@@ -307,7 +308,9 @@ def key_of_case(case: OpCase) -> tuple[object, ...]:
         return case.op, case.rows, case.attended, case.heads, case.width
     if case.op == "outer_product":
         return case.op, case.length, case.rows, case.channels, case.attended, case.outputs
-    more = (case.outputs,) if case.op in ("norm_linear", "tail", "transition") else ()
+    more: tuple[object, ...] = (case.outputs,) if case.op in ("norm_linear", "tail", "transition") else ()
+    if case.op == "transition":
+        more = (*more, case.gated)
     if case.op == "tail":
         more = (*more, DropoutFactors if case.drawn else Tensor if case.dropped else type(None))
     return (case.op, case.rows * case.length, case.channels, *more)

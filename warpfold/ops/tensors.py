@@ -41,9 +41,14 @@ def empty_like(x: Tensor) -> Tensor:
     return x.new_empty([x.shape[axis] for axis in order]).permute(back)
 
 
-def empty_parameters(*parameters: Tensor) -> tuple[Tensor, ...]:
-    """Allocate a contiguous tensor for the gradient of each of these, in fp32 at least: sums over all positions."""
-    return tuple(p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in parameters)
+def empty_parameters(*parameters: Tensor | None) -> tuple[Tensor, ...]:
+    """Allocate a contiguous tensor for the gradient of each of these, in fp32 at least: sums over all positions.
+
+    For None, which is no parameter, one without numbers.
+    """
+    some = next(p for p in parameters if p is not None)
+    given = (some.new_empty(0) if p is None else p for p in parameters)
+    return tuple(p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in given)
 
 
 def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns: int) -> list[tuple[Tensor, ...]]:

@@ -24,7 +24,7 @@ CONSTANT = (  # the arguments without a gradient
     "mask", "factors", "count", "true_frames", "true_points", "frame_mask", "point_mask", "pair_mask",
     "exists", "index", "order", "chain", "slot",
 )  # fmt: skip
-Argument = Tensor | DropoutFactors | None  # of an operation
+Argument = Tensor | DropoutFactors | float | str | None  # of an operation
 Kinds = Mapping[str, tuple[str, ...]]  # the bench's kinds of shape, and the sizes of each by default
 LayerKind = Literal[
     "attention", "pointwise attention", "global attention", "projection", "transition", "outer product",
@@ -45,6 +45,7 @@ class _Sizes:
     transposed: bool = False  # rows and positions lie in memory the other way round
     dropped: bool = False  # with dropout
     batches: int = 1  # in which rows lie, each with a bias of its own
+    gated: bool = False  # a transition is a SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +172,13 @@ class OpInputs:
         return [t for t in self.args if isinstance(t, Tensor) and t.requires_grad]
 
 
+def _shape(argument: Argument) -> Argument:
+    """Return a tensor without its numbers; dropout factors change no shape."""
+    if isinstance(argument, Tensor):
+        return argument.to("meta")
+    return None if isinstance(argument, DropoutFactors) else argument
+
+
 class OpProfile(ABC):
     """All that `tune` knows of one operation; a subclass for each stands in tune/cases.py."""
 
@@ -208,7 +216,7 @@ class OpProfile(ABC):
                 t.requires_grad_()
                 names.append(name)
         with torch.no_grad():
-            out = self.op.definition(*(t.to("meta") if isinstance(t, Tensor) else None for t in args))
+            out = self.op.definition(*map(_shape, args))
         return OpInputs(case, args, tuple(names), draw.normal(*out.shape))
 
     @abstractmethod
