@@ -68,23 +68,25 @@ class AttentionUpdate(AxialUpdate):
         return dx
 
     def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
-        out, o = self.attention.out, self.attend(local, shared, mask)
-        assert out.bias is not None
+        o = self.attend(local, shared, mask)
+        weight, bias = joined(x.dtype, self.attention.out)
+        assert bias is not None
         factors = None if factors is None else self.transpose_if_column(factors)
-        x = gated_linear_residual(self.transpose_if_column(x), o, local[0], out.weight, out.bias, factors)
+        x = gated_linear_residual(self.transpose_if_column(x), o, local[0], weight, bias, factors)
         new: Tensor = self.transpose_if_column(x)
         return new
 
     def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
         """Return all of x with its update: one operation."""
-        norm, out, bias, turned = self.norm, self.attention.out, None, self.transpose_if_column
+        norm, bias, turned = self.norm, None, self.transpose_if_column
         if self.shared_from_other:
             assert other is not None
             bias = turned(self.shared_of(other)[0]).movedim(-1, -3)
-        weight, gate_bias = joined(*self.projections)
-        parameters = norm.weight, norm.bias, weight, gate_bias, out.weight, out.bias
+        into, out_of = joined(x.dtype, *self.projections), joined(x.dtype, self.attention.out)
         factors, mask = None if factors is None else turned(factors), turned(mask[..., None])[..., 0]
-        new = gated_attention(turned(x), *parameters, mask, bias, self.attention.heads, factors, norm.eps)
+        new = gated_attention(
+            turned(x), norm.weight, norm.bias, *into, *out_of, mask, bias, self.attention.heads, factors, norm.eps
+        )
         back: Tensor = turned(new)
         return back
 
@@ -108,6 +110,7 @@ class Transition(AxialUpdate):
         return self._transition(x, residual=True) if factors is None else super().add(x, local, shared, mask, factors)
 
     def _transition(self, x: Tensor, residual: bool) -> Tensor:
-        norm, up, down = self.norm, self.up, self.down
-        parameters = norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias
-        return transition(x, *parameters, residual, norm.eps)
+        norm, (up, up_bias), (down, down_bias) = self.norm, joined(x.dtype, self.up), joined(x.dtype, self.down)
+        assert up_bias is not None
+        assert down_bias is not None
+        return transition(x, norm.weight, norm.bias, up, up_bias, down, down_bias, residual, norm.eps)
