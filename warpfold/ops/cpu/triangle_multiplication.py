@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.cpu.gate import _factors, gate, gate_backward
+from warpfold.ops.cpu.gate import drawn_factors, gate, gate_backward
 from warpfold.ops.cpu.norm import norm_linear, norm_linear_backward
 from warpfold.ops.cpu.triangle import triangle_factor, triangle_factor_backward
 from warpfold.ops.norm import empty_projected
@@ -38,7 +38,7 @@ def triangle_multiplication(
         product.movedim(-3, -1), out_norm_weight, out_norm_bias, out_weight, out_bias, eps
     )
     dx = gate(n, g)
-    factors = _factors(x, *factor_operands)
+    factors = drawn_factors(x, *factor_operands)
     if factors is not None:
         dx = dx * factors
     out = torch.empty_like(x).copy_(x + dx)
@@ -74,7 +74,7 @@ def triangle_multiplication_backward(
     ya, ga, yb, gb, g = split_projections(y, out_weight.shape[1], fused)
     p = product.movedim(-3, -1)
     n, _, _ = norm_linear(p, out_norm_weight, out_norm_bias, out_weight, out_bias, 1e-5)
-    factors = _factors(grad, *factor_operands)
+    factors = drawn_factors(grad, *factor_operands)
     dn, dg = gate_backward(grad if factors is None else grad * factors, n, g)
     dp, *of_out = norm_linear_backward(dn, p, out_norm_weight, out_norm_bias, out_weight, out_bias, out_mean, out_scale)
     dp = dp.movedim(-1, -3).contiguous()
