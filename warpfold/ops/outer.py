@@ -16,7 +16,7 @@ from warpfold.ops.tensors import empty_parameters
 
 
 def _merge_leading_axes(
-    registered: Callable[..., Tensor], a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor
+    registered: Callable[..., Tensor], a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor
 ) -> Tensor:
     """Call the registered operation, which has one leading axis; on a GPU, where it has no kernel, the definition."""
     if backend(a) == "triton":
@@ -39,11 +39,12 @@ def _merge_leading_axes(
     # Decided by the products.
     prefer_definition=lambda a, b, weight, bias, count: faster_on_cpu(a, count.numel() * weight.shape[-1], 2**22),
 )
-def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
+def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor) -> Tensor:
     """Return linear(sum over s of a_si x b_sj) / count: a [*, s, i, c], b [*, s, j, d], weight [z, c d], bias [z],
     count [*, i, j, 1], which has no gradient -> [*, i, j, z] in the dtype of a.
 
-    The left channel is outermost in the weight.  The bias is divided too, as in the official code.
+    The left channel is outermost in the weight.  The bias is divided too, as in the official code; it may be None.
     """
     products = torch.einsum("...sic,...sjd->...ijcd", a, b).flatten(-2)
-    return F.linear(products, weight.to(a.dtype), bias.to(a.dtype)) / count.to(a.dtype)
+    projected = F.linear(products, weight.to(a.dtype), None if bias is None else bias.to(a.dtype))
+    return projected / count.to(a.dtype)

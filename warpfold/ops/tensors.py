@@ -30,9 +30,10 @@ def empty_like(x: Tensor) -> Tensor:
     return x.new_empty([x.shape[axis] for axis in order]).permute(back)
 
 
-def empty_parameters(*parameters: Tensor) -> tuple[Tensor, ...]:
-    """Allocate a contiguous tensor like each of these: gradients of parameters."""
-    return tuple(p.new_empty(p.shape) for p in parameters)
+def empty_parameters(*parameters: Tensor | None) -> tuple[Tensor, ...]:
+    """Allocate a contiguous tensor like each of these: gradients of parameters; for None, one without numbers."""
+    some = next(p for p in parameters if p is not None)
+    return tuple(some.new_empty(0) if p is None else p.new_empty(p.shape) for p in parameters)
 
 
 def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns: int) -> list[tuple[Tensor, ...]]:
