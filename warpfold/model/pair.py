@@ -11,10 +11,12 @@ from torch import Tensor
 from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, Block, ChannelProduct, Step, Steps
 from warpfold.model.execution import Tensors
-from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, LinearSlice, Projection
+from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, LinearSlice, Projection, joined
 from warpfold.ops.gate import gate
+from warpfold.ops.noise import Factors
 from warpfold.ops.transition import Activation
 from warpfold.ops.triangle import triangle_factor, triangle_product
+from warpfold.ops.triangle_multiplication import triangle_multiplication
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,14 @@ class TriangleMultiplication(ChannelProduct):
     def finish(self, x: Tensor, gate_logits: Tensor) -> Tensor:
         return gate(DeferredLayerNorm(x, self.norm_out).project(self.out)[0], gate_logits)
 
+    def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return all of x with its update: one operation."""
+        norm, norm_out, out, fused = self.norm, self.norm_out, self.out, self.fused
+        first = (self.ab, self.ab_gate) if fused else (self.a, self.a_gate, self.b, self.b_gate)
+        into = norm.weight, norm.bias, *joined(*first, self.gate)
+        out_of = norm_out.weight, norm_out.bias, out.weight, out.bias
+        return triangle_multiplication(x, mask, *into, *out_of, self.outgoing, fused, factors, norm.eps)
+
     def _projections(self, half: int) -> tuple[Projection, Projection]:
         """Return the projections of a (half 0) or b (half 1) of the product, and of its gate."""
         if self.fused:
@@ -104,11 +114,15 @@ class TriangleAttention(AttentionUpdate):
         self.bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_z, heads, head_width)
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        return *self.attention.projections, self.bias
+
     def shared(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         return n.project(self.bias)  # [*, i, j, h]
 
     def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
-        *local, bias = self.transpose_if_column(n).project(*self.attention.projections, self.bias)
+        *local, bias = self.transpose_if_column(n).project(*self.projections)
         return tuple(local), (self.transpose_if_column(bias),)
 
 
