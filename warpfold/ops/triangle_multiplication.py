@@ -13,17 +13,26 @@ from torch import Tensor
 from warpfold.ops.dispatch import backend, faster_on_cpu
 from warpfold.ops.gate import gate
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
-from warpfold.ops.norm import EPS, empty_statistics, layer_norm, norm_linear
+from warpfold.ops.norm import EPS, ROW, empty_statistics, layer_norm, norm_linear
 from warpfold.ops.register import register
 from warpfold.ops.shapes import Sizes
 from warpfold.ops.tensors import empty_like, empty_sums
 from warpfold.ops.triangle import triangle_factor, triangle_product
 
 
+def row_pitch(x: Tensor) -> int:
+    """Return how many elements a row of a plane takes in memory: in half precision whole sectors of a GPU's.
+
+    So that a matrix product reads rows of any length in wide words.
+    """
+    n: int = x.shape[-2]
+    return -(-n // ROW) * ROW if x.element_size() == 2 else n
+
+
 def empty_planes(x: Tensor, channels: int) -> Tensor:
-    """Allocate a factor or the product, [*, channels, n, n] in order."""
-    *leading, n, m, _ = x.shape
-    return x.new_empty(*leading, channels, n, m)
+    """Allocate a factor or the product, [*, channels, n, n] in order, but for what pads the rows."""
+    *leading, n, _, _ = x.shape
+    return x.new_empty(*leading, channels, n, row_pitch(x))[..., :n]
 
 
 def split_projections(y: Tensor, hidden: int, fused: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -76,7 +85,7 @@ def _on_a_gpu(registered: Callable[..., Tensor], *args: Any) -> Tensor:
         factors,
         eps,
     ) = args
-    if backend(x) == "cpu":
+    if backend(x) == "cpu" or x.element_size() == 2:
         return registered(*args)
     y = norm_linear(x, norm_weight, norm_bias, weight, bias, eps)
     a, a_gate, b, b_gate, g = split_projections(y, out_weight.shape[1], fused)

@@ -1,0 +1,170 @@
+"""Kernels of the backward pass of triangle_multiplication: the gradients of its two weights and their biases.
+
+Each program owns some channels, makes their projections again, and runs over a span of positions.  What it adds up lies
+in partials [spans, width]: the gradient of the joined weight, of its bias, of the output's weight and of its bias.
+"""
+
+import triton
+import triton.language as tl
+
+from warpfold.ops.triton.launch import configs, register
+from warpfold.ops.triton.noise import SCALARS
+from warpfold.ops.triton.positions import offsets
+from warpfold.ops.triton.triangle_backward import of_factor, of_output
+from warpfold.ops.triton.triangle_tiles import in_memory, load_normed, present_of, rows_of
+
+
+@triton.jit
+def _span(axes: tl.tuple, BLOCK_M: tl.constexpr) -> tl.tuple:
+    """Return the first position of this program's span, and the first that is past it."""
+    each = tl.cdiv(tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(1)) * BLOCK_M
+    first = tl.program_id(1) * each
+    return first, min(axes.positions, first + each)
+
+
+@triton.jit
+def _factors_weight(
+    x: tl.tuple,
+    mask: tl.tuple,
+    norm_weight: tl.tensor,
+    norm_bias: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    mean: tl.tuple,
+    rstd: tl.tensor,
+    dfactors: tl.tuple,
+    partials: tl.tensor,
+    axes: tl.tuple,
+    n: tl.tensor,
+    apart: tl.tensor,
+    width: tl.tensor,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    FUSED: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """Store what a span adds to the gradients of BLOCK_O channels of a factor and of their gates."""
+    CHUNKS: tl.constexpr = (HIDDEN + BLOCK_O - 1) // BLOCK_O
+    half = tl.program_id(0) // CHUNKS  # of a, or of b
+    o = tl.program_id(0) % CHUNKS * BLOCK_O + tl.arange(0, BLOCK_O)
+    c = tl.arange(0, BLOCK_C)
+    values = half * (HIDDEN if FUSED else 2 * HIDDEN)
+    gates = (2 * HIDDEN if FUSED else HIDDEN) + half * (HIDDEN if FUSED else 2 * HIDDEN)
+    value_rows = rows_of(weight, values, o, c, x.data.dtype.element_ty, HIDDEN, C)
+    gate_rows = rows_of(weight, gates, o, c, x.data.dtype.element_ty, HIDDEN, C)
+    plane = dfactors.data + half * apart.to(tl.int64)
+    dvalues = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+    dgates = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+    value_sums = tl.zeros([BLOCK_O], tl.float32)
+    gate_sums = tl.zeros([BLOCK_O], tl.float32)
+    first, last = _span(axes, BLOCK_M)
+    for start in range(first, last, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        present = present_of(m, axes, n, PADDED)
+        at = offsets(mean, m, axes)
+        valid = present[:, None] & (c < C)[None, :]
+        _, n1 = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
+        kept = tl.load(mask.data + offsets(mask, m, axes), mask=present, other=0).to(tl.float32)
+        dy, dg = of_factor(
+            plane, dfactors, n1, kept, value_rows, gate_rows, bias, values, gates, m, o, axes, HIDDEN, BIASED
+        )
+        dvalues = tl.dot(tl.trans(dy), n1, dvalues, input_precision="ieee")
+        dgates = tl.dot(tl.trans(dg), n1, dgates, input_precision="ieee")
+        if BIASED > 0:
+            value_sums += tl.sum(dy.to(tl.float32), 0)
+            gate_sums += tl.sum(dg.to(tl.float32), 0)
+    mine = partials + tl.program_id(1).to(tl.int64) * width
+    known = (o < HIDDEN)[:, None] & (c < C)[None, :]
+    tl.store(mine + (values + o)[:, None] * C + c[None, :], dvalues, mask=known)
+    tl.store(mine + (gates + o)[:, None] * C + c[None, :], dgates, mask=known)
+    if BIASED > 0:
+        sums = mine + (4 * HIDDEN + C) * C
+        tl.store(sums + values + o, value_sums, mask=(o < HIDDEN) & (values + o < BIASED))
+        tl.store(sums + gates + o, gate_sums, mask=(o < HIDDEN) & (gates + o < BIASED))
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def _out_weight(
+    grad: tl.tuple,
+    x: tl.tuple,
+    product: tl.tuple,
+    norm_weight: tl.tensor,
+    norm_bias: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out_norm_weight: tl.tensor,
+    out_norm_bias: tl.tensor,
+    out_weight: tl.tensor,
+    out_bias: tl.tensor,
+    factors: tl.tuple,
+    key: tl.tensor,
+    mean: tl.tuple,
+    rstd: tl.tensor,
+    out_mean: tl.tensor,
+    out_rstd: tl.tensor,
+    partials: tl.tensor,
+    axes: tl.tuple,
+    n: tl.tensor,
+    width: tl.tensor,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """Store what a span adds to the gradients of BLOCK_O channels of the output and of their gates."""
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    c, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
+    GATES: tl.constexpr = 4 * HIDDEN
+    gate_rows = rows_of(weight, GATES, o, c, x.data.dtype.element_ty, C, C)
+    out_rows = rows_of(out_weight, 0, o, h, x.data.dtype.element_ty, C, HIDDEN)
+    dgates = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+    dout = tl.zeros([BLOCK_O, BLOCK_H], tl.float32)
+    gate_sums = tl.zeros([BLOCK_O], tl.float32)
+    out_sums = tl.zeros([BLOCK_O], tl.float32)
+    first, last = _span(axes, BLOCK_M)
+    for start in range(first, last, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        present = present_of(m, axes, n, PADDED)
+        at = offsets(mean, m, axes)
+        valid, plane = present[:, None] & (c < C)[None, :], in_memory(m, h, axes, HIDDEN)
+        _, n1 = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
+        _, n2 = load_normed(
+            product, plane, out_norm_weight, out_norm_bias, out_mean, out_rstd, at, m, present, axes, HIDDEN, BLOCK_H
+        )
+        du, dg = of_output(
+            grad, n1, n2, gate_rows, out_rows, bias, out_bias, factors, key, m, o, present, axes,
+            number, word, rate, scale, C, GATES, BIASED,
+        )  # fmt: skip
+        dgates = tl.dot(tl.trans(dg.to(n1.dtype)), n1, dgates, input_precision="ieee")
+        dout = tl.dot(tl.trans(du.to(n1.dtype)), n2, dout, input_precision="ieee")
+        gate_sums += tl.sum(dg, 0)
+        out_sums += tl.sum(du, 0)
+    mine = partials + tl.program_id(1).to(tl.int64) * width
+    tl.store(mine + (GATES + o)[:, None] * C + c[None, :], dgates, mask=(o < C)[:, None] & (c < C)[None, :])
+    sums = mine + (GATES + C) * C
+    if BIASED > GATES:
+        tl.store(sums + GATES + o, gate_sums, mask=(o < C) & (GATES + o < BIASED))
+    tl.store(sums + BIASED + o[:, None] * HIDDEN + h[None, :], dout, mask=(o < C)[:, None] & (h < HIDDEN)[None, :])
+    if out_bias is not None:
+        tl.store(sums + BIASED + C * HIDDEN + o, out_sums, mask=o < C)
+
+
+_CANDIDATES = configs(
+    "BLOCK_M BLOCK_O",
+    *((m, o, 4, 2) for m in (32, 64) for o in (16, 32)),
+    *((m, o, 8, s) for m in (32, 64, 128) for o in (32, 64) for s in (2, 3)),
+)
+FACTORS_WEIGHT = register("triangle_factors_weight", _factors_weight, _CANDIDATES)
+OUT_WEIGHT = register("triangle_out_weight", _out_weight, _CANDIDATES)
