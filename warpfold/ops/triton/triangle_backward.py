@@ -10,44 +10,6 @@ from warpfold.ops.triton.positions import offsets, pointers
 from warpfold.ops.triton.triangle_tiles import biased, in_memory, load_normed, norm_backward, present_of, rows_of
 
 
-@triton.jit
-def of_output(
-    grad: tl.tuple,
-    n1: tl.tensor,
-    n2: tl.tensor,
-    gate_rows: tl.tensor,
-    out_rows: tl.tensor,
-    bias: tl.tensor,
-    out_bias: tl.tensor,
-    factors: tl.tuple,
-    key: tl.tensor,
-    m: tl.tensor,
-    o: tl.tensor,
-    present: tl.tensor,
-    axes: tl.tuple,
-    number: tl.tensor,
-    word: tl.tensor,
-    rate: tl.tensor,
-    scale: tl.tensor,
-    C: tl.constexpr,
-    GATES: tl.constexpr,
-    BIASED: tl.constexpr,
-) -> tl.tuple:
-    """Return the gradients of the projected product and of its gate's logits, [m, o] in fp32.
-
-    gate_rows [c, o], out_rows [h, o]: the rows of the weights that make these channels, transposed.
-    """
-    valid = present[:, None] & (o < C)[None, :]
-    dz = tl.load(pointers(grad, m, o, axes), mask=valid, other=0).to(tl.float32)
-    if factors is not None:
-        at = offsets(factors, m, axes)[:, None] + (o.to(tl.int64) * factors.strides[3])[None, :]
-        dz = dz * _factors(factors, at, valid, key, number, word, rate, scale)
-    gate_values = tl.sigmoid(biased(tl.dot(n1, gate_rows, input_precision="ieee"), bias, GATES, o, C, BIASED))
-    u = biased(tl.dot(n2, out_rows, input_precision="ieee"), out_bias, 0, o, C, C)
-    du = dz * gate_values
-    return du, du * u * (1 - gate_values)
-
-
 @triton.jit(do_not_specialize=SCALARS)
 def _out_backward(
     grad: tl.tuple,
@@ -68,6 +30,7 @@ def _out_backward(
     out_mean: tl.tensor,
     out_rstd: tl.tensor,
     dproduct: tl.tuple,
+    dprojected: tl.tuple,
     dgate: tl.tuple,
     partials: tl.tensor,
     axes: tl.tuple,
@@ -85,7 +48,8 @@ def _out_backward(
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """Store the gradients of the product and of its gate's logits; and partials of the second norm's."""
+    """Store the gradients of the product, of what it is projected to and of its gate's logits; and partials of the
+    second norm's."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
     present = present_of(m, axes, n, PADDED)
@@ -101,13 +65,20 @@ def _out_backward(
         o = start + tl.arange(0, BLOCK_O)
         gate_rows = rows_of(weight, GATES, o, c, n1.dtype, C, C)
         out_rows = rows_of(out_weight, 0, o, h, n1.dtype, C, HIDDEN)
-        du, dg = of_output(
-            grad, n1, n2, gate_rows, out_rows, bias, out_bias, factors, key, m, o, present, axes,
-            number, word, rate, scale, C, GATES, BIASED,
-        )  # fmt: skip
         shown = present[:, None] & (o < C)[None, :]
-        tl.store(pointers(dgate, m, o, axes), dg.to(dgate.data.dtype.element_ty), mask=shown)
-        dn = tl.dot(du.to(n1.dtype), tl.trans(out_rows), dn, input_precision="ieee")
+        dz = tl.load(pointers(grad, m, o, axes), mask=shown, other=0).to(tl.float32)
+        if factors is not None:
+            drawn = offsets(factors, m, axes)[:, None] + (o.to(tl.int64) * factors.strides[3])[None, :]
+            dz = dz * _factors(factors, drawn, shown, key, number, word, rate, scale)
+        g = biased(tl.dot(n1, gate_rows, input_precision="ieee"), bias, GATES, o, C, BIASED)
+        u = biased(tl.dot(n2, out_rows, input_precision="ieee"), out_bias, 0, o, C, C)
+        gate_values = tl.sigmoid(g)
+        dz = dz * gate_values
+        dg = dz * u * (1 - gate_values)
+        du = dz.to(n1.dtype)
+        tl.store(pointers(dgate, m, o, axes), dg.to(n1.dtype), mask=shown)
+        tl.store(pointers(dprojected, m, o, axes), du, mask=shown)
+        dn = tl.dot(du, tl.trans(out_rows), dn, input_precision="ieee")
     r = tl.load(out_rstd + at, mask=present, other=0)
     out = norm_backward(dn, x_hat, out_norm_weight, r, partials, HIDDEN, BLOCK_H)
     tl.store(pointers(dproduct, m, h, axes), out.to(dproduct.data.dtype.element_ty), mask=plane)

@@ -123,13 +123,13 @@ def triangle_multiplication_backward(
     statistics = mean, rstd, out_mean, out_rstd
     call = _Call(x, mask, parameters, statistics, fused, _Dropout(x, factors, key, strides, offset, stream, rate))
     dnorm, dnorm_bias, dweight, dbias, dout_norm, dout_norm_bias, dout_weight, dout_bias = empty_sums(*parameters)
-    dproduct, dgate = empty_planes(x, call.hidden), x.new_empty(x.shape)
-    read = {"grad": grad, "product": channels_last(product)}
+    dproduct, dprojected, dgate = empty_planes(x, call.hidden), x.new_empty(x.shape), x.new_empty(x.shape)
+    read = {"product": channels_last(product), "dprojected": dprojected, "dgate": dgate}
 
     kernel = call.tiled(OUT_BACKWARD)
     partials = empty_partials(x, call.blocks(kernel), 2 * call.hidden)
-    gradients = {"dproduct": channels_last(dproduct), "dgate": dgate}
-    call.launch(kernel, (call.blocks(kernel),), read | gradients, partials=partials)
+    tensors = read | {"grad": grad, "dproduct": channels_last(dproduct)}
+    call.launch(kernel, (call.blocks(kernel),), tensors, partials=partials)
     sum_partials(partials, dout_norm, dout_norm_bias)
 
     da, db = dfactors = x.new_empty(2, *a.shape[:-1], a.stride(-2))[..., : call.n]

@@ -1,16 +1,15 @@
 """Kernels of the backward pass of triangle_multiplication: the gradients of its two weights and their biases.
 
-Each program owns some channels, makes their projections again, and runs over a span of positions.  What it adds up lies
-in partials [spans, width]: the gradient of the joined weight, of its bias, of the output's weight and of its bias.
+Each program owns some channels and runs over a span of positions; for those of a factor it makes the projections again.
+What it adds up lies in partials [spans, width]: the gradient of the joined weight, of its bias, of the output's weight and of its bias.
 """
 
 import triton
 import triton.language as tl
 
 from warpfold.ops.triton.launch import configs, register
-from warpfold.ops.triton.noise import SCALARS
-from warpfold.ops.triton.positions import offsets
-from warpfold.ops.triton.triangle_backward import of_factor, of_output
+from warpfold.ops.triton.positions import offsets, pointers
+from warpfold.ops.triton.triangle_backward import of_factor
 from warpfold.ops.triton.triangle_tiles import in_memory, load_normed, present_of, rows_of
 
 
@@ -57,8 +56,8 @@ def _factors_weight(
     value_rows = rows_of(weight, values, o, c, x.data.dtype.element_ty, HIDDEN, C)
     gate_rows = rows_of(weight, gates, o, c, x.data.dtype.element_ty, HIDDEN, C)
     plane = dfactors.data + half * apart.to(tl.int64)
-    dvalues = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
-    dgates = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+    dvalues = tl.zeros([BLOCK_C, BLOCK_O], tl.float32)
+    dgates = tl.zeros([BLOCK_C, BLOCK_O], tl.float32)
     value_sums = tl.zeros([BLOCK_O], tl.float32)
     gate_sums = tl.zeros([BLOCK_O], tl.float32)
     first, last = _span(axes, BLOCK_M)
@@ -72,48 +71,41 @@ def _factors_weight(
         dy, dg = of_factor(
             plane, dfactors, n1, kept, value_rows, gate_rows, bias, values, gates, m, o, axes, HIDDEN, BIASED
         )
-        dvalues = tl.dot(tl.trans(dy), n1, dvalues, input_precision="ieee")
-        dgates = tl.dot(tl.trans(dg), n1, dgates, input_precision="ieee")
+        turned = tl.trans(n1)
+        dvalues = tl.dot(turned, dy, dvalues, input_precision="ieee")
+        dgates = tl.dot(turned, dg, dgates, input_precision="ieee")
         if BIASED > 0:
             value_sums += tl.sum(dy.to(tl.float32), 0)
             gate_sums += tl.sum(dg.to(tl.float32), 0)
     mine = partials + tl.program_id(1).to(tl.int64) * width
-    known = (o < HIDDEN)[:, None] & (c < C)[None, :]
-    tl.store(mine + (values + o)[:, None] * C + c[None, :], dvalues, mask=known)
-    tl.store(mine + (gates + o)[:, None] * C + c[None, :], dgates, mask=known)
+    known = (o < HIDDEN)[None, :] & (c < C)[:, None]
+    tl.store(mine + (values + o)[None, :] * C + c[:, None], dvalues, mask=known)
+    tl.store(mine + (gates + o)[None, :] * C + c[:, None], dgates, mask=known)
     if BIASED > 0:
         sums = mine + (4 * HIDDEN + C) * C
         tl.store(sums + values + o, value_sums, mask=(o < HIDDEN) & (values + o < BIASED))
         tl.store(sums + gates + o, gate_sums, mask=(o < HIDDEN) & (gates + o < BIASED))
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@triton.jit
 def _out_weight(
-    grad: tl.tuple,
     x: tl.tuple,
     product: tl.tuple,
     norm_weight: tl.tensor,
     norm_bias: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
     out_norm_weight: tl.tensor,
     out_norm_bias: tl.tensor,
-    out_weight: tl.tensor,
     out_bias: tl.tensor,
-    factors: tl.tuple,
-    key: tl.tensor,
     mean: tl.tuple,
     rstd: tl.tensor,
     out_mean: tl.tensor,
     out_rstd: tl.tensor,
+    dprojected: tl.tuple,
+    dgate: tl.tuple,
     partials: tl.tensor,
     axes: tl.tuple,
     n: tl.tensor,
     width: tl.tensor,
-    number: tl.tensor,
-    word: tl.tensor,
-    rate: tl.tensor,
-    scale: tl.tensor,
     C: tl.constexpr,
     HIDDEN: tl.constexpr,
     BIASED: tl.constexpr,
@@ -126,9 +118,6 @@ def _out_weight(
     """Store what a span adds to the gradients of BLOCK_O channels of the output and of their gates."""
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     c, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
-    GATES: tl.constexpr = 4 * HIDDEN
-    gate_rows = rows_of(weight, GATES, o, c, x.data.dtype.element_ty, C, C)
-    out_rows = rows_of(out_weight, 0, o, h, x.data.dtype.element_ty, C, HIDDEN)
     dgates = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
     dout = tl.zeros([BLOCK_O, BLOCK_H], tl.float32)
     gate_sums = tl.zeros([BLOCK_O], tl.float32)
@@ -139,19 +128,19 @@ def _out_weight(
         present = present_of(m, axes, n, PADDED)
         at = offsets(mean, m, axes)
         valid, plane = present[:, None] & (c < C)[None, :], in_memory(m, h, axes, HIDDEN)
+        known = present[:, None] & (o < C)[None, :]
         _, n1 = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
+        dg = tl.load(pointers(dgate, m, o, axes), mask=known, other=0)
+        dgates = tl.dot(tl.trans(dg), n1, dgates, input_precision="ieee")
+        gate_sums += tl.sum(dg.to(tl.float32), 0)
         _, n2 = load_normed(
             product, plane, out_norm_weight, out_norm_bias, out_mean, out_rstd, at, m, present, axes, HIDDEN, BLOCK_H
         )
-        du, dg = of_output(
-            grad, n1, n2, gate_rows, out_rows, bias, out_bias, factors, key, m, o, present, axes,
-            number, word, rate, scale, C, GATES, BIASED,
-        )  # fmt: skip
-        dgates = tl.dot(tl.trans(dg.to(n1.dtype)), n1, dgates, input_precision="ieee")
-        dout = tl.dot(tl.trans(du.to(n1.dtype)), n2, dout, input_precision="ieee")
-        gate_sums += tl.sum(dg, 0)
-        out_sums += tl.sum(du, 0)
+        du = tl.load(pointers(dprojected, m, o, axes), mask=known, other=0)
+        dout = tl.dot(tl.trans(du), n2, dout, input_precision="ieee")
+        out_sums += tl.sum(du.to(tl.float32), 0)
     mine = partials + tl.program_id(1).to(tl.int64) * width
+    GATES: tl.constexpr = 4 * HIDDEN
     tl.store(mine + (GATES + o)[:, None] * C + c[None, :], dgates, mask=(o < C)[:, None] & (c < C)[None, :])
     sums = mine + (GATES + C) * C
     if BIASED > GATES:
