@@ -56,7 +56,7 @@ def _out_backward(
     at = offsets(mean, m, axes)
     valid, plane = present[:, None] & (c < C)[None, :], in_memory(m, h, axes, HIDDEN)
     _, n1 = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
-    x_hat, n2 = load_normed(
+    _, n2 = load_normed(
         product, plane, out_norm_weight, out_norm_bias, out_mean, out_rstd, at, m, present, axes, HIDDEN, BLOCK_H
     )
     dn = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
@@ -79,6 +79,10 @@ def _out_backward(
         tl.store(pointers(dgate, m, o, axes), dg.to(n1.dtype), mask=shown)
         tl.store(pointers(dprojected, m, o, axes), du, mask=shown)
         dn = tl.dot(du, tl.trans(out_rows), dn, input_precision="ieee")
+    x_hat, _ = load_normed(
+        product, plane, out_norm_weight, out_norm_bias, out_mean, out_rstd, at, m, present, axes, HIDDEN, BLOCK_H,
+        AGAIN=True,
+    )  # fmt: skip
     r = tl.load(out_rstd + at, mask=present, other=0)
     out = norm_backward(dn, x_hat, out_norm_weight, r, partials, HIDDEN, BLOCK_H)
     tl.store(pointers(dproduct, m, h, axes), out.to(dproduct.data.dtype.element_ty), mask=plane)
@@ -201,7 +205,9 @@ def _factors_backward(
         dg = tl.load(pointers(dgate, m, o, axes), mask=present[:, None] & (o < C)[None, :], other=0)
         rows = rows_of(weight, 4 * HIDDEN, o, c, n1.dtype, C, C)
         dn = tl.dot(dg, tl.trans(rows), dn, input_precision="ieee")
-    x_hat, _ = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
+    x_hat, _ = load_normed(
+        x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C, AGAIN=True
+    )
     r = tl.load(rstd + at, mask=present, other=0)
     out = norm_backward(dn, x_hat, norm_weight, r, partials, C, BLOCK_C)
     out += tl.load(pointers(grad, m, c, axes), mask=valid, other=0).to(tl.float32)

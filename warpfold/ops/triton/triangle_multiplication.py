@@ -206,7 +206,7 @@ class _Call:
 
     def tiled(self, kernel: Kernel) -> TiledKernel:
         """Return a kernel with its configuration for these channels."""
-        return kernel.tiled((self.channels, self.hidden), self.x)
+        return kernel.tiled((power_of_two(max(self.channels, self.hidden)),), self.x)
 
     def blocks(self, kernel: TiledKernel) -> int:
         """Return how many blocks of positions there are."""

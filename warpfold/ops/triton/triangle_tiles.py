@@ -43,13 +43,16 @@ def load_normed(
     axes: tl.tuple,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    AGAIN: tl.constexpr = False,
 ) -> tl.tuple:
     """Return the normalised channels of positions [m, c], in fp32 before weight and bias, in the dtype of x after them.
 
-    at: where the statistics of these positions lie.  readable: which elements of x may be read.
+    at: where the statistics of these positions lie.  readable: which elements of x may be read.  AGAIN: they were read
+    before, and are not to be held in registers meanwhile: so that the compiler does not, the loads are of another kind.
     """
     c = tl.arange(0, BLOCK_C)
-    v = tl.load(pointers(x, m, c, axes), mask=readable, other=0).to(tl.float32)
+    once: tl.constexpr = "evict_first" if AGAIN else ""
+    v = tl.load(pointers(x, m, c, axes), mask=readable, other=0, eviction_policy=once).to(tl.float32)
     mu = tl.load(mean + at, mask=present, other=0)
     r = tl.load(rstd + at, mask=present, other=0)
     x_hat = tl.where(present[:, None] & (c < C)[None, :], (v - mu[:, None]) * r[:, None], 0.0)

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.positions import offsets, pointers
-from warpfold.ops.triton.triangle_backward import of_factor
 from warpfold.ops.triton.triangle_tiles import in_memory, load_normed, present_of, rows_of
 
 
@@ -53,11 +52,16 @@ def _factors_weight(
     c = tl.arange(0, BLOCK_C)
     values = half * (HIDDEN if FUSED else 2 * HIDDEN)
     gates = (2 * HIDDEN if FUSED else HIDDEN) + half * (HIDDEN if FUSED else 2 * HIDDEN)
-    value_rows = rows_of(weight, values, o, c, x.data.dtype.element_ty, HIDDEN, C)
-    gate_rows = rows_of(weight, gates, o, c, x.data.dtype.element_ty, HIDDEN, C)
-    plane = dfactors.data + half * apart.to(tl.int64)
-    dvalues = tl.zeros([BLOCK_C, BLOCK_O], tl.float32)
-    dgates = tl.zeros([BLOCK_C, BLOCK_O], tl.float32)
+    value_rows = tl.trans(rows_of(weight, values, o, c, x.data.dtype.element_ty, HIDDEN, C))
+    gate_rows = tl.trans(rows_of(weight, gates, o, c, x.data.dtype.element_ty, HIDDEN, C))
+    value_bias = tl.zeros([BLOCK_O], tl.float32)
+    gate_bias = tl.zeros([BLOCK_O], tl.float32)
+    if BIASED > 0:
+        value_bias += tl.load(bias + values + o, mask=(o < HIDDEN) & (values + o < BIASED), other=0).to(tl.float32)
+        gate_bias += tl.load(bias + gates + o, mask=(o < HIDDEN) & (gates + o < BIASED), other=0).to(tl.float32)
+    plane = dfactors.data + half * apart.to(tl.int64) + (o.to(tl.int64) * dfactors.strides[3])[:, None]
+    dvalues = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+    dgates = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
     value_sums = tl.zeros([BLOCK_O], tl.float32)
     gate_sums = tl.zeros([BLOCK_O], tl.float32)
     first, last = _span(axes, BLOCK_M)
@@ -68,19 +72,24 @@ def _factors_weight(
         valid = present[:, None] & (c < C)[None, :]
         _, n1 = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
         kept = tl.load(mask.data + offsets(mask, m, axes), mask=present, other=0).to(tl.float32)
-        dy, dg = of_factor(
-            plane, dfactors, n1, kept, value_rows, gate_rows, bias, values, gates, m, o, axes, HIDDEN, BIASED
-        )
+        # Channels along the rows here, as they lie in a plane: so n1 is an operand from shared memory alone.
+        there = (m < axes.positions)[None, :] & (o < HIDDEN)[:, None]
+        d = tl.load(plane + offsets(dfactors, m, axes)[None, :], mask=there, other=0).to(tl.float32)
+        d = tl.where((kept != 0)[None, :], d * kept[None, :], 0.0)  # nobody wrote what pads the rows
         turned = tl.trans(n1)
-        dvalues = tl.dot(turned, dy, dvalues, input_precision="ieee")
-        dgates = tl.dot(turned, dg, dgates, input_precision="ieee")
+        y = tl.dot(value_rows, turned, input_precision="ieee") + value_bias[:, None]
+        gate_values = tl.sigmoid(tl.dot(gate_rows, turned, input_precision="ieee") + gate_bias[:, None])
+        dy = d * gate_values
+        dg = dy * y * (1 - gate_values)
+        dvalues = tl.dot(dy.to(n1.dtype), n1, dvalues, input_precision="ieee")
+        dgates = tl.dot(dg.to(n1.dtype), n1, dgates, input_precision="ieee")
         if BIASED > 0:
-            value_sums += tl.sum(dy.to(tl.float32), 0)
-            gate_sums += tl.sum(dg.to(tl.float32), 0)
+            value_sums += tl.sum(dy, 1)
+            gate_sums += tl.sum(dg, 1)
     mine = partials + tl.program_id(1).to(tl.int64) * width
-    known = (o < HIDDEN)[None, :] & (c < C)[:, None]
-    tl.store(mine + (values + o)[None, :] * C + c[:, None], dvalues, mask=known)
-    tl.store(mine + (gates + o)[None, :] * C + c[:, None], dgates, mask=known)
+    known = (o < HIDDEN)[:, None] & (c < C)[None, :]
+    tl.store(mine + (values + o)[:, None] * C + c[None, :], dvalues, mask=known)
+    tl.store(mine + (gates + o)[:, None] * C + c[None, :], dgates, mask=known)
     if BIASED > 0:
         sums = mine + (4 * HIDDEN + C) * C
         tl.store(sums + values + o, value_sums, mask=(o < HIDDEN) & (values + o < BIASED))
