@@ -68,10 +68,11 @@ class AttentionUpdate(AxialUpdate):
         return dx
 
     def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
-        out, o = self.attention.out, self.attend(local, shared, mask)
-        assert out.bias is not None
+        o = self.attend(local, shared, mask)
+        weight, bias = joined(x.dtype, self.attention.out)
+        assert bias is not None
         factors = None if factors is None else self.transpose_if_column(factors)
-        x = gated_linear_residual(self.transpose_if_column(x), o, local[0], out.weight, out.bias, factors)
+        x = gated_linear_residual(self.transpose_if_column(x), o, local[0], weight, bias, factors)
         new: Tensor = self.transpose_if_column(x)
         return new
 
@@ -112,6 +113,6 @@ class Transition(AxialUpdate):
         return self._transition(x, residual=True) if factors is None else super().add(x, local, shared, mask, factors)
 
     def _transition(self, x: Tensor, residual: bool) -> Tensor:
-        norm, up, down = self.norm, self.up, self.down
-        parameters = norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias
+        norm, (up, up_bias), (down, down_bias) = self.norm, joined(x.dtype, self.up), joined(x.dtype, self.down)
+        parameters = norm.weight, norm.bias, up, up_bias, down, down_bias
         return transition(x, *parameters, residual, norm.eps, self.activation)

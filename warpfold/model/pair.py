@@ -63,16 +63,27 @@ class TriangleMultiplication(ChannelProduct):
     def join_axis(self) -> int:
         return -2 if self.outgoing else -1  # rows or columns, with no channel axis behind them
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of both factors, of their gates, and of the product's gate."""
+        if self.fused:
+            return self.ab, self.ab_gate, self.gate
+        return self.a, self.a_gate, self.b, self.b_gate, self.gate
+
     def left(self, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
-        y, g = n.project(*self._projections(0))
+        y, g = n.project(*self._of_factor(0))
         return triangle_factor(y, g, mask)
 
     def right(self, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
-        y, g = n.project(*self._projections(1))
+        y, g = n.project(*self._of_factor(1))
         return triangle_factor(y, g, mask)
 
     def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
-        a, a_gate, b, b_gate, g = n.project(*self._projections(0), *self._projections(1), self.gate)
+        projected = n.project(*self.projections)
+        if self.fused:
+            (a, b), (a_gate, b_gate), g = projected[0].chunk(2, -1), projected[1].chunk(2, -1), projected[2]
+        else:
+            a, a_gate, b, b_gate, g = projected
         return (triangle_factor(a, a_gate, mask), g), (triangle_factor(b, b_gate, mask),)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
@@ -83,13 +94,12 @@ class TriangleMultiplication(ChannelProduct):
 
     def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
         """Return all of x with its update: one operation."""
-        norm, norm_out, out, fused = self.norm, self.norm_out, self.out, self.fused
-        first = (self.ab, self.ab_gate) if fused else (self.a, self.a_gate, self.b, self.b_gate)
-        into = norm.weight, norm.bias, *joined(*first, self.gate)
-        out_of = norm_out.weight, norm_out.bias, out.weight, out.bias
-        return triangle_multiplication(x, mask, *into, *out_of, self.outgoing, fused, factors, norm.eps)
+        norm, norm_out = self.norm, self.norm_out
+        into = norm.weight, norm.bias, *joined(x.dtype, *self.projections)
+        out_of = norm_out.weight, norm_out.bias, *joined(x.dtype, self.out)
+        return triangle_multiplication(x, mask, *into, *out_of, self.outgoing, self.fused, factors, norm.eps)
 
-    def _projections(self, half: int) -> tuple[Projection, Projection]:
+    def _of_factor(self, half: int) -> tuple[Projection, Projection]:
         """Return the projections of a (half 0) or b (half 1) of the product, and of its gate."""
         if self.fused:
             return _half(self.ab, half), _half(self.ab_gate, half)
@@ -116,6 +126,7 @@ class TriangleAttention(AttentionUpdate):
 
     @property
     def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of the gate, q, k, v and the bias."""
         return *self.attention.projections, self.bias
 
     def shared(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:

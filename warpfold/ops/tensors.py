@@ -31,9 +31,13 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 def empty_parameters(*parameters: Tensor | None) -> tuple[Tensor, ...]:
-    """Allocate a contiguous tensor like each of these: gradients of parameters; for None, one without numbers."""
+    """Allocate a contiguous tensor for the gradient of each of these, in fp32 at least: sums over all positions.
+
+    For None, which is no parameter, one without numbers.
+    """
     some = next(p for p in parameters if p is not None)
-    return tuple(some.new_empty(0) if p is None else p.new_empty(p.shape) for p in parameters)
+    given = (some.new_empty(0) if p is None else p for p in parameters)
+    return tuple(p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in given)
 
 
 def empty_sums(*parameters: Tensor | None) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import faster_on_cpu
+from warpfold.ops.dispatch import backend, faster_on_cpu
 from warpfold.ops.norm import EPS
 from warpfold.ops.register import register
 from warpfold.ops.shapes import Sizes
@@ -18,6 +18,7 @@ from warpfold.ops.tensors import empty_like, empty_parameters, upcast_half
 # relu: of each output of `up` (AlphaFold2).  swiglu: silu of the first half of them, times the second half (Shazeer,
 # 2020; AlphaFold3, Algorithm 11).
 Activation = Literal["relu", "swiglu"]
+CHANNELS = 512  # at most, that the Triton kernels serve
 HALVES: Mapping[str, int] = {"relu": 1, "swiglu": 2}  # how many outputs of `up` make one number of the hidden layer
 
 
@@ -29,10 +30,12 @@ def _check_hidden(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
         raise ValueError(f"{op}: up is {list(operands['up'].shape)}, not [u, c] = {[halves * hidden, sizes['c']]}")
 
 
-def _unsupported_hidden(*args: Any) -> str | None:
-    up, down, activation = args[3], args[5], args[-1]
+def _unsupported_sizes(*args: Any) -> str | None:
+    x, up, down, activation = args[0], args[3], args[5], args[-1]
     if activation not in HALVES or up.shape[0] != HALVES[activation] * down.shape[1]:
         return "up and down do not fit together"
+    if backend(x) == "triton" and x.shape[-1] > CHANNELS:
+        return f"{x.shape[-1]} channels (kernels are for {CHANNELS} at most)"
     return None
 
 
@@ -43,7 +46,7 @@ def _unsupported_hidden(*args: Any) -> str | None:
     gradients="x norm_weight norm_bias up up_bias down down_bias",
     empty_gradients=lambda grad, x, *kept: (empty_like(x), *empty_parameters(*kept[:6])),
     check=_check_hidden,
-    unsupported_reason=_unsupported_hidden,
+    unsupported_reason=_unsupported_sizes,
     # Decided by the hidden layer.
     prefer_definition=lambda x, norm_weight, norm_bias, up, *_: faster_on_cpu(
         x, x.numel() // max(1, x.shape[-1]) * up.shape[0], 2**22

@@ -10,7 +10,7 @@ from torch import Tensor
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
 from warpfold.ops.gate import gate, gated_linear_residual
-from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.norm import EPS, layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor
@@ -273,21 +273,30 @@ class _GatedLinearResidual(OpProfile):
 
 
 class _Transition(_LayerNorm):
-    name, op, tuned = "transition", transition, False
+    name, op = "transition", transition
     layers = ("transition",)
-    odd = (_at("transition", "rows", 7, 19, 32, 128), _at("transition", "odd channels", 3, 5, 24, 56))
+    odd = (
+        _at("transition", "rows", 7, 19, 32, 128),
+        _at("transition", "odd channels", 3, 5, 24, 56),
+        _at("transition", "transposed, SwiGLU", 5, 21, 40, 72, transposed=True, gated=True),
+    )
 
     def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        return {"channels": layer.channels, "outputs": layer.hidden}
+        return {"channels": layer.channels, "outputs": layer.hidden, "gated": layer.gated}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        """Draw a layer's arguments: SwiGLU has no biases."""
         norm, c, n = super().arguments(case, draw, masked), case.channels, case.outputs
-        up = draw.parameter(n, c, scale=c**-0.5), draw.parameter(n)
-        return *norm, *up, draw.parameter(c, n, scale=n**-0.5), draw.parameter(c)
+        down = draw.parameter(c, n, scale=n**-0.5)
+        if case.gated:
+            return *norm, draw.parameter(2 * n, c, scale=c**-0.5), None, down, None, True, EPS, "swiglu"
+        return *norm, draw.parameter(n, c, scale=c**-0.5), draw.parameter(n), down, draw.parameter(c)
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
         """Count two products; backward four, and the first recomputed rather than its result read."""
-        flops = 2 * case.rows * case.length * case.channels * case.outputs * (2 if forward else 5)
+        up, down = (2 if case.gated else 1), 1
+        products = up + down if forward else 3 * up + 2 * down
+        flops = 2 * case.rows * case.length * case.channels * case.outputs * products
         return replace(super().cost(case, forward, itemsize), flops=flops)
 
     def example(self, kind: str, s: int, r: int) -> OpCase:
@@ -295,7 +304,7 @@ class _Transition(_LayerNorm):
         return replace(case, outputs=4 * case.channels)
 
     def size(self, case: OpCase) -> str:
-        return f"{super().size(case)}, inner {case.outputs}"
+        return f"{super().size(case)}, inner {case.outputs}{', SwiGLU' if case.gated else ''}"
 
 
 class _TriangleFactor(_Gate):
@@ -311,12 +320,13 @@ class _TriangleFactor(_Gate):
 
 
 class _OuterProduct(OpProfile):
-    name, op, tuned = "outer_product", outer_product, False
+    name, op = "outer_product", outer_product
     layers = ("outer product",)
     kinds: ClassVar[Kinds] = {"msa": ALIGNMENTS}
     odd = (
         _at("outer_product", "rows and columns", 9, 33, 8, 24, keys=19),
         _at("outer_product", "odd channels", 17, 3, 7, 11, keys=5),
+        _at("outer_product", "more than a tile", 19, 70, 16, 136, keys=18),
     )
 
     def sizes(self, layer: LayerSizes) -> dict[str, int]:

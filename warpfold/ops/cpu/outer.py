@@ -47,8 +47,8 @@ def outer_product_backward(
         turned = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
         da[batch, :, rows] = (b[batch].flatten(1) @ turned.t()).view(s, -1, c)
         accumulate(db[batch].flatten(1), some.flatten(1).t(), turned)
-    of_bias = weight.new_empty(0) if bias is None else dbias.to(bias.dtype)
-    return da, db.to(b.dtype), dweight.to(weight.dtype), of_bias
+    of_bias = dbias[:0] if bias is None else dbias.to(accumulation_dtype(bias))
+    return da, db.to(b.dtype), dweight.to(accumulation_dtype(weight)), of_bias
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

@@ -75,14 +75,11 @@ def transition_backward(
         put(dxb, dxs.add_(g) if residual else dxs)
     dup = product * nw if nb is None else product * nw + dup_bias[:, None] * nb
     wholes = (
-        ((product * w).sum(0), norm_weight),
-        (dup_bias @ w, norm_bias),
-        (dup, up),
-        (dup_bias, up_bias),
-        (ddown, down),
-        (ddown_bias, down_bias),
+        *((norm_weight, (product * w).sum(0)), (norm_bias, dup_bias @ w)),
+        *((up, dup), (up_bias, dup_bias), (down, ddown), (down_bias, ddown_bias)),
     )
-    return dx, *(w.new_empty(0, dtype=up.dtype) if p is None else d.to(p.dtype) for d, p in wholes)  # type: ignore[return-value]
+    found = (d[:0].to(accumulation_dtype(norm_weight)) if p is None else d.to(accumulation_dtype(p)) for p, d in wholes)
+    return dx, *found  # type: ignore[return-value]
 
 
 def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
