@@ -78,14 +78,15 @@ class AttentionUpdate(AxialUpdate):
 
     def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
         """Return all of x with its update: one operation."""
-        norm, out, bias, turned = self.norm, self.attention.out, None, self.transpose_if_column
+        norm, bias, turned = self.norm, None, self.transpose_if_column
         if self.shared_from_other:
             assert other is not None
             bias = turned(self.shared_of(other)[0]).movedim(-1, -3)
-        weight, gate_bias = joined(*self.projections)
-        parameters = norm.weight, norm.bias, weight, gate_bias, out.weight, out.bias
+        into, out_of = joined(x.dtype, *self.projections), joined(x.dtype, self.attention.out)
         factors, mask = None if factors is None else turned(factors), turned(mask[..., None])[..., 0]
-        new = gated_attention(turned(x), *parameters, mask, bias, self.attention.heads, factors, norm.eps)
+        new = gated_attention(
+            turned(x), norm.weight, norm.bias, *into, *out_of, mask, bias, self.attention.heads, factors, norm.eps
+        )
         back: Tensor = turned(new)
         return back
 

@@ -21,7 +21,7 @@ from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 from warpfold.ops.norm import EPS, empty_projected, empty_statistics, norm_linear
 from warpfold.ops.register import register
 from warpfold.ops.shapes import Sizes
-from warpfold.ops.tensors import accumulation_dtype, empty_like, empty_sums
+from warpfold.ops.tensors import accumulation_dtype, empty_like, empty_parameters
 
 
 def empty_lse(x: Tensor, heads: int) -> Tensor:
@@ -42,7 +42,7 @@ def _empty(
 def _empty_gradients(grad: Tensor, x: Tensor, *kept: Any) -> tuple[Tensor, ...]:
     parameters, bias, bias_wanted = kept[:6], kept[7], kept[-1]
     dbias = x.new_empty(0) if bias is None or not bias_wanted else bias.new_empty(bias.shape)
-    return empty_like(x), *empty_sums(*parameters), dbias
+    return empty_like(x), *empty_parameters(*parameters), dbias
 
 
 def _wrong_sizes(weight: Tensor, gate_bias: Tensor | None, out_weight: Tensor, bias: Any, heads: int, x: Any) -> str:

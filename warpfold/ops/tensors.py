@@ -40,14 +40,6 @@ def empty_parameters(*parameters: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in given)
 
 
-def empty_sums(*parameters: Tensor | None) -> tuple[Tensor, ...]:
-    """Allocate gradients of parameters in the dtype in which they are summed: contiguous; without elements for None."""
-    first = next(p for p in parameters if p is not None)
-    return tuple(
-        first.new_empty(0) if p is None else p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in parameters
-    )
-
-
 def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns: int) -> list[tuple[Tensor, ...]]:
     """Return what `of_rows` computes of a matrix, for blocks of its rows that have at most `PAIRS` entries each.
 

@@ -16,7 +16,7 @@ from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 from warpfold.ops.norm import EPS, ROW, empty_statistics, layer_norm, norm_linear
 from warpfold.ops.register import register
 from warpfold.ops.shapes import Sizes
-from warpfold.ops.tensors import empty_like, empty_sums
+from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triangle import triangle_factor, triangle_product
 
 
@@ -104,7 +104,7 @@ def _on_a_gpu(registered: Callable[..., Tensor], *args: Any) -> Tensor:
     keeps="x mask norm_weight norm_bias weight bias out_norm_weight out_norm_bias out_weight out_bias a b product mean "
     "scale out_mean out_scale factors outgoing fused",
     gradients="x norm_weight norm_bias weight bias out_norm_weight out_norm_bias out_weight out_bias",
-    empty_gradients=lambda grad, x, mask, *kept: (empty_like(x), *empty_sums(*kept[:8])),
+    empty_gradients=lambda grad, x, mask, *kept: (empty_like(x), *empty_parameters(*kept[:8])),
     kept=True,
     check=_check,
     expand=FACTOR_OPERANDS,

@@ -33,7 +33,7 @@ import triton
 from torch import Tensor
 
 from warpfold.ops.norm import empty_statistics
-from warpfold.ops.tensors import empty_like, empty_sums
+from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triangle_multiplication import empty_planes, row_pitch
 from warpfold.ops.triton.gated_linear_residual import _Dropout
 from warpfold.ops.triton.launch import Kernel, TiledKernel
@@ -122,7 +122,7 @@ def triangle_multiplication_backward(
     parameters = norm_weight, norm_bias, weight, bias, out_norm_weight, out_norm_bias, out_weight, out_bias
     statistics = mean, rstd, out_mean, out_rstd
     call = _Call(x, mask, parameters, statistics, fused, _Dropout(x, factors, key, strides, offset, stream, rate))
-    dnorm, dnorm_bias, dweight, dbias, dout_norm, dout_norm_bias, dout_weight, dout_bias = empty_sums(*parameters)
+    dnorm, dnorm_bias, dweight, dbias, dout_norm, dout_norm_bias, dout_weight, dout_bias = empty_parameters(*parameters)
     dproduct, dprojected, dgate = empty_planes(x, call.hidden), x.new_empty(x.shape), x.new_empty(x.shape)
     read = {"product": channels_last(product), "dprojected": dprojected, "dgate": dgate}
 
