@@ -14,6 +14,7 @@ from warpfold.ops.norm import EPS, layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor
+from warpfold.tune.layer_cases import TriangleMultiplication
 from warpfold.tune.profile import (
     Argument,
     Cost,
@@ -362,7 +363,7 @@ PROFILES: Mapping[str, OpProfile] = {
     profile.name: profile
     for profile in (
         _Attention(), _GlobalAttention(), _LayerNorm(), _NormLinear(), _Gate(), _GatedLinearResidual(), _Transition(),
-        _TriangleFactor(), _OuterProduct(),
+        _TriangleFactor(), _OuterProduct(), TriangleMultiplication(),
     )
 }  # fmt: skip
 OPS = {name: profile.op for name, profile in PROFILES.items()}
