@@ -259,6 +259,14 @@ def table_for(device: torch.device) -> tuple[LaunchTable, str]:
 
 
 @functools.cache
+def cores(device: torch.device) -> int:
+    """Return how many programs of one a core a device runs at once; as an H100 where it is no GPU."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
 def read(path: Path) -> LaunchTable:
     """Read a table, once in a process.  Errors: UserError."""
     try:

@@ -10,7 +10,7 @@ from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.triton.launch import configs, forced
 from warpfold.tune.checks import answer, wrong
 
-ROWS, TILES = ("attention_forward", "attention_dq", "attention_dkdv"), ("attention_dbias",)
+ROWS, TILES = ("attention_forward", "attention_dq", "attention_dkdv"), ("attention_dbias", "attention_short")
 
 
 def tiles(queries: int = 32, keys: int = 32, rows: int = 2):
