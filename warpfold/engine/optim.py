@@ -1,6 +1,7 @@
 """AlphaFold's optimizer (Supp. 1.11.3): each example's gradient is clipped, the mean feeds Adam, weights are averaged.
 
-All parameters live in one flat buffer, and so do their gradients, Adam's moments and the moving average.  Clipping,
+All parameters live in one flat buffer (engine/packed.py), and so do their gradients, Adam's moments and the moving
+average.  Clipping,
 Adam and averaging are then a handful of operations whatever the number of parameters, instead of thousands of tiny
 ones, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
 """
@@ -13,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from warpfold.engine.packed import PackedWeights
 from warpfold.engine.rules import RULES, Shard
 from warpfold.errors import UserError
-from warpfold.parallel.buckets import make_layout
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import Mesh
@@ -86,10 +87,12 @@ class Optimizer:
         mesh: Mesh | None = None,
         sync: SyncConfig | None = None,
         ranks_per_node: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Move the parameters of `model` into one buffer.
 
         mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
+        dtype: that operations compute in; None: that of the parameters.
         Errors: UserError for `sync` settings or a number of examples that do not fit the ranks, ReplicaError where
         their first weights differ.
         """
@@ -100,19 +103,16 @@ class Optimizer:
                 f"optim.accumulate = {config.accumulate} examples per step cannot be shared equally by plan.data = "
                 f"{self.mesh.data.size} ranks; choose a plan.data that divides it"
             )
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.layout = make_layout(named, self.sync.bucket * 2**20, self.mesh.world.size)
-        some = next(iter(named.values()))
-        self.weights = torch.zeros(self.layout.size, device=some.device, dtype=some.dtype)
-        self.gradient = torch.zeros_like(self.weights)  # of the current example; every p.grad is a view of it
-        for name, p in named.items():
-            self.layout.view(self.weights, name).copy_(p.detach())
-            p.data = self.layout.view(self.weights, name)  # what changes the buffer changes the parameter
-            p.grad = self.layout.view(self.gradient, name)
+        bucket_bytes = self.sync.bucket * 2**20
+        self.packed = packed = PackedWeights(model, dtype, True, bucket_bytes, self.mesh.world.size)
+        self.layout, self.weights, named = packed.layout, packed.weights, packed.parameters
+        assert packed.gradient is not None
+        self.gradient = packed.gradient  # of the current example; every p.grad is a view of it
         self._grads = [(p, p.grad) for p in named.values()]  # to notice when backward writes elsewhere
         check_replicas(self.weights, self.layout, self.mesh.world, "at the start")
         compression = config.compression
         self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
+        packed.watch = self.reducer.watch
         self.measured = self.reducer.choose(hidden=self.share == 1 or config.clip == "step")
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
         self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
@@ -185,6 +185,7 @@ class Optimizer:
             self.rule.step(rate, mean)
             self.average.lerp_(self.owned, 1 - self.config.average_decay)
             self.reducer.all_gather(self.owned, self.weights)
+            self.packed.refresh()
         else:
             rate = 0.0
         self.total.zero_()
@@ -202,10 +203,12 @@ class Optimizer:
         """Give the model the averaged weights within the block (for validation and for the saved parameters)."""
         trained = self.weights.clone()
         self.reducer.all_gather(self.average, self.weights)
+        self.packed.refresh()
         try:
             yield
         finally:
             self.weights.copy_(trained)
+            self.packed.refresh()
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return the part "weights.NAME" of `state`; a rank may ask for it alone."""
@@ -238,6 +241,7 @@ class Optimizer:
             shard.copy_(self.reducer.local_shard(whole))
             if kind == "weights":
                 self.weights.copy_(whole)
+                self.packed.refresh()
         for name, tensor in self.rule.replicated.items():
             tensor.copy_(state[name])
         self._prepare(0)

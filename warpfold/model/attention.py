@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from warpfold.model.axial import COLS, ROWS, AxialUpdate
 from warpfold.model.execution import Tensors
-from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear
+from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, joined
 from warpfold.ops.attention import attention
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
@@ -62,10 +62,11 @@ class AttentionUpdate(AxialUpdate):
         return dx
 
     def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
-        out, o = self.attention.out, self.attend(local, shared, mask)
-        assert out.bias is not None
+        o = self.attend(local, shared, mask)
+        weight, bias = joined(x.dtype, self.attention.out)
+        assert bias is not None
         factors = None if factors is None else self.transpose_if_column(factors)
-        x = gated_linear_residual(self.transpose_if_column(x), o, local[0], out.weight, out.bias, factors)
+        x = gated_linear_residual(self.transpose_if_column(x), o, local[0], weight, bias, factors)
         new: Tensor = self.transpose_if_column(x)
         return new
 
@@ -89,6 +90,7 @@ class Transition(AxialUpdate):
         return self._transition(x, residual=True) if factors is None else super().add(x, local, shared, mask, factors)
 
     def _transition(self, x: Tensor, residual: bool) -> Tensor:
-        norm, up, down = self.norm, self.up, self.down
-        parameters = norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias
-        return transition(x, *parameters, residual, norm.eps)
+        norm, (up, up_bias), (down, down_bias) = self.norm, joined(x.dtype, self.up), joined(x.dtype, self.down)
+        assert up_bias is not None
+        assert down_bias is not None
+        return transition(x, norm.weight, norm.bias, up, up_bias, down, down_bias, residual, norm.eps)

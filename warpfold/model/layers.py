@@ -6,7 +6,7 @@ that the activations alone decide between fp32, bf16 and fp64, with no autocast 
 
 import math
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ class Linear(nn.Linear):
     `init` (Supp. 1.11.4): "default" LeCun, "relu" He, "glorot" uniform for queries, keys and values, "gating" zero
     weights and a bias of one (a gate that starts open), "final" zeros (a residual update that starts as nothing).
     """
+
+    packed: "Packed | None" = None  # where its weights lie for operations to read (engine/packed.py); None: nowhere
 
     def __init__(self, c_in: int, c_out: int, bias: bool = True, init: Init = "default") -> None:
         self.init = init
@@ -44,7 +46,8 @@ class Linear(nn.Linear):
             nn.init.trunc_normal_(self.weight, std=std, a=-2 * std, b=2 * std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        weight, bias = joined(x.dtype, self)
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 class LayerNorm(nn.LayerNorm):
@@ -77,16 +80,30 @@ class LinearSlice(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+    packed: None = None
 
 
 Projection = Linear | LinearSlice
 
 
-def joined(*projections: Projection) -> tuple[Tensor, Tensor | None]:
+class Packed(Protocol):
+    """The weights of a model as operations read them."""
+
+    def joined(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> tuple[Tensor, Tensor | None] | None:
+        """Return what `joined` returns, without a copy; None if the weights do not lie so."""
+
+
+def joined(dtype: torch.dtype, *projections: Projection) -> tuple[Tensor, Tensor | None]:
     """Return the weights of projections of one tensor as one [o, c], and the biases of the first b outputs as one [b].
 
-    Those with a bias come first.  Errors: ValueError where they do not.
+    Those with a bias come first.  In `dtype` where they are packed, else in that of the parameters: operations take
+    both.  Errors: ValueError where one without a bias comes before one with.
     """
+    packed = projections[0].packed
+    if packed is not None and not torch.compiler.is_compiling():
+        found = packed.joined(dtype, projections)
+        if found is not None:
+            return found
     if len(projections) == 1:
         return projections[0].weight, projections[0].bias
     biases = [projection.bias for projection in projections if projection.bias is not None]
@@ -116,7 +133,7 @@ class DeferredLayerNorm:
 
         Those with a bias come first.
         """
-        weight, bias = joined(*projections)
+        weight, bias = joined(self.x.dtype, *projections)
         y = norm_linear(self.x, self.norm.weight, self.norm.bias, weight, bias, self.norm.eps)
         return y.split([len(projection.weight) for projection in projections], -1)
 

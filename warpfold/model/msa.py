@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, AxialUpdate
 from warpfold.model.execution import Tensors
-from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear
+from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, joined
 from warpfold.ops.attention import global_attention, masked_mean
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
@@ -59,10 +59,15 @@ class MSAColumnGlobalAttention(AxialUpdate):
         self.gate = Linear(c_m, heads * width, init="gating")
         self.out = Linear(heads * width, c_m, init="final")
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of the gate, k and v; q is of the mean over the sequences."""
+        return self.gate, self.k, self.v
+
     def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         n, mask = n.transpose(ROWS, COLS), mask.transpose(-2, -1)  # [*, r, s, c], [*, r, s]
         q = self.q(masked_mean(n.value, mask[..., None], axis=-2)).unflatten(-1, (self.heads, -1))
-        return q, *n.project(self.gate, self.k, self.v)
+        return q, *n.project(*self.projections)
 
     def attend(self, local: Tensors, mask: Tensor) -> Tensor:
         """Return o [*, r, s, h d], the same for all sequences."""
@@ -74,10 +79,11 @@ class MSAColumnGlobalAttention(AxialUpdate):
         return self.out(gate(self.attend(local, mask), local[1])).transpose(ROWS, COLS)
 
     def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
-        assert self.out.bias is not None
+        weight, bias = joined(x.dtype, self.out)
+        assert bias is not None
         factors = None if factors is None else factors.transpose(ROWS, COLS)
         o, x = self.attend(local, mask), x.transpose(ROWS, COLS)
-        return gated_linear_residual(x, o, local[1], self.out.weight, self.out.bias, factors).transpose(ROWS, COLS)
+        return gated_linear_residual(x, o, local[1], weight, bias, factors).transpose(ROWS, COLS)
 
 
 class OuterProductMean(AxialUpdate):
@@ -94,6 +100,11 @@ class OuterProductMean(AxialUpdate):
         self.b = Linear(c_m, c)
         self.out = Linear(c * c, c_z, init="final")  # from the products, left channel outermost
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of both factors."""
+        return self.a, self.b
+
     def shared(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         mask = mask[..., None].to(n.x.dtype)
         return n.project(self.b)[0] * mask, mask
@@ -102,14 +113,16 @@ class OuterProductMean(AxialUpdate):
         return (n.project(self.a)[0] * mask[..., None].to(n.x.dtype),)
 
     def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
-        a, b = n.project(self.a, self.b)
+        a, b = n.project(*self.projections)
         mask = mask[..., None].to(n.x.dtype)
         return (a * mask,), (b * mask, mask)
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
         (a,), (b, b_mask) = local, shared
         pairs = torch.einsum("...si,...sjx->...ijx", mask.to(b_mask.dtype), b_mask)  # sequences that have both
-        return outer_product(a, b, self.out.weight, self.out.bias, pairs + 1e-3)
+        weight, bias = joined(a.dtype, self.out)
+        assert bias is not None
+        return outer_product(a, b, weight, bias, pairs + 1e-3)
 
 
 class MSAStack(nn.Module):

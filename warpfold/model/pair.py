@@ -59,16 +59,27 @@ class TriangleMultiplication(ChannelProduct):
     def join_axis(self) -> int:
         return -2 if self.outgoing else -1  # rows or columns, with no channel axis behind them
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of both factors, of their gates, and of the product's gate."""
+        if self.fused:
+            return self.ab, self.ab_gate, self.gate
+        return self.a, self.a_gate, self.b, self.b_gate, self.gate
+
     def left(self, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
-        y, g = n.project(*self._projections(0))
+        y, g = n.project(*self._of_factor(0))
         return triangle_factor(y, g, mask)
 
     def right(self, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
-        y, g = n.project(*self._projections(1))
+        y, g = n.project(*self._of_factor(1))
         return triangle_factor(y, g, mask)
 
     def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
-        a, a_gate, b, b_gate, g = n.project(*self._projections(0), *self._projections(1), self.gate)
+        projected = n.project(*self.projections)
+        if self.fused:
+            (a, b), (a_gate, b_gate), g = projected[0].chunk(2, -1), projected[1].chunk(2, -1), projected[2]
+        else:
+            a, a_gate, b, b_gate, g = projected
         return (triangle_factor(a, a_gate, mask), g), (triangle_factor(b, b_gate, mask),)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
@@ -77,7 +88,7 @@ class TriangleMultiplication(ChannelProduct):
     def finish(self, x: Tensor, gate_logits: Tensor) -> Tensor:
         return gate(DeferredLayerNorm(x, self.norm_out).project(self.out)[0], gate_logits)
 
-    def _projections(self, half: int) -> tuple[Projection, Projection]:
+    def _of_factor(self, half: int) -> tuple[Projection, Projection]:
         """Return the projections of a (half 0) or b (half 1) of the product, and of its gate."""
         if self.fused:
             return _half(self.ab, half), _half(self.ab_gate, half)
@@ -102,11 +113,16 @@ class TriangleAttention(AttentionUpdate):
         self.bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_z, heads, head_width)
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of the gate, q, k, v and the bias."""
+        return *self.attention.projections, self.bias
+
     def shared(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         return n.project(self.bias)  # [*, i, j, h]
 
     def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
-        *local, bias = self.transpose_if_column(n).project(*self.attention.projections, self.bias)
+        *local, bias = self.transpose_if_column(n).project(*self.projections)
         return tuple(local), (self.transpose_if_column(bias),)
 
 

@@ -81,8 +81,7 @@ def _unsupported_projection(
 
 def _empty_norm_linear_gradients(grad: Tensor, x: Tensor, *kept: Any) -> tuple[Tensor, ...]:
     norm_weight, norm_bias, weight, bias, _, _ = kept
-    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return empty_like(x), *empty_parameters(norm_weight, norm_bias, weight), dbias
+    return empty_like(x), *empty_parameters(norm_weight, norm_bias, weight, weight[0, :0] if bias is None else bias)
 
 
 @register(

@@ -32,7 +32,11 @@ def _merge_leading_axes(
     empty=lambda a, b, weight, *_: a.new_empty(a.shape[0], a.shape[2], b.shape[2], weight.shape[0]),
     keeps="a b weight bias count",
     gradients="a b weight bias",
-    empty_gradients=lambda grad, *kept: empty_parameters(*kept[:4]),
+    empty_gradients=lambda grad, a, b, *kept: (
+        a.new_empty(a.shape),
+        b.new_empty(b.shape),
+        *empty_parameters(*kept[:2]),
+    ),
     same_dtype="a b",
     caller_shapes="a [*, s, i, c], b [*, s, j, d], weight [z, c d], bias [z], count [*, i, j, 1]",
     adapter=_merge_leading_axes,

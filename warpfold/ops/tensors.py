@@ -31,8 +31,8 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 def empty_parameters(*parameters: Tensor) -> tuple[Tensor, ...]:
-    """Allocate a contiguous tensor like each of these: gradients of parameters."""
-    return tuple(p.new_empty(p.shape) for p in parameters)
+    """Allocate a contiguous tensor for the gradient of each of these, in fp32 at least: sums over all positions."""
+    return tuple(p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in parameters)
 
 
 def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns: int) -> list[tuple[Tensor, ...]]:

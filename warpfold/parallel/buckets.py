@@ -1,6 +1,6 @@
 """The layout of parameters in one flat buffer: buckets are sent whole, and each rank may own a piece of each."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,19 +63,24 @@ class Layout:
         return found
 
 
-def make_layout(parameters: Mapping[str, Tensor], bucket_bytes: float, ranks: int) -> Layout:
+def make_layout(
+    parameters: Mapping[str, Tensor], bucket_bytes: float, ranks: int, together: Collection[str] = ()
+) -> Layout:
     """Lay out parameters, named in the order of the forward pass, for `ranks` ranks in all.
 
-    A bucket is closed as soon as it has `bucket_bytes`; a parameter is never split between buckets.
+    A bucket is closed as soon as it has `bucket_bytes`; a parameter is never split between buckets, and those in
+    `together` stay in the bucket of the one before.  Whatever is a multiple of ALIGN long has the next right behind it.
     """
     groups: list[list[str]] = [[]]
     filled = 0
+    closed = False
     for name in reversed(list(parameters)):
-        if filled >= bucket_bytes:
+        if filled >= bucket_bytes and closed:
             groups.append([])
             filled = 0
         groups[-1].insert(0, name)
         filled += parameters[name].nbytes
+        closed = name not in together
     places, buckets, end = {}, [], 0
     for group in reversed(groups):
         start = end

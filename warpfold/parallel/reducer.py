@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from warpfold.errors import UserError
 from warpfold.parallel.buckets import Layout
@@ -31,7 +31,7 @@ from warpfold.parallel.exchange import (
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.waits import SerialThread, Work, waiting
 
-HANDLE = "_warpfold_gradient_hook"  # the parameter's attribute that holds the handle of its hook
+HANDLE = "_warpfold_gradient_hook"  # the attribute of a leaf that holds the handle of its hook
 
 
 class Reducer:
@@ -75,8 +75,10 @@ class Reducer:
                 f'optim.compression.method = "{compression.method}" goes with plan.sync.strategy = "plain" and without '
                 "plan.sync.shard_state, whose gathered weights would cost what compression saves"
             )
-        if mesh.world.size > 1:
-            self._watch(parameters)
+        self._bucket = {name: bucket for bucket, names in enumerate(layout.members) for name in names}
+        self._nodes: list[list[Node]] = [[] for _ in layout.members]  # where gradients of each bucket arrive
+        for name, p in parameters.items():
+            self.watch(name, p)
         self.begin(early=False)
 
     # An example
@@ -107,19 +109,23 @@ class Reducer:
                 next(exchange)  # all has arrived, and what was sent may be written over
         return self.summed
 
-    def _watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Hook every parameter's gradient, in place of an earlier reducer's hooks."""
-        self._nodes = [[get_gradient_edge(parameters[name]).node for name in names] for names in self.layout.members]
-        for bucket, names in enumerate(self.layout.members):
-            for name in names:
-                hook = partial(self._arrived, bucket, name, parameters[name].grad)
-                if earlier := getattr(parameters[name], HANDLE, None):
-                    earlier.remove()
-                setattr(parameters[name], HANDLE, parameters[name].register_post_accumulate_grad_hook(hook))
+    def watch(self, name: str, leaf: Tensor) -> None:
+        """Expect gradients at a leaf of autograd whose grad lies in the bucket of the parameter `name`.
 
-    def _arrived(self, bucket: int, name: str, view: Tensor | None, parameter: Tensor) -> None:
-        """Note that a parameter has its gradient, of all its uses: autograd calls this once in a backward pass."""
-        if parameter.grad is not view:
+        In place of an earlier reducer's hook.
+        """
+        if self.mesh.world.size == 1:
+            return
+        bucket = self._bucket[name]
+        self._nodes[bucket].append(get_gradient_edge(leaf).node)
+        if earlier := getattr(leaf, HANDLE, None):
+            earlier.remove()
+        hook = partial(self._arrived, bucket, name, leaf.grad)
+        setattr(leaf, HANDLE, leaf.register_post_accumulate_grad_hook(hook))
+
+    def _arrived(self, bucket: int, name: str, view: Tensor | None, leaf: Tensor) -> None:
+        """Note that a leaf has its gradient, of all its uses: autograd calls this once in a backward pass."""
+        if leaf.grad is not view:
             raise RuntimeError(f"{name}: its grad is not the optimiser's buffer any more; do not set it to None")
         if bucket < self.sent_buckets:
             raise RuntimeError(f"{name}: a gradient after it was sent; collect() follows each example's one backward()")

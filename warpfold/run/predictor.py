@@ -17,6 +17,7 @@ from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
 from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.data.features.make import make_features
+from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, Output
@@ -24,7 +25,7 @@ from warpfold.model.heads import pae_breaks
 from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
-from warpfold.parallel.plan import Plan, Precision, inference_plan
+from warpfold.parallel.plan import DTYPES, Plan, Precision, inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run.fold_input import Rows, as_alignment, complex_of, on_chains
 from warpfold.run.outputs import Prediction
@@ -60,6 +61,7 @@ class Predictor:
         if reason := Plan(axial=self.axial, branch=self.branch).unsupported_reason(model.config.evoformer.outer):
             raise UserError(reason)
         self.model = model.to(device).eval()
+        PackedWeights(model, DTYPES[precision])
         self.device = torch.device(device)
         self.chunk, self.precision, self.kernels = chunk, precision, kernels
         self.sample = sample or SampleConfig()

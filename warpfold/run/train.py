@@ -30,7 +30,7 @@ from warpfold.model.permutation import with_truth
 from warpfold.model.weights import load_model, load_state, save_params
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
-from warpfold.parallel.plan import inference_plan
+from warpfold.parallel.plan import DTYPES, inference_plan
 from warpfold.parallel.team import Team
 from warpfold.run.config import RunConfig
 from warpfold.run.examples import (
@@ -87,7 +87,8 @@ def train(
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
     origin = fingerprint_origin(sources, init, team)
     model = Execution(config.plan, team.mesh).bind(initial_model(config, init, team).to(device))
-    optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, team.process.ranks_per_node)
+    ranks_per_node, dtype = team.process.ranks_per_node, DTYPES[config.plan.precision]
+    optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, ranks_per_node, dtype)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
         signals = stack.enter_context(StopSignals())

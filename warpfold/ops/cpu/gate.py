@@ -8,7 +8,7 @@ from torch import Tensor
 
 from warpfold.ops.cpu import noise
 from warpfold.ops.cpu.blocks import accumulate, blocks, gate_values, put, rows, writable
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.tensors import accumulation_dtype, empty_like
 
 
 def gate(x: Tensor, g: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def gated_linear_residual_backward(
         dgated = torch.mm(dx, w)
         put(dob, dgated * s)
         put(dgb, dgated.mul_(os).mul_(s).mul_(s.neg_().add_(1)))
-    return do, dg, dweight.to(weight.dtype), dbias.to(bias.dtype)
+    return do, dg, dweight.to(accumulation_dtype(weight)), dbias.to(accumulation_dtype(bias))
 
 
 def _factors(

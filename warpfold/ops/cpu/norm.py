@@ -5,7 +5,7 @@ from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, blocks, put, rows, writable
 from warpfold.ops.norm import empty_projected, empty_statistics
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.tensors import accumulation_dtype, empty_like
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,7 +32,7 @@ def layer_norm_backward(
         # Not by native_layer_norm_backward, which sums gradients of bf16 in bf16.
         dweight += (xs.to(m.dtype) - m).mul_(s).mul_(g).sum(0)
         dbias += g.sum(0, dtype=w.dtype)
-    return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
+    return dx, *(total.to(accumulation_dtype(weight)) for total in (dweight, dbias))  # type: ignore[return-value]
 
 
 def norm_linear(
@@ -82,7 +82,7 @@ def norm_linear_backward(
         dn = torch.mm(g, narrow)
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], m, s, nw, one, [True, False, False])
         put(dxb, dxs)
-    dbias = weight.new_empty(0) if bias is None else total[: len(bias)].to(bias.dtype)
     dweight = product * nw + total[:, None] * nb
-    parameters = ((product * w).sum(0).to(norm_weight.dtype), (total @ w).to(norm_bias.dtype), dweight.to(weight.dtype))
-    return dx, *parameters, dbias
+    dbias = total[: 0 if bias is None else len(bias)]
+    found = zip(((product * w).sum(0), total @ w, dweight, dbias), (norm_weight, norm_bias, weight, weight))
+    return dx, *(gradient.to(accumulation_dtype(p)) for gradient, p in found)  # type: ignore[return-value]

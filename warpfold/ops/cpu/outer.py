@@ -43,7 +43,7 @@ def outer_product_backward(
         turned = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
         da[batch, :, rows] = (b[batch].flatten(1) @ turned.t()).view(s, -1, c)
         accumulate(db[batch].flatten(1), some.flatten(1).t(), turned)
-    return da, db.to(b.dtype), dweight.to(weight.dtype), dbias.to(bias.dtype)
+    return da, db.to(b.dtype), dweight.to(accumulation_dtype(weight)), dbias.to(accumulation_dtype(bias))
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

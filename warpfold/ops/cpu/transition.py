@@ -71,7 +71,7 @@ def transition_backward(
     dnorm_weight, dnorm_bias = (product * w).sum(0), dup_bias @ w
     dup = product * nw + dup_bias[:, None] * nb
     wholes = (dnorm_weight, norm_weight), (dnorm_bias, norm_bias), (dup, up), (dup_bias, up_bias), (ddown, down)
-    return dx, *(d.to(p.dtype) for d, p in wholes), ddown_bias.to(norm_bias.dtype)  # type: ignore[return-value]
+    return dx, *(d.to(accumulation_dtype(p)) for d, p in wholes), ddown_bias.to(accumulation_dtype(norm_bias))  # type: ignore[return-value]
 
 
 def _size(up: Tensor) -> int:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triton.launch import configs, register_by_precision
 from warpfold.ops.triton.noise import SCALARS, drawn, fill, scalars
 from warpfold.ops.triton.positions import (
@@ -322,6 +322,6 @@ def gated_linear_residual_backward(
     programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
     partials = empty_partials(o, programs, c * (inputs + 1))
     kernel.run((*tiles, programs), **arguments, partials=partials, C=c, INPUTS=inputs)
-    dweight, dbias = weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+    dweight, dbias = empty_parameters(weight, bias)
     sum_partials(partials, dweight, dbias)
     return do, dg, dweight, dbias

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from warpfold.ops.norm import empty_statistics
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.norm_linear import norm_linear as norm_linear
 from warpfold.ops.triton.norm_linear import norm_linear_backward as norm_linear_backward
@@ -135,6 +135,6 @@ def layer_norm_backward(
         BLOCK_C=power_of_two(c),
     )
     p.copy_back()
-    dweight, dbias = weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+    dweight, dbias = empty_parameters(weight, weight)
     sum_partials(partials, dweight, dbias)
     return dx, dweight, dbias

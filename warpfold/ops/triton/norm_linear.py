@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from warpfold.ops.norm import empty_projected, empty_statistics, padded
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triton.launch import configs, register, register_by_precision
 from warpfold.ops.triton.positions import (
     Positions,
@@ -347,11 +347,10 @@ def norm_linear_backward(
         BLOCK_C=power_of_two(c),
     )
     p.copy_back()
-    dnorm_weight, dnorm_bias = norm_weight.new_empty(norm_weight.shape), norm_bias.new_empty(norm_bias.shape)
+    dnorm_weight, dnorm_bias = empty_parameters(norm_weight, norm_bias)
     sum_partials(partials, dnorm_weight, dnorm_bias)
     partials = _weight_partials(grad, x, norm_weight, norm_bias, outputs, 0 if bias is None else len(bias), mean, rstd)
-    dweight = weight.new_empty(weight.shape)
-    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    dweight, dbias = empty_parameters(weight, weight[0, :0] if bias is None else bias)
     sum_partials(partials, dweight, dbias)
     return dx, dnorm_weight, dnorm_bias, dweight, dbias
 

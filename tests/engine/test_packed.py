@@ -1,0 +1,229 @@
+"""Packed weights: what operations read is what the parameters hold, whoever wrote them, and gradients arrive there."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.engine.packed import PackedWeights, packed_order
+from warpfold.model.evoformer import Evoformer, EvoformerConfig
+from warpfold.model.layers import Linear, joined
+from warpfold.model.pair import PairConfig
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan
+
+C_M, C_Z, S, R = 32, 16, 5, 7
+PLANS = {
+    "whole": Plan(),
+    "chunk": Plan(chunk=3),
+    "recompute": Plan(recompute=True),
+    "definition": Plan(kernels="definition"),
+}
+
+
+def stack(blocks: int = 2, seed: int = 0, **pair: bool) -> Evoformer:
+    torch.manual_seed(seed)
+    config = EvoformerConfig(blocks=blocks, heads=2, c_outer=16, pair=PairConfig(heads=2, c_triangle=16, **pair))  # type: ignore[arg-type]
+    model = Evoformer(C_M, C_Z, config)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    return model.eval()
+
+
+def states(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    m, z = torch.randn(S, R, C_M).to(dtype), torch.randn(R, R, C_Z).to(dtype)
+    m_mask, z_mask = (torch.rand(S, R) > 0.2).float(), (torch.rand(R, R) > 0.2).float()
+    return m, z, m_mask, z_mask
+
+
+def loss(model: nn.Module, dtype: torch.dtype) -> Tensor:
+    return sum((t.double().sin().sum() for t in model(*states(dtype))), torch.zeros((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_values_and_gradients_are_those_of_the_parameters(plan: str, fused: bool) -> None:
+    plain, model = stack(fused=fused).double(), stack(fused=fused).double()
+    Execution(PLANS[plan]).bind(plain)
+    Execution(PLANS[plan]).bind(model)
+    packed = PackedWeights(model, trained=True)
+    expected, got = loss(plain, torch.float64), loss(model, torch.float64)
+    expected.backward()
+    got.backward()
+    # The same sums, of rows that lie elsewhere: rounding alone, 2^-53 of sums of some 1e3, a hundred times over.
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-10)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(
+            p.grad, q.grad, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert packed.leaves()
+
+
+def test_weights_read_together_lie_together_and_state_dicts_are_as_they_were() -> None:
+    model = stack()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    packed = PackedWeights(model, torch.bfloat16)
+    order, together = packed_order(model)
+    assert sorted(order) == sorted(before)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    block = model.blocks[0]
+    with torch.no_grad():
+        for layer in (block.pair.starting, block.pair.outgoing, block.outer, block.msa.row.attention):
+            weight, bias = joined(torch.bfloat16, *layer.projections)
+            assert weight.untyped_storage().data_ptr() == packed.compute.untyped_storage().data_ptr()
+            assert torch.equal(weight, torch.cat([p.weight for p in layer.projections]).bfloat16())
+            biases = [p.bias for p in layer.projections if p.bias is not None]
+            assert bias is not None
+            assert torch.equal(bias, torch.cat(biases).bfloat16())
+            assert weight.data_ptr() % 32 == 0
+    assert "blocks.0.pair.starting.bias.weight" in together
+
+
+class Copies(TorchDispatchMode):
+    """Notes what joins, casts or fills as many numbers as a weight has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        weights = (C_M, C_Z)  # the last axis of the operands' weights; activations here have 5 or 7 in front of it
+        if name in ("cat", "_to_copy") and isinstance(out, Tensor) and out.dim() == 2 and out.shape[-1] in weights:
+            self.found.append(f"{name} {list(out.shape)}")
+        return out
+
+
+def test_no_weight_is_joined_or_cast_in_a_pass() -> None:
+    model = Execution(Plan(precision="bf16")).bind(stack())
+    with Copies() as seen:
+        loss(model, torch.bfloat16)
+    assert seen.found, "without packing they are"
+    PackedWeights(model, torch.bfloat16, trained=True)
+    with Copies() as seen:
+        loss(model, torch.bfloat16)
+    assert not seen.found
+
+
+def test_gradients_of_half_precision_arrive_unrounded() -> None:
+    model = Linear(16, 16)
+    packed = PackedWeights(model, torch.bfloat16, trained=True)
+    weight, _ = joined(torch.bfloat16, model)
+    assert weight.dtype == torch.bfloat16
+    for _ in range(3):
+        Third.apply(weight).backward()
+    assert torch.equal(model.weight.grad, torch.full((16, 16), 1 / 3) * 3)
+    assert packed.gradient is not None
+    assert packed.gradient.dtype == torch.float32
+
+
+class Third(torch.autograd.Function):
+    """A sum whose gradient is a third, in fp32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return x.float().sum()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return torch.full((16, 16), 1 / 3)
+
+
+def _fill(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.25)
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: torch.full_like(p, 0.25) for name, p in model.state_dict().items()})
+
+
+def _replace(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.full_like(p, 0.25)))
+
+
+def _move(model: nn.Module) -> None:
+    model.double().float()
+    _fill(model)
+
+
+def _data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = torch.full_like(p, 0.25)
+
+
+@pytest.mark.parametrize("write", [_fill, _load, _replace, _move, _data])
+@pytest.mark.parametrize("used_before", [False, True])
+def test_what_is_written_to_parameters_is_read(write: Callable[[nn.Module], None], used_before: bool) -> None:
+    plain, model = stack(), stack()
+    PackedWeights(model, torch.bfloat16)
+    with torch.no_grad():
+        if used_before:
+            model(*states(torch.bfloat16))
+        write(model)
+        _fill(plain)
+        for got, expected in zip(model(*states(torch.bfloat16)), plain(*states(torch.bfloat16))):
+            assert torch.equal(got, expected)
+
+
+def test_a_copy_has_weights_of_its_own() -> None:
+    model = stack()
+    PackedWeights(model, torch.bfloat16)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(*states(torch.bfloat16))
+        _fill(model)
+        for got, before in zip(other(*states(torch.bfloat16)), expected):
+            assert torch.equal(got, before)
+
+
+def test_packed_for_reading_alone_gradients_still_reach_the_parameters() -> None:
+    model = stack()
+    PackedWeights(model)
+    loss(model, torch.float32).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_what_is_frozen_later_gets_no_gradient() -> None:
+    model = stack()
+    packed = PackedWeights(model, trained=True)
+    loss(model, torch.float32).backward()
+    assert packed.gradient is not None
+    packed.gradient.zero_()
+    model.blocks[0].pair.starting.attention.q.weight.requires_grad_(False)
+    loss(model, torch.float32).backward()
+    assert not model.blocks[0].pair.starting.attention.q.weight.grad.any()
+    assert model.blocks[0].pair.starting.attention.k.weight.grad.any()
+
+
+def test_what_is_written_between_the_passes_is_noticed() -> None:
+    model = stack()
+    PackedWeights(model, torch.bfloat16, trained=True)
+    out = loss(model, torch.bfloat16)
+    _fill(model)
+    loss(model, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_the_optimizer_writes_both() -> None:
+    model = Execution(Plan(precision="bf16")).bind(stack())
+    optimizer = Optimizer(model, OptimConfig(warmup_steps=1, learning_rate=0.1), dtype=torch.bfloat16)
+    for step in range(2):
+        loss(model, torch.bfloat16).backward()
+        optimizer.collect()
+        optimizer.step(step)
+        assert torch.equal(optimizer.packed.compute, optimizer.weights.bfloat16())
+    with optimizer.averaged():
+        assert torch.equal(optimizer.packed.compute, optimizer.weights.bfloat16())
+    assert torch.equal(optimizer.packed.compute, optimizer.weights.bfloat16())

@@ -1,0 +1,180 @@
+"""Weights as operations read them: all of a model's in one flat buffer, those that are used together lying together.
+
+    weights   every parameter is a view of it; the optimizer works on it
+    compute   the same in the dtype that operations compute in, written once per step; where that is theirs, `weights`
+    gradient  in the dtype of `weights`; every parameter's grad is a view of it
+
+A layer asks for the weights of projections of one tensor by `model.layers.joined`, and gets a view of one of the first
+two: no cast and no copy.  Where they are trained, the view is a leaf of autograd whose grad is a view of the third.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from warpfold.model.layers import Linear, Projection
+from warpfold.parallel.buckets import Layout, make_layout
+
+Joined = tuple[Tensor, Tensor | None]
+Watch = Callable[[str, Tensor], None]
+
+
+class PackedWeights:
+    """The weights of a model in one buffer, which its linear layers hand to operations from now on.
+
+    A weight may still be written through its parameter: a copy in another dtype is then written anew when it is asked
+    for.  What writes `weights` directly calls `refresh`.  A parameter that was replaced or moved elsewhere is read
+    where it is, cast and joined on the way; so are the parameters of a copy of the model, which is not packed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        trained: bool = False,
+        bucket_bytes: float = float("inf"),
+        ranks: int = 1,
+    ) -> None:
+        """Move the parameters of `model`, of one dtype and on one device, into one buffer.
+
+        dtype: that operations compute in; None: that of the parameters.  trained: only those that require a gradient,
+        which gets a buffer, too.  bucket_bytes, ranks: as of `make_layout`.
+        """
+        every = dict(model.named_parameters())
+        order, together = packed_order(model)
+        self.parameters = {name: every[name] for name in order if every[name].requires_grad or not trained}
+        self.layout: Layout = make_layout(self.parameters, bucket_bytes, ranks, together)
+        some = next(iter(self.parameters.values()))
+        self.weights = torch.zeros(self.layout.size, device=some.device, dtype=some.dtype)
+        self.gradient = torch.zeros_like(self.weights) if trained else None
+        for name, p in self.parameters.items():
+            self.layout.view(self.weights, name).copy_(p.detach())
+            p.data = self.layout.view(self.weights, name)  # what changes the buffer changes the parameter
+            if self.gradient is not None:
+                p.grad = self.layout.view(self.gradient, name)
+        self.compute = self.weights if dtype in (None, some.dtype) else self.weights.to(dtype)
+        self.watch: Watch | None = None  # told of every leaf, with the name of its first parameter
+        self._found: dict[tuple[object, ...], tuple[list[_Source], Joined] | None] = {}
+        self.versions = {name: p._version for name, p in self.parameters.items()}  # that `compute` was made of
+        self.names = {id(p): name for name, p in self.parameters.items()}
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.packed = self
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Return nothing: a copy of a model has weights of its own."""
+
+    def refresh(self) -> None:
+        """Write `compute` anew; to be called after `weights` was written to."""
+        if self.compute is not self.weights:
+            self.compute.copy_(self.weights)
+
+    def leaves(self) -> list[Tensor]:
+        """Return all leaves that were handed out so far."""
+        return [t for found in self._found.values() if found is not None for t in found[1] if t is not None]
+
+    def joined(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> Joined | None:
+        """Return the weights of projections as one [o, c], and their biases, in `dtype`; None if they do not lie so."""
+        key = (dtype, *map(id, projections))
+        if key not in self._found:
+            self._found[key] = self._find(dtype, projections)
+        found = self._found[key]
+        if found is None:
+            return None
+        sources, leaves = found
+        trained = self.gradient is not None
+        differentiated = torch.is_grad_enabled()
+        for source in sources:  # this runs for every layer of every pass
+            p = source.parameter
+            if source.holder[source.key] is not p or p.data_ptr() != source.address:
+                return None  # it was replaced, or moved
+            if differentiated and p.requires_grad != trained:
+                return None  # it was frozen since; or its gradient would not reach the parameter
+            if p._version != source.version:
+                self._copy_again(source, leaves, dtype)
+        return leaves
+
+    def _find(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> tuple[list["_Source"], Joined] | None:
+        """Return what `joined` does, and of what it was made; None where the parameters lie elsewhere or apart."""
+        linears = [linear for linear in projections if isinstance(linear, Linear)]
+        if len(linears) < len(projections) or dtype not in (self.compute.dtype, self.weights.dtype):
+            return None
+        biases = [(linear, "bias") for linear in linears if linear.bias is not None]
+        weights = [(linear, "weight") for linear in linears]
+        weight = self._leaf(dtype, [linear.weight for linear, _ in weights])
+        bias = self._leaf(dtype, [linear.bias for linear, _ in biases]) if biases else None
+        if weight is None or (biases and bias is None):
+            return None
+        return [_Source(self, *where) for where in weights + biases], (weight, bias)
+
+    def _copy_again(self, source: "_Source", leaves: Joined, dtype: torch.dtype) -> None:
+        """Bring the copy of a parameter up to date, which was written to."""
+        p = source.parameter
+        source.version = p._version
+        # A backward pass that still needs the old values is to notice.
+        increment_version([leaf for leaf in leaves if leaf is not None and leaf is not p])
+        if dtype != self.weights.dtype:
+            with torch.no_grad():
+                self.layout.view(self.compute, source.name).copy_(p)
+
+    def _leaf(self, dtype: torch.dtype, parameters: list[Tensor]) -> Tensor | None:
+        """Return parameters [o, ...] as one tensor, joined along their first axis; None if they do not lie so."""
+        names = [self.names.get(id(p)) for p in parameters]
+        known = [name for name in names if name is not None]
+        places = [self.layout.places[name] for name in known]
+        if len(known) < len(names) or any(a.stop != b.start for a, b in pairwise(places)):
+            return None
+        if len(parameters) == 1 and dtype == self.weights.dtype:
+            return parameters[0]
+        where = slice(places[0].start, places[-1].stop)
+        rest = parameters[0].shape[1:]
+        flat = self.compute if dtype == self.compute.dtype else self.weights
+        # Not flat[where]: it would count writes to all of the buffer as its own.
+        leaf = flat.new_empty(0).set_(flat[where].view(-1, *rest))  # type: ignore[call-overload]
+        if self.gradient is not None:
+            leaf.requires_grad_()
+            leaf.grad_dtype = self.gradient.dtype
+            leaf.grad = self.gradient[where].view(-1, *rest)
+            if self.watch is not None:
+                self.watch(known[0], leaf)
+        return leaf
+
+
+class _Source:
+    """A parameter of which a leaf was made, and how it was then."""
+
+    def __init__(self, packed: PackedWeights, linear: Linear, key: str) -> None:
+        self.linear, self.holder, self.key = linear, linear._parameters, key  # the layer is kept, as its id is in a key
+        parameter = self.holder[key]
+        assert parameter is not None
+        self.parameter: nn.Parameter = parameter
+        self.name = packed.names[id(parameter)]
+        place = packed.layout.places[self.name]
+        self.address = packed.weights.data_ptr() + place.start * packed.weights.element_size()
+        self.version = packed.versions[self.name]
+
+
+def packed_order(model: nn.Module) -> tuple[list[str], set[str]]:
+    """Return the names of a model's parameters in the order in which they are packed, that of the forward pass.
+
+    And those that must not be separated from the one before.  A module's `projections` are its linear layers that
+    project one tensor: their weights lie one after another, then their biases.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    first: dict[str, list[str]] = {}  # the groups, by the name that comes first in the model
+    grouped: set[str] = set()
+    position = {name: i for i, name in enumerate(names.values())}
+    for module in model.modules():  # a layer comes before its parts, and may have joined more than they
+        linears: tuple[Linear, ...] = getattr(module, "projections", ())
+        group = [names[id(linear.weight)] for linear in linears]
+        group += [names[id(linear.bias)] for linear in linears if linear.bias is not None]
+        if group and not grouped & set(group):
+            grouped |= set(group)
+            first[min(group, key=position.__getitem__)] = group
+    order = [
+        name for start in names.values() if start in first or start not in grouped for name in first.get(start, [start])
+    ]
+    return order, {name for group in first.values() for name in group[1:]}
