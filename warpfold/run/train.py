@@ -87,8 +87,7 @@ def train(
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
     origin = fingerprint_origin(sources, init, team)
     model = Execution(config.plan, team.mesh).bind(initial_model(config, init, team).to(device))
-    ranks_per_node, dtype = team.process.ranks_per_node, DTYPES[config.plan.precision]
-    optimizer = Optimizer(model, config.optim, team.mesh, config.plan.sync, ranks_per_node, dtype)
+    optimizer = make_optimizer(config, model, team)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
         signals = stack.enter_context(StopSignals())
@@ -192,6 +191,12 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
             load_state(model, load_model(init).state_dict(), str(init))
         model.load_state_dict(team.broadcast_tensors(model.state_dict(), "the first parameters"))
     return model.train()
+
+
+def make_optimizer(config: RunConfig, model: AlphaFold, team: Team) -> Optimizer:
+    """Return the optimizer of a model; operations read its weights in the dtype that the plan computes in."""
+    ranks_per_node, dtype = team.process.ranks_per_node, DTYPES[config.plan.precision]
+    return Optimizer(model, config.optim, team.mesh, config.plan.sync, ranks_per_node, dtype)
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:

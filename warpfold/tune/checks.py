@@ -179,7 +179,7 @@ def truth(
     """Compute a definition's results in fp64, and draws of them; names: of the arguments with a gradient."""
     with using("definition"):  # so that no kernel draws the dropout factors
         args = [t.draw() if isinstance(t, DropoutFactors) else t for t in args]
-    doubles = [t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else None for t in args]
+    doubles = [t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in args]
     exact = answer(definition, doubles, grad.double())
     off: list[list[tuple[float, float]]] = [[] for _ in exact]
     for seed in range(draws):

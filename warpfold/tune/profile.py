@@ -21,7 +21,7 @@ from warpfold.ops.norm import padded
 MASKED = 0.15  # the share of keys masked in checks, where the last row is masked throughout
 DROPPED = 0.25  # the dropout rate
 CONSTANT = ("mask", "factors", "count")  # the arguments without a gradient
-Argument = Tensor | DropoutFactors | None  # of an operation
+Argument = Tensor | DropoutFactors | float | None  # of an operation
 Kinds = Mapping[str, tuple[str, ...]]  # the bench's kinds of shape, and the sizes of each by default
 LayerKind = Literal[
     "attention", "pointwise attention", "global attention", "projection", "transition", "outer product",
@@ -205,7 +205,8 @@ class OpProfile(ABC):
                 t.requires_grad_()
                 names.append(name)
         with torch.no_grad():
-            out = self.op.definition(*(t.to("meta") if isinstance(t, Tensor) else None for t in args))
+            given = (None if isinstance(t, DropoutFactors) else t for t in args)
+            out = self.op.definition(*(t.to("meta") if isinstance(t, Tensor) else t for t in given))
         return OpInputs(case, args, tuple(names), draw.normal(*out.shape))
 
     @abstractmethod
