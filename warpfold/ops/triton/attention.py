@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.attention import empty_bias, empty_lse, empty_out
+from warpfold.ops.shapes import Shape
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton import attention_backward as kernels
 from warpfold.ops.triton import attention_short as short
@@ -19,7 +20,7 @@ from warpfold.ops.triton import pointwise
 from warpfold.ops.triton.attention_forward import FORWARD
 from warpfold.ops.triton.attention_tiles import BIAS_UNIT, Sizes
 from warpfold.ops.triton.launch import ByPrecision, Key, TiledKernel, cores
-from warpfold.ops.triton.positions import Strided
+from warpfold.ops.triton.positions import Strided, cdiv
 
 WARPS = 8  # of the gradient of the bias that a core runs at once: its tiles take most of the registers
 MAX_SLABS = 16  # of rows whose gradients of the bias are summed apart
@@ -103,10 +104,10 @@ def slabs_for(rows: int, tiles: int, programs: int) -> tuple[int, int]:
 
     def turns(slabs: int) -> float:
         moved = slabs * tiles / 20 if slabs > 1 else 0.0
-        return -(-slabs * tiles // programs) * -(-rows // slabs) + moved
+        return cdiv(slabs * tiles, programs) * cdiv(rows, slabs) + moved
 
-    slab = -(-rows // min(range(1, most + 1), key=turns))
-    return slab, -(-rows // slab)
+    slab = cdiv(rows, min(range(1, most + 1), key=turns))
+    return slab, cdiv(rows, slab)
 
 
 class _Call:
@@ -142,8 +143,8 @@ class _Call:
     def row_grid(self, kernel: TiledKernel, block: str) -> tuple[int]:
         """Return the grid of a kernel whose programs each own a block of queries or keys, of some rows."""
         length = self.sizes.queries if block == "BLOCK_Q" else self.sizes.keys
-        groups = -(-self.sizes.rows // kernel["ROWS"])
-        return (-(-length // kernel[block]) * self.sizes.heads * groups * self.batches,)
+        groups = cdiv(self.sizes.rows, kernel["ROWS"])
+        return (cdiv(length, kernel[block]) * self.sizes.heads * groups * self.batches,)
 
     def run_long(self, lse: Tensor, dbias: Tensor | None) -> None:
         """Compute the gradients of rows of any length."""
@@ -182,7 +183,7 @@ class _Call:
     def _run_bias(self, rest: dict[str, Any], firsts: Tensor, dbias: Tensor) -> None:
         sizes, batches = self.sizes, self.batches
         kernel = self.tiled(kernels.DBIAS)
-        blocks = -(-sizes.queries // kernel["BLOCK_Q"]) * -(-sizes.keys // kernel["BLOCK_K"])
+        blocks = cdiv(sizes.queries, kernel["BLOCK_Q"]) * cdiv(sizes.keys, kernel["BLOCK_K"])
         tiles = batches * sizes.heads * blocks
         slab, slabs = slabs_for(sizes.rows, tiles, cores(dbias.device) * max(1, WARPS // kernel.config.warps))
         parts = dbias[None] if slabs == 1 else dbias.new_empty(slabs, *dbias.shape, dtype=torch.float32)
@@ -192,7 +193,7 @@ class _Call:
             kernel = kernels.SLABS.tiled((dbias.numel(),), dbias)
             positions = batches * sizes.queries * sizes.keys
             kernel.run(
-                (-(-positions // kernel["BLOCK"]),),
+                (cdiv(positions, kernel["BLOCK"]),),
                 parts=parts,
                 dbias=Strided.of(dbias, dbias.stride()[:3], 16, dbias.stride(3)),
                 positions=positions,
@@ -210,14 +211,24 @@ def _width_innermost(t: Tensor) -> bool:
 def strided(vectors: dict[str, Tensor]) -> dict[str, Strided]:
     """Return tensors [B, R, Q or K, h, d] as the kernels take them: copied where their last axis has not stride 1."""
     given = {name: t if _width_innermost(t) else t.contiguous() for name, t in vectors.items()}
-    # One unit for all: with one for each, dk and dv of heads 64 wide want more registers than sm_80 has.
-    unit = math.gcd(16, *(stride for t in given.values() for stride in _strides(t)))
-    return {name: Strided.of(t, _strides(t), unit) for name, t in given.items()}
+    layouts = _layouts(tuple([(t.shape, t.stride()) for t in given.values()]))
+    return {name: Strided(t, *layout) for (name, t), layout in zip(given.items(), layouts)}
 
 
-def _strides(t: Tensor) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)  # as in positions.py
+def _layouts(tensors: tuple[tuple[Shape, Shape], ...]) -> list[tuple[Shape, Any]]:
+    """Return strides and unit of each tensor, given by shape and strides.
+
+    One unit for all: with one for each, dk and dv of heads 64 wide want more registers than sm_80 has.
+    """
+    strides = [_strides(*each) for each in tensors]
+    unit = math.gcd(16, *(stride for each in strides for stride in each))
+    return [(found.strides, found.unit) for found in (Strided.of(None, each, unit) for each in strides)]
+
+
+def _strides(shape: Shape, strides: Shape) -> Shape:
     """Return the strides of all axes but the last; 0 along axes of one element, whose strides mean nothing."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(t.shape[:-1], t.stride()[:-1]))
+    return tuple([0 if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1])])
 
 
 def strided_mask(mask: Tensor) -> Strided:
@@ -235,9 +246,10 @@ def _strided_bias(bias: Tensor) -> Strided:
     """
     shared = bias.stride(0) == 0
     bias = bias[:1] if shared else bias
-    if bias.stride(-1) != 1 or any(s % BIAS_UNIT for s in (*_strides(bias), bias.shape[-1])):
-        padded = bias.new_empty(*bias.shape[:-1], -(-bias.shape[-1] // BIAS_UNIT) * BIAS_UNIT)
-        padded[..., : bias.shape[-1]] = bias
+    keys = bias.shape[-1]
+    if bias.stride(-1) != 1 or keys % BIAS_UNIT or any(s % BIAS_UNIT for s in _strides(bias.shape, bias.stride())):
+        padded = bias.new_empty(*bias.shape[:-1], cdiv(keys, BIAS_UNIT) * BIAS_UNIT)
+        padded[..., :keys] = bias
         bias = padded
-    batch, head, query = _strides(bias)
+    batch, head, query = _strides(bias.shape, bias.stride())
     return Strided.of(bias, (0 if shared else batch, head, query), BIAS_UNIT)

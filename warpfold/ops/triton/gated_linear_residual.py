@@ -19,6 +19,7 @@ from warpfold.ops.triton.noise import SCALARS, drawn, fill, scalars
 from warpfold.ops.triton.positions import (
     Positions,
     cast_weight,
+    cdiv,
     channels_last,
     coalesce,
     offsets,
@@ -284,7 +285,7 @@ def gated_linear_residual(
     p, arguments = dropout.walked_with({"x": x, "o": channels_last(o), "g": channels_last(g)}, writes={"y": y})
     kernel = FORWARD.tiled((c, inputs), x)
     kernel.run(
-        (triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(c, kernel["BLOCK_C"])),
+        (cdiv(p.count, kernel["BLOCK_M"]), cdiv(c, kernel["BLOCK_C"])),
         **arguments,
         weight=cast_weight(weight, x, p.count),
         bias=None if bias is None else bias.contiguous(),
@@ -335,7 +336,7 @@ def backward(
     p, arguments = dropout.walked_with(reads, writes={"do": do, "dg": dg})
     kernel = BACKWARD.tiled((inputs, c), o)
     kernel.run(
-        (triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(inputs, kernel["BLOCK_I"])),
+        (cdiv(p.count, kernel["BLOCK_M"]), cdiv(inputs, kernel["BLOCK_I"])),
         **arguments,
         weight=cast_weight(weight, o, p.count),
         C=c,
@@ -344,7 +345,7 @@ def backward(
     p.copy_back()
     p, arguments = dropout.walked_with(reads, writes={})
     kernel = WEIGHT.tiled((c, inputs), o)
-    tiles = triton.cdiv(c, kernel["BLOCK_C"]), triton.cdiv(inputs, kernel["BLOCK_I"])
+    tiles = cdiv(c, kernel["BLOCK_C"]), cdiv(inputs, kernel["BLOCK_I"])
     programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
     partials = empty_partials(o, programs, c * inputs + biased)
     kernel.run((*tiles, programs), **arguments, partials=partials, C=c, INPUTS=inputs, BIASED=biased)

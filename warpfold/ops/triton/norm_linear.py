@@ -19,6 +19,7 @@ from warpfold.ops.triton.launch import configs, register, register_by_precision
 from warpfold.ops.triton.positions import (
     Positions,
     cast_weight,
+    cdiv,
     channels_last,
     offsets,
     pointers,
@@ -300,9 +301,9 @@ def norm_linear(
     p = Positions({"x": x}, writes={"y": y, "mean": mean[..., None]})
     wide = c > WIDEST or x.element_size() > 2
     kernel = (WIDE if wide else FORWARD).tiled((c, outputs), x)
-    rows = triton.cdiv(p.count, kernel["BLOCK_M"])
+    rows = cdiv(p.count, kernel["BLOCK_M"])
     kernel.run(
-        (rows, triton.cdiv(outputs, kernel["BLOCK_O"])) if wide else (rows,),
+        (rows, cdiv(outputs, kernel["BLOCK_O"])) if wide else (rows,),
         **p.arguments,
         norm_weight=norm_weight.contiguous(),
         norm_bias=norm_bias.contiguous(),
@@ -337,7 +338,7 @@ def norm_linear_backward(
     c, outputs, dx = x.shape[-1], weight.shape[0], empty_like(x)
     p = Positions({"x": x, "grad": grad, "mean": mean[..., None], "residual": residual}, writes={"dx": dx})
     kernel = BACKWARD.tiled((c, outputs), x)
-    programs = triton.cdiv(p.count, kernel["BLOCK_M"])
+    programs = cdiv(p.count, kernel["BLOCK_M"])
     partials = empty_partials(x, programs, 2 * c)
     kernel.run(
         (programs,),
@@ -377,7 +378,7 @@ def _weight_partials(
     c = x.shape[-1]
     p = Positions({"x": x, "grad": grad, "mean": mean[..., None]}, writes={})
     kernel = WEIGHT.tiled((c, outputs), x)
-    tiles = triton.cdiv(outputs, kernel["BLOCK_O"]), triton.cdiv(c, kernel["BLOCK_C"])
+    tiles = cdiv(outputs, kernel["BLOCK_O"]), cdiv(c, kernel["BLOCK_C"])
     programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
     partials = empty_partials(x, programs, outputs * c + biased)
     kernel.run(
