@@ -26,6 +26,7 @@ CASES = {
     "global column": lambda: MSAColumnGlobalAttention(C_M, heads=4),
     "transition of m": lambda: Transition(C_M),
     "transition of z": lambda: Transition(C_Z),
+    "transition, swiglu": lambda: Transition(C_Z, activation="swiglu"),
     "outer product": lambda: OuterProductMean(C_M, C_Z, c=5),
     "outgoing": lambda: TriangleMultiplication(C_Z, 6, outgoing=True),
     "incoming": lambda: TriangleMultiplication(C_Z, 6, outgoing=False),

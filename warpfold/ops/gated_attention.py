@@ -8,17 +8,17 @@ written in half precision); on a CPU making it again was 8 % of the backward pas
 computes sublayers again.  Where no backward pass can follow, nothing is kept, and y need not exist whole.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.attention import attention
+from warpfold.ops.attention import attention, unsupported_width
 from warpfold.ops.dispatch import backend, faster_on_cpu
-from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.gate import gate
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
-from warpfold.ops.norm import EPS, empty_projected, empty_statistics, norm_linear, padded
+from warpfold.ops.norm import EPS, empty_projected, empty_statistics, norm_linear, padded, unsupported_channels
 from warpfold.ops.register import register
 from warpfold.ops.shapes import Sizes
 from warpfold.ops.tensors import accumulation_dtype, empty_like, empty_parameters
@@ -80,30 +80,34 @@ def _unsupported(
     x: Tensor, _nw: Tensor, _nb: Tensor, weight: Tensor, gate_bias: Tensor | None, *more: Any
 ) -> str | None:
     out_weight, _, _, bias, heads, *_ = more
-    return _wrong_sizes(weight, gate_bias, out_weight, bias, heads, x) or None
-
-
-def _on_a_gpu(registered: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call the registered operation; on a GPU, where it has no kernel yet, its parts one after another."""
-    x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, mask, bias, heads, factors, eps = args
+    if wrong := _wrong_sizes(weight, gate_bias, out_weight, bias, heads, x):
+        return wrong
     if backend(x) == "cpu":
-        return registered(*args)
-    y = norm_linear(x, norm_weight, norm_bias, weight, gate_bias, eps)
-    g, q, k, v, bias = _parts(y, out_weight.shape[1], heads, bias)
-    o = attention(q, k, v, mask, bias).flatten(-2)
-    out_bias = out_weight.new_zeros(out_weight.shape[0]) if out_bias is None else out_bias
-    return gated_linear_residual(x, o, g, out_weight, out_bias, factors)
+        return None
+    inner, batch = out_weight.shape[1], range(1, x.dim() - 3)
+    if any(x.stride(axis - 1) != x.shape[axis] * x.stride(axis) for axis in batch):
+        return "the batch axes of x are not one"
+    return unsupported_channels(x) or unsupported_width(inner // heads)
 
 
-def _parts(
+def parts(
     y: Tensor, inner: int, heads: int, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gate's logits [*, R, K, i], q, k and v [*, R, K, h, d], and the bias as `attention` takes it."""
+    """Return the gate's logits [*, R, K, i], q, k and v [*, R, K, h, d], and the bias [*, h, K, K], all of them views.
+
+    y [*, R, K, o] is the projection, or its gradient; bias: that which is given.
+    """
     g, q, k, v, own = y.split([inner] * 4 + [y.shape[-1] - 4 * inner], -1)
     if own.shape[-1]:
         bias = own.movedim(-1, -3)
-    q, k, v = (t.unflatten(-1, (heads, -1)) for t in (q, k, v))
-    return g, q, k, v, None if bias is None else bias[..., None, :, :, :]
+    return g, *(t.unflatten(-1, (heads, -1)) for t in (q, k, v)), bias
+
+
+def batched(t: Tensor, axes: int) -> Tensor:
+    """Return t [*, ...] as [B, ...], of so many axes: a view where the batch axes of x are one."""
+    if t.dim() == axes:
+        return t
+    return t.unsqueeze(0) if t.dim() < axes else t.flatten(0, t.dim() - axes)
 
 
 @register(
@@ -119,7 +123,6 @@ def _parts(
     kept=True,
     check=_check,
     expand=FACTOR_OPERANDS,
-    adapter=_on_a_gpu,
     unsupported_reason=_unsupported,
     # Decided by the projections.
     prefer_definition=lambda x, norm_weight, norm_bias, weight, *_: faster_on_cpu(
@@ -150,7 +153,8 @@ def gated_attention(
     weight [4 i + heads, c] makes the bias as well, of x itself, where R = K: logits [q, k] have that of x[q, k].
     """
     y = norm_linear.definition(x, norm_weight, norm_bias, weight, gate_bias, eps)
-    g, q, k, v, bias = _parts(y, out_weight.shape[1], heads, bias)
+    g, q, k, v, bias = parts(y, out_weight.shape[1], heads, bias)
+    bias = None if bias is None else bias[..., None, :, :, :]  # the same for every row
     o = gate.definition(attention.definition(q, k, v, mask, bias).flatten(-2), g)
     dx = F.linear(o, out_weight.to(x.dtype), None if out_bias is None else out_bias.to(x.dtype))
     return x + (dx if factors is None else dx * factors)
