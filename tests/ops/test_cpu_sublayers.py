@@ -179,9 +179,8 @@ def test_without_a_backward_pass_nothing_is_kept_and_no_projection_exists_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     n, c = 24, 8
-    for module, names in ((cpu_attention, ("FORWARD", "BACKWARD")), (cpu_triangle, ("POSITIONS",))):
-        for name in names:
-            monkeypatch.setattr(module, name, n)
+    for module, name in ((cpu_attention, "FORWARD"), (cpu_attention, "BACKWARD"), (cpu_triangle, "POSITIONS")):
+        monkeypatch.setattr(module, name, n)
     x, nw, nb, w, ow = given((n, n, c), (c,), (c,), (4 * c + 2, c), (c, c))
     mask, w2 = torch.ones(n, n).double(), given((5 * c, c))[0]
     for run in (

@@ -11,6 +11,7 @@ computes sublayers again.  Where no backward pass can follow, nothing is kept, a
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -124,9 +125,9 @@ def batched(t: Tensor, axes: int) -> Tensor:
     check=_check,
     expand=FACTOR_OPERANDS,
     unsupported_reason=_unsupported,
-    # Decided by the projections.
+    # Decided by the projections; the backward pass has more to do for each row.
     prefer_definition=lambda x, norm_weight, norm_bias, weight, *_: faster_on_cpu(
-        x, x.numel() // max(1, x.shape[-1]) * weight.shape[0], 2**20
+        x, x.numel() // max(1, x.shape[-1]) * weight.shape[0], 2**21 if torch.is_grad_enabled() else 2**19
     ),
 )
 def gated_attention(
