@@ -58,7 +58,9 @@ class TriangleMultiplication(OpProfile):
         positions, c, h = case.rows * case.length, case.channels, case.outputs
         projections, rest = 2 * (4 * h + c) * c, 2 * h * (case.length + c)
         flops = positions * (projections + rest if forward else 3 * projections + 2 * rest)
-        return Cost(flops, positions * (2 * h + c), positions * (2 * c + 6 * h if forward else 3 * c + 9 * h) * itemsize)
+        return Cost(
+            flops, positions * (2 * h + c), positions * (2 * c + 6 * h if forward else 3 * c + 9 * h) * itemsize
+        )
 
     def example(self, kind: str, s: int, r: int) -> OpCase:
         return _triangle(kind, s, 128, 128, dropped=True, drawn=True)

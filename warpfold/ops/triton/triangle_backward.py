@@ -1,4 +1,4 @@
-"""Kernels of the backward pass of triangle_multiplication: the gradients of its product, of its operand and of norms."""
+"""Kernels of the backward pass of triangle_multiplication: gradients of its product, of its operand and of norms."""
 
 import triton
 import triton.language as tl
@@ -194,9 +194,7 @@ def _factors_backward(
     B: tl.constexpr = HIDDEN if FUSED else 2 * HIDDEN
     A_GATES: tl.constexpr = 2 * HIDDEN if FUSED else HIDDEN
     da, db = dfactors.data, dfactors.data + apart.to(tl.int64)
-    dn = _add_factor(
-        dn, da, dfactors, n1, kept, weight, bias, m, axes, 0, A_GATES, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O
-    )
+    dn = _add_factor(dn, da, dfactors, n1, kept, weight, bias, m, axes, 0, A_GATES, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O)
     dn = _add_factor(
         dn, db, dfactors, n1, kept, weight, bias, m, axes, B, 3 * HIDDEN, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O
     )
