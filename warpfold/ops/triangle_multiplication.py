@@ -28,7 +28,7 @@ def row_pitch(x: Tensor) -> int:
     So that a matrix product reads rows of any length in wide words.
     """
     n: int = x.shape[-2]
-    return -(-n // ROW) * ROW if x.element_size() == 2 else n
+    return -(-n // ROW) * ROW if x.element_size() == 2 and backend(x) == "triton" else n
 
 
 def empty_planes(x: Tensor, channels: int) -> Tensor:

@@ -39,9 +39,7 @@ def _near(x: tl.tuple, start: tl.tensor, index: tl.tensor, WIDTH: tl.constexpr) 
 
 
 @triton.jit
-def _load(
-    x: tl.tuple, start: tl.tensor, index: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr
-) -> tl.tensor:
+def _load(x: tl.tuple, start: tl.tensor, index: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
     valid = (tl.arange(0, padded_width(WIDTH)) < WIDTH)[None, :] & (index < count)[:, None]
     return tl.load(_near(x, start, index, WIDTH), mask=valid, other=0.0)
 
