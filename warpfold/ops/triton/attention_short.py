@@ -160,9 +160,8 @@ SHORT = register(
     _attention_short,
     configs(
         "BLOCK_Q BLOCK_K",
-        *((queries, 128, 8, stages) for queries in (32, 64) for stages in (1, 2)),
-        *((queries, 64, 4, stages) for queries in (32, 64) for stages in (1, 2)),
-        *((16, 256, 8, 1), (32, 256, 8, 1), (32, 128, 4, 1), (16, 128, 4, 1)),
+        *((32, keys, warps, stages) for keys, warps in ((64, 4), (128, 8)) for stages in (1, 2)),
+        *((16, 64, 4, 1), (16, 128, 8, 1), (64, 64, 4, 1), (64, 128, 8, 1), (32, 256, 8, 1)),
     ),
 )
 
