@@ -417,8 +417,8 @@ class _OuterProduct(OpProfile):
 PROFILES: Mapping[str, OpProfile] = {
     profile.name: profile
     for profile in (
-        _Attention(), _GlobalAttention(), _GatedAttention(), _LayerNorm(), _NormLinear(), _Gate(), _GatedLinearResidual(), _Transition(),
-        _TriangleFactor(), _OuterProduct(),
+        _Attention(), _GlobalAttention(), _GatedAttention(), _LayerNorm(), _NormLinear(), _Gate(),
+        _GatedLinearResidual(), _Transition(), _TriangleFactor(), _OuterProduct(),
     )
 }  # fmt: skip
 OPS = {name: profile.op for name, profile in PROFILES.items()}

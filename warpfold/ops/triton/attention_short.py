@@ -39,9 +39,7 @@ def _near(x: tl.tuple, start: tl.tensor, index: tl.tensor, WIDTH: tl.constexpr) 
 
 
 @triton.jit
-def _load(
-    x: tl.tuple, start: tl.tensor, index: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr
-) -> tl.tensor:
+def _load(x: tl.tuple, start: tl.tensor, index: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
     valid = (tl.arange(0, padded_width(WIDTH)) < WIDTH)[None, :] & (index < count)[:, None]
     return tl.load(_near(x, start, index, WIDTH), mask=valid, other=0.0)
 
@@ -104,7 +102,7 @@ def _attention_short(
     line = ((batch.to(tl.int64) * rows + row) * heads + head) * queries
     lse += line
     delta += line
-    if firsts is not None:
+    if firsts is not None:  # noqa: SIM102  (the one is a constant, the other is not)
         if head == 0:
             first = first_masked_key(mask, batch, row, rows, keys, 1)
             tl.store(firsts + batch.to(tl.int64) * rows + row, first)
