@@ -27,7 +27,7 @@ def given(*shapes: Sequence[int], seed: int = 0) -> list[Tensor]:
 
 
 def mistakes(
-    op: Op[..., Tensor], arguments: Sequence[Tensor], parameters: int, dtype: torch.dtype, **fixed: object
+    op: Op[..., Tensor], arguments: Sequence[Tensor | None], parameters: int, dtype: torch.dtype, **fixed: object
 ) -> list[str]:
     """What is wrong (tune/checks.py) with the output of the fast way, or with a gradient.
 
@@ -35,7 +35,8 @@ def mistakes(
     """
     keep = torch.float64 if dtype == torch.float64 else torch.float32
     first = len(arguments) - parameters
-    leaves = [t.detach().to(dtype if i < first else keep).requires_grad_() for i, t in enumerate(arguments)]
+    dtypes = [dtype] * first + [keep] * parameters
+    leaves = [None if t is None else t.detach().to(d).requires_grad_() for t, d in zip(arguments, dtypes)]
     definition, fast = partial(op.definition, **fixed), partial(op.fast, **fixed)
     grad = given(definition(*leaves).shape, seed=1)[0].to(dtype)
     return wrong(definition, leaves, grad, answer(fast, leaves, grad))

@@ -7,17 +7,20 @@ from tests.ops.cpu_cases import DTYPES, LAYOUTS, Largest, given, mistakes
 from warpfold.ops.cpu import outer as cpu_outer
 from warpfold.ops.cpu import transition as cpu_transition
 from warpfold.ops.outer import outer_product
-from warpfold.ops.transition import transition
+from warpfold.ops.transition import HALVES, transition
 from warpfold.ops.triangle import triangle_factor
 
 
-def _transition() -> list[torch.Tensor]:
-    x, nw, nb, up, up_bias, down, down_bias = given((2, 13, 17, 24), (24,), (24,), (48, 24), (48,), (24, 48), (24,))
-    return [2 * x - 1, nw, nb, up / 5, up_bias, down / 7, down_bias]
+def _transition(activation: str = "relu", biased: bool = True) -> list[torch.Tensor | None]:
+    u = 48 * HALVES[activation]
+    x, nw, nb, up, up_bias, down, down_bias = given((2, 13, 17, 24), (24,), (24,), (u, 24), (u,), (24, 48), (24,))
+    biases = (nb, up_bias, down_bias) if biased else (None, None, None)
+    return [2 * x - 1, nw, biases[0], up / 5, biases[1], down / 7, biases[2]]
 
 
-def _outer() -> list[torch.Tensor]:
-    return given((2, 9, 13, 5), (2, 9, 7, 6), (11, 30), (11,))
+def _outer(biased: bool = True) -> list[torch.Tensor | None]:
+    a, b, weight, bias = given((2, 9, 13, 5), (2, 9, 7, 6), (11, 30), (11,))
+    return [a, b, weight, bias if biased else None]
 
 
 def _count() -> torch.Tensor:
@@ -37,11 +40,43 @@ def test_transition_is_its_definition(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("activation", "biased"), [("relu", False), ("swiglu", True), ("swiglu", False)])
+def test_activations_and_missing_biases(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, residual: bool, activation: str, biased: bool
+) -> None:
+    monkeypatch.setattr(cpu_transition, "HIDDEN", 2**12)
+    given = _transition(activation, biased)
+    assert not mistakes(transition, given, 6, dtype, residual=residual, activation=activation)
+
+
+def test_swiglu_is_the_formula() -> None:
+    """silu of the first half, times the second; the halves lie one after the other in `up`."""
+    x, nw, _, up, _, down, _ = _transition("swiglu", biased=False)
+    n = torch.nn.functional.layer_norm(x, x.shape[-1:], nw)
+    gate, value = n @ up[:48].t(), n @ up[48:].t()
+    expected = x + (gate / (1 + (-gate).exp()) * value) @ down.t()
+    torch.testing.assert_close(transition(x, nw, None, up, None, down, None, activation="swiglu"), expected)
+
+
+def test_an_activation_that_does_not_fit_its_weights_is_refused() -> None:
+    given = _transition("swiglu")
+    assert transition.unsupported_reason(*given) == "up and down do not fit together"
+    with pytest.raises(ValueError, match=r"up is \[96, 24\], not \[u, c\] = \[48, 24\]"):
+        transition.fast(*given)
+    with pytest.raises(ValueError, match="activation is 'gelu', not one of relu, swiglu"):
+        transition.fast(*given, activation="gelu")
+    with pytest.raises(ValueError, match="activation is 'gelu'"):
+        transition(*given, activation="gelu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("products", [1, 2000, 2**20])  # of a block: one row, some, all
 def test_outer_product_is_its_definition(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: int) -> None:
     monkeypatch.setattr(cpu_outer, "PRODUCTS", products)
     count = _count().clamp_min(1)
     assert not mistakes(outer_product, _outer(), 2, dtype, count=count)
+    assert not mistakes(outer_product, _outer(biased=False), 2, dtype, count=count)
 
 
 def test_hidden_layers_and_products_never_exist_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +84,8 @@ def test_hidden_layers_and_products_never_exist_whole(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu_outer, "PRODUCTS", 2000)
     x, *parameters = _transition()
     with Largest() as seen:
-        cpu_transition.transition(x, *parameters, True, 1e-5)
-        cpu_transition.transition_backward(x, x, *parameters[:5], True, 1e-5)
+        cpu_transition.transition(x, *parameters, True, 1e-5, "relu")
+        cpu_transition.transition_backward(x, x, *parameters, True, 1e-5, "relu")
     assert seen.elements == x.numel()
     a, b, weight, bias = _outer()
     with Largest() as seen:
@@ -61,15 +96,16 @@ def test_hidden_layers_and_products_never_exist_whole(monkeypatch: pytest.Monkey
 
 
 def _run(name: str) -> torch.Tensor:
-    if name == "transition":
-        return transition.fast(*(t.requires_grad_() for t in _transition()))
+    if name in HALVES:
+        arguments = _transition(name, biased=name == "relu")
+        return transition.fast(*(t if t is None else t.requires_grad_() for t in arguments), activation=name)
     if name == "outer_product":
         return outer_product.fast(*(t.requires_grad_() for t in _outer()), _count())
     y, g = (t.requires_grad_() for t in given((4, 5, 6), (4, 5, 6)))
     return triangle_factor.fast(y, g, torch.ones(4, 5))
 
 
-@pytest.mark.parametrize("name", ["transition", "outer_product", "triangle_factor"])
+@pytest.mark.parametrize("name", ["relu", "swiglu", "outer_product", "triangle_factor"])
 def test_torch_finds_schema_shapes_and_gradients_in_order(name: str) -> None:
     seen: list[tuple[object, tuple[object, ...]]] = []
 

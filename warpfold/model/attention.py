@@ -11,7 +11,7 @@ from warpfold.ops.attention import attention
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.noise import Factors
-from warpfold.ops.transition import transition
+from warpfold.ops.transition import HALVES, Activation, transition
 
 
 class GatedAttention(nn.Module):
@@ -92,13 +92,17 @@ class AttentionUpdate(AxialUpdate):
 
 
 class Transition(AxialUpdate):
-    """Algorithms 9 and 15: a two-layer perceptron at each position alone.  Masked positions are updated too."""
+    """Algorithms 9 and 15: a two-layer perceptron at each position alone.  Masked positions are updated too.
 
-    def __init__(self, c: int, factor: int = 4) -> None:
+    With "swiglu" its layers have no biases (AlphaFold3, Algorithm 11), and `up` makes gates and then values.
+    """
+
+    def __init__(self, c: int, factor: int = 4, activation: Activation = "relu") -> None:
         super().__init__()
+        self.activation, biased = activation, activation == "relu"
         self.norm = LayerNorm(c)
-        self.up = Linear(c, factor * c, init="relu")
-        self.down = Linear(factor * c, c, init="final")
+        self.up = Linear(c, HALVES[activation] * factor * c, biased, init="relu")
+        self.down = Linear(factor * c, c, biased, init="final")
 
     def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
         return (n.x,)  # normalised on the way
@@ -111,6 +115,5 @@ class Transition(AxialUpdate):
 
     def _transition(self, x: Tensor, residual: bool) -> Tensor:
         norm, (up, up_bias), (down, down_bias) = self.norm, joined(x.dtype, self.up), joined(x.dtype, self.down)
-        assert up_bias is not None
-        assert down_bias is not None
-        return transition(x, norm.weight, norm.bias, up, up_bias, down, down_bias, residual, norm.eps)
+        parameters = norm.weight, norm.bias, up, up_bias, down, down_bias
+        return transition(x, *parameters, residual, norm.eps, self.activation)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from warpfold.model.axial import Block, BlockStack, Step, Steps
 from warpfold.model.msa import MSAStack, OuterProductMean
 from warpfold.model.pair import PairConfig, PairStack
+from warpfold.ops.transition import Activation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,7 @@ class EvoformerConfig:
     blocks: int = 48
     heads: int = 8  # Algorithms 7 and 8
     transition: int = 4  # Algorithm 9: n
+    activation: Activation = "relu"  # of the transition; "swiglu" is AlphaFold3's: another model
     rate: float = 0.15  # dropout of row attention, Algorithm 6
     c_outer: int = 32  # Algorithm 10: c
     # Where the outer product stands: "middle" is AlphaFold2's order; "first" is Multimer's; with "last" both halves
@@ -34,7 +36,8 @@ class EvoformerBlock(Block):
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, global_column: bool = False) -> None:
         super().__init__()
         self.order = config.outer
-        self.msa = MSAStack(c_m, c_z, config.heads, config.transition, config.rate, global_column)
+        c = config
+        self.msa = MSAStack(c_m, c_z, c.heads, c.transition, c.rate, global_column, c.activation)
         self.outer = OuterProductMean(c_m, c_z, config.c_outer)
         self.pair = PairStack(c_z, config.pair)
 

@@ -11,6 +11,7 @@ from warpfold.ops.attention import global_attention, masked_mean
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
 from warpfold.ops.outer import outer_product
+from warpfold.ops.transition import Activation
 
 
 class MSARowAttention(AttentionUpdate):
@@ -129,9 +130,16 @@ class MSAStack(nn.Module):
     """The MSA half of a block: row attention, column attention (global for the extra MSA), transition."""
 
     def __init__(
-        self, c_m: int, c_z: int, heads: int = 8, factor: int = 4, rate: float = 0.15, global_column: bool = False
+        self,
+        c_m: int,
+        c_z: int,
+        heads: int = 8,
+        factor: int = 4,
+        rate: float = 0.15,
+        global_column: bool = False,
+        activation: Activation = "relu",
     ) -> None:
         super().__init__()
         self.row = MSARowAttention(c_m, c_z, heads, rate)
         self.column = MSAColumnGlobalAttention(c_m, heads) if global_column else MSAColumnAttention(c_m, heads)
-        self.transition = Transition(c_m, factor)
+        self.transition = Transition(c_m, factor, activation)

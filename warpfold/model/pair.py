@@ -14,6 +14,7 @@ from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, LinearSlice, Projection, joined
 from warpfold.ops.gate import gate
 from warpfold.ops.noise import Factors
+from warpfold.ops.transition import Activation
 from warpfold.ops.triangle import triangle_factor, triangle_product
 from warpfold.ops.triangle_multiplication import triangle_multiplication
 
@@ -26,6 +27,7 @@ class PairConfig:
     head_width: int | None = None  # None: c_z / heads
     c_triangle: int = 128  # Algorithms 11 and 12: c
     transition: int = 4  # Algorithm 15: n
+    activation: Activation = "relu"  # of the transition; "swiglu" is AlphaFold3's: another model
     rate: float = 0.25  # dropout, Algorithm 6
     fused: bool = False  # one projection for both factors of a triangle product (AlphaFold 2.3, Multimer v3)
     order: Literal["multiplication_first", "attention_first"] = "multiplication_first"
@@ -152,7 +154,7 @@ class PairStack(Block):
             else:
                 self.starting = TriangleAttention(c_z, True, c.heads, c.head_width, c.rate)
                 self.ending = TriangleAttention(c_z, False, c.heads, c.head_width, c.rate)
-        self.transition = Transition(c_z, c.transition)
+        self.transition = Transition(c_z, c.transition, c.activation)
 
     @property
     def steps(self) -> Steps:

@@ -4,8 +4,8 @@ Forward: y = linear(layer_norm(x)), all projections joined; o = attention of y; 
 
 For the backward pass it keeps y, the norm's statistics, o and lse beside x.  Keeping y costs no time: the forward pass
 of a GPU writes it anyway, and making it again would cost a product (128 to 516 channels at N = 256: 9 GFLOP and 68 MB
-written in half precision); on a CPU it is written and read in 35 ms, and multiplied again in 90.  Where memory is
-short, a plan computes sublayers again.  Where no backward pass can follow, nothing is kept, and y need not exist whole.
+written in half precision); on a CPU making it again was 8 % of the backward pass.  Where memory is short, a plan
+computes sublayers again.  Where no backward pass can follow, nothing is kept, and y need not exist whole.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,17 @@ from warpfold.ops.attention import attention, unsupported_width
 from warpfold.ops.dispatch import backend, faster_on_cpu
 from warpfold.ops.gate import gate
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
-from warpfold.ops.norm import EPS, empty_projected, empty_statistics, norm_linear, unsupported_channels
+from warpfold.ops.norm import EPS, empty_projected, empty_statistics, norm_linear, padded, unsupported_channels
 from warpfold.ops.register import register
 from warpfold.ops.shapes import Sizes
 from warpfold.ops.tensors import accumulation_dtype, empty_like, empty_parameters
+
+
+def empty_rows(x: Tensor, channels: int) -> Tensor:
+    """Allocate [*, R, K, channels]: on a CPU row by row, as it is computed; on a GPU in the order of x."""
+    if backend(x) == "triton":
+        return empty_projected(x, channels)
+    return x.new_empty(*x.shape[:-1], padded(channels))[..., :channels]
 
 
 def empty_lse(x: Tensor, heads: int) -> Tensor:
@@ -35,7 +42,7 @@ def _empty(
     _, _, _, heads, *_, kept = more
     if not kept:
         return empty_like(x), *(x.new_empty(0) for _ in range(5))
-    y, o = empty_projected(x, weight.shape[0]), empty_projected(x, out_weight.shape[1])
+    y, o = empty_rows(x, weight.shape[0]), empty_rows(x, out_weight.shape[1])
     return empty_like(x), y, *empty_statistics(x), o, empty_lse(x, heads)
 
 

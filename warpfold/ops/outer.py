@@ -5,6 +5,7 @@ For the gradient it keeps a and b, and no product.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +15,20 @@ from warpfold.ops.dispatch import backend, faster_on_cpu
 from warpfold.ops.register import register
 from warpfold.ops.tensors import empty_parameters
 
+CHANNELS = 64  # of a factor, at most, that the Triton kernels serve
+
+
+def _unsupported_channels(a: Tensor, b: Tensor, *_: Any) -> str | None:
+    most = max(a.shape[-1], b.shape[-1])
+    if backend(a) == "triton" and most > CHANNELS:
+        return f"factors of {most} channels (kernels are for {CHANNELS} at most)"
+    return None
+
 
 def _merge_leading_axes(
-    registered: Callable[..., Tensor], a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor
+    registered: Callable[..., Tensor], a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor
 ) -> Tensor:
-    """Call the registered operation, which has one leading axis; on a GPU, where it has no kernel, the definition."""
-    if backend(a) == "triton":
-        return outer_product.definition(a, b, weight, bias, count)
+    """Call the registered operation, which has one leading axis."""
     leading = a.shape[:-3]
     a, b, count = (t.reshape(math.prod(leading), *t.shape[len(leading) :]) for t in (a, b, count))
     out = registered(a, b, weight, bias, count)
@@ -40,14 +48,16 @@ def _merge_leading_axes(
     same_dtype="a b",
     caller_shapes="a [*, s, i, c], b [*, s, j, d], weight [z, c d], bias [z], count [*, i, j, 1]",
     adapter=_merge_leading_axes,
+    unsupported_reason=_unsupported_channels,
     # Decided by the products.
     prefer_definition=lambda a, b, weight, bias, count: faster_on_cpu(a, count.numel() * weight.shape[-1], 2**22),
 )
-def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
+def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor) -> Tensor:
     """Return linear(sum over s of a_si x b_sj) / count: a [*, s, i, c], b [*, s, j, d], weight [z, c d], bias [z],
     count [*, i, j, 1], which has no gradient -> [*, i, j, z] in the dtype of a.
 
-    The left channel is outermost in the weight.  The bias is divided too, as in the official code.
+    The left channel is outermost in the weight.  The bias is divided too, as in the official code; it may be None.
     """
     products = torch.einsum("...sic,...sjd->...ijcd", a, b).flatten(-2)
-    return F.linear(products, weight.to(a.dtype), bias.to(a.dtype)) / count.to(a.dtype)
+    projected = F.linear(products, weight.to(a.dtype), None if bias is None else bias.to(a.dtype))
+    return projected / count.to(a.dtype)

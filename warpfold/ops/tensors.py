@@ -33,12 +33,11 @@ def empty_like(x: Tensor) -> Tensor:
 def empty_parameters(*parameters: Tensor | None) -> tuple[Tensor, ...]:
     """Allocate a contiguous tensor for the gradient of each of these, in fp32 at least: sums over all positions.
 
-    Without elements for None; the first is a tensor.
+    For None, which is no parameter, one without numbers.
     """
-    first = parameters[0]
-    assert first is not None
-    made = (first.new_empty(0) if p is None else p for p in parameters)
-    return tuple(p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in made)
+    some = next(p for p in parameters if p is not None)
+    given = (some.new_empty(0) if p is None else p for p in parameters)
+    return tuple(p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in given)
 
 
 def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns: int) -> list[tuple[Tensor, ...]]:

@@ -3,36 +3,50 @@
 For the gradient it keeps x alone.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.dispatch import backend, faster_on_cpu
-from warpfold.ops.norm import EPS, norm_linear
+from warpfold.ops.norm import EPS
 from warpfold.ops.register import register
-from warpfold.ops.tensors import empty_like, empty_parameters
+from warpfold.ops.shapes import Sizes
+from warpfold.ops.tensors import empty_like, empty_parameters, upcast_half
+
+# relu: of each output of `up` (AlphaFold2).  swiglu: silu of the first half of them, times the second half (Shazeer,
+# 2020; AlphaFold3, Algorithm 11).
+Activation = Literal["relu", "swiglu"]
+CHANNELS = 512  # at most, that the Triton kernels serve
+HALVES: Mapping[str, int] = {"relu": 1, "swiglu": 2}  # how many outputs of `up` make one number of the hidden layer
 
 
-def _on_a_gpu(registered: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call the registered operation; on a GPU, where it has no kernel, its parts one after another."""
-    x, norm_weight, norm_bias, up, up_bias, down, down_bias, residual, eps = args
-    if backend(x) == "cpu":
-        return registered(*args)
-    hidden = norm_linear(x, norm_weight, norm_bias, up, up_bias, eps).relu()
-    dx = F.linear(hidden, down.to(x.dtype), down_bias.to(x.dtype))
-    return x + dx if residual else dx
+def _check_hidden(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
+    halves, hidden = HALVES.get(operands["activation"]), operands["down"].shape[1]
+    if halves is None:
+        raise ValueError(f"{op}: activation is {operands['activation']!r}, not one of {', '.join(HALVES)}")
+    if sizes["u"] != halves * hidden:
+        raise ValueError(f"{op}: up is {list(operands['up'].shape)}, not [u, c] = {[halves * hidden, sizes['c']]}")
+
+
+def _unsupported_sizes(*args: Any) -> str | None:
+    x, up, down, activation = args[0], args[3], args[5], args[-1]
+    if activation not in HALVES or up.shape[0] != HALVES[activation] * down.shape[1]:
+        return "up and down do not fit together"
+    if backend(x) == "triton" and x.shape[-1] > CHANNELS:
+        return f"{x.shape[-1]} channels (kernels are for {CHANNELS} at most)"
+    return None
 
 
 @register(
-    shapes="x [*, c], norm_weight [c], norm_bias [c], up [n, c], up_bias [n], down [c, n], down_bias [c], grad [*, c]",
+    shapes="x [*, c], norm_weight [c], norm_bias [c], up [u, c], up_bias [u], down [c, n], down_bias [c], grad [*, c]",
     empty=lambda x, *_: empty_like(x),
-    keeps="x norm_weight norm_bias up up_bias down residual eps",
+    keeps="x norm_weight norm_bias up up_bias down down_bias residual eps activation",
     gradients="x norm_weight norm_bias up up_bias down down_bias",
-    # down_bias is not kept: its gradient is allocated like norm_bias.
-    empty_gradients=lambda grad, x, *kept: (empty_like(x), *empty_parameters(*kept[:5], kept[1])),
-    adapter=_on_a_gpu,
+    empty_gradients=lambda grad, x, *kept: (empty_like(x), *empty_parameters(*kept[:6])),
+    check=_check_hidden,
+    unsupported_reason=_unsupported_sizes,
     # Decided by the hidden layer.
     prefer_definition=lambda x, norm_weight, norm_bias, up, *_: faster_on_cpu(
         x, x.numel() // max(1, x.shape[-1]) * up.shape[0], 2**22
@@ -41,19 +55,33 @@ def _on_a_gpu(registered: Callable[..., Tensor], *args: Any) -> Tensor:
 def transition(
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     up: Tensor,
-    up_bias: Tensor,
+    up_bias: Tensor | None,
     down: Tensor,
-    down_bias: Tensor,
+    down_bias: Tensor | None,
     residual: bool = True,
     eps: float = EPS,
+    activation: str = "relu",
 ) -> Tensor:
-    """Return x + linear(relu(linear(layer_norm(x)))), or that without the first x where `residual` is False.
+    """Return x + linear(activation(linear(layer_norm(x)))), or that without the first x where `residual` is False.
 
-    x [*, c], norm_weight, norm_bias [c], up [n, c], up_bias [n], down [c, n], down_bias [c] -> [*, c] in the dtype of
-    x, laid out in memory as x is.  Parameters of any float dtype.
+    x [*, c], norm_weight, norm_bias [c], up [u, c], up_bias [u], down [c, n], down_bias [c] -> [*, c] in the dtype of
+    x, laid out in memory as x is.  u is n for "relu" and 2 n for "swiglu" (`Activation`).  Parameters of any float
+    dtype; any bias may be None.
     """
-    hidden = norm_linear.definition(x, norm_weight, norm_bias, up, up_bias, eps).relu()
-    dx = F.linear(hidden, down.to(x.dtype), down_bias.to(x.dtype))
+    full, bias = upcast_half(x), norm_bias
+    bias = None if bias is None else bias.to(full.dtype)
+    n = F.layer_norm(full, x.shape[-1:], norm_weight.to(full.dtype), bias, eps).to(x.dtype)
+    pre = F.linear(n, up.to(x.dtype), None if up_bias is None else up_bias.to(x.dtype))
+    dx = F.linear(_activated(pre, activation), down.to(x.dtype), None if down_bias is None else down_bias.to(x.dtype))
     return x + dx if residual else dx
+
+
+def _activated(pre: Tensor, activation: str) -> Tensor:
+    if activation == "relu":
+        return pre.relu()
+    if activation == "swiglu":
+        gate, value = pre.chunk(2, -1)
+        return F.silu(gate) * value
+    raise ValueError(f"activation is {activation!r}, not one of {', '.join(HALVES)}")

@@ -13,17 +13,28 @@ from torch import Tensor
 from warpfold.ops.dispatch import backend, faster_on_cpu
 from warpfold.ops.gate import gate
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
-from warpfold.ops.norm import EPS, empty_statistics, layer_norm, norm_linear
+from warpfold.ops.norm import EPS, ROW, empty_statistics, layer_norm, norm_linear
 from warpfold.ops.register import register
 from warpfold.ops.shapes import Sizes
 from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triangle import triangle_factor, triangle_product
 
+KERNEL_CHANNELS = (256, 128)  # of x and of a factor, at most, that a GPU's kernels take
+
+
+def row_pitch(x: Tensor) -> int:
+    """Return how many elements a row of a plane takes in memory: in half precision whole sectors of a GPU's.
+
+    So that a matrix product reads rows of any length in wide words.
+    """
+    n: int = x.shape[-2]
+    return -(-n // ROW) * ROW if x.element_size() == 2 and backend(x) == "triton" else n
+
 
 def empty_planes(x: Tensor, channels: int) -> Tensor:
-    """Allocate a factor or the product, [*, channels, n, n] in order."""
-    *leading, n, m, _ = x.shape
-    return x.new_empty(*leading, channels, n, m)
+    """Allocate a factor or the product, [*, channels, n, n] in order, but for what pads the rows."""
+    *leading, n, _, _ = x.shape
+    return x.new_empty(*leading, channels, n, row_pitch(x))[..., :n]
 
 
 def split_projections(y: Tensor, hidden: int, fused: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -58,30 +69,23 @@ def _unsupported(
     return _wrong_sizes(weight, bias, more[2]) or None
 
 
-def _on_a_gpu(registered: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call the registered operation; on a GPU, where it has no kernel yet, its parts one after another."""
-    (
-        x,
-        mask,
-        norm_weight,
-        norm_bias,
-        weight,
-        bias,
-        out_nw,
-        out_nb,
-        out_weight,
-        out_bias,
-        outgoing,
-        fused,
-        factors,
-        eps,
-    ) = args
-    if backend(x) == "cpu":
+def served_by_kernels(x: Tensor, hidden: int) -> bool:
+    """Return whether a GPU's kernels take this x: 16 bits, at most so many channels.
+
+    Products of fp32 are made without tensor cores, of operands in registers, which whole tiles do not fit.
+    """
+    return x.element_size() == 2 and all(n <= most for n, most in zip((x.shape[-1], hidden), KERNEL_CHANNELS))
+
+
+def _composed(registered: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Call the registered operation; on a GPU whose kernels do not take x, its parts one after another."""
+    x, mask, norm_weight, norm_bias, weight, bias, *out_of, out_weight, out_bias, outgoing, fused, factors, eps = args
+    if backend(x) == "cpu" or served_by_kernels(x, out_weight.shape[1]):
         return registered(*args)
     y = norm_linear(x, norm_weight, norm_bias, weight, bias, eps)
     a, a_gate, b, b_gate, g = split_projections(y, out_weight.shape[1], fused)
     product = triangle_product(triangle_factor(a, a_gate, mask), triangle_factor(b, b_gate, mask), outgoing)
-    dx = gate(norm_linear(product, out_nw, out_nb, out_weight, out_bias, eps), g)
+    dx = gate(norm_linear(product, *out_of, out_weight, out_bias, eps), g)
     return x + (dx if factors is None else dx * factors)
 
 
@@ -99,7 +103,7 @@ def _on_a_gpu(registered: Callable[..., Tensor], *args: Any) -> Tensor:
     kept=True,
     check=_check,
     expand=FACTOR_OPERANDS,
-    adapter=_on_a_gpu,
+    adapter=_composed,
     unsupported_reason=_unsupported,
     # Decided by the projections.
     prefer_definition=lambda x, mask, norm_weight, norm_bias, weight, *_: faster_on_cpu(

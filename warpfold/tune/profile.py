@@ -21,7 +21,8 @@ from warpfold.ops.norm import padded
 MASKED = 0.15  # the share of keys masked in checks, where the last row is masked throughout
 DROPPED = 0.25  # the dropout rate
 CONSTANT = ("mask", "factors", "count")  # the arguments without a gradient
-Argument = Tensor | DropoutFactors | float | None  # of an operation
+ALIGNMENTS = ("128x256", "512x384")  # sequences x residues of initial training and of fine-tuning
+Argument = Tensor | DropoutFactors | float | str | None  # of an operation
 Kinds = Mapping[str, tuple[str, ...]]  # the bench's kinds of shape, and the sizes of each by default
 LayerKind = Literal[
     "attention", "pointwise attention", "global attention", "projection", "transition", "outer product",
@@ -42,6 +43,7 @@ class _Sizes:
     transposed: bool = False  # rows and positions lie in memory the other way round
     dropped: bool = False  # with dropout
     batches: int = 1  # in which rows lie, each with a bias of its own
+    gated: bool = False  # a transition is a SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,13 @@ class OpInputs:
         return [t for t in self.args if isinstance(t, Tensor) and t.requires_grad]
 
 
+def _shape(argument: Argument) -> Argument:
+    """Return a tensor without its numbers; dropout factors change no shape."""
+    if isinstance(argument, Tensor):
+        return argument.to("meta")
+    return None if isinstance(argument, DropoutFactors) else argument
+
+
 class OpProfile(ABC):
     """All that `tune` knows of one operation; a subclass for each stands in tune/cases.py."""
 
@@ -205,8 +214,7 @@ class OpProfile(ABC):
                 t.requires_grad_()
                 names.append(name)
         with torch.no_grad():
-            given = (None if isinstance(t, DropoutFactors) else t for t in args)
-            out = self.op.definition(*(t.to("meta") if isinstance(t, Tensor) else t for t in given))
+            out = self.op.definition(*map(_shape, args))
         return OpInputs(case, args, tuple(names), draw.normal(*out.shape))
 
     @abstractmethod
@@ -224,3 +232,15 @@ class OpProfile(ABC):
     def size(self, case: OpCase) -> str:
         """Return the size in words: "256 rows of 256, 128 channels"."""
         return f"{case.row_count} of {case.length}, {case.channels} channels"
+
+
+def attention_cost(case: OpCase, forward: bool, itemsize: int, key_heads: int) -> Cost:
+    """Count two products forward (q k, p v) and five backward (q k again, dO v, and those for dq, dk, dv)."""
+    queries = case.rows * case.heads * case.length * case.width
+    keys = case.rows * case.attended * case.width * key_heads
+    bias = case.batches * case.heads * case.length * case.attended if case.bias else 0
+    # q, o and k, v; backward also dO and dq, and dk, dv; the bias is read, and its gradient written.
+    numbers = 2 * queries + 2 * keys + bias if forward else 4 * queries + 4 * keys + 2 * bias
+    masks = 4 * case.rows * case.attended
+    products = 2 if forward else 5
+    return Cost(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)

@@ -61,7 +61,7 @@ def _msa(s: int, r: int, c: int, c_z: int, config: EvoformerConfig) -> Iterator[
     yield replace(row, name="msa column", rows=r, length=s, bias=False, dropped=False, transposed=True)
     yield LayerSizes(kind="projection", name="msa row bias", rows=r, length=r, channels=c_z, projected=h)
     at = LayerSizes(kind="transition", name="msa transition", rows=s, length=r, channels=c)
-    yield replace(at, hidden=config.transition * c)
+    yield replace(at, hidden=config.transition * c, gated=config.activation == "swiglu")
     yield replace(at, kind="outer product", name="outer product", projected=2 * hidden, hidden=hidden, outputs=c_z)
 
 
@@ -72,9 +72,10 @@ def _pair(r: int, c: int, config: PairConfig) -> Iterator[LayerSizes]:
     yield starting
     yield replace(starting, name="triangle ending", transposed=True)
     at = LayerSizes(kind="triangle product", name="triangle product", rows=r, length=r, channels=c)
-    yield replace(at, projected=4 * hidden + c, hidden=hidden)
+    yield replace(at, projected=4 * hidden + c, hidden=hidden, dropped=config.rate > 0)
     yield replace(at, kind="triangle output", name="triangle product, out", channels=hidden, projected=c)
-    yield replace(at, kind="transition", name="pair transition", hidden=config.transition * c)
+    gated = config.activation == "swiglu"
+    yield replace(at, kind="transition", name="pair transition", hidden=config.transition * c, gated=gated)
 
 
 # For `warpfold bench --op`: the sizes that --quick takes; 256 for other kinds of shape.

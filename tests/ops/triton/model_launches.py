@@ -19,9 +19,11 @@ from warpfold.tune.kernel_bench import launching
 
 
 def wider() -> ModelConfig:
-    """Return a model wider than AlphaFold2: heads of 64 numbers, alignments of 512 channels, templates of 128."""
+    """Return a model wider than AlphaFold2: heads of 64 numbers, alignments of 512 channels, templates of 128 whose
+    transitions are SwiGLU."""
     c = ModelConfig(c_m=512, c_z=256, c_e=128)
-    return replace(c, templates=replace(c.templates, c=128, pair=replace(c.templates.pair, c_triangle=128)))
+    pair = replace(c.templates.pair, c_triangle=128, activation="swiglu")
+    return replace(c, templates=replace(c.templates, c=128, pair=pair))
 
 
 def one_block(config: ModelConfig) -> ModelConfig:

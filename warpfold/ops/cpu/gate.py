@@ -34,7 +34,7 @@ def gated_linear_residual(
     x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, *factor_operands: Any
 ) -> Tensor:
     """Compute warpfold::gated_linear_residual."""
-    factors = _factors(x, *factor_operands)
+    factors = drawn_factors(x, *factor_operands)
     y, w = empty_like(x), weight.to(x.dtype).t()
     b = w.new_zeros(w.shape[1]) if bias is None else bias.to(x.dtype)
     f = x if factors is None else factors.to(x.dtype).expand(x.shape)
@@ -54,7 +54,7 @@ def gated_linear_residual_backward(
     grad: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, *factor_operands: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::gated_linear_residual_backward."""
-    factors = _factors(grad, *factor_operands)
+    factors = drawn_factors(grad, *factor_operands)
     do, dg, w = empty_like(o), empty_like(g), weight.to(grad.dtype)
     acc = torch.float64 if weight.dtype == torch.float64 or grad.dtype == torch.float64 else torch.float32
     dweight = weight.new_zeros(weight.shape, dtype=acc)
@@ -73,7 +73,7 @@ def gated_linear_residual_backward(
     return do, dg, dweight.to(kept), dbias.to(kept)
 
 
-def _factors(
+def drawn_factors(
     x: Tensor,
     factors: Tensor | None,
     key: Tensor | None,

@@ -14,24 +14,28 @@ from warpfold.ops.tensors import accumulation_dtype
 PRODUCTS = 2**21  # numbers of a block
 
 
-def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
+def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor) -> Tensor:
     """Compute warpfold::outer_product."""
     out = a.new_empty(a.shape[0], a.shape[2], b.shape[2], weight.shape[0])
-    w, narrow = weight.to(a.dtype).t(), bias.to(a.dtype)
+    w, narrow = weight.to(a.dtype).t(), None if bias is None else bias.to(a.dtype)
     for batch, rows in _blocks(a, b):
         results = out[batch, rows].flatten(0, 1)
-        torch.addmm(narrow, _products(a[batch, :, rows], b[batch]), w, out=results)
+        products = _products(a[batch, :, rows], b[batch])
+        if narrow is None:
+            torch.mm(products, w, out=results)
+        else:
+            torch.addmm(narrow, products, w, out=results)
         results.div_(count[batch, rows].flatten(0, 1).to(a.dtype))
     return out
 
 
 def outer_product_backward(
-    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor
+    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::outer_product_backward."""
     dtype = accumulation_dtype(a)
     da, db = a.new_empty(a.shape), b.new_zeros(b.shape, dtype=dtype)
-    dweight, dbias = weight.new_zeros(weight.shape, dtype=dtype), bias.new_zeros(bias.shape, dtype=dtype)
+    dweight, dbias = (weight.new_zeros(shape, dtype=dtype) for shape in (weight.shape, weight.shape[:1]))
     (_, _, _, c), (_, s, j, d) = a.shape, b.shape
     narrow = weight.to(a.dtype)
     for batch, rows in _blocks(a, b):
@@ -43,7 +47,8 @@ def outer_product_backward(
         turned = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
         da[batch, :, rows] = (b[batch].flatten(1) @ turned.t()).view(s, -1, c)
         accumulate(db[batch].flatten(1), some.flatten(1).t(), turned)
-    return da, db.to(b.dtype), dweight.to(accumulation_dtype(weight)), dbias.to(accumulation_dtype(bias))
+    of_bias = dbias[:0] if bias is None else dbias.to(accumulation_dtype(bias))
+    return da, db.to(b.dtype), dweight.to(accumulation_dtype(weight)), of_bias
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ The backward pass computes the hidden layer again: one product more than five, a
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, blocks, put, rows, writable
@@ -15,26 +16,27 @@ HIDDEN = 2**20  # numbers of the hidden layer in a block
 def transition(
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     up: Tensor,
-    up_bias: Tensor,
+    up_bias: Tensor | None,
     down: Tensor,
-    down_bias: Tensor,
+    down_bias: Tensor | None,
     residual: bool,
     eps: float,
+    activation: str,
 ) -> Tensor:
     """Compute warpfold::transition."""
     y, dtype = empty_like(x), accumulation_dtype(x)
-    nw, nb = norm_weight.to(dtype), norm_bias.to(dtype)
-    w1, b1, w2, b2 = up.to(x.dtype).t(), up_bias.to(x.dtype), down.to(x.dtype).t(), down_bias.to(x.dtype)
+    nw, nb = norm_weight.to(dtype), _cast(norm_bias, dtype)
+    w1, b1, w2, b2 = up.to(x.dtype).t(), _cast(up_bias, x.dtype), down.to(x.dtype).t(), _cast(down_bias, x.dtype)
     for xb, yb in blocks(x, x, y, size=_size(up)):
         xs, results = rows(xb), writable(yb)
         n, _, _ = torch.native_layer_norm(xs, x.shape[-1:], nw, nb, eps)
-        hidden = torch.addmm(b1, n, w1).relu_()
-        if residual:
+        hidden = _hidden(_linear(n, w1, b1), activation)
+        if residual and b2 is not None:
             torch.add(xs, b2, out=results).addmm_(hidden, w2)
         else:
-            torch.addmm(b2, hidden, w2, out=results)
+            _linear(hidden, w2, xs if residual else b2, results)
         put(yb, results)
     return y
 
@@ -43,35 +45,66 @@ def transition_backward(
     grad: Tensor,
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     up: Tensor,
-    up_bias: Tensor,
+    up_bias: Tensor | None,
     down: Tensor,
+    down_bias: Tensor | None,
     residual: bool,
     eps: float,
+    activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::transition_backward; the gradients of up and of the norm from one product, as in norm.py."""
     dx, dtype, c = empty_like(x), accumulation_dtype(x), x.shape[-1]
-    nw, nb, w = norm_weight.to(dtype), norm_bias.to(dtype), up.to(dtype)
-    one, narrow1, narrow2, b1 = torch.ones_like(nw), up.to(x.dtype), down.to(x.dtype), up_bias.to(x.dtype)
+    nw, nb, w = norm_weight.to(dtype), _cast(norm_bias, dtype), up.to(dtype)
+    one, narrow1, narrow2, b1 = torch.ones_like(nw), up.to(x.dtype), down.to(x.dtype), _cast(up_bias, x.dtype)
     product, ddown = torch.zeros_like(w), torch.zeros_like(down, dtype=dtype)
     dup_bias, ddown_bias = w.new_zeros(len(w)), w.new_zeros(c)
     for xb, gb, dxb in blocks(x, x, grad, dx, size=_size(up)):
         xs, g = rows(xb), rows(gb)
         n, mean, scale = torch.native_layer_norm(xs, [c], nw, nb, eps)
-        hidden = torch.addmm(b1, n, narrow1.t()).relu_()
+        pre = _linear(n, narrow1.t(), b1)
+        hidden = _hidden(pre, activation)
         accumulate(ddown, g, hidden)
         ddown_bias += g.sum(0, dtype=dtype)
-        dhidden = torch.mm(g, narrow2).mul_(hidden.sign_())
-        dup_bias += dhidden.sum(0, dtype=dtype)
-        accumulate(product, dhidden, (xs.to(dtype) - mean).mul_(scale).to(x.dtype))
-        dn = torch.mm(dhidden, narrow1)
+        dpre = _gradient(pre, hidden, torch.mm(g, narrow2), activation)
+        dup_bias += dpre.sum(0, dtype=dtype)
+        accumulate(product, dpre, (xs.to(dtype) - mean).mul_(scale).to(x.dtype))
+        dn = torch.mm(dpre, narrow1)
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], mean, scale, nw, one, [True, False, False])
         put(dxb, dxs.add_(g) if residual else dxs)
-    dnorm_weight, dnorm_bias = (product * w).sum(0), dup_bias @ w
-    dup = product * nw + dup_bias[:, None] * nb
-    wholes = (dnorm_weight, norm_weight), (dnorm_bias, norm_bias), (dup, up), (dup_bias, up_bias), (ddown, down)
-    return dx, *(d.to(accumulation_dtype(p)) for d, p in wholes), ddown_bias.to(accumulation_dtype(norm_bias))  # type: ignore[return-value]
+    dup = product * nw if nb is None else product * nw + dup_bias[:, None] * nb
+    wholes = (
+        *((norm_weight, (product * w).sum(0)), (norm_bias, dup_bias @ w)),
+        *((up, dup), (up_bias, dup_bias), (down, ddown), (down_bias, ddown_bias)),
+    )
+    found = (d[:0].to(accumulation_dtype(norm_weight)) if p is None else d.to(accumulation_dtype(p)) for p, d in wholes)
+    return dx, *found  # type: ignore[return-value]
+
+
+def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor | None = None) -> Tensor:
+    return torch.mm(x, weight, out=out) if added is None else torch.addmm(added, x, weight, out=out)
+
+
+def _hidden(pre: Tensor, activation: str) -> Tensor:
+    """Return the hidden layer; that of relu lies where `pre` did."""
+    if activation == "relu":
+        return pre.relu_()
+    gate, value = pre.chunk(2, -1)
+    return F.silu(gate).mul_(value)
+
+
+def _gradient(pre: Tensor, hidden: Tensor, dhidden: Tensor, activation: str) -> Tensor:
+    """Return the gradient of `pre`, given that of the hidden layer; uses all of them up."""
+    if activation == "relu":
+        return dhidden.mul_(hidden.sign_())
+    gate, value = pre.chunk(2, -1)
+    dvalue = dhidden * F.silu(gate)
+    return torch.cat([torch.ops.aten.silu_backward(dhidden.mul_(value), gate), dvalue], -1)
 
 
 def _size(up: Tensor) -> int:

@@ -28,7 +28,8 @@ from warpfold.errors import UserError
 
 Key = tuple[int, ...]  # what a configuration depends on, as the kernel says: widths, lengths, bytes of an element
 SHIPPED = Path(__file__).parent / "tuned"
-MODULES = ("attention", "norm", "gate", "triangle", "noise")  # of this package, that register kernels
+# Of this package, that register kernels.
+MODULES = ("attention", "norm", "gate", "triangle", "triangle_multiplication", "noise", "outer", "transition")
 
 
 @dataclass(frozen=True)

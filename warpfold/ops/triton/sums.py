@@ -1,5 +1,8 @@
 """Sums over the programs of a kernel, in a fixed order: what kernels do here instead of atomic additions."""
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,19 +14,24 @@ from warpfold.ops.triton.positions import programs_for
 ONCE, SPANS = 1024, 128  # programs that are summed up at once; sums of spans of programs, where there are more
 
 
+class Part(NamedTuple):
+    """Some of the sums, and the tensor that they are written to: from which one on, and how many."""
+
+    data: Tensor
+    begin: Any
+    size: Any
+
+
 @triton.jit
 def _sum_partials(
     partials: tl.tensor,
-    first: tl.tensor,
-    second: tl.tensor,
+    parts: tl.tuple,
     programs: tl.tensor,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Sum partials [programs, FIRST + SECOND] in fp32 into first [spans, FIRST], second [SECOND], span by span."""
-    WIDTH: tl.constexpr = FIRST + SECOND
+    """Sum partials [programs, WIDTH] in fp32 into the parts, one after another; of several spans each has its own."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     each = tl.cdiv(programs, tl.num_programs(1))
     begin = tl.program_id(1) * each
@@ -34,9 +42,11 @@ def _sum_partials(
         valid = (p < end)[:, None] & (n < WIDTH)[None, :]
         acc += tl.load(partials + p[:, None].to(tl.int64) * WIDTH + n[None, :], mask=valid, other=0)
     sums = tl.sum(acc, 0)
-    tl.store(first + tl.program_id(1) * FIRST + n, sums.to(first.dtype.element_ty), mask=n < FIRST)
-    if SECOND > 0:
-        tl.store(second + (n - FIRST), sums.to(second.dtype.element_ty), mask=(n >= FIRST) & (n < WIDTH))
+    for i in tl.static_range(len(parts)):
+        part = parts[i]
+        at = part.data + tl.program_id(1).to(tl.int64) * part.size + (n - part.begin)
+        mine = (n >= part.begin) & (n < part.begin + part.size)
+        tl.store(at, sums.to(part.data.dtype.element_ty), mask=mine)
 
 
 SUM = register(
@@ -46,29 +56,27 @@ SUM = register(
 )
 
 
-def sum_partials(partials: Tensor, first: Tensor, second: Tensor) -> None:
-    """Sum over programs, partials [programs, n] in fp32, into the n elements of `first` and then `second`."""
+def sum_partials(partials: Tensor, *results: Tensor) -> None:
+    """Sum over programs, partials [programs, n] in fp32, into the n elements of the results, one after another."""
     programs, width = partials.shape
     if programs > ONCE:  # too many for one after another: first the sums of so many spans of them
         spans = empty_partials(partials, programs_for(programs, 1, SPANS), width)
-        _sum(partials, spans, spans[:, :0])
+        _sum(partials, len(spans), [Part(spans, tl.constexpr(0), tl.constexpr(width))])
         partials = spans
-    _sum(partials, first, second)
+    parts, begin = [], 0
+    for result in results:
+        if result.numel():
+            parts.append(Part(result, tl.constexpr(begin), tl.constexpr(result.numel())))
+            begin += result.numel()
+    assert begin == width
+    _sum(partials, 1, parts)
 
 
-def _sum(partials: Tensor, first: Tensor, second: Tensor) -> None:
+def _sum(partials: Tensor, spans: int, parts: Sequence[Part]) -> None:
     programs, width = partials.shape
-    spans = (first.numel() + second.numel()) // width
     kernel = SUM.tiled((programs, width), partials)
-    kernel.run(
-        (triton.cdiv(width, kernel["BLOCK_N"]), spans),
-        partials=partials,
-        first=first,
-        second=second,
-        programs=programs,
-        FIRST=first.numel() // spans,
-        SECOND=second.numel(),
-    )
+    grid = triton.cdiv(width, kernel["BLOCK_N"]), spans
+    kernel.run(grid, partials=partials, parts=tuple(parts), programs=programs, WIDTH=width)
 
 
 def empty_partials(x: Tensor, programs: int, width: int) -> Tensor:

@@ -14,8 +14,9 @@ def test_sums_over_programs(monkeypatch: pytest.MonkeyPatch, programs: int, firs
     monkeypatch.setattr(sums, "ONCE", once)
     monkeypatch.setattr(sums, "SPANS", 4)
     partials = torch.randn(programs, first + second, generator=torch.Generator().manual_seed(programs))
-    a, b = torch.full((first,), torch.nan), torch.full((second,), torch.nan)
-    sums.sum_partials(partials, a, b)
     true = partials.double().sum(0)
-    # `programs` additions of numbers of at most 5, in fp32.
-    torch.testing.assert_close(torch.cat([a, b]).double(), true, rtol=0, atol=5 * programs**1.5 * 2**-24)
+    for sizes in ((first, second), (1, 0, 2, first - 3, second)):
+        parts = [torch.full((size,), torch.nan) for size in sizes]
+        sums.sum_partials(partials, *parts)
+        # `programs` additions of numbers of at most 5, in fp32.
+        torch.testing.assert_close(torch.cat(parts).double(), true, rtol=0, atol=5 * programs**1.5 * 2**-24)
