@@ -1,9 +1,9 @@
-"""Asynchronous copies to a GPU, which on a CPU do nothing; the CPU's threads and memory."""
+"""Asynchronous copies to a GPU and back, for which a CPU does not wait; the CPU's threads and memory."""
 
 import ctypes
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -78,6 +78,31 @@ class Upload:
             current.wait_event(self._done)
             self._copy.record_stream(current)  # the side stream owns it, and must not reuse it before `current` is done
         return self._copy
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of tensors in host memory, in flight: what happens to the tensors from now on does not change them."""
+
+    _copies: dict[str, Tensor]
+    _done: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Snapshot":
+        """Begin to copy tensors by name; those on a GPU to pinned memory, behind what the current stream has to do."""
+        on_gpu = next((t.device for t in tensors.values() if t.is_cuda), None)
+        if on_gpu is None:
+            return cls({name: t.detach().clone() for name, t in tensors.items()}, None)
+        copies = {}
+        for name, t in tensors.items():
+            copies[name] = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True)
+        return cls(copies, torch.cuda.current_stream(on_gpu).record_event())
+
+    def wait(self) -> dict[str, Tensor]:
+        """Return the copies when they are complete; called by a thread, only that one waits."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copies
 
 
 class Uploads:

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from warpfold import files
+from warpfold.device import Snapshot
 from warpfold.engine import checkpoint as module
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.errors import UserError
@@ -283,3 +285,43 @@ def test_checkpoints_without_settings_are_not_continued(tmp_path: Path) -> None:
             run.settings_text()
         run.write_settings("a = 1\n")
         assert run.settings_text() == "a = 1\n"
+
+
+def test_a_checkpoint_is_written_beside_and_holds_what_was_then(tmp_path: Path) -> None:
+    go, value = threading.Event(), torch.zeros(3)
+    with RunFolder(tmp_path / "run") as run:
+        copy = Snapshot.of({"weights.a": value})
+
+        def write() -> None:
+            assert go.wait(20)
+            run.save(Checkpoint(1, copy.wait(), {}), keep=2)
+
+        run.write_beside(write)
+        value += 1  # the next step
+        assert run.latest() is None
+        go.set()
+    assert torch.equal(run.load(1).tensors["weights.a"], torch.zeros(3))
+
+
+def test_what_writing_beside_raises_ends_the_run(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise UserError("full")
+
+    with pytest.raises(UserError, match="full"), RunFolder(tmp_path / "run") as run:
+        run.write_beside(fail)
+    with RunFolder(tmp_path / "run") as run:
+        run.open_log(0)
+        run.write_beside(fail)
+        with pytest.raises(UserError, match="full"):
+            run.log({"kind": "validation", "step": 1})
+        run.write_beside(fail)
+        with pytest.raises(UserError, match="full"):
+            run.write_beside(fail)
+
+    def die() -> None:
+        with RunFolder(tmp_path / "run") as run:
+            run.write_beside(fail)
+            raise KeyError
+
+    with pytest.raises(KeyError):  # what the run died of is what is told
+        die()

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,8 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self._lock: TextIO | None = None
         self._log: AppendedFile | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
         self.scores: dict[int, float] = {}  # of the validations in the log, by step
 
     def __enter__(self) -> "RunFolder":
@@ -88,10 +91,29 @@ class RunFolder:
             shutil.rmtree(leftover)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for file in (self._log, self._lock):
-            if file is not None:
-                file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._thread.shutdown()  # waits for what is being written
+            if kind is None:
+                self._end_writing(wait=True)
+        finally:
+            for file in (self._log, self._lock):
+                if file is not None:
+                    file.close()
+
+    def write_beside(self, write: Callable[[], None]) -> None:
+        """Begin to write a checkpoint in a thread, when the one before is written.
+
+        Errors: what writing that one raised.  What this one raises, the next `write_beside`, `log` or the end raises.
+        """
+        self._end_writing(wait=True)
+        self._writing = self._thread.submit(write)
+
+    def _end_writing(self, wait: bool) -> None:
+        """Raise what writing beside has raised, once it has ended."""
+        if self._writing is not None and (wait or self._writing.done()):
+            writing, self._writing = self._writing, None
+            writing.result()
 
     @property
     def params(self) -> Path:
@@ -285,7 +307,9 @@ class RunFolder:
             self.scores[row["step"]] = score
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Append one line.  Errors: UserError when the disk is full."""
+        """Append one line.  Errors: UserError when the disk is full, also for a checkpoint that was written beside."""
+        # Which checkpoints stay depends on the scores known when one is written: not on how long that takes.
+        self._end_writing(wait=row.get("kind") == "validation")
         if self._log is None:
             raise RuntimeError("call open_log before log")
         self._log.write(json.dumps(_finite(row)) + "\n")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, ModelConfig
@@ -42,17 +42,21 @@ MULTIMER = Family("AlphaFold-Multimer 1 or 2", 252, dict.fromkeys(range(1, 6), 1
 MULTIMER_3 = Family("AlphaFold-Multimer 3", 508, {1: 2048, 2: 2048, 3: 2048, 4: 1152, 5: 1152})
 
 
-def save_params(path: Path, model: AlphaFold, data: Mapping[str, Any] | None = None) -> None:
+def save_params(
+    path: Path, model: AlphaFold, data: Mapping[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None
+) -> None:
     """Write the parameters and the settings of `model` as safetensors, by atomic rename.
 
     data: the settings by which its examples were drawn; `data_settings` reads them, so that folding draws alike.
+    tensors: a copy of its state to write in place of what it is now.
     """
     settings = {"model": to_dict(model.config), "data": dict(data or {})}
     metadata = {FORMAT: json.dumps(settings)}  # one key: the order of several would vary, and the file's bytes with it
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    state = model.state_dict() if tensors is None else tensors
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
     try:
-        partial.write_bytes(save(tensors, metadata))
+        partial.write_bytes(save(state, metadata))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from warpfold.data.load.loader import Loader
 from warpfold.data.load.schedule import Source
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import open_entry
+from warpfold.device import Snapshot
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log, Row, StepTimer, StopSignals, Watcher, tensorboard
 from warpfold.engine.optim import Optimizer
@@ -242,15 +243,24 @@ def save(
     config: RunConfig,
     team: Team,
 ) -> None:
-    """Write params.safetensors (averaged weights), then the checkpoint: a run is finished only when both are there."""
+    """Write params.safetensors (averaged weights), then the checkpoint: a run is finished only when both are there.
+
+    They are written from copies, while the next steps run; the one before must have been written.
+    """
     # What all ranks together have used: it lets any other number of ranks go on.
     used = examples.state(team.of_example_leaders(team.all_gather_object(examples.exchanged(), "a checkpoint")))
     with optimizer.averaged():
-        if team.is_rank_zero:
-            run.replace_file("params.safetensors", lambda path: save_params(path, model, settings.to_dict(config.data)))
-    tensors = optimizer.state()
+        params = Snapshot.of(model.state_dict() if team.is_rank_zero else {})
+    state = optimizer.state()
+    tensors = Snapshot.of(state if team.is_rank_zero else {})
+
+    def write() -> None:
+        data = settings.to_dict(config.data)
+        run.replace_file("params.safetensors", lambda path: save_params(path, model, data, params.wait()))
+        run.save(Checkpoint(step, tensors.wait(), {"loader": asdict(used), **notes}), config.train.keep)
+
     if team.is_rank_zero:
-        run.save(Checkpoint(step, tensors, {"loader": asdict(used), **notes}), config.train.keep)
+        run.write_beside(write)
 
 
 def save_failures(

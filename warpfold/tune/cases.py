@@ -10,13 +10,13 @@ from torch import Tensor
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
 from warpfold.ops.gate import gate, gated_linear_residual
-from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.norm import EPS, layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor
-from warpfold.tune.layer_cases import TriangleMultiplication
+from warpfold.tune.layer_cases import GatedAttention, TriangleMultiplication
 from warpfold.tune.profile import (
+    ALIGNMENTS,
     Argument,
     Cost,
     Kinds,
@@ -26,21 +26,16 @@ from warpfold.tune.profile import (
     OpInputs,
     OpProfile,
     RandomTensors,
+    attention_cost,
 )
 
 TRIANGLES = ("64", "128", "256", "384", "512", "1024", "2048")
 PAIRS = TRIANGLES[2:6]
-ALIGNMENTS = ("128x256", "512x384")  # sequences x residues of initial training and of fine-tuning
 DEEP = ("1024x256", "5120x384")  # of the extra MSA
 
 
 def _attention(where: str, rows: int, length: int, heads: int, width: int, **more: Any) -> OpCase:
     return OpCase(op="attention", where=where, rows=rows, length=length, heads=heads, width=width, **more)
-
-
-def _gated_attention(where: str, rows: int, length: int, channels: int, heads: int, width: int, **more: Any) -> OpCase:
-    at = OpCase(op="gated_attention", where=where, rows=rows, length=length, **more)
-    return replace(at, channels=channels, heads=heads, width=width)
 
 
 def _global_attention(rows: int, keys: int, heads: int, width: int) -> OpCase:
@@ -50,18 +45,6 @@ def _global_attention(rows: int, keys: int, heads: int, width: int) -> OpCase:
 
 def _at(op: str, where: str, rows: int, length: int, channels: int, outputs: int = 0, **more: Any) -> OpCase:
     return OpCase(op=op, where=where, rows=rows, length=length, channels=channels, outputs=outputs, **more)
-
-
-def _attention_cost(case: OpCase, forward: bool, itemsize: int, key_heads: int) -> Cost:
-    """Count two products forward (q k, p v) and five backward (q k again, dO v, and those for dq, dk, dv)."""
-    queries = case.rows * case.heads * case.length * case.width
-    keys = case.rows * case.attended * case.width * key_heads
-    bias = case.batches * case.heads * case.length * case.attended if case.bias else 0
-    # q, o and k, v; backward also dO and dq, and dk, dv; the bias is read, and its gradient written.
-    numbers = 2 * queries + 2 * keys + bias if forward else 4 * queries + 4 * keys + 2 * bias
-    masks = 4 * case.rows * case.attended
-    products = 2 if forward else 5
-    return Cost(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)
 
 
 class _Attention(OpProfile):
@@ -115,7 +98,7 @@ class _Attention(OpProfile):
         return q, k, v, draw.mask(case, masked), bias
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        return _attention_cost(case, forward, itemsize, case.heads)
+        return attention_cost(case, forward, itemsize, case.heads)
 
     def example(self, kind: str, s: int, r: int) -> OpCase:
         if kind == "row":
@@ -133,63 +116,6 @@ class _Attention(OpProfile):
         return f"{case.row_count}, {case.heads} heads, {case.length} x {case.attended}, width {case.width}"
 
 
-class _GatedAttention(OpProfile):
-    name, op, tuned = "gated_attention", gated_attention, False  # its kernels are those of attention, norm and tail
-    layers = ("attention",)
-    kinds: ClassVar[Kinds] = {"row": ALIGNMENTS, "column": ALIGNMENTS, "starting": TRIANGLES, "ending": TRIANGLES}
-    odd = (
-        _gated_attention("triangle starting", 17, 17, 24, 2, 16, bias=True, dropped=True, drawn=True),
-        _gated_attention("triangle ending", 21, 21, 32, 1, 32, bias=True, transposed=True, dropped=True),
-        _gated_attention("msa row", 5, 33, 32, 4, 8, bias=True, dropped=True, drawn=True),
-        _gated_attention("msa column", 33, 7, 64, 1, 64, transposed=True),
-        _gated_attention("two batches", 10, 5, 16, 2, 24, bias=True, batches=2),
-        _gated_attention("wider than its channels", 3, 40, 24, 1, 48),
-    )
-
-    def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        sizes = {"channels": layer.channels, "heads": layer.heads, "width": layer.width, "bias": layer.bias}
-        return sizes | {"batches": layer.batches, "dropped": layer.dropped, "drawn": layer.dropped}
-
-    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
-        """Draw x and the parameters; z itself makes the bias of its attention, unless rows of it were left out."""
-        c, h, inner = case.channels, case.heads, case.heads * case.width
-        own = case.bias and "msa" not in case.where and case.rows == case.batches * case.length
-        bias = None
-        if case.bias and not own:
-            z = draw.positions(replace(case, rows=case.batches * case.length, transposed=False), h)
-            bias = z.movedim(-1, -3).detach()
-        norm = draw.positions(case, c), draw.parameter(c, mean=1.0), draw.parameter(c)
-        into = draw.parameter(4 * inner + (h if own else 0), c, scale=c**-0.5), draw.parameter(inner)
-        out_of = draw.parameter(c, inner, scale=inner**-0.5), draw.parameter(c)
-        factors = draw.factors(1, case.length, c, drawn=case.drawn) if case.dropped else None
-        return *norm, *into, *out_of, draw.mask(case, masked), bias, h, factors
-
-    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        """Count what attention and the projections multiply; x, the result and what is kept of each position.
-
-        Backward reads grad, x, the projection and o, and writes the gradient of x.
-        """
-        attended = _attention_cost(case, forward, itemsize, case.heads)
-        positions, inner = case.rows * case.length, case.heads * case.width
-        through = 2 * positions * case.channels * 5 * inner * (1 if forward else 2)
-        moved = positions * ((2 if forward else 3) * case.channels + 5 * inner) * itemsize
-        return Cost(attended.flops + through, attended.exps + positions * inner, moved)
-
-    def example(self, kind: str, s: int, r: int) -> OpCase:
-        case = _Attention().example(kind, s, r)
-        aligned = kind in ("row", "column")
-        dropped = kind != "column"
-        more = {"channels": 256 if aligned else 128, "dropped": dropped, "drawn": dropped}
-        return replace(case, op=self.name, **more)  # type: ignore[arg-type]  # bools
-
-    def numbers(self, case: OpCase) -> int:
-        return max(case.logits, case.rows * case.length * 4 * case.heads * case.width)
-
-    def size(self, case: OpCase) -> str:
-        at = f"{case.row_count}, {case.channels} channels, {case.heads} heads, {case.length} x {case.length}"
-        return f"{at}, width {case.width}{', dropout' if case.dropped else ''}"
-
-
 class _GlobalAttention(OpProfile):
     name, op, part_of = "global_attention", global_attention, "attention"
     layers = ("global attention",)
@@ -205,7 +131,7 @@ class _GlobalAttention(OpProfile):
         return draw.normal(*k.shape[:-2], case.heads, case.width), k, v, draw.mask(case, masked)
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        return _attention_cost(case, forward, itemsize, 1)
+        return attention_cost(case, forward, itemsize, 1)
 
     def numbers(self, case: OpCase) -> int:
         return max(case.logits, case.rows * case.attended * case.width)
@@ -428,7 +354,7 @@ class _OuterProduct(OpProfile):
 PROFILES: Mapping[str, OpProfile] = {
     profile.name: profile
     for profile in (
-        _Attention(), _GlobalAttention(), _GatedAttention(), _LayerNorm(), _NormLinear(), _Gate(),
+        _Attention(), _GlobalAttention(), GatedAttention(), _LayerNorm(), _NormLinear(), _Gate(),
         _GatedLinearResidual(), _Transition(), _TriangleFactor(), _OuterProduct(), TriangleMultiplication(),
     )
 }  # fmt: skip

@@ -69,7 +69,8 @@ def gated_linear_residual_backward(
         dgated = torch.mm(dx, w)
         put(dob, dgated * s)
         put(dgb, dgated.mul_(os).mul_(s).mul_(s.neg_().add_(1)))
-    return do, dg, *(t.to(accumulation_dtype(weight)) for t in (dweight, dbias))
+    kept = accumulation_dtype(weight)
+    return do, dg, dweight.to(kept), dbias.to(kept)
 
 
 def drawn_factors(

@@ -102,7 +102,7 @@ def _attention_short(
     line = ((batch.to(tl.int64) * rows + row) * heads + head) * queries
     lse += line
     delta += line
-    if firsts is not None:
+    if firsts is not None:  # noqa: SIM102  (the one is a constant, the other is not)
         if head == 0:
             first = first_masked_key(mask, batch, row, rows, keys, 1)
             tl.store(firsts + batch.to(tl.int64) * rows + row, first)
@@ -158,9 +158,8 @@ SHORT = register(
     _attention_short,
     configs(
         "BLOCK_Q BLOCK_K",
-        *((queries, 128, 8, stages) for queries in (32, 64) for stages in (1, 2)),
-        *((queries, 64, 4, stages) for queries in (32, 64) for stages in (1, 2)),
-        *((16, 256, 8, 1), (32, 256, 8, 1), (32, 128, 4, 1), (16, 128, 4, 1)),
+        *((32, keys, warps, stages) for keys, warps in ((64, 4), (128, 8)) for stages in (1, 2)),
+        *((16, 64, 4, 1), (16, 128, 8, 1), (64, 64, 4, 1), (64, 128, 8, 1), (32, 256, 8, 1)),
     ),
 )
 

@@ -75,7 +75,7 @@ def load_tile(
     start = vectors_of(x, batch, row, head)
     across = tl.arange(0, padded_width(WIDTH))
     pointers = start + offset(index[:, None], x.strides[2], x.unit) + across[None, :]
-    if WHOLE and WIDTH == padded_width(WIDTH):
+    if WHOLE and padded_width(WIDTH) == WIDTH:
         return tl.load(pointers)
     valid = across[None, :] < WIDTH
     if not WHOLE:

@@ -38,7 +38,7 @@ def gated_attention(
     rate: float,
     eps: float,
     kept: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention."""
     y, mean, scale = norm_linear(x, norm_weight, norm_bias, weight, gate_bias, eps)
     o, lse = empty_projected(x, out_weight.shape[1]), empty_lse(x, heads)
@@ -88,8 +88,8 @@ def gated_attention_backward(
     end = out_weight, out_bias, factors, key, strides, offset, stream, rate
     dout = gated_linear_residual.backward(do, dg, grad, attended, g, *end)
     do, o = (t.unflatten(-1, (heads, -1)) for t in (do, attended))
-    do, q, k, v, o, *gradients = (batched(t, 5) for t in (do, *vectors, o, *gradients))
+    do, q, k, v, o, dq, dk, dv = (batched(t, 5) for t in (do, *vectors, o, *gradients))
     all_bias, dbias = (None if t is None else batched(t, 4) for t in (all_bias, dbias))
-    attention.backward(do, q, k, v, batched(mask, 3), all_bias, o, batched(lse, 4), *gradients, dbias)
+    attention.backward(do, q, k, v, batched(mask, 3), all_bias, o, batched(lse, 4), dq, dk, dv, dbias)
     of_norm = norm_linear_backward(dy, x, norm_weight, norm_bias, weight, gate_bias, mean, scale, residual=grad)
     return *of_norm, *dout, given

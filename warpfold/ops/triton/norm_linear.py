@@ -170,9 +170,10 @@ def _norm_linear_backward(
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """Store dx, through the projection and then the norm, plus residual if there is one; and partials [programs, 2 C], both as `_layer_norm_backward`.
+    """Store dx, through the projection and then the norm, plus residual if there is one; and partials [programs, 2 C].
 
-    One block of positions a program: a loop over blocks costs 60 registers, and with them half of the warps.
+    Both as `_layer_norm_backward`.  One block of positions a program: a loop over blocks costs 60 registers, and with
+    them half of the warps.
     """
     c = tl.arange(0, BLOCK_C)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -91,7 +91,7 @@ def test_without_a_gradient_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_launches_nothing_but_its_kernels() -> None:
-    """Three forward; backward what they need, and the gradient of the projection is one tensor that all of them share."""
+    """Three forward; backward what they need, over one gradient of the projection, which all of them share."""
     args = LAYERS["triangle, starting"].arguments(torch.float16)
     with recorded(run=True) as launches:
         out = gated_attention.fast(*args)
