@@ -10,6 +10,8 @@ from warpfold.model.axial import COLS, ROWS, AxialUpdate, ChannelProduct
 from warpfold.model.layers import DeferredLayerNorm
 from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
+from warpfold.ops.gated_attention import gated_attention
+from warpfold.ops.triangle_multiplication import triangle_multiplication
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.slices import shared_in_slices
@@ -131,6 +133,14 @@ def test_whole_is_add_of_all_of_x_in_values_and_every_gradient(name, dropped):
         results.append([out, *(torch.zeros_like(l) if g is None else g for l, g in zip(leaves, grads))])
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=100 * CLOSE, atol=100 * CLOSE)
+
+
+@pytest.mark.parametrize("name", ["row", "column", "outgoing", "incoming, fused", "starting", "ending"])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_whole_is_add_where_it_is_the_registered_operation(name, dropped, monkeypatch):
+    for operation in (gated_attention, triangle_multiplication):
+        monkeypatch.setattr(operation, "prefer_definition", lambda *_: False)  # though these are few numbers
+    test_whole_is_add_of_all_of_x_in_values_and_every_gradient(name, dropped)
 
 
 @pytest.mark.parametrize("name", CASES)

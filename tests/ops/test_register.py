@@ -11,7 +11,9 @@ from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
 from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.triangle_multiplication import triangle_multiplication
 from warpfold.tune.checks import answer, wrong
 
 Arguments = tuple[Tensor | None, ...]
@@ -72,6 +74,36 @@ CASES: dict[str, tuple[Op[..., Tensor], Callable[[], Arguments]]] = {
     "gated_linear_residual, all kept": (
         gated_linear_residual,
         lambda: (*given((3, 4, 6), (3, 4, 8), (3, 4, 8), (6, 8), (6,)),),
+    ),
+    "gated_attention": (
+        gated_attention,
+        lambda: (
+            *given((3, 4, 6), (6,), (6,), (32, 6), (8,), (6, 8), (6,)),
+            *(torch.ones(3, 4).double(), *given((2, 4, 4)), 2, torch.rand(3, 1, 6).double()),
+        ),
+    ),
+    "gated_attention, its own bias, turned, no biases": (
+        gated_attention,
+        lambda: (
+            given((4, 4, 6))[0].transpose(0, 1),
+            *given((6,), (6,), (34, 6)),
+            *(None, *given((6, 8)), None, torch.ones(4, 4).double(), None, 2),
+        ),
+    ),
+    "triangle_multiplication": (
+        triangle_multiplication,
+        lambda: (
+            *(given((4, 4, 6))[0], torch.ones(4, 4).double()),
+            *given((6,), (6,), (38, 6), (38,), (8,), (8,), (6, 8), (6,)),
+            *(True, False, torch.rand(1, 4, 6).double()),
+        ),
+    ),
+    "triangle_multiplication, incoming, fused, turned, no biases": (
+        triangle_multiplication,
+        lambda: (
+            *(given((4, 4, 6))[0].transpose(0, 1), torch.ones(4, 4).double()),
+            *(*given((6,), (6,), (38, 6)), None, *given((8,), (8,), (6, 8)), None, False, True),
+        ),
     ),
 }
 

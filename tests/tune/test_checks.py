@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config
 from warpfold.batch import Batch
 from warpfold.model.alphafold import ModelConfig
+from warpfold.model.axial import AxialUpdate
 from warpfold.ops.dispatch import Op
 from warpfold.ops.noise import DropoutFactors, dropout_factors
 from warpfold.tune.cases import ODD, OPS, inputs
@@ -294,6 +295,8 @@ def key_of_call(op: Op[..., Tensor], args: tuple[Any, ...]) -> tuple[object, ...
         assert up is not None
         assert down is not None
         return name, places, c, down.shape[1], up.shape[0] > down.shape[1]
+    if name == "triangle_multiplication":
+        return name, places, c, args[8].shape[1], type(args[12])
     if name == "tail":
         o = args[1]
         assert o is not None
@@ -309,9 +312,11 @@ def key_of_case(case: OpCase) -> tuple[object, ...]:
     if case.op == "outer_product":
         return case.op, case.length, case.rows, case.channels, case.attended, case.outputs
     more: tuple[object, ...] = (case.outputs,) if case.op in ("norm_linear", "tail", "transition") else ()
+    if case.op == "triangle_multiplication":
+        more = (case.outputs,)
     if case.op == "transition":
         more = (*more, case.gated)
-    if case.op == "tail":
+    if case.op in ("tail", "triangle_multiplication"):
         more = (*more, DropoutFactors if case.drawn else Tensor if case.dropped else type(None))
     return (case.op, case.rows * case.length, case.channels, *more)
 
@@ -322,7 +327,8 @@ MULTIMER = as_multimer(MONOMER[0]), random_complex((4, 5), rows=12, sequences=5,
 
 @pytest.mark.parametrize(("config", "batch"), [MONOMER, MULTIMER], ids=["monomer", "multimer"])
 def test_the_list_is_what_the_model_calls(config: ModelConfig, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call in the trunk in training is a case, and every case is called.  Norms and noise stand elsewhere too."""
+    """Every call in the trunk in training is a case, and every case is called, by layers that are one operation or by
+    their parts, as plans that cut them call those.  Norms and noise stand elsewhere too."""
     model = filled_model(config).train()
     model.noise.seed(0)
     called = set()
@@ -334,6 +340,9 @@ def test_the_list_is_what_the_model_calls(config: ModelConfig, batch: Batch, mon
 
     monkeypatch.setattr(Op, "__call__", noting)
     with torch.no_grad():
+        model(batch, 0)
+        for layer in {type(m) for m in model.modules() if isinstance(m, AxialUpdate)}:
+            monkeypatch.setattr(layer, "whole", AxialUpdate.whole)
         model(batch, 0)
     listed = {
         key_of_case(case)

@@ -9,6 +9,7 @@ from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, joined
 from warpfold.ops.attention import attention
 from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.noise import Factors
 from warpfold.ops.transition import HALVES, Activation, transition
 
@@ -43,6 +44,11 @@ class AttentionUpdate(AxialUpdate):
     attention: GatedAttention
     by_column = False
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of the normalised operand that are joined: the attention's, and a bias of its own."""
+        return self.attention.projections
+
     def transpose_if_column(self, t: Any) -> Any:
         """Exchange rows and columns where the layer attends within columns; called again, it exchanges them back."""
         return t.transpose(ROWS, COLS) if self.by_column else t
@@ -69,6 +75,20 @@ class AttentionUpdate(AxialUpdate):
         x = gated_linear_residual(self.transpose_if_column(x), o, local[0], weight, bias, factors)
         new: Tensor = self.transpose_if_column(x)
         return new
+
+    def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return all of x with its update: one operation."""
+        norm, bias, turned = self.norm, None, self.transpose_if_column
+        if self.shared_from_other:
+            assert other is not None
+            bias = turned(self.shared_of(other)[0]).movedim(-1, -3)
+        into, out_of = joined(x.dtype, *self.projections), joined(x.dtype, self.attention.out)
+        factors, mask = None if factors is None else turned(factors), turned(mask[..., None])[..., 0]
+        new = gated_attention(
+            turned(x), norm.weight, norm.bias, *into, *out_of, mask, bias, self.attention.heads, factors, norm.eps
+        )
+        back: Tensor = turned(new)
+        return back
 
 
 class Transition(AxialUpdate):

@@ -11,10 +11,12 @@ from torch import Tensor
 from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, Block, ChannelProduct, Step, Steps
 from warpfold.model.execution import Tensors
-from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, LinearSlice, Projection
+from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, LinearSlice, Projection, joined
 from warpfold.ops.gate import gate
+from warpfold.ops.noise import Factors
 from warpfold.ops.transition import Activation
 from warpfold.ops.triangle import triangle_factor, triangle_product
+from warpfold.ops.triangle_multiplication import triangle_multiplication
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,13 @@ class TriangleMultiplication(ChannelProduct):
 
     def finish(self, x: Tensor, gate_logits: Tensor) -> Tensor:
         return gate(DeferredLayerNorm(x, self.norm_out).project(self.out)[0], gate_logits)
+
+    def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return all of x with its update: one operation."""
+        norm, norm_out = self.norm, self.norm_out
+        into = norm.weight, norm.bias, *joined(x.dtype, *self.projections)
+        out_of = norm_out.weight, norm_out.bias, *joined(x.dtype, self.out)
+        return triangle_multiplication(x, mask, *into, *out_of, self.outgoing, self.fused, factors, norm.eps)
 
     def _of_factor(self, half: int) -> tuple[Projection, Projection]:
         """Return the projections of a (half 0) or b (half 1) of the product, and of its gate."""

@@ -18,7 +18,7 @@ from warpfold.ops.register import register
 from warpfold.ops.shapes import EMPTY, Shape, Sizes, broadcast_shape, expands_to
 from warpfold.ops.tensors import accumulation_dtype, empty_like, upcast_half
 
-WIDTHS = (8, 16, 32, 64)  # of a head, that the Triton kernels serve
+WIDTHS = (8, 16, 24, 32, 48, 64)  # of a head, that the Triton kernels serve
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
@@ -76,6 +76,11 @@ def _shared_by_rows(bias: Tensor, leading: Shape, own: Shape) -> Tensor:
     return bias.expand(*outer, *own).reshape(math.prod(leading[:-1]), *own)
 
 
+def unsupported_width(width: int) -> str | None:
+    """Return why no kernel serves heads of this width, or None."""
+    return None if width in WIDTHS else f"heads {width} wide (kernels are for {', '.join(map(str, WIDTHS))})"
+
+
 def _unsupported(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> str | None:
     of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     leading = broadcast_shape(of_q[:-3], of_k[:-3], of_v[:-3], tuple(mask.shape)[:-1])
@@ -88,8 +93,10 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | N
             return "the bias differs from row to row"
         if not expands_to(of_bias, (*leading, heads, queries, of_k[-3])):
             return "bias is not [*, h, Q, K] beside the others"
-    if backend(q) == "triton" and not (width in WIDTHS and of_v[-1] == width):
-        return f"heads {width} wide (kernels are for {', '.join(map(str, WIDTHS))})"
+    if backend(q) == "triton":
+        reason = unsupported_width(width) if of_v[-1] == width else "values of another width than keys"
+        if reason is not None:
+            return reason
     return EMPTY if 0 in leading else None
 
 

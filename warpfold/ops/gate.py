@@ -50,7 +50,7 @@ def _check_strides(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
     prefer_definition=_prefer_definition,
 )
 def gated_linear_residual(
-    x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, factors: Factors | None = None
+    x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors | None = None
 ) -> Tensor:
     """Return x + factors * linear(gate(o, g)): gate, output projection, shared-axis dropout and residual in one pass.
 
@@ -58,5 +58,5 @@ def gated_linear_residual(
     -> [*, c] in the dtype of x, laid out in memory as x is.  Parameters of any float dtype.  Factors that are not drawn
     yet (`ops.noise.DropoutFactors`) are drawn on the way, forward and backward, and never stored.
     """
-    dx = F.linear(gate.definition(o, g), weight.to(o.dtype), bias.to(o.dtype))
+    dx = F.linear(gate.definition(o, g), weight.to(o.dtype), None if bias is None else bias.to(o.dtype))
     return x + (dx if factors is None else dx * factors)

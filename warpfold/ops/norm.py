@@ -16,7 +16,8 @@ ROW = 16  # elements: in half precision 32 bytes, what a GPU's memory hands over
 CHANNELS = (16, 1024)  # the fewest and the most that the Triton kernels serve
 
 
-def _unsupported_channels(x: Tensor, *_: Any) -> str | None:
+def unsupported_channels(x: Tensor, *_: Any) -> str | None:
+    """Return why no kernel serves the channels of x, or None."""
     fewest, most = CHANNELS
     if backend(x) == "triton" and not fewest <= x.shape[-1] <= most:
         return f"{x.shape[-1]} channels (kernels are for {fewest} to {most})"
@@ -52,7 +53,7 @@ def padded(outputs: int) -> int:
     keeps="x weight mean scale",
     gradients="x weight bias",
     empty_gradients=lambda grad, x, weight, *_: (empty_like(x), *empty_parameters(weight, weight)),  # the bias's alike
-    unsupported_reason=_unsupported_channels,
+    unsupported_reason=unsupported_channels,
     # The definition normalises in fp32: for x in that dtype it needs nothing in between.
     prefer_definition=lambda x, *_: faster_on_cpu(x, x.numel(), 2**21 if x.dtype.itemsize < 4 else 2**63),
 )
@@ -76,7 +77,7 @@ def _unsupported_projection(
 ) -> str | None:
     if bias is not None and bias.shape[0] > weight.shape[0]:
         return "bias is longer than the outputs"
-    return _unsupported_channels(x)
+    return unsupported_channels(x)
 
 
 def _empty_norm_linear_gradients(grad: Tensor, x: Tensor, *kept: Any) -> tuple[Tensor, ...]:

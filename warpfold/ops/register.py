@@ -57,6 +57,9 @@ class register:
     empty_gradients: of what the backward operation is given, allocates them, as `empty` does the results.
     residual: the operand to which the rest is added, so that its gradient is `grad` itself.
     same_dtype: operands that must share a dtype.
+    kept: whether the operation has one operand more than the definition, the last: `kept`, whether a backward pass may
+        follow.  Where it may not, the results but the first are left out, as tensors without elements.  `empty` is
+        given it too.
     check: of (name, sizes, operands by name), raises ValueError for what `shapes` cannot describe.
     expand: a parameter of the definition that is several operands of the registered operation.
     caller_shapes: the shapes that the definition's arguments must have, where `adapter` makes others of them.
@@ -75,6 +78,7 @@ class register:
     empty_gradients: Callable[..., tuple[Tensor, ...]] = lambda *_: ()
     residual: str = ""
     same_dtype: str = ""
+    kept: bool = False
     check: Callable[[str, Sizes, Mapping[str, Any]], None] | None = None
     expand: Expansion | None = None
     caller_shapes: str | None = None
@@ -88,6 +92,8 @@ class register:
         results, gradients = [] if self.mutates else self.results.split(), self.gradients.split()
         types = {**get_type_hints(definition), **dict.fromkeys((*results, "grad"), Tensor)}
         operands = self._operands(list(inspect.signature(definition).parameters), types)
+        if self.kept:
+            operands["kept"] = bool
         op = self._define(name, module, operands, len(results), self.empty)
         if gradients:
             back, needs = f"{name}_backward", self._operands(["grad", *self.keeps.split()], types)
@@ -165,6 +171,8 @@ class register:
     def _caller(self, op: Registered, parameters: list[str]) -> Callable[..., Any]:
         """Return a function of the definition's arguments that calls the registered operation for its first result."""
         first = op if " " not in self.results else lambda *args: op(*args)[0]
+        if self.kept:
+            results, first = first, lambda *args: results(*args, torch.is_grad_enabled())
         if self.expand is None:
             return first
         (name, *_), split = self.expand

@@ -178,7 +178,7 @@ def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
     with Products() as once:
         launches["definition"] = sum(count.total for count in step_launches(step).values())
     if plan.recompute:
-        step.bind(replace(plan, kernels="definition", recompute=False))
+        step.bind(replace(plan, kernels="definition", recompute=None))
         with Products() as once:
             step.losses().backward()
     return once.flops, launches

@@ -14,8 +14,10 @@ from warpfold.ops.norm import EPS, layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor
+from warpfold.tune.layer_cases import GatedAttention, TriangleMultiplication
 from warpfold.tune.loss_cases import AlignedErrors, Overlaps
 from warpfold.tune.profile import (
+    ALIGNMENTS,
     Argument,
     Cost,
     Kinds,
@@ -25,11 +27,11 @@ from warpfold.tune.profile import (
     OpInputs,
     OpProfile,
     RandomTensors,
+    attention_cost,
 )
 
 TRIANGLES = ("64", "128", "256", "384", "512", "1024", "2048")
 PAIRS = TRIANGLES[2:6]
-ALIGNMENTS = ("128x256", "512x384")  # sequences x residues of initial training and of fine-tuning
 DEEP = ("1024x256", "5120x384")  # of the extra MSA
 
 
@@ -44,18 +46,6 @@ def _global_attention(rows: int, keys: int, heads: int, width: int) -> OpCase:
 
 def _at(op: str, where: str, rows: int, length: int, channels: int, outputs: int = 0, **more: Any) -> OpCase:
     return OpCase(op=op, where=where, rows=rows, length=length, channels=channels, outputs=outputs, **more)
-
-
-def _attention_cost(case: OpCase, forward: bool, itemsize: int, key_heads: int) -> Cost:
-    """Count two products forward (q k, p v) and five backward (q k again, dO v, and those for dq, dk, dv)."""
-    queries = case.rows * case.heads * case.length * case.width
-    keys = case.rows * case.attended * case.width * key_heads
-    bias = case.batches * case.heads * case.length * case.attended if case.bias else 0
-    # q, o and k, v; backward also dO and dq, and dk, dv; the bias is read, and its gradient written.
-    numbers = 2 * queries + 2 * keys + bias if forward else 4 * queries + 4 * keys + 2 * bias
-    masks = 4 * case.rows * case.attended
-    products = 2 if forward else 5
-    return Cost(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)
 
 
 class _Attention(OpProfile):
@@ -79,6 +69,9 @@ class _Attention(OpProfile):
         _attention("other keys", 3, 5, 2, 16, keys=131, bias=True),
         _attention("template pointwise", 25, 1, 4, 16, keys=4, batches=5),
         _attention("longer than a tile", 2, 150, 1, 32, bias=True),
+        _attention("longer than a short row", 1, 390, 1, 8, bias=True),
+        _attention("between powers of two", 3, 33, 2, 24, bias=True),
+        _attention("between others", 3, 40, 1, 48, transposed=True),
     )
 
     def sizes(self, layer: LayerSizes) -> dict[str, int]:
@@ -106,7 +99,7 @@ class _Attention(OpProfile):
         return q, k, v, draw.mask(case, masked), bias
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        return _attention_cost(case, forward, itemsize, case.heads)
+        return attention_cost(case, forward, itemsize, case.heads)
 
     def example(self, kind: str, s: int, r: int) -> OpCase:
         if kind == "row":
@@ -139,7 +132,7 @@ class _GlobalAttention(OpProfile):
         return draw.normal(*k.shape[:-2], case.heads, case.width), k, v, draw.mask(case, masked)
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        return _attention_cost(case, forward, itemsize, 1)
+        return attention_cost(case, forward, itemsize, 1)
 
     def numbers(self, case: OpCase) -> int:
         return max(case.logits, case.rows * case.attended * case.width)
@@ -362,8 +355,9 @@ class _OuterProduct(OpProfile):
 PROFILES: Mapping[str, OpProfile] = {
     profile.name: profile
     for profile in (
-        _Attention(), _GlobalAttention(), _LayerNorm(), _NormLinear(), _Gate(), _GatedLinearResidual(), _Transition(),
-        _TriangleFactor(), _OuterProduct(), AlignedErrors(), Overlaps(),
+        _Attention(), _GlobalAttention(), GatedAttention(), _LayerNorm(), _NormLinear(), _Gate(),
+        _GatedLinearResidual(), _Transition(), _TriangleFactor(), _OuterProduct(), TriangleMultiplication(),
+        AlignedErrors(), Overlaps(),
     )
 }  # fmt: skip
 OPS = {name: profile.op for name, profile in PROFILES.items()}

@@ -24,6 +24,7 @@ CONSTANT = (  # the arguments without a gradient
     "mask", "factors", "count", "true_frames", "true_points", "frame_mask", "point_mask", "pair_mask",
     "exists", "index", "order", "chain", "slot",
 )  # fmt: skip
+ALIGNMENTS = ("128x256", "512x384")  # sequences x residues of initial training and of fine-tuning
 Argument = Tensor | DropoutFactors | float | str | None  # of an operation
 Kinds = Mapping[str, tuple[str, ...]]  # the bench's kinds of shape, and the sizes of each by default
 LayerKind = Literal[
@@ -234,3 +235,15 @@ class OpProfile(ABC):
     def size(self, case: OpCase) -> str:
         """Return the size in words: "256 rows of 256, 128 channels"."""
         return f"{case.row_count} of {case.length}, {case.channels} channels"
+
+
+def attention_cost(case: OpCase, forward: bool, itemsize: int, key_heads: int) -> Cost:
+    """Count two products forward (q k, p v) and five backward (q k again, dO v, and those for dq, dk, dv)."""
+    queries = case.rows * case.heads * case.length * case.width
+    keys = case.rows * case.attended * case.width * key_heads
+    bias = case.batches * case.heads * case.length * case.attended if case.bias else 0
+    # q, o and k, v; backward also dO and dq, and dk, dv; the bias is read, and its gradient written.
+    numbers = 2 * queries + 2 * keys + bias if forward else 4 * queries + 4 * keys + 2 * bias
+    masks = 4 * case.rows * case.attended
+    products = 2 if forward else 5
+    return Cost(products * 2 * case.logits * case.width, case.logits, numbers * itemsize + masks)

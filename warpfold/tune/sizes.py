@@ -79,7 +79,7 @@ def _pair(r: int, c: int, config: PairConfig) -> Iterator[LayerSizes]:
     yield starting
     yield replace(starting, name="triangle ending", transposed=True)
     at = LayerSizes(kind="triangle product", name="triangle product", rows=r, length=r, channels=c)
-    yield replace(at, projected=4 * hidden + c, hidden=hidden)
+    yield replace(at, projected=4 * hidden + c, hidden=hidden, dropped=config.rate > 0)
     yield replace(at, kind="triangle output", name="triangle product, out", channels=hidden, projected=c)
     gated = config.activation == "swiglu"
     yield replace(at, kind="transition", name="pair transition", hidden=config.transition * c, gated=gated)

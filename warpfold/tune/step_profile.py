@@ -83,7 +83,7 @@ def profile_model(
 def counted_work(given: ModelBench, training: bool) -> dict[WorkKey, Work]:
     """Count what a step, or a forward pass, has to do, by the definitions; the optimizer's part is not counted."""
     step = TrainingStep(given, "meta")
-    step.bind(replace(given.plan, kernels="definition", recompute=False, compile=False))
+    step.bind(replace(given.plan, kernels="definition", recompute=None, compile=False))
     return work_of(step.model, lambda spans: _run(step, training, update=False)(spans))
 
 

@@ -34,7 +34,7 @@ def launched(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, 
 def test_no_vector_is_copied(turned: bool) -> None:
     q, k, v = projected(40, 24, 4, 32, turned)
     launches = launched(q, k, v, None)
-    assert set(launches) == {"attention_forward", "attention_dq", "attention_dkdv"}
+    assert set(launches) == {"attention_forward", "attention_short"}
     for launch in launches.values():
         assert all(launch.arguments[name].data is t for name, t in (("q", q), ("k", k), ("v", v)))
         given = launch.arguments["q"]
@@ -51,15 +51,39 @@ def test_addresses_are_known_to_be_wide() -> None:
     assert bias.stride() == (4 * 24 * 32, 24 * 32, 32, 1)  # laid out for 16-byte loads; 24 keys padded to 32
 
 
-@pytest.mark.parametrize(("rows", "length", "slabs"), [(256, 256, 8), (8, 256, 2), (3, 64, 1), (512, 1024, 1)])
-def test_rows_of_the_gradient_of_the_bias_are_cut_by_the_shapes_alone(rows: int, length: int, slabs: int) -> None:
+@pytest.mark.parametrize(("rows", "length", "slabs"), [(256, 256, 4), (8, 256, 2), (3, 64, 1), (512, 1024, 1)])
+def test_rows_of_the_gradient_of_the_bias_are_cut_into_slabs(rows: int, length: int, slabs: int) -> None:
     launches = launched(*projected(rows, length, 4, 32), meta(1, 4, length, length))
     launch = launches["attention_dbias"]
     assert ("attention_slabs" in launches) == (slabs > 1)
     assert launch.arguments["slab"] * slabs >= rows > launch.arguments["slab"] * (slabs - 1)
-    into = launch.arguments["dbias"]
-    assert into.shape == ((slabs, 1, 4, length, length) if slabs > 1 else (1, 4, length, length))
+    into = launch.arguments["dbias"].data
+    assert into.shape == (slabs, 1, 4, length, length)
     assert into.dtype == (torch.float32 if slabs > 1 else torch.bfloat16)
+
+
+@pytest.mark.parametrize("tiles", [32, 64, 72, 144, 288, 512])
+@pytest.mark.parametrize("rows", [128, 256, 384, 768])
+def test_no_wave_of_programs_is_two_thirds_empty(rows: int, tiles: int) -> None:
+    """What the slabs take, in rows of one program, is at most a quarter more than if every core worked throughout;
+    where it is more, no count of slabs is better."""
+    cores = 132
+
+    def turns(slabs: int) -> int:
+        return -(-slabs * tiles // cores) * -(-rows // slabs)
+
+    slab, slabs = attention.slabs_for(rows, tiles, cores)
+    assert slab * slabs >= rows > slab * (slabs - 1)
+    least = min(turns(n) for n in range(1, attention.MAX_SLABS + 1))
+    assert turns(slabs) <= max(1.25 * rows * tiles / cores, least)
+
+
+def test_short_rows_have_one_kernel_for_three_gradients() -> None:
+    assert set(launched(*projected(40, 384, 4, 32), None)) == {"attention_forward", "attention_short"}
+    assert {"attention_dq", "attention_dkdv"} < set(launched(*projected(40, 385, 4, 32), None))
+    q, k, v = projected(40, 384, 4, 32)
+    far = q.as_strided(q.shape, (0, 32, 2**23, 0, 1))
+    assert {"attention_dq", "attention_dkdv"} < set(launched(far, k, v, None))
 
 
 def test_one_query_and_few_keys_have_kernels_of_their_own() -> None:

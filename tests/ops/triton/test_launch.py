@@ -191,14 +191,14 @@ def test_a_launch_is_noted_with_its_key_and_its_arguments() -> None:
     with recorded() as outer, table_used(table((32,))):
         tiled = COPY.tiled((40,), x)
         with recorded() as inner:
-            TiledKernel(WIDE, (1,), tiled.config).run((1,), **arguments)
+            TiledKernel(WIDE, (1,), tiled.config, tiled.device).run((1,), **arguments)
         tiled.run((2,), **arguments)
     assert [(one.kernel.name, one.key) for one in outer] == [("_copy", (40,))]
     assert [one.kernel.name for one in inner] == ["_copy_wide"]
 
 
 def test_arguments_are_the_kernels_own() -> None:
-    tiled, x = TiledKernel(COPY, (), COPY.candidates[0]), torch.empty(1, device="meta")
+    tiled, x = TiledKernel(COPY, (), COPY.candidates[0], torch.device("meta")), torch.empty(1, device="meta")
     with recorded():
         with pytest.raises(KeyError, match="stride"):
             tiled.run((1,), x=x, y=x, rows=1, channels=1)

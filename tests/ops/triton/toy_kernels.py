@@ -92,7 +92,7 @@ PRODUCT = Kernel("_product", _product, (SMALL_TILES, GIANT_TILES))
 def launch_of(kernel: Kernel, grid: tuple[int, ...], config: KernelConfig, **arguments: Any) -> KernelLaunch:
     """Return what launching it would be."""
     with recorded() as launches:
-        TiledKernel(kernel, (), config).run(grid, **arguments)
+        TiledKernel(kernel, (), config, torch.device("meta")).run(grid, **arguments)
     return launches[0]
 
 

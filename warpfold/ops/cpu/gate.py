@@ -31,11 +31,12 @@ def gate_backward(grad: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gated_linear_residual(
-    x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, *factor_operands: Any
+    x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, *factor_operands: Any
 ) -> Tensor:
     """Compute warpfold::gated_linear_residual."""
-    factors = _factors(x, *factor_operands)
-    y, w, b = empty_like(x), weight.to(x.dtype).t(), bias.to(x.dtype)
+    factors = drawn_factors(x, *factor_operands)
+    y, w = empty_like(x), weight.to(x.dtype).t()
+    b = w.new_zeros(w.shape[1]) if bias is None else bias.to(x.dtype)
     f = x if factors is None else factors.to(x.dtype).expand(x.shape)
     for xb, ob, gb, yb, fb in blocks(x, x, o, g, y, f):
         gated = gate_values(gb).mul_(ob)
@@ -50,26 +51,29 @@ def gated_linear_residual(
 
 
 def gated_linear_residual_backward(
-    grad: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor, *factor_operands: Any
+    grad: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, *factor_operands: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::gated_linear_residual_backward."""
-    factors = _factors(grad, *factor_operands)
+    factors = drawn_factors(grad, *factor_operands)
     do, dg, w = empty_like(o), empty_like(g), weight.to(grad.dtype)
     acc = torch.float64 if weight.dtype == torch.float64 or grad.dtype == torch.float64 else torch.float32
-    dweight, dbias = weight.new_zeros(weight.shape, dtype=acc), bias.new_zeros(bias.shape, dtype=acc)
+    dweight = weight.new_zeros(weight.shape, dtype=acc)
+    dbias = weight.new_zeros(0 if bias is None else len(bias), dtype=acc)
     f = grad if factors is None else factors.to(grad.dtype).expand(grad.shape)
     for db, ob, gb, dob, dgb, fb in blocks(o, grad, o, g, do, dg, f):
         dx = rows(db) if factors is None else rows(db * fb)
         s, os = gate_values(rows(gb)), rows(ob)
         accumulate(dweight, dx, s * os)
-        dbias += dx.sum(0, dtype=acc)
+        if bias is not None:
+            dbias += dx.sum(0, dtype=acc)
         dgated = torch.mm(dx, w)
         put(dob, dgated * s)
         put(dgb, dgated.mul_(os).mul_(s).mul_(s.neg_().add_(1)))
-    return do, dg, dweight.to(accumulation_dtype(weight)), dbias.to(accumulation_dtype(bias))
+    kept = accumulation_dtype(weight)
+    return do, dg, dweight.to(kept), dbias.to(kept)
 
 
-def _factors(
+def drawn_factors(
     x: Tensor,
     factors: Tensor | None,
     key: Tensor | None,

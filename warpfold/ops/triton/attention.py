@@ -4,37 +4,44 @@ One family serves every attention of the trunk, at any strides: rows and columns
 many.  One query over a handful of keys, the template attention, has a kernel of its own (pointwise.py).
 """
 
+import functools
 import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from warpfold.ops.attention import empty_bias, empty_lse, empty_out
+from warpfold.ops.shapes import Shape
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton import attention_backward as kernels
+from warpfold.ops.triton import attention_short as short
 from warpfold.ops.triton import pointwise
 from warpfold.ops.triton.attention_forward import FORWARD
 from warpfold.ops.triton.attention_tiles import BIAS_UNIT, Sizes
-from warpfold.ops.triton.launch import ByPrecision, TiledKernel
-from warpfold.ops.triton.positions import Strided
+from warpfold.ops.triton.launch import ByPrecision, Key, TiledKernel, cores
+from warpfold.ops.triton.positions import Strided, cdiv
 
+WARPS = 8  # of the gradient of the bias that a core runs at once: its tiles take most of the registers
 MAX_SLABS = 16  # of rows whose gradients of the bias are summed apart
-PROGRAMS = 512  # that the gradient of the bias is cut into, at least, where its rows allow
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute warpfold::attention."""
     out, lse = empty_out(q, v), empty_lse(q)
+    forward(q, k, v, mask, bias, out, lse)
+    return out, lse
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    """Write the output of attention, [B, R, Q, h, d], and its logarithms [B, R, h, Q]."""
     vectors = {"q": q, "k": k, "v": v, "out": out}
     if pointwise.serves(q, k, bias):
         pointwise.run(pointwise.FORWARD, strided(vectors), strided_mask(mask), lse)
-        return out, lse
+        return
     call = _Call(vectors, mask, bias)
     kernel = call.tiled(FORWARD)
     kernel.run(call.row_grid(kernel, "BLOCK_Q"), **call.arguments, lse=lse)
-    return out, lse
 
 
 def attention_backward(
@@ -52,43 +59,55 @@ def attention_backward(
     dq, dk, dv, dbias = empty_like(q), empty_like(k), empty_like(v), empty_bias(bias, bias_wanted, q)
     wanted = {"dq": dq, "dk": dk, "dv": dv}
     written = {name: t if _width_innermost(t) else t.new_empty(t.shape) for name, t in wanted.items()}
-    vectors = {"grad": grad, "q": q, "k": k, "v": v, "out": out, **written}
-    if pointwise.serves(q, k, bias):
-        pointwise.run(pointwise.BACKWARD, strided(vectors), strided_mask(mask), lse)
-    else:
-        _run_backward(_Call(vectors, mask, bias), lse, dbias if bias_wanted else None)
+    backward(grad, q, k, v, mask, bias, out, lse, **written, dbias=dbias if bias_wanted else None)
     for name, t in written.items():
         if t is not wanted[name]:
             wanted[name].copy_(t)
     return dq, dk, dv, dbias
 
 
-def _run_backward(call: "_Call", lse: Tensor, dbias: Tensor | None) -> None:
-    delta = lse.new_empty(lse.shape)
-    firsts = lse.new_empty(lse.shape[:2], dtype=torch.int32)
-    rest = dict(call.arguments)
-    out, dq, dk, dv = (rest.pop(name) for name in ("out", "dq", "dk", "dv"))
-    rest |= {"lse": lse, "delta": delta}
-    kernel = call.tiled(kernels.DQ)
-    kernel.run(call.row_grid(kernel, "BLOCK_Q"), **rest, out=out, dq=dq, firsts=firsts)
-    kernel = call.tiled(kernels.DKDV)
-    kernel.run(call.row_grid(kernel, "BLOCK_K"), **rest, dk=dk, dv=dv)
-    if dbias is None:
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None,
+) -> None:
+    """Write the gradients of attention into dq, dk, dv, stride 1 along the width; and dbias [B, h, Q, K], if wanted."""
+    vectors = {"grad": grad, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    if pointwise.serves(q, k, bias):
+        pointwise.run(pointwise.BACKWARD, strided(vectors), strided_mask(mask), lse)
         return
-    # Rows are cut into slabs where the tiles of the bias alone are too few to fill a GPU; by the shapes alone.
-    sizes, batches = call.sizes, call.batches
-    tiles = batches * sizes.heads * triton.cdiv(sizes.queries, 64) * triton.cdiv(sizes.keys, 64)
-    slab = triton.cdiv(sizes.rows, max(1, min(MAX_SLABS, sizes.rows // 4, triton.cdiv(PROGRAMS, tiles))))
-    slabs = triton.cdiv(sizes.rows, slab)
-    parts = dbias if slabs == 1 else lse.new_empty(slabs, *dbias.shape)
-    kernel = call.tiled(kernels.DBIAS)
-    blocks = triton.cdiv(sizes.queries, kernel["BLOCK_Q"]) * triton.cdiv(sizes.keys, kernel["BLOCK_K"])
-    grid = (slabs * batches * sizes.heads * blocks,)
-    kernel.run(grid, **rest, firsts=firsts, dbias=parts, slab=slab, batches=batches)
-    if slabs > 1:
-        kernel = kernels.SLABS.tiled((dbias.numel(),), dbias)
-        grid = (triton.cdiv(dbias.numel(), kernel["BLOCK"]),)
-        kernel.run(grid, parts=parts, dbias=dbias, count=dbias.numel(), slabs=slabs)
+    call = _Call(vectors, mask, bias)
+    if short.serves(vectors.values(), bias):
+        call.run_short(lse, dbias)
+    else:
+        call.run_long(lse, dbias)
+
+
+@functools.cache
+def slabs_for(rows: int, tiles: int, programs: int) -> tuple[int, int]:
+    """Return how many rows a slab of the bias's gradient has, and how many slabs there are.
+
+    tiles: programs of one slab; programs: that run at once.  The slabs take as many turns as there are waves of
+    programs, each of all rows of a slab; the last wave should be full.  In the time in which a program is done with a
+    row, memory takes or gives back some twenty tiles: what each slab beside the first costs.
+    """
+    most = max(1, min(MAX_SLABS, rows // 4))
+
+    def turns(slabs: int) -> float:
+        moved = slabs * tiles / 20 if slabs > 1 else 0.0
+        return cdiv(slabs * tiles, programs) * cdiv(rows, slabs) + moved
+
+    slab = cdiv(rows, min(range(1, most + 1), key=turns))
+    return slab, cdiv(rows, slab)
 
 
 class _Call:
@@ -113,14 +132,76 @@ class _Call:
 
     def tiled(self, kernel: ByPrecision) -> TiledKernel:
         """Return a kernel with its configuration for these sizes."""
+        return kernel.tiled(self.key, self.q)
+
+    @property
+    def key(self) -> Key:
+        """What the configurations of the kernels depend on: width, 2 with a bias, queries, keys."""
         biased = 1 if self.arguments["bias"] is None else 2
-        return kernel.tiled((self.q.shape[-1], biased, self.sizes.queries, self.sizes.keys), self.q)
+        return self.q.shape[-1], biased, self.sizes.queries, self.sizes.keys
 
     def row_grid(self, kernel: TiledKernel, block: str) -> tuple[int]:
         """Return the grid of a kernel whose programs each own a block of queries or keys, of some rows."""
         length = self.sizes.queries if block == "BLOCK_Q" else self.sizes.keys
-        groups = triton.cdiv(self.sizes.rows, kernel["ROWS"])
-        return (triton.cdiv(length, kernel[block]) * self.sizes.heads * groups * self.batches,)
+        groups = cdiv(self.sizes.rows, kernel["ROWS"])
+        return (cdiv(length, kernel[block]) * self.sizes.heads * groups * self.batches,)
+
+    def run_long(self, lse: Tensor, dbias: Tensor | None) -> None:
+        """Compute the gradients of rows of any length."""
+        delta, firsts = self._between(lse)
+        rest = dict(self.arguments)
+        out, dq, dk, dv = (rest.pop(name) for name in ("out", "dq", "dk", "dv"))
+        rest |= {"lse": lse, "delta": delta}
+        kernel = self.tiled(kernels.DQ)
+        kernel.run(self.row_grid(kernel, "BLOCK_Q"), **rest, out=out, dq=dq, firsts=firsts)
+        kernel = self.tiled(kernels.DKDV)
+        kernel.run(self.row_grid(kernel, "BLOCK_K"), **rest, dk=dk, dv=dv)
+        if dbias is not None:
+            self._run_bias(rest, firsts, dbias)
+
+    def run_short(self, lse: Tensor, dbias: Tensor | None) -> None:
+        """Compute the gradients of rows that `attention_short` serves."""
+        delta, firsts = self._between(lse)
+        kernel, sizes, wide = short.SHORT.tiled(self.key, self.q), self.sizes, short.padded_width(self.q.shape[-1])
+        several = sizes.keys > kernel["BLOCK_K"]
+        kernel.run(
+            (self.batches * sizes.rows * sizes.heads,),
+            **self.arguments,
+            lse=lse,
+            delta=delta,
+            firsts=None if dbias is None else firsts,
+            partial=lse.new_empty(*lse.shape, wide) if several else None,
+        )
+        if dbias is not None:
+            rest = {name: given for name, given in self.arguments.items() if name not in ("out", "dq", "dk", "dv")}
+            self._run_bias(rest | {"lse": lse, "delta": delta}, firsts, dbias)
+
+    def _between(self, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Allocate what one kernel leaves for the others: delta and firsts."""
+        return lse.new_empty(lse.shape), lse.new_empty(lse.shape[:2], dtype=torch.int32)
+
+    def _run_bias(self, rest: dict[str, Any], firsts: Tensor, dbias: Tensor) -> None:
+        sizes, batches = self.sizes, self.batches
+        kernel = self.tiled(kernels.DBIAS)
+        blocks = cdiv(sizes.queries, kernel["BLOCK_Q"]) * cdiv(sizes.keys, kernel["BLOCK_K"])
+        tiles = batches * sizes.heads * blocks
+        slab, slabs = slabs_for(sizes.rows, tiles, cores(dbias.device) * max(1, WARPS // kernel.config.warps))
+        parts = dbias[None] if slabs == 1 else dbias.new_empty(slabs, *dbias.shape, dtype=torch.float32)
+        into = Strided.of(parts, parts.stride()[:4], 16, parts.stride(4))
+        kernel.run((slabs * tiles,), **rest, firsts=firsts, dbias=into, slab=slab, batches=batches)
+        if slabs > 1:
+            kernel = kernels.SLABS.tiled((dbias.numel(),), dbias)
+            positions = batches * sizes.queries * sizes.keys
+            kernel.run(
+                (cdiv(positions, kernel["BLOCK"]),),
+                parts=parts,
+                dbias=Strided.of(dbias, dbias.stride()[:3], 16, dbias.stride(3)),
+                positions=positions,
+                queries=sizes.queries,
+                keys=sizes.keys,
+                slabs=slabs,
+                HEADS=sizes.heads,
+            )
 
 
 def _width_innermost(t: Tensor) -> bool:
@@ -130,14 +211,24 @@ def _width_innermost(t: Tensor) -> bool:
 def strided(vectors: dict[str, Tensor]) -> dict[str, Strided]:
     """Return tensors [B, R, Q or K, h, d] as the kernels take them: copied where their last axis has not stride 1."""
     given = {name: t if _width_innermost(t) else t.contiguous() for name, t in vectors.items()}
-    # One unit for all: with one for each, dk and dv of heads 64 wide want more registers than sm_80 has.
-    unit = math.gcd(16, *(stride for t in given.values() for stride in _strides(t)))
-    return {name: Strided.of(t, _strides(t), unit) for name, t in given.items()}
+    layouts = _layouts(tuple([(t.shape, t.stride()) for t in given.values()]))
+    return {name: Strided(t, *layout) for (name, t), layout in zip(given.items(), layouts)}
 
 
-def _strides(t: Tensor) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)  # as in positions.py
+def _layouts(tensors: tuple[tuple[Shape, Shape], ...]) -> list[tuple[Shape, Any]]:
+    """Return strides and unit of each tensor, given by shape and strides.
+
+    One unit for all: with one for each, dk and dv of heads 64 wide want more registers than sm_80 has.
+    """
+    strides = [_strides(*each) for each in tensors]
+    unit = math.gcd(16, *(stride for each in strides for stride in each))
+    return [(found.strides, found.unit) for found in (Strided.of(None, each, unit) for each in strides)]
+
+
+def _strides(shape: Shape, strides: Shape) -> Shape:
     """Return the strides of all axes but the last; 0 along axes of one element, whose strides mean nothing."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(t.shape[:-1], t.stride()[:-1]))
+    return tuple([0 if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1])])
 
 
 def strided_mask(mask: Tensor) -> Strided:
@@ -155,9 +246,10 @@ def _strided_bias(bias: Tensor) -> Strided:
     """
     shared = bias.stride(0) == 0
     bias = bias[:1] if shared else bias
-    if bias.stride(-1) != 1 or any(s % BIAS_UNIT for s in (*_strides(bias), bias.shape[-1])):
-        padded = bias.new_empty(*bias.shape[:-1], triton.cdiv(bias.shape[-1], BIAS_UNIT) * BIAS_UNIT)
-        padded[..., : bias.shape[-1]] = bias
+    keys = bias.shape[-1]
+    if bias.stride(-1) != 1 or keys % BIAS_UNIT or any(s % BIAS_UNIT for s in _strides(bias.shape, bias.stride())):
+        padded = bias.new_empty(*bias.shape[:-1], cdiv(keys, BIAS_UNIT) * BIAS_UNIT)
+        padded[..., :keys] = bias
         bias = padded
-    batch, head, query = _strides(bias)
+    batch, head, query = _strides(bias.shape, bias.stride())
     return Strided.of(bias, (0 if shared else batch, head, query), BIAS_UNIT)

@@ -26,6 +26,8 @@ from warpfold.ops.triton.attention_tiles import (
     load_mask,
     load_tile,
     mask_of,
+    offset,
+    padded_width,
     program_tile,
     store_tile,
 )
@@ -118,7 +120,7 @@ def _attention_dq(
         do_tiles = do_tiles + (do_tile,)
         deltas = deltas + (d,)
         lse_tiles = lse_tiles + (tl.load(lse + line * queries + i, mask=i < queries, other=0.0),)
-        acc = acc + (tl.zeros([BLOCK_Q, WIDTH if WIDTH > 16 else 16], tl.float32),)
+        acc = acc + (tl.zeros([BLOCK_Q, padded_width(WIDTH)], tl.float32),)
         first = first_masked_key(mask, batch, row, rows, keys, 1)
         tl.store(firsts + batch.to(tl.int64) * rows + row, first, mask=(tile == 0) & (head == 0))
         clear = tl.minimum(clear, first)
@@ -140,7 +142,7 @@ def _attention_dq(
 
 
 @triton.jit
-def _some_fully_masked(lse: tl.tensor, queries: tl.tensor) -> tl.tensor:
+def some_fully_masked(lse: tl.tensor, queries: tl.tensor) -> tl.tensor:
     """Return whether some query of a row weighs masked keys alone."""
     most = tl.full([SCAN], float("-inf"), tl.float32)
     for start in range(0, queries, SCAN):
@@ -150,7 +152,7 @@ def _some_fully_masked(lse: tl.tensor, queries: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _uniform_dv(
+def uniform_dv(
     grad: tl.tuple,
     lse: tl.tensor,
     mask: tl.tuple,
@@ -169,7 +171,7 @@ def _uniform_dv(
         j = start + tl.arange(0, SCAN)
         hidden += tl.where((j < keys) & (tl.load(mask_of(mask, batch, row) + j, j < keys, 0) == 0), 1, 0)
     count = tl.sum(hidden, 0)
-    acc = tl.zeros([WIDTH if WIDTH > 16 else 16], tl.float32)
+    acc = tl.zeros([padded_width(WIDTH)], tl.float32)
     for start in range(0, queries, BLOCK_Q):
         i = start + tl.arange(0, BLOCK_Q)
         fully_masked = tl.load(lse + i, mask=i < queries, other=0.0) == float("inf")
@@ -208,8 +210,8 @@ def _attention_dkdv(
         row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
         k_tiles = k_tiles + (load_tile(k, batch, row, head, j, keys, WIDTH),)
         v_tiles = v_tiles + (load_tile(v, batch, row, head, j, keys, WIDTH),)
-        dk_acc = dk_acc + (tl.zeros([BLOCK_K, WIDTH if WIDTH > 16 else 16], tl.float32),)
-        dv_acc = dv_acc + (tl.zeros([BLOCK_K, WIDTH if WIDTH > 16 else 16], tl.float32),)
+        dk_acc = dk_acc + (tl.zeros([BLOCK_K, padded_width(WIDTH)], tl.float32),)
+        dv_acc = dv_acc + (tl.zeros([BLOCK_K, padded_width(WIDTH)], tl.float32),)
 
     for start in range(0, queries, BLOCK_Q):
         i = start + tl.arange(0, BLOCK_Q)
@@ -241,8 +243,8 @@ def _attention_dkdv(
         store_tile(dk, batch, first_row + n, head, dk_tile, j, limit, WIDTH)
         dv_tile = tl.where(attended, dv_acc[n], 0.0)
         lse_row = lse + ((batch.to(tl.int64) * rows + row) * heads + head) * queries
-        if _some_fully_masked(lse_row, queries):
-            each, hidden = _uniform_dv(grad, lse_row, mask, batch, row, head, queries, keys, WIDTH, BLOCK_Q)
+        if some_fully_masked(lse_row, queries):
+            each, hidden = uniform_dv(grad, lse_row, mask, batch, row, head, queries, keys, WIDTH, BLOCK_Q)
             dv_tile = tl.where(attended, tl.where(hidden == 0, float("nan"), dv_tile), each)
         store_tile(dv, batch, first_row + n, head, dv_tile, j, limit, WIDTH)
 
@@ -258,7 +260,7 @@ def _attention_dbias(
     lse: tl.tensor,
     delta: tl.tensor,
     firsts: tl.tensor,
-    dbias: tl.tensor,
+    dbias: tl.tuple,
     sizes: tl.tuple,
     slab: tl.tensor,
     batches: tl.tensor,
@@ -266,7 +268,7 @@ def _attention_dbias(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Store the gradient of the bias over the rows of one slab, `slab` of them: dbias [slabs, B, h, Q, K], dense."""
+    """Store the gradient of the bias over the rows of one slab, `slab` of them: dbias [slabs, B, h, Q, K]."""
     rows, queries, keys, heads, bias_keys = sizes
     program = tl.program_id(0)
     across, down = tl.cdiv(keys, BLOCK_K), tl.cdiv(queries, BLOCK_Q)
@@ -275,7 +277,8 @@ def _attention_dbias(
     image = program // (across * down)  # (slab, batch, head)
     head = image % heads
     batch = image // heads % batches
-    first_row = image // (heads * batches) * slab
+    number = image // (heads * batches)
+    first_row = number * slab
     last_key = program % across * BLOCK_K + BLOCK_K
 
     b = load_bias(bias, bias_of(bias, batch, head), i[:, None], j[None, :], queries, bias_keys)
@@ -296,22 +299,41 @@ def _attention_dbias(
         if tl.load(firsts + batch.to(tl.int64) * rows + row) < last_key:
             ds = tl.where(load_mask(mask, batch, row, j, keys)[None, :], ds, 0.0)
         acc += ds
-    into = dbias + (image.to(tl.int64) * queries + i[:, None]) * keys + j[None, :]
-    tl.store(into, acc.to(dbias.dtype.element_ty), mask=(i[:, None] < queries) & (j[None, :] < keys))
+    start = dbias.data + offset(number, dbias.strides[0], dbias.unit) + offset(batch, dbias.strides[1], dbias.unit)
+    lines = start + offset(head, dbias.strides[2], dbias.unit) + offset(i, dbias.strides[3], dbias.unit)[:, None]
+    into = lines + j.to(tl.int64)[None, :] * dbias.strides[4]
+    tl.store(into, acc.to(dbias.data.dtype.element_ty), mask=(i[:, None] < queries) & (j[None, :] < keys))
 
 
 @triton.jit
 def _attention_slabs(
-    parts: tl.tensor, dbias: tl.tensor, count: tl.tensor, slabs: tl.tensor, BLOCK: tl.constexpr
+    parts: tl.tensor,
+    dbias: tl.tuple,
+    positions: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    slabs: tl.tensor,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """Store dbias [count], the sum of parts [slabs, count], one after another."""
+    """Store dbias [B, h, Q, K], the sum of parts [slabs, B, h, Q, K], one after another; positions: B Q K.
+
+    All heads of BLOCK positions: in the gradient of a projection they lie side by side.
+    """
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    parts += index
-    acc = tl.zeros([BLOCK], tl.float32)
+    h = tl.arange(0, triton.next_power_of_2(HEADS))
+    k, line = index % keys, index // keys
+    i, batch = line % queries, line // queries
+    valid = (index < positions)[:, None] & (h < HEADS)[None, :]
+    image = (batch * HEADS)[:, None] + h[None, :]
+    parts += (image * queries + i[:, None]) * keys + k[:, None]
+    acc = tl.zeros([BLOCK, triton.next_power_of_2(HEADS)], tl.float32)
     for _ in range(slabs):
-        acc += tl.load(parts, mask=index < count, other=0.0)
-        parts += count
-    tl.store(dbias + index, acc.to(dbias.dtype.element_ty), mask=index < count)
+        acc += tl.load(parts, mask=valid, other=0.0)
+        parts += positions * HEADS
+    at = offset(batch, dbias.strides[0], dbias.unit) + offset(i, dbias.strides[2], dbias.unit) + k * dbias.strides[3]
+    into = dbias.data + at[:, None] + offset(h, dbias.strides[1], dbias.unit)[None, :]
+    tl.store(into, acc.to(dbias.data.dtype.element_ty), mask=valid)
 
 
 DQ = register_by_precision("attention_dq", _attention_dq, ROW_TILES, ROW_TILES_FP32)
@@ -335,4 +357,4 @@ DBIAS = register_by_precision(
     ),
     configs("BLOCK_Q BLOCK_K", (32, 32, 4, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
 )
-SLABS = register("attention_slabs", _attention_slabs, configs("BLOCK", (1024, 4, 1)))
+SLABS = register("attention_slabs", _attention_slabs, configs("BLOCK", (256, 4, 1), (128, 4, 1)))

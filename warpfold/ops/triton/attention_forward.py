@@ -18,6 +18,7 @@ from warpfold.ops.triton.attention_tiles import (
     load_bias,
     load_mask,
     load_tile,
+    padded_width,
     program_tile,
     store_tile,
 )
@@ -113,7 +114,7 @@ def _attention_forward(
         q_tiles = q_tiles + (load_tile(q, batch, row, head, i, queries, WIDTH),)
         m_i = m_i + (tl.full([BLOCK_Q], LEAST, tl.float32),)
         l_i = l_i + (tl.zeros([BLOCK_Q], tl.float32),)
-        acc = acc + (tl.zeros([BLOCK_Q, WIDTH if WIDTH > 16 else 16], tl.float32),)
+        acc = acc + (tl.zeros([BLOCK_Q, padded_width(WIDTH)], tl.float32),)
 
     # Up to the first key that is masked, whole tiles need no look at the mask: most often that is all of them.  The
     # rest goes by half tiles, or it would want more registers than the others have left.

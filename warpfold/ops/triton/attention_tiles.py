@@ -25,6 +25,12 @@ class Sizes(NamedTuple):
     bias_keys: int
 
 
+@triton.constexpr_function
+def padded_width(width: int) -> int:
+    """Return how wide a tile of vectors is: a power of two that tensor cores take."""
+    return max(16, 1 << (int(width) - 1).bit_length())
+
+
 @triton.jit
 def offset(index: tl.tensor, stride: tl.tensor, unit: tl.constexpr) -> tl.tensor:
     """Return an offset in 64 bits.  Strides come divided by `unit`: the compiler knows then what divides an address."""
@@ -65,11 +71,11 @@ def load_tile(
     WIDTH: tl.constexpr,
     WHOLE: tl.constexpr = False,
 ) -> tl.tensor:
-    """Load vectors [index, WIDTH], of which there are `count` (WHOLE: no index is past them), padded with 0 to 16."""
+    """Load vectors [index, WIDTH], of which there are `count` (WHOLE: no index is past them), padded with 0."""
     start = vectors_of(x, batch, row, head)
-    across = tl.arange(0, WIDTH if WIDTH > 16 else 16)
+    across = tl.arange(0, padded_width(WIDTH))
     pointers = start + offset(index[:, None], x.strides[2], x.unit) + across[None, :]
-    if WHOLE and WIDTH >= 16:
+    if WHOLE and padded_width(WIDTH) == WIDTH:
         return tl.load(pointers)
     valid = across[None, :] < WIDTH
     if not WHOLE:
@@ -90,7 +96,7 @@ def store_tile(
 ) -> None:
     """Store vectors, as `load_tile` loads them."""
     start = vectors_of(x, batch, row, head)
-    across = tl.arange(0, WIDTH if WIDTH > 16 else 16)
+    across = tl.arange(0, padded_width(WIDTH))
     valid = (across[None, :] < WIDTH) & (index[:, None] < count)
     pointers = start + offset(index[:, None], x.strides[2], x.unit) + across[None, :]
     tl.store(pointers, tile.to(x.data.dtype.element_ty), mask=valid)

@@ -19,6 +19,7 @@ from warpfold.ops.triton.noise import SCALARS, drawn, fill, scalars
 from warpfold.ops.triton.positions import (
     Positions,
     cast_weight,
+    cdiv,
     channels_last,
     coalesce,
     offsets,
@@ -83,7 +84,8 @@ def _gated_linear_residual(
         h = tl.load(o_rows + k[None, :], mask=valid, other=0).to(tl.float32) * gate_values
         wt = tl.load(weight + c[None, :] * INPUTS + k[:, None], mask=(c < C)[None, :] & (k < INPUTS)[:, None], other=0)
         acc = tl.dot(h.to(y.data.dtype.element_ty), wt.to(y.data.dtype.element_ty), acc)
-    acc += tl.load(bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
     valid = real & (c < C)[None, :]
     if factors is not None:
         at = offsets(factors, m, axes)[:, None] + (c.to(tl.int64) * factors.strides[3])[None, :]
@@ -155,11 +157,15 @@ def _gated_linear_residual_weight(
     scale: tl.tensor,
     C: tl.constexpr,
     INPUTS: tl.constexpr,
+    BIASED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ) -> None:
-    """Store in partials [programs, C INPUTS + C] a tile of dz^T h, and of the sum of dz, of a span of positions."""
+    """Store in partials [programs, C INPUTS + BIASED] a tile of dz^T h, and of the sum of dz, of a span of positions.
+
+    BIASED: C, or 0 without a bias.
+    """
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     each = tl.cdiv(tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(2))
@@ -181,10 +187,11 @@ def _gated_linear_residual_weight(
         at = offsets(g, m, axes)[:, None]
         h = v * tl.sigmoid(tl.load(g.data + at + i[None, :], mask=valid, other=0).to(tl.float32))
         dw = tl.dot(tl.trans(dz), h.to(dz.dtype), dw)
-        db += tl.sum(dz.to(tl.float32), 0)
-    mine = partials + tl.program_id(2).to(tl.int64) * (C * INPUTS + C)
+        if BIASED > 0:
+            db += tl.sum(dz.to(tl.float32), 0)
+    mine = partials + tl.program_id(2).to(tl.int64) * (C * INPUTS + BIASED)
     tl.store(mine + c[:, None] * INPUTS + i[None, :], dw, mask=(c < C)[:, None] & (i < INPUTS)[None, :])
-    if tl.program_id(1) == 0:
+    if BIASED > 0 and tl.program_id(1) == 0:
         tl.store(mine + C * INPUTS + c, db, mask=c < C)
 
 
@@ -264,7 +271,7 @@ def gated_linear_residual(
     o: Tensor,
     g: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     factors: Tensor | None,
     key: Tensor | None,
     strides: Sequence[int],
@@ -278,10 +285,10 @@ def gated_linear_residual(
     p, arguments = dropout.walked_with({"x": x, "o": channels_last(o), "g": channels_last(g)}, writes={"y": y})
     kernel = FORWARD.tiled((c, inputs), x)
     kernel.run(
-        (triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(c, kernel["BLOCK_C"])),
+        (cdiv(p.count, kernel["BLOCK_M"]), cdiv(c, kernel["BLOCK_C"])),
         **arguments,
         weight=cast_weight(weight, x, p.count),
-        bias=bias.contiguous(),
+        bias=None if bias is None else bias.contiguous(),
         C=c,
         INPUTS=inputs,
     )
@@ -294,7 +301,7 @@ def gated_linear_residual_backward(
     o: Tensor,
     g: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     factors: Tensor | None,
     key: Tensor | None,
     strides: Sequence[int],
@@ -303,13 +310,33 @@ def gated_linear_residual_backward(
     rate: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::gated_linear_residual_backward."""
+    do, dg = empty_like(channels_last(o)), empty_like(channels_last(g))
+    return do, dg, *backward(do, dg, grad, o, g, weight, bias, factors, key, strides, offset, stream, rate)
+
+
+def backward(
+    do: Tensor,
+    dg: Tensor,
+    grad: Tensor,
+    o: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    factors: Tensor | None,
+    key: Tensor | None,
+    strides: Sequence[int],
+    offset: int,
+    stream: int,
+    rate: float,
+) -> tuple[Tensor, Tensor]:
+    """Write the gradients of o and g into do and dg, and return those of weight and bias."""
     dropout = _Dropout(grad, factors, key, strides, offset, stream, rate)
     reads = {"grad": channels_last(grad), "o": channels_last(o), "g": channels_last(g)}
-    c, inputs, do, dg = grad.shape[-1], o.shape[-1], empty_like(reads["o"]), empty_like(reads["g"])
+    c, inputs, biased = grad.shape[-1], o.shape[-1], 0 if bias is None else grad.shape[-1]
     p, arguments = dropout.walked_with(reads, writes={"do": do, "dg": dg})
     kernel = BACKWARD.tiled((inputs, c), o)
     kernel.run(
-        (triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(inputs, kernel["BLOCK_I"])),
+        (cdiv(p.count, kernel["BLOCK_M"]), cdiv(inputs, kernel["BLOCK_I"])),
         **arguments,
         weight=cast_weight(weight, o, p.count),
         C=c,
@@ -318,10 +345,10 @@ def gated_linear_residual_backward(
     p.copy_back()
     p, arguments = dropout.walked_with(reads, writes={})
     kernel = WEIGHT.tiled((c, inputs), o)
-    tiles = triton.cdiv(c, kernel["BLOCK_C"]), triton.cdiv(inputs, kernel["BLOCK_I"])
+    tiles = cdiv(c, kernel["BLOCK_C"]), cdiv(inputs, kernel["BLOCK_I"])
     programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
-    partials = empty_partials(o, programs, c * (inputs + 1))
-    kernel.run((*tiles, programs), **arguments, partials=partials, C=c, INPUTS=inputs)
+    partials = empty_partials(o, programs, c * inputs + biased)
+    kernel.run((*tiles, programs), **arguments, partials=partials, C=c, INPUTS=inputs, BIASED=biased)
     dweight, dbias = empty_parameters(weight, bias)
     sum_partials(partials, dweight, dbias)
-    return do, dg, dweight, dbias
+    return dweight, dbias

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,19 @@ from warpfold.ops.dispatch import fp32_products
 Key = tuple[int, ...]  # what a configuration depends on, as the kernel says: widths, lengths, bytes of an element
 SHIPPED = Path(__file__).parent / "tuned"
 # Of this package, that register kernels.
-MODULES = ("adam", "aligned", "attention", "gate", "noise", "norm", "outer", "overlaps", "transition", "triangle")
+MODULES = (
+    "adam",
+    "aligned",
+    "attention",
+    "gate",
+    "noise",
+    "norm",
+    "outer",
+    "overlaps",
+    "transition",
+    "triangle",
+    "triangle_multiplication",
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,8 @@ class Kernel:
 
     def tiled(self, key: Key, like: Tensor) -> "TiledKernel":
         """Return the kernel with the configuration of this key on the device of a tensor."""
-        return TiledKernel(self, key, config_for(self.name, key, like.device))
+        device = like.device
+        return TiledKernel(self, key, config_for(self.name, key, device), device)
 
 
 @dataclass(frozen=True)
@@ -90,21 +103,22 @@ class TiledKernel:
     kernel: Kernel
     key: Key
     config: KernelConfig
+    device: torch.device
 
     def __getitem__(self, size: str) -> int:
         return self.config.sizes[size]
 
     def run(self, grid: Sequence[int], **arguments: Any) -> None:
-        """Launch the kernel on the device of its first tensor; its tile sizes are added to the arguments."""
-        given = arguments | dict(self.config.sizes)
+        """Launch the kernel on the device that it was asked for; its tile sizes are added to the arguments."""
+        given, config = {**arguments, **self.config.sizes}, self.config
+        if not _listeners:  # as in every run: no step that can be left out
+            with _on(self.device):
+                self.kernel.function[tuple(grid)](**given, num_warps=config.warps, num_stages=config.stages)
+            return
         ordered = {name: given.pop(name) for name in self.kernel.function.arg_names}
         if given:
             raise TypeError(f"{self.kernel.name} takes no {', '.join(given)}")
-        launch = KernelLaunch(self.kernel, tuple(grid), self.config, self.key, ordered)
-        if _listeners:
-            _listeners[-1](launch)
-        else:
-            launch.run()
+        _listeners[-1](KernelLaunch(self.kernel, tuple(grid), config, self.key, ordered))
 
 
 @dataclass(frozen=True)
@@ -129,9 +143,15 @@ class KernelLaunch:
 
     def run(self) -> None:
         """Launch it, on the device of its first tensor."""
-        device = self.tensors[0].device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with _on(self.tensors[0].device):
             self.kernel.function[self.grid](**self.arguments, **self.options)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which kernels are launched on a device: nothing to do where it is the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 @dataclass(frozen=True)
@@ -157,6 +177,7 @@ class LaunchTable:
         return min(of_kernel, key=lambda e: (_distance(e.key, key, self.path), e.key)) if of_kernel else None
 
 
+_NOTHING = nullcontext()
 KERNELS: dict[str, Kernel] = {}
 # Triton's option of how `tl.dot` may multiply fp32: with TF32 wherever that is among these, otherwise exactly.
 DOTS = "allowed_dot_input_precisions"
@@ -273,6 +294,14 @@ def table_for(device: torch.device) -> tuple[LaunchTable, str]:
 def triton_version() -> str:
     """Return the version of Triton that is installed; as tables say it, whatever its distribution is called."""
     return str(importlib.import_module("triton").__version__)
+
+
+@functools.cache
+def cores(device: torch.device) -> int:
+    """Return how many programs of one a core a device runs at once; as an H100 where it is no GPU."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache

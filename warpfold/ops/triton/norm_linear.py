@@ -19,6 +19,7 @@ from warpfold.ops.triton.launch import configs, register, register_by_precision
 from warpfold.ops.triton.positions import (
     Positions,
     cast_weight,
+    cdiv,
     channels_last,
     offsets,
     pointers,
@@ -159,6 +160,7 @@ def _norm_linear_backward(
     weight: tl.tensor,
     mean: tl.tuple,
     rstd: tl.tensor,
+    residual: tl.tuple,
     dx: tl.tuple,
     partials: tl.tensor,
     axes: tl.tuple,
@@ -168,9 +170,10 @@ def _norm_linear_backward(
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """Store dx, through the projection and then the norm; and partials [programs, 2 C], both as `_layer_norm_backward`.
+    """Store dx, through the projection and then the norm, plus residual if there is one; and partials [programs, 2 C].
 
-    One block of positions a program: a loop over blocks costs 60 registers, and with them half of the warps.
+    Both as `_layer_norm_backward`.  One block of positions a program: a loop over blocks costs 60 registers, and with
+    them half of the warps.
     """
     c = tl.arange(0, BLOCK_C)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -194,6 +197,8 @@ def _norm_linear_backward(
     c1 = tl.sum(dn * x_hat, 1) / C
     c2 = tl.sum(dn, 1) / C
     out = (dn - c2[:, None] - x_hat * c1[:, None]) * r[:, None]
+    if residual is not None:
+        out += tl.load(pointers(residual, m, c, axes), mask=valid, other=0).to(tl.float32)
     tl.store(pointers(dx, m, c, axes), out.to(dx.data.dtype.element_ty), mask=valid)
     mine = partials + tl.program_id(0).to(tl.int64) * (2 * C) + c
     tl.store(mine, dw, mask=c < C)
@@ -297,9 +302,9 @@ def norm_linear(
     p = Positions({"x": x}, writes={"y": y, "mean": mean[..., None]})
     wide = c > WIDEST or x.element_size() > 2
     kernel = (WIDE if wide else FORWARD).tiled((c, outputs), x)
-    rows = triton.cdiv(p.count, kernel["BLOCK_M"])
+    rows = cdiv(p.count, kernel["BLOCK_M"])
     kernel.run(
-        (rows, triton.cdiv(outputs, kernel["BLOCK_O"])) if wide else (rows,),
+        (rows, cdiv(outputs, kernel["BLOCK_O"])) if wide else (rows,),
         **p.arguments,
         norm_weight=norm_weight.contiguous(),
         norm_bias=norm_bias.contiguous(),
@@ -326,14 +331,15 @@ def norm_linear_backward(
     bias: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute warpfold::norm_linear_backward."""
+    """Compute warpfold::norm_linear_backward; residual [*, c]: what else is added to the gradient of x."""
     grad = channels_last(grad)
     norm_weight, norm_bias = norm_weight.contiguous(), norm_bias.contiguous()
     c, outputs, dx = x.shape[-1], weight.shape[0], empty_like(x)
-    p = Positions({"x": x, "grad": grad, "mean": mean[..., None]}, writes={"dx": dx})
+    p = Positions({"x": x, "grad": grad, "mean": mean[..., None], "residual": residual}, writes={"dx": dx})
     kernel = BACKWARD.tiled((c, outputs), x)
-    programs = triton.cdiv(p.count, kernel["BLOCK_M"])
+    programs = cdiv(p.count, kernel["BLOCK_M"])
     partials = empty_partials(x, programs, 2 * c)
     kernel.run(
         (programs,),
@@ -350,7 +356,7 @@ def norm_linear_backward(
     dnorm_weight, dnorm_bias = empty_parameters(norm_weight, norm_bias)
     sum_partials(partials, dnorm_weight, dnorm_bias)
     partials = _weight_partials(grad, x, norm_weight, norm_bias, outputs, 0 if bias is None else len(bias), mean, rstd)
-    dweight, dbias = empty_parameters(weight, weight[0, :0] if bias is None else bias)
+    dweight, dbias = empty_parameters(weight, bias)
     sum_partials(partials, dweight, dbias)
     return dx, dnorm_weight, dnorm_bias, dweight, dbias
 
@@ -373,7 +379,7 @@ def _weight_partials(
     c = x.shape[-1]
     p = Positions({"x": x, "grad": grad, "mean": mean[..., None]}, writes={})
     kernel = WEIGHT.tiled((c, outputs), x)
-    tiles = triton.cdiv(outputs, kernel["BLOCK_O"]), triton.cdiv(c, kernel["BLOCK_C"])
+    tiles = cdiv(outputs, kernel["BLOCK_O"]), cdiv(c, kernel["BLOCK_C"])
     programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
     partials = empty_partials(x, programs, outputs * c + biased)
     kernel.run(

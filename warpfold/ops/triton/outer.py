@@ -58,7 +58,7 @@ def _products(
         some_b = tl.load(
             b + s[:, None].to(tl.int64) * (J * D) + b_at[None, :], mask=(s < S)[:, None] & b_known[None, :], other=0
         )
-        products = tl.dot(tl.trans(some_a), some_b, products, input_precision="ieee")
+        products = tl.dot(tl.trans(some_a), some_b, products)
     turned = tl.reshape(products.to(a.dtype.element_ty), [TILE_C, TILE_I, TILE_J, BLOCK_D])
     return tl.reshape(tl.permute(turned, (1, 2, 0, 3)), [TILE_I * TILE_J, TILE_C * BLOCK_D])
 
@@ -100,7 +100,7 @@ def _outer_product(
         c, d = first + k // BLOCK_D, k % BLOCK_D
         known = (z < Z)[:, None] & ((c < C) & (d < D))[None, :]
         w = tl.load(weight + z[:, None] * (C * D) + (c * D + d)[None, :], mask=known, other=0)
-        acc = tl.dot(products, tl.trans(w.to(products.dtype)), acc, input_precision="ieee")
+        acc = tl.dot(products, tl.trans(w.to(products.dtype)), acc)
     if bias is not None:
         acc += tl.load(bias + z, mask=z < Z, other=0).to(tl.float32)[None, :]
     m = tl.arange(0, TILE_I * TILE_J)
@@ -173,7 +173,7 @@ def _factor(
         real = (at_i < I) & (at_j < J)
         position = batch * I * J + at_i.to(tl.int64) * stride_i + at_j.to(tl.int64) * stride_j
         if BLOCK_Z >= Z:
-            products = tl.dot(_gradient(grad, count, position, real, z, Z), w, input_precision="ieee")
+            products = tl.dot(_gradient(grad, count, position, real, z, Z), w)
         else:
             products = tl.zeros([TILE_I * TILE_J, TILE_C * BLOCK_D], tl.float32)
             for start in range(0, Z, BLOCK_Z):
@@ -181,13 +181,13 @@ def _factor(
                 of_z = (at_z < Z)[:, None] & known[None, :]
                 some = tl.load(weight + at_z[:, None] * (C * D) + w_at, mask=of_z, other=0).to(dtype)
                 g = _gradient(grad, count, position, real, at_z, Z)
-                products = tl.dot(g, some, products, input_precision="ieee")
+                products = tl.dot(g, some, products)
         turned = tl.reshape(products.to(dtype), [TILE_I, TILE_J, TILE_C, BLOCK_D])
         turned = tl.reshape(tl.permute(turned, (1, 3, 0, 2)), [TILE_J * BLOCK_D, TILE_I * TILE_C])
         to_j, of_d = j + column // BLOCK_D, column % BLOCK_D
         readable = (s < S)[:, None] & ((to_j < J) & (of_d < D))[None, :]
         others = tl.load(other + s[:, None].to(tl.int64) * (J * D) + (to_j * D + of_d)[None, :], mask=readable, other=0)
-        acc = tl.dot(others, turned, acc, input_precision="ieee")
+        acc = tl.dot(others, turned, acc)
     column = tl.arange(0, TILE_I * TILE_C)
     at_i, c = i + column // TILE_C, first + column % TILE_C
     rows = result + (batch * S + s.to(tl.int64))[:, None] * (I * C)
@@ -233,7 +233,7 @@ def _weight(
         products = _products(of_a, of_b, i, j, first, S, I, J, C, D, BLOCK_D, TILE_I, TILE_J, TILE_C, BLOCK_S)
         at_i, at_j = i + m // TILE_J, j + m % TILE_J
         g = _gradient(grad, count, (batch * I + at_i) * J + at_j, (at_i < I) & (at_j < J), z, Z)
-        dw = tl.dot(tl.trans(g), products, dw, input_precision="ieee")
+        dw = tl.dot(tl.trans(g), products, dw)
         db += tl.sum(g.to(tl.float32), 0)
     mine = partials + tl.program_id(2).to(tl.int64) * (Z * C * D + Z)
     k = tl.arange(0, TILE_C * BLOCK_D)

@@ -5,6 +5,7 @@ divides the count into at most three axes: all that is left once axes that are o
 transposed and padded views are read where they lie.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,20 +100,19 @@ class Positions:
     """
 
     def __init__(self, reads: Mapping[str, Tensor | None], writes: Mapping[str, Tensor]) -> None:
-        found = _coalesced(reads, writes)
+        found = _found(reads, writes)
         self._wanted, self._written = writes, dict(writes)
         if found is None:  # copy everything to row-major order, which is one axis; `copy_back` copies the results
             reads = {name: None if t is None else t.contiguous() for name, t in reads.items()}
             self._written = {n: t if t.is_contiguous() else t.new_empty(t.shape) for n, t in writes.items()}
-            found = _coalesced(reads, self._written)
+            found = _found(reads, self._written)
             assert found is not None
-        given = {name: t for name, t in {**reads, **self._written}.items() if t is not None}
-        self.count = found.count
-        self.arguments: dict[str, Any] = {
-            **dict.fromkeys(reads),
-            **{n: Strided.of(t, s, 8, t.stride(-1)) for (n, t), s in zip(given.items(), found.strides)},
-            "axes": found.argument,
-        }
+        self.count, axes, layouts = found
+        self.arguments: dict[str, Any] = {**reads, **self._written, "axes": axes}
+        of_tensors = iter(layouts)
+        for name, t in self.arguments.items():
+            if isinstance(t, Tensor):
+                self.arguments[name] = Strided(t, *next(of_tensors))
 
     def writes_in_place(self, name: str) -> bool:
         """Return whether the kernel writes this tensor itself, so that `copy_back` need not copy it."""
@@ -125,9 +125,29 @@ class Positions:
                 self._wanted[name].copy_(t)
 
 
-def _coalesced(reads: Mapping[str, Tensor | None], writes: Mapping[str, Tensor]) -> Coalesced | None:
+Layout = tuple[tuple[int, ...], Any]  # of a `Strided`: strides and unit
+
+
+def _found(
+    reads: Mapping[str, Tensor | None], writes: Mapping[str, Tensor]
+) -> tuple[int, Axes, tuple[Layout, ...]] | None:
     given = [t for t in (*reads.values(), *writes.values()) if t is not None]
-    return coalesce(given[0].shape[:-1], *(t.stride()[:-1] for t in given))
+    return _layouts(given[0].shape, tuple([t.stride() for t in given]))
+
+
+@functools.lru_cache(maxsize=4096)  # models have few shapes, and looking one up takes a tenth of working it out
+def _layouts(
+    shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]
+) -> tuple[int, Axes, tuple[Layout, ...]] | None:
+    """Return how many positions tensors [*, c] of these strides have, and axes and layouts for a kernel.
+
+    None where too many axes are left.  Errors: as `coalesce`.
+    """
+    found = coalesce(shape[:-1], *(each[:-1] for each in strides))
+    if found is None:
+        return None
+    laid = (Strided.of(None, own, 8, each[-1]) for own, each in zip(found.strides, strides))
+    return found.count, found.argument, tuple((one.strides, one.unit) for one in laid)
 
 
 def channels_last(t: Tensor) -> Tensor:
@@ -143,6 +163,11 @@ def programs_for(total: int, block: int, most: int) -> int:
     blocks = -(-total // block)
     each = -(-blocks // most)
     return -(-blocks // each)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up: as triton.cdiv, which takes longer than what it is asked for by."""
+    return -(-a // b)
 
 
 def power_of_two(n: int, least: int = 16) -> int:

@@ -30,7 +30,7 @@ def _up(
     1 / deviation, weight and bias of the norm; None if x is normalised.
     """
     if BLOCK_K == 0:
-        pre = tl.dot(n, tl.trans(weight), input_precision="ieee")
+        pre = tl.dot(n, tl.trans(weight))
     else:
         pre = tl.zeros([m.shape[0], o.shape[0]], tl.float32)
         for start in range(0, C, BLOCK_K):
@@ -39,7 +39,7 @@ def _up(
             if norm is not None:
                 some = _normalised(some - norm[0][:, None], norm[1], norm[2], norm[3], k, C)
             w = tl.load(up + o[None, :] * C + k[:, None], mask=known[None, :] & (k < C)[:, None], other=0)
-            pre = tl.dot(some, w.to(some.dtype), pre, input_precision="ieee")
+            pre = tl.dot(some, w.to(some.dtype), pre)
     if up_bias is not None:
         pre += tl.load(up_bias + o, mask=known, other=0).to(tl.float32)[None, :]
     return pre
@@ -57,14 +57,14 @@ def _dhidden(
     if BLOCK_K == 0:
         c = tl.arange(0, BLOCK_C)
         w = tl.load(down + c[:, None] * HIDDEN + h[None, :], mask=(c < C)[:, None] & (h < HIDDEN)[None, :], other=0)
-        dh = tl.dot(g, w.to(g.dtype), input_precision="ieee")
+        dh = tl.dot(g, w.to(g.dtype))
     else:
         dh = tl.zeros([m.shape[0], h.shape[0]], tl.float32)
         for start in range(0, C, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             some = tl.load(pointers(grad, m, k, axes), mask=(m < axes.positions)[:, None] & (k < C)[None, :], other=0)
             w = tl.load(down + k[:, None] * HIDDEN + h[None, :], mask=(k < C)[:, None] & (h < HIDDEN)[None, :], other=0)
-            dh = tl.dot(some, w.to(some.dtype), dh, input_precision="ieee")
+            dh = tl.dot(some, w.to(some.dtype), dh)
     return dh
 
 
@@ -120,7 +120,7 @@ def _transition(
         else:
             hidden = tl.maximum(hidden, 0.0)
         w = tl.load(down + c[None, :] * HIDDEN + h[:, None], mask=known[:, None] & (c < C)[None, :], other=0)
-        acc = tl.dot(hidden.to(dtype), w.to(dtype), acc, input_precision="ieee")
+        acc = tl.dot(hidden.to(dtype), w.to(dtype), acc)
     if down_bias is not None:
         acc += tl.load(down_bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
     if RESIDUAL and BLOCK_K > 0:
@@ -176,11 +176,11 @@ def _transition_backward(
             value = _up(n, values, x, norm, up, up_bias, m, o, known, axes, C, BLOCK_K)
             share = tl.sigmoid(pre)
             silu = pre * share
-            dn = tl.dot((dh * silu).to(dtype), values, dn, input_precision="ieee")
+            dn = tl.dot((dh * silu).to(dtype), values, dn)
             dpre = dh * value * (share + silu * (1 - share))
         else:
             dpre = tl.where(pre > 0, dh, 0.0)
-        dn = tl.dot(dpre.to(dtype), weight, dn, input_precision="ieee")
+        dn = tl.dot(dpre.to(dtype), weight, dn)
     # From here on as `_norm_linear_backward`.  x and grad are read once more: kept, they would cost registers.
     v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     x_hat = tl.where(valid, (v - mu[:, None]) * r[:, None], 0.0)
@@ -205,7 +205,7 @@ def _up_across(
 ) -> tl.tensor:  # fmt: skip
     """Return what `_up` does, [o, m]: products with it need it so, and as a product leaves it in registers."""
     if BLOCK_K == 0:
-        pre = tl.dot(weight, tl.trans(n), input_precision="ieee")
+        pre = tl.dot(weight, tl.trans(n))
         if up_bias is not None:
             pre += tl.load(up_bias + o, mask=known, other=0).to(tl.float32)[:, None]
     else:
@@ -258,7 +258,7 @@ def _transition_weight(
         g = tl.load(pointers(grad, m, c, axes), mask=valid, other=0)
         pre = _up_across(weight, n, normalised, up, up_bias, m, h, known, axes, C, BLOCK_K)
         if BLOCK_K == 0:
-            dh = tl.dot(across, tl.trans(g), input_precision="ieee")
+            dh = tl.dot(across, tl.trans(g))
         else:
             dh = tl.trans(_dhidden(g, grad, down, m, h, axes, C, HIDDEN, BLOCK_C, BLOCK_K))
         if GATED:
@@ -266,16 +266,16 @@ def _transition_weight(
             share = tl.sigmoid(pre)
             silu = pre * share
             dvalue = dh * silu
-            dvalues = tl.dot(dvalue.to(dtype), n, dvalues, input_precision="ieee")
+            dvalues = tl.dot(dvalue.to(dtype), n, dvalues)
             dvalues_bias += tl.sum(dvalue, 1)
             hidden = silu * value
             dpre = dh * value * (share + silu * (1 - share))
         else:
             hidden = tl.maximum(pre, 0.0)
             dpre = tl.where(pre > 0, dh, 0.0)
-        dup = tl.dot(dpre.to(dtype), n, dup, input_precision="ieee")
+        dup = tl.dot(dpre.to(dtype), n, dup)
         dup_bias += tl.sum(dpre, 1)
-        ddown = tl.dot(hidden.to(dtype), g, ddown, input_precision="ieee")
+        ddown = tl.dot(hidden.to(dtype), g, ddown)
     mine = partials + tl.program_id(1).to(tl.int64) * (OUTPUTS * (C + 1) + C * HIDDEN)
     tl.store(mine + h[:, None] * C + c[None, :], dup, mask=writable)
     if GATED:

@@ -7,10 +7,11 @@ from tests.ops.triton.attention_cases import Case, answers, guarded, inputs, mis
 from tests.ops.triton.layouts import poisoned
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
+from warpfold.ops.triton import attention_short
 from warpfold.ops.triton.launch import configs, forced
 from warpfold.tune.checks import answer, wrong
 
-ROWS, TILES = ("attention_forward", "attention_dq", "attention_dkdv"), ("attention_dbias",)
+ROWS, TILES = ("attention_forward", "attention_dq", "attention_dkdv"), ("attention_dbias", "attention_short")
 
 
 def tiles(queries: int = 32, keys: int = 32, rows: int = 2):
@@ -32,6 +33,36 @@ FP32 = [
     Case(lead=(1, 2), queries=21, keys=48, heads=1, width=32, layout="own", bias="shared", mask="tail"),
     Case(lead=(1,), queries=17, keys=18, heads=1, width=32, layout="own", mask="clear"),
 ]
+
+
+SHORT = [
+    Case(lead=(2,), heads=1),
+    Case(lead=(2,), queries=37, keys=70, heads=2, width=24, layout="own", mask="tail"),
+    Case(lead=(1, 2), queries=21, keys=35, heads=1, width=48, layout="own", bias="batched"),
+    Case(lead=(2,), queries=33, keys=33, heads=1, width=8, layout="column", bias="none", mask="clear"),
+]
+
+
+@pytest.fixture(params=[False, True], ids=["long", "short"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute gradients in fp32 as those of long rows, as a GPU does, and as those of short ones."""
+    monkeypatch.setattr(attention_short, "serves", lambda *_: request.param)
+
+
+@pytest.mark.parametrize("case", SHORT, ids=str)
+def test_short_rows_are_as_exact(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several tiles of keys, and with one."""
+    monkeypatch.setattr(attention_short, "serves", lambda *_: True)
+    given = inputs(case, torch.float32)
+    several, one = found(given), found(given, (64, 128))
+    assert not mistakes(given, several)
+    assert not mistakes(given, one)
+
+
+@pytest.mark.parametrize("width", [24, 48])
+def test_widths_between_the_powers_of_two(width: int) -> None:
+    given = inputs(Case(lead=(2,), queries=19, keys=33, heads=1, width=width), torch.float32)
+    assert not mistakes(given, found(given))
 
 
 def found(given, size: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -70,6 +101,7 @@ def test_repeats_bit_by_bit() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_fully_masked_row_attends_to_all_alike() -> None:
     given = inputs(Case(lead=(2,), queries=20, keys=37, heads=1, layout="own"), torch.float32)
     given.mask[:] = 1
@@ -83,6 +115,7 @@ def test_a_fully_masked_row_attends_to_all_alike() -> None:
     assert not ours["dk"][1].any()
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_masked_keys_do_not_exist() -> None:
     given = inputs(Case(lead=(2,), queries=20, keys=37, heads=1, layout="own", mask="clear"), torch.float32)
     given.mask[:, 5:9] = 0
@@ -162,6 +195,7 @@ def test_a_bias_of_minus_infinity(dtype: torch.dtype) -> None:
     assert not mistakes(given, found(given))
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_query_without_any_key_is_not_a_number() -> None:
     given = inputs(Case(lead=(2,), queries=20, keys=37, heads=1, layout="own", mask="clear"), torch.float32)
     given.mask[1, 30:] = 0

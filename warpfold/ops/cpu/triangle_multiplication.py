@@ -1,0 +1,293 @@
+"""Triangle multiplication on a CPU, block by block, so that what lies between stays in cache.
+
+The projections are made with their channels in front, [output, positions], by one product: so the factors are gated and
+masked where they lie and written in long runs, the product's norm runs over the first axis, and nothing is turned.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from warpfold.ops.cpu.blocks import accumulate, gate_values, put, rows, writable
+from warpfold.ops.cpu.gate import drawn_factors
+from warpfold.ops.norm import empty_statistics
+from warpfold.ops.tensors import accumulation_dtype, empty_like
+from warpfold.ops.triangle_multiplication import empty_planes, split_projections
+
+POSITIONS = 1024  # of a block, at least a row
+
+
+def triangle_multiplication(
+    x: Tensor,
+    mask: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_norm_weight: Tensor,
+    out_norm_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    outgoing: bool,
+    fused: bool,
+    *more: Any,
+) -> tuple[Tensor, ...]:
+    """Compute warpfold::triangle_multiplication."""
+    *factor_operands, eps, kept = more
+    into, out_of = (norm_weight, norm_bias, weight, bias), (out_norm_weight, out_norm_bias, out_weight, out_bias)
+    of = _Parameters(x, into, out_of, fused)
+    factors = drawn_factors(x, *factor_operands)
+    f = None if factors is None else factors.to(x.dtype).expand(x.shape)
+    length, out, logits = x.shape[-2], empty_like(x), x.new_empty(x.shape)  # logits: of the product's gate
+    a, b, product = (empty_planes(x, of.hidden) for _ in range(3))
+    mean, scale, out_mean, out_scale = (*empty_statistics(x), *empty_statistics(x))
+    for at in _examples(x):
+        for some in _slices(x):
+            xs, shape = rows(x[at][some]), x[at][some].shape
+            normed, m, s = torch.native_layer_norm(xs, [xs.shape[1]], of.norm_weight, of.norm_bias, eps)
+            y = of.factors(normed)
+            masked = mask[at][some].reshape(1, -1).to(x.dtype)
+            for factor, logit, value in ((a, y[0], y[1]), (b, y[2], y[3])):
+                torch.mul(torch.sigmoid(logit).mul_(masked), value, out=factor[at][:, some].flatten(1))
+            torch.mm(normed, of.gate_weight.t(), out=logits[at][some].flatten(0, 1))
+            if of.gate_bias is not None:
+                logits[at][some] += of.gate_bias
+            mean[at][some], scale[at][some] = m.view(shape[:2]), s.view(shape[:2])
+        left, right = (a[at], b[at].mT) if outgoing else (b[at].mT, a[at])
+        torch.bmm(left, right, out=product[at])
+        for some in _slices(x):
+            standard, m, s = _standard(product[at][:, some].flatten(1), eps)
+            out_mean[at][some], out_scale[at][some] = m.view(-1, length), s.view(-1, length)
+            dx = of.project(standard.to(x.dtype)).mul_(gate_values(logits[at][some].flatten(0, 1)))
+            if f is not None:
+                dx.mul_(rows(f[at][some]))
+            results = writable(out[at][some])
+            torch.add(dx, rows(x[at][some]), out=results)
+            put(out[at][some], results)
+    if not kept:
+        return out, *(x.new_empty(0) for _ in range(7))
+    return out, a, b, product, mean, scale, out_mean, out_scale
+
+
+def triangle_multiplication_backward(
+    grad: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_norm_weight: Tensor,
+    out_norm_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    product: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    out_mean: Tensor,
+    out_scale: Tensor,
+    *more: Any,
+) -> tuple[Tensor, ...]:
+    """Compute warpfold::triangle_multiplication_backward; the gradients of both norms from products, as in norm.py."""
+    *factor_operands, outgoing, fused = more
+    into, out_of = (norm_weight, norm_bias, weight, bias), (out_norm_weight, out_norm_bias, out_weight, out_bias)
+    of = _Parameters(x, into, out_of, fused)
+    factors = drawn_factors(grad, *factor_operands)
+    f = None if factors is None else factors.to(grad.dtype).expand(grad.shape)
+    length, sums, dx = x.shape[-2], _Sums(of), empty_like(x)
+    # The gradients of the product and of its gate's logits, and then those of the factors.
+    dproduct, dlogits = empty_planes(x[(0,) * (x.dim() - 3)], of.hidden), x.new_empty(x.shape[-3:])
+    da, db = torch.empty_like(dproduct), torch.empty_like(dproduct)
+    for at in _examples(x):
+        for some in _slices(x):
+            before = _of_norm(rows(x[at][some]), mean[at][some], scale[at][some])
+            normed = torch.addcmul(of.norm_bias, before, of.norm_weight).to(x.dtype)
+            logits = torch.mm(normed, of.gate_weight.t())
+            if of.gate_bias is not None:
+                logits += of.gate_bias
+            p, m, s = product[at][:, some].flatten(1), out_mean[at][some], out_scale[at][some]
+            standard = (p.to(m.dtype) - m.reshape(-1)).mul_(s.reshape(-1))
+            narrow, g = standard.to(x.dtype), rows(grad[at][some] if f is None else grad[at][some] * f[at][some])
+            values = gate_values(logits)
+            dprojected = g * values
+            dgate = of.project(narrow).mul_(dprojected).mul_(values.neg_().add_(1))
+            dlogits[some] = dgate.view(-1, *x.shape[-2:])
+            sums.of_output(dprojected, narrow)
+            dn = torch.mm(of.out_folded.t(), dprojected.t()).to(standard.dtype)
+            dproduct[:, some] = _through_norm(dn, standard, s).view(of.hidden, -1, length)
+        if outgoing:
+            torch.bmm(dproduct, b[at], out=da)
+            torch.bmm(dproduct.mT, a[at], out=db)
+        else:
+            torch.bmm(b[at], dproduct, out=da)
+            torch.bmm(a[at], dproduct.mT, out=db)
+        for some in _slices(x):
+            _backward_block(
+                *(
+                    grad[at][some],
+                    x[at][some],
+                    mask[at][some],
+                    mean[at][some],
+                    scale[at][some],
+                    da[:, some],
+                    db[:, some],
+                ),
+                *(dlogits[some].flatten(0, 1), dx[at][some], of, sums),
+            )
+    return dx, *sums.gradients()
+
+
+def _backward_block(
+    grad: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    da: Tensor,
+    db: Tensor,
+    dlogits: Tensor,
+    dx: Tensor,
+    of: "_Parameters",
+    sums: "_Sums",
+) -> None:
+    """Write the gradient of a block of x, given those of its factors and of the product's gate."""
+    xs = rows(x).contiguous()
+    standard = _of_norm(xs, mean, scale)
+    normed, masked = torch.addcmul(of.norm_bias, standard, of.norm_weight).to(x.dtype), mask.reshape(1, -1).to(x.dtype)
+    y, dy = of.factors(normed), x.new_empty(4, of.hidden, len(xs))
+    for first, d in ((0, da), (2, db)):
+        logit, value = y[first], y[first + 1]
+        s = torch.sigmoid(logit)
+        dvalue = torch.mul(d.flatten(1), masked, out=dy[first + 1]).mul_(s)
+        torch.mul(dvalue, value, out=dy[first]).mul_(s.neg_().add_(1))
+    dy = dy.flatten(0, 1)
+    sums.of_input(dy, dlogits, standard.to(x.dtype))
+    dn = torch.mm(dy.t(), of.factor_weight).addmm_(dlogits, of.gate_weight)
+    statistics, one = (rows(t[..., None]).contiguous() for t in (mean, scale)), torch.ones_like(of.norm_weight)
+    found, _, _ = torch.ops.aten.native_layer_norm_backward(
+        dn, xs, [xs.shape[1]], *statistics, of.norm_weight, one, [True, False, False]
+    )
+    torch.add(grad, found.view(grad.shape), out=dx)
+
+
+class _Parameters:
+    """The parameters, in the dtype in which products are made; the norms' in that of statistics.
+
+    factor_weight [4 h, c]: of a's gate, a, b's gate and b.  out_folded: with the weight of the product's norm in it.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        into: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        out_of: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        fused: bool,
+    ) -> None:
+        acc, self.into, self.out_of, self.fused = accumulation_dtype(x), into, out_of, fused
+        (norm_weight, norm_bias, weight, bias), (out_norm_weight, out_norm_bias, out_weight, out_bias) = into, out_of
+        self.norm_weight, self.norm_bias, self.hidden = norm_weight.to(acc), norm_bias.to(acc), out_weight.shape[1]
+        a, a_gate, b, b_gate, gate = split_projections(weight.to(x.dtype).t(), self.hidden, fused)
+        self.factor_weight, self.gate_weight = torch.cat([a_gate, a, b_gate, b], 1).t().contiguous(), gate.t()
+        self.factor_bias = self.gate_bias = None
+        if bias is not None:
+            whole = F.pad(bias.to(x.dtype), (0, len(weight) - len(bias)))
+            a, a_gate, b, b_gate, self.gate_bias = split_projections(whole, self.hidden, fused)
+            self.factor_bias = torch.cat([a_gate, a, b_gate, b])
+        wide = out_weight.to(acc)
+        self.out_folded = (wide * out_norm_weight.to(acc)).to(x.dtype)
+        shift = wide @ out_norm_bias.to(acc)
+        self.out_shift = (shift if out_bias is None else shift + out_bias.to(acc)).to(x.dtype)
+
+    def factors(self, normed: Tensor) -> Tensor:
+        """Return the logits of a's gate, a, the logits of b's gate, and b: [4, h, positions]."""
+        y = torch.mm(self.factor_weight, normed.t())
+        if self.factor_bias is not None:
+            y += self.factor_bias[:, None]
+        return y.view(4, self.hidden, -1)
+
+    def project(self, standard: Tensor) -> Tensor:
+        """Return the output projection [positions, c] of the product [h, positions], mean 0 and deviation 1."""
+        return torch.addmm(self.out_shift, standard.t(), self.out_folded.t())
+
+
+class _Sums:
+    """The sums over all positions that the gradients of the parameters are made of."""
+
+    def __init__(self, of: _Parameters) -> None:
+        self.of, like = of, of.norm_weight
+        self.factors, self.gate = like.new_zeros(of.factor_weight.shape), like.new_zeros(of.gate_weight.shape)
+        self.factors_total, self.gate_total = like.new_zeros(4 * of.hidden), like.new_zeros(len(self.gate))
+        self.out, self.out_total = like.new_zeros(of.out_folded.shape), like.new_zeros(len(self.gate))
+
+    def of_output(self, grad: Tensor, standard: Tensor) -> None:
+        """Add what a block brings: grad [positions, c] of the output projection, standard [h, positions]."""
+        accumulate(self.out, grad, standard.t())
+        self.out_total += grad.sum(0, dtype=self.out_total.dtype)
+
+    def of_input(self, factors: Tensor, gate: Tensor, standard: Tensor) -> None:
+        """Add what a block brings: the gradients of `_Parameters.factors` [4 h, positions] and of the gate's logits."""
+        accumulate(self.factors, factors.t(), standard)
+        accumulate(self.gate, gate, standard)
+        self.factors_total += factors.sum(1, dtype=self.gate_total.dtype)
+        self.gate_total += gate.sum(0, dtype=self.gate_total.dtype)
+
+    def gradients(self) -> list[Tensor]:
+        """Return those of the parameters of the input's norm and projection, and of the output's: see norm.py."""
+        (a_gate, a, b_gate, b), fused = self.factors.chunk(4), self.of.fused
+        product = torch.cat([a, b, a_gate, b_gate, self.gate] if fused else [a, a_gate, b, b_gate, self.gate])
+        a_gate, a, b_gate, b = self.factors_total.chunk(4)
+        total = torch.cat([a, b, a_gate, b_gate, self.gate_total] if fused else [a, a_gate, b, b_gate, self.gate_total])
+        into, out_of = (
+            _of_projection(product, total, *self.of.into),
+            _of_projection(self.out, self.out_total, *self.of.out_of),
+        )
+        return [*into, *out_of]
+
+
+def _of_projection(
+    product: Tensor, total: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None
+) -> list[Tensor]:
+    """Return the gradients of a norm's and its projection's parameters, of grad^T standard and the sum of grad."""
+    w, nw, nb = (p.to(product.dtype) for p in (weight, norm_weight, norm_bias))
+    made = [(product * w).sum(0), total @ w, product * nw + total[:, None] * nb]
+    made.append(total[: 0 if bias is None else len(bias)].clone())
+    like = norm_weight, norm_bias, weight, norm_weight if bias is None else bias
+    return [t.to(accumulation_dtype(p)) for t, p in zip(made, like)]
+
+
+def _of_norm(xs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Return (xs - mean) scale of [positions, c], in the dtype of the statistics."""
+    return (xs.to(mean.dtype) - mean.reshape(-1, 1)).mul_(scale.reshape(-1, 1))
+
+
+def _standard(product: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a block of the product [h, positions] with mean 0 and deviation 1, its mean and 1 / deviation."""
+    wide = product.to(accumulation_dtype(product))
+    mean = wide.mean(0)
+    standard = wide - mean
+    scale = standard.square().mean(0).add_(eps).rsqrt_()
+    return standard.mul_(scale), mean, scale
+
+
+def _through_norm(dn: Tensor, standard: Tensor, scale: Tensor) -> Tensor:
+    """Return the gradient of the product, of that of its standardised values; [h, positions], written over dn."""
+    along = (dn * standard).mean(0)
+    return dn.sub_(dn.mean(0)).sub_(standard * along).mul_(scale.reshape(-1))
+
+
+def _examples(x: Tensor) -> Iterator[tuple[int, ...]]:
+    """Yield the index of each example among the leading axes."""
+    return itertools.product(*(range(size) for size in x.shape[:-3]))
+
+
+def _slices(x: Tensor) -> Iterator[slice]:
+    """Yield slices of the rows of x that have about so many positions, or a row each."""
+    count, length, _ = x.shape[-3:]
+    size = max(1, POSITIONS // length)
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))

@@ -1,0 +1,287 @@
+"""triangle_multiplication on a GPU, in 16 bits: two kernels and a product forward, four and two products backward.
+
+A plane is [*, h, n, n], channels in front, its rows padded to whole sectors of memory, so that any n is read in wide
+words and multiplied by the quick products of the vendor's library, which want rows of 16 bytes.
+
+What is read and written, in tensors the size of x (T: 16.8 MB for 256 residues, 128 channels, bf16), and the products
+of matrices in GFLOP there:
+
+    forward   factors: x -> a, b                                            3 T    8.6
+              product: a, b -> product                                      3 T    4.3
+              out: x, product -> y (the gate's logits are made again:
+                  x is read for the residual anyway)                        3 T    4.3
+    backward  out: grad, x, product -> dproduct, dprojected, dgate          6 T    6.4
+              products: dproduct, b -> da; a, dproduct -> db                6 T    8.6
+              out's weights: x, product, dprojected, dgate                  4 T    4.3
+              factors' weights: x, da, db                                   3 T   17.2
+              factors: grad, x, da, db, dgate -> dx                         6 T   19.3
+
+Forward 9 T (151 MB), backward 25 T (419 MB) and 2 T of partial sums; programs that run at a time share x in the second
+cache.  A model and not measured, for an H100 of 3 TB/s and 600 TFLOP/s in products: 50 us forward (its products 29),
+150 us backward (its products 93).  As operations one after another (norm_linear, two of triangle_factor, the product,
+norm_linear, gate, dropout, the residual) the layer moved 25 T forward: 140 us.
+
+The gradients of a's and b's projections (4 T, written once and read twice, 70 us) are never in memory: the two kernels
+that want them make the projections again, 8.6 GFLOP or 14 us each.  a, b and their product are kept (3 T): to make a
+and b again would cost 3 T and 8.6 GFLOP more, some 20 us of 200.  Whoever lacks the memory recomputes the whole layer.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from warpfold.ops.norm import empty_statistics
+from warpfold.ops.tensors import empty_like, empty_parameters
+from warpfold.ops.triangle_multiplication import empty_planes, row_pitch
+from warpfold.ops.triton.gated_linear_residual import _Dropout
+from warpfold.ops.triton.launch import Kernel, TiledKernel
+from warpfold.ops.triton.noise import SCALARS, fill
+from warpfold.ops.triton.positions import Axes, Strided, cast_weight, coalesce, power_of_two, programs_for
+from warpfold.ops.triton.sums import empty_partials, sum_partials
+from warpfold.ops.triton.triangle_backward import FACTORS_BACKWARD, OUT_BACKWARD
+from warpfold.ops.triton.triangle_forward import FACTORS, OUT
+from warpfold.ops.triton.triangle_weights import FACTORS_WEIGHT, OUT_WEIGHT
+
+PROGRAMS = 256  # of a weight's gradient, where there are positions enough: two on each core of a large GPU
+
+Parameters = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
+
+
+def triangle_multiplication(
+    x: Tensor,
+    mask: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_norm_weight: Tensor,
+    out_norm_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    outgoing: bool,
+    fused: bool,
+    factors: Tensor | None,
+    key: Tensor | None,
+    strides: Sequence[int],
+    offset: int,
+    stream: int,
+    rate: float,
+    eps: float,
+    kept: bool,
+) -> tuple[Tensor, ...]:
+    """Compute warpfold::triangle_multiplication."""
+    parameters = norm_weight, norm_bias, weight, bias, out_norm_weight, out_norm_bias, out_weight, out_bias
+    statistics = *empty_statistics(x), *empty_statistics(x)
+    call = _Call(x, mask, parameters, statistics, fused, _Dropout(x, factors, key, strides, offset, stream, rate))
+    a, b, product = (empty_planes(x, call.hidden) for _ in range(3))
+    kernel = call.tiled(FACTORS)
+    call.launch(kernel, (call.blocks(kernel),), {"a": channels_last(a), "b": channels_last(b)}, eps=eps)
+    left, right, p = _matrices(a, b, product)
+    if outgoing:
+        torch.bmm(left, right.mT, out=p)
+    else:
+        torch.bmm(right.mT, left, out=p)
+    out, kernel = empty_like(x), call.tiled(OUT)
+    with call.written(out) as y:
+        call.launch(kernel, (call.blocks(kernel),), {"product": channels_last(product), "y": y}, eps=eps)
+    return (out, a, b, product, *statistics) if kept else (out, *(x.new_empty(0) for _ in range(7)))
+
+
+def triangle_multiplication_backward(
+    grad: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_norm_weight: Tensor,
+    out_norm_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    product: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    out_mean: Tensor,
+    out_rstd: Tensor,
+    factors: Tensor | None,
+    key: Tensor | None,
+    strides: Sequence[int],
+    offset: int,
+    stream: int,
+    rate: float,
+    outgoing: bool,
+    fused: bool,
+) -> tuple[Tensor, ...]:
+    """Compute warpfold::triangle_multiplication_backward."""
+    parameters = norm_weight, norm_bias, weight, bias, out_norm_weight, out_norm_bias, out_weight, out_bias
+    statistics = mean, rstd, out_mean, out_rstd
+    call = _Call(x, mask, parameters, statistics, fused, _Dropout(x, factors, key, strides, offset, stream, rate))
+    dnorm, dnorm_bias, dweight, dbias, dout_norm, dout_norm_bias, dout_weight, dout_bias = empty_parameters(*parameters)
+    dproduct, dprojected, dgate = empty_planes(x, call.hidden), x.new_empty(x.shape), x.new_empty(x.shape)
+    read = {"product": channels_last(product), "dprojected": dprojected, "dgate": dgate}
+
+    kernel = call.tiled(OUT_BACKWARD)
+    partials = empty_partials(x, call.blocks(kernel), 2 * call.hidden)
+    tensors = read | {"grad": grad, "dproduct": channels_last(dproduct)}
+    call.launch(kernel, (call.blocks(kernel),), tensors, partials=partials)
+    sum_partials(partials, dout_norm, dout_norm_bias)
+
+    da, db = dfactors = x.new_empty(2, *a.shape[:-1], a.stride(-2))[..., : call.n]
+    left, right, dp = _matrices(a, b, dproduct)
+    torch.bmm(*((dp, right) if outgoing else (right, dp)), out=_matrices(da)[0])
+    torch.bmm(*((dp.mT, left) if outgoing else (left, dp.mT)), out=_matrices(db)[0])
+    factors_read = {"dfactors": channels_last(da)}
+    apart = dfactors.stride(0)
+
+    rows = 4 * call.hidden  # of the weight that make a, b and their gates; the rest, the product's
+    of_out, of_factors = (dweight[rows:], dbias[rows:], dout_weight, dout_bias), (dweight[:rows], dbias[:rows])
+    kernel = call.tiled(OUT_WEIGHT)
+    chunks = triton.cdiv(call.channels, kernel["BLOCK_O"])
+    partials = call.span_partials(kernel, chunks, PROGRAMS // 2, of_out)
+    call.launch(kernel, (chunks, len(partials)), read, partials=partials)
+    sum_partials(partials, *of_out)
+    kernel = call.tiled(FACTORS_WEIGHT)
+    chunks = 2 * triton.cdiv(call.hidden, kernel["BLOCK_O"])
+    partials = call.span_partials(kernel, chunks, PROGRAMS, of_factors)
+    call.launch(kernel, (chunks, len(partials)), factors_read, partials=partials, apart=apart)
+    sum_partials(partials, *of_factors)
+
+    dx, kernel = empty_like(x), call.tiled(FACTORS_BACKWARD)
+    partials = empty_partials(x, call.blocks(kernel), 2 * call.channels)
+    with call.written(dx) as y:
+        tensors = {"grad": grad, "dgate": dgate, "dx": y, **factors_read}
+        call.launch(kernel, (call.blocks(kernel),), tensors, partials=partials, apart=apart)
+    sum_partials(partials, dnorm, dnorm_bias)
+    return dx, dnorm, dnorm_bias, dweight, dbias, dout_norm, dout_norm_bias, dout_weight, dout_bias
+
+
+def channels_last(plane: Tensor) -> Tensor:
+    """Return a plane [*, h, n, n] as [*, n, n, h], where it lies."""
+    return plane.movedim(-3, -1)
+
+
+def _matrices(*planes: Tensor) -> list[Tensor]:
+    """Return planes [*, h, n, n] as matrices one after another, [., n, n], where they lie."""
+    return [plane.flatten(0, -3) for plane in planes]
+
+
+class _Call:
+    """What every kernel of a call is given, by the names of arguments; each takes those that it has."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        mask: Tensor,
+        parameters: Parameters,
+        statistics: tuple[Tensor, Tensor, Tensor, Tensor],
+        fused: bool,
+        dropout: _Dropout,
+    ) -> None:
+        norm_weight, norm_bias, weight, bias, out_norm_weight, out_norm_bias, out_weight, out_bias = parameters
+        mean, rstd, out_mean, out_rstd = statistics
+        self.n, self.channels, self.hidden = x.shape[-2], x.shape[-1], out_weight.shape[1]
+        self.pitch = row_pitch(x)
+        self.batches = x.numel() // (self.n**2 * self.channels)
+        self.positions = self.batches * self.n * self.pitch
+        self.x = x
+        self.tensors = {"x": x, "mask": mask[..., None], "mean": mean[..., None]}
+        self.arguments: dict[str, Any] = {
+            "norm_weight": norm_weight.contiguous(),
+            "norm_bias": norm_bias.contiguous(),
+            "weight": cast_weight(weight, x, self.positions),
+            "bias": None if bias is None else bias.contiguous(),
+            "out_norm_weight": out_norm_weight.contiguous(),
+            "out_norm_bias": out_norm_bias.contiguous(),
+            "out_weight": cast_weight(out_weight, x, self.positions),
+            "out_bias": None if out_bias is None else out_bias.contiguous(),
+            "rstd": rstd,
+            "out_mean": out_mean,
+            "out_rstd": out_rstd,
+            "n": self.n,
+            "C": self.channels,
+            "HIDDEN": self.hidden,
+            "BIASED": 0 if bias is None else len(bias),
+            "FUSED": fused,
+            "PADDED": self.pitch != self.n,
+            "BLOCK_C": power_of_two(self.channels),
+            "BLOCK_H": power_of_two(self.hidden),
+            **self._dropped(x, dropout),
+        }
+
+    def tiled(self, kernel: Kernel) -> TiledKernel:
+        """Return a kernel with its configuration for these channels."""
+        return kernel.tiled((power_of_two(max(self.channels, self.hidden)),), self.x)
+
+    def blocks(self, kernel: TiledKernel) -> int:
+        """Return how many blocks of positions there are."""
+        return triton.cdiv(self.positions, kernel["BLOCK_M"])
+
+    def span_partials(self, kernel: TiledKernel, chunks: int, programs: int, sums: Sequence[Tensor]) -> Tensor:
+        """Allocate what programs add up to these sums: a row for each span of positions, which `chunks` share."""
+        spans = programs_for(self.positions, kernel["BLOCK_M"], max(1, programs // chunks))
+        return empty_partials(self.x, spans, sum(t.numel() for t in sums))
+
+    def launch(self, kernel: TiledKernel, grid: tuple[int, ...], tensors: dict[str, Tensor], **more: Any) -> None:
+        """Launch a kernel over tensors [*, n, n, .], the layer's own among them."""
+        names = kernel.kernel.function.arg_names
+        walked = {name: self.flat(t) for name, t in (self.tensors | tensors).items() if name in names}
+        axes, layouts = _walk(self.batches, self.n, self.pitch, tuple([t.stride() for t in walked.values()]))
+        strided = {name: Strided(t, *layout) for (name, t), layout in zip(walked.items(), layouts)}
+        if self.arguments["key"] is not None and "factors" in strided:  # their strides alone count
+            strided["factors"] = strided["factors"]._replace(data=None)
+        given = {"factors": None, **self.arguments, **strided, "axes": axes, **more}
+        kernel.run(grid, **{name: given[name] for name in names if name in given})
+
+    def flat(self, t: Tensor) -> Tensor:
+        """Return t [*, n, n, .] with one leading axis: as it lies, or a copy."""
+        return t.reshape(self.batches, *t.shape[-3:])
+
+    @contextmanager
+    def written(self, out: Tensor) -> Iterator[Tensor]:
+        """Give what to write within the context, [., n, n, c]: `out`, or what is copied there at its end."""
+        if _one_axis(out):
+            yield self.flat(out)
+            return
+        apart = out.new_empty(self.batches, *out.shape[-3:])
+        yield apart
+        out.copy_(apart.view(out.shape))
+
+    def _dropped(self, x: Tensor, dropout: _Dropout) -> dict[str, Any]:
+        """Note the dropout factors among the tensors, and return the other arguments about them."""
+        if dropout.of is not None and dropout.key is not None and not _one_axis(dropout.of):
+            # They are walked along one leading axis: draw first, once for each element that differs.
+            shape = [1 if stride == 0 else size for size, stride in zip(x.shape, dropout.of.stride())]
+            drawn = x.new_empty(shape)
+            fill(drawn, dropout.key, dropout.number, dropout.of.stride(), dropout.draw)
+            dropout.of, dropout.key = drawn.expand(x.shape), None
+        if dropout.of is not None:
+            self.tensors["factors"] = dropout.of
+        return {"key": dropout.key, "number": dropout.number, **dict(zip(SCALARS[1:], dropout.draw))}
+
+
+@functools.lru_cache(maxsize=4096)  # models have few shapes
+def _walk(
+    batches: int, n: int, pitch: int, strides: tuple[tuple[int, ...], ...]
+) -> tuple[Axes, tuple[tuple[tuple[int, ...], Any], ...]]:
+    """Return the axes of positions, and of tensors [., n, n, .] of these strides those of a `Strided`, and its unit.
+
+    In the order of rows that are padded as those of planes are; where none is, they may be one axis.
+    """
+    found = coalesce((batches, n, pitch), (n * pitch, pitch, 1), *(each[:3] for each in strides))
+    assert found is not None  # three axes are never too many
+    laid = (Strided.of(None, own, 8, each[3]) for own, each in zip(found.strides[1:], strides))
+    return found.argument, tuple((one.strides, one.unit) for one in laid)
+
+
+def _one_axis(t: Tensor) -> bool:
+    """Return whether the leading axes of t [*, n, n, c] are one in memory."""
+    leading = coalesce(t.shape[:-3], t.stride()[:-3])
+    return leading is not None and leading.axes == 1
