@@ -145,8 +145,8 @@ def test_rotations_pass_no_gradient_to_the_layer_before(
 ) -> None:
     """Algorithm 20, line 20; through translations it does pass."""
     arriving: list[Tensor] = []
-    move = module.fold_iteration.move
-    monkeypatch.setattr(module.fold_iteration, "move", lambda *args: (arriving.append(args[2]), move(*args))[1])
+    advance = module.fold_iteration.advance
+    monkeypatch.setattr(module.fold_iteration, "advance", lambda *args: (arriving.append(args[2]), advance(*args))[1])
     s, z, aatype = inputs(4)
     module(s, z, aatype, torch.ones(4))
     weight = module.fold_iteration.affine_update.weight

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.helpers import random_batch, tiny_config, tiny_model
 from tests.ranks import run_ranks
 from warpfold.errors import UserError
+from warpfold.model import execution
 from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, Block, BlockStack, Step, Steps
 from warpfold.model.evoformer import EvoformerBlock, EvoformerConfig
@@ -295,6 +296,28 @@ def test_binding_changes_no_name_of_a_checkpoint() -> None:
     Execution(Plan(chunk=2, recompute="block")).bind(model)
     assert model.state_dict().keys() == fresh.state_dict().keys()
     assert [name for name, _ in model.named_modules()] == [name for name, _ in fresh.named_modules()]
+
+
+def test_templates_run_together_and_one_by_one_where_layers_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so they do where they are so large that each fills a device; the result is the same."""
+    model, batch = (
+        tiny_model().double(),
+        {k: x.double() if x.is_floating_point() else x for k, x in random_batch(templates=3).items()},
+    )
+    seen: list[int] = []
+    model.templates.stack.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-4]))
+
+    def pair(plan: Plan) -> Tensor:
+        seen.clear()
+        return Execution(plan).bind(model)(batch, 0).pair
+
+    together = pair(Plan(precision="fp64"))
+    assert seen == [3]
+    torch.testing.assert_close(pair(Plan(precision="fp64", chunk=4)), together, rtol=LIMIT, atol=LIMIT)
+    assert seen == [1, 1, 1]
+    monkeypatch.setattr(execution, "TOGETHER", 2 * 9 * 9)
+    torch.testing.assert_close(pair(Plan(precision="fp64")), together, rtol=LIMIT, atol=LIMIT)
+    assert seen == [2, 1]
 
 
 def test_a_part_may_be_bound_alone_and_twice() -> None:

@@ -79,7 +79,7 @@ class StructureModule(Executable):
         affine = torch.cat([mask.new_ones(*s.shape[:-1], 1), mask.new_zeros(*s.shape[:-1], 6)], dim=-1)
         states, affines = [], []
         for layer in range(self.config.layers):
-            s, affine = fold.move(s, pairs, affine, layer)
+            s, affine = fold.advance(s, pairs, affine, layer)
             states.append(s)
             affines.append(affine)
             affine = torch.cat([affine[..., :4].detach(), affine[..., 4:]], dim=-1)
@@ -134,10 +134,10 @@ class FoldIteration(DrawsNoise):
         s_initial [*, N, c_s] and z [*, N, N, c_z], normalised; affine: quaternion w x y z and translation in units of
         `position_scale`; mask [*, N]; the angles (sin, cos) are not normalised; `layer` picks the dropout noise.
         """
-        s, affine = self.move(s, self.invariant_point_attention.pairs(z, mask), affine, layer)
+        s, affine = self.advance(s, self.invariant_point_attention.pairs(z, mask), affine, layer)
         return s, affine, self.rigid_sidechain(s, s_initial)
 
-    def move(self, s: Tensor, pairs: "Pairs", affine: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def advance(self, s: Tensor, pairs: "Pairs", affine: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Return the new s and affine; `pairs`: what the attention makes of z and the mask, once for all layers."""
         stream = self.stream + 2 * layer  # two streams for every layer
         frames = Rigid.from_quaternion7(affine)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from warpfold.geometry import residue
 from warpfold.geometry.atoms import residue_rows
-from warpfold.ops.tensors import in_blocks, upcast_half
+from warpfold.ops.overlaps import C_ATOM, N_ATOM, overlaps
+from warpfold.ops.tensors import upcast_half
 
-N_ATOM, CA_ATOM, C_ATOM, SG_ATOM = 0, 1, 2, 5  # places in atom14; SG is cysteine's
+CA_ATOM = 1  # its place in atom14
 Code = Literal["monomer", "multimer"]
 CA_CA = 3.80209737096  # angstrom, of a trans peptide: what the bonds and angles between two Ca give
 
@@ -170,34 +171,18 @@ def clash_violations(
     Peptide bonds and SG-SG are exempt.  As in DeepMind's code, any two atoms at SG's place in atom14 are exempt, and
     residues of the same index are not compared even in different chains, unless `every_pair` asks for them too.
     """
-    n = atoms.shape[0]
-    flat, exists = atoms.flatten(0, 1), atom_mask.flatten()
+    n, exists = atoms.shape[0], atom_mask.flatten()
     radius = (residue_rows("ATOM14_VDW_RADIUS", aatype).to(atoms.dtype) * atom_mask).flatten()
     index = residue_index.repeat_interleave(14)
     slot = torch.arange(14, device=atoms.device).repeat(n)
     order = torch.arange(n, device=atoms.device).repeat_interleave(14) if every_pair else index
     chain = (torch.zeros_like(aatype) if asym_id is None else asym_id).repeat_interleave(14)
-
-    def of_rows(rows: slice) -> tuple[Tensor, ...]:
-        """Return of some atoms with all others the errors, the clashes, and how many pairs were looked at."""
-        looked_at = exists[rows, None] * exists * (order[rows, None] < order)
-        bonded = (index[rows, None] + 1 == index) & (slot[rows, None] == C_ATOM) & (slot == N_ATOM)
-        disulfide = (slot[rows, None] == SG_ATOM) & (slot == SG_ATOM)
-        looked_at = looked_at * ~(bonded & (chain[rows, None] == chain) | disulfide)
-        # Not through matmul: the default would lose the short distances to cancellation.
-        distance = torch.cdist(flat[rows], flat, compute_mode="donot_use_mm_for_euclid_dist")
-        allowed = radius[rows, None] + radius - overlap_tolerance
-        error = looked_at * (allowed - distance).relu()
-        clash = looked_at * (distance < allowed)
-        return error.sum(1), clash.sum(1), error.sum(0), clash.sum(0), looked_at.sum()
-
-    of_blocks = list(zip(*in_blocks(of_rows, len(flat), len(flat))))
-    error, clash = (torch.cat(parts) for parts in of_blocks[:2])  # of the first atoms of pairs; then of the second
-    to_error, to_clash, looked_at = (torch.stack(parts).sum(0) for parts in of_blocks[2:])
+    found = overlaps(atoms.flatten(0, 1), radius, exists, index, order, chain, slot, overlap_tolerance)
+    error, _, looked_at = found.sum(-1).unbind()  # each pair at both of its atoms
     return AtomViolations(
-        per_atom_loss=(to_error + error).view(n, 14),
-        per_atom_pairs=(to_clash + clash).view(n, 14),
-        mean_loss=error.sum() / (1e-6 + looked_at),
+        per_atom_loss=found[0].view(n, 14),
+        per_atom_pairs=found[1].view(n, 14),
+        mean_loss=error / (2e-6 + looked_at),
     )
 
 

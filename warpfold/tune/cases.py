@@ -14,7 +14,7 @@ from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor
-from warpfold.tune.loss_cases import AlignedErrors
+from warpfold.tune.loss_cases import AlignedErrors, Overlaps
 from warpfold.tune.profile import (
     Argument,
     Cost,
@@ -353,7 +353,7 @@ PROFILES: Mapping[str, OpProfile] = {
     profile.name: profile
     for profile in (
         _Attention(), _GlobalAttention(), _LayerNorm(), _NormLinear(), _Gate(), _GatedLinearResidual(), _Transition(),
-        _TriangleFactor(), _OuterProduct(), AlignedErrors(),
+        _TriangleFactor(), _OuterProduct(), AlignedErrors(), Overlaps(),
     )
 }  # fmt: skip
 OPS = {name: profile.op for name, profile in PROFILES.items()}

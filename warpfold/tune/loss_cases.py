@@ -2,14 +2,17 @@
 
 from typing import ClassVar
 
+import torch
+
 from warpfold.ops.aligned import aligned_errors
+from warpfold.ops.overlaps import overlaps
 from warpfold.tune.profile import Argument, Cost, Kinds, LayerSizes, OpCase, OpProfile, RandomTensors
 
 
 class AlignedErrors(OpProfile):
     """`rows` are frames, `length` points, `batches` leading axes; with a `bias`, some pairs do not count."""
 
-    name, op, layers = "aligned_errors", aligned_errors, ("loss",)
+    name, op, layers = "aligned_errors", aligned_errors, ("fape",)
     kinds: ClassVar[Kinds] = {"fape": ("256", "384")}
     odd = (
         OpCase(op="aligned_errors", where="side chains", rows=37, length=131),
@@ -40,3 +43,34 @@ class AlignedErrors(OpProfile):
 
     def size(self, case: OpCase) -> str:
         return f"{case.batches} x {case.rows} frames, {case.length} points"
+
+
+class Overlaps(OpProfile):
+    """`length` atoms, 14 of a residue, in chains of 50 residues."""
+
+    name, op, layers = "overlaps", overlaps, ("clashes",)
+    kinds: ClassVar[Kinds] = {"clashes": ("256", "384")}
+    odd = (OpCase(op="overlaps", where="clashes", rows=1, length=14 * 9),)
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        n, size = case.length, case.length ** (1 / 3)  # angstrom: some overlap, most do not
+        atoms, radius = draw.normal(n, 3, scale=size), 1.5 + draw.normal(n, scale=0.1)
+        number = torch.arange(n, device=draw.device)
+        index = number // 14
+        return atoms, radius, (draw.normal(n) > -1).to(draw.dtype), index, index, index // 50, number % 14
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count of a pair six products or sums and a root, which its gradient takes again, with six more."""
+        return Cost(case.length**2 * (6 if forward else 12), case.length**2, 0)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        return OpCase(op=self.name, where=kind, rows=1, length=14 * s)
+
+    def numbers(self, case: OpCase) -> int:
+        return case.length**2
+
+    def size(self, case: OpCase) -> str:
+        return f"{case.length} atoms"

@@ -22,12 +22,13 @@ MASKED = 0.15  # the share of keys masked in checks, where the last row is maske
 DROPPED = 0.25  # the dropout rate
 CONSTANT = (  # the arguments without a gradient
     "mask", "factors", "count", "true_frames", "true_points", "frame_mask", "point_mask", "pair_mask",
+    "exists", "index", "order", "chain", "slot",
 )  # fmt: skip
 Argument = Tensor | DropoutFactors | None  # of an operation
 Kinds = Mapping[str, tuple[str, ...]]  # the bench's kinds of shape, and the sizes of each by default
 LayerKind = Literal[
     "attention", "pointwise attention", "global attention", "projection", "transition", "outer product",
-    "triangle product", "triangle output", "loss",
+    "triangle product", "triangle output", "fape", "clashes",
 ]  # fmt: skip
 
 

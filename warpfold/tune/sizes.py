@@ -51,8 +51,9 @@ def _layers(model: ModelConfig, data: DataSizes, whole: int) -> Iterator[LayerSi
         for layer in _pair(r, t.c, t.pair):
             yield replace(layer, name=TEMPLATE + layer.name, rows=together * r, batches=together)
     # FAPE: of backbones, in every layer of the structure module; of side chains, in the last.
-    yield LayerSizes(kind="loss", name="backbone", rows=r, length=r, batches=model.structure.layers)
-    yield LayerSizes(kind="loss", name="side chains", rows=8 * r, length=14 * r)
+    yield LayerSizes(kind="fape", name="backbone", rows=r, length=r, batches=model.structure.layers)
+    yield LayerSizes(kind="fape", name="side chains", rows=8 * r, length=14 * r)
+    yield LayerSizes(kind="clashes", name="clashes", rows=1, length=14 * r)
     if templates and model.multimer is None:  # a multimer takes the mean
         at = LayerSizes(kind="pointwise attention", name="template pointwise", rows=r * r, length=1, keys=templates)
         yield replace(at, heads=t.heads, width=t.attention_width, batches=r)

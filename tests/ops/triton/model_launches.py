@@ -43,7 +43,7 @@ def launches_of(plan: Plan, config: ModelConfig, sizes: Mapping[str, int], train
 
     sizes: residues "res", sequences "seq", "extra" sequences and templates "tmpl".
     """
-    losses = LossConfig() if training else None
+    losses = LossConfig(violation=1.0) if training else None
     with dispatch.using(plan.kernels), launching() as launches:
         memory_of(plan, one_block(config), sizes, losses, recycles=0)
         if training:
