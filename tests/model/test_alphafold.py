@@ -189,3 +189,23 @@ def test_a_fresh_model_starts_as_an_identity():
     m_out, z_out = model.evoformer(m, z, batch["msa_mask"][0], torch.ones(9, 9))
     assert torch.equal(m, m_out)  # every update ends in a projection of zeros (Supp. 1.11.4)
     assert torch.equal(z, z_out)
+
+
+def test_transitions_may_be_swiglu():
+    """By settings of the two halves of a block; with no biases, and with as many gates as values."""
+    config = tiny_config()
+    pair = replace(config.evoformer.pair, activation="swiglu")
+    trunk = replace(config.evoformer, activation="swiglu", pair=pair, blocks=1)
+    model = AlphaFold(replace(config, evoformer=trunk)).eval()
+    names = {name: p.shape for name, p in model.evoformer.named_parameters() if ".transition." in name}
+    assert names == {
+        f"blocks.0.{half}.transition.{name}": shape
+        for half, c in (("msa", 16), ("pair", 12))
+        for name, shape in {
+            "norm.weight": (c,),
+            "norm.bias": (c,),
+            "up.weight": (2 * 4 * c, c),
+            "down.weight": (c, 4 * c),
+        }.items()
+    }
+    assert model(random_batch()).pair.isfinite().all()

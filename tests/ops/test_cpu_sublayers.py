@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.ops.cpu_cases import DTYPES, LAYOUTS, Largest, given, mistakes
+from tests.ops.wrong_shapes import check, operands
 from warpfold.ops.cpu import gated_attention as cpu_attention
 from warpfold.ops.cpu import triangle_multiplication as cpu_triangle
+from warpfold.ops.dispatch import Op
 from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.noise import Noise
 from warpfold.ops.triangle_multiplication import triangle_multiplication
@@ -179,9 +181,8 @@ def test_without_a_backward_pass_nothing_is_kept_and_no_projection_exists_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     n, c = 24, 8
-    for module, names in ((cpu_attention, ("FORWARD", "BACKWARD")), (cpu_triangle, ("POSITIONS",))):
-        for name in names:
-            monkeypatch.setattr(module, name, n)
+    for module, name in ((cpu_attention, "FORWARD"), (cpu_attention, "BACKWARD"), (cpu_triangle, "POSITIONS")):
+        monkeypatch.setattr(module, name, n)
     x, nw, nb, w, ow = given((n, n, c), (c,), (c,), (4 * c + 2, c), (c, c))
     mask, w2 = torch.ones(n, n).double(), given((5 * c, c))[0]
     for run in (
@@ -219,3 +220,49 @@ def test_only_what_is_written_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for t in (x, nw, nb, w, gb, ow, ob, w2, ow2):
         assert t.grad is not None
         assert t.grad.isfinite().all()
+
+
+ATTENTION_SHAPES = dict(
+    x=(2, 4, 4, 6), norm_weight=(6,), norm_bias=(6,), weight=(32, 6), gate_bias=(8,), out_weight=(6, 8), out_bias=(6,),
+    mask=(2, 4, 4), bias=(2, 2, 4, 4),
+)  # fmt: skip
+TRIANGLE_SHAPES = dict(
+    x=(2, 4, 4, 6), mask=(2, 4, 4), norm_weight=(6,), norm_bias=(6,), weight=(26, 6), bias=(26,), out_norm_weight=(5,),
+    out_norm_bias=(5,), out_weight=(6, 5), out_bias=(6,),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("operand", "shape"),
+    [
+        *[("x", (2, 4, 3, 6)), ("weight", (33, 6)), ("weight", (34, 6)), ("weight", (32, 5)), ("gate_bias", (33,))],
+        *[("mask", (2, 4, 1)), ("mask", (4, 4)), ("bias", (2, 1, 4, 4)), ("bias", (2, 4, 4)), ("bias", (2, 3, 4, 4))],
+        *[("bias", (2, 2, 4, 3)), ("out_weight", (6, 7)), ("out_bias", (1,)), ("norm_weight", (1,))],
+    ],
+)
+def test_gated_attention_of_other_shapes_is_its_definition_or_an_error(operand: str, shape: tuple[int, ...]) -> None:
+    op = Op(
+        lambda *args: gated_attention.definition(*args, 2),
+        lambda *args: gated_attention.fast(*args, 2),
+        lambda *args: gated_attention.unsupported_reason(*args, 2),
+    )
+    assert op.unsupported_reason(*operands(list(ATTENTION_SHAPES.values()), torch.float64)) is None
+    # As tests/ops/test_shapes.py has it.
+    check(op, ATTENTION_SHAPES | {operand: shape}, torch.float64, 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("operand", "shape"),
+    [
+        *[("x", (2, 4, 3, 6)), ("weight", (25, 6)), ("weight", (26, 5)), ("bias", (27,)), ("bias", (3,))],
+        *[("mask", (2, 4, 1)), ("mask", (4, 4)), ("out_norm_weight", (1,)), ("out_weight", (6, 4)), ("out_bias", (1,))],
+    ],
+)
+def test_triangle_multiplication_of_other_shapes_likewise(operand: str, shape: tuple[int, ...]) -> None:
+    op = Op(
+        lambda *args: triangle_multiplication.definition(*args, True, False),
+        lambda *args: triangle_multiplication.fast(*args, True, False),
+        lambda *args: triangle_multiplication.unsupported_reason(*args, True, False),
+    )
+    assert op.unsupported_reason(*operands(list(TRIANGLE_SHAPES.values()), torch.float64)) is None
+    check(op, TRIANGLE_SHAPES | {operand: shape}, torch.float64, 1e-11)

@@ -13,10 +13,12 @@ from warpfold.errors import UserError
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.noise import DropoutFactors
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor
+from warpfold.ops.triangle_multiplication import triangle_multiplication
 
 
 class Properties:
@@ -80,9 +82,27 @@ def test_every_operation_is_one_node_of_one_graph(gpu: None, kernels: dispatch.K
     args = cuda(3, 4, 16), cuda(5, 3, 16), cuda(16), cuda(16, 16)
     with dispatch.using(kernels):
         (graph,) = traced(everything, *args, dynamic=dynamic)
-    once = ("layer_norm", "gate", "gated_linear_residual", "triangle_factor")
-    # A global attention is one; the norm and the first product of a transition are one on a GPU, the rest is torch's.
-    assert graph == Counter(dict.fromkeys(once, 1)) + Counter(attention=2, norm_linear=2)
+    once = (
+        "layer_norm",
+        "norm_linear",
+        "gate",
+        "gated_linear_residual",
+        "triangle_factor",
+        "transition",
+        "outer_product",
+    )
+    assert graph == Counter(dict.fromkeys(once, 1)) + Counter(attention=2)  # a global attention is one
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_whole_layer_is_one_node(gpu: None, drawn: bool) -> None:
+    def multiplied(x: Tensor, mask: Tensor, row: Tensor, weight: Tensor, out: Tensor, key: Tensor) -> Tensor:
+        factors = DropoutFactors(key, 1, 0.25, x.dtype, (1, 3, 16), (48, 16, 1)) if drawn else None
+        return triangle_multiplication(x, mask, row, row, weight, None, row, row, out, row, True, False, factors)
+
+    x, mask, row, weight, out = cuda(3, 3, 16), cuda(3, 3), cuda(16), cuda(80, 16), cuda(16, 16)
+    key = torch.zeros(2, dtype=torch.int64, device="cuda")
+    assert traced(multiplied, x, mask, row, weight, out, key) == [Counter(triangle_multiplication=1)]
 
 
 def test_a_refusal_is_its_definition_in_the_graph_and_strict_makes_it_an_error(gpu: None) -> None:

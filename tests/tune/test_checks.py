@@ -291,9 +291,10 @@ def key_of_call(op: Op[..., Tensor], args: tuple[Any, ...]) -> tuple[object, ...
         assert weight is not None
         return name, places, c, weight.shape[0]
     if name == "transition":
-        up = args[3]
+        up, down = args[3], args[5]
         assert up is not None
-        return name, places, c, up.shape[0]
+        assert down is not None
+        return name, places, c, down.shape[1], up.shape[0] > down.shape[1]
     if name == "triangle_multiplication":
         return name, places, c, args[8].shape[1], type(args[12])
     if name == "tail":
@@ -310,9 +311,11 @@ def key_of_case(case: OpCase) -> tuple[object, ...]:
         return case.op, case.rows, case.attended, case.heads, case.width
     if case.op == "outer_product":
         return case.op, case.length, case.rows, case.channels, case.attended, case.outputs
-    more = (case.outputs,) if case.op in ("norm_linear", "tail", "transition") else ()
+    more: tuple[object, ...] = (case.outputs,) if case.op in ("norm_linear", "tail", "transition") else ()
     if case.op == "triangle_multiplication":
         more = (case.outputs,)
+    if case.op == "transition":
+        more = (*more, case.gated)
     if case.op in ("tail", "triangle_multiplication"):
         more = (*more, DropoutFactors if case.drawn else Tensor if case.dropped else type(None))
     return (case.op, case.rows * case.length, case.channels, *more)

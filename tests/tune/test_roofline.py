@@ -1,5 +1,7 @@
 """The model of what the device allows, against figures that others worked out, and its parts by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -68,6 +70,10 @@ def test_products_of_transitions_and_outer_products() -> None:
     transition = dict(shapes("transition", ["msa:128x256"]))["msa:128x256"]
     assert cost(transition, "forward", 2).flops / 1e9 == pytest.approx(34.4, rel=0.01)
     assert cost(transition, "forward", 2).bytes == 2 * 128 * 256 * 256 * 2
+    assert cost(transition, "backward", 2).flops == 2.5 * cost(transition, "forward", 2).flops
+    swiglu = replace(transition, gated=True)  # one product in two is twice as large
+    assert cost(swiglu, "forward", 2).flops == 1.5 * cost(transition, "forward", 2).flops
+    assert cost(swiglu, "backward", 2).flops == 4 * cost(transition, "forward", 2).flops
     outer = dict(shapes("outer_product", ["msa:128x256"]))["msa:128x256"]
     assert cost(outer, "forward", 2).flops / 1e9 == pytest.approx(34.4, rel=0.03)
     small = OpCase(op="outer_product", where="", rows=2, keys=3, length=5, channels=7, outputs=11)

@@ -11,6 +11,7 @@ computes sublayers again.  Where no backward pass can follow, nothing is kept, a
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -124,9 +125,9 @@ def batched(t: Tensor, axes: int) -> Tensor:
     check=_check,
     expand=FACTOR_OPERANDS,
     unsupported_reason=_unsupported,
-    # Decided by the projections.
+    # Decided by the projections; the backward pass has more to do for each row.
     prefer_definition=lambda x, norm_weight, norm_bias, weight, *_: faster_on_cpu(
-        x, x.numel() // max(1, x.shape[-1]) * weight.shape[0], 2**20
+        x, x.numel() // max(1, x.shape[-1]) * weight.shape[0], 2**21 if torch.is_grad_enabled() else 2**19
     ),
 )
 def gated_attention(
@@ -152,6 +153,8 @@ def gated_attention(
     weight [4 i, c] makes the gate, q, k and v, one below the other; gate_bias [b] belongs to its first b <= o outputs.
     weight [4 i + heads, c] makes the bias as well, of x itself, where R = K: logits [q, k] have that of x[q, k].
     """
+    if bias is not None and len(weight) > 4 * out_weight.shape[1]:
+        raise ValueError("gated_attention: the bias is given, but weight makes one")
     y = norm_linear.definition(x, norm_weight, norm_bias, weight, gate_bias, eps)
     g, q, k, v, bias = parts(y, out_weight.shape[1], heads, bias)
     bias = None if bias is None else bias[..., None, :, :, :]  # the same for every row

@@ -79,13 +79,14 @@ def served_by_kernels(x: Tensor, hidden: int) -> bool:
 
 def _composed(registered: Callable[..., Tensor], *args: Any) -> Tensor:
     """Call the registered operation; on a GPU whose kernels do not take x, its parts one after another."""
-    x, mask, norm_weight, norm_bias, weight, bias, *out_of, out_weight, out_bias, outgoing, fused, factors, eps = args
+    x, mask, norm_weight, norm_bias, weight, bias, *rest = args
+    out_nw, out_nb, out_weight, out_bias, outgoing, fused, factors, eps = rest
     if backend(x) == "cpu" or served_by_kernels(x, out_weight.shape[1]):
         return registered(*args)
     y = norm_linear(x, norm_weight, norm_bias, weight, bias, eps)
     a, a_gate, b, b_gate, g = split_projections(y, out_weight.shape[1], fused)
     product = triangle_product(triangle_factor(a, a_gate, mask), triangle_factor(b, b_gate, mask), outgoing)
-    dx = gate(norm_linear(product, *out_of, out_weight, out_bias, eps), g)
+    dx = gate(norm_linear(product, out_nw, out_nb, out_weight, out_bias, eps), g)
     return x + (dx if factors is None else dx * factors)
 
 

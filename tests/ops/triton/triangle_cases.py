@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tests.ops.triton.layouts import laid, within
 
-# leading axes, residues, channels of x, of a factor; whether there are biases; dropout factors; outgoing; fused; whether
-# x lies in memory with its positions turned
+# leading axes, residues, channels of x, of a factor; whether there are biases; dropout factors; outgoing; fused;
+# whether x lies in memory with its positions turned
 MULTIPLICATIONS: dict[str, tuple[tuple[int, ...], int, int, int, bool, bool, bool, bool, bool]] = {
     "outgoing": ((), 16, 64, 32, True, True, True, False, False),
     "incoming, rows that are padded": ((), 9, 32, 16, True, False, False, False, False),

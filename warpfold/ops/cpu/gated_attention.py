@@ -20,7 +20,7 @@ from warpfold.ops.norm import empty_statistics
 from warpfold.ops.tensors import accumulation_dtype, empty_like
 
 FORWARD, BACKWARD = 1024, 512  # positions of a block, at least a row
-LOGITS = 2**18  # of a row's heads that are computed at a time: 1 MiB in fp32, of which the backward pass has two
+LOGITS = 2**18  # that the backward pass computes at a time: 1 MiB in fp32, twice
 LOG2E = 1 / math.log(2)
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -126,9 +126,10 @@ def gated_attention_backward(
     sums, dx = _Sums(parameters), empty_like(x)
     dbias = x.new_empty(0) if bias is None or not bias_wanted else bias.new_empty(bias.shape)
     for at in _examples(x):
+        f_at, bias_at = None if f is None else f[at], None if bias is None else bias[at]
+        kept = y[at], mean[at], scale[at], attended[at], lse[at]
         dbias_of = _backward_example(
-            *(grad[at], x[at], None if f is None else f[at], mask[at], None if bias is None else bias[at]),
-            *(y[at], mean[at], scale[at], attended[at], lse[at], dx[at], parameters, sums, bias_wanted),
+            grad[at], x[at], f_at, mask[at], bias_at, kept, dx[at], parameters, sums, bias_wanted
         )
         if bias is not None and bias_wanted:
             assert dbias_of is not None
@@ -142,18 +143,14 @@ def _backward_example(
     factors: Tensor | None,
     mask: Tensor,
     bias: Tensor | None,
-    y: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    attended: Tensor,
-    lse: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     dx: Tensor,
     of: "_Parameters",
     sums: "_Sums",
     bias_wanted: bool,
 ) -> Tensor | None:
     """Write the gradient of x, add to the sums, and return the bias' gradient, to which every row adds."""
-    length, own = x.shape[-2], of.makes_bias
+    (y, mean, scale, attended, lse), length, own = kept, x.shape[-2], of.makes_bias
     keys = _Keys(mask, y[..., 4 * of.inner :].movedim(-1, 0) if own else bias, lse.dtype)
     heads = _HeadsBackward(keys, of, length, own or bias_wanted)
     for some in _slices(x.shape[0], length, BACKWARD):
@@ -278,10 +275,13 @@ class _HeadsBackward:
     def __init__(self, keys: _Keys, of: _Parameters, length: int, bias_wanted: bool) -> None:
         like, self.keys, self.of, self.heads = keys.less, keys, of, of.heads
         self.at_a_time = max(1, min(of.heads, LOGITS // length**2))
-        self.p, self.ds = (like.new_empty(self.at_a_time, length, length) for _ in range(2))
+        # One, unless all of its heads are computed at once.
+        self.rows = max(1, min(BACKWARD // length, LOGITS // (of.heads * length**2)))
+        self.p, self.ds = (like.new_empty(self.rows * self.at_a_time, length, length) for _ in range(2))
         narrow = of.weight.dtype
         self.half = None if narrow == like.dtype else torch.empty_like(self.p, dtype=narrow)
-        self.gradients = like.new_empty(3, of.heads, of.inner // of.heads, length, dtype=narrow)  # of q, k and v
+        width = of.inner // of.heads
+        self.gradients = like.new_empty(3, self.rows, of.heads, width, length, dtype=narrow)  # of q, k and v
         self.bias = None if keys.bias is None else keys.bias * LOG2E
         self.dbias = like.new_zeros(of.heads, length, length) if bias_wanted else None
 
@@ -300,66 +300,72 @@ class _HeadsBackward:
         accumulate(sums.out_product, g, (s * o).to(g.dtype).t())
         sums.out_total += g.sum(0, dtype=acc)
         through = o.mul_(do)
-        delta = through.unflatten(0, (self.heads, -1)).sum(1)
+        delta = through.unflatten(0, (self.heads, -1)).sum(1, keepdim=True)
         dy = torch.empty_like(projected)
         dy[:i] = through.mul_(s.neg_().add_(1))
-        q, k, v, do = (t.unflatten(0, (self.heads, -1)) for t in (*projected[i:].chunk(3), do))
-        for r in range(n):
-            at = slice(r * length, (r + 1) * length)
-            self.row(first + r, q[..., at], k[..., at], v[..., at], do[..., at], delta[:, at], lse[r])
-            dy[i:, at] = self.gradients.view(3 * i, length)
+        turned = [t.view(self.heads, -1, n, length).transpose(0, 2) for t in (*projected[i:].chunk(3), do, delta)]
+        gradients = dy[i:].view(3, self.heads, -1, n, length).transpose(1, 3)  # each of these [n, d, h, K]
+        for some in _slices(n, length, length * self.rows):
+            q, k, v, do, d = (t[some].transpose(1, 2) for t in turned)  # [rows, h, d, K]
+            self.group(q, k, v, do, d, lse[some], first + some.start)
+            gradients[:, some] = self.gradients[:, : some.stop - some.start].transpose(2, 3)
         sums.total[: 4 * i] += dy.sum(1, dtype=acc)
         accumulate(sums.product[: 4 * i], dy.t(), h)
         return torch.mm(dy.t(), of.weight[: 4 * i])
 
-    def row(self, r: int, q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor, lse: Tensor) -> None:
-        """Compute `gradients` of row r and add to that of the bias: q, k, v, do [h, d, K], delta, lse [h, K]."""
-        scale = q.shape[1] ** -0.5
+    def group(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor, lse: Tensor, first: int) -> None:
+        """Compute `gradients` of some rows and add to that of the bias.
+
+        q, k, v, do [n, h, d, K], delta [n, h, 1, K], lse [n, h, K]; do and delta: of the attention's output.
+        """
+        n, scale, lse = len(q), q.shape[2] ** -0.5, lse[..., None]
         for start in range(0, self.heads, self.at_a_time):
             some = slice(start, start + self.at_a_time)
-            dq, dk, dv = (t[some] for t in self.gradients)
-            p, alike = self._weights(r, q[some], k[some], lse[some], some)
+            qs, ks, vs = (t[:, some].flatten(0, 1) for t in (q, k, v))  # views, for one row
+            dq, dk, dv = (t[:n, some].flatten(0, 1) for t in self.gradients)
+            p, alike = self._weights(slice(first, first + n), qs, ks, lse[:, some], some)
             # `lse` was rounded, so the weights do not quite add up to 1: divide by their sum, in the gradient.
-            total = p.sum(-1)
-            do_ = (do[some] / total[:, None]).to(q.dtype)
+            total = p.sum(-1)[:, None]
+            do_ = do[:, some].flatten(0, 1).div(total).to(q.dtype)
             torch.bmm(do_, self._narrow(p), out=dv)
             ds = self.ds[: len(p)]
             if self.half is None:
-                torch.bmm(do_.mT, v[some], out=ds)
+                torch.bmm(do_.mT, vs, out=ds)
             else:
-                ds.copy_(torch.bmm(do_.mT, v[some], out=self.half[: len(p)]))
-            ds.sub_((delta[some] / total)[..., None]).mul_(p)
+                ds.copy_(torch.bmm(do_.mT, vs, out=self.half[: len(p)]))
+            ds.sub_(delta[:, some].flatten(0, 1).div(total).mT).mul_(p)
             if alike is not None:
                 ds.masked_fill_(alike, 0)
             if self.dbias is not None:
-                self.dbias[some] += ds
+                self.dbias[some] += ds if n == 1 else ds.unflatten(0, (n, -1)).sum(0)
             ds = self._narrow(ds)
-            dq.baddbmm_(k[some], ds.mT, beta=0, alpha=scale)
-            dk.baddbmm_(q[some], ds, beta=0, alpha=scale)
+            dq.baddbmm_(ks, ds.mT, beta=0, alpha=scale)
+            dk.baddbmm_(qs, ds, beta=0, alpha=scale)
 
     def _narrow(self, x: Tensor) -> Tensor:
         """Return a block of the size of the logits in the dtype of the products."""
         return x if self.half is None else self.half[: len(x)].copy_(x)
 
-    def _weights(self, r: int, q: Tensor, k: Tensor, lse: Tensor, some: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of row r before they are divided by their sum, and which of them depend on no logit."""
-        keys, p, alike = self.keys, self.p[: len(q)], None
-        less = (lse * LOG2E)[..., None]
-        masked, no_key = keys.rows_masked[r], None
+    def _weights(self, group: slice, q: Tensor, k: Tensor, lse: Tensor, some: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the weights of some rows, not yet divided by their sum, and which of them depend on no logit."""
+        keys, alike, no_key, less = self.keys, None, None, lse * LOG2E
+        p = self.p[: len(q)]
+        by_row = p.unflatten(0, less.shape[:2])
+        masked = any(keys.rows_masked[group])
         if masked:
             no_key = less == float("inf")
             less = less.masked_fill(no_key, 0)
         # Write bias - lse first and add the product to it: one pass over the block less.
         if self.bias is None:
-            p.copy_(-less)
+            by_row.copy_(-less)
         else:
-            torch.sub(self.bias[some], less, out=p)
+            torch.sub(self.bias[some], less, out=by_row)
         p.baddbmm_(q.to(p.dtype).mT, k.to(p.dtype), alpha=q.shape[1] ** -0.5 * LOG2E)
         if masked:
             assert no_key is not None
-            p.add_(keys.less[r])
+            by_row.add_(keys.less[group][:, None, None])
             if bool(no_key.any()):
-                alike = no_key & keys.masked[r]
+                alike = (no_key & keys.masked[group][:, None, None]).flatten(0, 1)
                 p.masked_fill_(alike, 0)
         return p.exp2_(), alike
 

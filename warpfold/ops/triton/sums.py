@@ -1,7 +1,7 @@
 """Sums over the programs of a kernel, in a fixed order: what kernels do here instead of atomic additions."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,8 +18,8 @@ class Part(NamedTuple):
     """Some of the sums, and the tensor that they are written to: from which one on, and how many."""
 
     data: Tensor
-    begin: Any
-    size: Any
+    begin: int
+    size: int
 
 
 @triton.jit
@@ -27,11 +27,11 @@ def _sum_partials(
     partials: tl.tensor,
     parts: tl.tuple,
     programs: tl.tensor,
-    WIDTH: tl.constexpr,
+    width: tl.tensor,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Sum partials [programs, WIDTH] in fp32 into the parts, one after another; of several spans each has its own."""
+    """Sum partials [programs, width] in fp32 into the parts, one after another; of several spans each has its own."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     each = tl.cdiv(programs, tl.num_programs(1))
     begin = tl.program_id(1) * each
@@ -39,8 +39,8 @@ def _sum_partials(
     acc = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     for start in range(begin, end, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
-        valid = (p < end)[:, None] & (n < WIDTH)[None, :]
-        acc += tl.load(partials + p[:, None].to(tl.int64) * WIDTH + n[None, :], mask=valid, other=0)
+        valid = (p < end)[:, None] & (n < width)[None, :]
+        acc += tl.load(partials + p[:, None].to(tl.int64) * width + n[None, :], mask=valid, other=0)
     sums = tl.sum(acc, 0)
     for i in tl.static_range(len(parts)):
         part = parts[i]
@@ -61,12 +61,12 @@ def sum_partials(partials: Tensor, *results: Tensor) -> None:
     programs, width = partials.shape
     if programs > ONCE:  # too many for one after another: first the sums of so many spans of them
         spans = empty_partials(partials, programs_for(programs, 1, SPANS), width)
-        _sum(partials, len(spans), [Part(spans, tl.constexpr(0), tl.constexpr(width))])
+        _sum(partials, len(spans), [Part(spans, 0, width)])
         partials = spans
     parts, begin = [], 0
     for result in results:
         if result.numel():
-            parts.append(Part(result, tl.constexpr(begin), tl.constexpr(result.numel())))
+            parts.append(Part(result, begin, result.numel()))
             begin += result.numel()
     assert begin == width
     _sum(partials, 1, parts)
@@ -76,7 +76,7 @@ def _sum(partials: Tensor, spans: int, parts: Sequence[Part]) -> None:
     programs, width = partials.shape
     kernel = SUM.tiled((programs, width), partials)
     grid = triton.cdiv(width, kernel["BLOCK_N"]), spans
-    kernel.run(grid, partials=partials, parts=tuple(parts), programs=programs, WIDTH=width)
+    kernel.run(grid, partials=partials, parts=tuple(parts), programs=programs, width=width)
 
 
 def empty_partials(x: Tensor, programs: int, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels of the backward pass of triangle_multiplication: the gradients of its product, of its operand and of norms."""
+"""Kernels of the backward pass of triangle_multiplication: gradients of its product, of its operand and of norms."""
 
 import triton
 import triton.language as tl

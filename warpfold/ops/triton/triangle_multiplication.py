@@ -10,20 +10,23 @@ of matrices in GFLOP there:
               product: a, b -> product                                      3 T    4.3
               out: x, product -> y (the gate's logits are made again:
                   x is read for the residual anyway)                        3 T    4.3
-    backward  out: grad, x, product -> dproduct, dgate                      5 T    6.4
+    backward  out: grad, x, product -> dproduct, dprojected, dgate          6 T    6.4
               products: dproduct, b -> da; a, dproduct -> db                6 T    8.6
+              out's weights: x, product, dprojected, dgate                  4 T    4.3
+              factors' weights: x, da, db                                   3 T   17.2
               factors: grad, x, da, db, dgate -> dx                         6 T   19.3
-              weights: x, da, db; and x, product, grad                  6 to 10 T   27.9
 
-Forward 9 T (151 MB), backward 23 to 27 T (386 to 453 MB; the second cache gives x to programs that run at a time).
-Modelled, not measured, for an H100 of 3 TB/s: 50 us forward, 130 to 150 us backward; products of 17 and 62 GFLOP take
-less, 30 and 105 us at 600 TFLOP/s.  Operations one after another moved 25 T forward and 48 T backward: norm_linear,
-two triangle_factor, the product, norm_linear, gate, dropout and the residual.
+Forward 9 T (151 MB), backward 25 T (419 MB) and 2 T of partial sums; programs that run at a time share x in the second
+cache.  A model and not measured, for an H100 of 3 TB/s and 600 TFLOP/s in products: 50 us forward (its products 29),
+150 us backward (its products 93).  As operations one after another (norm_linear, two of triangle_factor, the product,
+norm_linear, gate, dropout, the residual) the layer moved 25 T forward: 140 us.
 
-The gradient of the projections is never in memory (5 T, written once and read twice): the kernels that want it make the
-projections again, 8.6 GFLOP each.  a and b are kept: to make them again would cost 3 T more.
+The gradients of a's and b's projections (4 T, written once and read twice, 70 us) are never in memory: the two kernels
+that want them make the projections again, 8.6 GFLOP or 14 us each.  a, b and their product are kept (3 T): to make a
+and b again would cost 3 T and 8.6 GFLOP more, some 20 us of 200.  Whoever lacks the memory recomputes the whole layer.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,14 +41,13 @@ from warpfold.ops.triangle_multiplication import empty_planes, row_pitch
 from warpfold.ops.triton.gated_linear_residual import _Dropout
 from warpfold.ops.triton.launch import Kernel, TiledKernel
 from warpfold.ops.triton.noise import SCALARS, fill
-from warpfold.ops.triton.positions import Strided, cast_weight, coalesce, power_of_two, programs_for
+from warpfold.ops.triton.positions import Axes, Strided, cast_weight, coalesce, power_of_two, programs_for
 from warpfold.ops.triton.sums import empty_partials, sum_partials
 from warpfold.ops.triton.triangle_backward import FACTORS_BACKWARD, OUT_BACKWARD
 from warpfold.ops.triton.triangle_forward import FACTORS, OUT
 from warpfold.ops.triton.triangle_weights import FACTORS_WEIGHT, OUT_WEIGHT
 
 PROGRAMS = 256  # of a weight's gradient, where there are positions enough: two on each core of a large GPU
-
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
 
@@ -139,13 +141,18 @@ def triangle_multiplication_backward(
     factors_read = {"dfactors": channels_last(da)}
     apart = dfactors.stride(0)
 
-    outs, ins = call.tiled(OUT_WEIGHT), call.tiled(FACTORS_WEIGHT)
-    chunks = 2 * triton.cdiv(call.hidden, ins["BLOCK_O"])
-    spans = programs_for(call.positions, ins["BLOCK_M"], max(1, PROGRAMS // chunks))
-    partials = empty_partials(x, spans, call.width)
-    call.launch(outs, (triton.cdiv(call.channels, outs["BLOCK_O"]), spans), read, partials=partials)
-    call.launch(ins, (chunks, spans), factors_read, partials=partials, apart=apart)
-    sum_partials(partials, dweight, dbias, dout_weight, dout_bias)
+    rows = 4 * call.hidden  # of the weight that make a, b and their gates; the rest, the product's
+    of_out, of_factors = (dweight[rows:], dbias[rows:], dout_weight, dout_bias), (dweight[:rows], dbias[:rows])
+    kernel = call.tiled(OUT_WEIGHT)
+    chunks = triton.cdiv(call.channels, kernel["BLOCK_O"])
+    partials = call.span_partials(kernel, chunks, PROGRAMS // 2, of_out)
+    call.launch(kernel, (chunks, len(partials)), read, partials=partials)
+    sum_partials(partials, *of_out)
+    kernel = call.tiled(FACTORS_WEIGHT)
+    chunks = 2 * triton.cdiv(call.hidden, kernel["BLOCK_O"])
+    partials = call.span_partials(kernel, chunks, PROGRAMS, of_factors)
+    call.launch(kernel, (chunks, len(partials)), factors_read, partials=partials, apart=apart)
+    sum_partials(partials, *of_factors)
 
     dx, kernel = empty_like(x), call.tiled(FACTORS_BACKWARD)
     partials = empty_partials(x, call.blocks(kernel), 2 * call.channels)
@@ -186,8 +193,6 @@ class _Call:
         self.positions = self.batches * self.n * self.pitch
         self.x = x
         self.tensors = {"x": x, "mask": mask[..., None], "mean": mean[..., None]}
-        biased, out_biased = (0 if b is None else len(b) for b in (bias, out_bias))
-        self.width = weight.numel() + biased + out_weight.numel() + out_biased
         self.arguments: dict[str, Any] = {
             "norm_weight": norm_weight.contiguous(),
             "norm_bias": norm_bias.contiguous(),
@@ -197,10 +202,17 @@ class _Call:
             "out_norm_bias": out_norm_bias.contiguous(),
             "out_weight": cast_weight(out_weight, x, self.positions),
             "out_bias": None if out_bias is None else out_bias.contiguous(),
-            **{"rstd": rstd, "out_mean": out_mean, "out_rstd": out_rstd},
-            **{"n": self.n, "width": self.width, "C": self.channels, "HIDDEN": self.hidden, "BIASED": biased},
-            **{"FUSED": fused, "PADDED": self.pitch != self.n},
-            **{"BLOCK_C": power_of_two(self.channels), "BLOCK_H": power_of_two(self.hidden)},
+            "rstd": rstd,
+            "out_mean": out_mean,
+            "out_rstd": out_rstd,
+            "n": self.n,
+            "C": self.channels,
+            "HIDDEN": self.hidden,
+            "BIASED": 0 if bias is None else len(bias),
+            "FUSED": fused,
+            "PADDED": self.pitch != self.n,
+            "BLOCK_C": power_of_two(self.channels),
+            "BLOCK_H": power_of_two(self.hidden),
             **self._dropped(x, dropout),
         }
 
@@ -212,21 +224,20 @@ class _Call:
         """Return how many blocks of positions there are."""
         return triton.cdiv(self.positions, kernel["BLOCK_M"])
 
+    def span_partials(self, kernel: TiledKernel, chunks: int, programs: int, sums: Sequence[Tensor]) -> Tensor:
+        """Allocate what programs add up to these sums: a row for each span of positions, which `chunks` share."""
+        spans = programs_for(self.positions, kernel["BLOCK_M"], max(1, programs // chunks))
+        return empty_partials(self.x, spans, sum(t.numel() for t in sums))
+
     def launch(self, kernel: TiledKernel, grid: tuple[int, ...], tensors: dict[str, Tensor], **more: Any) -> None:
         """Launch a kernel over tensors [*, n, n, .], the layer's own among them."""
         names = kernel.kernel.function.arg_names
         walked = {name: self.flat(t) for name, t in (self.tensors | tensors).items() if name in names}
-        # In the order of rows that are padded as those of planes are; where none is, they may be one axis.
-        order = self.n * self.pitch, self.pitch, 1
-        found = coalesce((self.batches, self.n, self.pitch), order, *(t.stride()[:3] for t in walked.values()))
-        assert found is not None
-        strided = {
-            name: Strided.of(t, strides, 8, t.stride(3))
-            for (name, t), strides in zip(walked.items(), found.strides[1:])
-        }
+        axes, layouts = _walk(self.batches, self.n, self.pitch, tuple([t.stride() for t in walked.values()]))
+        strided = {name: Strided(t, *layout) for (name, t), layout in zip(walked.items(), layouts)}
         if self.arguments["key"] is not None and "factors" in strided:  # their strides alone count
             strided["factors"] = strided["factors"]._replace(data=None)
-        given = {"factors": None, **self.arguments, **strided, "axes": found.argument, **more}
+        given = {"factors": None, **self.arguments, **strided, "axes": axes, **more}
         kernel.run(grid, **{name: given[name] for name in names if name in given})
 
     def flat(self, t: Tensor) -> Tensor:
@@ -254,6 +265,20 @@ class _Call:
         if dropout.of is not None:
             self.tensors["factors"] = dropout.of
         return {"key": dropout.key, "number": dropout.number, **dict(zip(SCALARS[1:], dropout.draw))}
+
+
+@functools.lru_cache(maxsize=4096)  # models have few shapes
+def _walk(
+    batches: int, n: int, pitch: int, strides: tuple[tuple[int, ...], ...]
+) -> tuple[Axes, tuple[tuple[tuple[int, ...], Any], ...]]:
+    """Return the axes of positions, and of tensors [., n, n, .] of these strides those of a `Strided`, and its unit.
+
+    In the order of rows that are padded as those of planes are; where none is, they may be one axis.
+    """
+    found = coalesce((batches, n, pitch), (n * pitch, pitch, 1), *(each[:3] for each in strides))
+    assert found is not None  # three axes are never too many
+    laid = (Strided.of(None, own, 8, each[3]) for own, each in zip(found.strides[1:], strides))
+    return found.argument, tuple((one.strides, one.unit) for one in laid)
 
 
 def _one_axis(t: Tensor) -> bool:

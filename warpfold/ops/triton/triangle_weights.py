@@ -1,7 +1,8 @@
 """Kernels of the backward pass of triangle_multiplication: the gradients of its two weights and their biases.
 
 Each program owns some channels and runs over a span of positions; for those of a factor it makes the projections again.
-What it adds up lies in partials [spans, width]: the gradient of the joined weight, of its bias, of the output's weight and of its bias.
+What it adds up lies in partials, a row for each span: of the rows of the joined weight that make the factors, and of
+their biases; of those that make the product's gate, and of their biases, then of the output's weight and of its bias.
 """
 
 import triton
@@ -35,7 +36,6 @@ def _factors_weight(
     axes: tl.tuple,
     n: tl.tensor,
     apart: tl.tensor,
-    width: tl.tensor,
     C: tl.constexpr,
     HIDDEN: tl.constexpr,
     BIASED: tl.constexpr,
@@ -86,12 +86,14 @@ def _factors_weight(
         if BIASED > 0:
             value_sums += tl.sum(dy, 1)
             gate_sums += tl.sum(dg, 1)
-    mine = partials + tl.program_id(1).to(tl.int64) * width
+    ROWS: tl.constexpr = 4 * HIDDEN
+    SUMS: tl.constexpr = ROWS if BIASED > ROWS else BIASED
+    mine = partials + tl.program_id(1).to(tl.int64) * (ROWS * C + SUMS)
     known = (o < HIDDEN)[:, None] & (c < C)[None, :]
     tl.store(mine + (values + o)[:, None] * C + c[None, :], dvalues, mask=known)
     tl.store(mine + (gates + o)[:, None] * C + c[None, :], dgates, mask=known)
     if BIASED > 0:
-        sums = mine + (4 * HIDDEN + C) * C
+        sums = mine + ROWS * C
         tl.store(sums + values + o, value_sums, mask=(o < HIDDEN) & (values + o < BIASED))
         tl.store(sums + gates + o, gate_sums, mask=(o < HIDDEN) & (gates + o < BIASED))
 
@@ -114,7 +116,6 @@ def _out_weight(
     partials: tl.tensor,
     axes: tl.tuple,
     n: tl.tensor,
-    width: tl.tensor,
     C: tl.constexpr,
     HIDDEN: tl.constexpr,
     BIASED: tl.constexpr,
@@ -148,15 +149,17 @@ def _out_weight(
         du = tl.load(pointers(dprojected, m, o, axes), mask=known, other=0)
         dout = tl.dot(tl.trans(du), n2, dout, input_precision="ieee")
         out_sums += tl.sum(du.to(tl.float32), 0)
-    mine = partials + tl.program_id(1).to(tl.int64) * width
-    GATES: tl.constexpr = 4 * HIDDEN
-    tl.store(mine + (GATES + o)[:, None] * C + c[None, :], dgates, mask=(o < C)[:, None] & (c < C)[None, :])
-    sums = mine + (GATES + C) * C
-    if BIASED > GATES:
-        tl.store(sums + GATES + o, gate_sums, mask=(o < C) & (GATES + o < BIASED))
-    tl.store(sums + BIASED + o[:, None] * HIDDEN + h[None, :], dout, mask=(o < C)[:, None] & (h < HIDDEN)[None, :])
-    if out_bias is not None:
-        tl.store(sums + BIASED + C * HIDDEN + o, out_sums, mask=o < C)
+    SUMS: tl.constexpr = BIASED - 4 * HIDDEN if BIASED > 4 * HIDDEN else 0  # gates with a bias
+    OUT_SUMS: tl.constexpr = 0 if out_bias is None else C
+    mine = partials + tl.program_id(1).to(tl.int64) * (C * C + SUMS + C * HIDDEN + OUT_SUMS)
+    tl.store(mine + o[:, None] * C + c[None, :], dgates, mask=(o < C)[:, None] & (c < C)[None, :])
+    mine += C * C
+    if SUMS > 0:
+        tl.store(mine + o, gate_sums, mask=o < SUMS)
+    mine += SUMS
+    tl.store(mine + o[:, None] * HIDDEN + h[None, :], dout, mask=(o < C)[:, None] & (h < HIDDEN)[None, :])
+    if OUT_SUMS > 0:
+        tl.store(mine + C * HIDDEN + o, out_sums, mask=o < C)
 
 
 _CANDIDATES = configs(

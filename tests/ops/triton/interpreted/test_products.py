@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ops.triton.layouts import exact_bf16, poisoned, within
 from tests.ops.triton.product_cases import OUTERS, TRANSITIONS, dtypes, outer_case, transition_case
@@ -28,7 +27,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "SPANS", 2)
 
 
-def _transition(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> tuple[Tensor, list[Tensor]]:
+def _mistakes_of_transition(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> list[str]:
+    """Say what is wrong with the result, with a gradient, or with how they lie in memory."""
     values, grad, residual, activation = transition_case(name)
     given = [None if v is None else within(v, d) for v, d in zip(values, dtypes(values, 1, DTYPES[dtype]))]
     grad = within(grad, DTYPES[dtype]).detach()
@@ -36,24 +36,24 @@ def _transition(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> tuple
     assert transition.unsupported_reason(*given, **options) is None
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
         fast = answer(partial(transition.fast, **options), given, grad)
-    assert not wrong(partial(transition.definition, **options), given, grad, fast)
     assert given[0] is not None
-    return given[0].detach(), fast
+    right = empty_like(given[0].detach()).stride()
+    strides = [f"strides {t.stride()}, not {right}" for t in fast[:2] if t.stride() != right]
+    return strides + wrong(partial(transition.definition, **options), given, grad, fast)
 
 
 @pytest.mark.parametrize("name", TRANSITIONS)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_transition(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
-    x, fast = _transition(monkeypatch, name, dtype)
-    assert [t.stride() for t in fast[:2]] == [empty_like(x).stride()] * 2
+    assert not _mistakes_of_transition(monkeypatch, name, dtype)
 
 
 @pytest.mark.usefixtures("default_tiles")
 def test_transition_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    _transition(monkeypatch, "24, turned", "bf16")
+    assert not _mistakes_of_transition(monkeypatch, "24, turned", "bf16")
 
 
-def _outer(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
+def _mistakes_of_outer(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> list[str]:
     values, grad = outer_case(name)
     given = [None if v is None else within(v, d) for v, d in zip(values, dtypes(values, 2, DTYPES[dtype]))]
     assert given[4] is not None
@@ -62,22 +62,22 @@ def _outer(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     assert outer_product.unsupported_reason(*given) is None
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
         fast = answer(outer_product.fast, given, grad)
-    assert not wrong(outer_product.definition, given, grad, fast)
+    return wrong(outer_product.definition, given, grad, fast)
 
 
 @pytest.mark.parametrize("name", OUTERS)
 def test_outer_product(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    _outer(monkeypatch, name, "fp32")
+    assert not _mistakes_of_outer(monkeypatch, name, "fp32")
 
 
 @pytest.mark.parametrize("name", ["as the model's", "many outputs"])
 def test_outer_product_in_16_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    _outer(monkeypatch, name, "fp16")
+    assert not _mistakes_of_outer(monkeypatch, name, "fp16")
 
 
 @pytest.mark.usefixtures("default_tiles")
 def test_outer_product_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    _outer(monkeypatch, "odd", "bf16")
+    assert not _mistakes_of_outer(monkeypatch, "odd", "bf16")
 
 
 def test_what_the_kernels_do_not_serve_is_refused() -> None:
