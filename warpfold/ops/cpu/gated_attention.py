@@ -126,9 +126,10 @@ def gated_attention_backward(
     sums, dx = _Sums(parameters), empty_like(x)
     dbias = x.new_empty(0) if bias is None or not bias_wanted else bias.new_empty(bias.shape)
     for at in _examples(x):
+        f_at, bias_at = None if f is None else f[at], None if bias is None else bias[at]
+        kept = y[at], mean[at], scale[at], attended[at], lse[at]
         dbias_of = _backward_example(
-            *(grad[at], x[at], None if f is None else f[at], mask[at], None if bias is None else bias[at]),
-            *(y[at], mean[at], scale[at], attended[at], lse[at], dx[at], parameters, sums, bias_wanted),
+            grad[at], x[at], f_at, mask[at], bias_at, kept, dx[at], parameters, sums, bias_wanted
         )
         if bias is not None and bias_wanted:
             assert dbias_of is not None
@@ -142,18 +143,14 @@ def _backward_example(
     factors: Tensor | None,
     mask: Tensor,
     bias: Tensor | None,
-    y: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    attended: Tensor,
-    lse: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     dx: Tensor,
     of: "_Parameters",
     sums: "_Sums",
     bias_wanted: bool,
 ) -> Tensor | None:
     """Write the gradient of x, add to the sums, and return the bias' gradient, to which every row adds."""
-    length, own = x.shape[-2], of.makes_bias
+    (y, mean, scale, attended, lse), length, own = kept, x.shape[-2], of.makes_bias
     keys = _Keys(mask, y[..., 4 * of.inner :].movedim(-1, 0) if own else bias, lse.dtype)
     heads = _HeadsBackward(keys, of, length, own or bias_wanted)
     for some in _slices(x.shape[0], length, BACKWARD):
@@ -309,7 +306,8 @@ class _HeadsBackward:
         turned = [t.view(self.heads, -1, n, length).transpose(0, 2) for t in (*projected[i:].chunk(3), do, delta)]
         gradients = dy[i:].view(3, self.heads, -1, n, length).transpose(1, 3)  # each of these [n, d, h, K]
         for some in _slices(n, length, length * self.rows):
-            self.group(*(t[some].transpose(1, 2) for t in turned), lse[some], first + some.start)  # [rows, h, d, K]
+            q, k, v, do, d = (t[some].transpose(1, 2) for t in turned)  # [rows, h, d, K]
+            self.group(q, k, v, do, d, lse[some], first + some.start)
             gradients[:, some] = self.gradients[:, : some.stop - some.start].transpose(2, 3)
         sums.total[: 4 * i] += dy.sum(1, dtype=acc)
         accumulate(sums.product[: 4 * i], dy.t(), h)

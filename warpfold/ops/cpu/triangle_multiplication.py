@@ -108,19 +108,10 @@ def triangle_multiplication_backward(
         for some in _slices(x):
             before = _of_norm(rows(x[at][some]), mean[at][some], scale[at][some])
             normed = torch.addcmul(of.norm_bias, before, of.norm_weight).to(x.dtype)
-            logits = torch.mm(normed, of.gate_weight.t())
-            if of.gate_bias is not None:
-                logits += of.gate_bias
-            p, m, s = product[at][:, some].flatten(1), out_mean[at][some], out_scale[at][some]
-            standard = (p.to(m.dtype) - m.reshape(-1)).mul_(s.reshape(-1))
-            narrow, g = standard.to(x.dtype), rows(grad[at][some] if f is None else grad[at][some] * f[at][some])
-            values = gate_values(logits)
-            dprojected = g * values
-            dgate = of.project(narrow).mul_(dprojected).mul_(values.neg_().add_(1))
-            dlogits[some] = dgate.view(-1, *x.shape[-2:])
-            sums.of_output(dprojected, narrow)
-            dn = torch.mm(of.out_folded.t(), dprojected.t()).to(standard.dtype)
-            dproduct[:, some] = _through_norm(dn, standard, s).view(of.hidden, -1, length)
+            p, m, s = product[at][:, some].flatten(1), out_mean[at][some].reshape(-1), out_scale[at][some].reshape(-1)
+            g = rows(grad[at][some] if f is None else grad[at][some] * f[at][some])
+            dp, dgate = _backward_output(g, normed, (p.to(m.dtype) - m).mul_(s), s, of, sums)
+            dproduct[:, some], dlogits[some] = dp.view(of.hidden, -1, length), dgate.view(-1, *x.shape[-2:])
         if outgoing:
             torch.bmm(dproduct, b[at], out=da)
             torch.bmm(dproduct.mT, a[at], out=db)
@@ -128,29 +119,39 @@ def triangle_multiplication_backward(
             torch.bmm(b[at], dproduct, out=da)
             torch.bmm(a[at], dproduct.mT, out=db)
         for some in _slices(x):
-            _backward_block(
-                *(
-                    grad[at][some],
-                    x[at][some],
-                    mask[at][some],
-                    mean[at][some],
-                    scale[at][some],
-                    da[:, some],
-                    db[:, some],
-                ),
-                *(dlogits[some].flatten(0, 1), dx[at][some], of, sums),
+            dfactors, of_gate = (da[:, some], db[:, some]), dlogits[some].flatten(0, 1)
+            statistics = mean[at][some], scale[at][some]
+            _backward_input(
+                grad[at][some], x[at][some], mask[at][some], statistics, dfactors, of_gate, dx[at][some], of, sums
             )
     return dx, *sums.gradients()
 
 
-def _backward_block(
+def _backward_output(
+    g: Tensor, normed: Tensor, standard: Tensor, scale: Tensor, of: "_Parameters", sums: "_Sums"
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a block of the product [h, positions] and of its gate's logits [positions, c].
+
+    g, normed [positions, c]: the gradient of the update, the normalised x; standard: the product, of mean 0 and
+    deviation 1 after it was multiplied by `scale`.
+    """
+    logits, narrow = torch.mm(normed, of.gate_weight.t()), standard.to(g.dtype)
+    if of.gate_bias is not None:
+        logits += of.gate_bias
+    values = gate_values(logits)
+    dprojected = g * values
+    dgate = of.project(narrow).mul_(dprojected).mul_(values.neg_().add_(1))
+    sums.of_output(dprojected, narrow)
+    dn = torch.mm(of.out_folded.t(), dprojected.t()).to(standard.dtype)
+    return _through_norm(dn, standard, scale), dgate
+
+
+def _backward_input(
     grad: Tensor,
     x: Tensor,
     mask: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    da: Tensor,
-    db: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    dfactors: tuple[Tensor, Tensor],
     dlogits: Tensor,
     dx: Tensor,
     of: "_Parameters",
@@ -158,10 +159,10 @@ def _backward_block(
 ) -> None:
     """Write the gradient of a block of x, given those of its factors and of the product's gate."""
     xs = rows(x).contiguous()
-    standard = _of_norm(xs, mean, scale)
+    standard = _of_norm(xs, *statistics)
     normed, masked = torch.addcmul(of.norm_bias, standard, of.norm_weight).to(x.dtype), mask.reshape(1, -1).to(x.dtype)
     y, dy = of.factors(normed), x.new_empty(4, of.hidden, len(xs))
-    for first, d in ((0, da), (2, db)):
+    for first, d in zip((0, 2), dfactors):
         logit, value = y[first], y[first + 1]
         s = torch.sigmoid(logit)
         dvalue = torch.mul(d.flatten(1), masked, out=dy[first + 1]).mul_(s)
@@ -169,9 +170,10 @@ def _backward_block(
     dy = dy.flatten(0, 1)
     sums.of_input(dy, dlogits, standard.to(x.dtype))
     dn = torch.mm(dy.t(), of.factor_weight).addmm_(dlogits, of.gate_weight)
-    statistics, one = (rows(t[..., None]).contiguous() for t in (mean, scale)), torch.ones_like(of.norm_weight)
+    mean, scale = (rows(t[..., None]).contiguous() for t in statistics)
+    one = torch.ones_like(of.norm_weight)
     found, _, _ = torch.ops.aten.native_layer_norm_backward(
-        dn, xs, [xs.shape[1]], *statistics, of.norm_weight, one, [True, False, False]
+        dn, xs, [xs.shape[1]], mean, scale, of.norm_weight, one, [True, False, False]
     )
     torch.add(grad, found.view(grad.shape), out=dx)
 

@@ -165,7 +165,7 @@ SHORT = register(
 
 
 def serves(vectors: Iterable[Tensor], bias: Tensor | None) -> bool:
-    """Return whether the kernel is for these vectors [B, R, Q or K, h, d]: of 16 bits, for tensor cores, and short."""
+    """Return whether the kernel is for vectors [B, R, Q or K, h, d]: short ones of 16 bits, for tensor cores."""
     return all(
         t.element_size() == 2 and t.shape[2] <= LONGEST and t.shape[2] * t.stride(2) < NEAR for t in vectors
     ) and (bias is None or bias.shape[2] * bias.stride(2) < NEAR)
