@@ -34,7 +34,7 @@ def row_pitch(x: Tensor) -> int:
 def empty_planes(x: Tensor, channels: int) -> Tensor:
     """Allocate a factor or the product, [*, channels, n, n] in order, but for what pads the rows."""
     *leading, n, _, _ = x.shape
-    return x.new_empty(*leading, channels, n, row_pitch(x))[..., :n]
+    return x.new_empty(*leading, channels, n, row_pitch(x)).narrow(-1, 0, n)
 
 
 def split_projections(y: Tensor, hidden: int, fused: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -57,6 +57,7 @@ class TriangleMultiplication(OpProfile):
         }  # fmt: skip
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        """Draw x as the pair representation lies, and parameters as a layer's, with or without biases."""
         case = _square(case)
         c, h, where = case.channels, case.outputs, case.where
         x, o, biased = draw.positions(case, c), 4 * h + c, "without biases" not in where

@@ -134,25 +134,10 @@ def triangle_multiplication_backward(
     call.launch(kernel, (call.blocks(kernel),), tensors, partials=partials)
     sum_partials(partials, dout_norm, dout_norm_bias)
 
-    da, db = dfactors = x.new_empty(2, *a.shape[:-1], a.stride(-2))[..., : call.n]
-    left, right, dp = _matrices(a, b, dproduct)
-    torch.bmm(*((dp, right) if outgoing else (right, dp)), out=_matrices(da)[0])
-    torch.bmm(*((dp.mT, left) if outgoing else (left, dp.mT)), out=_matrices(db)[0])
-    factors_read = {"dfactors": channels_last(da)}
+    dfactors = _factor_gradients(a, b, dproduct, outgoing)
+    factors_read = {"dfactors": channels_last(dfactors[0])}
     apart = dfactors.stride(0)
-
-    rows = 4 * call.hidden  # of the weight that make a, b and their gates; the rest, the product's
-    of_out, of_factors = (dweight[rows:], dbias[rows:], dout_weight, dout_bias), (dweight[:rows], dbias[:rows])
-    kernel = call.tiled(OUT_WEIGHT)
-    chunks = triton.cdiv(call.channels, kernel["BLOCK_O"])
-    partials = call.span_partials(kernel, chunks, PROGRAMS // 2, of_out)
-    call.launch(kernel, (chunks, len(partials)), read, partials=partials)
-    sum_partials(partials, *of_out)
-    kernel = call.tiled(FACTORS_WEIGHT)
-    chunks = 2 * triton.cdiv(call.hidden, kernel["BLOCK_O"])
-    partials = call.span_partials(kernel, chunks, PROGRAMS, of_factors)
-    call.launch(kernel, (chunks, len(partials)), factors_read, partials=partials, apart=apart)
-    sum_partials(partials, *of_factors)
+    call.sum_weights(read, factors_read, apart, (dweight, dbias, dout_weight, dout_bias))
 
     dx, kernel = empty_like(x), call.tiled(FACTORS_BACKWARD)
     partials = empty_partials(x, call.blocks(kernel), 2 * call.channels)
@@ -171,6 +156,16 @@ def channels_last(plane: Tensor) -> Tensor:
 def _matrices(*planes: Tensor) -> list[Tensor]:
     """Return planes [*, h, n, n] as matrices one after another, [., n, n], where they lie."""
     return [plane.flatten(0, -3) for plane in planes]
+
+
+def _factor_gradients(a: Tensor, b: Tensor, dproduct: Tensor, outgoing: bool) -> Tensor:
+    """Return the gradients of both factors, [2, *, h, n, n], their rows padded as the factors' are."""
+    dfactors = a.new_empty(2, *a.shape[:-1], a.stride(-2))[..., : a.shape[-1]]
+    left, right, d = _matrices(a, b, dproduct)
+    da, db = _matrices(*dfactors)
+    torch.bmm(*((d, right) if outgoing else (right, d)), out=da)
+    torch.bmm(*((d.mT, left) if outgoing else (left, d.mT)), out=db)
+    return dfactors
 
 
 class _Call:
@@ -223,6 +218,27 @@ class _Call:
     def blocks(self, kernel: TiledKernel) -> int:
         """Return how many blocks of positions there are."""
         return triton.cdiv(self.positions, kernel["BLOCK_M"])
+
+    def sum_weights(
+        self, out_tensors: dict[str, Tensor], factor_tensors: dict[str, Tensor], apart: int, sums: Sequence[Tensor]
+    ) -> None:
+        """Write the gradients of the joined weight and its bias, of the output's weight and its bias.
+
+        out_tensors, factor_tensors: what the kernels read, `apart` from one factor's gradient to the other's.
+        """
+        dweight, dbias, dout_weight, dout_bias = sums
+        rows = 4 * self.hidden  # of the weight that make a, b and their gates; the rest, the product's
+        of_out, of_factors = (dweight[rows:], dbias[rows:], dout_weight, dout_bias), (dweight[:rows], dbias[:rows])
+        kernel = self.tiled(OUT_WEIGHT)
+        chunks = triton.cdiv(self.channels, kernel["BLOCK_O"])
+        partials = self.span_partials(kernel, chunks, PROGRAMS // 2, of_out)
+        self.launch(kernel, (chunks, len(partials)), out_tensors, partials=partials)
+        sum_partials(partials, *of_out)
+        kernel = self.tiled(FACTORS_WEIGHT)
+        chunks = 2 * triton.cdiv(self.hidden, kernel["BLOCK_O"])
+        partials = self.span_partials(kernel, chunks, PROGRAMS, of_factors)
+        self.launch(kernel, (chunks, len(partials)), factor_tensors, partials=partials, apart=apart)
+        sum_partials(partials, *of_factors)
 
     def span_partials(self, kernel: TiledKernel, chunks: int, programs: int, sums: Sequence[Tensor]) -> Tensor:
         """Allocate what programs add up to these sums: a row for each span of positions, which `chunks` share."""
