@@ -1,4 +1,4 @@
-"""Products that TF32 must not reach: what the setting is while they run, forward and backward, and that they are right."""
+"""Products that TF32 must not reach: what the setting is while they run, forward and backward, and what they are."""
 
 from collections.abc import Iterator
 from typing import Any

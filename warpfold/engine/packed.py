@@ -64,9 +64,9 @@ class PackedWeights:
         self.names = {id(p): name for name, p in self.parameters.items()}
         self._held = []  # where each parameter was found, and where its weights lie now
         for module in model.modules():
-            for key, p in module._parameters.items():
-                if p is not None and id(p) in self.names:
-                    self._held.append((module._parameters, key, p, p.data_ptr(), p.grad))
+            for key, held in module._parameters.items():
+                if held is not None and id(held) in self.names:
+                    self._held.append((module._parameters, key, held, held.data_ptr(), held.grad))
             if isinstance(module, Linear):
                 module.packed = self
 

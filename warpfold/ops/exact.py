@@ -51,7 +51,7 @@ class _ExactLinear(torch.autograd.Function):
 
 
 def exact_matmul(a: Tensor, b: Tensor, added: Tensor | None = None) -> Tensor:
-    """Return a @ b, plus `added`: a [*, n, k], b [*, k, m], added [*, n, m], with the same leading axes, at least one."""
+    """Return a @ b, plus `added`: a [*, n, k], b [*, k, m], added [*, n, m], with the same first axes, one at least."""
     product: Tensor = _ExactMatmul.apply(a, b, added)
     return product
 
