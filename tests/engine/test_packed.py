@@ -21,6 +21,7 @@ PLANS = {
     "whole": Plan(),
     "chunk": Plan(chunk=3),
     "recompute": Plan(recompute="block"),
+    "recompute layers": Plan(recompute="layer"),
     "definition": Plan(kernels="definition"),
 }
 
@@ -268,6 +269,21 @@ def test_what_is_written_between_two_steps_may_be_read_twice_in_a_pass() -> None
         for _ in range(3):
             y = linear(y)
         y.sum().backward()
+
+
+@pytest.mark.parametrize("packed_there", [True, False])
+def test_what_inference_mode_has_used_can_be_trained(packed_there: bool) -> None:
+    model = Linear(16, 16)
+    x = torch.ones(2, 16).bfloat16()
+    if not packed_there:
+        PackedWeights(model, torch.bfloat16, trained=True)
+    with torch.inference_mode():
+        if packed_there:
+            PackedWeights(model, torch.bfloat16, trained=True)
+        model(x)
+    model(x).float().sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.all()
 
 
 def test_the_optimizer_writes_both() -> None:

@@ -31,6 +31,7 @@ class PackedWeights:
     with a hook (`register_hook`).  Post-accumulate hooks of a parameter are not called: the leaf has the gradient.
     """
 
+    @torch.inference_mode(False)  # what is made in inference may serve training later
     def __init__(
         self,
         model: nn.Module,
@@ -153,6 +154,7 @@ class PackedWeights:
             with torch.no_grad():
                 self.layout.view(self.compute, source.name).copy_(p)
 
+    @torch.inference_mode(False)  # as above
     def _leaf(self, dtype: torch.dtype, parameters: list[Tensor]) -> Tensor | None:
         """Return parameters [o, ...] as one tensor, joined along their first axis; None if they do not lie so."""
         names = [self.names.get(id(p)) for p in parameters]
