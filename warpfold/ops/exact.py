@@ -43,11 +43,9 @@ class _ExactLinear(torch.autograd.Function):
         (g,), (x, weight), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad
         rows = g.flatten(0, -2)
         with exact_products():
-            return (
-                g @ weight if needed[0] else None,
-                rows.mT @ x.flatten(0, -2) if needed[1] else None,
-                rows.sum(0) if needed[2] else None,
-            )
+            of_x = g @ weight if needed[0] else None
+            of_weight = rows.mT @ x.flatten(0, -2) if needed[1] else None
+        return of_x, of_weight, rows.sum(0) if needed[2] else None
 
 
 def exact_matmul(a: Tensor, b: Tensor, added: Tensor | None = None) -> Tensor:
