@@ -264,7 +264,7 @@ def test_the_command_writes_three_files(capsys: pytest.CaptureFixture[str], tmp_
     ]
     held = json.loads((tmp_path / "new" / "profile.json").read_text())
     assert held["what"].startswith(
-        "one forward pass: 8 residues, 3 sequences, 3 extra, 0 templates, recycles 0, 1 blocks"
+        "one forward pass: 8 residues, 3 sequences, 3 extra, 0 templates, recycles 0, 1 block"
     )
     assert not any(row["backward_ms"] for row in held["layers"])
     assert "evoformer.blocks.*" in out
