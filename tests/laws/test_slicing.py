@@ -138,9 +138,11 @@ def test_whole_is_add_of_all_of_x_in_values_and_every_gradient(name, dropped):
 @pytest.mark.parametrize("name", ["row", "column", "outgoing", "incoming, fused", "starting", "ending"])
 @pytest.mark.parametrize("dropped", [False, True])
 def test_whole_is_add_where_it_is_the_registered_operation(name, dropped, monkeypatch):
-    for operation in (gated_attention, triangle_multiplication):
-        monkeypatch.setattr(operation, "prefer_definition", lambda *_: False)  # though these are few numbers
+    asked = []
+    for operation in (gated_attention, triangle_multiplication):  # though these are few numbers
+        monkeypatch.setattr(operation, "prefer_definition", lambda *_: asked.append(1))
     test_whole_is_add_of_all_of_x_in_values_and_every_gradient(name, dropped)
+    assert asked == [1]
 
 
 @pytest.mark.parametrize("name", CASES)

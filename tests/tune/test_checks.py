@@ -76,7 +76,7 @@ def test_what_is_wrong_is_red(spoiled: Callable[..., None], wrong: Callable[[Ten
 def test_a_kernel_that_draws_other_noise_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the draw by itself is as wrong: the truth is of the definition's draw."""
     fast = dropout_factors.fast
-    case = next(case for case in ODD if case.drawn)
+    case = next(case for case in ODD if case.op == "tail" and case.drawn)
 
     def wrong(key: Tensor, stream: int, *rest: Any) -> Tensor:
         return fast(key, stream + 1, *rest)
@@ -232,7 +232,7 @@ def test_the_bar_is_of_the_arithmetic_and_not_of_the_machine() -> None:
 
 def test_odd_sizes_hold_every_operation_and_the_hard_cases() -> None:
     assert {case.op for case in ODD} == set(OPS)
-    assert {case.width for case in ODD if case.op == "attention"} == {8, 16, 32, 64}
+    assert {case.width for case in ODD if case.op == "attention"} == {8, 16, 24, 32, 48, 64}
     assert {case.op for case in odd(["attention"])} == {"attention", "global_attention"}
     hard = [case for case in ODD if case.op == "attention"]
     assert any(case.keys for case in hard)

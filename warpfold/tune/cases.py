@@ -69,7 +69,7 @@ class _Attention(OpProfile):
         _attention("other keys", 3, 5, 2, 16, keys=131, bias=True),
         _attention("template pointwise", 25, 1, 4, 16, keys=4, batches=5),
         _attention("longer than a tile", 2, 150, 1, 32, bias=True),
-        _attention("longer than a short row", 1, 390, 1, 8, bias=True),
+        _attention("longer than a short row", 2, 390, 1, 8, bias=True),
         _attention("between powers of two", 3, 33, 2, 24, bias=True),
         _attention("between others", 3, 40, 1, 48, transposed=True),
     )
