@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from warpfold.ops.gated_attention import batched, empty_lse, parts
+from warpfold.ops.gated_attention import batched, empty_bias, empty_lse, parts
 from warpfold.ops.norm import empty_projected
 from warpfold.ops.triton import attention, gated_linear_residual
 from warpfold.ops.triton.norm_linear import norm_linear, norm_linear_backward
@@ -79,9 +79,7 @@ def gated_attention_backward(
     bias_wanted: bool,
 ) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention_backward."""
-    inner, given = out_weight.shape[1], x.new_empty(0)
-    if bias is not None and bias_wanted:
-        given = bias.new_empty(bias.shape)
+    inner, given = out_weight.shape[1], empty_bias(x, bias, bias_wanted)
     dy, do = empty_projected(x, weight.shape[0]), empty_projected(x, inner)
     g, *vectors, all_bias = parts(y, inner, heads, bias)
     dg, *gradients, dbias = parts(dy, inner, heads, given if bias_wanted else None)
