@@ -300,7 +300,7 @@ class GatedMLP(AxialUpdate):
         return self.out(self.value(n).relu() * self.gate(n).sigmoid()) * mask[..., None]
 '''
 # How a block takes the layer, for each design of a block: lines of model/pair.py, and what stands there then.
-INIT = "        self.transition = Transition(c_z, c.transition)\n"
+INIT = "        self.transition = Transition(c_z, c.transition, c.activation)\n"
 DESIGNS = [
     {
         INIT: INIT + "        self.mlp = GatedMLP(c_z)\n",
