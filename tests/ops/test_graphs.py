@@ -111,7 +111,9 @@ def test_a_whole_layer_is_one_node(gpu: None, drawn: bool) -> None:
 def test_a_whole_attention_layer_is_one_node(gpu: None, drawn: bool, own: bool) -> None:
     """Whether it makes its bias or is given one, turned as columns are."""
 
-    def attended(x: Tensor, mask: Tensor, row: Tensor, weight: Tensor, out: Tensor, bias: Tensor, key: Tensor) -> Tensor:
+    def attended(
+        x: Tensor, mask: Tensor, row: Tensor, weight: Tensor, out: Tensor, bias: Tensor, key: Tensor
+    ) -> Tensor:
         factors = DropoutFactors(key, 1, 0.25, x.dtype, (3, 1, 16), (16, 48, 1)) if drawn else None
         given = None if own else bias
         new = gated_attention(x.transpose(0, 1), row, row, weight, row, out, row, mask, given, 2, factors)

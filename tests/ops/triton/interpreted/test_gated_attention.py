@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: lead, the axes before K and the channels; bias: "own", "given", "given, projected" or ""; biases: of gate and output."""
+    """One layer: lead, the axes before K and the channels; bias: "own", "given" (", projected") or ""; biases: of both."""
 
     lead: tuple[int, ...]
     length: int
