@@ -313,7 +313,8 @@ def gated_linear_residual_backward(
     do, dg = empty_like(channels_last(o)), empty_like(channels_last(g))
     sums = backward(do, dg, grad, o, g, weight, bias, factors, key, strides, offset, stream, rate)
     sum_partials(sums)
-    return do, dg, *sums.results
+    dweight, dbias = sums.results
+    return do, dg, dweight, dbias
 
 
 def backward(

@@ -336,10 +336,7 @@ def norm_linear_backward(
     residual: Tensor | None = None,
     beside: Sequence[Sum] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute warpfold::norm_linear_backward.
-
-    residual [*, c]: what else is added to the gradient of x; beside: sums of others, made with those made here.
-    """
+    """Compute warpfold::norm_linear_backward; residual [*, c]: added to the gradient of x; beside: sums to make too."""
     grad = channels_last(grad)
     norm_weight, norm_bias = norm_weight.contiguous(), norm_bias.contiguous()
     c, outputs, dx = x.shape[-1], weight.shape[0], empty_like(x)

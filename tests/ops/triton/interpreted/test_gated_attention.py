@@ -18,14 +18,14 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: lead, the axes before K and the channels; bias: "own", "given" (", projected") or ""; biases: of both."""
+    """One layer: lead, the axes before K and the channels; bias: where it comes from; biases: of both."""
 
     lead: tuple[int, ...]
     length: int
     channels: int
     heads: int
     width: int
-    bias: str = ""
+    bias: str = ""  # "own", "given" or "given, projected"
     turned: bool = False
     biases: bool = True
     dropout: str = ""  # "given" or "drawn"
