@@ -45,7 +45,7 @@ KNOWN = (
     ": 8 bytes of a thread are spilled",
     "outer_product_factor (1024, 32, 128) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 128, BLOCK_Z 128, 8 warps, 2 stages"
     " on sm_80: 8 bytes of a thread are spilled",
-    # Of lengths that 16 does not divide, to which training seldom crops.  Of the other tiles some spill where 16 divides
+    # Of lengths that 16 does not divide, to which training seldom crops.  Of other tiles some spill where 16 divides
     # it, and those of 32 positions, which fit, read the weights twice as often at every length.
     *(
         f"triangle_factors_backward (128,) BLOCK_M 64, BLOCK_O 32, 4 warps, 2 stages on {arch}"
