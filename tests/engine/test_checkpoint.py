@@ -107,6 +107,15 @@ def test_a_half_written_checkpoint_is_swept_away(tmp_path: Path) -> None:
         assert len(list(run.checkpoints.iterdir())) == 1
 
 
+def test_a_file_that_was_half_replaced_is_swept_away(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as run:
+        run.write_settings("a = 1\n")
+    for name in (".partial-params.safetensors", ".partial-params.safetensors.01ab.partial"):
+        (tmp_path / "run" / name).write_bytes(b"half")  # as a kill leaves them
+    with RunFolder(tmp_path / "run"):
+        assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "checkpoints", "settings.toml"}
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
@@ -303,7 +312,7 @@ def test_a_checkpoint_is_written_beside_and_holds_what_was_then(tmp_path: Path) 
     assert torch.equal(run.load(1).tensors["weights.a"], torch.zeros(3))
 
 
-def test_what_writing_beside_raises_ends_the_run(tmp_path: Path) -> None:
+def test_what_writing_beside_raises_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise UserError("full")
 
@@ -325,3 +334,4 @@ def test_what_writing_beside_raises_ends_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError):  # what the run died of is what is told
         die()
+    assert "full" in caplog.messages

@@ -21,6 +21,7 @@ PLANS = {
     "whole": Plan(),
     "chunk": Plan(chunk=3),
     "recompute": Plan(recompute="block"),
+    "recompute layers": Plan(recompute="layer"),
     "definition": Plan(kernels="definition"),
 }
 
@@ -214,6 +215,76 @@ def test_what_is_written_between_the_passes_is_noticed() -> None:
     loss(model, torch.bfloat16)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
+
+
+def test_hooks_of_a_parameter_see_its_gradient_and_may_change_it() -> None:
+    model = stack()
+    packed = PackedWeights(model, torch.bfloat16, trained=True)
+    loss(model, torch.bfloat16).backward()
+    weight = model.blocks[0].pair.starting.attention.q.weight
+    expected = weight.grad.clone()
+    assert packed.gradient is not None
+    packed.gradient.zero_()
+    weight.register_hook(lambda grad: 2 * grad)
+    loss(model, torch.bfloat16).backward()
+    # Cast to and from bf16 on the way: 2^-8 of the largest.
+    torch.testing.assert_close(weight.grad, 2 * expected, rtol=0, atol=float(expected.abs().max()) / 64)
+
+
+def test_weights_that_two_layers_share_get_the_sum_of_their_gradients() -> None:
+    torch.manual_seed(0)
+    plain, model = (nn.Sequential(Linear(16, 16), Linear(16, 16)) for _ in range(2))
+    for one in (plain, model):
+        one.load_state_dict(plain.state_dict())
+        one[1].weight = one[0].weight
+    packed = PackedWeights(model, torch.bfloat16, trained=True)
+    x = torch.randn(3, 16).bfloat16()
+    plain(x).float().sum().backward()
+    model(x).float().sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=2**-7, atol=2**-7)
+    with torch.no_grad():
+        model[1].weight.fill_(0.5)
+        assert torch.equal(model(torch.ones(1, 16)), model[1](model[0](torch.ones(1, 16))))
+        assert joined(torch.bfloat16, model[0])[0].eq(0.5).all()
+    assert packed.in_place
+
+
+@pytest.mark.parametrize("write", [_replace, _move, _data, nn.Module.half, lambda model: PackedWeights(model)])
+def test_an_optimizer_notices_that_the_model_has_left(write: Callable[[nn.Module], None]) -> None:
+    """It would go on and train nothing."""
+    model = stack()
+    optimizer = Optimizer(model, OptimConfig())
+    write(model)
+    with pytest.raises(RuntimeError, match="not in this Optimizer's buffers any more"):
+        optimizer.collect()
+
+
+def test_what_is_written_between_two_steps_may_be_read_twice_in_a_pass() -> None:
+    """The layers of the structure module share their weights."""
+    linear = Linear(16, 16)
+    PackedWeights(linear, trained=True)
+    for scale in (0.5, 0.25):
+        y = torch.ones(2, 16)
+        linear.load_state_dict({name: scale * p for name, p in linear.state_dict().items()})
+        for _ in range(3):
+            y = linear(y)
+        y.sum().backward()
+    assert linear.weight.grad.all()
+
+
+@pytest.mark.parametrize("packed_there", [True, False])
+def test_what_inference_mode_has_used_can_be_trained(packed_there: bool) -> None:
+    model = Linear(16, 16)
+    x = torch.ones(2, 16).bfloat16()
+    if not packed_there:
+        PackedWeights(model, torch.bfloat16, trained=True)
+    with torch.inference_mode():
+        if packed_there:
+            PackedWeights(model, torch.bfloat16, trained=True)
+        model(x)
+    model(x).float().sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.all()
 
 
 def test_the_optimizer_writes_both() -> None:

@@ -108,6 +108,20 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_a_graph_too() -> None:
         assert (changed, rate > 0, bool(found.norm.isfinite())) == ((True,) * 3 if step < 3 else (False,) * 3)
 
 
+def test_weights_that_are_loaded_between_replays_are_those_that_a_graph_reads() -> None:
+    said = []
+    for graph in (True, False):
+        one = learner(Plan(graph=graph, precision="bf16"), OptimConfig())
+        one.optimizer = Optimizer(one.model, OptimConfig(), dtype=torch.bfloat16)
+        for step in range(4):
+            if step == 3:
+                one.model.load_state_dict({name: 0.5 * x for name, x in one.model.state_dict().items()})
+            (found,) = one.learn([sample(step, 0)], 0)
+            one.step(step)
+        said.append(float(found.losses[""]))
+    assert said[0] == said[1]
+
+
 def test_equal_chains_are_assigned_by_the_host_and_said_to_be() -> None:
     work = Work(chains=(3, 2, 3), sequences=3, extra=2, templates=1, residues=8, recycles=2)
     plan, config = Plan(), OptimConfig()

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint
 from warpfold.errors import UserError
 from warpfold.model.weights import load_model
+from warpfold.run import examples as chosen
 from warpfold.run import learn as learning
 from warpfold.run import train as module
 from warpfold.run.config import RunConfig
@@ -174,6 +176,35 @@ def test_held_out_examples_by_name_or_from_another_store(store: Store, tmp_path:
     assert [s.path for s, _ in held_out] == [other.path]
     with pytest.raises(UserError, match="helix9 is not in"):
         split(store, tiny_run(validation=("helix9",)))
+
+
+def test_held_out_features_are_made_one_ahead_and_always_alike(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    original = chosen.make_features
+
+    def noted(entry: Any, config: Any, seed: int, key: tuple[str, str], passes: int) -> Any:
+        features = original(entry, config, seed, key, passes)
+        made.append(key[0])
+        return features
+
+    monkeypatch.setattr(chosen, "make_features", noted)
+    keys = sorted(store.keys)[:4]
+    held_out, config = [(store, key) for key in keys], tiny_run()
+    first = []
+    for number, (key, features) in enumerate(chosen.held_out_features(held_out, config)):
+        end = time.monotonic() + 20
+        while len(made) < min(number + 2, 4) and time.monotonic() < end:
+            time.sleep(0.001)  # as a model that folds this one
+        assert made == keys[: number + 2]  # the next is there, and not the one after it
+        first.append((key, features))
+    assert [key for key, _ in first] == keys
+    for (_, one), (_, other) in zip(first, chosen.held_out_features(held_out, config), strict=True):
+        assert all(np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind == "f") for name in other)
+
+
+def test_what_fails_while_a_held_out_example_is_made_is_raised(store: Store) -> None:
+    with pytest.raises(KeyError, match="nobody"):
+        list(chosen.held_out_features([(store, "nobody")], tiny_run()))
 
 
 def test_recycles_are_uniform_and_a_function_of_the_step() -> None:

@@ -89,6 +89,8 @@ class RunFolder:
             ) from error
         for leftover in self.checkpoints.glob(".partial-*"):  # of a run that was killed while saving
             shutil.rmtree(leftover)
+        for leftover in self.path.glob(".partial-*"):  # of a file that was being replaced
+            leftover.unlink()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -96,6 +98,8 @@ class RunFolder:
             self._thread.shutdown()  # waits for what is being written
             if kind is None:
                 self._end_writing(wait=True)
+            elif self._writing is not None and (lost := self._writing.exception()) is not None:
+                logger.warning("%s", lost)  # the run ends with its own error, but this is to be known, too
         finally:
             for file in (self._log, self._lock):
                 if file is not None:

@@ -1,9 +1,8 @@
 """AlphaFold's optimizer (Supp. 1.11.3): each example's gradient is clipped, the mean feeds Adam, weights are averaged.
 
 All parameters live in one flat buffer (engine/packed.py), and so do their gradients, Adam's moments and the moving
-average.  Clipping,
-Adam and averaging are then a handful of operations whatever the number of parameters, instead of thousands of tiny
-ones, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
+average.  Clipping, Adam and averaging are then a handful of operations whatever the number of parameters, instead of
+thousands of tiny ones, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -130,7 +129,6 @@ class Optimizer:
         self.layout, self.weights, named = packed.layout, packed.weights, packed.parameters
         assert packed.gradient is not None
         self.gradient = packed.gradient  # of the current example; every p.grad is a view of it
-        self._grads = [(p, p.grad) for p in named.values()]  # to notice when backward writes elsewhere
         check_replicas(self.weights, self.layout, self.mesh.world, "at the start")
         compression = config.compression
         self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
@@ -177,12 +175,13 @@ class Optimizer:
         not count in the mean.  With clip = "step" nothing is clipped here, and one such example makes the whole step
         change nothing.
         The norm is a tensor on the device: only reading it waits for the device.
-        Errors: RuntimeError where backward no longer writes gradients into this optimizer's buffer.
+        Errors: RuntimeError where parameters or their gradients no longer lie in this optimizer's buffers.
         """
-        if any(p.grad is not grad for p, grad in self._grads):
+        if not self.packed.in_place:
             raise RuntimeError(
-                "the gradients are not in this Optimizer's buffer any more: another Optimizer took the model over, or "
-                "a grad was set to None (leave zero_grad out: collect does it)"
+                "weights or gradients are not in this Optimizer's buffers any more: another Optimizer took the model "
+                "over, or a Predictor; the model was moved, to a device or dtype; or a grad was set to None (leave "
+                "zero_grad out: collect does it)"
             )
         gradient = self.reducer.finish()
         norm = self.reducer.norm(gradient, data=False, loss=loss) * self._unscale

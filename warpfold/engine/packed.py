@@ -27,9 +27,11 @@ class PackedWeights:
 
     A weight may still be written through its parameter: a copy in another dtype is then written anew when it is asked
     for.  What writes `weights` directly calls `refresh`.  A parameter that was replaced or moved elsewhere is read
-    where it is, cast and joined on the way; so are the parameters of a copy of the model, which is not packed.
+    where it is, cast and joined on the way; so are the parameters of a copy of the model, which is not packed, and one
+    with a hook (`register_hook`).  Post-accumulate hooks of a parameter are not called: the leaf has the gradient.
     """
 
+    @torch.inference_mode(False)  # what is made in inference may serve training later
     def __init__(
         self,
         model: nn.Module,
@@ -59,8 +61,13 @@ class PackedWeights:
         self.watch: Watch | None = None  # told of every leaf, with the name of its first parameter
         self._found: dict[tuple[object, ...], tuple[list[_Source], Joined] | None] = {}
         self.versions = {name: p._version for name, p in self.parameters.items()}  # that `compute` was made of
+        self._written = sum(self.versions.values())
         self.names = {id(p): name for name, p in self.parameters.items()}
+        self._held = []  # where each parameter was found, and where its weights lie now
         for module in model.modules():
+            for key, held in module._parameters.items():
+                if held is not None and id(held) in self.names:
+                    self._held.append((module._parameters, key, held, held.data_ptr(), held.grad))
             if isinstance(module, Linear):
                 module.packed = self
 
@@ -76,6 +83,26 @@ class PackedWeights:
         """Write `compute` anew; to be called after `weights` was written to."""
         if self.compute is not self.weights:
             self.compute.copy_(self.weights)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether all parameters and their gradients still lie here: none was replaced, moved or packed elsewhere."""
+        return all(
+            holder.get(key) is p and p.data_ptr() == address and p.grad is grad
+            for holder, key, p, address, grad in self._held
+        )
+
+    def catch_up(self) -> None:
+        """Bring the copy up to date where parameters were written to, before a graph is replayed that reads it.
+
+        What asks `joined` does not need it.
+        """
+        if self.copy is None:
+            return
+        written = sum(p._version for p in self.parameters.values())
+        if written != self._written:
+            self._written = written
+            self.refresh()
 
     def leaves(self) -> list[Tensor]:
         """Return all leaves that were handed out so far."""
@@ -94,8 +121,10 @@ class PackedWeights:
         differentiated = torch.is_grad_enabled()
         for source in sources:  # this runs for every layer of every pass
             p = source.parameter
-            if source.holder[source.key] is not p or p.data_ptr() != source.address:
+            if source.holder.get(source.key) is not p or p.data_ptr() != source.address:
                 return None  # it was replaced, or moved
+            if differentiated and p._backward_hooks:
+                return None  # whoever registered them wants to see its gradient
             if differentiated and p.requires_grad != trained:
                 return None  # it was frozen since; or its gradient would not reach the parameter
             if p._version != source.version:
@@ -120,11 +149,12 @@ class PackedWeights:
         p = source.parameter
         source.version = p._version
         # A backward pass that still needs the old values is to notice.
-        increment_version([leaf for leaf in leaves if leaf is not None and leaf is not p])
+        increment_version([leaf for leaf in leaves if leaf is not None and not isinstance(leaf, nn.Parameter)])
         if dtype != self.weights.dtype:
             with torch.no_grad():
                 self.layout.view(self.compute, source.name).copy_(p)
 
+    @torch.inference_mode(False)  # as above
     def _leaf(self, dtype: torch.dtype, parameters: list[Tensor]) -> Tensor | None:
         """Return parameters [o, ...] as one tensor, joined along their first axis; None if they do not lie so."""
         names = [self.names.get(id(p)) for p in parameters]

@@ -92,6 +92,9 @@ class Packed(Protocol):
     def joined(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> tuple[Tensor, Tensor | None] | None:
         """Return what `joined` returns, without a copy; None if the weights do not lie so."""
 
+    def catch_up(self) -> None:
+        """Have what a graph reads be what the parameters hold."""
+
 
 def joined(dtype: torch.dtype, *projections: Projection) -> tuple[Tensor, Tensor | None]:
     """Return the weights of projections of one tensor as one [o, c], and the biases of the first b outputs as one [b].

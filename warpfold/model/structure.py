@@ -15,6 +15,7 @@ from warpfold.geometry.atoms import atom14_to_atom37, frames_to_atom14, torsions
 from warpfold.geometry.rigid import Rigid, multiply, update_affine
 from warpfold.model.execution import Executable
 from warpfold.model.layers import DrawsNoise, LayerNorm, Linear, joined
+from warpfold.ops.exact import exact_linear, exact_matmul
 from warpfold.ops.noise import dropout
 from warpfold.ops.tensors import upcast_half
 
@@ -145,7 +146,13 @@ class FoldIteration(DrawsNoise):
         s = self.attention_layer_norm(dropout(s, self.rate, self.noise, stream, self.training))
         s = s + self._transition(s)
         s = self.transition_layer_norm(dropout(s, self.rate, self.noise, stream + 1, self.training))
-        return s, update_affine(affine, upcast_half(self.affine_update(s)), frames.rotation)
+        return s, update_affine(affine, self._affine_update(s), frames.rotation)
+
+    def _affine_update(self, s: Tensor) -> Tensor:
+        """Return the update of the frames [*, N, 6] that s asks for."""
+        weight, bias = joined(s.dtype, self.affine_update)
+        assert bias is not None
+        return upcast_half(exact_linear(s, weight.to(s.dtype), bias.to(s.dtype)))
 
     def _transition(self, s: Tensor) -> Tensor:
         *inner, last = self.transition
@@ -174,7 +181,8 @@ class InvariantPointAttention(Executable):
     does not see |q|^2, so a query's logits are one product of features, [q, 2 g points, -g] by [k, points, |points|^2].
     Nothing is larger than [N, N, H] or z.  So that the squares stay small beside the distances, and fp32 exact enough,
     points are taken from the centre of all residues: what is lost is some 1e-7 of the squared extent of the protein,
-    which at 100 angstrom makes 1e-5 in a logit.
+    which at 100 angstrom makes 1e-5 in a logit.  With TF32 it would be 0.1: these products, and those that make points
+    and frames, stay exact (ops/exact.py).
     """
 
     def __init__(
@@ -221,7 +229,7 @@ class InvariantPointAttention(Executable):
     def attend(self, s: Tensor, pairs: Pairs, frames: Rigid) -> Tensor:
         """Return the update of s [*, N, c], given frames [*, N] and what all layers have in common."""
         rank, h = self.residues.local_shard, self.heads
-        projected = upcast_half(nn.functional.linear(s, pairs.weight, pairs.linear_bias))
+        projected = upcast_half(exact_linear(s, pairs.weight, pairs.linear_bias))
         sizes = [3 * h * self.qk_points, 3 * h * (self.qk_points + self.v_points), h * self.c_hidden]
         q_points, kv_points, q, kv = projected.split((*sizes, 2 * h * self.c_hidden), -1)
         k, v = kv.unflatten(-1, (h, -1)).split(self.c_hidden, -1)
@@ -240,7 +248,7 @@ class InvariantPointAttention(Executable):
         v_features = torch.cat([v, *v_points.unbind(-3)], -1)
         a = _softmax(rank(q_features, -3) * pairs.scale, k_features, pairs.bias)
 
-        o = (a @ v_features.transpose(-3, -2)).transpose(-3, -2)  # [*, I, H, c + 3 P]
+        o = exact_matmul(a, v_features.transpose(-3, -2)).transpose(-3, -2)  # [*, I, H, c + 3 P]
         o_pair = a.transpose(-3, -2).to(s.dtype) @ pairs.z  # [*, I, H, c_z]
         o, o_points = o.split((self.c_hidden, 3 * self.v_points), -1)
         o_points = o_points.unflatten(-1, (3, -1)).transpose(-3, -2).flatten(-2)  # [*, I, 3, H P]
@@ -254,8 +262,7 @@ class InvariantPointAttention(Executable):
 def _softmax(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
     """Return the weights [*, H, I, N] of features q [*, I, H, f], k [*, N, H, f] and a bias [*, H, I, N]."""
     q, k = q.transpose(-3, -2), k.transpose(-3, -2).mT
-    flat = (x.flatten(0, -3) for x in (bias, q, k))
-    return torch.softmax(torch.baddbmm(*flat).view(bias.shape), -1)
+    return torch.softmax(exact_matmul(q, k, bias), -1)
 
 
 class AngleResnet(nn.Module):

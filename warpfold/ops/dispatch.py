@@ -45,6 +45,8 @@ class _Choice(threading.local):
 
 _choice = _Choice()
 _tf32 = False
+_exact = 0  # how many `exact_products` are entered, in all threads
+_exact_lock = threading.Lock()
 _interpreting = False
 _refused: Counter[str] = Counter()
 modules: dict[str, str] = {}  # of each registered operation: the module below ops/cpu and ops/triton that computes it
@@ -110,18 +112,44 @@ def using(kernels: Kernels) -> Iterator[None]:
 def allow_tf32(allowed: bool) -> None:
     """Have products of fp32 on CUDA devices round their operands to TF32, ten bits of a mantissa, or not.
 
-    For the whole process: products of torch and those of the kernels here.
+    For the whole process: products of torch and those of the kernels here, but for those within `exact_products`.
     """
     global _tf32
-    _tf32 = allowed
+    with _exact_lock:
+        _tf32 = allowed
+        _set_products()
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Have products of fp32 that are begun within the context exact, whatever `allow_tf32` says.
+
+    The setting is of the process: other threads compute exactly meanwhile.
+    """
+    global _exact
+    if not _tf32:  # the setting is whatever it is; nothing here has changed it
+        yield
+        return
+    with _exact_lock:
+        _exact += 1
+        _set_products()
+    try:
+        yield
+    finally:
+        with _exact_lock:
+            _exact -= 1
+            _set_products()
+
+
+def _set_products() -> None:
     # Not torch.backends.cuda.matmul.fp32_precision: once that is set, this setting cannot be read any more, and
     # torch.compile reads it.
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.set_float32_matmul_precision("high" if _tf32 and not _exact else "highest")
 
 
 def fp32_products() -> tuple[str, ...]:
     """Return how the kernels may multiply fp32, as Triton calls it; AMD's GPUs stay exact."""
-    return ("ieee", "tf32") if _tf32 and torch.version.hip is None else ("ieee",)
+    return ("ieee", "tf32") if _tf32 and not _exact and torch.version.hip is None else ("ieee",)
 
 
 def refusals(before: Mapping[str, int] | None = None) -> dict[str, int]:

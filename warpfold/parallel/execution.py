@@ -13,6 +13,7 @@ from warpfold.device import Function, Graphs, Named, Offload
 from warpfold.errors import UserError
 from warpfold.model.axial import AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
+from warpfold.model.layers import Linear
 from warpfold.ops.dispatch import allow_tf32, using
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
@@ -155,6 +156,9 @@ class Execution(PlainExecution):
         elif self.plan.offload:
             reason = "plan.offload, whose copies are not recorded"
         memory = next(model.parameters()).data_ptr()
+        packed = next((module.packed for module in model.modules() if isinstance(module, Linear)), None)
+        if packed is not None:
+            packed.catch_up()  # a graph asks for no weights, and would not notice that one was written to
         return self.graphs.call(function, inputs, (model.training, memory), reason)
 
     def parts(self, count: int, positions: int) -> list[slice]:

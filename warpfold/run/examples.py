@@ -2,19 +2,23 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from warpfold.batch import Arrays
+from warpfold.bulk import in_order
 from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.example.raw_example import RawExample
 from warpfold.data.features.choose import keyed_rng
+from warpfold.data.features.make import make_features
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.schedule import Order, Schedule, Source, State, costs, split_keys
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_assembly import entry_keys
+from warpfold.data.store.stored_assembly import entry_keys, open_entry
 from warpfold.data.store.stored_example import StoredExample
 from warpfold.device import default_workers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
@@ -77,6 +81,22 @@ def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store,
         training = [key for key in entries if key not in wanted]
     drawn = keyed_rng(config.train.seed, "validation").permutation(len(held))[: config.train.validation_examples]
     return training, [(other, held[i]) for i in sorted(drawn)]
+
+
+def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) -> Iterator[tuple[str, Arrays]]:
+    """Yield the key and the features of each held-out example, of its leading part; the same in every validation.
+
+    A thread makes those of the next one while the caller uses these.
+    """
+    passes = (config.model.recycles + 1) * config.model.ensemble
+
+    def make(one: tuple[Store, str]) -> tuple[str, Arrays]:
+        store, key = one
+        part = leading_part(open_entry(store, key, config.model.multimer is not None), config.train.validation_residues)
+        return key, make_features(part, config.data, config.train.seed, (key, "validation"), passes)
+
+    with ThreadPoolExecutor(1, "held-out") as thread:
+        yield from in_order(make, held_out, thread, ahead=2)
 
 
 def leading_part(entry: StoredExample | Assembly, most: int) -> RawExample | Assembly:

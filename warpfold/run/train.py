@@ -15,11 +15,9 @@ import torch
 
 from warpfold import settings
 from warpfold.batch import to_tensors
-from warpfold.data.features.make import make_features
 from warpfold.data.load.loader import Loader
 from warpfold.data.load.schedule import Source
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_assembly import open_entry
 from warpfold.device import Snapshot
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log, Row, StepTimer, StopSignals, Watcher, tensorboard
@@ -37,8 +35,8 @@ from warpfold.run.examples import (
     draw_recycles,
     fingerprint,
     fingerprint_origin,
+    held_out_features,
     hold_out,
-    leading_part,
     load,
     open_ledger,
 )
@@ -317,16 +315,13 @@ def validate(
     """Measure lDDT-Ca of every held-out example with the averaged weights (Supp. 1.11.7) and all recycles.
 
     Of complexes also that of the pairs between chains.  The examples are dealt out to the ranks; each folds its own.
+    The processes of the loader go on meanwhile.
     """
-    passes = (config.model.recycles + 1) * config.model.ensemble
     device, own = optimizer.weights.device, model.execution
     found = {}
     model.eval()
     with optimizer.averaged():
-        for store, key in held_out[team.process.rank :: team.process.ranks]:
-            entry = open_entry(store, key, config.model.multimer is not None)
-            part = leading_part(entry, config.train.validation_residues)
-            features = make_features(part, config.data, config.train.seed, (key, "validation"), passes)
+        for key, features in held_out_features(held_out[team.process.rank :: team.process.ranks], config):
             batch = to_tensors(features, device)
             plan = inference_plan(batch, config.plan.precision)
             Execution(replace(plan, kernels=config.plan.kernels, tf32=config.plan.tf32)).bind(model)
