@@ -75,7 +75,7 @@ def test_the_products_of_alphafold2s_block() -> None:
 
 def test_recomputed_products_count_once_and_their_launches_twice() -> None:
     plain, launched = step_counts(toy())
-    again, more = step_counts(toy(plan=Plan(recompute=True)))
+    again, more = step_counts(toy(plan=Plan(recompute="block")))
     assert again == plain > 0
     assert all(more[way] > launched[way] for way in launched)
     assert launched["ours"] < launched["definition"]

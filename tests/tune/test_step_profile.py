@@ -15,12 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers import tiny_config
 from tests.ops.triton.model_launches import one_block
 from tests.test_cli import refused, run
+from warpfold.cli.common import measured
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
 from warpfold.run.profile_report import profile_page
 from warpfold.run.report import render
-from warpfold.tune.example import ExampleSizes, ModelBench, TrainingStep
+from warpfold.tune.example import ExampleSizes, ModelBench, TrainingStep, shortened
 from warpfold.tune.roofline import Ceilings
 from warpfold.tune.spans import MARK, OUTSIDE, Place, Spans
 from warpfold.tune.step_profile import NOT_PLACED, Tables, counted_work, kind_of, profile_model
@@ -264,7 +265,7 @@ def test_the_command_writes_three_files(capsys: pytest.CaptureFixture[str], tmp_
     ]
     held = json.loads((tmp_path / "new" / "profile.json").read_text())
     assert held["what"].startswith(
-        "one forward pass: 8 residues, 3 sequences, 3 extra, 0 templates, recycles 0, 1 blocks"
+        "one forward pass: 8 residues, 3 sequences, 3 extra, 0 templates, recycles 0, 1 block"
     )
     assert not any(row["backward_ms"] for row in held["layers"])
     assert "evoformer.blocks.*" in out
@@ -273,3 +274,15 @@ def test_the_command_writes_three_files(capsys: pytest.CaptureFixture[str], tmp_
 
 def test_wrong_settings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such settings file" in refused(run(capsys, "profile", "monster", "--device", "cpu"))
+
+
+def test_large_settings_are_measured_small_on_a_cpu_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = measured("monomer", [], {}, None, 0)
+    small = measured("monomer", [], {"residues": 200, "sequences": None}, None, 0, on_cpu=True)
+    assert "at most: 64 residues, 32 sequences" in capsys.readouterr().err
+    assert small.sizes == ExampleSizes(residues=200, sequences=32, extra=64, templates=1)
+    assert small.model == shortened(whole.model, 2)
+    assert measured("monomer", [], {}, 3, 0, on_cpu=True).model.evoformer.blocks == 3
+    capsys.readouterr()
+    assert measured("tiny", [], {}, None, 0, on_cpu=True) == measured("tiny", [], {}, None, 0)
+    assert capsys.readouterr().err == ""

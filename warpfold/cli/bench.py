@@ -119,7 +119,7 @@ def operations(
         changes = [*(change or ()), *(f"plan.precision={one}" for one in dtype or ())]
         chosen_device = device_of(device)
         source = settings or ("tiny" if chosen_device == "cpu" else "monomer")
-        given = measured(source, changes, sizes, blocks, recycles)
+        given = measured(source, changes, sizes, blocks, recycles, on_cpu=step and chosen_device == "cpu")
         _models(given, [block, step], chosen_device, ways or [], repeats or 0, to)
         return
     if any(of_model):

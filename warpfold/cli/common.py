@@ -70,12 +70,23 @@ Workers = Annotated[int, runs("Number of processes.", min=1)]
 Seed = Annotated[int, decides("The same seed gives the same result.")]
 
 # The size of a random example that is timed or profiled; what is left out is that of the settings' training examples.
-Residues = Annotated[int | None, decides("Residues of the example; default: the settings' crop.", min=4)]
-Sequences = Annotated[int | None, decides("Rows of its alignment; default: the settings' max_msa.", min=1)]
-Extra = Annotated[int | None, decides("Rows of its extra MSA; default: the settings' max_extra.", min=1)]
-Templates = Annotated[int | None, decides("Its templates; default: the settings' max_templates.", min=0)]
-Blocks = Annotated[int | None, decides("Blocks of each stack, at most; default: the settings'.", min=1)]
+Residues = Annotated[
+    int | None, decides("Residues of the example; default: the settings' crop, on a CPU at most 64.", min=4)
+]
+Sequences = Annotated[
+    int | None, decides("Rows of its alignment; default: the settings' max_msa, on a CPU at most 32.", min=1)
+]
+Extra = Annotated[
+    int | None, decides("Rows of its extra MSA; default: the settings' max_extra, on a CPU at most 64.", min=1)
+]
+Templates = Annotated[
+    int | None, decides("Its templates; default: the settings' max_templates, on a CPU at most 1.", min=0)
+]
+Blocks = Annotated[int | None, decides("Blocks of each stack, at most; default: the settings', on a CPU 2.", min=1)]
 Recycles = Annotated[int, decides("Passes without gradient before the one that counts.", min=0)]
+# A whole model on a CPU: at most these, so that the large settings take a minute or two.
+ON_CPU = {"residues": 64, "sequences": 32, "extra": 64, "templates": 1}
+BLOCKS_ON_CPU = 2
 Change = Annotated[list[str] | None, decides("Settings that override those of the file, KEY=VALUE.", "--set")]
 
 
@@ -177,17 +188,32 @@ def show_table(
 
 
 def measured(
-    settings: str, changes: Sequence[str], sizes: Mapping[str, int | None], blocks: int | None, recycles: int
+    settings: str,
+    changes: Sequence[str],
+    sizes: Mapping[str, int | None],
+    blocks: int | None,
+    recycles: int,
+    on_cpu: bool = False,
 ) -> "ModelBench":
     """Return what `bench --block`, `bench --step` and `profile` measure, from settings and the sizes that were given.
 
+    on_cpu: a whole model, on a CPU: what was not given is at most `ON_CPU`, and that is said on stderr.
     Errors: UserError for settings that are wrong, or that are for several processes.
     """
     from dataclasses import replace
 
     from warpfold import settings as toml
-    from warpfold.tune.example import bench_of
+    from warpfold.tune.example import bench_of, shortened
 
     given = bench_of(toml.load(settings, changes), settings, blocks)
     chosen = {name: value for name, value in sizes.items() if value is not None}
-    return replace(given, sizes=replace(given.sizes, **chosen), recycles=recycles)
+    found = replace(given, sizes=replace(given.sizes, **chosen), recycles=recycles)
+    if not on_cpu:
+        return found
+    less = {name: min(most, getattr(found.sizes, name)) for name, most in ON_CPU.items() if name not in chosen}
+    model = found.model if blocks else shortened(found.model, BLOCKS_ON_CPU)
+    small = replace(found, model=model, sizes=replace(found.sizes, **less))
+    if small != found:
+        most = ", ".join(f"{count} {name}" for name, count in ON_CPU.items())
+        typer.echo(f"on a CPU, unless options say otherwise, at most: {most}, {BLOCKS_ON_CPU} blocks", err=True)
+    return small

@@ -31,10 +31,7 @@ from warpfold.progress import progress_bar
 LONGEST = 16  # rows of a table on the terminal; the files have all
 
 
-@app.command(
-    epilog="Example:  warpfold profile tiny --out profile;  "
-    "warpfold profile monomer --residues 128 --blocks 2 --forward --out profile"
-)
+@app.command(epilog="Example:  warpfold profile tiny --out profile;  warpfold profile monomer --residues 128 --forward")
 def profile(
     settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
     out: Annotated[
@@ -55,7 +52,8 @@ def profile(
 ) -> None:
     """Say where the time of a training step goes: by layer and operation, forward and backward, on a CPU or a GPU.
 
-    The example is random.  With fewer --blocks only those are run and shown: nothing is scaled up.
+    The example is random.  With fewer --blocks only those are run and shown: nothing is scaled up.  On a CPU large
+    settings are measured at a small size unless the options name another.
     """
     import torch
 
@@ -64,8 +62,8 @@ def profile(
     if out is not None:
         check_new(out)
     sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
-    given = measured(settings, change or [], sizes, blocks, recycles)
     where = torch.device(device_of(device))
+    given = measured(settings, change or [], sizes, blocks, recycles, on_cpu=where.type == "cpu")
     if out is not None:
         out.mkdir()
     with progress_bar(narrate=True) as progress:

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 
 from warpfold.run.figures import AMBER, BLUE, GREY, INK, STYLE, _canvas, _grid, _legend, _svg
 from warpfold.run.report import ReportPage, ReportTable, Section
 
 LONGEST = 24  # layers that the figure draws
+LINE = 0.07  # of the picture's height, between names
 NAMED = 8  # operations that the roofline names, those that take longest
 Found = Mapping[str, Any]
 
@@ -41,12 +43,13 @@ NORM_HEADER = (
 def profile_page(found: Found) -> ReportPage:
     """Return the report of a profile, as `profile_model` returns it."""
     whole, cuda = found["ms"], "device_busy_ms" in found
+    rate = found["flops"] / found["step_ms"] / 1e9  # TFLOP/s
     facts = [
-        ("ms, without the profiler", f"{found['step_ms']:.4g}"),
-        ("ms, under the profiler", f"{found['profiled_ms']:.4g}"),
-        ("GFLOP of products", f"{found['flops'] / 1e9:.4g}"),
-        ("TFLOP/s", f"{found['flops'] / found['step_ms'] / 1e9:.3g}"),
-        ("launches" if cuda else "operations of torch", str(found["launches"])),
+        ("ms, without the profiler", _figure(found["step_ms"])),
+        ("ms, under the profiler", _figure(found["profiled_ms"])),
+        ("GFLOP of products", _figure(found["flops"] / 1e9)),
+        ("TFLOP/s", f"{rate:.3g}") if rate >= 1 else ("GFLOP/s", _figure(1e3 * rate)),
+        ("launches" if cuda else "operations of torch", f"{found['launches']:,}"),
     ]
     if cuda:
         facts.append(("of the step the GPU waited", f"{found['device_waited']:.0%}"))
@@ -83,7 +86,7 @@ def _layers(found: Found, whole: float, cuda: bool) -> Section:
     totals = sorted(stacks.items(), key=lambda item: -sum(row["ms"] for row in item[1]))
     sums = ", ".join(f"{name} {sum(row['ms'] for row in of) / whole:.0%}" for name, of in totals[:8])
     text = (
-        f"Time of {found['clock']}, each layer without the layers within it; the rows add up to {whole:.4g} ms. "
+        f"Time of {found['clock']}, each layer without the layers within it; the rows add up to {_figure(whole)} ms. "
         "Layers of equal blocks stand in one row, the numbers of their blocks replaced by *. Backward time is that "
         f"of the layer whose forward pass made the graph. By stack: {sums}."
     )
@@ -109,6 +112,11 @@ def _sum(what: str, name: str, rows: Sequence[Found]) -> dict[str, Any]:
     return found | {"share_of_limit": found["limit_ms"] / found["ms"] if found["ms"] else None}
 
 
+def _figure(value: float) -> str:
+    """Return a number with four digits, and with all of its whole ones."""
+    return f"{value:,.0f}" if value >= 1e3 else f"{value:.4g}"
+
+
 def _ms(value: float, whole: float) -> str:
     """Return milliseconds with as many decimals as a thousandth of the whole has."""
     return f"{value:.{max(0, 3 - int(math.log10(max(whole, 1e-9))))}f}"
@@ -127,7 +135,7 @@ def _operations(found: Found, whole: float) -> Section:
     text = (
         "Ours first read their arguments once and write their results once, at best; of torch's own each reads and "
         "writes what it is given. A row of torch's operations has those that run outside of ours. Rows add up to "
-        f"{whole:.4g} ms."
+        f"{_figure(whole)} ms."
     )
     table = [
         [
@@ -165,15 +173,15 @@ def _norms(found: Found, whole: float) -> Section:
 def _host_and_device(found: Found, cuda: bool) -> Section:
     share, slower = found["outside_operations"], found["profiled_ms"] / found["step_ms"]
     said = [
-        f"Without the profiler a run took {found['step_ms']:.4g} ms in the median of {len(found['step_runs_ms'])}, and "
-        f"under it {found['profiled_ms']:.4g} ms, {slower:.2f} times as long: what the profiler costs lies mostly in "
-        "the time of small operations.",
+        f"Without the profiler a run took {_figure(found['step_ms'])} ms (median of {len(found['step_runs_ms'])}), "
+        f"and under it {_figure(found['profiled_ms'])} ms, {slower:.2f} times as long: what the profiler costs lies "
+        "mostly in the time of small operations.",
         f"Of the host's time {share:.0%} was spent outside of operations, in Python and in autograd's graph.",
     ]
     if cuda:
         said.append(
-            f"The device was busy for {found['device_busy_ms']:.4g} ms, so that in {found['device_waited']:.0%} of the "
-            "run without the profiler it waited for the host."
+            f"The device was busy for {_figure(found['device_busy_ms'])} ms: for {found['device_waited']:.0%} of a run "
+            "without the profiler it waited for the host."
         )
     return Section("Host and device", " ".join(said))
 
@@ -214,7 +222,7 @@ def draw_times(rows: Sequence[Found]) -> str:
 @mpl.rc_context(STYLE)
 def draw_roofline(found: Found) -> str:
     """Draw what operations reach over their products per byte, below what the device can do."""
-    figure, axes = _canvas(6.6, 4.2)
+    figure, axes = _canvas(8.0, 4.2)
     rows = [row for row in found["operations"] if row["flops"] and row["bytes"] and row["ms"] and row["tflops"]]
     rate, bandwidth = found["ceilings"]["tflops"], found["ceilings"]["gb_per_s"] / 1e3
     intensity = [row["flops"] / row["bytes"] for row in rows]
@@ -227,10 +235,8 @@ def draw_roofline(found: Found) -> str:
         sizes = [12 + 600 * row["ms"] / largest for _, row in chosen]
         x, y = [x for x, _ in chosen], [row["tflops"] for _, row in chosen]
         axes.scatter(x, y, s=sizes, color=color, alpha=0.55, linewidth=0, label=which)
-    for x, row in sorted(zip(intensity, rows), key=lambda pair: -pair[1]["ms"])[:NAMED]:
-        axes.annotate(row["op"], (x, row["tflops"]), (0, -9), textcoords="offset points", ha="center", fontsize=7.5,
-                      color=INK, parse_math=False)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="FLOP of products per byte", ylabel="TFLOP/s")
+    _name_largest(axes, sorted(zip(intensity, rows), key=lambda pair: -pair[1]["ms"])[:NAMED])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
@@ -242,3 +248,22 @@ def draw_roofline(found: Found) -> str:
             handle.set_sizes([40])  # type: ignore[attr-defined]
     _grid(axes)
     return _svg(figure, "products per second over products per byte")
+
+
+def _name_largest(axes: Axes, circles: Sequence[tuple[float, Found]]) -> None:
+    """Write the names of circles (FLOP per byte, row) in a column on the right, each with a line to its circle."""
+    ordered = sorted(circles, key=lambda circle: -circle[1]["tflops"])
+    heights = [
+        axes.transAxes.inverted().transform(axes.transData.transform((x, row["tflops"])))[1] for x, row in ordered
+    ]
+    free = 1.0
+    for height, (x, row) in zip(heights, ordered):
+        # As high as its circle where there is room: below those before it, above room for those that follow.
+        following = len(ordered) - 1 - ordered.index((x, row))
+        free = max(min(free, height), following * LINE)
+        axes.annotate(
+            f"{row['op']}, {row['pass']}", (x, row["tflops"]), (1.02, free), textcoords="axes fraction", va="center",
+            fontsize=7.5, color=INK, parse_math=False, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "relpos": (0, 0.5), "color": GREY, "linewidth": 0.5},
+        )  # fmt: skip
+        free -= LINE

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.plan import DTYPES
 from warpfold.progress import Progress, no_progress
@@ -48,20 +49,24 @@ def profile_model(
 
     trace: a new file, .json or .json.gz, for the events as Perfetto and Chrome read them.
     """
-    progress(0, 4, "counting what there is to do")
+    turns = WARM[device.type] + RUNS[device.type]
+    progress(0, turns + 3, "counting what there is to do")
     work = counted_work(given, training)
-    progress(1, 4, "measuring what the device can do")
+    progress(1, turns + 3, "measuring what the device can do")
     top = ceilings(device, DTYPES[given.plan.precision])
     before = refusals()
     step = TrainingStep(given, device)
     step.bind(given.plan)
     run = _run(step, training)
-    progress(2, 4, "a step without the profiler" if training else "a pass without the profiler")
-    plain = _plain(run, device)
-    progress(3, 4, "under the profiler")
+    plain = []
+    for turn in range(turns):  # the first ones do not count
+        progress(turn + 2, turns + 3, f"without the profiler, run {turn + 1} of {turns}")
+        plain.append(_seconds(run, device))
+    del plain[: WARM[device.type]]
+    progress(turns + 2, turns + 3, "under the profiler")
     reading, profiled = _profiled(step, run, device, trace)
     tables = Tables(reading, work, top, device.type == "cuda")
-    passes = f"recycles {given.recycles}, {given.model.evoformer.blocks} blocks, {given.plan.precision}"
+    passes = f"recycles {given.recycles}, {_blocks(given.model)}, {given.plan.precision}"
     return {
         "what": f"{'one training step' if training else 'one forward pass'}: {given.sizes}, {passes}",
         "date": datetime.date.today().isoformat(),
@@ -106,15 +111,12 @@ def _run(step: TrainingStep, training: bool, update: bool = True) -> Callable[[S
     return one_step if training else one_pass
 
 
-def _plain(run: Callable[[Spans], None], device: torch.device) -> list[float]:
-    """Return the seconds of some runs without the profiler, after a few that do not count."""
-    taken = []
-    for _ in range(WARM[device.type] + RUNS[device.type]):
-        start = time.perf_counter()
-        run(Spans())
-        _wait(device)
-        taken.append(time.perf_counter() - start)
-    return taken[WARM[device.type] :]
+def _seconds(run: Callable[[Spans], None], device: torch.device) -> float:
+    """Return the seconds of one run without the profiler."""
+    start = time.perf_counter()
+    run(Spans())
+    _wait(device)
+    return time.perf_counter() - start
 
 
 def _profiled(
@@ -144,6 +146,11 @@ def _profiled(
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _blocks(model: ModelConfig) -> str:
+    count = model.evoformer.blocks
+    return "1 block" if count == 1 else f"{count} blocks"
 
 
 def kind_of(layer: str) -> str:
