@@ -13,6 +13,7 @@ from warpfold.errors import UserError
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.noise import DropoutFactors
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
@@ -103,6 +104,24 @@ def test_a_whole_layer_is_one_node(gpu: None, drawn: bool) -> None:
     x, mask, row, weight, out = cuda(3, 3, 16), cuda(3, 3), cuda(16), cuda(80, 16), cuda(16, 16)
     key = torch.zeros(2, dtype=torch.int64, device="cuda")
     assert traced(multiplied, x, mask, row, weight, out, key) == [Counter(triangle_multiplication=1)]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_whole_attention_layer_is_one_node(gpu: None, drawn: bool, own: bool) -> None:
+    """Whether it makes its bias or is given one, turned as columns are."""
+
+    def attended(
+        x: Tensor, mask: Tensor, row: Tensor, weight: Tensor, out: Tensor, bias: Tensor, key: Tensor
+    ) -> Tensor:
+        factors = DropoutFactors(key, 1, 0.25, x.dtype, (3, 1, 16), (16, 48, 1)) if drawn else None
+        given = None if own else bias
+        new = gated_attention(x.transpose(0, 1), row, row, weight, row, out, row, mask, given, 2, factors)
+        return new.transpose(0, 1)
+
+    x, mask, row, out, bias = cuda(3, 3, 16), cuda(3, 3), cuda(16), cuda(16, 16), cuda(2, 3, 3)
+    key = torch.zeros(2, dtype=torch.int64, device="cuda")
+    assert traced(attended, x, mask, row, cuda(66 if own else 64, 16), out, bias, key) == [Counter(gated_attention=1)]
 
 
 def test_a_refusal_is_its_definition_in_the_graph_and_strict_makes_it_an_error(gpu: None) -> None:

@@ -82,6 +82,13 @@ CASES: dict[str, tuple[Op[..., Tensor], Callable[[], Arguments]]] = {
             *(torch.ones(3, 4).double(), *given((2, 4, 4)), 2, torch.rand(3, 1, 6).double()),
         ),
     ),
+    "gated_attention, a bias with its heads innermost": (
+        gated_attention,
+        lambda: (
+            *given((2, 4, 4, 6), (6,), (6,), (32, 6), (8,), (6, 8), (6,)),
+            *(torch.ones(2, 4, 4).double(), given((2, 4, 4, 2))[0].movedim(-1, -3), 2),
+        ),
+    ),
     "gated_attention, its own bias, turned, no biases": (
         gated_attention,
         lambda: (

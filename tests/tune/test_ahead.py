@@ -46,8 +46,7 @@ def looked_up(launch: KernelLaunch, monkeypatch: pytest.MonkeyPatch) -> list[boo
         hits.append(told["cache_hit"])
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", note)
-    options = {"num_warps": launch.config.warps, "num_stages": launch.config.stages}
-    launch.kernel.function.run(grid=launch.grid, warmup=True, **launch.arguments, **options)
+    launch.kernel.function.run(grid=launch.grid, warmup=True, **launch.arguments, **launch.options)
     monkeypatch.setattr(triton.knobs.compilation, "listener", None)
     return hits
 

@@ -83,7 +83,7 @@ class AttentionUpdate(AxialUpdate):
             assert other is not None
             bias = turned(self.shared_of(other)[0]).movedim(-1, -3)
         into, out_of = joined(x.dtype, *self.projections), joined(x.dtype, self.attention.out)
-        factors, mask = None if factors is None else turned(factors), turned(mask[..., None])[..., 0]
+        factors, mask = None if factors is None else turned(factors), turned(mask[..., None])[..., 0].contiguous()
         new = gated_attention(
             turned(x), norm.weight, norm.bias, *into, *out_of, mask, bias, self.attention.heads, factors, norm.eps
         )

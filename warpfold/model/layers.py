@@ -138,6 +138,8 @@ class DeferredLayerNorm:
         """
         weight, bias = joined(self.x.dtype, *projections)
         y = norm_linear(self.x, self.norm.weight, self.norm.bias, weight, bias, self.norm.eps)
+        if len(projections) == 1:
+            return (y,)  # the gradient of a split would be copied
         return y.split([len(projection.weight) for projection in projections], -1)
 
     def transpose(self, a: int, b: int) -> "DeferredLayerNorm":

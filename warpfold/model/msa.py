@@ -118,6 +118,10 @@ class OuterProductMean(AxialUpdate):
         mask = mask[..., None].to(n.x.dtype)
         return (a * mask,), (b * mask, mask)
 
+    def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
+        assert other is not None
+        return super().whole(x, mask.to(other.dtype), other, factors)  # cast once, for both factors and their count
+
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
         (a,), (b, b_mask) = local, shared
         pairs = torch.einsum("...si,...sjx->...ijx", mask.to(b_mask.dtype), b_mask)  # sequences that have both

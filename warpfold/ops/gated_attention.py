@@ -37,6 +37,19 @@ def empty_lse(x: Tensor, heads: int) -> Tensor:
     return x.new_empty(*x.shape[:-2], heads, x.shape[-2], dtype=accumulation_dtype(x))
 
 
+def empty_bias(x: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
+    """Allocate the gradient of a given bias, [*, h, K, K]: heads innermost, where those of the bias are.
+
+    So the projection that made it reads it where it lies.  Without elements where there is none, or it is not wanted.
+    """
+    if bias is None or not wanted:
+        return x.new_empty(0)
+    *batch, heads, queries, keys = bias.shape
+    if bias.stride(-3) != 1:
+        return bias.new_empty(bias.shape)
+    return bias.new_empty(*batch, queries, keys, heads).movedim(-1, -3)
+
+
 def _empty(
     x: Tensor, _nw: Tensor, _nb: Tensor, weight: Tensor, _gb: Tensor | None, out_weight: Tensor, *more: Any
 ) -> tuple[Tensor, ...]:
@@ -49,8 +62,7 @@ def _empty(
 
 def _empty_gradients(grad: Tensor, x: Tensor, *kept: Any) -> tuple[Tensor, ...]:
     parameters, bias, bias_wanted = kept[:6], kept[7], kept[-1]
-    dbias = x.new_empty(0) if bias is None or not bias_wanted else bias.new_empty(bias.shape)
-    return empty_like(x), *empty_parameters(*parameters), dbias
+    return empty_like(x), *empty_parameters(*parameters), empty_bias(x, bias, bias_wanted)
 
 
 def _wrong_sizes(weight: Tensor, gate_bias: Tensor | None, out_weight: Tensor, bias: Any, heads: int, x: Any) -> str:

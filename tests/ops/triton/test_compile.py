@@ -43,6 +43,17 @@ KNOWN = (
     ": 8 bytes of a thread are spilled",
     "attention_dkdv_fp32 (32, 2, 256, 256) BLOCK_Q 32, BLOCK_K 32, ROWS 1, 4 warps, 2 stages on sm_80"
     ": 8 bytes of a thread are spilled",
+    "outer_product_factor (1024, 32, 128) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 128, BLOCK_Z 128, 8 warps, 2 stages"
+    " on sm_80: 8 bytes of a thread are spilled",
+    # Of lengths that 16 does not divide, to which training seldom crops.  Of other tiles some spill where 16 divides
+    # it, and those of 32 positions, which fit, read the weights twice as often at every length.
+    *(
+        f"triangle_factors_backward (128,) BLOCK_M 64, BLOCK_O 32, 4 warps, 2 stages on {arch}"
+        f": {spilled} bytes of a thread are spilled"
+        for arch, spilled in (("sm_80", 80), ("sm_90", 32), ("sm_100", 40))
+    ),
+    "triangle_out_backward (128,) BLOCK_M 64, BLOCK_O 16, 4 warps, 2 stages on sm_80: 32 bytes of a thread are spilled",
+    "triangle_factors (128,) BLOCK_M 128, BLOCK_O 32, 8 warps, 2 stages on gfx942: 28 bytes of a thread are spilled",
 )
 
 
@@ -115,6 +126,19 @@ def test_every_tile_of_the_default_table_is_within_the_budget() -> None:
         (chosen,) = demanding(own or [nearest])
         wrong += over_budget([retiled(chosen, entry.config)], arch)
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", BUDGETS)
+def test_planes_whose_rows_are_padded_are_within_the_budget(arch) -> None:
+    plan, sizes = Plan(precision="bf16"), INITIAL | {"res": 250}
+    with table_used(read(SHIPPED / "default.json")):
+        found = launches_of(plan, ModelConfig(), sizes)
+    padded = [
+        launch for launch in found if launch.arguments.get("PADDED") and launch.kernel.name.startswith("triangle")
+    ]
+    assert padded
+    assert not over_budget(demanding(padded), arch)
 
 
 def test_an_entry_covers_those_that_take_less() -> None:

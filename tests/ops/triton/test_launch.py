@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 
 from tests.ops.triton.toy_kernels import COPY, WIDE, copy_launch
 from warpfold.errors import UserError
+from warpfold.ops import dispatch
 from warpfold.ops.triton import launch as launches
 from warpfold.ops.triton.launch import (
     SHIPPED,
+    Kernel,
     KernelConfig,
     LaunchTable,
     TableEntry,
@@ -250,4 +253,28 @@ def test_products_of_fp32_follow_the_plan() -> None:
     """No kernel says for itself how it multiplies: exactly, or with TF32 where the plan allows it."""
     said = re.compile(r"\b(allow_tf32|input_precision)=")
     own = [path.name for path in SHIPPED.parent.glob("*.py") if said.search(path.read_text())]
-    assert not own, "take `, input_precision=...` out: `KernelLaunch.options` says it"
+    assert not own, "take `, input_precision=...` out: `KernelConfig.options` says it"
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_what_runs_is_told_how_to_multiply_as_what_is_compiled_is(allowed: bool) -> None:
+    """Triton's own choice is TF32: a launch that said nothing would round fp32 to ten bits."""
+    told: list[dict[str, object]] = []
+
+    class Function:
+        arg_names = ("x", "BLOCK")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda **given: told.append(given)
+
+    kernel = TiledKernel(Kernel("toy", Function(), ()), (1,), KernelConfig({"BLOCK": 16}, 4, 2), CPU)
+    x = torch.ones(1)
+    dispatch.allow_tf32(allowed)
+    try:
+        kernel.run((1,), x=x)
+        with recorded(run=True):
+            kernel.run((1,), x=x)
+        assert told[0] == told[1]
+        assert ("tf32" in told[0]["allowed_dot_input_precisions"]) == allowed  # type: ignore[operator]
+    finally:
+        dispatch.allow_tf32(False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, gate_values, put, rows, writable
 from warpfold.ops.cpu.gate import drawn_factors
-from warpfold.ops.gated_attention import empty_lse, empty_rows
+from warpfold.ops.gated_attention import empty_bias, empty_lse, empty_rows
 from warpfold.ops.norm import empty_statistics
 from warpfold.ops.tensors import accumulation_dtype, empty_like
 
@@ -124,7 +124,7 @@ def gated_attention_backward(
     f = None if factors is None else factors.to(grad.dtype).expand(grad.shape)
     parameters = _Parameters(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads)
     sums, dx = _Sums(parameters), empty_like(x)
-    dbias = x.new_empty(0) if bias is None or not bias_wanted else bias.new_empty(bias.shape)
+    dbias = empty_bias(x, bias, bias_wanted)
     for at in _examples(x):
         f_at, bias_at = None if f is None else f[at], None if bias is None else bias[at]
         kept = y[at], mean[at], scale[at], attended[at], lse[at]

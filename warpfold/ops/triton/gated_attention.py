@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from warpfold.ops.gated_attention import batched, empty_lse, parts
+from warpfold.ops.gated_attention import batched, empty_bias, empty_lse, parts
 from warpfold.ops.norm import empty_projected
 from warpfold.ops.triton import attention, gated_linear_residual
 from warpfold.ops.triton.norm_linear import norm_linear, norm_linear_backward
@@ -79,17 +79,15 @@ def gated_attention_backward(
     bias_wanted: bool,
 ) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention_backward."""
-    inner, given = out_weight.shape[1], x.new_empty(0)
-    if bias is not None and bias_wanted:
-        given = bias.new_empty(bias.shape)
+    inner, given = out_weight.shape[1], empty_bias(x, bias, bias_wanted)
     dy, do = empty_projected(x, weight.shape[0]), empty_projected(x, inner)
     g, *vectors, all_bias = parts(y, inner, heads, bias)
     dg, *gradients, dbias = parts(dy, inner, heads, given if bias_wanted else None)
     end = out_weight, out_bias, factors, key, strides, offset, stream, rate
-    dout = gated_linear_residual.backward(do, dg, grad, attended, g, *end)
+    of_end = gated_linear_residual.backward(do, dg, grad, attended, g, *end)
     do, o = (t.unflatten(-1, (heads, -1)) for t in (do, attended))
     do, q, k, v, o, dq, dk, dv = (batched(t, 5) for t in (do, *vectors, o, *gradients))
     all_bias, dbias = (None if t is None else batched(t, 4) for t in (all_bias, dbias))
     attention.backward(do, q, k, v, batched(mask, 3), all_bias, o, batched(lse, 4), dq, dk, dv, dbias)
-    of_norm = norm_linear_backward(dy, x, norm_weight, norm_bias, weight, gate_bias, mean, scale, residual=grad)
-    return *of_norm, *dout, given
+    of_norm = norm_linear_backward(dy, x, norm_weight, norm_bias, weight, gate_bias, mean, scale, grad, (of_end,))
+    return *of_norm, *of_end.results, given

@@ -26,7 +26,7 @@ from warpfold.ops.triton.positions import (
     pointers,
     programs_for,
 )
-from warpfold.ops.triton.sums import empty_partials, sum_partials
+from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
 
 TILES = 256  # of the gradient of the weight: as in `norm_linear`
 
@@ -311,7 +311,10 @@ def gated_linear_residual_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::gated_linear_residual_backward."""
     do, dg = empty_like(channels_last(o)), empty_like(channels_last(g))
-    return do, dg, *backward(do, dg, grad, o, g, weight, bias, factors, key, strides, offset, stream, rate)
+    sums = backward(do, dg, grad, o, g, weight, bias, factors, key, strides, offset, stream, rate)
+    sum_partials(sums)
+    dweight, dbias = sums.results
+    return do, dg, dweight, dbias
 
 
 def backward(
@@ -328,8 +331,8 @@ def backward(
     offset: int,
     stream: int,
     rate: float,
-) -> tuple[Tensor, Tensor]:
-    """Write the gradients of o and g into do and dg, and return those of weight and bias."""
+) -> Sum:
+    """Write the gradients of o and g into do and dg, and return what is to be summed for those of weight and bias."""
     dropout = _Dropout(grad, factors, key, strides, offset, stream, rate)
     reads = {"grad": channels_last(grad), "o": channels_last(o), "g": channels_last(g)}
     c, inputs, biased = grad.shape[-1], o.shape[-1], 0 if bias is None else grad.shape[-1]
@@ -349,6 +352,4 @@ def backward(
     programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
     partials = empty_partials(o, programs, c * inputs + biased)
     kernel.run((*tiles, programs), **arguments, partials=partials, C=c, INPUTS=inputs, BIASED=biased)
-    dweight, dbias = empty_parameters(weight, bias)
-    sum_partials(partials, dweight, dbias)
-    return dweight, dbias
+    return Sum(partials, empty_parameters(weight, bias))

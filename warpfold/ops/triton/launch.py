@@ -56,6 +56,11 @@ class KernelConfig:
     def __hash__(self) -> int:
         return hash((frozenset(self.sizes.items()), self.warps, self.stages))
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """How a kernel is compiled: warps, stages, and how products of fp32 may be made."""
+        return {"num_warps": self.warps, "num_stages": self.stages, DOTS: fp32_products()}
+
     def __str__(self) -> str:
         """ "BLOCK_Q 64, BLOCK_K 32, 4 warps, 2 stages"."""
         return ", ".join([*(f"{n} {v}" for n, v in self.sizes.items()), f"{self.warps} warps, {self.stages} stages"])
@@ -113,7 +118,7 @@ class TiledKernel:
         given, config = {**arguments, **self.config.sizes}, self.config
         if not _listeners:  # as in every run: no step that can be left out
             with _on(self.device):
-                self.kernel.function[tuple(grid)](**given, num_warps=config.warps, num_stages=config.stages)
+                self.kernel.function[tuple(grid)](**given, **config.options)
             return
         ordered = {name: given.pop(name) for name in self.kernel.function.arg_names}
         if given:
@@ -138,8 +143,8 @@ class KernelLaunch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How it is compiled: warps, stages, and how products of fp32 may be made."""
-        return {"num_warps": self.config.warps, "num_stages": self.config.stages, DOTS: fp32_products()}
+        """How it is compiled."""
+        return self.config.options
 
     def run(self) -> None:
         """Launch it, on the device of its first tensor."""

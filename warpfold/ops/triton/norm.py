@@ -14,7 +14,7 @@ from warpfold.ops.triton.norm_linear import norm_linear as norm_linear
 from warpfold.ops.triton.norm_linear import norm_linear_backward as norm_linear_backward
 from warpfold.ops.triton.norm_linear import statistics
 from warpfold.ops.triton.positions import Positions, offsets, pointers, power_of_two, programs_for
-from warpfold.ops.triton.sums import empty_partials, sum_partials
+from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
 
 PROGRAMS = 1024  # at most, of the backward kernel: eight on each core of a large GPU
 
@@ -136,5 +136,5 @@ def layer_norm_backward(
     )
     p.copy_back()
     dweight, dbias = empty_parameters(weight, weight)
-    sum_partials(partials, dweight, dbias)
+    sum_partials(Sum(partials, (dweight, dbias)))
     return dx, dweight, dbias

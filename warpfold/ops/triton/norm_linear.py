@@ -9,6 +9,8 @@ The backward pass reads grad and x twice, for the gradient of x and for that of 
 channels that a triangle attention has; a program's registers are 256 kB).
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,7 +28,7 @@ from warpfold.ops.triton.positions import (
     power_of_two,
     programs_for,
 )
-from warpfold.ops.triton.sums import empty_partials, sum_partials
+from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
 
 TILES = 256  # of the gradient of the weight, where there are positions enough: two on each core of a large GPU
 WIDEST = 256  # channels of 16 bits that a program of the projection holds
@@ -332,8 +334,9 @@ def norm_linear_backward(
     mean: Tensor,
     rstd: Tensor,
     residual: Tensor | None = None,
+    beside: Sequence[Sum] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute warpfold::norm_linear_backward; residual [*, c]: what else is added to the gradient of x."""
+    """Compute warpfold::norm_linear_backward; residual [*, c]: added to the gradient of x; beside: sums to make too."""
     grad = channels_last(grad)
     norm_weight, norm_bias = norm_weight.contiguous(), norm_bias.contiguous()
     c, outputs, dx = x.shape[-1], weight.shape[0], empty_like(x)
@@ -354,10 +357,10 @@ def norm_linear_backward(
     )
     p.copy_back()
     dnorm_weight, dnorm_bias = empty_parameters(norm_weight, norm_bias)
-    sum_partials(partials, dnorm_weight, dnorm_bias)
-    partials = _weight_partials(grad, x, norm_weight, norm_bias, outputs, 0 if bias is None else len(bias), mean, rstd)
+    biased = 0 if bias is None else len(bias)
+    of_weight = _weight_partials(grad, x, norm_weight, norm_bias, outputs, biased, mean, rstd)
     dweight, dbias = empty_parameters(weight, bias)
-    sum_partials(partials, dweight, dbias)
+    sum_partials(Sum(partials, (dnorm_weight, dnorm_bias)), Sum(of_weight, (dweight, dbias)), *beside)
     return dx, dnorm_weight, dnorm_bias, dweight, dbias
 
 

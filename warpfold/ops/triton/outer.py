@@ -24,7 +24,7 @@ from torch import Tensor
 from warpfold.ops.tensors import empty_parameters
 from warpfold.ops.triton.launch import configs, register_by_precision
 from warpfold.ops.triton.positions import cast_weight, power_of_two, programs_for
-from warpfold.ops.triton.sums import empty_partials, sum_partials
+from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
 
 TILES = 256  # programs of the gradient of the weight: as in `norm_linear`
 
@@ -326,7 +326,7 @@ def outer_product_backward(
         tiles=tiles,
         **_sizes(s, i, j, c, d, z),
     )
-    sum_partials(partials, dweight, partials.new_empty(z) if bias is None else dbias)
+    sum_partials(Sum(partials, (dweight, partials.new_empty(z) if bias is None else dbias)))
     return da, db, dweight, dbias
 
 

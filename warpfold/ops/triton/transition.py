@@ -16,7 +16,7 @@ from torch import Tensor
 
 from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triton.positions import Positions, cast_weight, channels_last, power_of_two, programs_for
-from warpfold.ops.triton.sums import empty_partials, sum_partials
+from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
 from warpfold.ops.triton.transition_kernels import BACKWARD, FORWARD, WEIGHT
 
 TILES = 256  # programs of the gradient of the weights: as in `norm_linear`
@@ -79,7 +79,8 @@ def transition_backward(
     partials = empty_partials(x, programs, 3 * c)
     kernel.run((programs,), **p.arguments, **parameters, partials=partials, eps=eps, RESIDUAL=residual, **sizes)
     p.copy_back()
-    sum_partials(partials, dnorm_weight, _or_unwanted(dnorm_bias, partials, c), _or_unwanted(ddown_bias, partials, c))
+    biases = _or_unwanted(dnorm_bias, partials, c), _or_unwanted(ddown_bias, partials, c)
+    rows = Sum(partials, (dnorm_weight, *biases))
     p = Positions({"normalised": normalised, "grad": grad}, writes={})
     kernel = WEIGHT.tiled(key, x)
     tiles = triton.cdiv(hidden, kernel["BLOCK_H"])
@@ -87,7 +88,7 @@ def transition_backward(
     partials = empty_partials(x, programs, halves * hidden * (c + 1) + c * hidden)
     del parameters["norm_weight"], parameters["norm_bias"]
     kernel.run((tiles, programs), **p.arguments, **parameters, partials=partials, **sizes)
-    sum_partials(partials, dup, _or_unwanted(dup_bias, partials, halves * hidden), ddown)
+    sum_partials(rows, Sum(partials, (dup, _or_unwanted(dup_bias, partials, halves * hidden), ddown)))
     return dx, dnorm_weight, dnorm_bias, dup, dup_bias, ddown, ddown_bias
 
 

@@ -216,6 +216,7 @@ _CANDIDATES = configs(
     "BLOCK_M BLOCK_O",
     *((m, o, 4, 2) for m in (32, 64) for o in (16, 32)),
     *((m, o, 8, s) for m in (64, 128) for o in (32, 64) for s in (2, 3)),
+    (32, 16, 8, 2),  # of 256 channels
 )
 OUT_BACKWARD = register("triangle_out_backward", _out_backward, _CANDIDATES)
 FACTORS_BACKWARD = register("triangle_factors_backward", _factors_backward, _CANDIDATES)

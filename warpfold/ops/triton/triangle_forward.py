@@ -154,6 +154,7 @@ _CANDIDATES = configs(
     "BLOCK_M BLOCK_O",
     *((64, o, w, s) for o in (32, 64) for w in (4, 8) for s in (2, 3)),
     *((128, o, 8, s) for o in (32, 64) for s in (2, 3)),
+    (64, 16, 8, 2),  # of 256 channels
 )
 FACTORS = register("triangle_factors", _factors_forward, _CANDIDATES)
 OUT = register("triangle_out", _out_forward, _CANDIDATES)

@@ -42,7 +42,7 @@ from warpfold.ops.triton.gated_linear_residual import _Dropout
 from warpfold.ops.triton.launch import Kernel, TiledKernel
 from warpfold.ops.triton.noise import SCALARS, fill
 from warpfold.ops.triton.positions import Axes, Strided, cast_weight, coalesce, power_of_two, programs_for
-from warpfold.ops.triton.sums import empty_partials, sum_partials
+from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
 from warpfold.ops.triton.triangle_backward import FACTORS_BACKWARD, OUT_BACKWARD
 from warpfold.ops.triton.triangle_forward import FACTORS, OUT
 from warpfold.ops.triton.triangle_weights import FACTORS_WEIGHT, OUT_WEIGHT
@@ -132,19 +132,19 @@ def triangle_multiplication_backward(
     partials = empty_partials(x, call.blocks(kernel), 2 * call.hidden)
     tensors = read | {"grad": grad, "dproduct": channels_last(dproduct)}
     call.launch(kernel, (call.blocks(kernel),), tensors, partials=partials)
-    sum_partials(partials, dout_norm, dout_norm_bias)
+    sums = [Sum(partials, (dout_norm, dout_norm_bias))]
 
     dfactors = _factor_gradients(a, b, dproduct, outgoing)
     factors_read = {"dfactors": channels_last(dfactors[0])}
     apart = dfactors.stride(0)
-    call.sum_weights(read, factors_read, apart, (dweight, dbias, dout_weight, dout_bias))
+    sums += call.weight_sums(read, factors_read, apart, (dweight, dbias, dout_weight, dout_bias))
 
     dx, kernel = empty_like(x), call.tiled(FACTORS_BACKWARD)
     partials = empty_partials(x, call.blocks(kernel), 2 * call.channels)
     with call.written(dx) as y:
         tensors = {"grad": grad, "dgate": dgate, "dx": y, **factors_read}
         call.launch(kernel, (call.blocks(kernel),), tensors, partials=partials, apart=apart)
-    sum_partials(partials, dnorm, dnorm_bias)
+    sum_partials(*sums, Sum(partials, (dnorm, dnorm_bias)))
     return dx, dnorm, dnorm_bias, dweight, dbias, dout_norm, dout_norm_bias, dout_weight, dout_bias
 
 
@@ -219,26 +219,26 @@ class _Call:
         """Return how many blocks of positions there are."""
         return triton.cdiv(self.positions, kernel["BLOCK_M"])
 
-    def sum_weights(
-        self, out_tensors: dict[str, Tensor], factor_tensors: dict[str, Tensor], apart: int, sums: Sequence[Tensor]
-    ) -> None:
-        """Write the gradients of the joined weight and its bias, of the output's weight and its bias.
+    def weight_sums(
+        self, out_tensors: dict[str, Tensor], factor_tensors: dict[str, Tensor], apart: int, wanted: Sequence[Tensor]
+    ) -> tuple[Sum, Sum]:
+        """Return what is to be summed for the gradients of the output's weight and bias, of the joined weight and bias.
 
+        wanted: the latter two, then the former;
         out_tensors, factor_tensors: what the kernels read, `apart` from one factor's gradient to the other's.
         """
-        dweight, dbias, dout_weight, dout_bias = sums
+        dweight, dbias, dout_weight, dout_bias = wanted
         rows = 4 * self.hidden  # of the weight that make a, b and their gates; the rest, the product's
         of_out, of_factors = (dweight[rows:], dbias[rows:], dout_weight, dout_bias), (dweight[:rows], dbias[:rows])
         kernel = self.tiled(OUT_WEIGHT)
         chunks = triton.cdiv(self.channels, kernel["BLOCK_O"])
-        partials = self.span_partials(kernel, chunks, PROGRAMS // 2, of_out)
-        self.launch(kernel, (chunks, len(partials)), out_tensors, partials=partials)
-        sum_partials(partials, *of_out)
+        outs = self.span_partials(kernel, chunks, PROGRAMS // 2, of_out)
+        self.launch(kernel, (chunks, len(outs)), out_tensors, partials=outs)
         kernel = self.tiled(FACTORS_WEIGHT)
         chunks = 2 * triton.cdiv(self.hidden, kernel["BLOCK_O"])
         partials = self.span_partials(kernel, chunks, PROGRAMS, of_factors)
         self.launch(kernel, (chunks, len(partials)), factor_tensors, partials=partials, apart=apart)
-        sum_partials(partials, *of_factors)
+        return Sum(outs, of_out), Sum(partials, of_factors)
 
     def span_partials(self, kernel: TiledKernel, chunks: int, programs: int, sums: Sequence[Tensor]) -> Tensor:
         """Allocate what programs add up to these sums: a row for each span of positions, which `chunks` share."""

@@ -166,6 +166,7 @@ _CANDIDATES = configs(
     "BLOCK_M BLOCK_O",
     *((m, o, 4, 2) for m in (32, 64) for o in (16, 32)),
     *((m, o, 8, s) for m in (32, 64, 128) for o in (32, 64) for s in (2, 3)),
+    (32, 16, 8, 2),  # of 256 channels
 )
 FACTORS_WEIGHT = register("triangle_factors_weight", _factors_weight, _CANDIDATES)
 OUT_WEIGHT = register("triangle_out_weight", _out_weight, _CANDIDATES)

@@ -18,14 +18,14 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: lead, the axes before K and the channels; bias: "own", "given" or ""; biases: of gate and output."""
+    """One layer: lead, the axes before K and the channels; bias: where it comes from; biases: of both."""
 
     lead: tuple[int, ...]
     length: int
     channels: int
     heads: int
     width: int
-    bias: str = ""
+    bias: str = ""  # "own", "given" or "given, projected"
     turned: bool = False
     biases: bool = True
     dropout: str = ""  # "given" or "drawn"
@@ -38,7 +38,11 @@ class Layer:
         outputs = 4 * inner + (self.heads if self.bias == "own" else 0)
         mask = (laid(shape) > -1).to(dtype)
         mask[..., -1, :] = 0
-        bias = laid((*self.lead[:-1], self.heads, self.length, self.length)) if self.bias == "given" else None
+        bias = None
+        if self.bias.startswith("given"):  # or, heads innermost, as a projection makes it
+            square = (*self.lead[:-1], self.length, self.length)
+            bias = laid((*square[:-2], self.heads, *square[-2:]))
+            bias = laid((*square, self.heads)).movedim(-1, -3) if self.bias == "given, projected" else bias
         parameters = (
             *(laid((c,), mean=1.0), laid((c,)), laid((outputs, c)) * c**-0.5, laid((inner,)) if self.biases else None),
             *(laid((c, inner)) * inner**-0.5, laid((c,)) if self.biases else None),
@@ -59,7 +63,7 @@ class Layer:
 LAYERS = {
     "triangle, starting": Layer((9,), 9, 16, 2, 8, "own", dropout="drawn"),
     "triangle, ending": Layer((9,), 9, 16, 1, 16, "own", turned=True, dropout="given"),
-    "row of an alignment": Layer((3,), 21, 24, 2, 24, "given"),
+    "row of an alignment": Layer((3,), 21, 24, 2, 24, "given, projected"),
     "column of an alignment": Layer((5,), 7, 16, 1, 48, turned=True),
     "batch, no biases": Layer((2, 3), 3, 16, 2, 8, "own", biases=False),
     "batch, given bias": Layer((2, 2), 18, 16, 1, 32, "given"),
