@@ -25,7 +25,7 @@ from warpfold.tune.example import ExampleSizes, ModelBench, TrainingStep, shorte
 from warpfold.tune.roofline import Ceilings
 from warpfold.tune.spans import MARK, OUTSIDE, Place, Spans
 from warpfold.tune.step_profile import NOT_PLACED, Tables, counted_work, kind_of, profile_model
-from warpfold.tune.trace import AUTOGRAD, NODE, PYTHON, WHOLE, Event, attribute, read_events
+from warpfold.tune.trace import AUTOGRAD, NODE, PYTHON, WHOLE, TraceEvent, attribute, read_events
 from warpfold.tune.work import WorkKey
 
 CPU = torch.device("cpu")
@@ -101,8 +101,10 @@ def test_backward_time_is_that_of_the_layer_that_caused_it(again: bool) -> None:
     assert sum(one.host for one in spent.values()) == pytest.approx(whole)
 
 
-def event(name: str, own: float, parent: Event | None = None, node: int = -1, kernels: tuple[float, ...] = ()) -> Event:
-    return Event(name, 0.0, own, node, parent, kernels)
+def event(
+    name: str, own: float, parent: TraceEvent | None = None, node: int = -1, kernels: tuple[float, ...] = ()
+) -> TraceEvent:
+    return TraceEvent(name, 0.0, own, node, parent, kernels)
 
 
 def test_kernels_belong_to_what_launched_them_also_on_autograds_thread() -> None:

@@ -25,7 +25,9 @@ class Linear(nn.Linear):
     weights and a bias of one (a gate that starts open), "final" zeros (a residual update that starts as nothing).
     """
 
-    packed: "Packed | None" = None  # where its weights lie for operations to read (engine/packed.py); None: nowhere
+    packed: "PackedOperands | None" = (
+        None  # where its weights lie for operations to read (engine/packed.py); None: nowhere
+    )
 
     def __init__(self, c_in: int, c_out: int, bias: bool = True, init: Init = "default") -> None:
         self.init = init
@@ -86,7 +88,7 @@ class LinearSlice(NamedTuple):
 Projection = Linear | LinearSlice
 
 
-class Packed(Protocol):
+class PackedOperands(Protocol):
     """The weights of a model as operations read them."""
 
     def joined(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> tuple[Tensor, Tensor | None] | None:

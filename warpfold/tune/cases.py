@@ -14,7 +14,7 @@ from warpfold.ops.norm import EPS, layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor
-from warpfold.tune.layer_cases import GatedAttention, TriangleMultiplication
+from warpfold.tune.layer_cases import GatedAttentionProfile, TriangleMultiplicationProfile
 from warpfold.tune.loss_cases import AlignedErrors, Overlaps
 from warpfold.tune.profile import (
     ALIGNMENTS,
@@ -355,8 +355,8 @@ class _OuterProduct(OpProfile):
 PROFILES: Mapping[str, OpProfile] = {
     profile.name: profile
     for profile in (
-        _Attention(), _GlobalAttention(), GatedAttention(), _LayerNorm(), _NormLinear(), _Gate(),
-        _GatedLinearResidual(), _Transition(), _TriangleFactor(), _OuterProduct(), TriangleMultiplication(),
+        _Attention(), _GlobalAttention(), GatedAttentionProfile(), _LayerNorm(), _NormLinear(), _Gate(),
+        _GatedLinearResidual(), _Transition(), _TriangleFactor(), _OuterProduct(), TriangleMultiplicationProfile(),
         AlignedErrors(), Overlaps(),
     )
 }  # fmt: skip

@@ -38,7 +38,7 @@ def _square(case: OpCase) -> OpCase:
     return replace(case, rows=n, length=n)
 
 
-class TriangleMultiplication(OpProfile):
+class TriangleMultiplicationProfile(OpProfile):
     """Algorithms 11 and 12 from the normalised operand to the new residual."""
 
     name, op = "triangle_multiplication", triangle_multiplication
@@ -92,7 +92,7 @@ class TriangleMultiplication(OpProfile):
         return f"{residues}, {case.channels} channels, inner {case.outputs}{dropout}"
 
 
-class GatedAttention(OpProfile):
+class GatedAttentionProfile(OpProfile):
     """Algorithms 7, 8, 13 and 14 from the normalised operand to the new residual."""
 
     name, op, tuned = "gated_attention", gated_attention, False  # its kernels are those of attention, norm and tail

@@ -29,7 +29,7 @@ from warpfold.tune.roofline import Ceilings, ceilings
 from warpfold.tune.spans import Place, Spans
 from warpfold.tune.timing import without_stderr
 from warpfold.tune.trace import AUTOGRAD, PYTHON, WHOLE, Spent, TraceReading, attribute, read_events
-from warpfold.tune.work import Work, WorkKey, work_of
+from warpfold.tune.work import CountedWork, WorkKey, work_of
 
 RUNS = {"cpu": 2, "cuda": 5}  # without the profiler, after as many warm-up runs as `WARM`
 WARM = {"cpu": 1, "cuda": 3}
@@ -85,7 +85,7 @@ def profile_model(
     }
 
 
-def counted_work(given: ModelBench, training: bool) -> dict[WorkKey, Work]:
+def counted_work(given: ModelBench, training: bool) -> dict[WorkKey, CountedWork]:
     """Count what a step, or a forward pass, has to do, by the definitions; the optimizer's part is not counted."""
     step = TrainingStep(given, "meta")
     step.bind(replace(given.plan, kernels="definition", recompute=None, compile=False))
@@ -166,7 +166,7 @@ class Tables:
     """
 
     reading: TraceReading
-    work: Mapping[WorkKey, Work]
+    work: Mapping[WorkKey, CountedWork]
     top: Ceilings
     cuda: bool
 

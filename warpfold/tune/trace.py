@@ -32,14 +32,14 @@ VIEWS = {
 
 
 @dataclass
-class Event:
+class TraceEvent:
     """One event of the profiler on the host; seconds.  node: the number of autograd's node, or -1."""
 
     name: str
     start: float
     own: float  # without the events within it
     node: int = -1
-    parent: "Event | None" = None
+    parent: "TraceEvent | None" = None
     kernels: tuple[float, ...] = ()  # seconds of what it launched on the device
 
 
@@ -64,9 +64,9 @@ class TraceReading:
     device_launches: int = 0
 
 
-def read_events(events: Iterable[Any]) -> tuple[list[Event], list[tuple[float, float]]]:
+def read_events(events: Iterable[Any]) -> tuple[list[TraceEvent], list[tuple[float, float]]]:
     """Return a profile's events on the host, and the (start, end) of everything that ran on a device, in seconds."""
-    found: dict[int, Event] = {}
+    found: dict[int, TraceEvent] = {}
     on_device: list[tuple[float, float]] = []
     originals = []
     for e in events:
@@ -75,7 +75,7 @@ def read_events(events: Iterable[Any]) -> tuple[list[Event], list[tuple[float, f
         elif not e.is_async:
             kernels = tuple(kernel.duration / 1e6 for kernel in e.kernels)
             own = e.self_cpu_time_total / 1e6
-            found[id(e)] = Event(e.name, e.time_range.start / 1e6, own, e.sequence_nr, None, kernels)
+            found[id(e)] = TraceEvent(e.name, e.time_range.start / 1e6, own, e.sequence_nr, None, kernels)
             originals.append(e)
     for e in originals:
         if e.cpu_parent is not None:
@@ -83,7 +83,9 @@ def read_events(events: Iterable[Any]) -> tuple[list[Event], list[tuple[float, f
     return [found[id(e)] for e in originals], on_device
 
 
-def attribute(events: Sequence[Event], spans: Spans, on_device: Sequence[tuple[float, float]] = ()) -> TraceReading:
+def attribute(
+    events: Sequence[TraceEvent], spans: Spans, on_device: Sequence[tuple[float, float]] = ()
+) -> TraceReading:
     """Give each event's own time, and what it launched, to its place.
 
     Events outside the range of the whole count where they ran on another thread (autograd's own, of a GPU), else not.
@@ -114,7 +116,7 @@ def attribute(events: Sequence[Event], spans: Spans, on_device: Sequence[tuple[f
     return TraceReading(dict(spent), whole, busy, unplaced, len(on_device))
 
 
-def _computing(events: Sequence[Event]) -> set[int]:
+def _computing(events: Sequence[TraceEvent]) -> set[int]:
     """Return the events (by id) that are torch's operations that compute themselves: no views, nor those that call
     others which compute."""
     candidates, callers = [], set()
@@ -146,13 +148,13 @@ class _Around:
         self.spans = spans
         self.known: dict[int, _Surroundings] = {}
 
-    def __call__(self, e: Event) -> _Surroundings:
+    def __call__(self, e: TraceEvent) -> _Surroundings:
         found = self.known.get(id(e))
         if found is None:
             found = self.known[id(e)] = self._of(e, _Surroundings() if e.parent is None else self(e.parent))
         return found
 
-    def _of(self, e: Event, outer: _Surroundings) -> _Surroundings:
+    def _of(self, e: TraceEvent, outer: _Surroundings) -> _Surroundings:
         """Return what is around the events within `e`.  Within a backward pass a span is of what is computed again."""
         if e.name == WHOLE:
             return replace(outer, within=True)
@@ -165,7 +167,7 @@ class _Around:
         return outer
 
 
-def _key(e: Event, at: _Surroundings) -> WorkKey:
+def _key(e: TraceEvent, at: _Surroundings) -> WorkKey:
     """Return whose time an event's own is."""
     if at.place.op or at.ours:
         return WorkKey(at.place.layer, at.place.op or at.ours, at.place.shape, at.backward)

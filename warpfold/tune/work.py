@@ -33,7 +33,7 @@ class WorkKey:
 
 
 @dataclass
-class Work:
+class CountedWork:
     """What was to be done at one key."""
 
     flops: int = 0
@@ -51,7 +51,7 @@ class _Counting(TorchDispatchMode):
     def __init__(self, spans: Spans) -> None:
         super().__init__()
         self.spans = spans
-        self.found: dict[WorkKey, Work] = defaultdict(Work)
+        self.found: dict[WorkKey, CountedWork] = defaultdict(CountedWork)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -84,7 +84,7 @@ class _Counting(TorchDispatchMode):
             back.calls += 1
 
 
-def work_of(model: nn.Module, run: Callable[[Spans], object]) -> dict[WorkKey, Work]:
+def work_of(model: nn.Module, run: Callable[[Spans], object]) -> dict[WorkKey, CountedWork]:
     """Count what `run` does with a model on "meta", which must be bound to its definitions.
 
     run: is given the spans, to open some of its own.
