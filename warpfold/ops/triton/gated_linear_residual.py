@@ -32,7 +32,7 @@ TILES = 256  # of the gradient of the weight: as in `norm_linear`
 
 
 @triton.jit
-def _factors(
+def dropout_tile(
     factors: tl.tuple,
     at: tl.tensor,
     valid: tl.tensor,
@@ -89,7 +89,7 @@ def _gated_linear_residual(
     valid = real & (c < C)[None, :]
     if factors is not None:
         at = offsets(factors, m, axes)[:, None] + (c.to(tl.int64) * factors.strides[3])[None, :]
-        acc *= _factors(factors, at, valid, key, number, word, rate, scale)
+        acc *= dropout_tile(factors, at, valid, key, number, word, rate, scale)
     acc += tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     tl.store(pointers(y, m, c, axes), acc.to(y.data.dtype.element_ty), mask=valid)
 
@@ -129,7 +129,7 @@ def _gated_linear_residual_backward(
         dz = tl.load(grad_rows + c[None, :], mask=valid, other=0)
         if factors is not None:
             at = factor_rows + (c.to(tl.int64) * factors.strides[3])[None, :]
-            dz = (dz.to(tl.float32) * _factors(factors, at, valid, key, number, word, rate, scale)).to(dz.dtype)
+            dz = (dz.to(tl.float32) * dropout_tile(factors, at, valid, key, number, word, rate, scale)).to(dz.dtype)
         wt = tl.load(weight + c[:, None] * INPUTS + i[None, :], mask=(c < C)[:, None] & (i < INPUTS)[None, :], other=0)
         dh = tl.dot(dz, wt.to(dz.dtype), dh)
     valid = real & (i < INPUTS)[None, :]
@@ -180,7 +180,7 @@ def _gated_linear_residual_weight(
         dz = tl.load(grad.data + at + c[None, :], mask=valid, other=0)
         if factors is not None:
             at = offsets(factors, m, axes)[:, None] + (c.to(tl.int64) * factors.strides[3])[None, :]
-            dz = (dz.to(tl.float32) * _factors(factors, at, valid, key, number, word, rate, scale)).to(dz.dtype)
+            dz = (dz.to(tl.float32) * dropout_tile(factors, at, valid, key, number, word, rate, scale)).to(dz.dtype)
         valid = (m < axes.positions)[:, None] & (i < INPUTS)[None, :]
         at = offsets(o, m, axes)[:, None]
         v = tl.load(o.data + at + i[None, :], mask=valid, other=0).to(tl.float32)
@@ -228,7 +228,7 @@ WEIGHT = register_by_precision(
 )
 
 
-class _Dropout:
+class DropoutOperands:
     """Dropout factors as the kernels take them: given, to be drawn by the kernel, or none.
 
     of: the factors [*, c]; of those to be drawn a tensor on "meta", with the strides of the numbers to draw for.
@@ -281,7 +281,7 @@ def gated_linear_residual(
 ) -> Tensor:
     """Compute warpfold::gated_linear_residual."""
     c, inputs, y = x.shape[-1], o.shape[-1], empty_like(x)
-    dropout = _Dropout(x, factors, key, strides, offset, stream, rate)
+    dropout = DropoutOperands(x, factors, key, strides, offset, stream, rate)
     p, arguments = dropout.walked_with({"x": x, "o": channels_last(o), "g": channels_last(g)}, writes={"y": y})
     kernel = FORWARD.tiled((c, inputs), x)
     kernel.run(
@@ -333,7 +333,7 @@ def backward(
     rate: float,
 ) -> Sum:
     """Write the gradients of o and g into do and dg, and return what is to be summed for those of weight and bias."""
-    dropout = _Dropout(grad, factors, key, strides, offset, stream, rate)
+    dropout = DropoutOperands(grad, factors, key, strides, offset, stream, rate)
     reads = {"grad": channels_last(grad), "o": channels_last(o), "g": channels_last(g)}
     c, inputs, biased = grad.shape[-1], o.shape[-1], 0 if bias is None else grad.shape[-1]
     p, arguments = dropout.walked_with(reads, writes={"do": do, "dg": dg})

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from warpfold.ops.triton.gated_linear_residual import _factors
+from warpfold.ops.triton.gated_linear_residual import dropout_tile
 from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.noise import SCALARS
 from warpfold.ops.triton.positions import offsets, pointers
@@ -69,7 +69,7 @@ def _out_backward(
         dz = tl.load(pointers(grad, m, o, axes), mask=shown, other=0).to(tl.float32)
         if factors is not None:
             drawn = offsets(factors, m, axes)[:, None] + (o.to(tl.int64) * factors.strides[3])[None, :]
-            dz = dz * _factors(factors, drawn, shown, key, number, word, rate, scale)
+            dz = dz * dropout_tile(factors, drawn, shown, key, number, word, rate, scale)
         g = biased(tl.dot(n1, gate_rows), bias, GATES, o, C, BIASED)
         u = biased(tl.dot(n2, out_rows), out_bias, 0, o, C, C)
         gate_values = tl.sigmoid(g)

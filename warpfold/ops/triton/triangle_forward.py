@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from warpfold.ops.triton.gated_linear_residual import _factors
+from warpfold.ops.triton.gated_linear_residual import dropout_tile
 from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.noise import SCALARS
 from warpfold.ops.triton.norm_linear import statistics
@@ -145,7 +145,7 @@ def _out_forward(
         shown = present[:, None] & (o < C)[None, :]
         if factors is not None:
             drawn = offsets(factors, m, axes)[:, None] + (o.to(tl.int64) * factors.strides[3])[None, :]
-            u *= _factors(factors, drawn, shown, key, number, word, rate, scale)
+            u *= dropout_tile(factors, drawn, shown, key, number, word, rate, scale)
         u += tl.load(pointers(x, m, o, axes), mask=shown, other=0).to(tl.float32)
         tl.store(pointers(y, m, o, axes), u.to(y.data.dtype.element_ty), mask=shown)
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from warpfold.ops.norm import empty_statistics
 from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triangle_multiplication import empty_planes, row_pitch
-from warpfold.ops.triton.gated_linear_residual import _Dropout
+from warpfold.ops.triton.gated_linear_residual import DropoutOperands
 from warpfold.ops.triton.launch import Kernel, TiledKernel
 from warpfold.ops.triton.noise import SCALARS, fill
 from warpfold.ops.triton.positions import Axes, Strided, cast_weight, coalesce, power_of_two, programs_for
@@ -77,7 +77,9 @@ def triangle_multiplication(
     """Compute warpfold::triangle_multiplication."""
     parameters = norm_weight, norm_bias, weight, bias, out_norm_weight, out_norm_bias, out_weight, out_bias
     statistics = *empty_statistics(x), *empty_statistics(x)
-    call = _Call(x, mask, parameters, statistics, fused, _Dropout(x, factors, key, strides, offset, stream, rate))
+    call = _Call(
+        x, mask, parameters, statistics, fused, DropoutOperands(x, factors, key, strides, offset, stream, rate)
+    )
     a, b, product = (empty_planes(x, call.hidden) for _ in range(3))
     kernel = call.tiled(FACTORS)
     call.launch(kernel, (call.blocks(kernel),), {"a": channels_last(a), "b": channels_last(b)}, eps=eps)
@@ -123,7 +125,9 @@ def triangle_multiplication_backward(
     """Compute warpfold::triangle_multiplication_backward."""
     parameters = norm_weight, norm_bias, weight, bias, out_norm_weight, out_norm_bias, out_weight, out_bias
     statistics = mean, rstd, out_mean, out_rstd
-    call = _Call(x, mask, parameters, statistics, fused, _Dropout(x, factors, key, strides, offset, stream, rate))
+    call = _Call(
+        x, mask, parameters, statistics, fused, DropoutOperands(x, factors, key, strides, offset, stream, rate)
+    )
     dnorm, dnorm_bias, dweight, dbias, dout_norm, dout_norm_bias, dout_weight, dout_bias = empty_parameters(*parameters)
     dproduct, dprojected, dgate = empty_planes(x, call.hidden), x.new_empty(x.shape), x.new_empty(x.shape)
     read = {"product": channels_last(product), "dprojected": dprojected, "dgate": dgate}
@@ -178,7 +182,7 @@ class _Call:
         parameters: Parameters,
         statistics: tuple[Tensor, Tensor, Tensor, Tensor],
         fused: bool,
-        dropout: _Dropout,
+        dropout: DropoutOperands,
     ) -> None:
         norm_weight, norm_bias, weight, bias, out_norm_weight, out_norm_bias, out_weight, out_bias = parameters
         mean, rstd, out_mean, out_rstd = statistics
@@ -270,7 +274,7 @@ class _Call:
         yield apart
         out.copy_(apart.view(out.shape))
 
-    def _dropped(self, x: Tensor, dropout: _Dropout) -> dict[str, Any]:
+    def _dropped(self, x: Tensor, dropout: DropoutOperands) -> dict[str, Any]:
         """Note the dropout factors among the tensors, and return the other arguments about them."""
         if dropout.of is not None and dropout.key is not None and not _one_axis(dropout.of):
             # They are walked along one leading axis: draw first, once for each element that differs.

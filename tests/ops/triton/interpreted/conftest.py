@@ -14,8 +14,7 @@ from warpfold.ops.triton.launch import KernelConfig, forced, kernels
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 LARGE = dict(BLOCK_M=64, BLOCK_C=128, BLOCK_I=128, BLOCK_O=128, BLOCK_Q=64, BLOCK_K=64, ROWS=2)
-LARGE |= dict(BLOCK_P=128, BLOCK_N=4096, BLOCK=1024, BLOCK_F=32)
-LARGE |= dict(BLOCK_P=128, BLOCK_N=4096, BLOCK=1024, BLOCK_H=64)
+LARGE |= dict(BLOCK_P=128, BLOCK_N=4096, BLOCK=1024, BLOCK_F=32, BLOCK_H=64)
 LARGE |= dict(TILE_I=16, TILE_J=16, TILE_C=4, BLOCK_S=64, BLOCK_Z=64)
 collect_ignore_glob = [] if INTERPRETING else ["test_*.py"]
 
