@@ -5,7 +5,7 @@ the place of `PLAIN`, for all modules of a model at once (`Execution.bind` in wa
 else of a module is ever set from outside.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +58,7 @@ class PlainExecution:
     everywhere: bool = False  # whether what follows the trunk projects in this dtype too, and not in fp32 at least
     kernels: Kernels | None = None  # how operations are computed; None: as they are around the call
     residues: Residues = ALL
+    in_place: bool = False  # whether what a function is given to update may be written over: no gradient needs it
 
     def stack(self, stack: "BlockStack", states: Tensors, masks: Tensors) -> Tensors:
         """Run the blocks of a stack one after another."""
@@ -86,6 +87,10 @@ class PlainExecution:
         """
         return function(inputs)
 
+    def rows(self, count: int) -> list[slice]:
+        """Return which of so many rows of z are computed together: here all; at least one slice, even of none."""
+        return [slice(0, count)]
+
     def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: as many as have `TOGETHER` positions, or one.
 
@@ -113,6 +118,28 @@ class Executable(nn.Module):
     def residues(self) -> Residues:
         """The residues that this process holds."""
         return self.execution.residues
+
+    def by_rows(self, function: Callable[[slice], Tensor], count: int, axis: int) -> Tensor:
+        """Return the join along `axis` of what a function makes of so many rows, as many at a time as the plan says.
+
+        Without gradients each part is written to its place at once, so that there is never more than the result and
+        one part.
+        """
+        slices = self.execution.rows(count)
+        if len(slices) == 1:
+            return function(slices[0])
+        if torch.is_grad_enabled():
+            return torch.cat([function(rows) for rows in slices], axis)
+        joined = None
+        for rows in slices:
+            part = function(rows)
+            if joined is None:
+                shape = list(part.shape)
+                shape[axis] = count
+                joined = part.new_empty(shape)
+            joined.narrow(axis, rows.start, rows.stop - rows.start).copy_(part)
+        assert joined is not None
+        return joined
 
     def around_trunk(self, x: Tensor) -> Tensor:
         """Return what the trunk computed in the dtype in which this module goes on: in fp32 at least, or as it is."""

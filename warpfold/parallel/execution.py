@@ -51,7 +51,7 @@ class Execution(PlainExecution):
                 f"a plan of axial {plan.axial} x branch {plan.branch} needs a mesh of these sizes, not {mesh}"
             )
         self.dtype, self.kernels = DTYPES[plan.precision], plan.kernels
-        self.everywhere = plan.precision == "bf16_all"
+        self.everywhere, self.in_place = plan.precision == "bf16_all", plan.in_place
         if self.distributed:
             self.residues = ShardedResidues(self.mesh.axial, plan.branch)
         self._sharded: dict[nn.Module, ShardedStack] = {}
@@ -160,6 +160,11 @@ class Execution(PlainExecution):
         if packed is not None:
             packed.catch_up()  # a graph asks for no weights, and would not notice that one was written to
         return self.graphs.call(function, inputs, (model.training, memory), reason)
+
+    def rows(self, count: int) -> list[slice]:
+        """Return which of so many rows of z are computed together: `plan.chunk`."""
+        size = self.plan.chunk or max(count, 1)
+        return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
     def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: where layers run in slices, each alone."""
