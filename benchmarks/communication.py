@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.traffic import LINKS, Block, Move, count, moves, seconds, total
-from tests.fake import Held, memory_of
+from warpfold.tune.fake import Held, memory_of
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.losses import LossConfig

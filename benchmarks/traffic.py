@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
-from tests.fake import fake_ranks
+from warpfold.tune.fake import fake_ranks
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.execution import Execution
