@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warpfold.device import Function, Graphs, Named, Offload
 from warpfold.errors import UserError
-from warpfold.model.axial import AxialUpdate, Block, BlockStack
+from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
 from warpfold.model.layers import Linear
 from warpfold.ops.dispatch import allow_tf32, using
@@ -19,11 +19,11 @@ from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedStack
 from warpfold.parallel.sharded_tensor import ShardedResidues
-from warpfold.parallel.slices import layer_in_slices
+from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbers
 
 # The functions of a layer that are compiled: they only compute.
 COMPILED = (
-    *("local", "shared", "shared_of", "local_and_shared", "update", "add", "whole"),
+    *("local", "shared", "shared_of", "local_and_shared", "update", "add", "add_slice", "whole"),
     *("left", "right", "gate_logits", "product", "finish"),
 )
 log = logging.getLogger("warpfold")
@@ -54,6 +54,7 @@ class Execution(PlainExecution):
         self.everywhere, self.in_place = plan.precision == "bf16_all", plan.in_place
         if self.distributed:
             self.residues = ShardedResidues(self.mesh.axial, plan.branch)
+        self._channels = 0  # of z, in what was bound; 0: there is no z
         self._sharded: dict[nn.Module, ShardedStack] = {}
         self._compiled: dict[AxialUpdate, Any] = {}
         self.graphs = Graphs()
@@ -84,6 +85,7 @@ class Execution(PlainExecution):
         A later execution replaces this one; one that cannot run the model changes nothing.
         Errors: UserError for a block that the plan cannot run, or where compiling needs a compiler that is not there.
         """
+        self._channels = max(self._channels, pair_channels(model))
         if self.plan.compile:
             self._compiled |= _compile(model)
         if self.distributed:
@@ -140,7 +142,8 @@ class Execution(PlainExecution):
         with using(self.plan.kernels):  # also where it is recomputed, perhaps by another thread
             if self.plan.chunk is None:
                 return super().layer(layer, x, mask, other)
-            return layer_in_slices(layer, x, mask, other, self.plan.chunk, self.plan.in_place)
+            most = slice_numbers(self.plan.chunk, x.shape[COLS], self._channels or x.shape[-1])
+            return layer_in_slices(layer, x, mask, other, most, self.plan.in_place)
 
     def call(
         self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
@@ -194,7 +197,9 @@ class Execution(PlainExecution):
                     f"({type(module).__name__}) stands in no block; put it into one, or leave both at 1"
                 )
             if isinstance(module, BlockStack | Block):
-                found[module] = ShardedStack(name, module, self.plan, self.mesh, self._compiled)
+                found[module] = ShardedStack(
+                    name, module, self.plan, self.mesh, self._compiled, self._channels
+                )
                 inside.update(part for block in found[module].blocks for part in block.modules())
         return found
 
