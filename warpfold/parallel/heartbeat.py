@@ -181,6 +181,10 @@ class Heartbeat:
         self._message = self._message or f"rank {self._rank} failed: {reason}"  # sent if the store answers after all
         return reason
 
+    def failure(self) -> str:
+        """Return why another process has failed, as far as this one has heard; "": none has."""
+        return self._failure
+
     # What runs in the thread
 
     @property

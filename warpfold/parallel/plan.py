@@ -130,7 +130,7 @@ class Plan:
         return None
 
 
-def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | None = None) -> Plan:
+def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | None = None, gpu: bool = False) -> Plan:
     """Return a plan to fold one example without gradients: in place, in slices that suit the machine, or at once.
 
     chunk: rows of a slice; 0: everything at once; None: as many as keep the largest temporary, an attention's logits
@@ -139,7 +139,7 @@ def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | Non
     if chunk is None:
         clusters, residues = batch["bert_mask"].shape[-2:]
         extra = batch["extra_rows"].shape[-1] if "extra_rows" in batch else batch["extra_msa"].shape[-2]
-        budget = RESIDENT if batch["bert_mask"].is_cuda else CACHED
+        budget = RESIDENT if gpu else CACHED
         longest = max(residues, clusters)
         chunk = max(4, budget // (8 * longest**2))
         if chunk >= max(longest, extra):

@@ -6,9 +6,10 @@ same on all machines).
 """
 
 import json
+import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.parallel.collectives import all_gather_flat, shard_sizes
+from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.heartbeat import Heartbeat, Position, TeamError, Watchdog
-from warpfold.parallel.mesh import Group, Mesh, check_grid, make_mesh
+from warpfold.parallel.mesh import TIME_LIMIT, Mesh, check_grid, make_mesh
+from warpfold.parallel.messages import PendingGather, all_gather_object, begin_gather, pieces, to_bytes
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.waits import Event, Work, waiting, watched
+from warpfold.parallel.waits import Event, waiting, watched
 
 PIECE = 2**26  # bytes of a broadcast that are sent together
 POLL = 0.1  # seconds between two looks at the store, while processes meet
@@ -80,6 +82,59 @@ class Team:
     mesh: Mesh = field(default_factory=Mesh)
     position: Position = field(default_factory=Position)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _alone: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)  # for one process
+    _failure: Callable[[], str] = field(default=str, repr=False, compare=False)  # why another process has failed
+    _meshes: dict[tuple[int, ...], Mesh] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def _store(self) -> dist.Store:
+        """What all processes can write to and read, whatever they are doing."""
+        if self.process.ranks == 1:
+            return self._alone
+        return dist.PrefixStore("team", dist.distributed_c10d._get_default_store())
+
+    def remesh(self, plan: Plan) -> Mesh:
+        """Have the processes work as a plan says from now on; return its mesh, which is also `mesh`.
+
+        All must call it with the same plan (`broadcast` tells them), while nothing is under way.  Groups that were made
+        once are used again.  Errors: UserError if the processes do not fill the plan's grid.
+        """
+        sizes = plan.data, plan.axial, plan.branch
+        check_grid(*sizes, self.process.ranks)
+        if sizes not in self._meshes:
+            self._meet(f"the groups of {' x '.join(map(str, sizes))} ranks")
+            self._meshes[sizes] = make_mesh(*sizes, self.mesh.limit)
+        self.mesh = self._meshes[sizes]
+        return self.mesh
+
+    def smallest(self, value: float, what: str) -> float:
+        """Return the smallest of all processes' values, such as the free memory of their devices."""
+        return min(self.all_gather_object(value, what))
+
+    def take(self, what: str) -> int:
+        """Return the next of the numbers 0, 1, 2 ... that nobody has taken under this name.
+
+        For work that is shared out as it is done: all processes that share an example get the same number.
+        """
+        number = None
+        if self.is_example_leader:
+            with waiting(f"a number of {what}"):
+                number = self._store.add(f"taken-{what}", 1) - 1
+        found: int = self.all_gather_object_of_example(number, what)[0]
+        return found
+
+    def wait_for_all(self, what: str) -> None:
+        """Wait until all processes are here, however long they compute before: after work that each took its share of.
+
+        Errors: TeamError if one fails meanwhile.
+        """
+        self._advance(what)
+        self._store.set(f"here-{what}-{self.process.rank}", "")
+        missing = [f"here-{what}-{rank}" for rank in range(self.process.ranks)]
+        while missing := [key for key in missing if not self._store.check([key])]:
+            if reason := self._failure():
+                raise TeamError(reason)
+            time.sleep(POLL)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -94,51 +149,79 @@ class Team:
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Return every process's value, JSON-able, in the order of ranks.  NaN and inf are kept."""
         self._meet(what)
-        return _all_gather_object(value, self.mesh.world, what)
+        return all_gather_object(value, self.mesh.world, what)
 
     def all_gather_object_of_example(self, value: Any, what: str) -> list[Any]:
         """Return the values of those that share this process's example."""
         self._advance(what, slices=1)
-        return _all_gather_object(value, self.mesh.model, what)
+        return all_gather_object(value, self.mesh.model, what)
 
-    def all_gather(self, x: Tensor, what: str) -> "PendingGather":
+    def all_gather(self, x: Tensor, what: str) -> PendingGather:
         """Begin to gather a flat tensor, of the same length on every process."""
         self._meet(what)
-        return _begin(x, self.mesh.world, what)
+        return begin_gather(x, self.mesh.world, what)
 
-    def all_gather_of_example(self, x: Tensor, what: str) -> "PendingGather":
+    def all_gather_of_example(self, x: Tensor, what: str) -> PendingGather:
         """Begin to gather a flat tensor from those that share this process's example."""
         self._advance(what, slices=1)
-        return _begin(x, self.mesh.model, what)
+        return begin_gather(x, self.mesh.model, what)
 
     def of_example_leaders(self, values: list[Any]) -> list[Any]:
         """Pick those of the example leaders from values gathered from all processes; in the order of data ranks."""
         return values[:: self.mesh.model.size]
 
-    def gather_shards(self, x: Tensor, axis: int, length: int) -> Tensor | None:
-        """Join the axial ranks' shards in the main memory of the first of them; return None on the others."""
+    def gather_shards(
+        self, x: Tensor, axis: int, length: int, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor | None:
+        """Join the axial ranks' shards in the main memory of the first of them; return None on the others.
+
+        They come in pieces of at most `PIECE` bytes (`pieces_of_shards`), so no device holds more than its shard and a
+        piece, and no other rank's memory more than a piece.  dtype: of the result; each piece is cast alone.
+        out: where to join them on the first rank, such as a file that is mapped to memory.
+        """
+        if self.mesh.axial.size == 1 and out is None and not x.is_cuda and x.dtype == (dtype or x.dtype):
+            return x.detach().contiguous() if self.is_example_leader else None
+        whole = out
+        for start, piece in self.pieces_of_shards(x, axis, length, dtype):
+            if whole is None:
+                shape = list(piece.shape)
+                shape[axis] = length
+                whole = piece.new_empty(shape)
+            whole.narrow(axis, start, piece.shape[axis]).copy_(piece)
+        return whole if self.is_example_leader else None
+
+    def pieces_of_shards(
+        self, x: Tensor, axis: int, length: int, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield on the first axial rank every piece of the whole, in order, in main memory, with where it begins.
+
+        On the others it yields nothing, but must be gone through to its end: they send meanwhile.  At least one piece,
+        even of nothing.  x: this rank's shard; a piece is some of it along `axis`, at most `PIECE` bytes or one row.
+        """
         self._advance("a result for the first rank", slices=1)
-        group, sizes = self.mesh.axial, shard_sizes(length, self.mesh.axial.size)
+        group, dtype = self.mesh.axial, dtype or x.dtype
         if self.mesh.branch.rank > 0:
-            return None
-        here = x.detach().cpu().contiguous()
-        if group.size == 1:
-            return here
-        if group.rank > 0:
-            if sizes[group.rank]:
-                with waiting(self.position.name):
-                    dist.send(here, group.ranks[0], group=group.handle)
-            return None
-        shape = list(here.shape)
-        shape[axis] = length
-        whole = here.new_empty(shape)
-        for rank, part in enumerate(whole.split(sizes, axis)):
-            there = here if rank == 0 else torch.empty_like(part, memory_format=torch.contiguous_format)
-            if rank > 0 and sizes[rank]:
-                with waiting(self.position.name):
-                    dist.recv(there, group.ranks[rank], group=group.handle)
-            part.copy_(there)
-        return whole
+            return
+        others = [size for at, size in enumerate(x.shape) if at != axis % x.ndim]
+        rows = max(PIECE // max(math.prod(others) * dtype.itemsize, 1), 1)
+        begin = 0
+        for rank, size in enumerate(shard_sizes(length, group.size)):
+            for start in range(0, max(size, rank == 0), rows):
+                count = min(rows, size - start)
+                if rank == group.rank:
+                    piece = x.detach().narrow(axis, start, count).to("cpu", dtype).contiguous()
+                    if rank > 0:
+                        with waiting(self.position.name):
+                            dist.send(piece, group.ranks[0], group=group.handle)
+                elif group.rank == 0:
+                    shape = list(x.shape)
+                    shape[axis] = count
+                    piece = torch.empty(shape, dtype=dtype)
+                    with waiting(self.position.name):
+                        dist.recv(piece, group.ranks[rank], group=group.handle)
+                if group.rank == 0:
+                    yield begin + start, piece
+            begin += size
 
     def broadcast(self, value: Any, what: str) -> Any:
         """Return on every process the value, JSON-able, of rank 0; those of the others are ignored.
@@ -148,7 +231,7 @@ class Team:
         self._meet(what)
         if self.mesh.world.size == 1:
             return value
-        data = _to_bytes(value) if self.is_rank_zero else torch.empty(0, dtype=torch.uint8)
+        data = to_bytes(value) if self.is_rank_zero else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([len(data)])
         self._broadcast(length)
         data = data if self.is_rank_zero else data.new_empty(int(length))
@@ -169,7 +252,7 @@ class Team:
         if self.mesh.world.size == 1:
             return given
         found = given or {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in table}
-        for piece in _pieces([x.view(-1).view(torch.uint8) for x in found.values() if x.numel()]):
+        for piece in pieces([x.view(-1).view(torch.uint8) for x in found.values() if x.numel()], PIECE):
             sent = torch.cat(piece)
             self._broadcast(sent)
             if not self.is_rank_zero:
@@ -194,70 +277,20 @@ class Team:
             self.position = Position(at.meetings, at.gradients + gradients, at.slices + slices, name)
 
 
-@dataclass(frozen=True)
-class PendingGather:
-    """The flat tensors of all processes of a group, in flight."""
-
-    found: Tensor  # [processes, length]
-    sent: Tensor
-    work: Work
-
-    def wait(self) -> Tensor:
-        """Return the tensors [processes, length], in the order of ranks."""
-        self.work.wait()
-        return self.found
-
-
-def _begin(x: Tensor, group: Group, what: str) -> PendingGather:
-    x = x.contiguous()
-    if group.size == 1:
-        return PendingGather(x[None], x, Work(None, what))
-    found = x.new_empty(group.size * len(x))
-    work = Work(all_gather_flat(found, x, group=group.handle, async_op=True), what)
-    return PendingGather(found.view(group.size, -1), x, work)
-
-
-def _to_bytes(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _pieces(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield pieces of at most `PIECE` bytes, each a list of parts of the flat tensors of bytes."""
-    piece: list[Tensor] = []
-    room = PIECE
-    for x in flat:
-        while len(x):
-            part, x = x[:room], x[room:]
-            piece.append(part)
-            room -= len(part)
-            if not room:
-                yield piece
-                piece, room = [], PIECE
-    if piece:
-        yield piece
-
-
-def _all_gather_object(value: Any, group: Group, what: str) -> list[Any]:
-    if group.size == 1:
-        return [value]
-    text = _to_bytes(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
-    with waiting(what):
-        dist.all_gather(sizes, torch.tensor([len(text)]), group=group.handle)
-        longest = max(int(size) for size in sizes)
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(parts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group.handle)
-    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes)]
-
-
 @contextmanager
-def distributed_context(process: ProcessInfo, plan: Plan, device: torch.device | str = "cpu") -> Iterator[Team]:
+def distributed_context(
+    process: ProcessInfo, plan: Plan | None, device: torch.device | str = "cpu", limit: float = TIME_LIMIT
+) -> Iterator[Team]:
     """Have the processes of a run meet; the process groups exist as long as the context lasts.
 
+    plan: None: not chosen yet, so that each process is alone with its examples until `Team.remesh`.
     When one fails, it tells the others why before it ends, and they end too: with a TeamError, or, should they be
-    stuck where no error reaches them, by `os._exit`.  They may wait `plan.time_limit` for each other, not longer.
+    stuck where no error reaches them, by `os._exit`.  They may wait for each other `plan.time_limit` seconds, or
+    without a plan `limit`, not longer.
     Errors: UserError if there are not as many as the plan needs, or they do not meet; TeamError as described.
     """
+    if plan is None:
+        plan = Plan(data=process.ranks, time_limit=limit)
     check_grid(plan.data, plan.axial, plan.branch, process.ranks)
     if process.ranks == 1:
         yield Team(process)
@@ -266,7 +299,7 @@ def distributed_context(process: ProcessInfo, plan: Plan, device: torch.device |
     def meeting(name: str, seconds: float) -> str:
         return f"rank {process.rank}: {name} took more than {seconds:.0f} s: {process.keeper} may be dead or frozen"
 
-    team = Team(process)
+    team = Team(process, Mesh(limit=plan.time_limit))
     with Watchdog(plan.time_limit, meeting) as watchdog:
         heartbeat = Heartbeat(
             _initialise(process, plan, torch.device(device)),
@@ -278,8 +311,9 @@ def distributed_context(process: ProcessInfo, plan: Plan, device: torch.device |
             position=lambda: team.position,
             sharing=lambda: team.mesh.model.ranks,
         )
+        team._failure = heartbeat.failure
         with heartbeat, watched(team.note):
-            team.mesh = make_mesh(plan.data, plan.axial, plan.branch, plan.time_limit)
+            team.remesh(plan)
             yield team
             team.all_gather_object(None, "the end")  # nobody leaves before all know that none has failed
         # Only if all went well: otherwise it would wait for collectives that others never join.

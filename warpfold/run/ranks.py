@@ -15,7 +15,8 @@ from torch import Tensor
 from warpfold.data.load.loader import Loader, Sample
 from warpfold.engine.loop import StepTimer, StopSignals
 from warpfold.errors import UserError
-from warpfold.parallel.team import PendingGather, Team
+from warpfold.parallel.messages import PendingGather
+from warpfold.parallel.team import Team
 from warpfold.run.ledger import Ledger
 from warpfold.run.results import ExampleResult
 

@@ -1,0 +1,73 @@
+"""Messages between processes: flat tensors, and what JSON can hold."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from warpfold.parallel.collectives import all_gather_flat
+from warpfold.parallel.mesh import Group
+from warpfold.parallel.waits import Work, waiting
+
+
+@dataclass(frozen=True)
+class PendingGather:
+    """The flat tensors of all processes of a group, in flight."""
+
+    found: Tensor  # [processes, length]
+    sent: Tensor
+    work: Work
+
+    def wait(self) -> Tensor:
+        """Return the tensors [processes, length], in the order of ranks."""
+        self.work.wait()
+        return self.found
+
+
+def begin_gather(x: Tensor, group: Group, what: str) -> PendingGather:
+    """Begin to gather a flat tensor, of the same length on every process of the group."""
+    x = x.contiguous()
+    if group.size == 1:
+        return PendingGather(x[None], x, Work(None, what))
+    found = x.new_empty(group.size * len(x))
+    work = Work(all_gather_flat(found, x, group=group.handle, async_op=True), what)
+    return PendingGather(found.view(group.size, -1), x, work)
+
+
+def to_bytes(value: Any) -> Tensor:
+    """Return a value, JSON-able, as a flat tensor of bytes."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Yield pieces of at most `size` bytes, each a list of parts of the flat tensors of bytes."""
+    piece: list[Tensor] = []
+    room = size
+    for x in flat:
+        while len(x):
+            part, x = x[:room], x[room:]
+            piece.append(part)
+            room -= len(part)
+            if not room:
+                yield piece
+                piece, room = [], size
+    if piece:
+        yield piece
+
+
+def all_gather_object(value: Any, group: Group, what: str) -> list[Any]:
+    """Return the values, JSON-able, of all processes of a group, in the order of ranks."""
+    if group.size == 1:
+        return [value]
+    text = to_bytes(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
+    with waiting(what):
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=group.handle)
+        longest = max(int(size) for size in sizes)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(parts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group.handle)
+    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes)]
