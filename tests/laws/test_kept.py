@@ -131,5 +131,3 @@ def test_plans_that_keep_and_share_at_once_are_refused_by_name() -> None:
         Plan(branch=2, offload=True)
     with pytest.raises(ValueError, match=r'plan.recompute is True: "block", "layer", or none'):
         Plan(recompute=True)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"plan.offload for training"):
-        Plan(offload=True, chunk=2, in_place=True)

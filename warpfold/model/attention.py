@@ -90,7 +90,7 @@ class AttentionUpdate(AxialUpdate):
         return self._new(x, shared, self.attention.projections, mask, factors)
 
     def empty_shared(self, part: Tensor, length: int) -> Tensor:
-        """Allocate the bias; on a CPU with the heads in front, where its kernel would lay it out again for each slice."""
+        """Allocate the bias; on a CPU with the heads in front: its kernel would lay it out so for each slice."""
         assert self.join_axis is not None
         shape = list(self.transpose_if_column(part).shape)
         shape[ROWS] = length

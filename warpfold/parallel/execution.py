@@ -1,7 +1,7 @@
 """How a plan runs a model: whole, in slices, in place, recomputed, compiled, over several ranks."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warpfold.device import Function, Graphs, Named, Offload
 from warpfold.errors import UserError
+from warpfold.host import HostTensor
 from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
 from warpfold.model.layers import Linear
@@ -28,6 +29,7 @@ COMPILED = (
 )
 log = logging.getLogger("warpfold")
 M = TypeVar("M", bound=nn.Module)
+TILE = 32  # rows of a tile of z in host memory, at least: one of 128 channels in bf16 has 256 KiB
 SHAPES = 64  # of each function that may be compiled before torch gives up, which it would only warn of
 
 
@@ -58,7 +60,7 @@ class Execution(PlainExecution):
         self._sharded: dict[nn.Module, ShardedStack] = {}
         self._compiled: dict[AxialUpdate, Any] = {}
         self.graphs = Graphs()
-        self._offload = Offload() if plan.offload else None
+        self._offload = Offload() if plan.offload and not plan.in_place else None
 
     @property
     def distributed(self) -> bool:
@@ -169,6 +171,14 @@ class Execution(PlainExecution):
         size = self.plan.chunk or max(count, 1)
         return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
+    def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for z, in the dtype of the trunk: with `offload` in host memory."""
+        if not (self.plan.offload and self.plan.in_place):
+            return super().pair_memory(like, shape)
+        assert self.plan.chunk is not None
+        tile = self.plan.chunk * -(-TILE // self.plan.chunk)  # slices begin and end between tiles
+        return HostTensor(shape, self.dtype, like.device, tile)
+
     def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: where layers run in slices, each alone."""
         if self.plan.chunk is None:
@@ -197,9 +207,7 @@ class Execution(PlainExecution):
                     f"({type(module).__name__}) stands in no block; put it into one, or leave both at 1"
                 )
             if isinstance(module, BlockStack | Block):
-                found[module] = ShardedStack(
-                    name, module, self.plan, self.mesh, self._compiled, self._channels
-                )
+                found[module] = ShardedStack(name, module, self.plan, self.mesh, self._compiled, self._channels)
                 inside.update(part for block in found[module].blocks for part in block.modules())
         return found
 

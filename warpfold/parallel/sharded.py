@@ -136,8 +136,8 @@ def unsupported_reason(plan: Plan, name: str, block: Block) -> str | None:
 class ShardedStack:
     """Blocks one after another on this rank of a mesh: sharded over axial ranks, halves shared out to branch ranks.
 
-    module: a stack, or a block that stands alone.  compiled: what to call in the place of some layers.  channels: of the
-    model's z.
+    module: a stack, or a block that stands alone.  compiled: what to call in the place of some layers.
+    channels: of the model's z.
     Errors: UserError for a block that the plan cannot run.
     """
 
