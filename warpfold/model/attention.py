@@ -8,6 +8,7 @@ from warpfold.model.axial import COLS, ROWS, AxialUpdate
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, joined
 from warpfold.ops.attention import attention
+from warpfold.ops.dispatch import backend
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.noise import Factors
@@ -94,7 +95,7 @@ class AttentionUpdate(AxialUpdate):
         assert self.join_axis is not None
         shape = list(self.transpose_if_column(part).shape)
         shape[ROWS] = length
-        if part.is_cuda:
+        if backend(part) == "triton":
             empty = part.new_empty(shape)
         else:
             empty = part.new_empty(*shape[:-3], shape[-1], *shape[-3:-1]).movedim(-3, -1)
