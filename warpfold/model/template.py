@@ -167,7 +167,7 @@ class TemplateEmbedder(Executable):
             return z
         used = (mask.sum(-1) > 0).to(z.dtype)[..., None, None, None]
         parts = self.execution.parts(mask.shape[-1], z_mask.shape[-1] ** 2)
-        if len(parts) > 1 and self.execution.in_place:
+        if len(parts) > 1 and self.execution.in_place:  # else all are there at the same time
             return self._in_two_rounds(z, z_mask, batch, used)
         embedded = [self._embedded(some_templates(batch, part), z, z_mask) for part in parts]
         t = torch.cat(embedded, -4) if len(embedded) > 1 else embedded[0]
@@ -189,29 +189,38 @@ class TemplateEmbedder(Executable):
         makes each again, but for the last, which is there still.
         """
         count, mask, execution = batch["template_mask"].shape[-1], batch["template_mask"], self.execution
-        slices, kept = execution.rows(z.shape[-3]), []  # of each template first the logits, then the weight
-        t = None
+        kept = []  # of each template first the logits, then the weight
         for i in range(count):
             t = None  # before the next is made
             t = self._embedded(some_templates(batch, slice(i, i + 1)), z, z_mask).squeeze(-4)
-            kept.append(execution.pair_memory(mask, (*z.shape[:-1], self.pointwise.heads)))
-            for rows in slices:
-                logits = self.pointwise.logits(execution.fetch(z, rows), self.norm(t[..., rows, :, :]))
-                execution.store(kept[i], rows, logits)
-        for rows in slices:
-            weights = self.pointwise.weights([execution.fetch(x, rows) for x in kept], mask)
-            for x, weight in zip(kept, weights):
-                execution.store(x, rows, weight)
+            kept.append(self._logits(z, t, mask))
+        self._to_weights(kept, mask)
         for i in reversed(range(count)):
             if t is None:
                 t = self._embedded(some_templates(batch, slice(i, i + 1)), z, z_mask).squeeze(-4)
-            for rows in slices:
-                weight = execution.fetch(kept[i], rows)
-                new = self.pointwise.of_one(weight, self.norm(t[..., rows, :, :]), first=i == 0)
+            for rows in execution.rows(z.shape[-3]):
+                some = self.norm(t[..., rows, :, :])
+                new = self.pointwise.of_one(execution.fetch(kept[-1], rows), some, first=i == 0)
                 execution.store(z, rows, execution.fetch(z, rows) + new * used)
             t = None
-            del kept[i]
+            kept.pop()
         return z
+
+    def _logits(self, z: Tensor, t: Tensor, like: Tensor) -> Tensor:
+        """Return the logits of one template [*, r, r, heads]."""
+        execution = self.execution
+        kept = execution.aside(like, (*z.shape[:-1], self.pointwise.heads))
+        for rows in execution.rows(z.shape[-3]):
+            new = self.pointwise.logits(execution.fetch(z, rows), self.norm(t[..., rows, :, :]))
+            execution.store(kept, rows, new)
+        return kept
+
+    def _to_weights(self, kept: Sequence[Tensor], mask: Tensor) -> None:
+        """Write the weights of all templates over their logits."""
+        for rows in self.execution.rows(kept[0].shape[-3]):
+            weights = self.pointwise.weights([self.execution.fetch(x, rows) for x in kept], mask)
+            for x, weight in zip(kept, weights):
+                self.execution.store(x, rows, weight)
 
 
 class ChainTemplatePairEmbedder(Executable):
@@ -272,7 +281,7 @@ class ChainTemplateEmbedder(Executable):
         for part in before:
             t = self._embedded(some_templates(batch, part), batch["asym_id"], z, z_mask)
             if total is None:
-                total = self.execution.pair_memory(z_mask, (*z.shape[:-1], t.shape[-1]))
+                total = self.execution.aside(z_mask, (*z.shape[:-1], t.shape[-1]))
             total = self.renew_rows(total, partial(self._plus, t))
             del t  # before the next is made
         t = self._embedded(some_templates(batch, last), batch["asym_id"], z, z_mask)
