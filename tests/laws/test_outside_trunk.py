@@ -78,8 +78,8 @@ def heads_in_slices(execution: Execution) -> dict[str, Tensor]:
     assert [i for rows, _ in slices for i in range(len(z))[rows]] == list(range(len(z)))
     return {
         "pae": found.pae,
-        "ptm": torch.tensor(found.ptm),
-        "iptm": torch.tensor(found.iptm),
+        "ptm": torch.tensor(found.ptm, dtype=torch.float64),
+        "iptm": torch.tensor(found.iptm, dtype=torch.float64),
         "pairs": found.chain_pair_iptm,
         "distogram": torch.cat([logits for _, logits in slices]),
     }
