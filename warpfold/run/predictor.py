@@ -39,6 +39,29 @@ log = logging.getLogger("warpfold")
 
 
 @dataclass(frozen=True)
+class Recycling:
+    """When recycling ends before all passes are done; it changes what is predicted.
+
+    tolerance: angstrom, as `ModelConfig.recycle_tolerance`; None: the model's own.
+    long: a protein of more than so many residues has at most so many passes after the first.
+    Errors: UserError for what is not at least 0.
+    """
+
+    tolerance: float | None = None
+    long: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise UserError(f"--recycle-tolerance {self.tolerance:g}: angstrom, at least 0")
+        if self.long is not None and min(self.long) < 0:
+            raise UserError(f"--max-recycles {self.long[0]}:{self.long[1]}: two numbers of at least 0")
+
+    def at_most(self, recycles: int, residues: int) -> int:
+        """Return how many of so many passes after the first a protein gets."""
+        return recycles if self.long is None or residues <= self.long[0] else min(recycles, self.long[1])
+
+
+@dataclass(frozen=True)
 class Prepared:
     """An example as the model gets it: features in host memory, those of all passes."""
 
@@ -79,7 +102,7 @@ class Predictor:
         self.device = torch.device(device)
         self.chunk, self.precision, self.kernels = chunk, precision, kernels
         self.sample = sample or SampleConfig()
-        self.recycle_tolerance: float | None = None  # angstrom; None: as the model has it (`ModelConfig`)
+        self.recycling = Recycling()
 
     def fold(
         self,
@@ -158,6 +181,7 @@ class Predictor:
         else:
             example = replace(example, positions=None, mask=None)
             assembly = Assembly(example.name, ("A",), (example,))
+        recycles = self.recycling.at_most(recycles, assembly.length)
         given = example if isinstance(example, RawExample) and settings.multimer is None else assembly
         features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
@@ -168,7 +192,7 @@ class Predictor:
         start, settings, batch = time.perf_counter(), self.model.config, prepared.batch
         plan = self.plan(prepared)
         Execution(plan, self.team.mesh).bind(self.model)
-        tolerance = settings.recycle_tolerance if self.recycle_tolerance is None else self.recycle_tolerance
+        tolerance = settings.recycle_tolerance if self.recycling.tolerance is None else self.recycling.tolerance
         self.model.config = replace(settings, ensemble=prepared.ensemble, recycle_tolerance=tolerance)
         try:
             with torch.no_grad():
