@@ -242,8 +242,10 @@ def test_the_distogram_lies_beside_the_arrays_and_goes_with_the_prediction(tmp_p
     contacts, edges = distogram[..., :19].sum(-1), np.linspace(2.3125, 21.6875, 63, dtype=np.float32)
     p = replace(prediction(), distogram=distogram, contacts=contacts, distogram_edges=edges)
     files = p.save(tmp_path / "test")
-    np.testing.assert_array_equal(np.load(tmp_path / "test" / files["distogram"], mmap_mode="r"), distogram)
-    arrays = np.load(tmp_path / "test" / files["arrays"])
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "test" / files["distogram"], mmap_mode="r", allow_pickle=False), distogram
+    )
+    arrays = np.load(tmp_path / "test" / files["arrays"], allow_pickle=False)
     np.testing.assert_array_equal(arrays["contacts"], contacts)
     assert len(arrays["distogram_edges"]) == 63
     assert "distogram" not in arrays

@@ -56,8 +56,8 @@ def test_bad_options_are_one_line(
 def test_contacts_and_distogram_on_demand(query: Path, tiny_params: Path, tmp_path: Path) -> None:
     summary = predict(query, [], tiny_params, tmp_path / "out", PredictOptions(distogram=True))
     files = summary["predictions"][0]["files"]
-    distogram = np.load(tmp_path / "out/one" / files["distogram"])
-    arrays = np.load(tmp_path / "out/one" / files["arrays"])
+    distogram = np.load(tmp_path / "out/one" / files["distogram"], allow_pickle=False)
+    arrays = np.load(tmp_path / "out/one" / files["arrays"], allow_pickle=False)
     n = len(SEQUENCE)
     assert distogram.shape == (n, n, 64)
     assert distogram.dtype == np.float16
