@@ -70,10 +70,10 @@ def triangle_slice(
     return out
 
 
-def _cast_norm(x: Tensor, norm: Any) -> tuple[Tensor, ...]:
-    return tuple(p.to(accumulation_dtype(x)) for p in norm)
+def _cast_norm(x: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    return norm[0].to(accumulation_dtype(x)), norm[1].to(accumulation_dtype(x))
 
 
-def _normed(xs: Tensor, norm: tuple[Tensor, ...], eps: float) -> Tensor:
-    normed: Tensor = torch.native_layer_norm(xs, [xs.shape[1]], *norm, eps)[0]
-    return normed
+def _normed(xs: Tensor, norm: tuple[Tensor, Tensor], eps: float) -> Tensor:
+    weight, bias = norm
+    return torch.native_layer_norm(xs, [xs.shape[1]], weight, bias, eps)[0]
