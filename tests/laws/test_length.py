@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import tiny_config
+from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.host import HostTensor, fetch
 from warpfold.model.evoformer import Evoformer, EvoformerBlock, EvoformerConfig
 from warpfold.ops import dispatch
@@ -121,3 +121,18 @@ def test_with_z_in_host_memory_there_is_one_factor(device: str, layers: tuple[st
     plan = Plan(chunk=4, in_place=True, offload=True, precision="bf16")
     peak, what = trunk_memory(plan, device, layers)
     assert 1 < peak <= 1.1, what
+
+
+@pytest.mark.parametrize("templates", [0, 3])
+def test_a_fold_with_z_in_host_memory_is_the_fold(templates: int) -> None:
+    model = tiny_model().double()
+    batch = {k: x.double() if x.is_floating_point() else x for k, x in random_batch(templates=templates).items()}
+    found = []
+    for plan in (Plan(precision="fp64"), Plan(precision="fp64", chunk=2, in_place=True, offload=True)):
+        with torch.no_grad():
+            folded = Execution(plan).bind(model).fold(batch)
+            pair = folded.representations.pair
+        assert isinstance(pair, HostTensor) == plan.offload
+        whole = fetch(pair, slice(0, pair.shape[-3]))
+        found.append((whole, folded.representations.single, folded.structure.final_atom37))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
