@@ -35,6 +35,7 @@ IN_SLICES: dict[LayerKind, tuple[str, ...]] = {
     "clashes": ("overlaps",),
 }
 PRODUCT, COPY = "triangle product", "copy"  # what slices also do, and is no operation of ours
+WRITTEN: tuple[LayerKind, ...] = ("attention", "triangle product", "transition", "outer product", "global attention")
 LOSSES: tuple[LayerKind, ...] = ("fape", "clashes")
 TWICE: tuple[LayerKind, ...] = ("triangle product", "triangle output")  # of a block: outgoing and incoming
 
@@ -87,26 +88,45 @@ def _layer(
     slices = slices_of(layer, model, sizes, plan)
     share = shard(sizes.residues, plan.axial)
     for op in ops:
-        cost = _cost(PROFILES[op], layer, forward, itemsize)
-        yield LayerWork(layer.name, op, scaled(cost, times * share), times * slices)
+        for part in _projections(layer) if sliced and op == "norm_linear" else (layer,):
+            cost = _cost(PROFILES[op], part, forward, itemsize)
+            yield LayerWork(layer.name, op, scaled(cost, times * share), times * slices)
     if sliced:
-        yield from (replace(work, cost=scaled(work.cost, times * share), calls=times * work.calls)
-                    for work in _between(layer, slices, forward, itemsize))  # fmt: skip
+        for work in _between(layer, slices, forward, itemsize):
+            yield replace(work, cost=scaled(work.cost, times * share), calls=times * work.calls)
+
+
+def _projections(layer: LayerSizes) -> tuple[LayerSizes, ...]:
+    """Return a layer once for each of its projections: what all slices share is projected apart from the rest."""
+    parts: tuple[int, ...] = (layer.projected,)
+    if layer.kind == "attention" and layer.projected > 4 * layer.heads * layer.width:
+        parts = 4 * layer.heads * layer.width, layer.projected - 4 * layer.heads * layer.width
+    elif layer.kind == "outer product":
+        parts = layer.hidden, layer.hidden
+    elif layer.kind == "triangle product":
+        parts = 2 * layer.hidden, 2 * layer.hidden, layer.channels
+    return tuple(replace(layer, projected=part) for part in parts)
 
 
 def _between(layer: LayerSizes, slices: int, forward: bool, itemsize: int) -> Iterator[LayerWork]:
     """Yield what slices do beside our operations: the product of the factors, and each slice to its place."""
     positions = layer.rows * layer.length
     if layer.kind == "triangle product":
-        n, c, passes = layer.length, layer.hidden, 1 if forward else 2
-        # The shared factor is read by every slice.
-        moved = (2 + (slices + 1)) * positions * c * itemsize * passes
-        yield LayerWork(layer.name, PRODUCT, Cost(2 * positions * n * c * passes, 0, moved), slices * passes)
-    if layer.kind in ("attention", "triangle product", "transition", "outer product", "global attention"):
-        channels = layer.outputs if layer.kind == "outer product" else layer.channels
-        if layer.kind == "outer product":
-            positions = layer.length**2
-        yield LayerWork(layer.name, COPY, Cost(0, 0, 2 * positions * channels * itemsize), slices)
+        cost = product_cost(layer.rows / slices, layer.length, layer.hidden, itemsize, forward)
+        yield LayerWork(layer.name, PRODUCT, scaled(cost, slices), slices)
+    if layer.kind in WRITTEN:
+        outer, product = layer.kind == "outer product", layer.kind == "triangle product"
+        numbers = layer.length**2 * layer.outputs if outer else positions * layer.channels
+        copied = 2 * numbers + (3 * numbers if outer or product else 0)  # to its place; the sum of x and its update
+        copied += 2 * positions * layer.hidden if product else 0  # the factor that is shared, joined of its slices
+        yield LayerWork(layer.name, COPY, Cost(0, 0, copied * itemsize), slices)
+
+
+def product_cost(rows: float, residues: int, channels: int, itemsize: int, forward: bool) -> Cost:
+    """Return what the product of a slice of a factor and all of the other costs: every slice reads the whole factor."""
+    passes = 1 if forward else 2
+    numbers = (2 * rows * residues + residues**2) * channels
+    return Cost(passes * 2 * rows * residues**2 * channels, 0, passes * numbers * itemsize)
 
 
 def _cost(profile: OpProfile, layer: LayerSizes, forward: bool, itemsize: int) -> Cost:
