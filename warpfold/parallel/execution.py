@@ -1,7 +1,7 @@
 """How a plan runs a model: whole, in slices, in place, recomputed, compiled, over several ranks."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from warpfold.device import Function, Graphs, Named, Offload
 from warpfold.errors import UserError
-from warpfold.model.axial import AxialUpdate, Block, BlockStack
+from warpfold.host import HostTensor
+from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
 from warpfold.model.layers import Linear
 from warpfold.ops.dispatch import allow_tf32, using
@@ -19,15 +20,16 @@ from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedStack
 from warpfold.parallel.sharded_tensor import ShardedResidues
-from warpfold.parallel.slices import layer_in_slices
+from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbers
 
 # The functions of a layer that are compiled: they only compute.
 COMPILED = (
-    *("local", "shared", "shared_of", "local_and_shared", "update", "add", "whole"),
+    *("local", "shared", "shared_of", "local_and_shared", "update", "add", "add_slice", "whole"),
     *("left", "right", "gate_logits", "product", "finish"),
 )
 log = logging.getLogger("warpfold")
 M = TypeVar("M", bound=nn.Module)
+TILE = 32  # rows of a tile of z in host memory, at least: one of 128 channels in bf16 has 256 KiB
 SHAPES = 64  # of each function that may be compiled before torch gives up, which it would only warn of
 
 
@@ -54,10 +56,12 @@ class Execution(PlainExecution):
         self.everywhere, self.in_place = plan.precision == "bf16_all", plan.in_place
         if self.distributed:
             self.residues = ShardedResidues(self.mesh.axial, plan.branch)
+        self._channels = 0  # of z, in what was bound; 0: there is no z
         self._sharded: dict[nn.Module, ShardedStack] = {}
         self._compiled: dict[AxialUpdate, Any] = {}
+        self._keeping: set[nn.Module] = set()  # blocks that keep everything, and their layers
         self.graphs = Graphs()
-        self._offload = Offload() if plan.offload else None
+        self._offload = Offload() if plan.offload and not plan.in_place else None
 
     @property
     def distributed(self) -> bool:
@@ -76,6 +80,7 @@ class Execution(PlainExecution):
             said.append(f"slices of {p.chunk} rows{', in place' if p.in_place else ''}")
         said += [word for word, on in (("compiled", p.compile), ("offloaded", p.offload), ("graphs", p.graph)) if on]
         said += [f"{p.recompute}s recomputed"] if p.recompute else []
+        said += [f"but for the last {p.keep_blocks} blocks"] if p.keep_blocks else []
         return ", ".join([*said, p.precision + (", tf32" if p.tf32 else ""), f"{p.kernels} kernels"])
 
     def bind(self, model: M) -> M:
@@ -84,6 +89,9 @@ class Execution(PlainExecution):
         A later execution replaces this one; one that cannot run the model changes nothing.
         Errors: UserError for a block that the plan cannot run, or where compiling needs a compiler that is not there.
         """
+        self._channels = max(self._channels, pair_channels(model))
+        if (stack := main_stack(model)) is not None and self.plan.keep_blocks:
+            self._keeping.update(part for block in stack.blocks[-self.plan.keep_blocks :] for part in block.modules())
         if self.plan.compile:
             self._compiled |= _compile(model)
         if self.distributed:
@@ -108,7 +116,7 @@ class Execution(PlainExecution):
         keeps = torch.is_grad_enabled()
         with self._offload.saving() if self._offload is not None and keeps else nullcontext():
             for block in stack.blocks:
-                if self.plan.recompute == "block" and keeps:
+                if self.plan.recompute == "block" and keeps and block not in self._keeping:
                     states = self._recomputed(block, *states, *masks)
                 else:
                     states = block(*states, *masks)
@@ -130,7 +138,7 @@ class Execution(PlainExecution):
         """Return x with the layer's update, computed at once or in slices."""
         if self.plan.axial > 1:  # it would take a shard for the whole
             raise ValueError(f"a {type(layer).__name__} of a sharded model is called outside of its block")
-        if self.plan.recompute == "layer" and torch.is_grad_enabled():
+        if self.plan.recompute == "layer" and torch.is_grad_enabled() and layer not in self._keeping:
             result: Tensor = self._recomputed(self._layer, layer, x, mask, other)
             return result
         return self._layer(layer, x, mask, other)
@@ -140,7 +148,8 @@ class Execution(PlainExecution):
         with using(self.plan.kernels):  # also where it is recomputed, perhaps by another thread
             if self.plan.chunk is None:
                 return super().layer(layer, x, mask, other)
-            return layer_in_slices(layer, x, mask, other, self.plan.chunk, self.plan.in_place)
+            most = slice_numbers(self.plan.chunk, x.shape[COLS], self._channels or x.shape[-1])
+            return layer_in_slices(layer, x, mask, other, most, self.plan.in_place)
 
     def call(
         self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
@@ -166,6 +175,14 @@ class Execution(PlainExecution):
         size = self.plan.chunk or max(count, 1)
         return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
+    def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for z, in the dtype of the trunk: with `offload` in host memory."""
+        if not (self.plan.offload and self.plan.in_place):
+            return super().pair_memory(like, shape)
+        assert self.plan.chunk is not None
+        tile = self.plan.chunk * -(-TILE // self.plan.chunk)  # slices begin and end between tiles
+        return HostTensor(shape, self.dtype, like.device, tile)
+
     def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: where layers run in slices, each alone."""
         if self.plan.chunk is None:
@@ -185,6 +202,7 @@ class Execution(PlainExecution):
         """Return what runs each stack, and each block outside of stacks, over the ranks."""
         found: dict[nn.Module, ShardedStack] = {}
         inside: set[nn.Module] = set()  # blocks that were found, and all their modules
+        main = main_stack(model)
         for name, module in model.named_modules():
             if module in inside:
                 continue
@@ -194,9 +212,16 @@ class Execution(PlainExecution):
                     f"({type(module).__name__}) stands in no block; put it into one, or leave both at 1"
                 )
             if isinstance(module, BlockStack | Block):
-                found[module] = ShardedStack(name, module, self.plan, self.mesh, self._compiled)
+                keeps = self.plan.keep_blocks if module is main else 0
+                found[module] = ShardedStack(name, module, self.plan, self.mesh, self._compiled, keeps, self._channels)
                 inside.update(part for block in found[module].blocks for part in block.modules())
         return found
+
+
+def main_stack(model: nn.Module) -> BlockStack | None:
+    """Return a model's main stack of blocks: the last one, which the others lead to; None where it has none."""
+    stacks = [module for module in model.modules() if isinstance(module, BlockStack)]
+    return stacks[-1] if stacks else None
 
 
 class _Compiled:

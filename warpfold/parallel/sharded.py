@@ -26,7 +26,7 @@ from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.sharded_tensor import ShardedTensor
-from warpfold.parallel.slices import add_in_slices, cut_axes, shared_in_slices
+from warpfold.parallel.slices import add_in_slices, cut_axes, shared_in_slices, slice_numbers
 
 Phases = Generator[Sequence[Pending], None, ShardedTensor]  # what it is about to wait for
 Sharded = dict[str, ShardedTensor]
@@ -136,7 +136,8 @@ def unsupported_reason(plan: Plan, name: str, block: Block) -> str | None:
 class ShardedStack:
     """Blocks one after another on this rank of a mesh: sharded over axial ranks, halves shared out to branch ranks.
 
-    module: a stack, or a block that stands alone.  compiled: what to call in the place of some layers.
+    module: a stack, or a block that stands alone.  compiled: what to call in the place of some layers.  keep_blocks: so
+    many of the last are not recomputed.  channels: of the model's z.
     Errors: UserError for a block that the plan cannot run.
     """
 
@@ -147,9 +148,12 @@ class ShardedStack:
         plan: Plan,
         mesh: Mesh,
         compiled: Mapping[AxialUpdate, AxialUpdate] | None = None,
+        keep_blocks: int = 0,
+        channels: int = 0,
     ) -> None:
+        self.keep_blocks = keep_blocks
         self.name, self.module, self.plan, self.mesh, self.group = name, module, plan, mesh, mesh.axial
-        self.compiled = compiled or {}
+        self.compiled, self.channels = compiled or {}, channels
         self._planned: list[tuple[Block, type[Block], Steps]] | None = None
         self._plan_layouts()
 
@@ -188,14 +192,15 @@ class ShardedStack:
                 mask[name] = {axis: local_shard(its_mask, axis + 1, self.group) for axis in (ROWS, COLS)}
             else:  # symmetric, so its rows are its columns too
                 mask[name] = {ROWS: its_mask, COLS: its_mask.mT}
-        for block, layout in zip(self.blocks, self.layouts[by_channels]):
+        recomputed = len(self.blocks) - self.keep_blocks if self.plan.recompute == "block" else 0
+        for index, (block, layout) in enumerate(zip(self.blocks, self.layouts[by_channels])):
             if self.mesh.branch.size > 1:
                 for x in held.values():  # what the other branch sends is awaited outside of what is recomputed
                     x.along(x.present)
             enters = zip(held.values(), layout.enters.values())
             taken = [x.only(x.present if axis is None else axis) for x, axis in enters]
             run = partial(self._block, block, layout, by_channels, mask)
-            if self.plan.recompute == "block" and torch.is_grad_enabled():
+            if index < recomputed and torch.is_grad_enabled():
                 new = checkpoint(run, *taken, use_reentrant=False, preserve_rng_state=True)
             else:
                 new = run(*taken)
@@ -286,10 +291,14 @@ class ShardedStack:
         elif local is not None:
             new = layer.add(held, local, shared, n_mask, factors)
         else:
-            assert self.plan.chunk is not None
-            axes, size = (axis, operand_axis), self.plan.chunk
-            new = add_in_slices(layer, held, held_operand, n_mask, shared, factors, axes, size, self.plan.in_place)
+            axes, most = (axis, operand_axis), self._slice_numbers(x)
+            new = add_in_slices(layer, held, held_operand, n_mask, shared, factors, axes, most, self.plan.in_place)
         return self._leave(x, axis, new, layout)
+
+    def _slice_numbers(self, x: ShardedTensor) -> int:
+        """Return how many numbers of a state the plan's slices hold."""
+        assert self.plan.chunk is not None
+        return slice_numbers(self.plan.chunk, x.lengths[COLS], self.channels or x.along(x.present).shape[-1])
 
     def _share(
         self,
@@ -308,7 +317,7 @@ class ShardedStack:
         join_axis = axis if n is None or layer.join_axis is None else layer.join_axis
         if self.plan.chunk is not None:
             n_mask = mask[axis] if n is not None else held  # not read where `shared` is made from the other
-            tensors = shared_in_slices(layer, held, n_mask, held, self.plan.chunk)
+            tensors = shared_in_slices(layer, held, n_mask, held, self._slice_numbers(of))
         elif n is None:
             tensors = layer.shared_of(held)
         else:
