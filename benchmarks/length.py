@@ -93,13 +93,12 @@ def cases(models: Sequence[str], plans: Sequence[str], lengths: Sequence[int], m
                     yield case
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, threads: int) -> dict[str, Any]:
     """Run a case in processes of its own; return its seconds and the peak of its largest rank, or why it failed."""
     ranks = PLANS[case.plan].axial
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.length", "--case", case.model, case.plan, str(case.residues)]
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-        environment = {**os.environ, **threads, **WAITS}
+        environment = {**os.environ, **WAITS, "OMP_NUM_THREADS": str(max(1, threads // ranks))}
         processes = [
             subprocess.Popen(
                 [*command, "--rank", str(rank), "--meet", f"{folder}/store"],
@@ -151,10 +150,11 @@ def status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def planned(lengths: Sequence[int]) -> list[dict[str, Any]]:
+def planned(plans: Sequence[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Return the plan's figures of a whole monomer with 512 + 1,024 rows in bf16 on a GPU, one pass."""
     rows, rates = [], of_gpu(GPU)
-    for name, plan in PLANS.items():
+    for name in plans:
+        plan = PLANS[name]
         plan = replace(plan, precision="bf16", chunk=plan.chunk and LARGE_CHUNK)
         for residues in lengths:
             sizes = ExampleSizes(residues=residues, sequences=512, extra=1024, templates=0)
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--most", type=float, default=16.0, help="GB that all processes of a case may take together")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of all processes of a case together")
     parser.add_argument("--far", default=",".join(map(str, FAR)), help="lengths of the plan's figures; none: leave out")
     parser.add_argument("--quick", action="store_true", help="128 to 384 residues, at most 3 GB, the plan's to 10,000")
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
@@ -200,16 +201,19 @@ def main() -> None:
         raise UserError(f"{', '.join(sorted(unknown))}: plans are {', '.join(PLANS)}, models {', '.join(MODELS)}")
     results = []
     for case in cases(arguments.models.split(","), arguments.plans.split(","), lengths, arguments.most * 1e9):
-        results.append({"model": case.model, "plan": case.plan, "residues": case.residues} | measure(case))
+        results.append(
+            {"model": case.model, "plan": case.plan, "residues": case.residues} | measure(case, arguments.threads)
+        )
         print(results[-1], flush=True)
     report = {
         "what": f"peak memory and seconds of one pass, {ROWS} + {EXTRA} rows, fp32, slices of {CHUNK} rows; "
         f"the plan's figures: a monomer with 512 + 1,024 rows, bf16, one pass, {GPU}, modelled",
         "date": datetime.date.today().isoformat(),
         "machine": describe(torch.device("cpu")),
+        "threads": arguments.threads,
         "load_average": round(os.getloadavg()[1], 1),
         "results": results,
-        "planned": planned(far),
+        "planned": planned(arguments.plans.split(","), far),
     }
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
