@@ -108,6 +108,13 @@ def test_recomputation_adds_a_forward_pass_of_the_trunk(rates: Rates) -> None:
     assert again - plain == pytest.approx(sum(one_more[name] - some[name] for name in layers))
 
 
+def test_blocks_that_keep_everything_are_not_recomputed(rates: Rates) -> None:
+    plans = [Plan(recompute="block", keep_blocks=count) for count in (0, 1, 2)]
+    none, one, two = (estimate_seconds(job(LossConfig()), plan, rates).total for plan in plans)
+    assert none - one == pytest.approx(one - two)
+    assert none > one > two > estimate_seconds(job(LossConfig()), Plan(), rates).total  # the other stacks remain
+
+
 def test_what_travels_while_nothing_is_computed_is_added(rates: Rates) -> None:
     slow = replace(rates, host=replace(rates.host, bandwidth=1.0))
     plan = Plan(chunk=4, in_place=True, offload=True)
