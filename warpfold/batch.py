@@ -87,11 +87,14 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def to_tensors(arrays: Mapping[str, np.ndarray | Tensor], device: torch.device | str | None = None) -> Batch:
+def to_tensors(
+    arrays: Mapping[str, np.ndarray | Tensor], device: torch.device | str | None = None, widen: bool = True
+) -> Batch:
     """Return the arrays of one example as tensors of the table's dtypes on `device` (default: where they are).
 
     Arrays may be narrower than the table says (codes and masks are one byte each): they are widened on the device, so
-    that less has to be moved there, and before that from process to process.
+    that less has to be moved there, and before that from process to process.  Without `widen` they stay as they are:
+    the model widens what each pass sees.
     Errors: KeyError for a name that is not in the table; ValueError for an array of the wrong number of axes, or
     whose axes disagree with those of another array.
     """
@@ -113,7 +116,19 @@ def to_tensors(arrays: Mapping[str, np.ndarray | Tensor], device: torch.device |
         name: array if isinstance(array, Tensor) else torch.from_numpy(np.asarray(array, order="C"))
         for name, array in arrays.items()
     }
+    if not widen:
+        return tensors
     return {name: x.to(device or x.device).to(getattr(torch, FEATURES[name].dtype)) for name, x in tensors.items()}
+
+
+def on_device(batch: Mapping[str, Tensor], device: torch.device | str) -> Batch:
+    """Return the features of a batch on a device, those that are narrower than the table says in its dtypes."""
+
+    def moved(name: str, x: Tensor) -> Tensor:
+        dtype: torch.dtype = getattr(torch, FEATURES[name].dtype)
+        return x.to(device).to(dtype) if x.element_size() < dtype.itemsize else x.to(device)
+
+    return {name: moved(name, x) for name, x in batch.items()}
 
 
 def at_pass(batch: Mapping[str, Tensor], index: int, names: Iterable[str] | None = None) -> Batch:

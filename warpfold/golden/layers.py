@@ -107,7 +107,7 @@ def _template_embedding(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     config = template_config(case.config | {"embed_torsion_angles": False})
     embedder = load(TemplateEmbedder(1, z.shape[-1], config), case, scope="")
     valid = {"out/out": mask > 0, "grad_in/query_embedding": mask > 0}
-    return CaseOutputs({"out": embedder(z, mask, x)}, embedder, scope="", valid=valid)
+    return CaseOutputs({"out": embedder(z, mask, x) - z}, embedder, scope="", valid=valid)
 
 
 def _template_angle_features(case: ReferenceCase, x: Tensors) -> CaseOutputs:

@@ -125,7 +125,7 @@ def template_mean(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     # The chain of a residue is the first residue of its own chain.
     batch = with_template_names(x) | {"asym_id": x["multichain_mask_2d"].float().argmax(-1)}
     valid = {"out/out": mask > 0, "grad_in/query_embedding": mask > 0}
-    return CaseOutputs({"out": embedder(z, mask, batch)}, embedder, "", valid=valid)
+    return CaseOutputs({"out": embedder(z, mask, batch) - z}, embedder, "", valid=valid)
 
 
 def template_rows(case: ReferenceCase, x: Tensors) -> CaseOutputs:

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from warpfold.batch import FEATURES, Batch, at_pass, passes
+from warpfold.batch import FEATURES, Batch, at_pass, on_device, passes
 from warpfold.geometry.atoms import CA, pseudo_beta
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.clusters import cluster_features
@@ -66,6 +66,17 @@ class Representations:
     single: Tensor  # [*, r, c_s]
     msa_first_row: Tensor  # [*, r, c_m]
 
+    def plus(self, other: "Representations") -> "Representations":
+        """Return the sum, but for the alignment: the masked-MSA head reads that of the first alone."""
+        names = ("pair", "single", "msa_first_row")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def over(self, count: int) -> "Representations":
+        """Return this sum as a mean of so many."""
+        return replace(
+            self, pair=self.pair / count, single=self.single / count, msa_first_row=self.msa_first_row / count
+        )
+
 
 @dataclass(frozen=True)
 class Recycled:
@@ -74,6 +85,14 @@ class Recycled:
     msa_first_row: Tensor  # [*, r, c_m]
     pair: Tensor  # [*, r, r, c_z]
     positions: Tensor  # [*, r, 37, 3] angstrom
+
+
+class Folded(NamedTuple):
+    """What a protein has folded to, before any head has looked at it."""
+
+    representations: Representations
+    structure: StructureOutput
+    recycles: int  # passes before the last
 
 
 @dataclass(frozen=True)
@@ -150,9 +169,17 @@ class AlphaFold(Executable):
         Per-pass features have a `pass` axis of 1 or of (recycles + 1) x ensemble, recycle-major.
         Errors: ValueError where the number of passes does not fit.
         """
+        folded = self.fold(batch, recycles)
+        return replace(self.output(folded.representations, folded.structure), recycles=folded.recycles)
+
+    def fold(self, batch: Batch, recycles: int | None = None) -> Folded:
+        """Run all passes, as `forward` does, but no head: their logits are the largest tensors of all.
+
+        The batch may be in host memory, and narrower than its table says: each pass moves what it sees.
+        """
         recycled, done = self.recycle(batch, recycles)
-        inputs = self.inputs_of_pass(batch, done, recycled)
-        return replace(self.last_pass(inputs), recycles=done)
+        representations, structure = self.one_pass(self.inputs_of_pass(batch, done, recycled))
+        return Folded(representations, structure, done)
 
     def recycle(self, batch: Batch, recycles: int | None = None) -> tuple[Recycled, int]:
         """Run the passes before the last; return what they hand to it, and how many they were."""
@@ -170,12 +197,17 @@ class AlphaFold(Executable):
         """Run the pass that has a gradient, and the heads.  inputs: `inputs_of_pass`."""
         return self.output(*self.one_pass(inputs))
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.single.weight.device
+
     def inputs_of_pass(self, batch: Batch, index: int, recycled: Recycled) -> dict[str, Tensor]:
         """Return all that pass `index` depends on, by name, as tensors: it may be replayed with others.
 
         The features with the samples of the alignment that it sees, the fields of `Recycled`, and the key of dropout.
         """
-        samples = passes(batch, index * self.config.ensemble, self.config.ensemble)
+        samples = on_device(passes(batch, index * self.config.ensemble, self.config.ensemble), self.device)
         self.noise.at_pass(index)
         return {**samples, **vars(recycled), "key": self.noise.key}
 
@@ -192,24 +224,23 @@ class AlphaFold(Executable):
         recycled = Recycled(*(inputs[field.name] for field in fields(Recycled)))
         batch = {name: x for name, x in inputs.items() if name in FEATURES}
         self.noise.key = inputs["key"]
-        ensemble = self.config.ensemble
-        first = mean = self.trunk(self.sample(batch, 0), recycled)
-        for member in range(1, ensemble):
-            other = self.trunk(self.sample(batch, member), recycled)
-            mean = Representations(
-                first.msa,  # the masked-MSA head reads the first member alone
-                mean.pair + other.pair,
-                mean.single + other.single,
-                mean.msa_first_row + other.msa_first_row,
-            )
-        if ensemble > 1:
-            mean = replace(
-                mean,
-                pair=mean.pair / ensemble,
-                single=mean.single / ensemble,
-                msa_first_row=mean.msa_first_row / ensemble,
-            )
-        return mean, self.structure(mean.single, mean.pair, batch["aatype"], batch["seq_mask"])
+        with self.computing():
+            mean = self._mean(batch, recycled)
+            return mean, self.structure(mean.single, mean.pair, batch["aatype"], batch["seq_mask"])
+
+    def _mean(self, batch: Batch, recycled: Recycled) -> Representations:
+        """Return the mean of what the trunk makes of each sample of the alignment."""
+        count, given = self.config.ensemble, recycled.pair
+        mean = None
+        for member in range(count):
+            if self.execution.in_place and member < count - 1:  # only the last may be written over what is recycled
+                recycled = replace(recycled, pair=given.clone())
+            else:
+                recycled = replace(recycled, pair=given)
+            found = self.trunk(self.sample(batch, member), recycled)
+            mean = found if mean is None else mean.plus(found)
+        assert mean is not None
+        return mean if count == 1 else mean.over(count)
 
     def sample(self, batch: Batch, index: int) -> Batch:
         """Return what the trunk sees of one sample of the alignment; a multimer makes its clusters here."""
@@ -218,30 +249,31 @@ class AlphaFold(Executable):
 
     def trunk(self, batch: Batch, recycled: Recycled) -> Representations:
         """Run Algorithm 2, lines 4 to 19, on one sample of the alignment (no `pass` axis)."""
-        m_mask, dtype = batch["msa_mask"], self.execution.dtype
-        seq_mask = batch["seq_mask"]
+        seq_mask, dtype = batch["seq_mask"], self.execution.dtype
         z_mask = self.residues.local_shard(seq_mask, -1)[..., :, None] * seq_mask[..., None, :]
-
-        m, z = self.input(batch, dtype)
-        m_first, z_recycled = self.recycling(
-            recycled.msa_first_row, recycled.pair, pseudo_beta(batch["aatype"], recycled.positions)
+        beta = pseudo_beta(batch["aatype"], recycled.positions)
+        z = self.renew_rows(
+            recycled.pair,
+            lambda rows, old: self.input.pair(batch, dtype, rows) + self.recycling.pair(old, beta, rows),
         )
-        m = torch.cat((m[..., :1, :, :] + m_first[..., None, :, :], m[..., 1:, :, :]), -3)
-        z = z + z_recycled
-
         if self.templates is not None:
-            z = z + self.templates(z, z_mask, batch)
-        e = self.extra(batch, dtype)
-        _, z = self.extra_stack(e, z, batch["extra_msa_mask"], z_mask)
-
-        s = m.shape[-3]
-        if self.templates is not None and self.templates.rows is not None and batch["template_mask"].shape[-1]:
-            rows, rows_mask = self.templates.rows(batch, dtype)
-            m, m_mask = torch.cat((m, rows), -3), torch.cat((m_mask, rows_mask), -2)
+            z = self.templates(z, z_mask, batch)
+        # m is made when the extra MSA is gone: it needs neither it nor what it made of z.
+        _, z = self.extra_stack(self.extra(batch, dtype), z, batch["extra_msa_mask"], z_mask)
+        m, m_mask = self._first_msa(batch, recycled.msa_first_row)
         m, z = self.evoformer(m, z, m_mask, z_mask)
         m_first = m[..., 0, :, :]
         single = self.residues.all_gather(self.single(m_first), -2, seq_mask.shape[-1])
-        return Representations(m[..., :s, :, :], z, single, m_first)
+        return Representations(m[..., : batch["msa_mask"].shape[-2], :, :], z, single, m_first)
+
+    def _first_msa(self, batch: Batch, first_row: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first m, with the rows of the templates behind it, and its mask."""
+        m, mask, dtype = self.input.msa(batch, self.execution.dtype), batch["msa_mask"], self.execution.dtype
+        parts = [m[..., :1, :, :] + self.recycling.msa(first_row)[..., None, :, :], m[..., 1:, :, :]]
+        if self.templates is not None and self.templates.rows is not None and batch["template_mask"].shape[-1]:
+            rows, rows_mask = self.templates.rows(batch, dtype)
+            parts, mask = [*parts, rows], torch.cat((mask, rows_mask), -2)
+        return torch.cat(parts, -3), mask
 
     def output(self, representations: Representations, structure: StructureOutput) -> Output:
         """Run the heads (Supp. 1.9), in fp32, on the result of a pass."""
@@ -265,7 +297,7 @@ class AlphaFold(Executable):
         shape, shard, like = aatype.shape, self.residues.local_shard(aatype, -1).shape, batch["target_feat"]
         return Recycled(
             like.new_zeros(*shard, c.c_m, dtype=dtype),
-            like.new_zeros(*shard, shape[-1], c.c_z, dtype=dtype),
+            self.execution.pair_memory(like, (*shard, shape[-1], c.c_z)),
             like.new_zeros(*shape, 37, 3),
         )
 

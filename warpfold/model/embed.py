@@ -23,10 +23,10 @@ class MultimerConfig:
 
 
 class InputEmbedder(Executable):
-    """Algorithm 3: target_feat [*, r, 22] and msa_feat [*, s, r, 49] -> m [*, s, r, c_m], z [*, r, r, c_z].
+    """Algorithm 3: m [*, s, r, c_m] and z [*, r, r, c_z] of target_feat [*, r, 22] and msa_feat [*, s, r, 49].
 
     A multimer does not read the first channel of target_feat, the chain break: chains are told apart by the relative
-    positions.  Returns this rank's shards of m and z.
+    positions.  m and z are this rank's shards.
     """
 
     def __init__(self, c_m: int, c_z: int, max_relative: int = 32, multimer: MultimerConfig | None = None) -> None:
@@ -42,34 +42,41 @@ class InputEmbedder(Executable):
             else ChainRelativePosition(c_z, max_relative, multimer.max_chain)
         )
 
-    def forward(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def msa(self, batch: Batch, dtype: torch.dtype) -> Tensor:
+        """Return m [*, s, r, c_m]."""
         local_shard = self.residues.local_shard
-        target_feat = batch["target_feat"][..., -self.target_m.in_features :].to(dtype)
-        target = local_shard(target_feat, -2)
-        m = self.target_m(target)[..., None, :, :] + self.msa_m(local_shard(batch["msa_feat"].to(dtype), -2))
-        z = self.left(target)[..., :, None, :] + self.right(target_feat)[..., None, :, :]
-        return m, z + self.position(batch, dtype)
+        target = local_shard(self._target(batch, dtype), -2)
+        return self.target_m(target)[..., None, :, :] + self.msa_m(local_shard(batch["msa_feat"].to(dtype), -2))
+
+    def pair(self, batch: Batch, dtype: torch.dtype, rows: slice) -> Tensor:
+        """Return some of this rank's rows of z, [*, rows, r, c_z]."""
+        target = self._target(batch, dtype)
+        left = self.left(self.residues.local_shard(target, -2)[..., rows, :])
+        return left[..., :, None, :] + self.right(target)[..., None, :, :] + self.position(batch, dtype, rows)
+
+    def _target(self, batch: Batch, dtype: torch.dtype) -> Tensor:
+        return batch["target_feat"][..., -self.target_m.in_features :].to(dtype)
 
 
 class RelativePosition(Executable):
-    """Algorithms 4 and 5: the clipped offset of residues i and j, embedded: this rank's rows of [*, r, r, c_z]."""
+    """Algorithms 4 and 5: the clipped offset of residues i and j, embedded: some of this rank's rows of z."""
 
     def __init__(self, c_z: int, max_relative: int = 32) -> None:
         super().__init__()
         self.max_relative = max_relative
         self.linear = Linear(2 * max_relative + 1, c_z)
 
-    def forward(self, batch: Batch, dtype: torch.dtype | None = None) -> Tensor:
+    def forward(self, batch: Batch, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> Tensor:
         """Return the embedding in a dtype, by default the parameters'; of a batch residue_index is read."""
         index = batch["residue_index"]
-        bins = _clipped_difference(self.residues.local_shard(index, -1), index, self.max_relative)
+        bins = _clipped_difference(self.residues.local_shard(index, -1)[..., rows], index, self.max_relative)
         # Picking rows of the weight is the product with a one-hot vector, without building it.
         table = self.linear.weight.T + self.linear.bias
         return take_rows(table.to(dtype or table.dtype), bins)
 
 
 class ChainRelativePosition(Executable):
-    """AlphaFold-Multimer's relative positions: this rank's rows of [*, r, r, c_z].
+    """AlphaFold-Multimer's relative positions: some of this rank's rows of z.
 
     Three features of a pair of residues (official code, `_relative_encoding`): their clipped offset if they are in one
     chain, else a bin of its own; whether their chains are copies of one entity; the clipped difference of the numbers
@@ -81,14 +88,14 @@ class ChainRelativePosition(Executable):
         self.max_relative, self.max_chain = max_relative, max_chain
         self.linear = Linear((2 * max_relative + 2) + 1 + (2 * max_chain + 2), c_z)
 
-    def forward(self, batch: Batch, dtype: torch.dtype | None = None) -> Tensor:
+    def forward(self, batch: Batch, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> Tensor:
         """Return the embedding in a dtype, by default the parameters'.
 
         Of a batch the numbers of residues, chains, entities and copies are read, int64.
         """
 
         def pairs(name: str) -> tuple[Tensor, Tensor]:
-            return self.residues.local_shard(batch[name], -1), batch[name]
+            return self.residues.local_shard(batch[name], -1)[..., rows], batch[name]
 
         same_chain, same_entity = (i[..., :, None] == j[..., None, :] for i, j in map(pairs, ("asym_id", "entity_id")))
         offset = _clipped_difference(*pairs("residue_index"), self.max_relative)
@@ -122,17 +129,25 @@ class RecyclingEmbedder(Executable):
         self.norm_m = LayerNorm(c_m)
         self.norm_z = LayerNorm(c_z)
 
-    def forward(self, m_first: Tensor, z: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what to add to the first row of m and to z.
+    def msa(self, m_first: Tensor) -> Tensor:
+        """Return what to add to the first row of m, [*, r, c_m], given that of the last pass (this rank's shard).
 
-        m_first [*, r, c_m], z [*, r, r, c_z]: this rank's shards of what the last pass computed; beta [*, r, 3] in
-        angstrom: whole.  All are zeros before the first pass; the norms' offsets and the bias apply even then, as in
+        It, z and the positions are zeros before the first pass; the norms' offsets and the bias apply even then, as in
         the official code.
         """
-        bins = distance_bins(beta, self.min_bin, self.max_bin, self.bins, self.residues.local_shard(beta, -2))
+        new: Tensor = self.norm_m(m_first)
+        return new
+
+    def pair(self, z: Tensor, beta: Tensor, rows: slice) -> Tensor:
+        """Return what to add to some of this rank's rows of z.
+
+        z [*, rows, r, c_z]: these rows of the last pass; beta [*, r, 3] in angstrom: of all residues.
+        """
+        here = self.residues.local_shard(beta, -2)[..., rows, :]
+        bins = distance_bins(beta, self.min_bin, self.max_bin, self.bins, here)
         weight, bias = self.distance.weight.T, self.distance.bias
         of_bins = torch.cat((bias[None], weight + bias)).to(z.dtype)  # the first is for a distance that has no bin
-        return self.norm_m(m_first), take_rows(of_bins, bins) + self.norm_z(z)
+        return take_rows(of_bins, bins) + self.norm_z(z)
 
 
 class ExtraMSAEmbedder(Executable):

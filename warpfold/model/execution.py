@@ -5,7 +5,8 @@ the place of `PLAIN`, for all modules of a model at once (`Execution.bind` in wa
 else of a module is ever set from outside.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,6 +92,18 @@ class PlainExecution:
         """Return which of so many rows of z are computed together: here all; at least one slice, even of none."""
         return [slice(0, count)]
 
+    def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for z, in the dtype of the trunk; `like`: a tensor on the device that computes."""
+        return like.new_zeros(shape, dtype=self.dtype)
+
+    def fetch(self, z: Tensor, rows: slice) -> Tensor:
+        """Return rows of z [*, i, j, c] where they are computed with: here a view."""
+        return z.narrow(-3, rows.start, rows.stop - rows.start)
+
+    def store(self, z: Tensor, rows: slice, new: Tensor) -> None:
+        """Write new rows over those of z [*, i, j, c]."""
+        self.fetch(z, rows).copy_(new)
+
     def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: as many as have `TOGETHER` positions, or one.
 
@@ -109,10 +122,12 @@ class Executable(nn.Module):
     execution: PlainExecution = PLAIN
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.execution.kernels is None:
+        with self.computing():
             return super().__call__(*args, **kwargs)
-        with using(self.execution.kernels):
-            return super().__call__(*args, **kwargs)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Compute operations as the execution says within the context; a call of the module does."""
+        return nullcontext() if self.execution.kernels is None else using(self.execution.kernels)
 
     @property
     def residues(self) -> Residues:
@@ -140,6 +155,18 @@ class Executable(nn.Module):
             joined.narrow(axis, rows.start, rows.stop - rows.start).copy_(part)
         assert joined is not None
         return joined
+
+    def renew_rows(self, z: Tensor, function: Callable[[slice, Tensor], Tensor]) -> Tensor:
+        """Return z [*, i, j, c] with what a function makes of each slice and its rows of z; in place where that may be.
+
+        What is made has the shape and the dtype of what is given.
+        """
+        execution = self.execution
+        if not execution.in_place:
+            return self.by_rows(lambda rows: function(rows, execution.fetch(z, rows)), z.shape[-3], -3)
+        for rows in execution.rows(z.shape[-3]):
+            execution.store(z, rows, function(rows, execution.fetch(z, rows)))
+        return z
 
     def around_trunk(self, x: Tensor) -> Tensor:
         """Return what the trunk computed in the dtype in which this module goes on: in fp32 at least, or as it is."""

@@ -139,15 +139,15 @@ class TemplateEmbedder(Executable):
         self.rows = TemplateRows(c_m) if config.torsion_rows else None
 
     def forward(self, z: Tensor, z_mask: Tensor, batch: Batch) -> Tensor:
-        """Return the update of z [*, r, r, c_z]; zero where there is no template."""
+        """Return z [*, r, r, c_z] with what the templates add; z itself where there is none."""
         mask = batch["template_mask"]
         if mask.shape[-1] == 0:
-            return torch.zeros_like(z)
+            return z
         parts = (some_templates(batch, part) for part in self.execution.parts(mask.shape[-1], z_mask.shape[-1] ** 2))
         z_mask = z_mask[..., None, :, :]
         embedded = [self.norm(self.stack(self.pair(some, z.dtype), z_mask)) for some in parts]
         update = self.pointwise(z, torch.cat(embedded, -4) if len(embedded) > 1 else embedded[0], mask)
-        return update * (mask.sum(-1) > 0).to(z.dtype)[..., None, None, None]
+        return z + update * (mask.sum(-1) > 0).to(z.dtype)[..., None, None, None]
 
 
 class ChainTemplatePairEmbedder(Executable):
@@ -193,12 +193,12 @@ class ChainTemplateEmbedder(Executable):
         self.rows = ChiTemplateRows(c_m) if config.torsion_rows else None
 
     def forward(self, z: Tensor, z_mask: Tensor, batch: Batch) -> Tensor:
-        """Return the update of z [*, r, r, c_z]; zero where the batch has no templates at all.
+        """Return z [*, r, r, c_z] with what the templates add; z itself where the batch has no templates at all.
 
         Templates of chains that have fewer count as the others do (their atoms are masked), as in the official code.
         """
         if batch["template_mask"].shape[-1] == 0:
-            return torch.zeros_like(z)
+            return z
         asym_id = batch["asym_id"]
         same_chain = (self.residues.local_shard(asym_id, -1)[..., :, None] == asym_id[..., None, :])[..., None]
         of_pairs, count = self.pair.of_pairs(z)[..., None, :, :, :], batch["template_mask"].shape[-1]
@@ -211,7 +211,7 @@ class ChainTemplateEmbedder(Executable):
 
         total = functools.reduce(torch.add, map(embedded, self.execution.parts(count, z_mask.shape[-1] ** 2)))
         update: Tensor = self.out((total / count).relu())
-        return update
+        return z + update
 
 
 class TemplatePairStack(BlockStack):

@@ -56,6 +56,7 @@ class Execution(PlainExecution):
             self.residues = ShardedResidues(self.mesh.axial, plan.branch)
         self._sharded: dict[nn.Module, ShardedStack] = {}
         self._compiled: dict[AxialUpdate, Any] = {}
+        self._keeping: set[nn.Module] = set()  # blocks that keep everything, and their layers
         self.graphs = Graphs()
         self._offload = Offload() if plan.offload else None
 
@@ -76,6 +77,7 @@ class Execution(PlainExecution):
             said.append(f"slices of {p.chunk} rows{', in place' if p.in_place else ''}")
         said += [word for word, on in (("compiled", p.compile), ("offloaded", p.offload), ("graphs", p.graph)) if on]
         said += [f"{p.recompute}s recomputed"] if p.recompute else []
+        said += [f"but for the last {p.keep_blocks} blocks"] if p.keep_blocks else []
         return ", ".join([*said, p.precision + (", tf32" if p.tf32 else ""), f"{p.kernels} kernels"])
 
     def bind(self, model: M) -> M:
@@ -84,6 +86,8 @@ class Execution(PlainExecution):
         A later execution replaces this one; one that cannot run the model changes nothing.
         Errors: UserError for a block that the plan cannot run, or where compiling needs a compiler that is not there.
         """
+        if (stack := main_stack(model)) is not None and self.plan.keep_blocks:
+            self._keeping.update(part for block in stack.blocks[-self.plan.keep_blocks :] for part in block.modules())
         if self.plan.compile:
             self._compiled |= _compile(model)
         if self.distributed:
@@ -108,7 +112,7 @@ class Execution(PlainExecution):
         keeps = torch.is_grad_enabled()
         with self._offload.saving() if self._offload is not None and keeps else nullcontext():
             for block in stack.blocks:
-                if self.plan.recompute == "block" and keeps:
+                if self.plan.recompute == "block" and keeps and block not in self._keeping:
                     states = self._recomputed(block, *states, *masks)
                 else:
                     states = block(*states, *masks)
@@ -130,7 +134,7 @@ class Execution(PlainExecution):
         """Return x with the layer's update, computed at once or in slices."""
         if self.plan.axial > 1:  # it would take a shard for the whole
             raise ValueError(f"a {type(layer).__name__} of a sharded model is called outside of its block")
-        if self.plan.recompute == "layer" and torch.is_grad_enabled():
+        if self.plan.recompute == "layer" and torch.is_grad_enabled() and layer not in self._keeping:
             result: Tensor = self._recomputed(self._layer, layer, x, mask, other)
             return result
         return self._layer(layer, x, mask, other)
@@ -185,6 +189,7 @@ class Execution(PlainExecution):
         """Return what runs each stack, and each block outside of stacks, over the ranks."""
         found: dict[nn.Module, ShardedStack] = {}
         inside: set[nn.Module] = set()  # blocks that were found, and all their modules
+        main = main_stack(model)
         for name, module in model.named_modules():
             if module in inside:
                 continue
@@ -194,9 +199,16 @@ class Execution(PlainExecution):
                     f"({type(module).__name__}) stands in no block; put it into one, or leave both at 1"
                 )
             if isinstance(module, BlockStack | Block):
-                found[module] = ShardedStack(name, module, self.plan, self.mesh, self._compiled)
+                keeps = self.plan.keep_blocks if module is main else 0
+                found[module] = ShardedStack(name, module, self.plan, self.mesh, self._compiled, keeps)
                 inside.update(part for block in found[module].blocks for part in block.modules())
         return found
+
+
+def main_stack(model: nn.Module) -> BlockStack | None:
+    """Return a model's main stack of blocks: the last one, which the others lead to; None where it has none."""
+    stacks = [module for module in model.modules() if isinstance(module, BlockStack)]
+    return stacks[-1] if stacks else None
 
 
 class _Compiled:

@@ -43,6 +43,7 @@ class Plan:
     in_place: write every slice over its part of m or z (inference only; needs a chunk).
     recompute: keep only the inputs of each "block", or of each "layer", in the forward pass, and compute the rest again
     in the backward pass; None: keep everything.
+    keep_blocks: with `recompute`, so many of the main stack's last blocks keep everything: as many as fit.
     offload: what the trunk keeps for the backward pass lies in host memory until then (of CUDA tensors).
     graph: record the passes and steps of a training as graphs of the device, and replay them (CUDA, one process).
     sizes: pad training examples so that each axis has at most so many sizes (`few_sizes`); 0: as they are.
@@ -68,6 +69,7 @@ class Plan:
     chunk: int | None = None
     in_place: bool = False
     recompute: Recompute | None = None
+    keep_blocks: int = 0
     offload: bool = False
     graph: bool = False
     sizes: int = 0
@@ -91,6 +93,10 @@ class Plan:
             raise ValueError("plan.in_place needs plan.chunk: how many rows to write at a time")
         if self.recompute not in (None, *get_args(Recompute)):
             raise ValueError(f'plan.recompute is {self.recompute!r}: "block", "layer", or none')
+        if self.keep_blocks < 0 or (self.keep_blocks and not self.recompute):
+            raise ValueError(
+                f"plan.keep_blocks is {self.keep_blocks}: how many blocks keep everything where plan.recompute is set"
+            )
         if self.in_place and (self.recompute or self.offload):
             other = "plan.recompute" if self.recompute else "plan.offload"
             raise ValueError(f"plan.in_place is for inference, {other} for training: choose one")
@@ -133,7 +139,7 @@ class Plan:
         return None
 
 
-def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | None = None) -> Plan:
+def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | None = None, gpu: bool = False) -> Plan:
     """Return a plan to fold one example without gradients: in place, in slices that suit the machine, or at once.
 
     chunk: rows of a slice; 0: everything at once; None: as many as keep the largest temporary, an attention's logits
@@ -142,7 +148,7 @@ def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | Non
     if chunk is None:
         clusters, residues = batch["bert_mask"].shape[-2:]
         extra = batch["extra_rows"].shape[-1] if "extra_rows" in batch else batch["extra_msa"].shape[-2]
-        budget = RESIDENT if batch["bert_mask"].is_cuda else CACHED
+        budget = RESIDENT if gpu else CACHED
         longest = max(residues, clusters)
         chunk = max(4, budget // (8 * longest**2))
         if chunk >= max(longest, extra):

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +34,18 @@ from warpfold.run.predict_templates import user_templates
 from warpfold.settings import build
 
 log = logging.getLogger("warpfold")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An example as the model gets it: features in host memory, those of all passes."""
+
+    assembly: Assembly
+    batch: Batch
+    seed: int
+    recycles: int
+    ensemble: int
+    seconds: float  # that it took
 
 
 class Predictor:
@@ -124,8 +136,14 @@ class Predictor:
         representations: bool = True,
     ) -> Prediction:
         """Fold an example that is encoded already, as `fold` does; coordinates that it has are ignored."""
-        start = time.perf_counter()
-        settings = self.model.config
+        prepared = self.prepare(example, seed=seed, recycles=recycles, ensemble=ensemble)
+        return self.compute(prepared, representations)
+
+    def prepare(
+        self, example: RawExample | Assembly, *, seed: int = 0, recycles: int | None = None, ensemble: int | None = None
+    ) -> "Prepared":
+        """Make the features of an example, in host memory; a thread may do it while another example computes."""
+        start, settings = time.perf_counter(), self.model.config
         recycles = settings.recycles if recycles is None else recycles
         ensemble = settings.ensemble if ensemble is None else ensemble
         if recycles < 0 or ensemble < 1:
@@ -138,28 +156,36 @@ class Predictor:
             assembly = Assembly(example.name, ("A",), (example,))
         given = example if isinstance(example, RawExample) and settings.multimer is None else assembly
         features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
-        batch = to_tensors(features, self.device)
-        plan = inference_plan(batch, self.precision, self.chunk)
-        plan = replace(plan, axial=self.axial, branch=self.branch, kernels=self.kernels)
-        Execution(plan, self.team.mesh).bind(self.model)
-        ready = time.perf_counter()
+        batch = to_tensors(features, widen=False)
+        return Prepared(assembly, batch, seed, recycles, ensemble, time.perf_counter() - start)
 
-        self.model.config = replace(settings, ensemble=ensemble)
+    def compute(self, prepared: "Prepared", representations: bool = True) -> Prediction:
+        """Run the model on features as the plan says, and say how sure it is."""
+        start, settings, batch = time.perf_counter(), self.model.config, prepared.batch
+        plan = self.plan(prepared)
+        Execution(plan, self.team.mesh).bind(self.model)
+        self.model.config = replace(settings, ensemble=prepared.ensemble)
         try:
             with torch.no_grad():
-                output = self.model(batch, recycles)
+                output = self.model(batch, prepared.recycles)
         finally:
             self.model.config = settings
+        assembly = prepared.assembly
         prediction = self._prediction(assembly, output, batch, representations)
         details = {
-            "seed": seed,
+            "seed": prepared.seed,
             "recycles": output.recycles,
-            "ensemble": ensemble,
+            "ensemble": prepared.ensemble,
             **_depths(assembly),
             "templates": self._used_templates(assembly),
-            "seconds": {"features": round(ready - start, 3), "model": round(time.perf_counter() - ready, 3)},
+            "seconds": {"features": round(prepared.seconds, 3), "model": round(time.perf_counter() - start, 3)},
         }
         return replace(prediction, details=details)
+
+    def plan(self, prepared: "Prepared") -> Plan:
+        """Return how an example is folded."""
+        plan = inference_plan(prepared.batch, self.precision, self.chunk, self.device.type == "cuda")
+        return replace(plan, axial=self.axial, branch=self.branch, kernels=self.kernels)
 
     def _check_complex(self, name: str) -> None:
         """Raise UserError unless the model folds complexes."""
@@ -186,14 +212,15 @@ class Predictor:
             return None if found is None else found.numpy()
 
         several = len(assembly.chains) > 1
+        asym_id = batch["asym_id"].to(self.device, torch.int64) if several else None
         pae = ptm = max_pae = iptm = pairs = None
         if (logits := output.pae_logits) is not None:
             breaks, residues = pae_breaks(logits.shape[-1]), self.model.residues
             pae, max_pae = whole(confidence.pae(logits, breaks), -2), confidence.max_pae(breaks)
             ptm = float(confidence.ptm(logits, breaks, residues=residues))
-            if several:
-                iptm = float(confidence.iptm(logits, breaks, batch["asym_id"], residues=residues))
-                pairs = _numpy(confidence.chain_pair_iptm(logits, breaks, batch["asym_id"], residues=residues))
+            if asym_id is not None:
+                iptm = float(confidence.iptm(logits, breaks, asym_id, residues=residues))
+                pairs = _numpy(confidence.chain_pair_iptm(logits, breaks, asym_id, residues=residues))
         return Prediction(
             name=assembly.name,
             sequence="".join(chain.sequence for chain in assembly.chains),
@@ -207,7 +234,7 @@ class Predictor:
             pair=whole(output.pair, -3) if representations else None,
             msa=whole(output.msa, -2) if representations else None,
             chain_ids=assembly.ids,
-            asym_id=batch["asym_id"].cpu().numpy().astype(np.int32) if several else None,
+            asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
             iptm=iptm,
             chain_pair_iptm=pairs,
         )

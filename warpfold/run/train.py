@@ -323,7 +323,7 @@ def validate(
     with optimizer.averaged():
         for key, features in held_out_features(held_out[team.process.rank :: team.process.ranks], config):
             batch = to_tensors(features, device)
-            plan = inference_plan(batch, config.plan.precision)
+            plan = inference_plan(batch, config.plan.precision, gpu=batch["bert_mask"].is_cuda)
             Execution(replace(plan, kernels=config.plan.kernels, tf32=config.plan.tf32)).bind(model)
             output = model(batch)
             truth = with_truth(batch, output.structure.final_atom37)
