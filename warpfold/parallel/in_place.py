@@ -39,7 +39,7 @@ def shared_in_pieces(layer: AxialUpdate, of: ShardedTensor, mask: Tensor | None,
             made = layer.shared(DeferredLayerNorm(part, layer.norm), piece.of_shard(mask, axis + 1))
         return [all_gather(t, join_axis, piece.length, group, f"{name} {i}") for i, t in enumerate(made)]
 
-    return join_pieces(begin, join_axis, length, rows, group)
+    return join_pieces(begin, join_axis, length, rows, group, lambda like: layer.empty_shared(like, length))
 
 
 def add_by_shared(

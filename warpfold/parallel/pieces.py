@@ -52,12 +52,17 @@ def pieces(length: int, rows: int, group: Group) -> Iterator[Piece]:
 
 
 def join_pieces(
-    begin: Callable[[Piece], Sequence[Pending]], axis: int, length: int, rows: int, group: Group
+    begin: Callable[[Piece], Sequence[Pending]],
+    axis: int,
+    length: int,
+    rows: int,
+    group: Group,
+    empty: Callable[[Tensor], Tensor] = lambda like: like.new_empty(like.shape),
 ) -> Tensors:
     """Return whole tensors, of which `begin` sets out to make one piece after another.
 
     begin: starts the collectives of a piece, one for each tensor; each yields the rows of all ranks along `axis`, in
-    order.
+    order.  empty: allocates a whole tensor; given one of its shape that has no memory of its own.
     """
     joined: list[Tensor] = []
 
@@ -67,7 +72,7 @@ def join_pieces(
             if len(joined) == index:
                 shape = list(found.shape)
                 shape[axis] = length
-                joined.append(found.new_empty(shape))
+                joined.append(empty(found.narrow(axis, 0, 1).expand(shape)))
             for offset, part in zip(piece.offsets, found.split(piece.sizes, axis)):
                 joined[index].narrow(axis, offset, part.shape[axis]).copy_(part)
 

@@ -187,7 +187,8 @@ class ShardedStack:
         if self.plan.in_place and torch.is_grad_enabled():
             raise RuntimeError("a plan with in_place cannot be differentiated: use torch.no_grad(), or chunk alone")
         # Numbers that travel at a time, where nothing is kept.
-        piece = self.plan.chunk * residues * z.shape[-1] if self.plan.in_place and self.plan.chunk else None
+        chunk = self.plan.chunk if self.plan.in_place else None
+        piece = None if chunk is None else slice_numbers(chunk, residues, self.channels or z.shape[-1])
         held: Sharded = {}
         mask: dict[str, Mask] = {}
         for name, state, its_mask in zip(names, states, masks):
