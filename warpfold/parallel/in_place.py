@@ -18,8 +18,12 @@ from warpfold.ops.noise import Factors
 from warpfold.parallel.collectives import Pending, all_gather, all_to_all
 from warpfold.parallel.pieces import Piece, cut_factors, join_pieces, pieces
 from warpfold.parallel.sharded_tensor import ShardedTensor
+from warpfold.parallel.slices import cut_axes
 
 T = TypeVar("T")
+GATHERED = (
+    8  # ranks whose rows are gathered at a time as one rank's slice has them: where there are more, fewer of each
+)
 Cut = tuple[int, int, int]  # the first of this rank's rows, how many, and how many of all ranks
 
 
@@ -28,7 +32,9 @@ def shared_in_pieces(layer: AxialUpdate, of: ShardedTensor, mask: Tensor | None,
 
     mask: of the shard; None where the layer makes `shared` from the other representation.
     """
-    x, length, rows, group = of.along(axis), of.lengths[axis], of.rows(axis), of.group
+    x, length, group = of.along(axis), of.lengths[axis], of.group
+    # Gathered, a piece has the rows of all ranks; of a bias, few channels.
+    rows = max(min(of.rows(axis), of.rows(axis) * GATHERED // group.size), 1)
     join_axis = axis if mask is None or layer.join_axis is None else layer.join_axis
 
     def begin(piece: Piece) -> list[Pending]:
@@ -43,17 +49,20 @@ def shared_in_pieces(layer: AxialUpdate, of: ShardedTensor, mask: Tensor | None,
 
 
 def add_by_shared(
-    layer: AxialUpdate, x: Tensor, of: ShardedTensor, mask: Tensor, factors: Factors | None, rows: int, name: str
+    layer: AxialUpdate, to: ShardedTensor, of: ShardedTensor, mask: Tensor, factors: Factors | None, name: str
 ) -> Tensor:
-    """Return x [*, i, j, c], updated in one piece of what is shared after another; for layers with `shared_cuts`.
+    """Return this rank's shard of x, updated in one piece of what is shared after another; for layers with
+    `shared_cuts`.
 
-    of: the operand, mask: of this rank's shard of it; `local` of that is there whole.  rows: of each rank in a piece.
+    to: x [*, i, j, c].  of: the operand, mask: of this rank's shard of it; `local` of that is there whole.
     """
     cuts, axis, join_axis = layer.shared_cuts, layer.operand_axis, layer.join_axis
     assert cuts is not None
     assert axis is not None
     assert join_axis is not None
     operand, length, group = of.along(axis), of.lengths[axis], of.group
+    along, _ = cut_axes(layer, to.present)
+    x, rows = to.along(along), to.rows(along)
     starts = range(0, max(operand.shape[axis], 1), rows)
     sizes = [min(rows, operand.shape[axis] - start) for start in starts]
 
@@ -66,7 +75,9 @@ def add_by_shared(
 
     def begin(piece: Piece) -> tuple[Piece, list[Pending]]:
         shared = layer.shared(*normalised(piece.start, piece.sizes[piece.rank]))
-        return piece, [all_gather(t, join_axis, piece.length, group, f"{name} {i}") for i, t in enumerate(shared)]
+        return piece, [
+            all_gather(t, join_axis, piece.length, group, f"{name} shared {i}") for i, t in enumerate(shared)
+        ]
 
     for piece, arriving in _ahead(map(begin, pieces(length, rows, group))):
         shared = [pending.wait().split(piece.sizes, join_axis) for pending in arriving]

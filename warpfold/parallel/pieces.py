@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from warpfold.model.execution import Tensors
@@ -42,7 +43,10 @@ def pieces(length: int, rows: int, group: Group) -> Iterator[Piece]:
     """Yield pieces of at most `rows` rows of each rank's shard; `length`: of the whole.  The same number on all ranks.
 
     The ranks' sizes in a piece are `shard_sizes` of its length, as collectives want them.
+    Errors: RuntimeError where gradients are on.
     """
+    if torch.is_grad_enabled():
+        raise RuntimeError("a plan with in_place cannot be differentiated: use torch.no_grad(), or chunk alone")
     shards = shard_sizes(length, group.size)
     begins = [0, *accumulate(shards)]
     for start in range(0, max(shards), rows):

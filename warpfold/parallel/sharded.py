@@ -181,14 +181,11 @@ class ShardedStack:
         names = self.blocks[0].states
         residues = masks[0].shape[-1]  # whole in either mask
         z = states[names.index("z")] if "z" in names else states[0]
-        by_channels = self.plan.by_channels(
-            residues, self.group.size, self.product_channels, z.shape[-1], z.element_size()
-        )
-        if self.plan.in_place and torch.is_grad_enabled():
-            raise RuntimeError("a plan with in_place cannot be differentiated: use torch.no_grad(), or chunk alone")
+        c_z, size = z.shape[-1], z.element_size()
+        by_channels = self.plan.by_channels(residues, self.group.size, self.product_channels, c_z, size)
         # Numbers that travel at a time, where nothing is kept.
         chunk = self.plan.chunk if self.plan.in_place else None
-        piece = None if chunk is None else slice_numbers(chunk, residues, self.channels or z.shape[-1])
+        piece = None if chunk is None else slice_numbers(chunk, residues, self.channels or c_z)
         held: Sharded = {}
         mask: dict[str, Mask] = {}
         for name, state, its_mask in zip(names, states, masks):
@@ -283,10 +280,8 @@ class ShardedStack:
         yield [operand.pending(operand_axis)]
         held_operand = operand.along(operand_axis)
         if x.piece is not None and layer.shared_cuts is not None:
-            held = x.along(axis)
-            factors, rows = self._factors(layer, x, held, axis), x.rows(axis)
-            new = add_by_shared(layer, held, operand, mask[operand_axis], factors, rows, f"{layout.name} shared")
-            return self._leave(x, axis, new, layout)
+            factors, n_mask = self._factors(layer, x, x.along(axis), axis), mask[operand_axis]
+            return self._leave(x, axis, add_by_shared(layer, x, operand, n_mask, factors, layout.name), layout)
         n, n_mask = DeferredLayerNorm(held_operand, layer.norm), mask[operand_axis]
         if layer.shared_axis is not None and not layer.shared_from_other:
             pending = self._share(layer, operand, mask, operand_axis, layout, n)
