@@ -71,6 +71,7 @@ def join_pieces(
     joined: list[Tensor] = []
 
     def put(piece: Piece, arriving: Sequence[Pending]) -> None:
+        """Wait for a piece, and write it to its place."""
         for index, pending in enumerate(arriving):
             found = pending.wait()
             if len(joined) == index:
