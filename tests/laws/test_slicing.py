@@ -98,6 +98,22 @@ def test_update_is_the_join_of_update_of_slices(name, size):
         torch.testing.assert_close(torch.cat(parts, axis), expected, rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.mark.parametrize("name", [name for name, make in CASES.items() if make().shared_cuts is not None])
+@pytest.mark.parametrize("size", [1, 3])
+def test_update_may_be_cut_where_what_is_shared_is(name, size):
+    """By those axes of x; and `local` of all is the join of that of slices, along the operand's axis."""
+    layer, x, mask, other = make(name)
+    n = DeferredLayerNorm(layer.operand(x, other), layer.norm)
+    local, shared = layer.local_and_shared(n, mask, other)
+    cuts = zip(n.x.split(size, layer.operand_axis), mask.split(size, layer.operand_axis + 1))
+    parts = [layer.local(DeferredLayerNorm(piece, layer.norm), piece_mask) for piece, piece_mask in cuts]
+    for whole, *slices in zip(local, *parts):
+        torch.testing.assert_close(torch.cat(slices, layer.operand_axis), whole, rtol=CLOSE, atol=CLOSE)
+    pieces = zip(*(t.split(size, layer.join_axis) for t in shared))
+    found = torch.cat([layer.update(local, piece, mask) for piece in pieces], layer.shared_cuts)
+    torch.testing.assert_close(found, layer.update(local, shared, mask), rtol=CLOSE, atol=CLOSE)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_local_and_shared_are_both(name):
     layer, x, mask, other = make(name)
