@@ -38,6 +38,16 @@ READ = 2**20  # numbers: what is larger is not brought to the host to be read
 def fake_ranks(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) -> Iterator[Mesh]:
     """Within it, this process is rank `rank` of a grid whose others do not exist, and new tensors are on "meta".
 
+    Errors: as of `fake_mesh`.
+    """
+    with fake_mesh(data, axial, branch, rank) as mesh, META:
+        yield mesh
+
+
+@contextmanager
+def fake_mesh(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) -> Iterator[Mesh]:
+    """Within it, this process is rank `rank` of a grid whose others do not exist.
+
     Errors: RuntimeError where torch.distributed is in use already.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend known
@@ -46,8 +56,9 @@ def fake_ranks(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) ->
         raise RuntimeError("fake ranks need a process that is no rank of real ones")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=data * axial * branch)
     try:
-        with torch.device("meta"):
-            yield make_mesh(data, axial, branch)
+        with META:
+            mesh = make_mesh(data, axial, branch)
+        yield mesh
     finally:
         dist.destroy_process_group()
 
@@ -97,7 +108,7 @@ class Memory(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.noted, self.unit, self.place = noted, unit, place
-        self.now = self.peak = self.moment = 0
+        self.now = self.peak = self.moment = self.host_now = self.host_peak = 0
         self.pieces: list[Held] = []
         self.seen: set[tuple[str, tuple[int, ...]]] = set()
         self._live: dict[int, Held] = {}
@@ -107,6 +118,15 @@ class Memory(TorchDispatchMode):
     def at_peak(self) -> list[Held]:
         """What was held when most was held, largest first."""
         return sorted((piece for piece in self.pieces if piece.lives(self._peak_moment)), key=lambda h: -h.bytes)
+
+    def restart(self) -> int:
+        """Return the peak so far, and look for another from now on."""
+        before, self.peak, self._peak_moment = self.peak, self.now, self.moment
+        return before
+
+    def piece_of(self, tensor: Tensor) -> Held | None:
+        """Return the piece that a tensor lies in, if it was made within."""
+        return self._live.get(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -147,7 +167,10 @@ class Memory(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key)
         if self.noted(shape):
             self.seen.add((made_by, shape))
-        if not host:
+        if host:
+            self.host_now += size
+            self.host_peak = max(self.host_peak, self.host_now)
+        else:
             self.now += size
         if self.now > self.peak:
             self.peak, self._peak_moment = self.now, self.moment
@@ -156,7 +179,9 @@ class Memory(TorchDispatchMode):
         self.moment += 1
         piece = self._live.pop(key)
         piece.died = self.moment
-        if not piece.host:
+        if piece.host:
+            self.host_now -= piece.bytes
+        else:
             self.now -= piece.bytes
 
 
