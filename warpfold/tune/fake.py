@@ -5,6 +5,7 @@ Nothing travels (torch's fake process group: collectives end at once), and nothi
 """
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +33,9 @@ FACTORIES = {
     *(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m),
     *(aten.linspace.default, aten.scalar_tensor.default, aten.rand.default, aten.randn.default),
 }
+# What torch.distributed knows of groups.
+KNOWN = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+FIRST = 1 << 20  # number of the first fake group: real ones have less
 READ = 2**20  # numbers: what is larger is not brought to the host to be read
 
 
@@ -48,19 +53,34 @@ def fake_ranks(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) ->
 def fake_mesh(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) -> Iterator[Mesh]:
     """Within it, this process is rank `rank` of a grid whose others do not exist.
 
-    Errors: RuntimeError where torch.distributed is in use already.
+    Errors: RuntimeError within another one.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend known
 
-    if dist.is_initialized():
-        raise RuntimeError("fake ranks need a process that is no rank of real ones")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=data * axial * branch)
+    if data * axial * branch == 1:
+        yield Mesh()
+        return
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        raise RuntimeError("fake ranks need a process that is no rank of others")
+    # Beside what torch.distributed knows, under names of their own: this process may be one of real ranks, too.
+    world, hook = c10d._world, sys.excepthook
+    known = {name: dict(getattr(world, name)) for name in KNOWN}
+    default, count = world.default_pg, world.group_count
+    c10d._update_default_pg(None)
+    world.group_count = FIRST
     try:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=data * axial * branch)
         with META:
             mesh = make_mesh(data, axial, branch)
         yield mesh
     finally:
-        dist.destroy_process_group()
+        for group in set(world.pg_map) - set(known["pg_map"]):
+            c10d._unregister_process_group(group.group_name)
+        for name, before in known.items():
+            getattr(world, name).clear()
+            getattr(world, name).update(before)
+        world.group_count, sys.excepthook = count, hook
+        c10d._update_default_pg(default)
 
 
 def fake_batch(**sizes: int) -> Batch:
@@ -141,6 +161,8 @@ class Memory(TorchDispatchMode):
         host = device is not None and device.type == "cpu"
         if given and given[0].is_meta and name == "_local_scalar_dense":
             return given[0].dtype.is_floating_point and 0.0
+        if name == "equal" and given[0].is_meta:
+            return True
         if not given and device is None and func in FACTORIES:
             kwargs = {**kwargs, "device": META}
         elif host and (given[0].is_meta if given else func in FACTORIES):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -222,7 +222,7 @@ class _Run:
     def _places(self, last: int) -> Iterator[tuple[int, int, str]]:
         """Yield the moments during which the run was at each place, few enough to be drawn."""
         begun = [*self.watch.course, (last, "")]
-        spans = [(start, stop, name) for (start, name), (stop, _) in zip(begun, begun[1:]) if stop > start]
+        spans = [(start, stop, name) for (start, name), (stop, _) in pairwise(begun) if stop > start]
         together = -(-len(spans) // MOMENTS) if spans else 1
         for first in range(0, len(spans), together):
             some = spans[first : first + together]

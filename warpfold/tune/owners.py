@@ -76,10 +76,7 @@ class Watch:
         if self.backward_from is None:
             assert self.memory is not None
             self.backward_from = self.memory.moment
-        if self._stack:  # computed again
-            place = self._stack[-1]._replace(backward=True)
-        else:
-            place = self._of_node()
+        place = self._stack[-1]._replace(backward=True) if self._stack else self._of_node()  # the former: again
         self._note(place)
         return place
 

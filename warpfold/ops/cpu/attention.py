@@ -60,7 +60,7 @@ def attention_backward(
     for batch, rows in alike(work.indices()):
         no_key = (lse[batch, rows] == float("inf"))[..., None]
         p = work.logits(batch, rows, lse)
-        alike = work.attend_alike(p, batch, rows, no_key)
+        same = work.attend_alike(p, batch, rows, no_key)
         p.exp2_()
         # `lse` was rounded, so the weights do not quite add up to 1: divide by their sum, in the gradient.
         total = p.sum(-1, keepdim=True).transpose(1, 2)
@@ -71,8 +71,8 @@ def attention_backward(
         dv[batch, rows].transpose(1, 2).copy_(dvb.unflatten(0, n))
         delta = (db * out[batch, rows]).sum(-1).transpose(1, 2)[..., None]
         ds = work.product(do, vb.mT, dps).unflatten(0, n).sub_(delta).mul_(p)
-        if alike is not None:
-            ds.masked_fill_(alike, 0)
+        if same is not None:
+            ds.masked_fill_(same, 0)
         if bias_wanted:
             for row in ds:
                 dbias_acc[batch] += row
