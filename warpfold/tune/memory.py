@@ -9,7 +9,7 @@ left out keeps, too.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -272,35 +272,44 @@ def _run(job: Job, plan: Plan, device: Device) -> _Run:
         memory = watch.memory = Memory(unit=UNIT[device], place=watch.place)
         with memory, torch.set_grad_enabled(job.training):
             if job.loss is not None:
-                _train(made, batch, recycles, job.loss, plan.batch, watch)
+                train_on_example(made, batch, recycles, job.loss, plan.batch, watch.enter_phase)
             else:
-                _predict(made, batch, recycles, watch)
+                predict_example(made, batch, recycles, watch.enter_phase)
         del packed
     return _Run(memory, watch, stands_for)
 
 
-def _predict(model: AlphaFold, batch: Batch, recycles: int, watch: Watch) -> None:
+def predict_example(
+    model: AlphaFold, batch: Batch, recycles: int, enter: Callable[[str], None] = lambda phase: None
+) -> None:
     """Fold, and say how sure the model is, as a prediction does."""
     output = model(batch, recycles)
-    watch.enter_phase("heads")
+    enter("heads")
     confidence.plddt(output.plddt_logits)
     if output.pae_logits is not None:
-        breaks = pae_breaks(output.pae_logits.shape[-1]).to(META)
+        breaks = pae_breaks(output.pae_logits.shape[-1]).to(output.pae_logits.device)
         confidence.pae(output.pae_logits, breaks)
         confidence.ptm(output.pae_logits, breaks, residues=model.residues)
 
 
-def _train(model: AlphaFold, batch: Batch, recycles: int, loss: LossConfig, examples: int, watch: Watch) -> None:
+def train_on_example(
+    model: AlphaFold,
+    batch: Batch,
+    recycles: int,
+    loss: LossConfig,
+    examples: int = 1,
+    enter: Callable[[str], None] = lambda phase: None,
+) -> None:
     """Run the passes, the losses of each example and the backward pass, as training does."""
     features = batch if examples == 1 else stack([batch] * examples)
     recycled, done = model.recycle(features, recycles)
     inputs = model.inputs_of_pass(features, done, recycled)
     output = model.last_pass(inputs)
-    watch.enter_phase("losses")
+    enter("losses")
     outputs: list[Output] = [output] if examples == 1 else output.unbind()
     losses = [total_loss(one, batch, loss, residues=model.residues)[0] for one in outputs]
     torch.stack(losses).sum().backward()
-    watch.enter_phase("update")
+    enter("update")
 
 
 @contextmanager

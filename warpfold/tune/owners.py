@@ -19,7 +19,9 @@ PARTS = ("local", "update", "add", "add_slice", "whole")  # of a layer, that wor
 # Of a model's parts, whose what they make is.
 WHOSE = {
     **dict.fromkeys(("distogram", "masked_msa", "plddt", "resolved", "pae"), "heads"),
-    "templates": "templates", "extra": "extra", "structure": "structure",
+    "templates": "templates",
+    "extra": "extra",
+    "structure": "structure",
 }
 MODEL = "model"
 
