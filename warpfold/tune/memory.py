@@ -108,8 +108,14 @@ def _estimate(job: Job, plan: Plan, device: Device) -> MemoryEstimate:
         features=features,
         at_peak={name: held for name, held in at_peak.items() if held},
         course=course,
-        host=run.memory.host_peak,
+        host=run.memory.host_peak + _z_in_host_memory(job, plan),
     )
+
+
+def _z_in_host_memory(job: Job, plan: Plan) -> int:
+    """Return the bytes of z, where a prediction keeps it there: on "meta" it has none (warpfold/host.py)."""
+    offloaded = plan.offload and plan.in_place
+    return job.sizes.residues**2 * job.model.c_z * DTYPES[plan.precision].itemsize if offloaded else 0
 
 
 @dataclass(frozen=True)
