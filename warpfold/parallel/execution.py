@@ -15,7 +15,7 @@ from warpfold.host import HostTensor
 from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
 from warpfold.model.layers import Linear
-from warpfold.ops.dispatch import allow_tf32, using
+from warpfold.ops.dispatch import alike, allow_tf32, using
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedStack
@@ -172,7 +172,8 @@ class Execution(PlainExecution):
 
     def rows(self, count: int) -> list[slice]:
         """Return which of so many rows of z are computed together: `plan.chunk`."""
-        return slices_of(count, self.plan.chunk or max(count, 1))
+        found = slices_of(count, self.plan.chunk or max(count, 1))
+        return found if torch.is_grad_enabled() else list(alike(found))  # each part is written to its place
 
     def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Allocate zeros for z, in the dtype of the trunk: with `offload` in host memory."""
