@@ -41,7 +41,7 @@ BLOCKS = 3  # of a stack and of a kind that are run: the first, one that stands 
 MOMENTS = 300  # of a course, at most
 # Beside what tensors hold, as a share of them and in bytes: workspaces of torch's libraries, and what lies unused
 # between tensors.  Of a GPU not measured.
-MARGIN = {"cpu": (0.05, 64 << 20), "cuda": (0.05, 512 << 20)}
+MARGIN = {"cpu": (0.05, 192 << 20), "cuda": (0.05, 512 << 20)}
 TRUTH = list(FEATURES)[list(FEATURES).index("copy_atom_positions") :]  # features that a prediction does not have
 
 
