@@ -5,7 +5,7 @@ import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from warpfold.run.interfaces import describe, find_interfaces
 from warpfold.run.outputs import Prediction, claim_folder, remove_prediction, write_summary
 from warpfold.run.params import Params, read_params
 from warpfold.run.predict_templates import TemplateSources
-from warpfold.run.predictor import Predictor, load
+from warpfold.run.predictor import Predictor, Recycling, load
 from warpfold.run.queries import ComplexQuery, FoldQuery, Query, read_queries, with_templates
 from warpfold.run.ranking import copy_by_rank, rank_predictions, remove_copies
 from warpfold.run.report import prediction_report, write_report
@@ -46,6 +46,7 @@ class PredictOptions:
         None  # records of a FASTA file are chains of one complex; None: with a multimer's parameters
     )
     recycles: int | None = None  # None: the model's own
+    recycling: Recycling = field(default_factory=Recycling)
     ensemble: int | None = None
     max_msa: int | None = None  # rows of the clustered and of the extra alignment; None: as the parameters were trained
     max_extra: int | None = None
@@ -54,11 +55,15 @@ class PredictOptions:
     precision: Literal["fp32", "bf16", "bf16_all", "fp16"] = "fp32"
     kernels: Kernels = "fast"  # as Plan.kernels
     representations: bool = False  # keep them in the .npz
+    distogram: bool = False  # write contacts and the distogram too
     force: bool = False
 
     def of(self, model: Params) -> dict[str, Any]:
         """Return what decides a model's results, beside parameters, queries and seeds, as it is in the end."""
         config, sample = model.config, model.sample
+        # Named only if given: folders of earlier versions can be continued.
+        given = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
+        given["distogram"] = self.distogram or None
         return {
             "recycles": config.recycles if self.recycles is None else self.recycles,
             "ensemble": config.ensemble if self.ensemble is None else self.ensemble,
@@ -66,6 +71,7 @@ class PredictOptions:
             "max_extra": sample.max_extra if self.max_extra is None else self.max_extra,
             "precision": self.precision,
             "representations": self.representations,
+            **{name: value for name, value in given.items() if value is not None},
         }
 
 
@@ -85,6 +91,7 @@ class ModelInMemory:
             self._predictor = load(params.path, o.device, o.chunk, o.precision, team=self.team, kernels=o.kernels)
             rows = {name: settings[name] for name in ("max_msa", "max_extra")}
             self._predictor.sample = replace(params.sample, **rows)
+            self._predictor.recycling = o.recycling
             self._name = params.name
         return self._predictor
 
@@ -185,6 +192,7 @@ def fold_one(
         "recycles": options.recycles,
         "ensemble": options.ensemble,
         "representations": options.representations,
+        "distogram": options.distogram,
     }
     if isinstance(query, FoldQuery):
         prediction = predictor.fold(query.sequence, query.alignment, query.templates, name=query.name, **how)

@@ -118,6 +118,7 @@ class Memory(TorchDispatchMode):
 
     now, peak: bytes; pieces: all there were, in order; seen: shapes for which `noted` is true, with who made them.
     unit: bytes that each piece takes a multiple of.  place: says where the run is, for each piece.
+    host_apart: what is made on the CPU by name or by default is no memory of the device (`Held.host`).
     """
 
     def __init__(
@@ -125,9 +126,10 @@ class Memory(TorchDispatchMode):
         noted: Callable[[Sequence[int]], bool] = lambda shape: False,
         unit: int = 1,
         place: Callable[[], Any] = lambda: None,
+        host_apart: bool = False,
     ) -> None:
         super().__init__()
-        self.noted, self.unit, self.place = noted, unit, place
+        self.noted, self.unit, self.place, self.host_apart = noted, unit, place, host_apart
         self.now = self.peak = self.moment = self.host_now = self.host_peak = 0
         self.pieces: list[Held] = []
         self.seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -158,14 +160,15 @@ class Memory(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         given = _tensors(kwargs.values(), _tensors(args, []))
         name, device = func._opname, kwargs.get("device")
-        host = device is not None and device.type == "cpu"
+        on_host = device is not None and device.type == "cpu"
+        host = self.host_apart and (on_host or (not given and device is None))
         if given and given[0].is_meta and name == "_local_scalar_dense":
             return given[0].dtype.is_floating_point and 0.0
         if name == "equal" and given[0].is_meta:
             return True
         if not given and device is None and func in FACTORIES:
             kwargs = {**kwargs, "device": META}
-        elif host and (given[0].is_meta if given else func in FACTORIES):
+        elif on_host and (given[0].is_meta if given else func in FACTORIES):
             if name == "_to_copy" and given[0].numel() <= READ:
                 return torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype, device="cpu")
             kwargs = {**kwargs, "device": META, "pin_memory": None}

@@ -23,7 +23,6 @@ from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, ModelConfig, Output
-from warpfold.model.heads import pae_breaks
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import unlaunched
@@ -275,7 +274,7 @@ def _run(job: Job, plan: Plan, device: Device) -> _Run:
         s, n, ranks = job.sizes.sequences, job.sizes.residues, plan.axial
         rows = math.ceil(n / ranks)
         watch = Watch(made, Sizes(config.c_m, config.c_z, s * rows * config.c_m, n * rows * config.c_z))
-        memory = watch.memory = Memory(unit=UNIT[device], place=watch.place)
+        memory = watch.memory = Memory(unit=UNIT[device], place=watch.place, host_apart=device == "cuda")
         with memory, torch.set_grad_enabled(job.training):
             if job.loss is not None:
                 train_on_example(made, batch, recycles, job.loss, plan.batch, watch.enter_phase)
@@ -289,13 +288,13 @@ def predict_example(
     model: AlphaFold, batch: Batch, recycles: int, enter: Callable[[str], None] = lambda phase: None
 ) -> None:
     """Fold, and say how sure the model is, as a prediction does."""
-    output = model(batch, recycles)
+    folded = model.fold(batch, recycles)
     enter("heads")
-    confidence.plddt(output.plddt_logits)
-    if output.pae_logits is not None:
-        breaks = pae_breaks(output.pae_logits.shape[-1]).to(output.pae_logits.device)
-        confidence.pae(output.pae_logits, breaks)
-        confidence.ptm(output.pae_logits, breaks, residues=model.residues)
+    with model.computing():
+        confidence.plddt(model.plddt(folded.structure.single))
+        if model.pae is not None:
+            asym_id = batch["asym_id"] if model.config.multimer is not None else None
+            confidence.predicted_errors(model.pae, folded.representations.pair, model.execution, asym_id)
 
 
 def train_on_example(
