@@ -245,7 +245,8 @@ def test_the_distogram_lies_beside_the_arrays_and_goes_with_the_prediction(tmp_p
     np.testing.assert_array_equal(np.load(tmp_path / "test" / files["distogram"], mmap_mode="r"), distogram)
     arrays = np.load(tmp_path / "test" / files["arrays"])
     np.testing.assert_array_equal(arrays["contacts"], contacts)
-    assert len(arrays["distogram_edges"]) == 63 and "distogram" not in arrays
+    assert len(arrays["distogram_edges"]) == 63
+    assert "distogram" not in arrays
     assert "distogram" not in prediction().save(tmp_path / "test", overwrite=True)
     assert not (tmp_path / "test" / files["distogram"]).exists()
     p.save(tmp_path / "test", overwrite=True)

@@ -59,10 +59,12 @@ def test_contacts_and_distogram_on_demand(query: Path, tiny_params: Path, tmp_pa
     distogram = np.load(tmp_path / "out/one" / files["distogram"])
     arrays = np.load(tmp_path / "out/one" / files["arrays"])
     n = len(SEQUENCE)
-    assert distogram.shape == (n, n, 64) and distogram.dtype == np.float16
+    assert distogram.shape == (n, n, 64)
+    assert distogram.dtype == np.float16
     np.testing.assert_allclose(distogram.astype(float).sum(-1), 1, atol=64 * 2**-12)
     np.testing.assert_array_equal(distogram, distogram.swapaxes(0, 1))
-    assert arrays["contacts"].shape == (n, n) and arrays["distogram_edges"].shape == (63,)
+    assert arrays["contacts"].shape == (n, n)
+    assert arrays["distogram_edges"].shape == (63,)
     folded = load(tiny_params, "cpu", chunk=4).fold(SEQUENCE, name="one", distogram=True)
     np.testing.assert_allclose(folded.distogram.astype(float), distogram, atol=1e-3)
     np.testing.assert_allclose(folded.contacts, distogram[..., :19].sum(-1, dtype=float), atol=2e-3)
