@@ -38,6 +38,7 @@ SAFE = {
     "files.py:row_file": "a file that was not there: opened only to make it",
     "files.py:lock_file": "opens to append, and appends nothing",
     "files.py:write_atomically": "replaces one file by name, whole or not at all; callers answer for the name",
+    "host.py:_in_file": "a temporary file that it made and that has no name",
     "model/weights.py:save_params": "the file that the caller names; " + OWN_DRAFT,
     "engine/checkpoint.py:RunFolder.__enter__": "drafts of a run that was killed; " + OWN_FOLDER,
     "engine/checkpoint.py:RunFolder._prune": "a checkpoint with nothing but a checkpoint's files in it",

@@ -175,8 +175,8 @@ class Memory(TorchDispatchMode):
         out = func(*args, **kwargs)
         storages = {t.untyped_storage()._cdata for t in given}
         for tensor in _tensors((out,), []):
-            if tensor.is_meta and tensor.untyped_storage()._cdata not in storages:
-                self._note(tensor, str(func), host)
+            if tensor.untyped_storage()._cdata not in storages:
+                self._note(tensor, str(func), host or (self.host_apart and not tensor.is_meta))
         return out
 
     def _note(self, tensor: Tensor, made_by: str, host: bool) -> None:
