@@ -32,7 +32,7 @@ from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.tune.example import left_out
 from warpfold.tune.fake import META, Memory, fake_batch, fake_mesh
 from warpfold.tune.job import Job
-from warpfold.tune.owners import Sizes, Watch
+from warpfold.tune.owners import StateSizes, Watch
 
 Device = Literal["cpu", "cuda"]
 UNIT = {"cpu": 1, "cuda": 512}  # bytes: torch's allocator gives multiples of these
@@ -273,7 +273,7 @@ def _run(job: Job, plan: Plan, device: Device) -> _Run:
         batch = features_of(job, (recycles + 1) * config.ensemble)
         s, n, ranks = job.sizes.sequences, job.sizes.residues, plan.axial
         rows = math.ceil(n / ranks)
-        watch = Watch(made, Sizes(config.c_m, config.c_z, s * rows * config.c_m, n * rows * config.c_z))
+        watch = Watch(made, StateSizes(config.c_m, config.c_z, s * rows * config.c_m, n * rows * config.c_z))
         memory = watch.memory = Memory(unit=UNIT[device], place=watch.place, host_apart=device == "cuda")
         with memory, torch.set_grad_enabled(job.training):
             if job.loss is not None:
