@@ -48,6 +48,7 @@ SAFE = {
     "engine/checkpoint.py:RunFolder.save": OWN_DRAFT + ", renamed where nothing is",
     "engine/checkpoint.py:RunFolder.save_failure": "a folder of its own; " + OWN_FOLDER,
     "engine/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
+    "host.py:in_file": "a temporary file without a name, of its own",
     "run/demo.py:_put_aside": "renames into a folder that is new",
     "run/figures.py:_svg": "into memory",
     "engine/checkpoint.py:AppendedFile.__init__": "takes away a line that a kill left torn; " + OWN_FOLDER,
@@ -59,6 +60,7 @@ SAFE = {
     "run/relax_files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "run/ranking.py:remove_copies": "copies by the names that the summary has, and their folder if it is empty then",
     "tune/bench_ops.py:picture": "into memory",
+    "tune/measured_memory.py:resident_memory": "writes to the system: forget the largest size of this process",
     "tune/timing.py:without_stderr": "opens the null device",
 }
 
