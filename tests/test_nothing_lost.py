@@ -48,7 +48,6 @@ SAFE = {
     "engine/checkpoint.py:RunFolder.save": OWN_DRAFT + ", renamed where nothing is",
     "engine/checkpoint.py:RunFolder.save_failure": "a folder of its own; " + OWN_FOLDER,
     "engine/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
-    "host.py:in_file": "a temporary file without a name, of its own",
     "run/demo.py:_put_aside": "renames into a folder that is new",
     "run/figures.py:_svg": "into memory",
     "engine/checkpoint.py:AppendedFile.__init__": "takes away a line that a kill left torn; " + OWN_FOLDER,
