@@ -22,7 +22,7 @@ from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.host import HostTensor, in_file
 from warpfold.model import confidence
-from warpfold.model.alphafold import AlphaFold, Folded
+from warpfold.model.alphafold import AlphaFold, LastPass
 from warpfold.model.heads import distogram_breaks
 from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
@@ -234,7 +234,7 @@ class Predictor:
                 used += chain.templates.choose(chosen).names
         return used
 
-    def _prediction(self, prepared: Prepared, folded: Folded, representations: bool, distogram: bool) -> Prediction:
+    def _prediction(self, prepared: Prepared, folded: LastPass, representations: bool, distogram: bool) -> Prediction:
         """Return a prediction, and how sure the model is of it; z is gone through some rows at a time."""
         model, (r, structure, _), assembly = self.model, folded, prepared.assembly
         several = len(assembly.chains) > 1
