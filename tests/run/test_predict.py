@@ -134,7 +134,8 @@ def test_a_failure_is_named_and_leaves_the_others_be(
     monkeypatch.setattr(Predictor, "compute", fold)
     again = predict(fasta, [], tiny_params, out)  # only what failed is folded
     assert again["status"] == "complete"
-    assert again["predictions"][0] == summary["predictions"][0]
+    assert [e["name"] for e in again["predictions"]] == ["one", "two"]  # in the order of the query
+    assert again["predictions"][1] == summary["predictions"][0]
 
 
 def test_a_stopped_run_continues(
