@@ -147,5 +147,3 @@ def test_plans_that_keep_and_share_at_once_are_refused_by_name() -> None:
     for recompute, count in ((None, 1), ("block", -1)):
         with pytest.raises(ValueError, match=r"plan.keep_blocks is -?1: how many blocks keep everything"):
             Plan(recompute=recompute, keep_blocks=count)
-    with pytest.raises(ValueError, match=r"plan.offload for training"):
-        Plan(offload=True, chunk=2, in_place=True)

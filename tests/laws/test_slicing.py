@@ -72,7 +72,7 @@ def test_every_layer_has_a_case():
 def test_shared_is_the_join_of_shared_of_slices(name, size):
     layer, x, mask, other = make(name)
     _, expected = layer.local_and_shared(DeferredLayerNorm(layer.operand(x, other), layer.norm), mask, other)
-    got = shared_in_slices(layer, layer.operand(x, other), mask, other, size)
+    got = shared_in_slices(layer, layer.operand(x, other), mask, other, size * R * C_Z)
     assert len(got) == len(expected)
     for a, b in zip(got, expected):
         torch.testing.assert_close(a, b, rtol=CLOSE, atol=CLOSE)

@@ -8,6 +8,7 @@ from warpfold.model.axial import COLS, ROWS, AxialUpdate
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, joined
 from warpfold.ops.attention import attention
+from warpfold.ops.dispatch import backend
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.noise import Factors
@@ -78,11 +79,36 @@ class AttentionUpdate(AxialUpdate):
 
     def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
         """Return all of x with its update: one operation."""
-        norm, bias, turned = self.norm, None, self.transpose_if_column
         if self.shared_from_other:
             assert other is not None
-            bias = turned(self.shared_of(other)[0]).movedim(-1, -3)
-        into, out_of = joined(x.dtype, *self.projections), joined(x.dtype, self.attention.out)
+            return self._new(x, self.shared_of(other), self.projections, mask, factors)
+        return self._new(x, (), self.projections, mask, factors)
+
+    def add_slice(
+        self, x: Tensor, n: DeferredLayerNorm, shared: Tensors, mask: Tensor, factors: Factors | None
+    ) -> Tensor:
+        """Return one slice of x with its update: one operation."""
+        return self._new(x, shared, self.attention.projections, mask, factors)
+
+    def empty_shared(self, part: Tensor, length: int) -> Tensor:
+        """Allocate the bias; on a CPU with the heads in front: its kernel would lay it out so for each slice."""
+        assert self.join_axis is not None
+        shape = list(self.transpose_if_column(part).shape)
+        shape[ROWS] = length
+        if backend(part) == "triton":
+            empty = part.new_empty(shape)
+        else:
+            empty = part.new_empty(*shape[:-3], shape[-1], *shape[-3:-1]).movedim(-3, -1)
+        bias: Tensor = self.transpose_if_column(empty)
+        return bias
+
+    def _new(
+        self, x: Tensor, shared: Tensors, projections: tuple[Linear, ...], mask: Tensor, factors: Factors | None
+    ) -> Tensor:
+        """Return rows (or columns) of x with their update; the bias is shared, or made of x by the last projection."""
+        norm, turned = self.norm, self.transpose_if_column
+        bias = turned(shared[0]).movedim(-1, -3) if shared else None
+        into, out_of = joined(x.dtype, *projections), joined(x.dtype, self.attention.out)
         factors, mask = None if factors is None else turned(factors), turned(mask[..., None])[..., 0].contiguous()
         new = gated_attention(
             turned(x), norm.weight, norm.bias, *into, *out_of, mask, bias, self.attention.heads, factors, norm.eps

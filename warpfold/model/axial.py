@@ -15,8 +15,8 @@ Two laws make every execution right; tests/laws/test_slicing.py checks them for 
     shared(n)                     is the join of  shared(slice)                    along `join_axis`
     update(local(n), shared)      is the join of  update(local(slice), shared)     along `axis`
 
-and three more say that what is done at once equals what is done in parts: `local_and_shared` is (local, shared),
-`add` is x + factors * update, and `whole` is `add` of all of x.
+and more say that what is done at once equals what is done in parts: `local_and_shared` is (local, shared), `add` is
+x + factors * update, `add_slice` is `local` and `add` of a slice, and `whole` is `add` of all of x.
 """
 
 from collections.abc import Sequence
@@ -97,6 +97,19 @@ class AxialUpdate(Executable, DrawsNoise):
         """Return one slice of x plus its update times the dropout factors (None: ones)."""
         dx = self.update(local, shared, mask)
         return x + (dx if factors is None else dx * factors)
+
+    def add_slice(
+        self, x: Tensor, n: DeferredLayerNorm, shared: Tensors, mask: Tensor, factors: Factors | None
+    ) -> Tensor:
+        """Return one slice of x with its update, of its part of the operand; overridden where that is one operation."""
+        return self.add(x, self.local(n, mask), shared, mask, factors)
+
+    def empty_shared(self, part: Tensor, length: int) -> Tensor:
+        """Allocate a tensor of `shared` of which one slice's is `part`; laid out in memory as slices read it."""
+        assert self.join_axis is not None
+        shape = list(part.shape)
+        shape[self.join_axis] = length
+        return part.new_empty(shape)
 
     def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
         """Return all of x with its update; overridden by layers for which that is one operation."""

@@ -1,7 +1,7 @@
 """How a plan runs a model: whole, in slices, in place, recomputed, compiled, over several ranks."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from warpfold.device import Function, Graphs, Named, Offload
 from warpfold.errors import UserError
-from warpfold.model.axial import AxialUpdate, Block, BlockStack
+from warpfold.host import HostTensor
+from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
 from warpfold.model.layers import Linear
 from warpfold.ops.dispatch import allow_tf32, using
@@ -19,15 +20,16 @@ from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedStack
 from warpfold.parallel.sharded_tensor import ShardedResidues
-from warpfold.parallel.slices import layer_in_slices
+from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbers
 
 # The functions of a layer that are compiled: they only compute.
 COMPILED = (
-    *("local", "shared", "shared_of", "local_and_shared", "update", "add", "whole"),
+    *("local", "shared", "shared_of", "local_and_shared", "update", "add", "add_slice", "whole"),
     *("left", "right", "gate_logits", "product", "finish"),
 )
 log = logging.getLogger("warpfold")
 M = TypeVar("M", bound=nn.Module)
+TILE = 32  # rows of a tile of z in host memory, at least: one of 128 channels in bf16 has 256 KiB
 SHAPES = 64  # of each function that may be compiled before torch gives up, which it would only warn of
 
 
@@ -54,11 +56,12 @@ class Execution(PlainExecution):
         self.everywhere, self.in_place = plan.precision == "bf16_all", plan.in_place
         if self.distributed:
             self.residues = ShardedResidues(self.mesh.axial, plan.branch)
+        self._channels = 0  # of z, in what was bound; 0: there is no z
         self._sharded: dict[nn.Module, ShardedStack] = {}
         self._compiled: dict[AxialUpdate, Any] = {}
         self._keeping: set[nn.Module] = set()  # blocks that keep everything, and their layers
         self.graphs = Graphs()
-        self._offload = Offload() if plan.offload else None
+        self._offload = Offload() if plan.offload and not plan.in_place else None
 
     @property
     def distributed(self) -> bool:
@@ -86,6 +89,7 @@ class Execution(PlainExecution):
         A later execution replaces this one; one that cannot run the model changes nothing.
         Errors: UserError for a block that the plan cannot run, or where compiling needs a compiler that is not there.
         """
+        self._channels = max(self._channels, pair_channels(model))
         if (stack := main_stack(model)) is not None and self.plan.keep_blocks:
             self._keeping.update(part for block in stack.blocks[-self.plan.keep_blocks :] for part in block.modules())
         if self.plan.compile:
@@ -144,7 +148,8 @@ class Execution(PlainExecution):
         with using(self.plan.kernels):  # also where it is recomputed, perhaps by another thread
             if self.plan.chunk is None:
                 return super().layer(layer, x, mask, other)
-            return layer_in_slices(layer, x, mask, other, self.plan.chunk, self.plan.in_place)
+            most = slice_numbers(self.plan.chunk, x.shape[COLS], self._channels or x.shape[-1])
+            return layer_in_slices(layer, x, mask, other, most, self.plan.in_place)
 
     def call(
         self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
@@ -169,6 +174,14 @@ class Execution(PlainExecution):
         """Return which of so many rows of z are computed together: `plan.chunk`."""
         size = self.plan.chunk or max(count, 1)
         return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
+
+    def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for z, in the dtype of the trunk: with `offload` in host memory."""
+        if not (self.plan.offload and self.plan.in_place):
+            return super().pair_memory(like, shape)
+        assert self.plan.chunk is not None
+        tile = self.plan.chunk * -(-TILE // self.plan.chunk)  # slices begin and end between tiles
+        return HostTensor(shape, self.dtype, like.device, tile)
 
     def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: where layers run in slices, each alone."""
@@ -200,7 +213,7 @@ class Execution(PlainExecution):
                 )
             if isinstance(module, BlockStack | Block):
                 keeps = self.plan.keep_blocks if module is main else 0
-                found[module] = ShardedStack(name, module, self.plan, self.mesh, self._compiled, keeps)
+                found[module] = ShardedStack(name, module, self.plan, self.mesh, self._compiled, keeps, self._channels)
                 inside.update(part for block in found[module].blocks for part in block.modules())
         return found
 

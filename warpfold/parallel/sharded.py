@@ -26,7 +26,7 @@ from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.sharded_tensor import ShardedTensor
-from warpfold.parallel.slices import add_in_slices, cut_axes, shared_in_slices
+from warpfold.parallel.slices import add_in_slices, cut_axes, shared_in_slices, slice_numbers
 
 Phases = Generator[Sequence[Pending], None, ShardedTensor]  # what it is about to wait for
 Sharded = dict[str, ShardedTensor]
@@ -137,7 +137,7 @@ class ShardedStack:
     """Blocks one after another on this rank of a mesh: sharded over axial ranks, halves shared out to branch ranks.
 
     module: a stack, or a block that stands alone.  compiled: what to call in the place of some layers.  keep_blocks: so
-    many of the last are not recomputed.
+    many of the last are not recomputed.  channels: of the model's z.
     Errors: UserError for a block that the plan cannot run.
     """
 
@@ -149,10 +149,11 @@ class ShardedStack:
         mesh: Mesh,
         compiled: Mapping[AxialUpdate, AxialUpdate] | None = None,
         keep_blocks: int = 0,
+        channels: int = 0,
     ) -> None:
         self.keep_blocks = keep_blocks
         self.name, self.module, self.plan, self.mesh, self.group = name, module, plan, mesh, mesh.axial
-        self.compiled = compiled or {}
+        self.compiled, self.channels = compiled or {}, channels
         self._planned: list[tuple[Block, type[Block], Steps]] | None = None
         self._plan_layouts()
 
@@ -290,10 +291,14 @@ class ShardedStack:
         elif local is not None:
             new = layer.add(held, local, shared, n_mask, factors)
         else:
-            assert self.plan.chunk is not None
-            axes, size = (axis, operand_axis), self.plan.chunk
-            new = add_in_slices(layer, held, held_operand, n_mask, shared, factors, axes, size, self.plan.in_place)
+            axes, most = (axis, operand_axis), self._slice_numbers(x)
+            new = add_in_slices(layer, held, held_operand, n_mask, shared, factors, axes, most, self.plan.in_place)
         return self._leave(x, axis, new, layout)
+
+    def _slice_numbers(self, x: ShardedTensor) -> int:
+        """Return how many numbers of a state the plan's slices hold."""
+        assert self.plan.chunk is not None
+        return slice_numbers(self.plan.chunk, x.lengths[COLS], self.channels or x.along(x.present).shape[-1])
 
     def _share(
         self,
@@ -312,7 +317,7 @@ class ShardedStack:
         join_axis = axis if n is None or layer.join_axis is None else layer.join_axis
         if self.plan.chunk is not None:
             n_mask = mask[axis] if n is not None else held  # not read where `shared` is made from the other
-            tensors = shared_in_slices(layer, held, n_mask, held, self.plan.chunk)
+            tensors = shared_in_slices(layer, held, n_mask, held, self._slice_numbers(of))
         elif n is None:
             tensors = layer.shared_of(held)
         else:

@@ -1,29 +1,55 @@
 """Layers in slices: one part of x after another, so that the intermediates are only ever a slice's.
 
-Right because of the two laws of the contract (warpfold/model/axial.py).
+Right because of the two laws of the contract (warpfold/model/axial.py).  x and what a layer reads may lie in host
+memory (warpfold/host.py): slices are then fetched, and stored where they are written in place.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Iterator
 
-from warpfold.model.axial import ROWS, AxialUpdate
+import torch
+from torch import Tensor, nn
+
+from warpfold.host import fetch_each, store
+from warpfold.model.axial import ROWS, AxialUpdate, Block
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm
 from warpfold.ops.noise import Factors
 
 
 def layer_in_slices(
-    layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, size: int, in_place: bool
+    layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, most: int, in_place: bool
 ) -> Tensor:
-    """Return x with the layer's update, made in slices of `size` rows (or columns).
+    """Return x with the layer's update, made in slices of rows (or columns) that hold `most` numbers each.
 
     in_place: write each slice over its part of x, so that no second x exists; right because a slice reads only itself
     and what is already whole.  Errors: RuntimeError for `in_place` where gradients are on.
     """
     operand = layer.operand(x, other)
-    shared = shared_in_slices(layer, operand, mask, other, size)
+    shared = shared_in_slices(layer, operand, mask, other, most)
     factors = layer.dropout_factors(x.shape, x)
-    return add_in_slices(layer, x, operand, mask, shared, factors, cut_axes(layer, ROWS), size, in_place)
+    return add_in_slices(layer, x, operand, mask, shared, factors, cut_axes(layer, ROWS), most, in_place)
+
+
+def pair_channels(model: nn.Module) -> int:
+    """Return how many channels the z of a model has: the most of any layer that updates a z; 0: there is none."""
+    steps = (step for block in model.modules() if isinstance(block, Block) for step in block.steps if step.state == "z")
+    layers = (step.layer for step in steps if isinstance(step.layer, AxialUpdate) and not step.layer.operand_is_other)
+    return max((layer.norm.normalized_shape[0] for layer in layers), default=0)
+
+
+def slice_numbers(chunk: int, residues: int, channels: int) -> int:
+    """Return how many numbers a slice holds: as many as `chunk` rows of z, of so many residues and channels.
+
+    So a slice of m, of the extra MSA or of templates is as large as one of z, and has as many rows or columns as that.
+    """
+    return chunk * residues * channels
+
+
+def slices(x: Tensor, axis: int, most: int) -> list[slice]:
+    """Return slices of x along an axis that hold `most` numbers each, or are one row (or column); at least one."""
+    count = x.shape[axis]
+    size = max(1, most // max(1, x.numel() // max(1, count)))
+    return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
 def cut_axes(layer: AxialUpdate, anywhere: int) -> tuple[int, int]:
@@ -32,17 +58,42 @@ def cut_axes(layer: AxialUpdate, anywhere: int) -> tuple[int, int]:
     return axis, axis if layer.operand_axis is None else layer.operand_axis
 
 
-def shared_in_slices(layer: AxialUpdate, operand: Tensor, mask: Tensor, other: Tensor | None, size: int) -> Tensors:
-    """Return `layer.shared`, made slice by slice and joined, so that no whole normalised operand exists."""
+def shared_in_slices(layer: AxialUpdate, operand: Tensor, mask: Tensor, other: Tensor | None, most: int) -> Tensors:
+    """Return `layer.shared`, made slice by slice, so that no whole normalised operand exists.
+
+    Without gradients each part is written to its place at once, so that no tensor of `shared` exists twice.
+    """
     if layer.shared_axis is None or layer.join_axis is None:
         return ()
+    source = operand
     if layer.shared_from_other:
         assert other is not None
-        parts = [layer.shared_of(piece) for piece in other.split(size, layer.shared_axis)]
-    else:
-        cuts = zip(operand.split(size, layer.shared_axis), mask.split(size, layer.shared_axis + 1))
-        parts = [layer.shared(DeferredLayerNorm(piece, layer.norm), piece_mask) for piece, piece_mask in cuts]
-    return tuple(torch.cat(tensors, layer.join_axis) for tensors in zip(*parts))
+        source = other
+    parts = _shared_parts(layer, source, mask, slices(source, layer.shared_axis, most))
+    if torch.is_grad_enabled():
+        return tuple(torch.cat(tensors, layer.join_axis) for tensors in zip(*(made for _, made in parts)))
+    wholes: list[Tensor] = []
+    for part, made in parts:
+        if not wholes:
+            wholes = [layer.empty_shared(t, source.shape[layer.shared_axis]) for t in made]
+        for index, whole in enumerate(wholes):
+            whole.narrow(layer.join_axis, part.start, part.stop - part.start).copy_(made[index])
+        del made  # before the next slice is begun
+    return tuple(wholes)
+
+
+def _shared_parts(
+    layer: AxialUpdate, source: Tensor, mask: Tensor, cuts: list[slice]
+) -> Iterator[tuple[slice, Tensors]]:
+    """Yield `shared` of each slice of what it is made from."""
+    axis = layer.shared_axis
+    assert axis is not None
+    for part, piece in fetch_each(source, cuts, axis):
+        if layer.shared_from_other:
+            yield part, layer.shared_of(piece)
+        else:
+            piece_mask = mask.narrow(axis + 1, part.start, part.stop - part.start)
+            yield part, layer.shared(DeferredLayerNorm(piece, layer.norm), piece_mask)
 
 
 def add_in_slices(
@@ -53,10 +104,10 @@ def add_in_slices(
     shared: Tensors,
     factors: Factors | None,
     axes: tuple[int, int],
-    size: int,
+    most: int,
     in_place: bool,
 ) -> Tensor:
-    """Return x with the layer's update, slice by slice of `size` along axes[0] of x, which is axes[1] of the operand.
+    """Return x with the layer's update, in slices of `most` numbers along axes[0] of x (axes[1] of the operand).
 
     factors: of dropout, as long as x along that axis, or 1.  in_place: write over x, else into a new tensor.
     Errors: RuntimeError for `in_place` where gradients are on.
@@ -65,17 +116,17 @@ def add_in_slices(
         raise RuntimeError("a plan with in_place cannot be differentiated: use torch.no_grad(), or chunk alone")
     axis, operand_axis = axes
     parts = []
-    for start in range(0, max(x.shape[axis], 1), size):  # once where a rank has no row: it takes part in the gradient
-        length = min(size, x.shape[axis] - start)
-        n = DeferredLayerNorm(operand.narrow(operand_axis, start, length), layer.norm)
-        n_mask = mask.narrow(operand_axis + 1, start, length)
-        part = x.narrow(axis, start, length)
-        part_factors = factors
+    for part, piece in fetch_each(x, slices(x, axis, most), axis):  # once where a rank has no row: for the gradient
+        start, length = part.start, part.stop - part.start
+        read = piece if operand is x else operand.narrow(operand_axis, start, length)
+        n, n_mask = DeferredLayerNorm(read, layer.norm), mask.narrow(operand_axis + 1, start, length)
+        drawn = factors
         if factors is not None and factors.shape[axis] != 1:
-            part_factors = factors.narrow(axis, start, length)
-        new = layer.add(part, layer.local(n, n_mask), shared, n_mask, part_factors)
+            drawn = factors.narrow(axis, start, length)
+        new = layer.add_slice(piece, n, shared, n_mask, drawn)
         if in_place:
-            part.copy_(new)
+            store(x, part, new, axis)
+            del new, n, read, piece
         else:
             parts.append(new)
     return x if in_place else torch.cat(parts, axis)

@@ -1,0 +1,77 @@
+"""z in host memory: what is stored is what is fetched, in any slices; and no operation takes it whole by accident."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from warpfold import host
+from warpfold.errors import UserError
+from warpfold.host import HostTensor, fetch, fetch_each, store
+
+ROWS, COLS = -3, -2
+CPU = torch.device("cpu")
+
+
+def slices(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+@pytest.mark.parametrize("leading", [(), (2,)])
+@pytest.mark.parametrize("tile", [1, 4, 16])
+@pytest.mark.parametrize("size", [3, 4, 11])
+def test_what_is_stored_is_what_is_fetched(
+    leading: tuple[int, ...], tile: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "SEGMENT", 200)  # bytes: several tiles, or less than one
+    shape = (*leading, 11, 11, 3)
+    x = torch.randn(shape)
+    kept = HostTensor(shape, x.dtype, CPU, tile)
+    assert (kept.shape, kept.dtype, kept.device) == (x.shape, x.dtype, x.device)
+    assert not fetch(kept, slice(0, 11)).any()
+    for axis, other in ((ROWS, COLS), (COLS, ROWS)):
+        for part in slices(11, size):
+            store(kept, part, fetch(x, part, axis), axis)
+        for part, found in fetch_each(kept, slices(11, 5), other):
+            assert torch.equal(found, fetch(x, part, other))
+        x = x.flip(other)
+
+
+def test_an_ordinary_tensor_is_not_copied() -> None:
+    x = torch.randn(5, 5, 2)
+    for part, found in fetch_each(x, slices(5, 2), COLS):
+        found += 1
+        store(x, part, found, COLS)
+        assert found.data_ptr() == x[:, part].data_ptr()
+    store(x, slice(1, 3), torch.zeros(2, 5, 2))
+    assert not x[1:3].any()
+
+
+def test_no_operation_takes_it_whole() -> None:
+    kept = HostTensor((5, 5, 2), torch.float32, CPU, 2)
+    for function in (lambda: kept + 1, lambda: kept[0], lambda: torch.cat([kept, kept]), lambda: kept.clone()):
+        with pytest.raises(RuntimeError, match="fetch its rows"):
+            function()
+
+
+def test_the_file_has_no_name_and_goes_with_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept = HostTensor((64, 64, 16), torch.bfloat16, CPU, 8)
+    assert not list(tmp_path.iterdir())
+    if hasattr(os, "posix_fallocate"):
+
+        def full(*_: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(UserError, match=r"no file of 0\.0 GB .*TMPDIR"):
+            HostTensor((64, 64, 16), torch.bfloat16, CPU, 8)
+    assert kept.fetch(slice(0, 64)).sum() == 0
+
+
+def test_without_memory_it_has_shapes() -> None:
+    kept = HostTensor((5, 5, 2), torch.float32, torch.device("meta"), 2)
+    assert fetch(kept, slice(1, 3), COLS).shape == (5, 2, 2)
+    store(kept, slice(1, 3), torch.empty(2, 5, 2, device="meta"))
