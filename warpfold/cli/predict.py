@@ -32,7 +32,8 @@ from warpfold.errors import UserError
 from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
-    from warpfold.bulk import JobPart
+    from warpfold.run.predict_templates import TemplateSources
+    from warpfold.run.share import Share
 
 Query = Annotated[
     Path,
@@ -72,10 +73,23 @@ TemplateStructures = Annotated[Path | None, reads("Folder of mmCIF files that th
 MaxTemplateDate = Annotated[str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")]
 Seeds = Annotated[int, decides("Predict with this many seeds, SEED, SEED + 1 ..., and rank them.", min=1)]
 Recycles = Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)]
+Tolerance = Annotated[
+    float | None,
+    decides(
+        "Angstrom: recycle no more once distances between CA change by less (ColabFold's early stop); default: "
+        "the model's.",
+        "--recycle-tolerance",
+    ),
+]
+MaxRecycles = Annotated[
+    str | None,
+    decides("LENGTH:RECYCLES, such as 1500:3: at most so many passes after the first where there are more residues."),
+]
 Ensemble = Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)]
 MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)]
 MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
 Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")]
+Distogram = Annotated[bool, writes("Keep contacts in the .npz, and the distogram in a .npy.", "--distogram")]
 Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits.", min=0)]
 Batch = Annotated[
     str,
@@ -111,10 +125,13 @@ def predict(
     seed: Seed = 0,
     seeds: Seeds = 1,
     recycles: Recycles = None,
+    recycle_tolerance: Tolerance = None,
+    max_recycles: MaxRecycles = None,
     ensemble: Ensemble = None,
     max_msa: MaxMsa = None,
     max_extra: MaxExtra = None,
     representations: Representations = False,
+    distogram: Distogram = False,
     device: Device = None,
     chunk: Chunk = None,
     precision: TrunkPrecision = Precision.fp32,
@@ -134,38 +151,53 @@ def predict(
     With several --params or --seeds, the predictions of each protein are ranked.
     Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.
     """
-    from warpfold.bulk import JobPart
     from warpfold.parallel.plan import Plan
     from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run import predict as prediction
-    from warpfold.run.predict_templates import TemplateSources
-    from warpfold.run.share import Share
+    from warpfold.run.predictor import Recycling
 
-    share = Share(part=JobPart.parse(shard or "1/1"), workers=workers, cluster=cluster)
-    sources = TemplateSources(
-        files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
+    share = _share(shard, workers, cluster)
+    sources = _sources(template or [], hits or [], template_structures, max_template_date)
     process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
         seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
         max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
-        representations=representations, force=force, kernels="strict" if strict else "fast", batch=_most(batch),
+        representations=representations, distogram=distogram, force=force, batch=_most(batch),
+        recycling=Recycling(recycle_tolerance, _length_and_recycles(max_recycles)),
+        kernels="strict" if strict else "fast",
     )  # fmt: skip
     bar, plan = _bar(process.rank), Plan(axial=axial or 1, branch=branch or 1)
     with distributed_context(process, plan, options.device or "cpu") as team, bar as progress:
         summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team, share)
     if team.is_rank_zero:
-        if summary["status"] == "running":
-            _say_others(share.part, out, relax)
-        else:
-            summary = relax_predictions(summary, out, relax, options.device)
-        _say(summary, out, as_json)
+        summary = _end(summary, out, relax, options.device, as_json)
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
 
 
-def _say_others(part: "JobPart", out: Path, relax: Relax) -> None:
-    """Say that others are at work on the rest, or have yet to begin."""
-    then = f", then `warpfold relax {out}`" if relax != Relax.none else ""
-    typer.echo(f"part {part} is done; the last part writes {out / 'summary.json'}{then}", err=True)
+def _share(shard: str | None, workers: int, cluster: str | None) -> "Share":
+    """Return who folds.  Errors: UserError for a part that is none."""
+    from warpfold.bulk import JobPart
+    from warpfold.run.share import Share
+
+    return Share(part=JobPart.parse(shard or "1/1"), workers=workers, cluster=cluster)
+
+
+def _sources(files: list[str], hits: list[Path], structures: Path | None, date: str | None) -> "TemplateSources":
+    """Return where templates come from.  Errors: UserError for sources that make no sense."""
+    from warpfold.run.predict_templates import TemplateSources
+
+    return TemplateSources(files=files, hits=hits, structures=structures, max_date=date)
+
+
+def _end(summary: dict[str, Any], out: Path, relax: Relax, device: str | None, as_json: bool) -> dict[str, Any]:
+    """Relax what is asked for and say what there is; or that others are at work on the rest, or have yet to begin."""
+    if summary["status"] == "running":
+        then = f", then `warpfold relax {out}`" if relax != Relax.none else ""
+        typer.echo(f"this part is done; the last one writes {out / 'summary.json'}{then}", err=True)
+    else:
+        summary = relax_predictions(summary, out, relax, device)
+    _say(summary, out, as_json)
+    return summary
 
 
 def _bar(rank: int) -> AbstractContextManager[Progress | None]:
@@ -180,6 +212,16 @@ def _most(batch: str) -> int | None:
     if not (batch.isdecimal() and len(batch) < 6 and int(batch) > 0):
         raise UserError(f"--batch {batch}: a number from 1 on, or auto")
     return int(batch)
+
+
+def _length_and_recycles(text: str | None) -> tuple[int, int] | None:
+    """Return the two numbers of LENGTH:RECYCLES.  Errors: UserError for anything else."""
+    if text is None:
+        return None
+    numbers = text.split(":")
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        raise UserError(f"--max-recycles {text}: is not LENGTH:RECYCLES; write two numbers, such as 1500:3")
+    return int(numbers[0]), int(numbers[1])
 
 
 def _lacks_templates(entry: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from warpfold.device import Function, Named
 from warpfold.host import fetch, fetch_each, store
-from warpfold.ops.dispatch import Kernels, using
+from warpfold.ops.dispatch import Kernels, alike, using
 from warpfold.ops.tensors import upcast_half
 
 if TYPE_CHECKING:
@@ -44,8 +44,15 @@ class Residues:
         """Return the whole of a tensor of which every process has its shard; `length`: of the whole along `axis`."""
         return x
 
+    def shard_spans(self, length: int) -> list[slice]:
+        """Return which of so many residues each process holds."""
+        return [slice(0, length)]
+
     def transposed(self, z: Tensor, length: int) -> Tensor:
-        """Return this process's rows of z [*, i, j, c] with i and j exchanged."""
+        """Return this process's rows of z [*, i, j, c] with i and j exchanged.
+
+        z may have some columns alone, of `length` rows in all: each process then gets its shard of them.
+        """
         return z.transpose(-3, -2)
 
 
@@ -96,6 +103,10 @@ class PlainExecution:
     def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Allocate zeros for z, in the dtype of the trunk; `like`: a tensor on the device that computes."""
         return like.new_zeros(shape, dtype=self.dtype)
+
+    def aside(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for what is read and written seldom beside z, such as a sum over templates."""
+        return self.pair_memory(like, shape)
 
     def fetch(self, z: Tensor, rows: slice, axis: int = -3) -> Tensor:
         """Return rows of z [*, i, j, c], or columns (axis -2), where they are computed with: a view, or a copy of what
@@ -148,7 +159,7 @@ class Executable(nn.Module):
         if torch.is_grad_enabled():
             return torch.cat([function(rows) for rows in slices], axis)
         joined = None
-        for rows in slices:
+        for rows in alike(slices):
             part = function(rows)
             if joined is None:
                 shape = list(part.shape)
@@ -166,7 +177,7 @@ class Executable(nn.Module):
         execution = self.execution
         if not execution.in_place:
             return self.by_rows(lambda rows: function(rows, execution.fetch(z, rows)), z.shape[-3], -3)
-        for rows, old in fetch_each(z, execution.rows(z.shape[-3])):
+        for rows, old in fetch_each(z, list(alike(execution.rows(z.shape[-3])))):
             execution.store(z, rows, function(rows, old))
         return z
 

@@ -15,12 +15,12 @@ from warpfold.host import HostTensor
 from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
 from warpfold.model.layers import Linear
-from warpfold.ops.dispatch import allow_tf32, using
+from warpfold.ops.dispatch import allow_tf32, backend, using
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedStack
 from warpfold.parallel.sharded_tensor import ShardedResidues
-from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbers
+from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbers, slices_of
 
 # The functions of a layer that are compiled: they only compute.
 COMPILED = (
@@ -172,13 +172,21 @@ class Execution(PlainExecution):
 
     def rows(self, count: int) -> list[slice]:
         """Return which of so many rows of z are computed together: `plan.chunk`."""
-        size = self.plan.chunk or max(count, 1)
-        return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
+        return slices_of(count, self.plan.chunk or max(count, 1))
 
     def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Allocate zeros for z, in the dtype of the trunk: with `offload` in host memory."""
         if not (self.plan.offload and self.plan.in_place):
             return super().pair_memory(like, shape)
+        return self._in_host_memory(like, shape)
+
+    def aside(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for what is read and written seldom beside z: in place, in the host memory of a GPU."""
+        if self.plan.in_place and backend(like) == "triton":
+            return self._in_host_memory(like, shape)
+        return self.pair_memory(like, shape)
+
+    def _in_host_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         assert self.plan.chunk is not None
         tile = self.plan.chunk * -(-TILE // self.plan.chunk)  # slices begin and end between tiles
         return HostTensor(shape, self.dtype, like.device, tile)

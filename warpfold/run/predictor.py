@@ -1,6 +1,7 @@
 """Fold from Python: parameters stay loaded, sequences go in, predictions come out."""
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +20,10 @@ from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.data.features.make import make_features
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
+from warpfold.host import HostTensor, in_file
 from warpfold.model import confidence
-from warpfold.model.alphafold import AlphaFold, Output
-from warpfold.model.heads import pae_breaks
+from warpfold.model.alphafold import AlphaFold, Folded
+from warpfold.model.heads import distogram_breaks
 from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
@@ -34,6 +36,29 @@ from warpfold.run.predict_templates import user_templates
 from warpfold.settings import build
 
 log = logging.getLogger("warpfold")
+
+
+@dataclass(frozen=True)
+class Recycling:
+    """When recycling ends before all passes are done; it changes what is predicted.
+
+    tolerance: angstrom, as `ModelConfig.recycle_tolerance`; None: the model's own.
+    long: a protein of more than so many residues has at most so many passes after the first.
+    Errors: UserError for what is not at least 0.
+    """
+
+    tolerance: float | None = None
+    long: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise UserError(f"--recycle-tolerance {self.tolerance:g}: angstrom, at least 0")
+        if self.long is not None and min(self.long) < 0:
+            raise UserError(f"--max-recycles {self.long[0]}:{self.long[1]}: two numbers of at least 0")
+
+    def at_most(self, recycles: int, residues: int) -> int:
+        """Return how many of so many passes after the first a protein gets."""
+        return recycles if self.long is None or residues <= self.long[0] else min(recycles, self.long[1])
 
 
 @dataclass(frozen=True)
@@ -77,6 +102,7 @@ class Predictor:
         self.device = torch.device(device)
         self.chunk, self.precision, self.kernels = chunk, precision, kernels
         self.sample = sample or SampleConfig()
+        self.recycling = Recycling()
 
     def fold(
         self,
@@ -89,6 +115,7 @@ class Predictor:
         recycles: int | None = None,
         ensemble: int | None = None,
         representations: bool = True,
+        distogram: bool = False,
     ) -> Prediction:
         """Fold `sequence` (one letter per residue), given rows aligned to it as in A3M: lower case is an insertion.
 
@@ -99,7 +126,7 @@ class Predictor:
         (of a complex to the chains that they fit, or ID=FILE for chain ID); or, for a single sequence, `Templates`
         that are aligned already, best first.  seed: of the alignment's sampling and masking; the same seed gives the
         same prediction.  recycles, ensemble: default to the model's settings.  Without `representations` single, pair
-        and msa of the result are None.
+        and msa of the result are None, and without `distogram` contacts, distogram and its edges.
         Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
         be used, or more of them than the model takes.
         """
@@ -118,9 +145,8 @@ class Predictor:
             example = complex_of(sequence, cast(Sequence[Rows] | Mapping[str, Rows], alignment), name)
             if templates:
                 example = on_chains(example, list(map(str, templates)), self.check_templates)
-        return self.fold_example(
-            example, seed=seed, recycles=recycles, ensemble=ensemble, representations=representations
-        )
+        prepared = self.prepare(example, seed=seed, recycles=recycles, ensemble=ensemble)
+        return self.compute(prepared, representations, distogram)
 
     def check_templates(self, count: int) -> None:
         """Raise UserError unless the model takes `count` templates."""
@@ -134,10 +160,11 @@ class Predictor:
         recycles: int | None = None,
         ensemble: int | None = None,
         representations: bool = True,
+        distogram: bool = False,
     ) -> Prediction:
         """Fold an example that is encoded already, as `fold` does; coordinates that it has are ignored."""
         prepared = self.prepare(example, seed=seed, recycles=recycles, ensemble=ensemble)
-        return self.compute(prepared, representations)
+        return self.compute(prepared, representations, distogram)
 
     def prepare(
         self, example: RawExample | Assembly, *, seed: int = 0, recycles: int | None = None, ensemble: int | None = None
@@ -154,50 +181,53 @@ class Predictor:
         else:
             example = replace(example, positions=None, mask=None)
             assembly = Assembly(example.name, ("A",), (example,))
+        recycles = self.recycling.at_most(recycles, assembly.length)
         given = example if isinstance(example, RawExample) and settings.multimer is None else assembly
         features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
         return Prepared(assembly, batch, seed, recycles, ensemble, time.perf_counter() - start)
 
-    def compute(self, prepared: "Prepared", representations: bool = True) -> Prediction:
+    def compute(self, prepared: "Prepared", representations: bool = True, distogram: bool = False) -> Prediction:
         """Run the model on features as the plan says, and say how sure it is."""
         start, settings, batch = time.perf_counter(), self.model.config, prepared.batch
         plan = self.plan(prepared)
         Execution(plan, self.team.mesh).bind(self.model)
-        self.model.config = replace(settings, ensemble=prepared.ensemble)
+        tolerance = settings.recycle_tolerance if self.recycling.tolerance is None else self.recycling.tolerance
+        self.model.config = replace(settings, ensemble=prepared.ensemble, recycle_tolerance=tolerance)
         try:
             with torch.no_grad():
-                output = self.model(batch, prepared.recycles)
+                folded = self.model.fold(batch, prepared.recycles)
+                prediction = self._prediction(prepared, folded, representations, distogram)
         finally:
             self.model.config = settings
-        assembly = prepared.assembly
-        prediction = self._prediction(assembly, output, batch, representations)
-        return replace(prediction, details=self._details(prepared, output.recycles, time.perf_counter() - start))
+        return replace(prediction, details=self._details(prepared, folded.recycles, time.perf_counter() - start))
 
-    def compute_together(self, several: Sequence["Prepared"], representations: bool = True) -> list[Prediction]:
+    def compute_together(
+        self, several: Sequence["Prepared"], representations: bool = True, distogram: bool = False
+    ) -> list[Prediction]:
         """Run the model once on single chains, padded to the largest; each has the result that it has alone.
 
         To rounding: products of other sizes may sum in another order.
         Errors: ValueError for complexes, for other recycles or ensembles, and where recycling may end early.
         """
         start, first, settings = time.perf_counter(), several[0], self.model.config
-        if settings.multimer is not None or settings.recycle_tolerance is not None:
+        tolerance = settings.recycle_tolerance if self.recycling.tolerance is None else self.recycling.tolerance
+        if settings.multimer is not None or tolerance is not None:
             raise ValueError("complexes, and recycling that ends early, cannot share a pass")
         if len({(one.recycles, one.ensemble) for one in several}) > 1:
             raise ValueError("what shares a pass needs the same recycles and ensemble")
         batch = stack([one.batch for one in several])
         Execution(self.plan(replace(first, batch=batch)), self.team.mesh).bind(self.model)
         self.model.config = replace(settings, ensemble=first.ensemble)
+        found = []
         try:
             with torch.no_grad():
                 folded = self.model.fold(batch, first.recycles)
-                sizes = [one.batch["msa_mask"].shape[-2:] for one in several]
-                alone = [part.without_padding(*size) for part, size in zip(folded.unbind(), sizes)]
-                outputs = [self.model.output(part.representations, part.structure) for part in alone]
+                for one, part in zip(several, folded.unbind()):
+                    alone = part.without_padding(*one.batch["msa_mask"].shape[-2:])
+                    found.append(self._prediction(one, alone, representations, distogram))
         finally:
             self.model.config = settings
-        given = zip(several, outputs)
-        found = [self._prediction(one.assembly, output, one.batch, representations) for one, output in given]
         seconds = (time.perf_counter() - start) / len(several)
         details = [self._details(one, folded.recycles, seconds) | {"together": len(several)} for one in several]
         return [replace(prediction, details=more) for prediction, more in zip(found, details)]
@@ -236,39 +266,69 @@ class Predictor:
                 used += chain.templates.choose(chosen).names
         return used
 
-    def _prediction(self, assembly: Assembly, output: Output, batch: Batch, representations: bool) -> Prediction:
-        def whole(x: Tensor, axis: int) -> np.ndarray | None:
-            """Collect a tensor that is sharded along residues; None on ranks other than 0."""
-            found = self.team.gather_shards(x.float(), axis, assembly.length)
-            return None if found is None else found.numpy()
-
+    def _prediction(self, prepared: Prepared, folded: Folded, representations: bool, distogram: bool) -> Prediction:
+        """Return a prediction, and how sure the model is of it; z is gone through some rows at a time."""
+        model, (r, structure, _), assembly = self.model, folded, prepared.assembly
         several = len(assembly.chains) > 1
-        asym_id = batch["asym_id"].to(self.device, torch.int64) if several else None
-        pae = ptm = max_pae = iptm = pairs = None
-        if (logits := output.pae_logits) is not None:
-            breaks, residues = pae_breaks(logits.shape[-1]), self.model.residues
-            pae, max_pae = whole(confidence.pae(logits, breaks), -2), confidence.max_pae(breaks)
-            ptm = float(confidence.ptm(logits, breaks, residues=residues))
-            if asym_id is not None:
-                iptm = float(confidence.iptm(logits, breaks, asym_id, residues=residues))
-                pairs = _numpy(confidence.chain_pair_iptm(logits, breaks, asym_id, residues=residues))
+        asym_id = prepared.batch["asym_id"].to(self.device, torch.int64) if several else None
+        with model.computing():
+            plddt = confidence.plddt(model.plddt(structure.single))
+            errors = None
+            if model.pae is not None:
+                errors = confidence.predicted_errors(model.pae, r.pair, model.execution, asym_id)
+            distances = self._distogram(r.pair, assembly.length) if distogram else {}
+        pairs = None if errors is None else errors.chain_pair_iptm
         return Prediction(
             name=assembly.name,
             sequence="".join(chain.sequence for chain in assembly.chains),
-            positions=_numpy(output.structure.final_atom37),
-            mask=_numpy(batch["atom37_atom_exists"]),
-            plddt=_numpy(confidence.plddt(output.plddt_logits)),
-            pae=pae,
-            max_pae=max_pae,
-            ptm=ptm,
-            single=_numpy(output.single) if representations else None,
-            pair=whole(output.pair, -3) if representations else None,
-            msa=whole(output.msa, -2) if representations else None,
+            positions=_numpy(structure.final_atom37),
+            mask=_numpy(prepared.batch["atom37_atom_exists"]),
+            plddt=_numpy(plddt),
+            pae=None if errors is None else self._whole(errors.pae, -2, assembly.length),
+            max_pae=None if errors is None else errors.max_pae,
+            ptm=None if errors is None else errors.ptm,
+            single=_numpy(r.single) if representations else None,
+            pair=self._whole(self._in_main_memory(r.pair), -3, assembly.length) if representations else None,
+            msa=self._whole(r.msa, -2, assembly.length) if representations else None,
             chain_ids=assembly.ids,
             asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
-            iptm=iptm,
-            chain_pair_iptm=pairs,
+            iptm=None if errors is None else errors.iptm,
+            chain_pair_iptm=None if pairs is None else _numpy(pairs),
+            **distances,
         )
+
+    def _whole(self, x: Tensor, axis: int, length: int, dtype: torch.dtype = torch.float32) -> np.ndarray | None:
+        """Collect a tensor that is sharded along residues; None on ranks other than 0."""
+        found = self.team.gather_shards(x, axis, length, dtype)
+        return None if found is None else found.numpy()
+
+    def _in_main_memory(self, z: Tensor) -> Tensor:
+        """Return z as an ordinary tensor where no operation can take it whole."""
+        if not isinstance(z, HostTensor):
+            return z
+        found = torch.empty(z.shape, dtype=z.dtype)
+        for rows in self.model.execution.rows(z.shape[-3]):
+            found[rows] = self.model.execution.fetch(z, rows).to("cpu")
+        return found
+
+    def _distogram(self, z: Tensor, length: int) -> dict[str, Any]:
+        """Return probabilities of distances, which lie in a temporary file, of contacts, and the edges of the bins."""
+        head, shape = self.model.distogram, (*z.shape[:-1], self.model.config.heads.distogram_bins)
+        edges, of_contacts = distogram_breaks(shape[-1]), torch.empty(shape[:-1], dtype=torch.float16)
+        found = in_file(math.prod(shape), torch.float16, "--distogram").view(shape)
+        for rows, logits in head.in_slices(z):
+            probabilities = logits.softmax(-1)
+            found[rows] = probabilities.to("cpu", torch.float16)
+            of_contacts[rows] = confidence.contact_probabilities(probabilities, edges).to("cpu", torch.float16)
+        whole = None
+        if self.team.mesh.axial.size > 1 and self.team.is_example_leader:
+            whole = in_file(length * length * shape[-1], torch.float16, "--distogram").view(length, *shape[1:])
+        gathered = self.team.gather_shards(found, -3, length, out=whole)
+        return {
+            "distogram": None if gathered is None else gathered.numpy(),
+            "contacts": self._whole(of_contacts, -2, length, torch.float16),
+            "distogram_edges": edges.numpy(),
+        }
 
 
 def load(
