@@ -1,9 +1,9 @@
 """`warpfold predict`."""
 
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,7 +29,11 @@ from warpfold.cli.common import (
 )
 from warpfold.cli.relax import Relax, RelaxOption, relax_predictions, relaxed_line
 from warpfold.errors import UserError
-from warpfold.progress import progress_bar
+from warpfold.progress import Progress, progress_bar
+
+if TYPE_CHECKING:
+    from warpfold.run.predict_templates import TemplateSources
+    from warpfold.run.share import Share
 
 Query = Annotated[
     Path,
@@ -87,6 +91,17 @@ MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: 
 Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")]
 Distogram = Annotated[bool, writes("Keep contacts in the .npz, and the distogram in a .npy.", "--distogram")]
 Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits.", min=0)]
+Batch = Annotated[
+    str,
+    runs("Short single chains that share a pass of the model, at most; auto: where that was measured to help."),
+]
+Shard = Annotated[
+    str | None, runs("I/N: only the I-th of N parts, for job arrays that share --out; the last writes the summary.")
+]
+PredictWorkers = Annotated[
+    int, runs("Processes that each keep the model; of several GPUs each takes its own.", "--workers", min=1)
+]
+Cluster = Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786, whose workers fold.")]
 TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations; bf16_all: of what follows it too.")]
 
 
@@ -94,7 +109,8 @@ TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations
     cls=Lists,
     epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
     "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
-    "--params params_model_*_multimer_v3.npz --seeds 2 --out folded",
+    "--params params_model_*_multimer_v3.npz --seeds 2 --out folded\n\n"
+    "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded",
 )
 def predict(
     query: Query,
@@ -121,6 +137,10 @@ def predict(
     precision: TrunkPrecision = Precision.fp32,
     axial: Axial = None,
     branch: Branch = None,
+    batch: Batch = "auto",
+    workers: PredictWorkers = 1,
+    shard: Shard = None,
+    cluster: Cluster = None,
     strict: Strict = False,
     relax: RelaxOption = Relax.none,
     force: Force = False,
@@ -129,31 +149,69 @@ def predict(
     """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report.
 
     With several --params or --seeds, the predictions of each protein are ranked.
-    Long ones on several processes, under torchrun: docs/parallel.md.
+    Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.
     """
     from warpfold.parallel.plan import Plan
     from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run import predict as prediction
-    from warpfold.run.predict_templates import TemplateSources
     from warpfold.run.predictor import Recycling
 
-    sources = TemplateSources(
-        files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
+    share = _share(shard, workers, cluster)
+    sources = _sources(template or [], hits or [], template_structures, max_template_date)
     process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
         seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
         max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
-        representations=representations, distogram=distogram, force=force,
+        representations=representations, distogram=distogram, force=force, batch=_most(batch),
         recycling=Recycling(recycle_tolerance, _length_and_recycles(max_recycles)),
         kernels="strict" if strict else "fast",
     )  # fmt: skip
-    bar, plan = progress_bar() if process.rank == 0 else nullcontext(), Plan(axial=axial or 1, branch=branch or 1)
+    bar, plan = _bar(process.rank), Plan(axial=axial or 1, branch=branch or 1)
     with distributed_context(process, plan, options.device or "cpu") as team, bar as progress:
-        summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team)
+        summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team, share)
     if team.is_rank_zero:
-        summary = relax_predictions(summary, out, relax, options.device)
-        _say(summary, out, as_json)
+        summary = _end(summary, out, relax, options.device, as_json)
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
+
+
+def _share(shard: str | None, workers: int, cluster: str | None) -> "Share":
+    """Return who folds.  Errors: UserError for a part that is none."""
+    from warpfold.bulk import JobPart
+    from warpfold.run.share import Share
+
+    return Share(part=JobPart.parse(shard or "1/1"), workers=workers, cluster=cluster)
+
+
+def _sources(files: list[str], hits: list[Path], structures: Path | None, date: str | None) -> "TemplateSources":
+    """Return where templates come from.  Errors: UserError for sources that make no sense."""
+    from warpfold.run.predict_templates import TemplateSources
+
+    return TemplateSources(files=files, hits=hits, structures=structures, max_date=date)
+
+
+def _end(summary: dict[str, Any], out: Path, relax: Relax, device: str | None, as_json: bool) -> dict[str, Any]:
+    """Relax what is asked for and say what there is; or that others are at work on the rest, or have yet to begin."""
+    if summary["status"] == "running":
+        then = f", then `warpfold relax {out}`" if relax != Relax.none else ""
+        typer.echo(f"this part is done; the last one writes {out / 'summary.json'}{then}", err=True)
+    else:
+        summary = relax_predictions(summary, out, relax, device)
+    _say(summary, out, as_json)
+    return summary
+
+
+def _bar(rank: int) -> AbstractContextManager[Progress | None]:
+    """Return the bar of the first of several processes; the caller says how much time is left."""
+    return progress_bar(remaining=False) if rank == 0 else nullcontext()
+
+
+def _most(batch: str) -> int | None:
+    """Return how many queries may share a pass; None for "auto".  Errors: UserError for anything else."""
+    if batch == "auto":
+        return None
+    if not (batch.isdecimal() and len(batch) < 6 and int(batch) > 0):
+        raise UserError(f"--batch {batch}: a number from 1 on, or auto")
+    return int(batch)
 
 
 def _length_and_recycles(text: str | None) -> tuple[int, int] | None:
@@ -180,7 +238,7 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
         typer.echo(_line(entry, out))
         if "relaxed" in entry:
             typer.echo(relaxed_line(f"{entry['name']} relaxed", entry["relaxed"]))
-    if not as_json:
+    if not as_json and summary["status"] != "running":
         typer.echo(f"report: {out / 'report.html'}")
     about: dict[str, list[str]] = {}
     for name, warnings in summary["input_warnings"].items():

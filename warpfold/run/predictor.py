@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warpfold.batch import Batch, to_tensors
+from warpfold.batch import Batch, stack, to_tensors
 from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
@@ -200,16 +200,48 @@ class Predictor:
                 prediction = self._prediction(prepared, folded, representations, distogram)
         finally:
             self.model.config = settings
-        assembly = prepared.assembly
-        details = {
+        return replace(prediction, details=self._details(prepared, folded.recycles, time.perf_counter() - start))
+
+    def compute_together(
+        self, several: Sequence["Prepared"], representations: bool = True, distogram: bool = False
+    ) -> list[Prediction]:
+        """Run the model once on single chains, padded to the largest; each has the result that it has alone.
+
+        To rounding: products of other sizes may sum in another order.
+        Errors: ValueError for complexes, for other recycles or ensembles, and where recycling may end early.
+        """
+        start, first, settings = time.perf_counter(), several[0], self.model.config
+        tolerance = settings.recycle_tolerance if self.recycling.tolerance is None else self.recycling.tolerance
+        if settings.multimer is not None or tolerance is not None:
+            raise ValueError("complexes, and recycling that ends early, cannot share a pass")
+        if len({(one.recycles, one.ensemble) for one in several}) > 1:
+            raise ValueError("what shares a pass needs the same recycles and ensemble")
+        batch = stack([one.batch for one in several])
+        Execution(self.plan(replace(first, batch=batch)), self.team.mesh).bind(self.model)
+        self.model.config = replace(settings, ensemble=first.ensemble)
+        found = []
+        try:
+            with torch.no_grad():
+                folded = self.model.fold(batch, first.recycles)
+                for one, part in zip(several, folded.unbind()):
+                    alone = part.without_padding(*one.batch["msa_mask"].shape[-2:])
+                    found.append(self._prediction(one, alone, representations, distogram))
+        finally:
+            self.model.config = settings
+        seconds = (time.perf_counter() - start) / len(several)
+        details = [self._details(one, folded.recycles, seconds) | {"together": len(several)} for one in several]
+        return [replace(prediction, details=more) for prediction, more in zip(found, details)]
+
+    def _details(self, prepared: "Prepared", recycles: int, seconds: float) -> dict[str, Any]:
+        """Return what the summary says of how an example was folded, in so many seconds."""
+        return {
             "seed": prepared.seed,
-            "recycles": folded.recycles,
+            "recycles": recycles,
             "ensemble": prepared.ensemble,
-            **_depths(assembly),
-            "templates": self._used_templates(assembly),
-            "seconds": {"features": round(prepared.seconds, 3), "model": round(time.perf_counter() - start, 3)},
+            **_depths(prepared.assembly),
+            "templates": self._used_templates(prepared.assembly),
+            "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
         }
-        return replace(prediction, details=details)
 
     def plan(self, prepared: "Prepared") -> Plan:
         """Return how an example is folded."""
