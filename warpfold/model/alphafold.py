@@ -94,12 +94,12 @@ class LastPass(NamedTuple):
     structure: StructureOutput
     recycles: int  # passes before the last
 
-    def unbind(self) -> list["Folded"]:
+    def unbind(self) -> list["LastPass"]:
         """Return what the examples of a batch, one leading axis, have folded to."""
         parts = zip(_unbound(self.representations, 0), _unbound(self.structure, 0))
-        return [Folded(representations, structure, self.recycles) for representations, structure in parts]
+        return [LastPass(representations, structure, self.recycles) for representations, structure in parts]
 
-    def without_padding(self, sequences: int, residues: int) -> "Folded":
+    def without_padding(self, sequences: int, residues: int) -> "LastPass":
         """Return the first rows of the alignment and the first residues, where the others were padding."""
         r, s, only = self.representations, self.structure, slice(residues)
         structure = replace(
@@ -120,7 +120,7 @@ class LastPass(NamedTuple):
             single=r.single[..., only, :],
             msa_first_row=r.msa_first_row[..., only, :],
         )
-        return Folded(representations, structure, self.recycles)
+        return LastPass(representations, structure, self.recycles)
 
 
 @dataclass(frozen=True)
