@@ -29,7 +29,6 @@ import torch.distributed as dist
 from link import DEVICE, Shape, enter, linked, refusal
 from torch import Tensor, nn
 
-from benchmarks.traffic import Block, Link, Move, Traffic, moves, seconds
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.evoformer import Evoformer
 from warpfold.parallel.collectives import all_gather_flat
@@ -38,6 +37,7 @@ from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan
+from warpfold.tune.traffic import Link, Move, Traffic, TrafficBlock, moves, seconds
 
 RANKS, RANKS_PER_NODE = 4, 2
 SHAPES = [Shape(10, 0.1), Shape(1, 0.1), Shape(10, 5), Shape(1, 5)]
@@ -53,7 +53,7 @@ STRATEGIES = {
         for name in ("powersgd", "topk", "int8", "1bit")
     },
 }
-BLOCK = Block(sequences=32, residues=64)  # that is computed, with true channels
+BLOCK = TrafficBlock(sequences=32, residues=64)  # that is computed, with true channels
 REPLAYED = (64, 256)  # residues of blocks of 128 sequences, whose moves alone are made
 
 
@@ -113,7 +113,7 @@ def axial(rounds: int) -> dict[str, Any]:
         for triangle in ("gather", "channels"):
             works[f"axial {ranks}, {BLOCK.residues} residues computed: {triangle}"] = computed(group, triangle)
             for residues in REPLAYED:
-                block = Block(residues=residues)
+                block = TrafficBlock(residues=residues)
                 works[f"axial {ranks}, {residues} residues moved: {triangle}"] = replayed(
                     moves(block, ranks, triangle == "channels"), group
                 )
@@ -124,7 +124,7 @@ def axial(rounds: int) -> dict[str, Any]:
                 gathered = measured[name.replace("channels", "gather")]["seconds"]
                 figures["against_gather"] = round(figures["seconds"] / gathered, 2)
         for residues in REPLAYED:
-            block = Block(residues=residues)
+            block = TrafficBlock(residues=residues)
             cut, whole = (seconds(moves(block, ranks, way), link) for way in (True, False))
             figures = measured[f"axial {ranks}, {residues} residues moved: channels"]
             figures["against_gather_modelled"] = round(cut / whole, 2)

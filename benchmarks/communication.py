@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.traffic import LINKS, Block, Move, count, moves, seconds, total
+from benchmarks.traffic import count
 from tests.fake import Held, memory_of
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
+from warpfold.tune.traffic import LINKS, Move, TrafficBlock, moves, seconds, total
 
 # FastFold's placement (Cheng et al. 2022; fastfold/model/fastnn): its number, what moves, how, whether it is waited for
 # at once, and the moves here that stand for it.  Rows 3, 4 and 14 move nothing.
@@ -43,7 +44,7 @@ RESIDUES = (256, 384, 1024, 2048)
 FINE_TUNING = LossConfig(experimentally_resolved=0.01, violation=1.0, predicted_aligned_error=0.1)  # Supp. 1.9
 
 
-def fastfold_bytes(block: Block, ranks: int, number: int) -> int:
+def fastfold_bytes(block: TrafficBlock, ranks: int, number: int) -> int:
     """Return the bytes that a rank sends in row `number` of FastFold's placement, forward, in bf16."""
     s, n = block.sequences, block.residues
     gathered = {1: n * n * 8, 5: s * n * 32, 7: n * n * 128, 9: n * n * 128, 11: n * n * 4, 13: n * n * 4}
@@ -53,7 +54,7 @@ def fastfold_bytes(block: Block, ranks: int, number: int) -> int:
     return turned * 2 * (ranks - 1) // ranks**2
 
 
-def placement(block: Block, ranks: int) -> list[dict[str, Any]]:
+def placement(block: TrafficBlock, ranks: int) -> list[dict[str, Any]]:
     """Return FastFold's rows with its MB and those counted here, forward and backward."""
     counted = {way: count(Plan(axial=ranks, triangle=way, precision="bf16"), block) for way in ("gather", "channels")}
     rows = []
@@ -86,7 +87,7 @@ def sums() -> list[dict[str, Any]]:
     """Count for every number of ranks, with both triangle schedules and recomputation; then with branches."""
     rows = []
     for residues in RESIDUES:
-        block = Block(residues=residues)
+        block = TrafficBlock(residues=residues)
         for ranks in RANKS:
             row: dict[str, Any] = {"residues": residues, "axial": ranks}
             row["fastfold_forward_mb"] = mb(sum(fastfold_bytes(block, ranks, number) for number, *_ in FASTFOLD))
@@ -97,7 +98,7 @@ def sums() -> list[dict[str, Any]]:
     for ranks in (1, 4, 8):
         plan = Plan(axial=ranks, branch=2, precision="bf16", recompute="block")
         for branch, name in enumerate(("msa", "pair")):
-            found = count(plan, Block(evoformer=first), branch)
+            found = count(plan, TrafficBlock(evoformer=first), branch)
             swapped = mb(total([m for m in found if m.kind == "sendrecv"], "forward").bytes)
             rows.append({"residues": 256, "axial": ranks, "branch": name, "swap_mb": swapped, "all": figures(found)})
     return rows
@@ -109,7 +110,9 @@ def choices() -> list[dict[str, Any]]:
     for name, link in LINKS.items():
         for residues in RESIDUES:
             for ranks in (2, 4, 8, 16):
-                gathered, cut = (seconds(moves(Block(residues=residues), ranks, way), link) for way in (False, True))
+                gathered, cut = (
+                    seconds(moves(TrafficBlock(residues=residues), ranks, way), link) for way in (False, True)
+                )
                 chosen = (
                     "channels" if Plan().by_channels(residues, ranks, channels=128, c_z=128, itemsize=2) else "gather"
                 )
@@ -177,7 +180,7 @@ def main() -> None:
         "what": "counted on fake ranks: what a rank sends in an Evoformer block, and what it holds",
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
-        "placement_256_residues_8_ranks": placement(Block(), 8),
+        "placement_256_residues_8_ranks": placement(TrafficBlock(), 8),
         "sums": sums(),
         "links": {name: asdict(link) for name, link in LINKS.items()},
         "choices_modelled": choices(),

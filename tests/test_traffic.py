@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.traffic import LINKS, Block, Phase, Traffic, count, moves, seconds, total
+from benchmarks.traffic import count
 from tests.fake import fake_ranks
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.pair import PairConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.waits import Event, watched
+from warpfold.tune.traffic import LINKS, Phase, Traffic, TrafficBlock, moves, seconds, total
 
 SMALL = EvoformerConfig(blocks=2, heads=2, c_outer=4, pair=PairConfig(heads=2, c_triangle=6))
 
@@ -30,7 +31,7 @@ SMALL = EvoformerConfig(blocks=2, heads=2, c_outer=4, pair=PairConfig(heads=2, c
 )
 def test_counts_are_what_the_formulas_say(ranks, sequences, residues, triangle, order) -> None:
     evoformer = EvoformerConfig(heads=2, c_outer=4, outer=order, pair=PairConfig(heads=2, c_triangle=6))
-    block = Block(sequences=sequences, residues=residues, c_m=8, c_z=4, evoformer=evoformer)
+    block = TrafficBlock(sequences=sequences, residues=residues, c_m=8, c_z=4, evoformer=evoformer)
     counted = count(Plan(axial=ranks, triangle=triangle), block)
     said = moves(block, ranks, triangle == "channels", itemsize=4)
     assert {m.name: m for m in counted} == {m.name: m for m in said}
@@ -39,22 +40,22 @@ def test_counts_are_what_the_formulas_say(ranks, sequences, residues, triangle, 
 @pytest.mark.parametrize("ranks", [64, 512])
 def test_the_formulas_hold_for_many_ranks_at_true_widths(ranks) -> None:
     for triangle in ("gather", "channels"):
-        counted = count(Plan(axial=ranks, triangle=triangle, precision="bf16"), Block(residues=1024))
+        counted = count(Plan(axial=ranks, triangle=triangle, precision="bf16"), TrafficBlock(residues=1024))
         assert {m.name: m for m in counted} == {
-            m.name: m for m in moves(Block(residues=1024), ranks, triangle == "channels")
+            m.name: m for m in moves(TrafficBlock(residues=1024), ranks, triangle == "channels")
         }
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_bytes_stay_below_the_bars(phase: Phase) -> None:
     """TARGETS, "Communication": 44 MB (FastFold's) and 25.7 MB in the forward pass; the backward pass is no dearer."""
-    gathered, cut = (total(moves(Block(), 8, way), phase) for way in (False, True))
+    gathered, cut = (total(moves(TrafficBlock(), 8, way), phase) for way in (False, True))
     assert gathered.bytes <= 44.1e6
     assert cut.bytes <= 25.7e6
 
 
 def test_a_recomputed_block_sends_no_more_than_in_its_first_forward_pass() -> None:
-    block = Block(residues=16, c_m=8, c_z=4, evoformer=SMALL)
+    block = TrafficBlock(residues=16, c_m=8, c_z=4, evoformer=SMALL)
     plain, recomputed = (count(Plan(axial=4, recompute=again), block) for again in (None, "block"))
     assert total(plain, "recomputed") == Traffic()
     assert 0 < total(recomputed, "recomputed").bytes <= total(recomputed, "forward").bytes
@@ -64,7 +65,7 @@ def test_a_recomputed_block_sends_no_more_than_in_its_first_forward_pass() -> No
 
 def test_branches_swap_their_halves_once() -> None:
     first = EvoformerConfig(heads=2, c_outer=4, outer="first", pair=PairConfig(heads=2, c_triangle=6))
-    block = Block(sequences=6, residues=8, c_m=8, c_z=4, evoformer=first)
+    block = TrafficBlock(sequences=6, residues=8, c_m=8, c_z=4, evoformer=first)
     for rank, sent in enumerate([6 * 8 * 8 // 2 * 4, 8 * 8 * 4 // 2 * 4]):  # a slice of m, a slice of z, in fp32
         found = count(Plan(axial=2, branch=2), block, branch_rank=rank)
         (swap,) = (m for m in found if m.kind == "sendrecv")
@@ -124,6 +125,8 @@ def test_every_start_is_awaited() -> None:
 def test_the_plans_choice_is_never_much_dearer_than_the_other(link) -> None:
     for residues in (64, 96, 128, 256, 384, 768, 1536, 3072):
         for ranks in (2, 3, 4, 8, 16, 64):
-            gathered, cut = (seconds(moves(Block(residues=residues), ranks, way), LINKS[link]) for way in (False, True))
+            gathered, cut = (
+                seconds(moves(TrafficBlock(residues=residues), ranks, way), LINKS[link]) for way in (False, True)
+            )
             chosen = cut if Plan().by_channels(residues, ranks, channels=128, c_z=128, itemsize=2) else gathered
             assert chosen <= (1.05 if residues >= 256 else 1.15) * min(gathered, cut), (residues, ranks)

@@ -63,9 +63,14 @@ class _Counting(TorchDispatchMode):
         return out
 
 
-def launches(func: Any, given: Any, out: Any) -> bool:
-    """Return whether one of torch's operations launches a kernel: neither a view of what it was given nor memory."""
-    results = [t for t in tree_leaves(out) if isinstance(t, Tensor) and not t.is_cpu]  # numbers of the host: nothing
+def launches(func: Any, given: Any, out: Any, on_cpu: bool = False) -> bool:
+    """Return whether one of torch's operations launches a kernel: neither a view of what it was given nor memory.
+
+    on_cpu: on a CPU it would, as everything is there.
+    """
+    results = [
+        t for t in tree_leaves(out) if isinstance(t, Tensor) and (on_cpu or not t.is_cpu)
+    ]  # numbers of the host: nothing
     if func._opname in ALLOCATE or not results:
         return False
     if func._schema.is_mutable:

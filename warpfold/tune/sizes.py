@@ -27,11 +27,12 @@ class DataSizes:
 
 def of_settings(model: ModelConfig, data: DataSizes, whole: int = 256) -> list[OpCase]:
     """Return every call of an operation in the trunk, at those sizes; `whole`: residues of what is not cropped."""
-    found = (profile.case(layer) for layer in _layers(model, data, whole) for profile in PROFILES.values())
+    found = (profile.case(layer) for layer in layers(model, data, whole) for profile in PROFILES.values())
     return [case for case in found if case is not None]
 
 
-def _layers(model: ModelConfig, data: DataSizes, whole: int) -> Iterator[LayerSizes]:
+def layers(model: ModelConfig, data: DataSizes, whole: int = 256) -> Iterator[LayerSizes]:
+    """Yield each kind of layer once, at those sizes; `whole`: residues of what is not cropped."""
     r = data.crop or whole
     t = model.templates
     templates = data.max_templates if t.enabled else 0

@@ -1,0 +1,152 @@
+"""What the operations of the trunk's layers have to do in one pass, for any sizes and any plan, without running them.
+
+Whole, a layer is one operation; in slices it is composed of smaller ones, each called once for a slice.  What one call
+must do stands in the operations' profiles (tune/cases.py), and the sizes at which layers call them in tune/sizes.py; a
+test compares both with what a model was counted to do (tune/work.py).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from warpfold.model.alphafold import ModelConfig
+from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.tune.cases import PROFILES
+from warpfold.tune.example import ExampleSizes
+from warpfold.tune.profile import Cost, LayerKind, LayerSizes, OpProfile
+from warpfold.tune.sizes import EXTRA, TEMPLATE, DataSizes, layers
+
+# The operations that a kind of layer calls where all of it is computed at once; other kinds: the same as in slices.
+WHOLE: dict[LayerKind, tuple[str, ...]] = {
+    "attention": ("gated_attention",),
+    "triangle product": ("triangle_multiplication",),
+    "triangle output": (),
+}
+IN_SLICES: dict[LayerKind, tuple[str, ...]] = {
+    "attention": ("norm_linear", "attention", "tail"),
+    "global attention": ("layer_norm", "norm_linear", "global_attention", "tail"),
+    "pointwise attention": ("attention",),
+    "projection": ("norm_linear",),
+    "transition": ("transition",),
+    "outer product": ("norm_linear", "outer_product"),
+    "triangle product": ("norm_linear", "triangle_factor", "triangle_factor"),
+    "triangle output": ("norm_linear", "gate"),
+    "fape": ("aligned_errors",),
+    "clashes": ("overlaps",),
+}
+PRODUCT, COPY = "triangle product", "copy"  # what slices also do, and is no operation of ours
+LOSSES: tuple[LayerKind, ...] = ("fape", "clashes")
+TWICE: tuple[LayerKind, ...] = ("triangle product", "triangle output")  # of a block: outgoing and incoming
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """All calls of one operation by one kind of layer in one pass."""
+
+    layer: str
+    op: str
+    cost: Cost
+    calls: float
+
+
+def trunk_work(model: ModelConfig, sizes: ExampleSizes, plan: Plan, forward: bool) -> list[LayerWork]:
+    """Return what one pass of the trunk's layers does on one rank, for one example; losses excepted.
+
+    Ranks that share an example do each its part; rows that do not divide go to the first.
+    """
+    return [work for layer in _layers(model, sizes) if layer.kind not in LOSSES
+            for work in _layer(layer, model, sizes, plan, forward)]  # fmt: skip
+
+
+def loss_work(model: ModelConfig, sizes: ExampleSizes, plan: Plan, forward: bool, clashes: bool) -> list[LayerWork]:
+    """Return what the operations of the losses do; clashes: whether the violation loss is computed."""
+    wanted = LOSSES if clashes else LOSSES[:1]
+    found = []
+    for layer in _layers(model, sizes):
+        if layer.kind in wanted:
+            (op,) = IN_SLICES[layer.kind]
+            cost = _cost(PROFILES[op], layer, forward, DTYPES["fp32"].itemsize)
+            found.append(LayerWork(layer.name, op, cost, 1))
+    return found
+
+
+def _layers(model: ModelConfig, sizes: ExampleSizes) -> Iterator[LayerSizes]:
+    data = DataSizes(crop=sizes.residues, max_msa=sizes.sequences, max_extra=sizes.extra, max_templates=sizes.templates)
+    return layers(model, data)
+
+
+def _layer(
+    layer: LayerSizes, model: ModelConfig, sizes: ExampleSizes, plan: Plan, forward: bool
+) -> Iterator[LayerWork]:
+    """Yield the calls of all layers of this kind: of every block, and of every template."""
+    itemsize, sliced = DTYPES[plan.precision].itemsize, plan.chunk is not None
+    times, together = _count(layer, model, sizes)
+    if sliced and together > 1:  # then each template is alone
+        times, layer = times * together, replace(layer, rows=layer.rows // together, batches=1)
+    ops = IN_SLICES[layer.kind] if sliced or layer.kind not in WHOLE else WHOLE[layer.kind]
+    slices = slices_of(layer, model, sizes, plan)
+    share = shard(sizes.residues, plan.axial)
+    for op in ops:
+        cost = _cost(PROFILES[op], layer, forward, itemsize)
+        yield LayerWork(layer.name, op, scaled(cost, times * share), times * slices)
+    if sliced:
+        yield from (replace(work, cost=scaled(work.cost, times * share), calls=times * work.calls)
+                    for work in _between(layer, slices, forward, itemsize))  # fmt: skip
+
+
+def _between(layer: LayerSizes, slices: int, forward: bool, itemsize: int) -> Iterator[LayerWork]:
+    """Yield what slices do beside our operations: the product of the factors, and each slice to its place."""
+    positions = layer.rows * layer.length
+    if layer.kind == "triangle product":
+        n, c, passes = layer.length, layer.hidden, 1 if forward else 2
+        # The shared factor is read by every slice.
+        moved = (2 + (slices + 1)) * positions * c * itemsize * passes
+        yield LayerWork(layer.name, PRODUCT, Cost(2 * positions * n * c * passes, 0, moved), slices * passes)
+    if layer.kind in ("attention", "triangle product", "transition", "outer product", "global attention"):
+        channels = layer.outputs if layer.kind == "outer product" else layer.channels
+        if layer.kind == "outer product":
+            positions = layer.length**2
+        yield LayerWork(layer.name, COPY, Cost(0, 0, 2 * positions * channels * itemsize), slices)
+
+
+def _cost(profile: OpProfile, layer: LayerSizes, forward: bool, itemsize: int) -> Cost:
+    case = profile.case(layer)
+    assert case is not None, (profile.name, layer)
+    return profile.cost(case, forward, itemsize)
+
+
+def _count(layer: LayerSizes, model: ModelConfig, sizes: ExampleSizes) -> tuple[float, int]:
+    """Return how many layers of a size a pass has, and how many templates go through one together."""
+    if layer.name.startswith(TEMPLATE):
+        if layer.kind == "pointwise attention":
+            return 1, 1
+        blocks, together = model.templates.blocks * sizes.templates / layer.batches, layer.batches
+    elif layer.name.startswith(EXTRA) or layer.kind == "global attention":
+        blocks, together = model.extra_blocks, 1
+    else:
+        blocks, together = model.evoformer.blocks, 1
+        if layer.name.startswith(("triangle", "pair")):  # the same in both stacks
+            blocks += model.extra_blocks if sizes.extra else 0
+    return blocks * (2 if layer.kind in TWICE else 1), together
+
+
+def slices_of(layer: LayerSizes, model: ModelConfig, sizes: ExampleSizes, plan: Plan) -> int:
+    """Return in how many slices a layer runs: each holds no more numbers than `plan.chunk` rows of z."""
+    if plan.chunk is None or layer.kind == "pointwise attention":
+        return 1
+    share = shard(sizes.residues, plan.axial)
+    rows = math.ceil(layer.rows * share)
+    if "msa" not in layer.name and layer.kind != "global attention":
+        return math.ceil(rows / plan.chunk)
+    most = plan.chunk * sizes.residues * model.c_z
+    return math.ceil(rows / max(1, most // (layer.length * layer.channels)))
+
+
+def shard(residues: int, ranks: int) -> float:
+    """Return the share of the work of a rank that has the most residues."""
+    return math.ceil(residues / ranks) / residues
+
+
+def scaled(cost: Cost, factor: float) -> Cost:
+    """Return so many times a cost."""
+    return Cost(cost.flops * factor, cost.exps * factor, cost.bytes * factor)

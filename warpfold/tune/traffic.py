@@ -1,0 +1,132 @@
+"""What the ranks of an axial plan send each other in an Evoformer block, in closed form, and how long that takes.
+
+A law test compares the closed form with what fake ranks send (benchmarks/traffic.py, tests/test_traffic.py).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from warpfold.model.evoformer import EvoformerConfig
+from warpfold.parallel.collectives import shard_sizes
+
+Phase = Literal["forward", "recomputed", "backward"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficBlock:
+    """An Evoformer block and the size of what runs through it; the defaults are initial training's (Supp. 1.11)."""
+
+    sequences: int = 128
+    residues: int = 256
+    c_m: int = 256
+    c_z: int = 128
+    evoformer: EvoformerConfig = field(default_factory=EvoformerConfig)
+    global_column: bool = False  # of the extra MSA stack
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives that this rank takes part in, and the bytes that it sends to others in all of them."""
+
+    calls: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.calls + other.calls, self.bytes + other.bytes)
+
+    def __sub__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.calls - other.calls, self.bytes - other.bytes)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor that moves, in the passes of one block.  The backward pass of a gather is a reduce-scatter."""
+
+    name: str  # which tensor of which layer
+    kind: str  # "all_gather", "all_to_all", "sendrecv" (parallel/collectives.py)
+    forward: Traffic = Traffic()
+    recomputed: Traffic = Traffic()
+    backward: Traffic = Traffic()
+
+
+def total(moves: Iterable[Move], phase: Phase) -> Traffic:
+    """Add up all that moves in one pass."""
+    return sum((getattr(move, phase) for move in moves), Traffic())
+
+
+def moves(block: TrafficBlock, ranks: int, by_channels: bool, itemsize: int = 2) -> list[Move]:
+    """Return what `count` counts for an axial plan without branches or recomputation, in closed form.
+
+    itemsize: bytes of a number.  With p ranks that divide everything, gathering E numbers sends (p - 1) / p E, and
+    turning them (p - 1) / p^2 E.
+    """
+    s, n, c = block.sequences, block.residues, block.evoformer
+    c_triangle, heads = c.pair.c_triangle, c.pair.heads
+
+    def largest(length: int) -> int:
+        return shard_sizes(length, ranks)[0]
+
+    def gather(name: str, others: int, gradient: bool = True) -> Move:
+        sent = Traffic(1, (ranks - 1) * largest(n) * others * itemsize)
+        return Move(name, "all_gather", sent, backward=sent if gradient else Traffic())
+
+    def turn(name: str, had: int, wanted: int, others: int, times: int = 1) -> Move:
+        there = largest(had) * (wanted - largest(wanted)) * others * itemsize
+        back = largest(wanted) * (had - largest(had)) * others * itemsize
+        return Move(name, "all_to_all", Traffic(times, times * there), backward=Traffic(times, times * back))
+
+    turns = 1 if by_channels else 2
+    found = [
+        turn("m to rows", n, s, block.c_m),
+        gather("msa.row shared 0", n * c.heads),
+        turn("m to columns", s, n, block.c_m),
+        gather("outer shared 0", s * c.c_outer),
+        gather("outer shared 1", s, gradient=False),
+        turn("z to columns", n, n, block.c_z, turns),
+        turn("z to rows", n, n, block.c_z, turns),
+        gather("pair.starting shared 0", n * heads),
+        gather("pair.ending shared 0", n * heads),
+    ]
+    for layer in ("outgoing", "incoming"):
+        if by_channels:
+            found += [turn(f"pair.{layer} {factor}", n, c_triangle, n) for factor in ("right", "left")]
+            found += [turn(f"pair.{layer} product", c_triangle, n, n)]
+        else:
+            found += [gather(f"pair.{layer} shared 0", n * c_triangle)]
+    return [move for move in found if ranks > 1]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the ranks: a collective of x bytes per rank takes latency + x / bandwidth.
+
+    latency: seconds; bandwidth: bytes per second that a rank can send.
+    """
+
+    latency: float
+    bandwidth: float
+
+    @property
+    def call(self) -> float:
+        """The bytes that could travel in the time that a collective costs whatever its size."""
+        return self.latency * self.bandwidth
+
+
+# Modelled, not measured: 80 % of what the makers state for a rank and direction, and the usual time of a small call.
+# "gloo" was measured: four ranks on two cores, loopback (benchmarks/results/cluster-2core-epyc-2026-11-20.json).
+LINKS = {
+    "NVLink 4": Link(20e-6, 360e9),
+    "NVLink 3": Link(20e-6, 240e9),
+    "InfiniBand 400 Gb/s": Link(30e-6, 40e9),
+    "Ethernet 25 Gb/s": Link(60e-6, 2.5e9),
+    "PCIe 4": Link(20e-6, 20e9),
+    "gloo": Link(1.7e-3, 0.53e9),
+}
+
+
+def seconds(moves: Iterable[Move], link: Link) -> float:
+    """Return how long the two passes of a block wait for its moves if nothing is computed meanwhile."""
+    both = total(moves := list(moves), "forward") + total(moves, "backward")
+    return both.calls * link.latency + both.bytes / link.bandwidth
