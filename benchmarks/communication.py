@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from benchmarks.traffic import count
-from tests.fake import Held, memory_of
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
+from warpfold.tune.fake import Held, memory_of
 from warpfold.tune.traffic import LINKS, Move, TrafficBlock, moves, seconds, total
 
 # FastFold's placement (Cheng et al. 2022; fastfold/model/fastnn): its number, what moves, how, whether it is waited for

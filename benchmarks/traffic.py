@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from tests.fake import fake_ranks
 from warpfold.model.evoformer import Evoformer
 from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.waits import Event, watched
+from warpfold.tune.fake import fake_ranks
 from warpfold.tune.traffic import PHASES, Move, Traffic, TrafficBlock
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fake import Memory, fake_batch, fake_ranks, memory_of
 from tests.helpers import tiny_config
 from warpfold.batch import FEATURES
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
+from warpfold.tune.fake import Memory, fake_batch, fake_ranks, memory_of
 
 N = 29  # residues: a prime, so that no other size is taken for it
 SIZES = {"res": N, "seq": 4, "extra": 5, "tmpl": 1}

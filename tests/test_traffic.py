@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.traffic import count
-from tests.fake import fake_ranks
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.pair import PairConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.waits import Event, watched
+from warpfold.tune.fake import fake_ranks
 from warpfold.tune.traffic import LINKS, Phase, Traffic, TrafficBlock, moves, seconds, total
 
 SMALL = EvoformerConfig(blocks=2, heads=2, c_outer=4, pair=PairConfig(heads=2, c_triangle=6))

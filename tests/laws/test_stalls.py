@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.fake import fake_batch
 from tests.helpers import as_multimer, tiny_config
 from tests.ops.triton.model_launches import one_block
 from tests.run.runs import make_store, rows, tiny_run
@@ -22,6 +21,7 @@ from warpfold.parallel.plan import Plan
 from warpfold.run import metrics
 from warpfold.run.results import ca_lddt
 from warpfold.run.train import train
+from warpfold.tune.fake import fake_batch
 
 SIZES = {"pass": 1, "res": 9, "seq": 4, "extra": 5, "tmpl": 2}
 LOSSES = LossConfig(predicted_aligned_error=0.1, experimentally_resolved=0.01, violation=1.0, scale_by_length=True)

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
@@ -48,6 +48,7 @@ _tf32 = False
 _exact = 0  # how many `exact_products` are entered, in all threads
 _exact_lock = threading.Lock()
 _interpreting = False
+_stands_for: Literal["cpu", "cuda"] | None = None  # what tensors without memory are taken for
 _refused: Counter[str] = Counter()
 modules: dict[str, str] = {}  # of each registered operation: the module below ops/cpu and ops/triton that computes it
 
@@ -164,8 +165,8 @@ def _report(refusal: str) -> None:
     """Count a refusal and log it the first time; raise UserError if kernels are "strict"."""
     if _choice.kernels == "strict":
         raise UserError(f"{refusal}; without --strict its definition would compute it, slower")
-    if torch.compiler.is_compiling():
-        return  # seen by whoever runs uncompiled; a graph has no memory
+    if torch.compiler.is_compiling() or _stands_for is not None:
+        return  # seen by whoever runs uncompiled, as a graph has no memory; and nothing was computed
     _refused[refusal] += 1
     if _refused[refusal] == 1:
         log.info("%s: computed by its definition", refusal)
@@ -182,6 +183,18 @@ def interpreting() -> Iterator[None]:
         yield
     finally:
         _interpreting = before
+
+
+@contextmanager
+def standing_for(device: Literal["cpu", "cuda"]) -> Iterator[None]:
+    """Take tensors without memory (on "meta") for those of such a device within the context: to see what would run."""
+    global _stands_for
+    before, _stands_for = _stands_for, device
+    try:
+        with interpreting() if device == "cuda" else nullcontext():
+            yield
+    finally:
+        _stands_for = before
 
 
 def backend(x: Tensor) -> Literal["cpu", "triton"]:
@@ -221,7 +234,9 @@ def unsupported_device(operands: Sequence[Any]) -> str | None:
             return "in fp64 no kernel is exact"
     if kernels:
         return _unsupported_by_triton(device)
-    return None if device.type == "cpu" else f"nothing faster was written for {device.type}"
+    if device.type == "cpu" or (_stands_for == "cpu" and device.type == "meta"):
+        return None
+    return f"nothing faster was written for {device.type}"
 
 
 def _unsupported_by_triton(device: torch.device) -> str | None:

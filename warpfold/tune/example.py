@@ -70,7 +70,7 @@ def random_example(model: ModelConfig, sizes: ExampleSizes, device: torch.device
     draw = torch.Generator().manual_seed(0)
     batch: Batch = {}
     for name, feature in FEATURES.items():
-        if name in _left_out(model) or not {axis for axis in feature.axes if isinstance(axis, str)} <= set(axes):
+        if name in left_out(model) or not {axis for axis in feature.axes if isinstance(axis, str)} <= set(axes):
             continue
         shape = [axes[axis] if isinstance(axis, str) else axis for axis in feature.axes]
         batch[name] = _drawn(name, shape, getattr(torch, feature.dtype), draw)
@@ -81,7 +81,7 @@ def random_example(model: ModelConfig, sizes: ExampleSizes, device: torch.device
     return {name: x.to(device) for name, x in batch.items()}
 
 
-def _left_out(model: ModelConfig) -> set[str]:
+def left_out(model: ModelConfig) -> set[str]:
     """Return the features that this kind of model does not read."""
     chains = {"asym_id", "entity_id", "sym_id"}
     made_in_the_model = {"msa_feat", "msa_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}

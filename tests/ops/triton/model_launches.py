@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from tests.fake import memory_of
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.ops import dispatch
 from warpfold.ops.adam import adam_step
 from warpfold.ops.triton.launch import KernelLaunch
 from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.tune.fake import memory_of
 from warpfold.tune.kernel_bench import launching
 
 

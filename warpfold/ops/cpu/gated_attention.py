@@ -249,7 +249,9 @@ class _Keys:
 
     def __init__(self, mask: Tensor, bias: Tensor | None, acc: torch.dtype) -> None:
         self.masked = mask == 0
-        self.rows_masked: list[bool] = self.masked.any(-1).tolist()
+        self.rows_masked: list[bool] = (
+            self.masked.any(-1).cpu().tolist()
+        )  # to the host: of tensors without memory nothing is read
         self.bias = None if bias is None else bias.to(acc).contiguous()
         self.less = torch.zeros(mask.shape, dtype=acc).masked_fill_(self.masked, float("-inf"))
         # Whether a query may have no key though its row has some.

@@ -15,7 +15,7 @@ def dropout_factors(
     key: Tensor, stream: int, rate: float, shape: Sequence[int], strides: Sequence[int], offset: int, dtype: torch.dtype
 ) -> Tensor:
     """Compute warpfold::dropout_factors."""
-    first, second = key.tolist()
+    first, second = key.cpu().tolist()
     numbers = torch.full((1,) * len(shape), offset, dtype=torch.int64)
     for axis, (size, stride) in enumerate(zip(shape, strides)):
         along = torch.arange(0, size * stride, stride) if stride else torch.zeros(size, dtype=torch.int64)

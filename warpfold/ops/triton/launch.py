@@ -266,6 +266,16 @@ def recorded(run: bool = False) -> Iterator[list[KernelLaunch]]:
         _listeners.remove(note)
 
 
+@contextmanager
+def unlaunched() -> Iterator[None]:
+    """Launch nothing within the context, and keep nothing of what would have been: as `recorded`, but for its list."""
+    _listeners.append(lambda launch: None)
+    try:
+        yield
+    finally:
+        _listeners.pop()
+
+
 def home() -> Path:
     """Return where `warpfold tune` writes tables and where they are looked for first; the package's come second."""
     return Path("~/.cache/warpfold/tuned").expanduser()

@@ -1,0 +1,205 @@
+"""One rank of many, run alone and without computing: what it would say, and what it would hold.
+
+Nothing travels (torch's fake process group: collectives end at once), and nothing is stored (tensors on the device
+"meta": shapes alone).  So plans for 512 ranks and thousands of residues can be counted on any machine.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from warpfold.batch import FEATURES, Batch
+from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.model.losses import LossConfig, total_loss
+from warpfold.ops import dispatch
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.mesh import Mesh, make_mesh
+from warpfold.parallel.plan import Plan
+
+META = torch.device("meta")
+aten = torch.ops.aten
+FACTORIES = {
+    *(aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default, aten.full.default),
+    *(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m),
+    *(aten.linspace.default, aten.scalar_tensor.default, aten.rand.default, aten.randn.default),
+}
+READ = 2**20  # numbers: what is larger is not brought to the host to be read
+
+
+@contextmanager
+def fake_ranks(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) -> Iterator[Mesh]:
+    """Within it, this process is rank `rank` of a grid whose others do not exist, and new tensors are on "meta".
+
+    Errors: RuntimeError where torch.distributed is in use already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend known
+
+    if dist.is_initialized():
+        raise RuntimeError("fake ranks need a process that is no rank of real ones")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=data * axial * branch)
+    try:
+        with torch.device("meta"):
+            yield make_mesh(data, axial, branch)
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_batch(**sizes: int) -> Batch:
+    """The features of the table (warpfold/batch.py) on "meta", labels too, whose named axes have a size in `sizes`."""
+    given = {name: f for name, f in FEATURES.items() if {a for a in f.axes if isinstance(a, str)} <= set(sizes)}
+    shapes = {name: [sizes[a] if isinstance(a, str) else a for a in f.axes] for name, f in given.items()}
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, FEATURES[name].dtype), device="meta")
+        for name, shape in shapes.items()
+    }
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A piece of memory, as the operation that made it left it; born and died: after how many pieces came or went."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    made_by: str
+    place: Any  # what `Memory.place` said then
+    born: int
+    died: int | None = None
+    host: bool = False  # in host memory, though the run is on another device
+
+    def lives(self, moment: int) -> bool:
+        """Return whether it exists when so many pieces have come or gone."""
+        return self.born <= moment and (self.died is None or moment < self.died)
+
+
+class Memory(TorchDispatchMode):
+    """Within it, every piece of memory that an operation makes is counted while it lives.
+
+    Of an operation of ours what its implementation makes is counted, too; what torch's own need for themselves while
+    they run, and what existed before, is not seen.  What is read of a tensor without memory is answered with zeros.
+
+    now, peak: bytes; pieces: all there were, in order; seen: shapes for which `noted` is true, with who made them.
+    unit: bytes that each piece takes a multiple of.  place: says where the run is, for each piece.
+    """
+
+    def __init__(
+        self,
+        noted: Callable[[Sequence[int]], bool] = lambda shape: False,
+        unit: int = 1,
+        place: Callable[[], Any] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self.noted, self.unit, self.place = noted, unit, place
+        self.now = self.peak = self.moment = 0
+        self.pieces: list[Held] = []
+        self.seen: set[tuple[str, tuple[int, ...]]] = set()
+        self._live: dict[int, Held] = {}
+        self._peak_moment = 0
+
+    @property
+    def at_peak(self) -> list[Held]:
+        """What was held when most was held, largest first."""
+        return sorted((piece for piece in self.pieces if piece.lives(self._peak_moment)), key=lambda h: -h.bytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "warpfold":
+            with self:
+                return dispatch.implementation(func._opname, args[0])(*args, **kwargs)
+        if _is_composite(func):  # below autograd torch does not take these apart by itself
+            with self, torch._C.DisableTorchFunction():  # else modes of functions get the whole again
+                return func.decompose(*args, **kwargs)
+        given = _tensors(kwargs.values(), _tensors(args, []))
+        name, device = func._opname, kwargs.get("device")
+        host = device is not None and device.type == "cpu"
+        if given and given[0].is_meta and name == "_local_scalar_dense":
+            return given[0].dtype.is_floating_point and 0.0
+        if not given and device is None and func in FACTORIES:
+            kwargs = {**kwargs, "device": META}
+        elif host and (given[0].is_meta if given else func in FACTORIES):
+            if name == "_to_copy" and given[0].numel() <= READ:
+                return torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype, device="cpu")
+            kwargs = {**kwargs, "device": META, "pin_memory": None}
+        out = func(*args, **kwargs)
+        storages = {t.untyped_storage()._cdata for t in given}
+        for tensor in _tensors((out,), []):
+            if tensor.is_meta and tensor.untyped_storage()._cdata not in storages:
+                self._note(tensor, str(func), host)
+        return out
+
+    def _note(self, tensor: Tensor, made_by: str, host: bool) -> None:
+        storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
+        key = storage._cdata
+        if key in self._live:  # two results in one piece
+            return
+        self.moment += 1
+        size = -(-storage.nbytes() // self.unit) * self.unit
+        piece = Held(size, shape, made_by, self.place(), self.moment, host=host)
+        self.pieces.append(piece)
+        self._live[key] = piece
+        weakref.finalize(storage, self._forget, key)
+        if self.noted(shape):
+            self.seen.add((made_by, shape))
+        if not host:
+            self.now += size
+        if self.now > self.peak:
+            self.peak, self._peak_moment = self.now, self.moment
+
+    def _forget(self, key: int) -> None:
+        self.moment += 1
+        piece = self._live.pop(key)
+        piece.died = self.moment
+        if not piece.host:
+            self.now -= piece.bytes
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Return whether an operation of torch is made of others, which are to be seen."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def _tensors(given: Any, found: list[Tensor]) -> list[Tensor]:
+    """Add the tensors among the arguments or results of one of torch's operations; torch's own way takes five times as
+    long."""
+    for x in given:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif type(x) in (list, tuple):
+            _tensors(x, found)
+    return found
+
+
+def memory_of(
+    plan: Plan,
+    config: ModelConfig,
+    sizes: Mapping[str, int],
+    losses: LossConfig | None = None,
+    recycles: int = 1,
+    noted: Callable[[Sequence[int]], bool] = lambda shape: False,
+) -> Memory:
+    """What the first rank holds while it folds one example, or with `losses` trains on it; parameters, their gradients
+    and the example itself apart.
+
+    sizes: of the feature table's named axes (`pass`: 1).  noted: as in `Memory`.
+    """
+    training = losses is not None
+    with fake_ranks(plan.data, plan.axial, plan.branch) as mesh:
+        model = AlphaFold(config).train(training)
+        Execution(plan, mesh).bind(model)
+        model.noise.seed(0)
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+        batch = fake_batch(**{"pass": 1, **sizes})
+        with Memory(noted) as memory, torch.set_grad_enabled(training):
+            output = model(batch, recycles)
+            if losses is not None:
+                total_loss(output, batch, losses, residues=model.residues)[0].backward()
+    return memory
