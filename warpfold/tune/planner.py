@@ -110,22 +110,18 @@ def candidates(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> list[Pla
             keys = devices | {key: value for key, value in way.items() if key not in fixed} | dict(fixed)
             if keys.get("chunk") is None and "in_place" not in fixed:
                 keys["in_place"] = False
-            if not _possible(job, keys):
-                continue
-            plan = Plan(**keys)
-            if plan not in found:
+            plan = _possible(keys)
+            if plan is not None and plan not in found and not (plan.offload and not job.training and not plan.in_place):
                 found.append(plan)
     return found or [Plan(**fixed)]  # which says what is wrong with it
 
 
-def _possible(job: Job, keys: Mapping[str, Any]) -> bool:
-    """Return whether keys that were put together go together: given ones may rule out what the ladder has."""
-    shared = keys.get("axial", 1) * keys.get("branch", 1) > 1
-    if keys.get("offload") and (shared or not job.training and keys.get("chunk") is None):
-        return False
-    if keys.get("keep_blocks") and keys.get("recompute") is None:
-        return False
-    return not (shared and (keys.get("recompute") == "layer" or keys.get("batch", 1) > 1))
+def _possible(keys: Mapping[str, Any]) -> Plan | None:
+    """Return the plan of keys that were put together; None where they do not go together."""
+    try:
+        return Plan(**keys)
+    except ValueError:
+        return None
 
 
 def _grids(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]:
@@ -167,9 +163,10 @@ def _training_ways(
     kinds: tuple[Recompute, ...] = ("block", "layer")
     for kind in kinds:
         keys: dict[str, Any] = {"recompute": kind}
-        if "keep_blocks" not in fixed and fixed.get("recompute", kind) == kind and _possible(job, devices | keys):
-            most = _most_kept(job, machine, Plan(**{**devices, **keys, **fixed}))
-            yield from ({**keys, "keep_blocks": most} for _ in range(most > 0))
+        plan = _possible({**devices, **keys, **fixed})
+        if plan is not None and plan.recompute == kind and "keep_blocks" not in fixed:
+            if most := _most_kept(job, machine, plan):
+                yield keys | {"keep_blocks": most}
         yield keys
     yield from ({"recompute": kind, "offload": True} for kind in kinds)
 
