@@ -50,6 +50,9 @@ PLANS = [
     {"offload": True},
     {"offload": True, "recompute": "block"},
     {"offload": True, "recompute": "layer"},
+    {"recompute": "block", "keep_blocks": 1},
+    {"recompute": "layer", "keep_blocks": 1, "chunk": 3},
+    {"offload": True, "recompute": "block", "keep_blocks": 5},  # more than there are
 ]
 
 
@@ -78,9 +81,10 @@ def saved() -> Iterator[dict[int, int]]:
         yield kept
 
 
-def kept_bytes(recompute: Recompute | None) -> tuple[int, int]:
+def kept_bytes(recompute: Recompute | None, keep_blocks: int = 0) -> tuple[int, int]:
     """What a stack keeps, and how large m and z are together."""
-    model = Execution(Plan(recompute=recompute, kernels="definition")).bind(model_for(WORK)).train()
+    plan = Plan(recompute=recompute, keep_blocks=keep_blocks, kernels="definition")
+    model = Execution(plan).bind(model_for(WORK)).train()
     stack = model.evoformer
     assert isinstance(stack, Evoformer)
     m, z = torch.randn(12, 16, 16, requires_grad=True), torch.randn(16, 16, 12, requires_grad=True)
@@ -96,6 +100,15 @@ def test_recomputation_keeps_the_inputs_of_layers_or_of_blocks() -> None:
     assert count * states <= blocks <= (count + 1) * states + masks
     assert blocks < layers <= count * 6 * states + masks  # each layer its own state, and two of them both
     assert layers < everything / 2
+
+
+@pytest.mark.parametrize("recompute", ["layer", "block"])
+def test_the_last_blocks_of_the_main_stack_keep_everything(recompute: Recompute) -> None:
+    everything, least = kept_bytes(None)[0], kept_bytes(recompute)[0]
+    half, all_of_them = (kept_bytes(recompute, count)[0] for count in (1, 2))
+    assert all_of_them == everything
+    assert least < half < everything
+    assert half - least == pytest.approx(everything - half, rel=0.1)  # the blocks are alike, but for shared masks
 
 
 def test_offloaded_tensors_leave_and_come_back_in_reverse(moving: list[OnHost]) -> None:
@@ -131,5 +144,6 @@ def test_plans_that_keep_and_share_at_once_are_refused_by_name() -> None:
         Plan(branch=2, offload=True)
     with pytest.raises(ValueError, match=r'plan.recompute is True: "block", "layer", or none'):
         Plan(recompute=True)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"plan.offload for training"):
-        Plan(offload=True, chunk=2, in_place=True)
+    for recompute, count in ((None, 1), ("block", -1)):
+        with pytest.raises(ValueError, match=r"plan.keep_blocks is -?1: how many blocks keep everything"):
+            Plan(recompute=recompute, keep_blocks=count)

@@ -144,7 +144,7 @@ def test_a_plan_that_cannot_run_a_model_says_why_and_leaves_it_as_it_was(
 def failing(model: AlphaFold) -> Iterator[None]:
     """Have a layer of the model fail, as where memory runs out."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("whole", "local", "update", "add"):
+        for name in ("whole", "local", "update", "add", "add_slice"):
             patch.setattr(model.evoformer.blocks[1].pair.starting, name, Mock(side_effect=MemoryError))
         yield
 

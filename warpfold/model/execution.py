@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.device import Function, Named
+from warpfold.host import fetch, fetch_each, store
 from warpfold.ops.dispatch import Kernels, using
 from warpfold.ops.tensors import upcast_half
 
@@ -96,13 +97,14 @@ class PlainExecution:
         """Allocate zeros for z, in the dtype of the trunk; `like`: a tensor on the device that computes."""
         return like.new_zeros(shape, dtype=self.dtype)
 
-    def fetch(self, z: Tensor, rows: slice) -> Tensor:
-        """Return rows of z [*, i, j, c] where they are computed with: here a view."""
-        return z.narrow(-3, rows.start, rows.stop - rows.start)
+    def fetch(self, z: Tensor, rows: slice, axis: int = -3) -> Tensor:
+        """Return rows of z [*, i, j, c], or columns (axis -2), where they are computed with: a view, or a copy of what
+        lies in host memory."""
+        return fetch(z, rows, axis)
 
-    def store(self, z: Tensor, rows: slice, new: Tensor) -> None:
-        """Write new rows over those of z [*, i, j, c]."""
-        self.fetch(z, rows).copy_(new)
+    def store(self, z: Tensor, rows: slice, new: Tensor, axis: int = -3) -> None:
+        """Write new rows over those of z [*, i, j, c], or columns (axis -2)."""
+        store(z, rows, new, axis)
 
     def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: as many as have `TOGETHER` positions, or one.
@@ -164,8 +166,8 @@ class Executable(nn.Module):
         execution = self.execution
         if not execution.in_place:
             return self.by_rows(lambda rows: function(rows, execution.fetch(z, rows)), z.shape[-3], -3)
-        for rows in execution.rows(z.shape[-3]):
-            execution.store(z, rows, function(rows, execution.fetch(z, rows)))
+        for rows, old in fetch_each(z, execution.rows(z.shape[-3])):
+            execution.store(z, rows, function(rows, old))
         return z
 
     def around_trunk(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """How a plan runs a model: whole, in slices, in place, recomputed, compiled, over several ranks."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warpfold.device import Function, Graphs, Named, Offload
 from warpfold.errors import UserError
+from warpfold.host import HostTensor
 from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
 from warpfold.model.layers import Linear
@@ -28,6 +29,7 @@ COMPILED = (
 )
 log = logging.getLogger("warpfold")
 M = TypeVar("M", bound=nn.Module)
+TILE = 32  # rows of a tile of z in host memory, at least: one of 128 channels in bf16 has 256 KiB
 SHAPES = 64  # of each function that may be compiled before torch gives up, which it would only warn of
 
 
@@ -57,8 +59,9 @@ class Execution(PlainExecution):
         self._channels = 0  # of z, in what was bound; 0: there is no z
         self._sharded: dict[nn.Module, ShardedStack] = {}
         self._compiled: dict[AxialUpdate, Any] = {}
+        self._keeping: set[nn.Module] = set()  # blocks that keep everything, and their layers
         self.graphs = Graphs()
-        self._offload = Offload() if plan.offload else None
+        self._offload = Offload() if plan.offload and not plan.in_place else None
 
     @property
     def distributed(self) -> bool:
@@ -77,6 +80,7 @@ class Execution(PlainExecution):
             said.append(f"slices of {p.chunk} rows{', in place' if p.in_place else ''}")
         said += [word for word, on in (("compiled", p.compile), ("offloaded", p.offload), ("graphs", p.graph)) if on]
         said += [f"{p.recompute}s recomputed"] if p.recompute else []
+        said += [f"but for the last {p.keep_blocks} blocks"] if p.keep_blocks else []
         return ", ".join([*said, p.precision + (", tf32" if p.tf32 else ""), f"{p.kernels} kernels"])
 
     def bind(self, model: M) -> M:
@@ -86,6 +90,8 @@ class Execution(PlainExecution):
         Errors: UserError for a block that the plan cannot run, or where compiling needs a compiler that is not there.
         """
         self._channels = max(self._channels, pair_channels(model))
+        if (stack := main_stack(model)) is not None and self.plan.keep_blocks:
+            self._keeping.update(part for block in stack.blocks[-self.plan.keep_blocks :] for part in block.modules())
         if self.plan.compile:
             self._compiled |= _compile(model)
         if self.distributed:
@@ -110,7 +116,7 @@ class Execution(PlainExecution):
         keeps = torch.is_grad_enabled()
         with self._offload.saving() if self._offload is not None and keeps else nullcontext():
             for block in stack.blocks:
-                if self.plan.recompute == "block" and keeps:
+                if self.plan.recompute == "block" and keeps and block not in self._keeping:
                     states = self._recomputed(block, *states, *masks)
                 else:
                     states = block(*states, *masks)
@@ -132,7 +138,7 @@ class Execution(PlainExecution):
         """Return x with the layer's update, computed at once or in slices."""
         if self.plan.axial > 1:  # it would take a shard for the whole
             raise ValueError(f"a {type(layer).__name__} of a sharded model is called outside of its block")
-        if self.plan.recompute == "layer" and torch.is_grad_enabled():
+        if self.plan.recompute == "layer" and torch.is_grad_enabled() and layer not in self._keeping:
             result: Tensor = self._recomputed(self._layer, layer, x, mask, other)
             return result
         return self._layer(layer, x, mask, other)
@@ -169,6 +175,14 @@ class Execution(PlainExecution):
         size = self.plan.chunk or max(count, 1)
         return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
+    def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for z, in the dtype of the trunk: with `offload` in host memory."""
+        if not (self.plan.offload and self.plan.in_place):
+            return super().pair_memory(like, shape)
+        assert self.plan.chunk is not None
+        tile = self.plan.chunk * -(-TILE // self.plan.chunk)  # slices begin and end between tiles
+        return HostTensor(shape, self.dtype, like.device, tile)
+
     def parts(self, count: int, positions: int) -> list[slice]:
         """Return which of so many templates are computed together: where layers run in slices, each alone."""
         if self.plan.chunk is None:
@@ -188,6 +202,7 @@ class Execution(PlainExecution):
         """Return what runs each stack, and each block outside of stacks, over the ranks."""
         found: dict[nn.Module, ShardedStack] = {}
         inside: set[nn.Module] = set()  # blocks that were found, and all their modules
+        main = main_stack(model)
         for name, module in model.named_modules():
             if module in inside:
                 continue
@@ -197,11 +212,16 @@ class Execution(PlainExecution):
                     f"({type(module).__name__}) stands in no block; put it into one, or leave both at 1"
                 )
             if isinstance(module, BlockStack | Block):
-                found[module] = ShardedStack(
-                    name, module, self.plan, self.mesh, self._compiled, self._channels
-                )
+                keeps = self.plan.keep_blocks if module is main else 0
+                found[module] = ShardedStack(name, module, self.plan, self.mesh, self._compiled, keeps, self._channels)
                 inside.update(part for block in found[module].blocks for part in block.modules())
         return found
+
+
+def main_stack(model: nn.Module) -> BlockStack | None:
+    """Return a model's main stack of blocks: the last one, which the others lead to; None where it has none."""
+    stacks = [module for module in model.modules() if isinstance(module, BlockStack)]
+    return stacks[-1] if stacks else None
 
 
 class _Compiled:

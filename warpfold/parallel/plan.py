@@ -39,11 +39,13 @@ class Plan:
     sync: how gradients travel (parallel/exchange.py).
     time_limit: seconds that a rank waits for the others before it says who is missing, and the run ends.
     triangle: whether triangle products gather a factor or are cut by channels; "auto": by what both would cost.
-    chunk: rows per slice in the trunk's layers; None: everything at once.
+    chunk: rows of z per slice in the trunk's layers, and as many numbers of m and others; None: everything at once.
     in_place: write every slice over its part of m or z (inference only; needs a chunk).
     recompute: keep only the inputs of each "block", or of each "layer", in the forward pass, and compute the rest again
     in the backward pass; None: keep everything.
-    offload: what the trunk keeps for the backward pass lies in host memory until then (of CUDA tensors).
+    keep_blocks: with `recompute`, so many of the main stack's last blocks keep everything: as many as fit.
+    offload: what the trunk keeps for the backward pass lies in host memory until then (of CUDA tensors); with in_place,
+    z lies there (of a CPU: in a temporary file), and is fetched and stored slice by slice.
     graph: record the passes and steps of a training as graphs of the device, and replay them (CUDA, one process).
     sizes: pad training examples so that each axis has at most so many sizes (`few_sizes`); 0: as they are.
     batch: examples that go through the model together; they are padded to the largest of them.
@@ -68,6 +70,7 @@ class Plan:
     chunk: int | None = None
     in_place: bool = False
     recompute: Recompute | None = None
+    keep_blocks: int = 0
     offload: bool = False
     graph: bool = False
     sizes: int = 0
@@ -91,9 +94,12 @@ class Plan:
             raise ValueError("plan.in_place needs plan.chunk: how many rows to write at a time")
         if self.recompute not in (None, *get_args(Recompute)):
             raise ValueError(f'plan.recompute is {self.recompute!r}: "block", "layer", or none')
-        if self.in_place and (self.recompute or self.offload):
-            other = "plan.recompute" if self.recompute else "plan.offload"
-            raise ValueError(f"plan.in_place is for inference, {other} for training: choose one")
+        if self.keep_blocks < 0 or (self.keep_blocks and not self.recompute):
+            raise ValueError(
+                f"plan.keep_blocks is {self.keep_blocks}: how many blocks keep everything where plan.recompute is set"
+            )
+        if self.in_place and self.recompute:
+            raise ValueError("plan.in_place is for inference, plan.recompute for training: choose one")
         if self.axial * self.branch > 1 and (self.recompute == "layer" or self.offload):
             other = "plan.offload" if self.offload else 'plan.recompute = "layer"'
             raise ValueError(

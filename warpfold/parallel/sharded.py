@@ -136,8 +136,8 @@ def unsupported_reason(plan: Plan, name: str, block: Block) -> str | None:
 class ShardedStack:
     """Blocks one after another on this rank of a mesh: sharded over axial ranks, halves shared out to branch ranks.
 
-    module: a stack, or a block that stands alone.  compiled: what to call in the place of some layers.  channels: of the
-    model's z.
+    module: a stack, or a block that stands alone.  compiled: what to call in the place of some layers.  keep_blocks: so
+    many of the last are not recomputed.  channels: of the model's z.
     Errors: UserError for a block that the plan cannot run.
     """
 
@@ -148,8 +148,10 @@ class ShardedStack:
         plan: Plan,
         mesh: Mesh,
         compiled: Mapping[AxialUpdate, AxialUpdate] | None = None,
+        keep_blocks: int = 0,
         channels: int = 0,
     ) -> None:
+        self.keep_blocks = keep_blocks
         self.name, self.module, self.plan, self.mesh, self.group = name, module, plan, mesh, mesh.axial
         self.compiled, self.channels = compiled or {}, channels
         self._planned: list[tuple[Block, type[Block], Steps]] | None = None
@@ -190,14 +192,15 @@ class ShardedStack:
                 mask[name] = {axis: local_shard(its_mask, axis + 1, self.group) for axis in (ROWS, COLS)}
             else:  # symmetric, so its rows are its columns too
                 mask[name] = {ROWS: its_mask, COLS: its_mask.mT}
-        for block, layout in zip(self.blocks, self.layouts[by_channels]):
+        recomputed = len(self.blocks) - self.keep_blocks if self.plan.recompute == "block" else 0
+        for index, (block, layout) in enumerate(zip(self.blocks, self.layouts[by_channels])):
             if self.mesh.branch.size > 1:
                 for x in held.values():  # what the other branch sends is awaited outside of what is recomputed
                     x.along(x.present)
             enters = zip(held.values(), layout.enters.values())
             taken = [x.only(x.present if axis is None else axis) for x, axis in enters]
             run = partial(self._block, block, layout, by_channels, mask)
-            if self.plan.recompute == "block" and torch.is_grad_enabled():
+            if index < recomputed and torch.is_grad_enabled():
                 new = checkpoint(run, *taken, use_reentrant=False, preserve_rng_state=True)
             else:
                 new = run(*taken)

@@ -1,7 +1,7 @@
 """Layers in slices: one part of x after another, so that the intermediates are only ever a slice's.
 
-Right because of the two laws of the contract (warpfold/model/axial.py).  x and what a layer reads may lie in host memory
-(warpfold/host.py): slices are then fetched, and stored where they are written in place.
+Right because of the two laws of the contract (warpfold/model/axial.py).  x and what a layer reads may lie in host
+memory (warpfold/host.py): slices are then fetched, and stored where they are written in place.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def pair_channels(model: nn.Module) -> int:
 
 
 def slice_numbers(chunk: int, residues: int, channels: int) -> int:
-    """Return how many numbers a slice holds, of whatever: as many as `chunk` rows of z, of so many residues and channels.
+    """Return how many numbers a slice holds: as many as `chunk` rows of z, of so many residues and channels.
 
     So a slice of m, of the extra MSA or of templates is as large as one of z, and has as many rows or columns as that.
     """
@@ -107,7 +107,7 @@ def add_in_slices(
     most: int,
     in_place: bool,
 ) -> Tensor:
-    """Return x with the layer's update, in slices of `most` numbers along axes[0] of x, which is axes[1] of the operand.
+    """Return x with the layer's update, in slices of `most` numbers along axes[0] of x (axes[1] of the operand).
 
     factors: of dropout, as long as x along that axis, or 1.  in_place: write over x, else into a new tensor.
     Errors: RuntimeError for `in_place` where gradients are on.

@@ -1,0 +1,113 @@
+"""What a long protein needs: with slices in place one z and one factor; with z in host memory one factor."""
+
+import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import tiny_config
+from warpfold.host import HostTensor, fetch
+from warpfold.model.evoformer import Evoformer, EvoformerConfig
+from warpfold.ops import dispatch
+from warpfold.ops.triton.launch import unlaunched
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan, Precision
+from warpfold.parallel.slices import slices
+from warpfold.tune.fake import Memory
+
+ROWS, COLS = -3, -2
+
+
+def stack(c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> Evoformer:
+    torch.manual_seed(0)
+    made = Evoformer(c_m, c_z, config, global_column=extra)
+    for p in made.parameters():
+        nn.init.normal_(p, std=0.3)
+    return made.eval()
+
+
+def states(sequences: int, residues: int, c_m: int, c_z: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    m, z = (
+        torch.randn(*shape, generator=g).double() for shape in ((sequences, residues, c_m), (residues, residues, c_z))
+    )
+    m_mask, z_mask = torch.ones(sequences, residues).double(), torch.ones(residues, residues).double()
+    m_mask[:, -1] = z_mask[-1] = z_mask[:, -1] = 0
+    return m, z, m_mask, z_mask
+
+
+@pytest.mark.parametrize("outer", ["first", "middle", "last"])
+@pytest.mark.parametrize(("chunk", "extra"), [(1, False), (4, True), (20, False)])
+def test_a_trunk_whose_z_lies_in_host_memory_computes_the_same(
+    outer: str, chunk: int, extra: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = replace(tiny_config().evoformer, outer=outer)
+    trunk, (m, z, *masks) = stack(8, 12, config, extra).double(), states(5, 11, 8, 12)
+    with torch.no_grad():
+        expected = trunk(m, z, *masks)
+        execution = Execution(Plan(chunk=chunk, in_place=True, offload=True, precision="fp64"))
+        execution.bind(trunk)
+        kept = execution.pair_memory(z, z.shape)
+        assert isinstance(kept, HostTensor)
+        execution.store(kept, slice(0, 11), z)
+        new_m, new_z = trunk(m.clone(), kept, *masks)
+    assert new_z is kept
+    torch.testing.assert_close(new_m, expected[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(fetch(kept, slice(0, 11)), expected[1], rtol=1e-10, atol=1e-10)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_in_place_nothing_lies_in_host_memory() -> None:
+    like = torch.zeros(1)
+    for plan in (Plan(), Plan(chunk=2), Plan(offload=True), Plan(chunk=2, in_place=True)):
+        assert not isinstance(Execution(plan).pair_memory(like, (5, 5, 2)), HostTensor)
+
+
+@pytest.mark.parametrize("name", ["m", "extra", "template"])
+def test_a_slice_of_anything_holds_as_many_numbers_as_one_of_z(name: str) -> None:
+    chunk, residues = 6, 48
+    most = chunk * residues * 128
+    shape = {"m": (96, residues, 256), "extra": (400, residues, 64), "template": (1, residues, residues, 64)}[name]
+    x = torch.empty(shape, device="meta")
+    for axis in (ROWS, COLS):
+        found = slices(x, axis, most)
+        assert [part.start for part in found[1:]] == [part.stop for part in found[:-1]]
+        assert (found[0].start, found[-1].stop) == (0, x.shape[axis])
+        each = x.numel() // x.shape[axis]
+        size = found[0].stop
+        assert size == 1 or size * each <= most
+        assert size == x.shape[axis] or (size + 1) * each > most
+
+
+def trunk_memory(plan: Plan, device: str, residues: int, sequences: int) -> tuple[float, list[tuple[str, str, float]]]:
+    """The peak of a block of true width, and what it was, in units of z in the dtype of the trunk; m apart."""
+    with dispatch.standing_for(device), unlaunched() if device == "cuda" else nullcontext(), torch.device("meta"):  # type: ignore[arg-type]
+        trunk = Evoformer(256, 128, EvoformerConfig(blocks=1)).eval()
+        execution = Execution(plan)
+        execution.bind(trunk)
+        masks = torch.empty(sequences, residues), torch.empty(residues, residues)
+        m = torch.empty(sequences, residues, 256, dtype=execution.dtype)
+        with torch.no_grad(), Memory() as memory:
+            z = execution.pair_memory(m, (residues, residues, 128))
+            trunk(m, z, *masks)
+    size = residues**2 * 128 * execution.dtype.itemsize
+    return memory.peak / size, [(held.made_by, str(held.shape), held.bytes / size) for held in memory.at_peak[:8]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_slices_in_place_hold_one_z_and_one_factor(precision: Precision, device: str) -> None:
+    peak, what = trunk_memory(Plan(chunk=8, in_place=True, precision=precision), device, 512, 64)
+    assert peak <= 2.1, what
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_with_z_in_host_memory_there_is_one_factor(device: str) -> None:
+    plan = Plan(chunk=4, in_place=True, offload=True, precision="bf16")
+    peak, what = trunk_memory(plan, device, 512, 64)
+    assert peak <= 1.1, what
