@@ -19,7 +19,7 @@ from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.weights import save_params
-from warpfold.parallel.plan import inference_plan
+
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run import predict as module
 from warpfold.run.predict import PredictOptions, predict, read_queries

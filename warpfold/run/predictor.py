@@ -19,17 +19,19 @@ from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.data.features.make import make_features
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
+from warpfold.memory import release_memory
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.heads import pae_breaks
 from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
-from warpfold.parallel.plan import DTYPES, Plan, Precision, inference_plan
+from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.parallel.team import Team
 from warpfold.run.fold_input import Rows, as_alignment, complex_of, on_chains
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import check_templates
+from warpfold.run.planning import FoldPlan, FoldPlanner, sizes_of_batch
 from warpfold.run.predict_templates import user_templates
 from warpfold.settings import build
 
@@ -51,9 +53,11 @@ class Prepared:
 class Predictor:
     """A model ready to fold; make one with `load`, or from a model in memory.
 
-    chunk: rows computed at a time; None chooses for each protein, so that long ones fit; 0 is all.  precision: of the
-    trunk's activations.  sample: how the alignment is sampled, by default as AlphaFold2 does.  team: processes that
-    share each protein; all call everything here, and only rank 0 gets the large arrays of a prediction.
+    How each protein is folded is chosen for what is free on the device at that moment (run/planning.py), unless it is
+    given: chunk: rows computed at a time, 0 for all.  offload: whether z lies in host memory.  memory: bytes that may
+    be used on the device at most.
+    precision: of the trunk's activations.  sample: how the alignment is sampled, by default as AlphaFold2 does.  team:
+    processes that share each protein; all call everything here, and only rank 0 gets the large arrays of a prediction.
     kernels: as `Plan.kernels`.
     Errors: UserError for a model that such a team cannot share.
     """
@@ -67,15 +71,20 @@ class Predictor:
         sample: SampleConfig | None = None,
         team: Team | None = None,
         kernels: Kernels = "fast",
+        offload: bool | None = None,
+        memory: int | None = None,
     ) -> None:
         self.team = team or Team()
-        self.axial, self.branch = self.team.mesh.axial.size, self.team.mesh.branch.size
-        if reason := Plan(axial=self.axial, branch=self.branch).unsupported_reason(model.config.evoformer.outer):
+        axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
+        if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
             raise UserError(reason)
         self.model = model.to(device).eval()
         PackedWeights(model, DTYPES[precision])
         self.device = torch.device(device)
-        self.chunk, self.precision, self.kernels = chunk, precision, kernels
+        fixed: dict[str, Any] = {"precision": precision, "kernels": kernels}
+        fixed |= {} if chunk is None else {"chunk": chunk or None}
+        fixed |= {} if offload is None else {"offload": offload}
+        self.planner = FoldPlanner(model.config, self.device, fixed, memory, self.team)
         self.sample = sample or SampleConfig()
 
     def fold(
@@ -160,32 +169,46 @@ class Predictor:
         return Prepared(assembly, batch, seed, recycles, ensemble, time.perf_counter() - start)
 
     def compute(self, prepared: "Prepared", representations: bool = True) -> Prediction:
-        """Run the model on features as the plan says, and say how sure it is."""
-        start, settings, batch = time.perf_counter(), self.model.config, prepared.batch
-        plan = self.plan(prepared)
-        Execution(plan, self.team.mesh).bind(self.model)
-        self.model.config = replace(settings, ensemble=prepared.ensemble)
-        try:
-            with torch.no_grad():
-                output = self.model(batch, prepared.recycles)
-        finally:
-            self.model.config = settings
+        """Run the model on features as the plan says, and say how sure it is.
+
+        Where memory runs out, the next tighter plan is tried.
+        Errors: UserError where nothing fits, or even the tightest plan runs out.
+        """
+        start, planned = time.perf_counter(), self.plan(prepared, representations)
+        while True:
+            try:
+                output, prediction = self._fold(prepared, planned.plan, representations)
+                break
+            except (RuntimeError, MemoryError) as error:
+                planned = self.planner.after(planned, error)
+            release_memory(self.device)  # the error, and what it held, is gone
         assembly = prepared.assembly
-        prediction = self._prediction(assembly, output, batch, representations)
         details = {
             "seed": prepared.seed,
             "recycles": output.recycles,
             "ensemble": prepared.ensemble,
             **_depths(assembly),
             "templates": self._used_templates(assembly),
+            "plan": dict(planned.details),
             "seconds": {"features": round(prepared.seconds, 3), "model": round(time.perf_counter() - start, 3)},
         }
         return replace(prediction, details=details)
 
-    def plan(self, prepared: "Prepared") -> Plan:
-        """Return how an example is folded."""
-        plan = inference_plan(prepared.batch, self.precision, self.chunk, self.device.type == "cuda")
-        return replace(plan, axial=self.axial, branch=self.branch, kernels=self.kernels)
+    def _fold(self, prepared: "Prepared", plan: Plan, representations: bool) -> tuple[Output, Prediction]:
+        Execution(plan, self.team.mesh).bind(self.model)
+        settings = self.model.config
+        self.model.config = replace(settings, ensemble=prepared.ensemble)
+        try:
+            with torch.no_grad():
+                output = self.model(prepared.batch, prepared.recycles)
+        finally:
+            self.model.config = settings
+        return output, self._prediction(prepared.assembly, output, prepared.batch, representations)
+
+    def plan(self, prepared: "Prepared", representations: bool = True) -> FoldPlan:
+        """Return how an example is folded now.  Errors: UserError where nothing fits, saying what would."""
+        sizes = sizes_of_batch(prepared.batch)
+        return self.planner.choose(sizes, prepared.recycles, prepared.ensemble, representations)
 
     def _check_complex(self, name: str) -> None:
         """Raise UserError unless the model folds complexes."""
@@ -248,6 +271,8 @@ def load(
     sample: SampleConfig | None = None,
     team: Team | None = None,
     kernels: Kernels = "fast",
+    offload: bool | None = None,
+    memory: int | None = None,
 ) -> Predictor:
     """Load parameters from a file: WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm).
 
@@ -263,7 +288,7 @@ def load(
         sample = build(SampleConfig, data_settings(path), str(path))
         if (assumed := assumed_settings(path)) and (team is None or team.is_rank_zero):
             log.warning("%s", assumed)
-    return Predictor(model, device, chunk, precision, sample, team, kernels)
+    return Predictor(model, device, chunk, precision, sample, team, kernels, offload, memory)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

@@ -59,19 +59,23 @@ class Choice:
         return f"{describe_plan(self.plan)}: {have}" + (f", {duration(self.seconds)}" if self.seconds else "")
 
 
-def choose(job: Job, machine: Machine, fixed: Mapping[str, Any] | None = None, every: bool = False) -> Choice:
+def choose(
+    job: Job, machine: Machine, fixed: Mapping[str, Any] | None = None, every: bool = False, examples: int = 1
+) -> Choice:
     """Return the fastest plan that fits, the simplest of those that are equally fast.
 
     fixed: keys of the plan that stay as they are.  every: estimate all plans, not only until one fits, and for these
-    very sizes; else what needs little by a bound is run whole, without an estimate.
+    very sizes; else what needs little by a bound is run whole, without an estimate.  examples: how many of them there
+    are to fold: devices that do not share one fold others; a training has as many as `optim.accumulate`.
     Errors: UserError where nothing fits, saying what would; ValueError for keys that no plan can have together.
     """
-    plans = candidates(job, machine, fixed or {})
-    if not every and (bound := _evident(job, plans[0], machine)) is not None:
+    plans = candidates(job, machine, fixed or {}, kept=False)
+    if not every and (bound := _evident(job, plans, machine, examples)) is not None:
         rest = (Considered(plan, None, None) for plan in plans)
         return Choice(job, machine, plans[0], bound, None, tuple(rest))
+    plans = candidates(job, machine, fixed or {}) if job.training else plans
     looked, chosen = [], None
-    for plan, seconds in _by_time(job, machine, plans):
+    for plan, seconds in _by_time(job, machine, plans, examples):
         if chosen is not None and not every:
             looked.append(Considered(plan, None, seconds))
             continue
@@ -101,15 +105,18 @@ def tighter(choice: Choice) -> Choice | None:
 # Which plans there are
 
 
-def candidates(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> list[Plan]:
-    """Return the plans that could run a job, the simplest first; none has another value of a fixed key."""
+def candidates(job: Job, machine: Machine, fixed: Mapping[str, Any], kept: bool = True) -> list[Plan]:
+    """Return the plans that could run a job, the simplest first; none has another value of a fixed key.
+
+    kept: find out how many blocks of a training can keep everything, which needs estimates.
+    """
     found: list[Plan] = []
     for devices in _grids(job, machine, fixed):
-        ways = _training_ways(job, machine, devices, fixed) if job.training else _prediction_ways(job, machine, devices)
+        ways = _training_ways(job, machine, devices, fixed, kept) if job.training else _prediction_ways(job, machine)
         for way in ways:
             keys = devices | {key: value for key, value in way.items() if key not in fixed} | dict(fixed)
-            if keys.get("chunk") is None and "in_place" not in fixed:
-                keys["in_place"] = False
+            if not job.training and "in_place" not in fixed:
+                keys["in_place"] = keys.get("chunk") is not None
             plan = _possible(keys)
             if plan is not None and plan not in found and not (plan.offload and not job.training and not plan.in_place):
                 found.append(plan)
@@ -137,7 +144,7 @@ def _grids(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> Iterator[dic
         yield {}
 
 
-def _prediction_ways(job: Job, machine: Machine, devices: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def _prediction_ways(job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
     """Yield whole; in more and more slices, in place; z in host memory."""
     residues = rounded(job).sizes.residues
     yield {"chunk": None}
@@ -145,8 +152,8 @@ def _prediction_ways(job: Job, machine: Machine, devices: Mapping[str, int]) -> 
     if machine.kind == "cpu":
         sizes.add(cached_rows(job))
     chunks = [size for size in sorted(sizes, reverse=True) if size < residues]
-    yield from ({"chunk": chunk, "in_place": True} for chunk in chunks)
-    yield from ({"chunk": chunk, "in_place": True, "offload": True} for chunk in chunks[-2:])
+    yield from ({"chunk": chunk} for chunk in chunks)
+    yield from ({"chunk": chunk, "offload": True} for chunk in chunks[-2:])
 
 
 def cached_rows(job: Job) -> int:
@@ -156,14 +163,14 @@ def cached_rows(job: Job) -> int:
 
 
 def _training_ways(
-    job: Job, machine: Machine, devices: Mapping[str, int], fixed: Mapping[str, Any]
+    job: Job, machine: Machine, devices: Mapping[str, int], fixed: Mapping[str, Any], kept: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield everything kept; recomputed but for as many blocks as fit; all of it; what is kept in host memory."""
     yield {"recompute": None}
     kinds: tuple[Recompute, ...] = ("block", "layer")
     for kind in kinds:
         keys: dict[str, Any] = {"recompute": kind}
-        plan = _possible({**devices, **keys, **fixed})
+        plan = _possible({**devices, **keys, **fixed}) if kept else None
         if plan is not None and plan.recompute == kind and "keep_blocks" not in fixed:
             if most := _most_kept(job, machine, plan):
                 yield keys | {"keep_blocks": most}
@@ -172,9 +179,12 @@ def _training_ways(
 
 
 def _most_kept(job: Job, machine: Machine, plan: Plan) -> int:
-    """Return how many of the last blocks can keep everything: memory grows by the same with each of them."""
+    """Return how many of the last blocks can keep everything: memory grows by the same with each of them.
+
+    0 also where all can, and nothing need be computed again.
+    """
     blocks = job.model.evoformer.blocks
-    if blocks < 2:
+    if blocks < 2 or not lacking(estimate(job, replace(plan, recompute=None), machine), machine):
         return 0
     first, second = (estimate(job, replace(plan, keep_blocks=count), machine, rounded=False) for count in (0, 1))
     one = with_margin(second.peak, machine.kind) - with_margin(first.peak, machine.kind)
@@ -231,23 +241,26 @@ def lacking(memory: MemoryEstimate, machine: Machine) -> str:
     return ""
 
 
-def _evident(job: Job, plan: Plan, machine: Machine) -> MemoryEstimate | None:
+def _evident(job: Job, plans: Sequence[Plan], machine: Machine, examples: int) -> MemoryEstimate | None:
     """Return a bound of what the first plan needs, where it is plain that this one is best; else None.
 
-    On a CPU slices can be faster than the whole, but not where the whole's largest temporaries are in its caches.
+    The first computes everything at once, where keys that are given do not say otherwise, and shares out the least.
     """
-    sizes = job.sizes
+    first, sizes = plans[0], job.sizes
     longest = max(sizes.residues, sizes.sequences)
-    if not job.training and machine.kind == "cpu" and 8 * longest**2 * max(longest, sizes.extra) > CACHED:
+    # On a CPU slices can be faster than the whole, but not where the whole's largest temporaries are in its caches.
+    cached = 8 * longest**2 * max(longest, sizes.extra) <= CACHED
+    alike = {plan.chunk for plan in plans} == {first.chunk}
+    if not (job.training or alike or machine.kind == "cuda" or cached):
         return None
-    if plan.chunk is not None or plan.offload or plan.recompute is not None or plan.axial > 1:
-        return None
-    bound = upper_bound(job, plan)
-    return bound if needed_bytes(bound, machine) <= machine.free else None
+    if not (job.training or examples >= machine.devices or {plan.axial for plan in plans} == {first.axial} or cached):
+        return None  # devices could share it
+    bound = upper_bound(job, first)
+    return bound if needed_bytes(bound, machine) <= machine.free and not first.offload else None
 
 
 def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
-    """Return more than a job can need with everything computed at once and kept, from its sizes alone."""
+    """Return more than a job can need, were everything computed at once and kept, from its sizes alone."""
     model, sizes = job.model, job.sizes
     n, s, e, t = sizes.residues, sizes.sequences + sizes.templates, sizes.extra, sizes.templates
     pairs, aligned, extra = n * n * max(model.c_z, model.evoformer.pair.c_triangle), s * n * model.c_m, e * n * model.c_e
@@ -261,22 +274,27 @@ def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
     features = 4 * passes * n * (64 * s + 32 * e) + 4 * n * n * 64
     width = max(4, DTYPES[plan.precision].itemsize)
     weights = copies * width * parameters(model)
-    return MemoryEstimate(peak=weights + width * one * (2 + 2 * blocks) * plan.batch + features, weights=weights, features=features)
+    peak = weights + width * one * (2 + 2 * blocks) * plan.batch + features
+    return MemoryEstimate(peak=peak, weights=weights, features=features)
 
 
 # How long they take
 
 
-def _by_time(job: Job, machine: Machine, plans: Sequence[Plan]) -> list[tuple[Plan, TimeEstimate | None]]:
+def _by_time(
+    job: Job, machine: Machine, plans: Sequence[Plan], examples: int
+) -> list[tuple[Plan, TimeEstimate | None]]:
     """Return plans from the fastest on; of those that are equally fast the simplest first; as they are without rates.
 
-    Devices that an example does not need work on others in a training, so there their time counts.
+    The time is that of all examples, of which `data` are at work at once.
     """
-    rates = machine.rates(DTYPES[plans[0].precision], job.training)
+    rates = machine.rates(DTYPES[plans[0].precision], job.training) if len(plans) > 1 else None
     left = [(plan, seconds(job, plan, rates)) for plan in plans]
+    if job.training and job.optim is not None:
+        examples = job.optim.accumulate
     found: list[tuple[Plan, TimeEstimate | None]] = []
     while left:
-        times = [math.inf if time is None else time.total * (plan.axial if job.training else 1) for plan, time in left]
+        times = [math.inf if time is None else time.total * math.ceil(examples / plan.data) for plan, time in left]
         found.append(left.pop(next(i for i, time in enumerate(times) if time <= EQUAL * min(times))))
     return found
 
