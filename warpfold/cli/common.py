@@ -59,6 +59,9 @@ Device = Annotated[str | None, runs("cpu, cuda, cuda:1 ...; default: the first G
 Axial = Annotated[
     int | None, runs("Processes that share one protein, each with a slice of its large tensors.", "--plan.axial", min=1)
 ]
+Memory = Annotated[
+    str | None, runs("Of a device, to be used at most: 24GB; default: what is free.", show_default=False)
+]
 Branch = Annotated[
     int | None,
     runs(

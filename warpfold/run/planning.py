@@ -1,8 +1,10 @@
 """Plans as they are made when the command line folds or trains: for what is free at that moment, and said in a line."""
 
 import logging
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +15,14 @@ from warpfold.memory import is_out_of_memory
 from warpfold.model.alphafold import ModelConfig
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
+from warpfold.run.config import GivenSettings, RunConfig
 from warpfold.settings import to_dict
-from warpfold.tune.example import ExampleSizes
+from warpfold.tune.example import ExampleSizes, sizes_of
 from warpfold.tune.job import Job
 from warpfold.tune.machine import this_machine
-from warpfold.tune.planner import Choice, choose, describe_plan, needed_bytes, tighter
+from warpfold.tune.planner import CHOSEN_IN_TRAINING, Choice, choose, describe_plan, needed_bytes, tighter
 
-log = logging.getLogger("warpfold")
+log = logging.getLogger("warpfold.plan")
 
 SAID = ("chunk", "in_place", "offload", "axial", "branch")  # keys of a plan that a summary names
 
@@ -172,3 +175,55 @@ def grid_for(
         if spare > 0:
             log.warning("%d of %d processes have nothing to do: no protein is faster on more of them", spare * plan.axial, team.process.ranks)
     return Plan(**team.broadcast(told, "the plan of the run"))
+
+
+def training_job(given: GivenSettings, config: RunConfig) -> Job:
+    """Return what one step of a training does with one example of its largest size."""
+    sizes = sizes_of(given.values, given.source)
+    return Job(model=config.model, sizes=sizes, recycles=config.model.recycles, loss=config.loss, optim=config.optim)
+
+
+def plan_training(
+    given: GivenSettings, out: Path, device: torch.device | str, memory: int | None = None, team: Team | None = None
+) -> tuple[RunConfig, str]:
+    """Return the settings of a run with the plan that suits its devices, and what is to be said of it.
+
+    A run that is continued on as many processes goes on with the plan that stands in its folder, but for keys that are
+    given.  All ranks call this and get what the first chooses, for the smallest device.
+    Errors: UserError where nothing fits, saying what would, and as of `GivenSettings.config`.
+    """
+    team = team or Team()
+    if not given.auto:
+        return given.config(), ""
+    free = this_machine(device, memory=memory)
+    machine = replace(free, free=int(team.smallest(free.free, "free memory")), devices=team.process.ranks)
+    told: dict[str, Any] = {}
+    if team.is_rank_zero:
+        told = _plan_of_run(given, out, team.process.ranks)
+        if not told:
+            fixed = given.fixed(CHOSEN_IN_TRAINING)
+            try:
+                choice = choose(training_job(given, given.config()), machine, fixed)
+            except ValueError as error:
+                raise UserError(f"{given.source}: {error}") from error
+            told = {name: getattr(choice.plan, name) for name in CHOSEN_IN_TRAINING} | {"said": str(choice)}
+    told = team.broadcast(told, "the plan of the run")
+    said = told.pop("said")
+    return given.config(**told), said
+
+
+def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
+    """Return the keys that were chosen when a run began, if it began on as many processes; else nothing."""
+    path = out / "settings.toml"
+    try:
+        plan = tomllib.loads(path.read_text(encoding="utf-8"))["plan"]
+        earlier = {name: None if plan[name] == "none" else plan[name] for name in CHOSEN_IN_TRAINING}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # there is none, or `train` will say what is wrong with it
+    fixed = given.fixed(CHOSEN_IN_TRAINING)
+    if any(fixed.get(name, value) != value for name, value in earlier.items()):
+        return {}
+    if earlier["data"] * earlier["axial"] * plan.get("branch", 1) != ranks:
+        return {}
+    plan = Plan(**{**fixed, **earlier})
+    return {**earlier, "said": f"{describe_plan(plan)}, as in {path}"}
