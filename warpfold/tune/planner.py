@@ -316,6 +316,7 @@ class NothingFitsError(UserError):
     """No plan fits: a message that says what the tightest needs, and what would fit."""
 
     def __init__(self, job: Job, machine: Machine, fixed: Mapping[str, Any], looked: Sequence[Considered]) -> None:
+        self.looked = looked
         least = min((one for one in looked if one.memory is not None), key=lambda one: one.memory.peak)  # type: ignore[union-attr]
         what = "a training" if job.training else "folding"
         sizes = f"{job.sizes.residues:,} residues with {job.sizes.sequences + job.sizes.extra:,} alignment rows"
@@ -384,12 +385,14 @@ def describe_plan(plan: Plan) -> str:
 
 
 def duration(seconds: TimeEstimate | None) -> str:
-    """Return a time in words: "about 40 s", "about 4 min", "about 2.1 h"; "not measured"."""
-    if seconds is None:
-        return "not measured"
-    total = seconds.total
-    if total < 1:
+    """Return an estimate in words; "not measured"."""
+    return "not measured" if seconds is None else in_words(seconds.total)
+
+
+def in_words(seconds: float) -> str:
+    """Return a time in words: "about 40 s", "about 4 min", "about 2.1 h"."""
+    if seconds < 1:
         return "less than 1 s"
-    if total < 90:
-        return f"about {total:.0f} s"
-    return f"about {total / 60:.0f} min" if total < 5400 else f"about {total / 3600:.1f} h"
+    if seconds < 90:
+        return f"about {seconds:.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
