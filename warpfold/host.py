@@ -15,6 +15,7 @@ from torch import Tensor
 
 from warpfold.device import Upload
 from warpfold.errors import UserError
+from warpfold.ops.dispatch import backend
 
 ROWS = -3  # of z [*, i, j, c]
 SEGMENT = 2**28  # bytes allocated at once: torch rounds pinned memory up to a power of two
@@ -50,6 +51,7 @@ class HostTensor(Tensor):
         slots = self._leading * self._down * self._across
         self._segments = [] if device.type == "meta" else self._allocate(slots * self._slot)
         on_gpu = device.type == "cuda"
+        self._two = backend(self) == "triton"  # parts are on the device, also of a GPU that tensors on "meta" stand for
         self._in, self._out = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
 
     @classmethod
@@ -124,7 +126,7 @@ class HostTensor(Tensor):
         for index, part in enumerate(parts):
             here = (ahead or self._start(part, axis)).wait()
             ahead = None
-            if self._in is not None and index + 1 < len(parts):
+            if self._two and index + 1 < len(parts):
                 ahead = self._start(parts[index + 1], axis)
             yield part, here
 

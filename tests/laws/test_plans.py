@@ -222,7 +222,7 @@ CASES = [
     case(FIRST, branch=2, chunk=4),
     case(FIRST, axial=3, triangle="gather", recompute="block", chunk=3),
     case(FIRST, axial=2, branch=2, triangle="channels"),
-    case(FIRST, data=2, axial=2, recompute="block"),
+    case(FIRST, data=2, axial=2, recompute="block", keep_blocks=1),
     case(LAST, branch=2, recompute="block"),
     case(LAST, axial=2, branch=2, triangle="gather", recompute="block", chunk=1),
     case(LAST, axial=3, triangle="channels", chunk=2),

@@ -9,10 +9,11 @@ definition then computes them, and the reason is counted.
 import functools
 import importlib
 import importlib.util
+import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -27,7 +28,9 @@ from warpfold.ops.shapes import EMPTY
 Kernels = Literal["fast", "strict", "definition"]
 
 TRITON = importlib.util.find_spec("triton") is not None  # looked for, and not loaded
+TURNS = 3  # of a loop, where nothing is computed: the first begins, the second meets what it left; one to spare
 P = ParamSpec("P")
+T = TypeVar("T")
 R = TypeVar("R")
 log = logging.getLogger("warpfold")
 
@@ -195,6 +198,14 @@ def standing_for(device: Literal["cpu", "cuda"]) -> Iterator[None]:
             yield
     finally:
         _stands_for = before
+
+
+def alike(turns: Iterable[T]) -> Iterable[T]:
+    """Return the turns of a loop that are alike: each writes to memory made before the loop and leaves nothing else.
+
+    Where tensors have no memory a few are enough to see what a turn needs, while the one before is not yet forgotten.
+    """
+    return turns if _stands_for is None else list(itertools.islice(turns, TURNS))
 
 
 def backend(x: Tensor) -> Literal["cpu", "triton"]:

@@ -20,7 +20,7 @@ from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedStack
 from warpfold.parallel.sharded_tensor import ShardedResidues
-from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbers
+from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbers, slices_of
 
 # The functions of a layer that are compiled: they only compute.
 COMPILED = (
@@ -172,8 +172,7 @@ class Execution(PlainExecution):
 
     def rows(self, count: int) -> list[slice]:
         """Return which of so many rows of z are computed together: `plan.chunk`."""
-        size = self.plan.chunk or max(count, 1)
-        return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
+        return slices_of(count, self.plan.chunk or max(count, 1))
 
     def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Allocate zeros for z, in the dtype of the trunk: with `offload` in host memory."""

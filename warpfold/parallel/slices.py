@@ -4,7 +4,7 @@ Right because of the two laws of the contract (warpfold/model/axial.py).  x and 
 memory (warpfold/host.py): slices are then fetched, and stored where they are written in place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from warpfold.host import fetch_each, store
 from warpfold.model.axial import ROWS, AxialUpdate, Block
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm
+from warpfold.ops.dispatch import alike
 from warpfold.ops.noise import Factors
 
 
@@ -49,7 +50,17 @@ def slices(x: Tensor, axis: int, most: int) -> list[slice]:
     """Return slices of x along an axis that hold `most` numbers each, or are one row (or column); at least one."""
     count = x.shape[axis]
     size = max(1, most // max(1, x.numel() // max(1, count)))
-    return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
+    return slices_of(count, size)
+
+
+def slices_of(count: int, size: int) -> list[slice]:
+    """Return slices of so many rows, of `size` each; at least one, even of none.
+
+    Without gradients each slice is written to its place, and so they are alike (`ops.dispatch.alike`).
+    """
+    starts: Iterable[int] = range(0, max(count, 1), size)
+    starts = starts if torch.is_grad_enabled() else alike(starts)
+    return [slice(start, min(start + size, count)) for start in starts]
 
 
 def cut_axes(layer: AxialUpdate, anywhere: int) -> tuple[int, int]:

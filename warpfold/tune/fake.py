@@ -5,6 +5,7 @@ Nothing travels (torch's fake process group: collectives end at once), and nothi
 """
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +33,9 @@ FACTORIES = {
     *(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m),
     *(aten.linspace.default, aten.scalar_tensor.default, aten.rand.default, aten.randn.default),
 }
+# What torch.distributed knows of groups.
+KNOWN = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+FIRST = 1 << 20  # number of the first fake group: real ones have less
 READ = 2**20  # numbers: what is larger is not brought to the host to be read
 
 
@@ -38,18 +43,44 @@ READ = 2**20  # numbers: what is larger is not brought to the host to be read
 def fake_ranks(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) -> Iterator[Mesh]:
     """Within it, this process is rank `rank` of a grid whose others do not exist, and new tensors are on "meta".
 
-    Errors: RuntimeError where torch.distributed is in use already.
+    Errors: as of `fake_mesh`.
+    """
+    with fake_mesh(data, axial, branch, rank) as mesh, META:
+        yield mesh
+
+
+@contextmanager
+def fake_mesh(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) -> Iterator[Mesh]:
+    """Within it, this process is rank `rank` of a grid whose others do not exist.
+
+    Errors: RuntimeError within another one.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend known
 
-    if dist.is_initialized():
-        raise RuntimeError("fake ranks need a process that is no rank of real ones")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=data * axial * branch)
+    if data * axial * branch == 1:
+        yield Mesh()
+        return
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        raise RuntimeError("fake ranks need a process that is no rank of others")
+    # Beside what torch.distributed knows, under names of their own: this process may be one of real ranks, too.
+    world, hook = c10d._world, sys.excepthook
+    known = {name: dict(getattr(world, name)) for name in KNOWN}
+    default, count = world.default_pg, world.group_count
+    c10d._update_default_pg(None)
+    world.group_count = FIRST
     try:
-        with torch.device("meta"):
-            yield make_mesh(data, axial, branch)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=data * axial * branch)
+        with META:
+            mesh = make_mesh(data, axial, branch)
+        yield mesh
     finally:
-        dist.destroy_process_group()
+        for group in set(world.pg_map) - set(known["pg_map"]):
+            c10d._unregister_process_group(group.group_name)
+        for name, before in known.items():
+            getattr(world, name).clear()
+            getattr(world, name).update(before)
+        world.group_count, sys.excepthook = count, hook
+        c10d._update_default_pg(default)
 
 
 def fake_batch(**sizes: int) -> Batch:
@@ -97,7 +128,7 @@ class Memory(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.noted, self.unit, self.place = noted, unit, place
-        self.now = self.peak = self.moment = 0
+        self.now = self.peak = self.moment = self.host_now = self.host_peak = 0
         self.pieces: list[Held] = []
         self.seen: set[tuple[str, tuple[int, ...]]] = set()
         self._live: dict[int, Held] = {}
@@ -107,6 +138,15 @@ class Memory(TorchDispatchMode):
     def at_peak(self) -> list[Held]:
         """What was held when most was held, largest first."""
         return sorted((piece for piece in self.pieces if piece.lives(self._peak_moment)), key=lambda h: -h.bytes)
+
+    def restart(self) -> int:
+        """Return the peak so far, and look for another from now on."""
+        before, self.peak, self._peak_moment = self.peak, self.now, self.moment
+        return before
+
+    def piece_of(self, tensor: Tensor) -> Held | None:
+        """Return the piece that a tensor lies in, if it was made within."""
+        return self._live.get(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -121,6 +161,8 @@ class Memory(TorchDispatchMode):
         host = device is not None and device.type == "cpu"
         if given and given[0].is_meta and name == "_local_scalar_dense":
             return given[0].dtype.is_floating_point and 0.0
+        if name == "equal" and given[0].is_meta:
+            return True
         if not given and device is None and func in FACTORIES:
             kwargs = {**kwargs, "device": META}
         elif host and (given[0].is_meta if given else func in FACTORIES):
@@ -147,7 +189,10 @@ class Memory(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key)
         if self.noted(shape):
             self.seen.add((made_by, shape))
-        if not host:
+        if host:
+            self.host_now += size
+            self.host_peak = max(self.host_peak, self.host_now)
+        else:
             self.now += size
         if self.now > self.peak:
             self.peak, self._peak_moment = self.now, self.moment
@@ -156,7 +201,9 @@ class Memory(TorchDispatchMode):
         self.moment += 1
         piece = self._live.pop(key)
         piece.died = self.moment
-        if not piece.host:
+        if piece.host:
+            self.host_now -= piece.bytes
+        else:
             self.now -= piece.bytes
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.aligned import LEAST
+from warpfold.ops.dispatch import alike
 from warpfold.ops.tensors import accumulation_dtype
 
 PAIRS = 2**16  # of frames and points at a time
@@ -31,7 +32,7 @@ def aligned_errors(
     sums = frames.new_zeros(*frames.shape[:-3], 2)
     for total, some, x in zip(sums.view(-1, 2), *_each(frames, points)):
         axes, columns = _operands(some, x, true_frames, true_points)
-        for rows in _blocks(len(some), len(x)):
+        for rows in alike(_blocks(len(some), len(x))):
             distance = _distances(axes[rows], columns, softening)[1]
             weight = _weight(frame_mask[rows], point_mask, pair_mask, rows)
             total[1] += (distance * weight).sum()
@@ -58,7 +59,7 @@ def aligned_errors_backward(
     gradients = _each(dframes, dpoints)
     for (capped, whole), some, x, dsome, dx in zip(grad.reshape(-1, 2).to(acc), *_each(frames, points), *gradients):
         axes, columns = _operands(some, x, true_frames, true_points)
-        for rows in _blocks(len(some), len(x)):
+        for rows in alike(_blocks(len(some), len(x))):
             apart, distance = _distances(axes[rows], columns, softening)
             slope = torch.where(distance <= clamp, capped + whole, whole)
             slope *= _weight(frame_mask[rows], point_mask, pair_mask, rows)

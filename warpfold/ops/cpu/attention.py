@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.attention import empty_bias, empty_lse, empty_out
+from warpfold.ops.dispatch import alike
 from warpfold.ops.tensors import empty_like
 
 BLOCK = 2**20  # logits of a block: 4 MiB in fp32; the backward pass has two such, of half as many
@@ -22,7 +23,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None
     out, lse = empty_out(q, v), empty_lse(q)
     work = _Blocks(q, k, mask, bias, lse.dtype, BLOCK)
     values, o = work.buffer(v), work.buffer(out)
-    for batch, rows in work.indices():
+    for batch, rows in alike(work.indices()):
         p = work.logits(batch, rows, None)
         m_i = p.amax(-1, keepdim=True)
         no_key = m_i == float("-inf")
@@ -56,10 +57,10 @@ def attention_backward(
     work = _Blocks(q, k, mask, bias, lse.dtype, BLOCK // 2)
     values, douts, dps = work.buffer(v), work.buffer(out), work.logits_buffer()
     dqs, dks, dvs = work.buffer(q), work.buffer(k), work.buffer(v)
-    for batch, rows in work.indices():
+    for batch, rows in alike(work.indices()):
         no_key = (lse[batch, rows] == float("inf"))[..., None]
         p = work.logits(batch, rows, lse)
-        alike = work.attend_alike(p, batch, rows, no_key)
+        same = work.attend_alike(p, batch, rows, no_key)
         p.exp2_()
         # `lse` was rounded, so the weights do not quite add up to 1: divide by their sum, in the gradient.
         total = p.sum(-1, keepdim=True).transpose(1, 2)
@@ -70,8 +71,8 @@ def attention_backward(
         dv[batch, rows].transpose(1, 2).copy_(dvb.unflatten(0, n))
         delta = (db * out[batch, rows]).sum(-1).transpose(1, 2)[..., None]
         ds = work.product(do, vb.mT, dps).unflatten(0, n).sub_(delta).mul_(p)
-        if alike is not None:
-            ds.masked_fill_(alike, 0)
+        if same is not None:
+            ds.masked_fill_(same, 0)
         if bias_wanted:
             for row in ds:
                 dbias_acc[batch] += row

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from warpfold.ops.dispatch import alike
+
 POSITIONS = 2048  # of a block
 
 
@@ -18,7 +20,7 @@ def blocks(like: Tensor, *tensors: Tensor, size: int | None = None) -> Iterator[
     axes = [axis for axis in range(like.dim() - 1) if like.shape[axis] != 1]
     order = sorted(axes, key=like.stride, reverse=True)
     turned = [t.permute(*ones, *order, t.dim() - 1)[(0,) * len(ones)] for t in tensors]
-    for index in _indices([like.shape[axis] for axis in order], size or POSITIONS):
+    for index in alike(_indices([like.shape[axis] for axis in order], size or POSITIONS)):
         yield [t[index] for t in turned]
 
 
@@ -36,12 +38,12 @@ def writable(block: Tensor) -> Tensor:
     `put` copies to it."""
     flat = block.flatten(0, -2) if block.dim() > 1 else block[None]
     here = flat.data_ptr() == block.data_ptr() and flat.stride(-1) == 1
-    return flat if here else torch.empty(flat.shape, dtype=flat.dtype)
+    return flat if here else flat.new_empty(flat.shape)
 
 
 def gate_values(g: Tensor) -> Tensor:
     """Return sigmoid(g), contiguous.  Without `out`, torch takes five times as long where g is a slice."""
-    return torch.sigmoid(g, out=torch.empty(g.shape, dtype=g.dtype))
+    return torch.sigmoid(g, out=g.new_empty(g.shape))
 
 
 def put(block: Tensor, results: Tensor) -> None:

@@ -7,7 +7,7 @@ behind the other, products write them where the projection's backward pass reads
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, gate_values, put, rows, writable
 from warpfold.ops.cpu.gate import drawn_factors
+from warpfold.ops.dispatch import alike
 from warpfold.ops.gated_attention import empty_bias, empty_lse, empty_rows
 from warpfold.ops.norm import empty_statistics
 from warpfold.ops.tensors import accumulation_dtype, empty_like
@@ -377,7 +378,7 @@ def _examples(x: Tensor) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(size) for size in x.shape[:-3]))
 
 
-def _slices(count: int, length: int, positions: int) -> Iterator[slice]:
+def _slices(count: int, length: int, positions: int) -> Iterable[slice]:
     """Yield slices of rows of this length that have so many positions, or a row each."""
     size = max(1, positions // length)
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+    return alike(slice(start, min(start + size, count)) for start in range(0, count, size))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from warpfold.ops.dispatch import alike
 from warpfold.ops.noise import LOW, OF_STREAM, kept_factor
 
 BLOCK = 2**14  # elements
@@ -26,7 +27,7 @@ def dropout_factors(
     # uniform >= rate, in whole numbers: a uniform number is 24 bits times 2^-24, compared in fp32.
     least = math.ceil(float(torch.tensor(rate, dtype=torch.float32)) * 2**24) << 8
     word = second + stream * OF_STREAM
-    for start in range(0, flat.numel(), BLOCK):
+    for start in alike(range(0, flat.numel(), BLOCK)):
         x = flat[start : start + BLOCK]
         spare = scratch[: x.numel()]
         _mix(x.bitwise_xor_(first), spare)

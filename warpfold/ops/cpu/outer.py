@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate
+from warpfold.ops.dispatch import alike
 from warpfold.ops.tensors import accumulation_dtype
 
 PRODUCTS = 2**21  # numbers of a block
@@ -18,7 +19,7 @@ def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, cou
     """Compute warpfold::outer_product."""
     out = a.new_empty(a.shape[0], a.shape[2], b.shape[2], weight.shape[0])
     w, narrow = weight.to(a.dtype).t(), None if bias is None else bias.to(a.dtype)
-    for batch, rows in _blocks(a, b):
+    for batch, rows in alike(_blocks(a, b)):
         results = out[batch, rows].flatten(0, 1)
         products = _products(a[batch, :, rows], b[batch])
         if narrow is None:
@@ -38,7 +39,7 @@ def outer_product_backward(
     dweight, dbias = (weight.new_zeros(shape, dtype=dtype) for shape in (weight.shape, weight.shape[:1]))
     (_, _, _, c), (_, s, j, d) = a.shape, b.shape
     narrow = weight.to(a.dtype)
-    for batch, rows in _blocks(a, b):
+    for batch, rows in alike(_blocks(a, b)):
         some = a[batch, :, rows]
         g = grad[batch, rows].flatten(0, 1) / count[batch, rows].flatten(0, 1).to(a.dtype)
         accumulate(dweight, g, _products(some, b[batch]))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from warpfold.ops.dispatch import alike
 from warpfold.ops.overlaps import C_ATOM, N_ATOM, SG_ATOM
 from warpfold.ops.tensors import accumulation_dtype
 
@@ -25,7 +26,7 @@ def overlaps(
     dtype, acc = atoms.dtype, accumulation_dtype(atoms)
     atoms, radius, exists = (x.to(acc) for x in (atoms, radius, exists))
     found = atoms.new_empty(3, len(atoms))
-    for rows in _blocks(len(atoms)):
+    for rows in alike(_blocks(len(atoms))):
         compared = _compared(exists, index, order, chain, slot, rows)
         overlap = _overlap(atoms, radius, tolerance, rows)[0]
         found[0, rows] = (overlap.relu() * compared).sum(1)
@@ -49,7 +50,7 @@ def overlaps_backward(
     dtype, acc = atoms.dtype, accumulation_dtype(atoms)
     grad, atoms, radius, exists = (x.to(acc) for x in (grad, atoms, radius, exists))
     datoms, dradius = atoms.new_empty(atoms.shape), radius.new_empty(radius.shape)
-    for rows in _blocks(len(atoms)):
+    for rows in alike(_blocks(len(atoms))):
         overlap, distance = _overlap(atoms, radius, tolerance, rows)
         slope = _compared(exists, index, order, chain, slot, rows) * (overlap > 0)
         slope *= grad[0, rows, None] + grad[0]

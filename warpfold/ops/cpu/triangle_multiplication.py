@@ -5,7 +5,7 @@ masked where they lie and written in long runs, the product's norm runs over the
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, gate_values, put, rows, writable
 from warpfold.ops.cpu.gate import drawn_factors
+from warpfold.ops.dispatch import alike
 from warpfold.ops.norm import empty_statistics
 from warpfold.ops.tensors import accumulation_dtype, empty_like
 from warpfold.ops.triangle_multiplication import empty_planes, split_projections
@@ -288,8 +289,8 @@ def _examples(x: Tensor) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(size) for size in x.shape[:-3]))
 
 
-def _slices(x: Tensor) -> Iterator[slice]:
+def _slices(x: Tensor) -> Iterable[slice]:
     """Yield slices of the rows of x that have about so many positions, or a row each."""
     count, length, _ = x.shape[-3:]
     size = max(1, POSITIONS // length)
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+    return alike(slice(start, min(start + size, count)) for start in range(0, count, size))
