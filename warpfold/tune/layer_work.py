@@ -1,8 +1,8 @@
 """What the operations of the trunk's layers have to do in one pass, for any sizes and any plan, without running them.
 
-Whole, a layer is one operation; in slices it is composed of smaller ones, each called once for a slice.  What one call
-must do stands in the operations' profiles (tune/cases.py), and the sizes at which layers call them in tune/sizes.py; a
-test compares both with what a model was counted to do (tune/work.py).
+Whole, a layer is one operation; in slices, or shared among ranks, it is composed of others, each called for a slice.
+What one call must do stands in the operations' profiles (tune/cases.py), and the sizes at which layers call them in
+tune/sizes.py; a test compares both with what a model was counted to do (tune/work.py).
 """
 
 import math
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from warpfold.model.alphafold import ModelConfig
 from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.parallel.slices import slice_numbers
 from warpfold.tune.cases import PROFILES
 from warpfold.tune.example import ExampleSizes
 from warpfold.tune.profile import Cost, LayerKind, LayerSizes, OpProfile
@@ -23,7 +24,7 @@ WHOLE: dict[LayerKind, tuple[str, ...]] = {
     "triangle output": (),
 }
 IN_SLICES: dict[LayerKind, tuple[str, ...]] = {
-    "attention": ("norm_linear", "attention", "tail"),
+    "attention": ("norm_linear", "gated_attention"),
     "global attention": ("layer_norm", "norm_linear", "global_attention", "tail"),
     "pointwise attention": ("attention",),
     "projection": ("norm_linear",),
@@ -34,7 +35,9 @@ IN_SLICES: dict[LayerKind, tuple[str, ...]] = {
     "fape": ("aligned_errors",),
     "clashes": ("overlaps",),
 }
+ON_RANKS = IN_SLICES | {"attention": ("norm_linear", "attention", "tail")}
 PRODUCT, COPY = "triangle product", "copy"  # what slices also do, and is no operation of ours
+WRITTEN: tuple[LayerKind, ...] = ("attention", "triangle product", "transition", "outer product", "global attention")
 LOSSES: tuple[LayerKind, ...] = ("fape", "clashes")
 TWICE: tuple[LayerKind, ...] = ("triangle product", "triangle output")  # of a block: outgoing and incoming
 
@@ -79,34 +82,55 @@ def _layer(
     layer: LayerSizes, model: ModelConfig, sizes: ExampleSizes, plan: Plan, forward: bool
 ) -> Iterator[LayerWork]:
     """Yield the calls of all layers of this kind: of every block, and of every template."""
-    itemsize, sliced = DTYPES[plan.precision].itemsize, plan.chunk is not None
+    itemsize, sliced, ranks = DTYPES[plan.precision].itemsize, plan.chunk is not None, plan.axial * plan.branch > 1
     times, together = _count(layer, model, sizes)
     if sliced and together > 1:  # then each template is alone
         times, layer = times * together, replace(layer, rows=layer.rows // together, batches=1)
-    ops = IN_SLICES[layer.kind] if sliced or layer.kind not in WHOLE else WHOLE[layer.kind]
-    slices = slices_of(layer, model, sizes, plan)
-    share = shard(sizes.residues, plan.axial)
+    ops = ON_RANKS[layer.kind] if ranks else IN_SLICES[layer.kind]
+    if not (sliced or ranks):
+        ops = WHOLE.get(layer.kind, ops)
+    slices, share = slices_of(layer, model, sizes, plan), shard(sizes.residues, plan.axial)
     for op in ops:
-        cost = _cost(PROFILES[op], layer, forward, itemsize)
-        yield LayerWork(layer.name, op, scaled(cost, times * share), times * slices)
-    if sliced:
-        yield from (replace(work, cost=scaled(work.cost, times * share), calls=times * work.calls)
-                    for work in _between(layer, slices, forward, itemsize))  # fmt: skip
+        for part in _projections(layer, ranks) if (sliced or ranks) and op == "norm_linear" else (layer,):
+            cost = _cost(PROFILES[op], part, forward, itemsize)
+            yield LayerWork(layer.name, op, scaled(cost, times * share), times * slices)
+    if sliced or ranks:
+        for work in _between(layer, slices, forward, itemsize):
+            yield replace(work, cost=scaled(work.cost, times * share), calls=times * work.calls)
+
+
+def _projections(layer: LayerSizes, ranks: bool) -> tuple[LayerSizes, ...]:
+    """Return a layer once for each projection that is an operation by itself: what is shared, and on ranks the rest."""
+    parts: tuple[int, ...] = (layer.projected,)
+    if layer.kind == "attention":
+        inner = 4 * layer.heads * layer.width
+        parts = (inner if ranks else 0, layer.projected - inner)
+    elif layer.kind == "outer product":
+        parts = layer.hidden, layer.hidden
+    elif layer.kind == "triangle product":
+        parts = 2 * layer.hidden, 2 * layer.hidden, layer.channels
+    return tuple(replace(layer, projected=part) for part in parts if part)
 
 
 def _between(layer: LayerSizes, slices: int, forward: bool, itemsize: int) -> Iterator[LayerWork]:
     """Yield what slices do beside our operations: the product of the factors, and each slice to its place."""
     positions = layer.rows * layer.length
     if layer.kind == "triangle product":
-        n, c, passes = layer.length, layer.hidden, 1 if forward else 2
-        # The shared factor is read by every slice.
-        moved = (2 + (slices + 1)) * positions * c * itemsize * passes
-        yield LayerWork(layer.name, PRODUCT, Cost(2 * positions * n * c * passes, 0, moved), slices * passes)
-    if layer.kind in ("attention", "triangle product", "transition", "outer product", "global attention"):
-        channels = layer.outputs if layer.kind == "outer product" else layer.channels
-        if layer.kind == "outer product":
-            positions = layer.length**2
-        yield LayerWork(layer.name, COPY, Cost(0, 0, 2 * positions * channels * itemsize), slices)
+        cost = product_cost(layer.rows / slices, layer.length, layer.hidden, itemsize, forward)
+        yield LayerWork(layer.name, PRODUCT, scaled(cost, slices), slices)
+    if layer.kind in WRITTEN:
+        outer, product = layer.kind == "outer product", layer.kind == "triangle product"
+        numbers = layer.length**2 * layer.outputs if outer else positions * layer.channels
+        copied = 2 * numbers + (3 * numbers if outer or product else 0)  # to its place; the sum of x and its update
+        copied += 2 * positions * layer.hidden if product else 0  # the factor that is shared, joined of its slices
+        yield LayerWork(layer.name, COPY, Cost(0, 0, copied * itemsize), slices)
+
+
+def product_cost(rows: float, residues: int, channels: int, itemsize: int, forward: bool) -> Cost:
+    """Return what the product of a slice of a factor and all of the other costs: every slice reads the whole factor."""
+    passes = 1 if forward else 2
+    numbers = (2 * rows * residues + residues**2) * channels
+    return Cost(passes * 2 * rows * residues**2 * channels, 0, passes * numbers * itemsize)
 
 
 def _cost(profile: OpProfile, layer: LayerSizes, forward: bool, itemsize: int) -> Cost:
@@ -134,12 +158,10 @@ def slices_of(layer: LayerSizes, model: ModelConfig, sizes: ExampleSizes, plan: 
     """Return in how many slices a layer runs: each holds no more numbers than `plan.chunk` rows of z."""
     if plan.chunk is None or layer.kind == "pointwise attention":
         return 1
-    share = shard(sizes.residues, plan.axial)
-    rows = math.ceil(layer.rows * share)
-    if "msa" not in layer.name and layer.kind != "global attention":
-        return math.ceil(rows / plan.chunk)
-    most = plan.chunk * sizes.residues * model.c_z
-    return math.ceil(rows / max(1, most // (layer.length * layer.channels)))
+    outer = layer.kind == "outer product"  # is cut along z, and not along the alignment that it reads
+    rows, row = (sizes.residues, sizes.residues * model.c_z) if outer else (layer.rows, layer.length * layer.channels)
+    most = slice_numbers(plan.chunk, sizes.residues, model.c_z)
+    return math.ceil(rows * shard(sizes.residues, plan.axial) / max(1, most // row))
 
 
 def shard(residues: int, ranks: int) -> float:

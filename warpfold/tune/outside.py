@@ -5,58 +5,65 @@ in the residues, so three counts give it exactly for any length.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.model.permutation import with_truth
+from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.tune.example import ExampleSizes, random_example, shortened
-from warpfold.tune.spans import OUTSIDE, Place, Spans
+from warpfold.tune.profile import Cost
+from warpfold.tune.spans import OUTSIDE as PARAMETERS
+from warpfold.tune.spans import Place, Spans
 from warpfold.tune.work import WorkKey, work_of
 
 LENGTHS = (8, 12, 16)  # even: a complex has two equal chains
 HEADS = ("distogram", "masked_msa", "plddt", "resolved", "pae")  # of the last pass alone
 LOSSES = "losses"
+OUTSIDE = "outside of the trunk"  # the name of what is done there, among the rates of a device
 ELSEWHERE = ("attention", "aligned_errors", "overlaps")  # counted with the layers (tune/layer_work.py)
 
 
 @dataclass(frozen=True)
 class OutsideKey:
-    """A part of the model, an operation (ours or torch's), and whether it runs backward."""
+    """A part of the model, and whether it runs backward."""
 
     part: str
-    op: str
-    ours: bool
     backward: bool
 
 
 @dataclass(frozen=True)
-class Amounts:
-    """Floating point operations, exponentials, bytes and calls."""
+class OutsideWork:
+    """What torch's operations have to do in one part."""
 
-    flops: float = 0
-    exps: float = 0
-    bytes: float = 0
-    calls: float = 0
+    cost: Cost
+    calls: float
 
 
-Outside = Mapping[OutsideKey, Amounts]
+def outside_work(
+    model: ModelConfig, sizes: ExampleSizes, loss: LossConfig | None, all_of_it: bool = False
+) -> dict[OutsideKey, OutsideWork]:
+    """Return what one pass does outside of the blocks, heads included; with `loss` also that and its backward pass.
 
-
-def outside_work(model: ModelConfig, sizes: ExampleSizes, loss: LossConfig | None) -> dict[OutsideKey, Amounts]:
-    """Return what one pass does outside of the blocks, heads included; with `loss` also that and its backward pass."""
-    counts = _counts(shortened(model, 0), sizes.sequences, sizes.extra, sizes.templates, loss)
-    weights = _lagrange(sizes.residues)
-    return {key: Amounts(*(float(sum(w * v for w, v in zip(weights, values, strict=True))) for values in table))
-            for key, table in counts.items()}  # fmt: skip
+    all_of_it: also the operations that are counted with the layers.
+    """
+    counts = _counts(shortened(model, 0), sizes.sequences, sizes.extra, sizes.templates, loss, all_of_it)
+    weights, found = _lagrange(sizes.residues), {}
+    for key, table in counts.items():
+        flops, exps, moved, calls = (
+            float(sum(w * value for w, value in zip(weights, values, strict=True))) for values in table
+        )
+        found[key] = OutsideWork(Cost(flops, exps, moved), calls)
+    return found
 
 
 def _lagrange(at: int) -> list[Fraction]:
@@ -75,45 +82,81 @@ Counts = dict[OutsideKey, tuple[tuple[int, ...], ...]]  # flops, exps, bytes, ca
 
 
 @lru_cache(maxsize=64)
-def _counts(model: ModelConfig, sequences: int, extra: int, templates: int, loss: LossConfig | None) -> Counts:
+def _counts(
+    model: ModelConfig, sequences: int, extra: int, templates: int, loss: LossConfig | None, all_of_it: bool
+) -> Counts:
     found: dict[OutsideKey, list[list[int]]] = defaultdict(lambda: [[0] * len(LENGTHS) for _ in range(4)])
-    one = _without_numbers(replace(model, ensemble=1)).train(loss is not None)
+    run = OutsideRun(model, loss, "definition")
     for at, residues in enumerate((LENGTHS[0], *LENGTHS), -1):  # the first run makes tables that are kept
-        sizes = ExampleSizes(residues=residues, sequences=sequences, extra=extra, templates=templates)
-        for key, work in _counted(one, model, sizes, loss).items():
-            if at >= 0 and key.op not in ELSEWHERE and key.layer != OUTSIDE:
-                part = key.layer.split(".")[0]
-                table = found[OutsideKey(part, key.op, bool(key.shape), key.backward)]
+        run.resize(ExampleSizes(residues=residues, sequences=sequences, extra=extra, templates=templates))
+        for key, work in run.counted().items():
+            if at >= 0 and key.layer != PARAMETERS and (all_of_it or key.op not in ELSEWHERE):
+                table = found[OutsideKey(key.layer.split(".")[0], key.backward)]
                 for values, amount in zip(table, (work.flops, work.exps, work.bytes, work.calls)):
                     values[at] += amount
     return {key: tuple(map(tuple, table)) for key, table in found.items()}
 
 
-def _without_numbers(model: ModelConfig) -> AlphaFold:
-    """Return the model with weights of zero, which costs a tenth of drawing them."""
-    with torch.device("meta"):
-        one = AlphaFold(model)
-    one = one.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*one.parameters(), *one.buffers()):
-            tensor.zero_()
-    one.noise.seed(0)
-    return Execution(Plan(kernels="definition")).bind(one)
+class OutsideRun:
+    """A model without blocks, to be counted or timed."""
 
+    def __init__(
+        self,
+        model: ModelConfig,
+        loss: LossConfig | None,
+        kernels: Kernels = "fast",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config, self.loss, self.device = replace(shortened(model, 0), ensemble=1), loss, device
+        with torch.device("meta"):
+            one = AlphaFold(self.config)
+        one = one.to_empty(device=device).train(loss is not None)
+        with torch.no_grad():
+            for tensor in (*one.parameters(), *one.buffers()):
+                tensor.zero_()  # a tenth of the time that drawing them takes
+        one.noise.seed(0)
+        self.model = Execution(Plan(kernels=kernels)).bind(one)
 
-def _counted(one: AlphaFold, model: ModelConfig, sizes: ExampleSizes, loss: LossConfig | None) -> Mapping[WorkKey, Any]:
-    batch = random_example(model, sizes, "cpu")
-    one.zero_grad()  # so that no run adds to the gradients of another
+    def resize(self, sizes: ExampleSizes) -> None:
+        """Draw an example of these sizes, to be run from now on."""
+        self.batch = random_example(self.config, sizes, self.device)
 
-    def run(spans: Spans) -> None:
-        """Run the model once, and its losses."""
-        if loss is None:
+    def forward(self) -> Tensor | None:
+        """Run the model, and the losses, if there are any."""
+        if self.loss is None:
             with torch.no_grad():
-                one(batch, 0)
-            return
-        with spans.open(Place(LOSSES)):
-            output = one(batch, 0)
-            value = total_loss(output, with_truth(batch, output.structure.final_atom37), loss)[0]
-        value.backward()
+                self.model(self.batch, 0)
+            return None
+        output = self.model(self.batch, 0)
+        truth = with_truth(self.batch, output.structure.final_atom37)
+        return total_loss(output, truth, self.loss)[0]
 
-    return work_of(one, run, "cpu")
+    def counted(self) -> Mapping[WorkKey, Any]:
+        """Return what a run has to do."""
+        self.model.zero_grad()  # so that no run adds to the gradients of another
+
+        def run(spans: Spans) -> None:
+            """Run both passes."""
+            with spans.open(Place(LOSSES)):
+                loss = self.forward()
+            if loss is not None:
+                loss.backward()
+
+        return work_of(self.model, run, "cpu")
+
+    def timed(self, seconds: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
+        """Return the seconds of the forward pass and of the backward pass, 0 without losses.
+
+        seconds: times a function.
+        """
+        forward = seconds(self.forward)
+        if self.loss is None:
+            return forward, 0.0
+
+        def both() -> None:
+            self.model.zero_grad()
+            loss = self.forward()
+            assert loss is not None
+            loss.backward()
+
+        return forward, max(0.0, seconds(both) - forward)

@@ -6,12 +6,13 @@ long, so that a size between them is met.
 """
 
 import math
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import combinations
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache, cached_property, partial
+from itertools import chain, combinations
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +20,13 @@ import torch
 
 from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
+from warpfold.model.losses import LossConfig
+from warpfold.model.structure import StructureConfig
+from warpfold.ops.triangle import triangle_product
 from warpfold.tune.cases import PROFILES, inputs
+from warpfold.tune.example import ExampleSizes
+from warpfold.tune.layer_work import PRODUCT, product_cost
+from warpfold.tune.outside import OUTSIDE, OutsideRun, outside_work
 from warpfold.tune.profile import Cost, OpCase
 from warpfold.tune.roofline import EXPS_PER_CLOCK, Ceilings
 from warpfold.tune.sizes import DataSizes, of_settings
@@ -27,8 +34,10 @@ from warpfold.tune.traffic import LINKS, Link
 
 # forward: without gradient; training: a forward pass that keeps what its gradient needs; backward: what follows it.
 PassName = Literal["forward", "training", "backward"]
+RateKey = tuple[str, PassName, torch.dtype]  # an operation, its pass, and the dtype
 Clock = Callable[[], float]
-NEAR = 2**22  # bytes of a call that the caches hold
+Point = tuple[Cost, float, float]  # a cost, the seconds that it took, and the calls that shared it
+NEAR = 2**20  # bytes of a call that the caches hold
 TORCH = "torch"  # the name of torch's own operations, element by element
 HOST = {"cpu": Link(0.0, 1e12), "cuda": Link(10e-6, 20e9)}  # to host memory; PCIe 4 x16, 80 % of 25 GB/s
 
@@ -67,7 +76,7 @@ class Rates:
     link: Link
     host: Link
     efficiency: float = 1.0
-    ops: Mapping[tuple[str, PassName, torch.dtype], Rate] = field(default_factory=dict)
+    ops: Mapping[RateKey, Rate] = field(default_factory=dict)
 
     def seconds(self, op: str, which: PassName, cost: Cost, calls: float, dtype: torch.dtype) -> float:
         """Return what so many calls of an operation take that share a cost evenly.
@@ -146,134 +155,202 @@ def measured(
 
 @cache
 def _measured(device: torch.device, dtype: torch.dtype, training: bool, clock: Clock, threads: int) -> Rates:
-    time_of = _Timer(device, clock)
-    ops: dict[tuple[str, PassName, torch.dtype], Rate] = {}
-    points: dict[tuple[str, PassName], list[tuple[Cost, float]]] = defaultdict(list)
-    for case in _cases(device, training):
-        for which, cost, seconds in time_of.case(case, dtype, training):
-            points[case.op, which].append((cost, seconds))
-    ops |= {(op, which, dtype): fitted(found) for (op, which), found in points.items()}
+    time_of = _Timer(device, clock, training)
+    points: dict[RateKey, list[Point]] = defaultdict(list)
+    for key, point in chain(time_of.operations(dtype), time_of.products(dtype), time_of.outside()):
+        points[key].append(point)
     for each in {dtype, torch.float32}:
-        ops[TORCH, "forward", each] = time_of.torch(each)
-    call = ops[TORCH, "forward", dtype].call
+        for point in time_of.of_torch(each):
+            points[TORCH, "forward", each].append(point)
+    torchs = fitted(points[TORCH, "forward", dtype], USUAL)
+    usual = Rate(USUAL.call, *(max(t, u / 10) for t, u in zip(astuple(torchs)[1:], astuple(USUAL)[1:])))
+    ops = {key: fitted(found, usual) for key, found in points.items()}
     name = f"this {'CPU' if device.type == 'cpu' else torch.cuda.get_device_name(device)}"
-    return Rates(name, "measured", device.type, {}, call, LINKS["gloo" if device.type == "cpu" else "NVLink 4"],
-                 HOST[device.type], 1.0, ops)  # fmt: skip
+    link = LINKS["gloo" if device.type == "cpu" else "NVLink 4"]
+    return Rates(
+        name, "measured", device.type, {}, ops[TORCH, "forward", dtype].call, link, HOST[device.type], 1.0, ops
+    )
 
 
 NARROW = replace(ModelConfig(), c_m=32, c_z=32, c_e=16)
 WIDE = ModelConfig()
+PROBED = replace(ModelConfig(), structure=StructureConfig(layers=1))  # outside of the trunk
 PAIR = ("triangle ending", "triangle product", "triangle product, out", "pair transition")
 MSA = ("msa row", "msa transition", "outer product")
 EXTRA = ("extra msa row", "global column", "msa row bias", "template pair transition")
-# Residues, rows and the layers that are timed at this size: those that show how the operations do.
+SMALL, LONG = (
+    1e8,
+    4e8,
+)  # floating point operations of a case at most, forward; of some long rows
+# Residues, sequences, the layers that are timed at this size (those that show how the operations do), and `SMALL`.
 SIZES = (
-    (NARROW, 10, 4, PAIR + MSA),
-    (NARROW, 48, 16, (*PAIR, *EXTRA, "msa row")),
-    (WIDE, 16, 8, PAIR + EXTRA + MSA),
-    (WIDE, 64, 32, (*PAIR, *EXTRA, *MSA, "template pointwise")),
-    (WIDE, 256, 64, (*PAIR, *EXTRA, "msa column", "template triangle starting")),
+    (NARROW, 10, 4, PAIR + MSA, SMALL),
+    (NARROW, 48, 16, (*PAIR, *EXTRA, "msa row"), SMALL),
+    (WIDE, 16, 8, PAIR + EXTRA + MSA, SMALL),
+    (WIDE, 64, 32, (*PAIR, *EXTRA, *MSA, "template pointwise"), SMALL),
+    (WIDE, 192, 64, (*PAIR, "msa column", "extra msa row", "template triangle starting"), LONG),
 )
-SMALL = 1e8  # floating point operations of a case at most, forward
-LARGE = 2**24  # bytes of a case that shows what memory does
+WHOLE_PRODUCTS = 64  # residues; a triangle product cannot be cut to a few rows
+LARGE = 2**24  # bytes of a case at most
+PRODUCTS = ((16, 64), (64, 64), (16, 192), (96, 192))  # rows of a slice, and residues
+LENGTHS = (12, 48, 96)  # at which what lies outside of the trunk is timed
 
 
-def _cases(device: torch.device, training: bool) -> Iterator[OpCase]:
-    """Yield the sizes at which operations are timed."""
-    scale = 1 if device.type == "cpu" else 30  # of what a GPU does in the same time
-    for model, residues, rows, shown in SIZES:
-        data = DataSizes(crop=residues, max_msa=rows, max_extra=rows, max_templates=1)
-        for case in of_settings(model, data):
-            if case.where in shown:
-                case = _cut(case, SMALL * scale)
+def _cases(scale: float, training: bool) -> Iterator[OpCase]:
+    """Yield the sizes at which operations are timed; scale: how much more a device does than a CPU in the same time."""
+    for model, residues, rows, shown, flops in SIZES:
+        for case in of_settings(model, DataSizes(crop=residues, max_msa=rows, max_extra=rows, max_templates=1)):
+            if case.where in shown and (case.op != "triangle_multiplication" or residues <= WHOLE_PRODUCTS * scale):
+                case = case if case.op == "triangle_multiplication" else _cut(case, flops * scale)
                 yield case if training else replace(case, dropped=False, drawn=False)
     if training:
         for residues in (16, 64):
-            yield from (case for case in of_settings(ModelConfig(), DataSizes(crop=residues))
-                        if case.op in ("aligned_errors", "overlaps"))  # fmt: skip
+            for case in of_settings(WIDE, DataSizes(crop=residues)):
+                if case.op in ("aligned_errors", "overlaps"):
+                    yield case
 
 
 def _cut(case: OpCase, flops: float) -> OpCase:
     """Return a case with as many rows as have at most so many floating point operations."""
     cost = PROFILES[case.op].cost(case, True, 4)
     few = min(flops / cost.flops if cost.flops else 1.0, LARGE / cost.bytes)
-    if case.batches > 1:
-        case = replace(case, rows=case.rows // case.batches, batches=1)
     return case.with_rows(max(1, int(case.rows * few)))
 
 
+@dataclass(frozen=True)
 class _Timer:
-    """Time passes of operations."""
+    """Time passes of operations; each method yields what is timed, and its points."""
 
-    def __init__(self, device: torch.device, clock: Clock) -> None:
-        self.device, self.clock = device, clock
+    device: torch.device
+    clock: Clock
+    training: bool
 
-    def case(self, case: OpCase, dtype: torch.dtype, training: bool) -> Iterator[tuple[PassName, Cost, float]]:
-        """Yield what the passes of an operation cost, and took."""
-        given, profile = inputs(case, dtype, self.device), PROFILES[case.op]
-        forward = profile.cost(case, True, dtype.itemsize)
-        with torch.no_grad():
-            yield "forward", forward, self.seconds(lambda: profile.op(*given.args))
-        if not training:
+    def operations(self, dtype: torch.dtype) -> Iterator[tuple[RateKey, Point]]:
+        """Time our operations."""
+        for case in _cases(1 if self.device.type == "cpu" else 30, self.training):
+            given, profile = inputs(case, dtype, self.device), PROFILES[case.op]
+            costs = (profile.cost(case, forward, dtype.itemsize) for forward in (True, False))
+            run = partial(profile.op, *given.args)
+            yield from self._passes(case.op, dtype, run, given.wanted, given.grad, *costs)
+
+    def products(self, dtype: torch.dtype) -> Iterator[tuple[RateKey, Point]]:
+        """Time products of a slice of a factor and all of the other."""
+        for rows, n in PRODUCTS:
+            a, b = (torch.ones(128, k, n, dtype=dtype, device=self.device, requires_grad=True) for k in (rows, n))
+            costs = (product_cost(rows, n, 128, dtype.itemsize, forward) for forward in (True, False))
+            grad = torch.ones(rows, n, 128, dtype=dtype, device=self.device)
+            yield from self._passes(PRODUCT, dtype, partial(_product, a, b), (a, b), grad, *costs)
+
+    def _passes(
+        self,
+        op: str,
+        dtype: torch.dtype,
+        run: Callable[[], torch.Tensor],
+        wanted: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        forward: Cost,
+        backward: Cost,
+    ) -> Iterator[tuple[RateKey, Point]]:
+        if not self.training:
+            with torch.no_grad():
+                seconds = self.seconds(run)
+            yield (op, "forward", dtype), (forward, seconds, 1)
             return
-        yield "training", forward, self.seconds(lambda: profile.op(*given.args))
-        out = profile.op(*given.args)
-        backward = self.seconds(lambda: torch.autograd.grad(out, given.wanted, given.grad, retain_graph=True))
-        yield "backward", profile.cost(case, False, dtype.itemsize), backward
+        with torch.no_grad():
+            yield (op, "forward", dtype), (forward, self.seconds(run), 1)
+        yield (op, "training", dtype), (forward, self.seconds(run), 1)
+        out = run()
+        back = partial(torch.autograd.grad, out, wanted, grad, retain_graph=True)
+        yield (op, "backward", dtype), (backward, self.seconds(back), 1)
 
-    def torch(self, dtype: torch.dtype) -> Rate:
-        """Measure torch's own operations: sums of two tensors, products of matrices, exponentials."""
-        points: list[tuple[Cost, float]] = []
+    def outside(self) -> Iterator[tuple[RateKey, Point]]:
+        """Time what lies outside of the trunk, in fp32, by running it."""
+        loss = LossConfig() if self.training else None
+        passes: tuple[PassName, ...] = ("training", "backward") if self.training else ("forward",)
+        run = OutsideRun(PROBED, loss, device=self.device)
+        for residues in LENGTHS:
+            sizes = ExampleSizes(residues=residues, sequences=8, extra=8, templates=1)
+            run.resize(sizes)
+            work = outside_work(PROBED, sizes, loss, all_of_it=True)
+            for which, seconds in zip(passes, run.timed(self.seconds)):
+                some = [one for key, one in work.items() if key.backward == (which == "backward")]
+                point = summed(one.cost for one in some), seconds, sum(one.calls for one in some)
+                yield (OUTSIDE, which, torch.float32), point
 
-        def point(flops: float, exps: float, numbers: float, run: Callable[..., object], *of: torch.Tensor) -> None:
-            points.append((Cost(flops, exps, numbers * dtype.itemsize), self.seconds(lambda: run(*of))))
-
+    def of_torch(self, dtype: torch.dtype) -> Iterator[Point]:
+        """Time torch's own operations: sums of two tensors, exponentials, products of matrices."""
         for n in (2**6, 2**12, 2**17, 2**20, 2**23):
-            x = torch.ones(n, dtype=dtype, device=self.device)
-            point(0, 0, 3 * n, torch.add, x, x)
+            x, y = (torch.ones(n, dtype=dtype, device=self.device) for _ in range(2))
+            yield Cost(0, 0, 3 * n * dtype.itemsize), self.seconds(partial(torch.add, x, y)), 1
             if n <= 2**20:
-                point(0, n, 2 * n, torch.sigmoid, x)
+                yield Cost(0, n, 2 * n * dtype.itemsize), self.seconds(partial(torch.sigmoid, x)), 1
         for n, c in ((64, 64), (512, 128), (2048, 128)):
             a, b = (torch.ones(size, c, dtype=dtype, device=self.device) for size in (n, c))
-            point(2 * n * c * c, 0, 2 * n * c + c * c, torch.mm, a, b)
-        return fitted(points)
+            cost = Cost(2 * n * c * c, 0, (2 * n * c + c * c) * dtype.itemsize)
+            yield cost, self.seconds(partial(torch.mm, a, b)), 1
 
-    def seconds(self, run: Callable[[], object], most: int = 3) -> float:
-        """Return the least of some runs after a first one; of very short ones, of several in a row."""
-        first = self._once(run, 1)
-        times = max(1, min(20, int(2e-4 / max(first, 1e-7))))
-        repeats = most if first < 0.02 else 1
-        return min(self._once(run, times) for _ in range(repeats)) / times
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Return the median of some runs after a first one, each with nothing of its own left in the caches.
 
-    def _once(self, run: Callable[[], object], times: int) -> float:
+        So operations find them in a model: a small one takes twice as long as when it is repeated.
+        """
+        first = self._once(run)
+        return statistics.median(self._once(run) for _ in range(3 if first < 0.02 else 1))
+
+    def _once(self, run: Callable[[], object]) -> float:
+        self.others.add_(1)
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.device)
         start = self.clock()
-        for _ in range(times):
-            run()
+        run()
         if cuda:
             torch.cuda.synchronize(self.device)
         return self.clock() - start
 
+    @cached_property
+    def others(self) -> torch.Tensor:
+        """What fills the caches."""
+        return torch.zeros(2**21 if self.device.type == "cpu" else 2**26, device=self.device)
 
-def fitted(points: Sequence[tuple[Cost, float]]) -> Rate:
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the product of factors as the norm that follows reads it."""
+    return triangle_product(a, b, True).contiguous()
+
+
+# Seconds of a core of a few GHz, for what the points do not tell.
+USUAL = Rate(call=5e-5, flop=2e-11, exp=1e-9, byte=1e-10, far=1e-10)
+NEARNESS = 0.005  # the square of the relative error that counts as much as a part twice as large as usual
+
+
+def summed(costs: Iterable[Cost]) -> Cost:
+    """Return the sum of costs."""
+    found = list(costs)
+    return Cost(sum(one.flops for one in found), sum(one.exps for one in found), sum(one.bytes for one in found))
+
+
+def fitted(points: Sequence[Point], usual: Rate | None = None) -> Rate:
     """Return the rate, none of its parts negative, whose relative errors at some points have the least squares.
 
-    points: what one call costs, and the seconds that it took.
+    usual: where the points leave it open which part takes the time, the rate stays near this one.
     """
-    amounts = np.array([[1.0, cost.flops, cost.exps, cost.bytes, max(0.0, cost.bytes - NEAR)] for cost, _ in points])
-    taken = np.array([seconds for _, seconds in points])
-    scale = amounts.max(0)
-    used = [i for i in range(5) if scale[i] > 0]
+    amounts = np.array(
+        [[n, cost.flops, cost.exps, cost.bytes, max(0.0, cost.bytes - NEAR * n)] for cost, _, n in points]
+    )
+    used = [i for i in range(5) if amounts[:, i].any()]
+    equations, right = amounts / np.array([[seconds] for _, seconds, _ in points]), np.ones(len(points))
+    if usual is not None:
+        expected = np.array(astuple(usual))
+        scale = np.diag(math.sqrt(NEARNESS) / expected)[used]
+        equations, right = np.vstack([equations, scale]), np.append(right, np.full(len(used), math.sqrt(NEARNESS)))
+    units = np.maximum(equations.max(0), 1e-300)
     best, least = np.zeros(5), math.inf
     for count in range(1, len(used) + 1):
         for some in map(list, combinations(used, count)):
-            found, *_ = np.linalg.lstsq(
-                (amounts[:, some] / scale[some]) / taken[:, None], np.ones(len(taken)), rcond=None
-            )
-            error = float(np.square(amounts[:, some] @ (found / scale[some]) / taken - 1).sum())
+            found, *_ = np.linalg.lstsq(equations[:, some] / units[some], right, rcond=None)
+            error = float(np.square(equations[:, some] / units[some] @ found - right).sum())
             if (found >= 0).all() and error < least:
                 best, least = np.zeros(5), error
-                best[some] = found / scale[some]
+                best[some] = found / units[some]
     return Rate(*best.tolist())

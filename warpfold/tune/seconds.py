@@ -16,8 +16,8 @@ import torch
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.tune.job import Job
-from warpfold.tune.layer_work import COPY, PRODUCT, LayerWork, loss_work, shard, trunk_work
-from warpfold.tune.outside import HEADS, LOSSES, outside_work
+from warpfold.tune.layer_work import LayerWork, loss_work, shard, trunk_work
+from warpfold.tune.outside import HEADS, LOSSES, OUTSIDE, outside_work
 from warpfold.tune.profile import Cost
 from warpfold.tune.rates import TORCH, PassName, Rates
 from warpfold.tune.traffic import TrafficBlock, moves, total
@@ -86,8 +86,6 @@ def _trunk(job: Job, plan: Plan, rates: Rates, which: PassName) -> Parts:
 
 
 def _seconds(work: LayerWork, rates: Rates, which: PassName, dtype: torch.dtype) -> float:
-    if work.op in (PRODUCT, COPY):
-        return rates.seconds(TORCH, "forward", work.cost, work.calls, dtype)
     return rates.seconds(work.op, which, work.cost, work.calls, dtype)
 
 
@@ -102,15 +100,14 @@ def _losses(job: Job, plan: Plan, rates: Rates) -> Parts:
 def _outside(job: Job, plan: Plan, rates: Rates, passes: int) -> Parts:
     """Yield what the embedders, the structure module, the heads and the losses take; heads and losses only once."""
     share = shard(job.sizes.residues, plan.axial)
-    for key, amount in outside_work(job.model, job.sizes, job.loss).items():
+    for key, work in outside_work(job.model, job.sizes, job.loss).items():
         once = key.part in (*HEADS, LOSSES) or key.backward
-        cost = Cost(amount.flops, amount.exps, amount.bytes)
         which: PassName = "backward" if key.backward else "forward" if job.loss is None else "training"
-        op = key.op if key.ours else TORCH
-        seconds = rates.seconds(op, which, cost, amount.calls, torch.float32)
-        # Every rank computes what is of each residue, and of the rest its shard; the calls are the same.
-        calls = rates.seconds(op, which, Cost(0, 0, 0), amount.calls, torch.float32)
-        yield key.part, (calls + (seconds - calls) * share) * (1 if once else passes)
+        calls, whole = (
+            rates.seconds(OUTSIDE, which, cost, work.calls, torch.float32) for cost in (Cost(0, 0, 0), work.cost)
+        )
+        # Ranks share what is of pairs and alignments, which is nearly all, but all of them make the calls.
+        yield key.part, (calls + (whole - calls) * share) * (1 if once else passes)
 
 
 @lru_cache(maxsize=64)
