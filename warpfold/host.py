@@ -68,7 +68,7 @@ class HostTensor(Tensor):
         """Return memory for so many numbers, in segments of whole tiles."""
         each = self._per_segment * self._slot
         if self.device.type != "cuda":
-            return list(_in_file(numbers, self.dtype).split(max(each, 1)))
+            return list(in_file(numbers, self.dtype, "plan.offload").split(max(each, 1)))
         sizes = [min(each, numbers - start) for start in range(0, numbers, each)]
         return [torch.zeros(size, dtype=self.dtype, pin_memory=True) for size in sizes]
 
@@ -144,8 +144,11 @@ class HostTensor(Tensor):
             new.record_stream(self._out)
 
 
-def _in_file(numbers: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor [numbers] that lies in a temporary file, which is gone when the tensor is."""
+def in_file(numbers: int, dtype: torch.dtype, asked_by: str) -> Tensor:
+    """Return a tensor [numbers] that lies in a temporary file, which is gone when the tensor is.
+
+    asked_by: the setting without which there would be none.  Errors: UserError where there is no space.
+    """
     size = max(numbers, 1) * dtype.itemsize
     try:
         with tempfile.TemporaryFile(prefix="warpfold-") as file:
@@ -156,8 +159,8 @@ def _in_file(numbers: int, dtype: torch.dtype) -> Tensor:
             memory = mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise UserError(
-            f"plan.offload: no file of {size / 1e9:.1f} GB in {tempfile.gettempdir()} ({error.strerror}); "
-            "set TMPDIR to a folder with more space, or leave plan.offload at false"
+            f"{asked_by}: no file of {size / 1e9:.1f} GB in {tempfile.gettempdir()} ({error.strerror}); "
+            f"set TMPDIR to a folder with more space, or do without {asked_by}"
         ) from error
     return torch.frombuffer(memory, dtype=dtype)[:numbers]
 

@@ -1,12 +1,18 @@
 """How sure the model is: pLDDT, predicted aligned error, pTM, ipTM (Supp. 1.9.6, 1.9.7; Multimer, sec. 2.6)."""
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from warpfold.model.execution import ALL, Residues
+from warpfold.model.execution import ALL, PlainExecution, Residues
+from warpfold.model.heads import pae_breaks
 from warpfold.ops.tensors import upcast_half
+
+CONTACT = 8.0  # angstrom between beta carbons, as contacts are counted in CASP
 
 
 def plddt(logits: Tensor) -> Tensor:
@@ -21,7 +27,7 @@ def pae(logits: Tensor, breaks: Tensor) -> Tensor:
 
     [i, j] is the error of residue j when prediction and truth are aligned on the frame of residue i (Supp. 1.9.7).
     """
-    return (upcast_half(logits).softmax(-1) * _centers(breaks.to(logits.device))).sum(-1)
+    return _expected(upcast_half(logits).softmax(-1), _centers(breaks.to(logits.device)))
 
 
 def max_pae(breaks: Tensor) -> float:
@@ -34,7 +40,8 @@ def ptm(logits: Tensor, breaks: Tensor, mask: Tensor | None = None, residues: Re
 
     `mask` [N]: residues that count, all when None.  residues: those whose rows of the logits are given.
     """
-    return _tm(logits, breaks, None, mask, residues)
+    tm = TMScores(breaks, _counts(logits, mask), None, residues)
+    return tm.best(tm.of_frames(upcast_half(logits).softmax(-1), slice(None)))
 
 
 def iptm(
@@ -44,7 +51,8 @@ def iptm(
 
     0 where there is one chain.
     """
-    return _tm(logits, breaks, asym_id, mask, residues)
+    tm = TMScores(breaks, _counts(logits, mask), asym_id, residues)
+    return tm.best(tm.of_frames(upcast_half(logits).softmax(-1), slice(None), between=True))
 
 
 def chain_pair_iptm(
@@ -56,20 +64,61 @@ def chain_pair_iptm(
     [a - 1, b - 1] is the `iptm` of the residues of chains a and b: the best frame of either, the errors of the other
     chain's residues in it, and a d0 that follows from the number of residues of both.
     """
-    counts = torch.ones(len(asym_id), device=logits.device) * (1 if mask is None else mask)
-    here, chains = residues.local_shard(asym_id, -1), int(asym_id.max())
-    sizes = [float(counts[asym_id == chain + 1].sum()) for chain in range(chains)]
-    per_frame = counts.new_zeros(len(here), chains)  # of each frame: the mean over the residues of each chain
-    for a, b in itertools.permutations(range(chains), 2):
-        rows, columns = (here == a + 1).nonzero()[:, 0], (asym_id == b + 1).nonzero()[:, 0]
-        score = _score(breaks.to(logits.device), sizes[a] + sizes[b])
-        expected = (upcast_half(logits[rows][:, columns]).softmax(-1) * score).sum(-1)
-        per_frame[rows, b] = (expected * counts[columns]).sum(-1) / (1e-8 + counts[columns].sum())
-    per_frame = residues.all_gather(per_frame, -2, len(counts)) * counts[:, None]
-    best = per_frame.new_zeros(chains, chains)
-    for chain in range(chains):
-        best[chain] = (per_frame * (asym_id == chain + 1)[:, None]).amax(0)
-    return torch.maximum(best, best.T)
+    tm = TMScores(breaks, _counts(logits, mask), asym_id, residues)
+    return tm.best_of_chains(tm.of_chains(upcast_half(logits).softmax(-1), slice(None)))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """What the aligned-error head says of a prediction: of the frames of this process's residues, or of all."""
+
+    pae: Tensor  # [I, N] in main memory, angstrom, fp32; I: this process's residues
+    max_pae: float
+    ptm: float
+    iptm: float | None  # of a complex
+    chain_pair_iptm: Tensor | None  # [C, C]
+
+
+def predicted_errors(head: nn.Module, z: Tensor, execution: PlainExecution, asym_id: Tensor | None = None) -> Errors:
+    """Run the aligned-error head on z [I, N, c_z], some rows at a time: its logits never exist for all.
+
+    asym_id int64 [N] on the device of z: of a complex.  All processes that share the example call this.
+    """
+    count, tm = z.shape[-3], None
+    pae = torch.empty(count, z.shape[-2])
+    parts: dict[str, list[Tensor]] = {"tm": [], "between": [], "chains": []}
+    for rows in execution.rows(count):
+        logits = head(execution.fetch(z, rows))
+        if tm is None:
+            breaks = pae_breaks(logits.shape[-1])
+            tm, centers = TMScores(breaks, _counts(logits, None), asym_id, execution.residues), _centers(breaks)
+            centers = centers.to(logits.device)
+        probabilities = logits.softmax(-1)
+        del logits
+        pae[rows] = _expected(probabilities, centers).to("cpu", torch.float32)
+        parts["tm"].append(tm.of_frames(probabilities, rows))
+        if asym_id is not None:
+            parts["between"].append(tm.of_frames(probabilities, rows, between=True))
+            parts["chains"].append(tm.of_chains(probabilities, rows))
+        del probabilities  # before the next are made
+    assert tm is not None
+    found = {name: torch.cat(of_slices) for name, of_slices in parts.items() if of_slices}
+    return Errors(
+        pae=pae,
+        max_pae=max_pae(breaks),
+        ptm=float(tm.best(found["tm"])),
+        iptm=None if asym_id is None else float(tm.best(found["between"])),
+        chain_pair_iptm=None if asym_id is None else tm.best_of_chains(found["chains"]),
+    )
+
+
+def contact_probabilities(probabilities: Tensor, breaks: Tensor) -> Tensor:
+    """Return the probability that beta carbons are nearer than `CONTACT`: distogram [*, bins] -> [*].
+
+    Of the bins that end below it: with AlphaFold2's breaks [bins - 1] those up to 7.94 angstrom.
+    """
+    near = torch.cat([breaks, breaks.new_full((1,), torch.inf)]).to(probabilities.device) <= CONTACT
+    return (probabilities * near).sum(-1)
 
 
 def ranking_confidence(plddt: Tensor, ptm: Tensor | None = None, iptm: Tensor | None = None) -> Tensor:
@@ -97,15 +146,88 @@ def _score(breaks: Tensor, residues: float) -> Tensor:
     return 1 / (1 + (_centers(breaks) / d0) ** 2)
 
 
-def _tm(logits: Tensor, breaks: Tensor, asym_id: Tensor | None, mask: Tensor | None, residues: Residues) -> Tensor:
-    """Return the expected TM-score of the best alignment: of the frame whose row has the highest mean."""
+def _expected(probabilities: Tensor, values: Tensor) -> Tensor:
+    """Return the mean over bins of what each is worth: [*, bins], values [bins] or [*, bins] -> [*]."""
+    return (probabilities * values).sum(-1)
+
+
+def _counts(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Return 1 for every residue [N] that counts."""
     ones = torch.ones(logits.shape[-2], device=logits.device)
-    counts = ones if mask is None else ones * mask
-    score = _score(breaks.to(logits.device), float(counts.sum()))
-    expected = (upcast_half(logits).softmax(-1) * score).sum(-1)
-    pairs = counts[:, None] * counts[None, :]
-    if asym_id is not None:
-        pairs = pairs * (asym_id[:, None] != asym_id[None, :])
-    pairs = residues.local_shard(pairs, -2)
-    per_frame = (expected * pairs).sum(-1) / (1e-8 + pairs.sum(-1))
-    return residues.all_gather(per_frame, -1, len(counts)).max()
+    return ones if mask is None else ones * mask
+
+
+class TMScores:
+    """Expected TM-scores of a prediction, from the probabilities of aligned errors of some frames at a time.
+
+    breaks [bins - 1]; counts [N]: 1 for residues that count; asym_id [N]: 1 to C, 0 for none, or None for one chain;
+    residues: those whose frames this process has, of which `rows` below are some.
+    """
+
+    def __init__(self, breaks: Tensor, counts: Tensor, asym_id: Tensor | None, residues: Residues = ALL) -> None:
+        self.counts, self.asym_id, self.residues = counts, asym_id, residues
+        self._breaks = breaks.to(counts.device)
+        self._score = _score(self._breaks, float(counts.sum()))
+
+    def of_frames(self, probabilities: Tensor, rows: slice, between: bool = False) -> Tensor:
+        """Return the score of each frame [I] over the residues that count, given [I, N, bins].
+
+        between: over those of other chains alone.
+        """
+        pairs = self.residues.local_shard(self.counts, -1)[rows, None] * self.counts
+        if between:
+            assert self.asym_id is not None
+            pairs = pairs * (self.residues.local_shard(self.asym_id, -1)[rows, None] != self.asym_id)
+        return (_expected(probabilities, self._score) * pairs).sum(-1) / (1e-8 + pairs.sum(-1))
+
+    def best(self, per_frame: Tensor) -> Tensor:
+        """Return the score of the best frame of all, given those of this process's."""
+        return self.residues.all_gather(per_frame, -1, len(self.counts)).max()
+
+    def of_chains(self, probabilities: Tensor, rows: slice) -> Tensor:
+        """Return the score of each frame over the residues of each other chain, as if the two were alone: [I, C]."""
+        assert self.asym_id is not None
+        here, per_frame = self._here[rows], []
+        for start, (chain, run) in zip(_starts(here), itertools.groupby(here)):
+            some = probabilities[start : start + len(list(run))]
+            if chain == 0:
+                per_frame.append(some.new_zeros(len(some), len(self._sizes)))
+                continue
+            of_others = [_score(self._breaks, self._sizes[chain - 1] + size) for size in [0.0, *self._sizes]]
+            expected = _expected(some, torch.stack(of_others)[self.asym_id.long()])
+            sums = [(expected[:, columns] * self.counts[columns]).sum(-1) for columns in self._columns]
+            means = [total / (1e-8 + size) for total, size in zip(sums, self._sizes)]
+            means[chain - 1] = torch.zeros_like(means[chain - 1])
+            per_frame.append(torch.stack(means, -1))
+        return torch.cat(per_frame) if per_frame else probabilities.new_zeros(0, len(self._sizes))
+
+    def best_of_chains(self, per_frame: Tensor) -> Tensor:
+        """Return the score of every two chains [C, C], that of the best frame of either, given those here."""
+        per_frame = self.residues.all_gather(per_frame, -2, len(self.counts)) * self.counts[:, None]
+        best = per_frame.new_zeros(len(self._sizes), len(self._sizes))
+        for chain, columns in enumerate(self._columns):
+            best[chain] = per_frame[columns].amax(0)
+        return torch.maximum(best, best.T)
+
+    @cached_property
+    def _here(self) -> list[int]:
+        """The chain of each residue that this process holds."""
+        assert self.asym_id is not None
+        chains: list[int] = self.residues.local_shard(self.asym_id, -1).tolist()
+        return chains
+
+    @cached_property
+    def _columns(self) -> list[Tensor]:
+        """The residues of each chain."""
+        assert self.asym_id is not None
+        return [(self.asym_id == chain + 1).nonzero()[:, 0] for chain in range(int(self.asym_id.max()))]
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        """How many residues of each chain count."""
+        return [float(self.counts[columns].sum()) for columns in self._columns]
+
+
+def _starts(here: Sequence[int]) -> list[int]:
+    """Return where the runs of equal numbers begin."""
+    return [i for i, chain in enumerate(here) if i == 0 or chain != here[i - 1]]

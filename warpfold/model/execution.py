@@ -44,8 +44,15 @@ class Residues:
         """Return the whole of a tensor of which every process has its shard; `length`: of the whole along `axis`."""
         return x
 
+    def shard_spans(self, length: int) -> list[slice]:
+        """Return which of so many residues each process holds."""
+        return [slice(0, length)]
+
     def transposed(self, z: Tensor, length: int) -> Tensor:
-        """Return this process's rows of z [*, i, j, c] with i and j exchanged."""
+        """Return this process's rows of z [*, i, j, c] with i and j exchanged.
+
+        z may have some columns alone, of `length` rows in all: each process then gets its shard of them.
+        """
         return z.transpose(-3, -2)
 
 
@@ -96,6 +103,10 @@ class PlainExecution:
     def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Allocate zeros for z, in the dtype of the trunk; `like`: a tensor on the device that computes."""
         return like.new_zeros(shape, dtype=self.dtype)
+
+    def aside(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for what is read and written seldom beside z, such as a sum over templates."""
+        return self.pair_memory(like, shape)
 
     def fetch(self, z: Tensor, rows: slice, axis: int = -3) -> Tensor:
         """Return rows of z [*, i, j, c], or columns (axis -2), where they are computed with: a view, or a copy of what

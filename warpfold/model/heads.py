@@ -3,6 +3,9 @@
 Each is a small module from one representation to logits in fp32, named part by part as in DeepMind's parameters.
 """
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +37,28 @@ class DistogramHead(Executable):
     def forward(self, z: Tensor) -> Tensor:
         half: Tensor = self.half_logits(upcast_half(z))
         return half + self.residues.transposed(half, half.shape[-2])
+
+    def in_slices(self, z: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the logits of some of this process's rows at a time, [*, rows, N, bins], with which they are.
+
+        All processes that share the example go through it together: of the columns that each wants, all have a part.
+        """
+        fetch, length = self.execution.fetch, z.shape[-2]
+        spans = self.residues.shard_spans(length)
+        number = max(len(self.execution.rows(span.stop - span.start)) for span in spans)
+        for index, rows in enumerate(_cut(slice(0, z.shape[-3]), number)):
+            wanted = [fetch(z, _cut(span, number)[index], -2) for span in spans]  # by each process, in their order
+            columns = self.half_logits(upcast_half(wanted[0] if len(wanted) == 1 else torch.cat(wanted, -2)))
+            del wanted
+            columns = self.residues.transposed(columns, length)
+            yield rows, self.half_logits(upcast_half(fetch(z, rows))) + columns
+
+
+def _cut(span: slice, number: int) -> list[slice]:
+    """Return so many parts of a span, the first of which are one longer where it does not divide."""
+    each, more = divmod(span.stop - span.start, number)
+    ends = [span.start + each * k + min(k, more) for k in range(number + 1)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 class LogitsHead(nn.Module):

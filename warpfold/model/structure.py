@@ -5,6 +5,7 @@ Everything here computes in fp32 at least, whatever arrives.  Inside, translatio
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,9 +74,8 @@ class StructureModule(Executable):
         rotations (line 20), only through translations and activations.
         """
         s_initial = self.single_layer_norm(self.around_trunk(s))
-        z = self.pair_layer_norm(self.around_trunk(z))
         fold, mask = self.fold_iteration, seq_mask.to(upcast_half(s).dtype)
-        pairs = fold.invariant_point_attention.pairs(z, mask)
+        pairs = fold.invariant_point_attention.pairs(z, mask, lambda x: self.pair_layer_norm(self.around_trunk(x)))
         s = self.initial_projection(s_initial)
         affine = torch.cat([mask.new_ones(*s.shape[:-1], 1), mask.new_zeros(*s.shape[:-1], 6)], dim=-1)
         states, affines = [], []
@@ -161,11 +161,18 @@ class FoldIteration(DrawsNoise):
         return last(s)
 
 
+class PairRows(NamedTuple):
+    """What the invariant point attention of every layer makes alike of some rows of z, and of the mask."""
+
+    z: Tensor  # [*, I, N, c_z], normalised
+    bias: Tensor  # [*, H, I, N] of the logits; far below 0 where a query must not see a residue
+
+
 class Pairs(NamedTuple):
     """What the invariant point attention of every layer makes alike: of z, of the mask, and of its parameters."""
 
-    z: Tensor  # [*, I, N, c_z]
-    bias: Tensor  # [*, H, I, N] of the logits; far below 0 where a query must not see a residue
+    rows: Callable[[slice], PairRows]  # of some of this rank's rows
+    together: bool  # whether all rows are one slice, of which everything is made once for all layers
     weight: Tensor  # [outputs, c] of all projections of s, and
     linear_bias: Tensor  # [outputs], zeros where there is none
     scale: Tensor  # [H, c_hidden + 3 qk_points + 1] of the queries' features
@@ -179,10 +186,11 @@ class InvariantPointAttention(Executable):
 
     A sum of squared distances of points is |q|^2 + |k|^2 - 2 q k, of vectors of all their coordinates.  The softmax
     does not see |q|^2, so a query's logits are one product of features, [q, 2 g points, -g] by [k, points, |points|^2].
-    Nothing is larger than [N, N, H] or z.  So that the squares stay small beside the distances, and fp32 exact enough,
-    points are taken from the centre of all residues: what is lost is some 1e-7 of the squared extent of the protein,
-    which at 100 angstrom makes 1e-5 in a logit.  With TF32 it would be 0.1: these products, and those that make points
-    and frames, stay exact (ops/exact.py).
+    Nothing is larger than [N, N, H] or z; in slices of queries nothing is as large, for each layer makes what it needs
+    of these rows of z again.  So that the squares stay small beside the distances, and fp32 exact enough, points are
+    taken from the centre of all residues: what is lost is some 1e-7 of the squared extent of the protein, which at 100
+    angstrom makes 1e-5 in a logit.  With TF32 it would be 0.1: these products, and those that make points and frames,
+    stay exact (ops/exact.py).
     """
 
     def __init__(
@@ -210,21 +218,36 @@ class InvariantPointAttention(Executable):
         """The projections of s, in the order in which they are joined: those that always have a bias come first."""
         return self.q_point_local, self.kv_point_local, self.q_scalar, self.kv_scalar
 
-    def pairs(self, z: Tensor, mask: Tensor) -> Pairs:
-        """Return what all layers have in common, of z [*, N, N, c_z] (this rank's rows) and mask [*, N]."""
-        # A masked residue may attend to all: its result is never read, and its softmax has something to normalise.
-        hidden = self.residues.local_shard(mask, -1)[..., None, :, None] * (1 - mask[..., None, None, :])
-        third = math.sqrt(1 / 3)
-        bias = third * upcast_half(self.attention_2d(z)).movedim(-1, -3) - 1e5 * hidden
-        weight, some = joined(z.dtype, *self.projections)
+    def pairs(self, z: Tensor, mask: Tensor, normalise: Callable[[Tensor], Tensor] | None = None) -> Pairs:
+        """Return what all layers have in common, of z [*, N, N, c_z] (this rank's rows) and mask [*, N].
+
+        normalise: makes of rows of z what the layers read; None: z is normalised already.
+        """
+
+        def of_rows(rows: slice) -> PairRows:
+            some = self.execution.fetch(z, rows)
+            some = some if normalise is None else normalise(some)
+            # A masked residue may attend to all: its result is never read, and its softmax has something to normalise.
+            here = self.residues.local_shard(mask, -1)[..., rows]
+            hidden = here[..., None, :, None] * (1 - mask[..., None, None, :])
+            bias = third * upcast_half(self.attention_2d(some)).movedim(-1, -3) - 1e5 * hidden
+            return PairRows(some, bias.contiguous())
+
+        third, count = math.sqrt(1 / 3), z.shape[-3]
+        # A gradient needs all of it anyway.
+        together = torch.is_grad_enabled() or len(self.execution.rows(count)) == 1
+        made = [of_rows(slice(0, count))] if together else []
+        dtype = z.dtype if normalise is None else self.around_trunk(torch.empty(0, dtype=z.dtype)).dtype
+        weight, some = joined(dtype, *self.projections)
         assert some is not None
         linear_bias = nn.functional.pad(some, (0, len(weight) - len(some))) if len(some) < len(weight) else some
-        gamma = nn.functional.softplus(self.trainable_point_weights.to(bias.dtype))[:, None]
+        gamma = nn.functional.softplus(upcast_half(self.trainable_point_weights))[:, None]
         of_squares = third * 0.5 * math.sqrt(2 / (9 * self.qk_points)) * gamma
         of_scalars = torch.full_like(gamma, third / math.sqrt(self.c_hidden)).expand(-1, self.c_hidden)
         scale = torch.cat([of_scalars, (2 * of_squares).expand(-1, 3 * self.qk_points), -of_squares], -1)
         part = (mask / mask.sum(-1, keepdim=True).clamp(min=1))[..., None]
-        return Pairs(z, bias.contiguous(), weight.to(z.dtype), linear_bias.to(z.dtype), scale, part)
+        weight, linear_bias = weight.to(dtype), linear_bias.to(dtype)
+        return Pairs(lambda rows: made[0] if made else of_rows(rows), together, weight, linear_bias, scale, part)
 
     def attend(self, s: Tensor, pairs: Pairs, frames: Rigid) -> Tensor:
         """Return the update of s [*, N, c], given frames [*, N] and what all layers have in common."""
@@ -246,16 +269,24 @@ class InvariantPointAttention(Executable):
         q_features = torch.cat([q.unflatten(-1, (h, -1)), *q_points.unbind(-3), torch.ones_like(squares)], -1)
         k_features = torch.cat([k, *k_points.unbind(-3), squares], -1)  # [*, N, H, features], as q's and v's
         v_features = torch.cat([v, *v_points.unbind(-3)], -1)
-        a = _softmax(rank(q_features, -3) * pairs.scale, k_features, pairs.bias)
+        q_features, rotation, translation = rank(q_features, -3), rank(frames.rotation, -3), rank(translation, -3)
 
-        o = exact_matmul(a, v_features.transpose(-3, -2)).transpose(-3, -2)  # [*, I, H, c + 3 P]
-        o_pair = a.transpose(-3, -2).to(s.dtype) @ pairs.z  # [*, I, H, c_z]
-        o, o_points = o.split((self.c_hidden, 3 * self.v_points), -1)
-        o_points = o_points.unflatten(-1, (3, -1)).transpose(-3, -2).flatten(-2)  # [*, I, 3, H P]
-        o_points = multiply(rank(frames.rotation, -3).mT, o_points - rank(translation, -3))
-        o_lengths = torch.sqrt(o_points.square().sum(-2) + 1e-8)
-        parts = [o.flatten(-2), o_points.flatten(-2), o_lengths, o_pair.flatten(-2)]
-        update = self.output_projection(torch.cat([part.to(s.dtype) for part in parts], dim=-1))
+        def of_queries(rows: slice) -> Tensor:
+            """Return the update of some of this rank's residues."""
+            z, bias = pairs.rows(rows)
+            a = _softmax(q_features[..., rows, :, :] * pairs.scale, k_features, bias)
+            o = exact_matmul(a, v_features.transpose(-3, -2)).transpose(-3, -2)  # [*, I, H, c + 3 P]
+            o_pair = a.transpose(-3, -2).to(s.dtype) @ z  # [*, I, H, c_z]
+            o, o_points = o.split((self.c_hidden, 3 * self.v_points), -1)
+            o_points = o_points.unflatten(-1, (3, -1)).transpose(-3, -2).flatten(-2)  # [*, I, 3, H P]
+            o_points = multiply(rotation[..., rows, :, :].mT, o_points - translation[..., rows, :, :])
+            o_lengths = torch.sqrt(o_points.square().sum(-2) + 1e-8)
+            parts = [o.flatten(-2), o_points.flatten(-2), o_lengths, o_pair.flatten(-2)]
+            update: Tensor = self.output_projection(torch.cat([part.to(s.dtype) for part in parts], dim=-1))
+            return update
+
+        count = q_features.shape[-3]
+        update = of_queries(slice(0, count)) if pairs.together else self.by_rows(of_queries, count, -2)
         return self.residues.all_gather(update, -2, s.shape[-2])
 
 

@@ -3,8 +3,9 @@
 AlphaFold-Multimer embeds its templates in a way of its own: `ChainTemplateEmbedder`.
 """
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,10 @@ from warpfold.geometry.residue import ATOM_ORDER, UNKNOWN
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.axial import BlockStack
 from warpfold.model.execution import Executable, Residues
-from warpfold.model.layers import LayerNorm, Linear
+from warpfold.model.layers import LayerNorm, Linear, joined
 from warpfold.model.pair import PairConfig, PairStack
 from warpfold.ops.attention import attention
-from warpfold.ops.tensors import one_hot
+from warpfold.ops.tensors import one_hot, upcast_half
 
 AATYPES = 22  # one-hot of template residue types: 20, X, gap
 DISTANCE_BINS = 39  # of the beta carbon distances, 3.25 to 50.75 angstrom
@@ -46,32 +47,35 @@ class TemplateConfig:
     pair: PairConfig = field(default_factory=_template_pair)
 
 
-def template_pairs(templates: Batch, residues: Residues, unit_vectors: bool = True) -> tuple[Tensor, ...]:
+def template_pairs(templates: Batch, residues: Residues, rows: slice, unit_vectors: bool = True) -> tuple[Tensor, ...]:
     """Return the pair features of templates, [*, r, ...] each (Supp. 1.2.9, table 1), none of them masked.
 
     One-hot distances of beta carbons [*, i, j, 39], whether both are there [*, i, j, 1], residue types of column j
     [*, 1, j, 22] and of row i [*, i, 1, 22], the direction of CA j in the frame of i [*, i, j, 3] (zeros without
-    `unit_vectors`), and whether both backbones are there [*, i, j, 1]; i: this rank's residues.
+    `unit_vectors`), and whether both backbones are there [*, i, j, 1]; i: these of this rank's residues.
     """
-    local_shard = residues.local_shard
+
+    def here(x: Tensor, axis: int) -> Tensor:
+        return residues.local_shard(x, axis).narrow(axis, rows.start, rows.stop - rows.start)
+
     beta, beta_mask = templates["template_pseudo_beta"], templates["template_pseudo_beta_mask"]
     aatype = one_hot(templates["template_aatype"], AATYPES, beta.dtype)
     positions, masks = templates["template_all_atom_positions"], templates["template_all_atom_masks"]
     n, ca, c = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
     has_backbone = masks[..., n] * masks[..., ca] * masks[..., c]
-    has_both = (local_shard(has_backbone, -1)[..., :, None] * has_backbone[..., None, :])[..., None]
+    has_both = (here(has_backbone, -1)[..., :, None] * has_backbone[..., None, :])[..., None]
     if unit_vectors:
         backbone = [positions[..., atom, :] for atom in (n, ca, c)]
-        frames = Rigid.from_three_points(*(local_shard(x, -2) for x in backbone))
+        frames = Rigid.from_three_points(*(here(x, -2) for x in backbone))
         vector = frames[..., :, None].invert_apply(backbone[1][..., None, :, :])
         vector = vector * torch.rsqrt(1e-6 + vector.square().sum(-1, keepdim=True))
     else:
         vector = beta.new_zeros(*has_both.shape[:-1], 3)
     return (
-        distogram_bins(beta, 3.25, 50.75, DISTANCE_BINS, local_shard(beta, -2)),
-        (local_shard(beta_mask, -1)[..., :, None] * beta_mask[..., None, :])[..., None],
+        distogram_bins(beta, 3.25, 50.75, DISTANCE_BINS, here(beta, -2)),
+        (here(beta_mask, -1)[..., :, None] * beta_mask[..., None, :])[..., None],
         aatype[..., None, :, :],
-        local_shard(aatype, -2)[..., :, None, :],
+        here(aatype, -2)[..., :, None, :],
         vector,
         has_both,
     )
@@ -85,12 +89,12 @@ class TemplatePairEmbedder(Executable):
         self.unit_vectors = unit_vectors
         self.linear = Linear(DISTANCE_BINS + 2 + 2 * AATYPES + 3, c_t, init="relu")
 
-    def forward(self, templates: Batch, dtype: torch.dtype) -> Tensor:
-        """Embed templates, [*, r, ...] -> [*, r, r, c_t]; their features are zero where a backbone is missing.
+    def forward(self, templates: Batch, dtype: torch.dtype, rows: slice) -> Tensor:
+        """Embed templates, [*, r, ...] -> [*, rows, r, c_t]; their features are zero where a backbone is missing.
 
-        Returns this rank's shard: the rows of its residues.
+        rows: of this rank's residues.
         """
-        features = template_pairs(templates, self.residues, self.unit_vectors)
+        features = template_pairs(templates, self.residues, rows, self.unit_vectors)
         has_both = features[-1]
         joined = torch.cat([x.expand(*has_both.shape[:-1], x.shape[-1]) for x in features], -1)
         return self.linear((joined * has_both).to(dtype))
@@ -114,6 +118,24 @@ class TemplatePointwiseAttention(nn.Module):
         k, v = (f(t).unflatten(-1, (self.heads, -1)) for f in (self.k, self.v))
         o = attention(q, k, v, template_mask[..., None, None, :])
         return self.out(o[..., 0, :, :].flatten(-2))
+
+    def logits(self, z: Tensor, t: Tensor) -> Tensor:
+        """Return how much z attends to one template, before the softmax: t [*, r, r, c_t] -> [*, r, r, heads]."""
+        q, k = (f(x).unflatten(-1, (self.heads, -1)) for f, x in ((self.q, z), (self.k, t)))
+        return (q * q.shape[-1] ** -0.5 * k).sum(-1)
+
+    @staticmethod
+    def weights(logits: Sequence[Tensor], template_mask: Tensor) -> tuple[Tensor, ...]:
+        """Return the weight [*, r, r, heads] of each template, given the logits of all, as `attention` has them."""
+        joined = upcast_half(torch.stack(list(logits), -1))
+        masked = joined.masked_fill(template_mask[..., None, None, None, :] == 0, -1e9)
+        return masked.softmax(-1).to(logits[0].dtype).unbind(-1)
+
+    def of_one(self, weight: Tensor, t: Tensor, first: bool) -> Tensor:
+        """Return what one template adds to the update; the bias comes with the first."""
+        o = (weight[..., None] * self.v(t).unflatten(-1, (self.heads, -1))).flatten(-2)
+        matrix, bias = joined(o.dtype, self.out)
+        return nn.functional.linear(o, matrix.to(o.dtype), None if bias is None or not first else bias.to(o.dtype))
 
 
 # The arrays that describe templates, with the axis of templates, counted from the right.
@@ -143,11 +165,62 @@ class TemplateEmbedder(Executable):
         mask = batch["template_mask"]
         if mask.shape[-1] == 0:
             return z
-        parts = (some_templates(batch, part) for part in self.execution.parts(mask.shape[-1], z_mask.shape[-1] ** 2))
-        z_mask = z_mask[..., None, :, :]
-        embedded = [self.norm(self.stack(self.pair(some, z.dtype), z_mask)) for some in parts]
-        update = self.pointwise(z, torch.cat(embedded, -4) if len(embedded) > 1 else embedded[0], mask)
-        return z + update * (mask.sum(-1) > 0).to(z.dtype)[..., None, None, None]
+        used = (mask.sum(-1) > 0).to(z.dtype)[..., None, None, None]
+        parts = self.execution.parts(mask.shape[-1], z_mask.shape[-1] ** 2)
+        if len(parts) > 1 and self.execution.in_place:  # else all are there at the same time
+            return self._in_two_rounds(z, z_mask, batch, used)
+        embedded = [self._embedded(some_templates(batch, part), z, z_mask) for part in parts]
+        t = torch.cat(embedded, -4) if len(embedded) > 1 else embedded[0]
+
+        def updated(rows: slice, old: Tensor) -> Tensor:
+            return old + self.pointwise(old, self.norm(t[..., rows, :, :]), mask) * used
+
+        return self.renew_rows(z, updated)
+
+    def _embedded(self, some: Batch, z: Tensor, z_mask: Tensor) -> Tensor:
+        """Return some templates [*, tmpl, r, r, c_t] after their stack, not normalised."""
+        t = self.by_rows(lambda rows: self.pair(some, z.dtype, rows), z.shape[-3], -3)
+        return self.stack(t, z_mask[..., None, :, :])
+
+    def _in_two_rounds(self, z: Tensor, z_mask: Tensor, batch: Batch, used: Tensor) -> Tensor:
+        """Return z, written over, with what the templates add, no two of which exist at the same time.
+
+        A template's weight depends on all of them.  So the first round keeps of each its logits alone, and the second
+        makes each again, but for the last, which is there still.
+        """
+        count, mask, execution = batch["template_mask"].shape[-1], batch["template_mask"], self.execution
+        kept = []  # of each template first the logits, then the weight
+        for i in range(count):
+            t = None  # before the next is made
+            t = self._embedded(some_templates(batch, slice(i, i + 1)), z, z_mask).squeeze(-4)
+            kept.append(self._logits(z, t, mask))
+        self._to_weights(kept, mask)
+        for i in reversed(range(count)):
+            if t is None:
+                t = self._embedded(some_templates(batch, slice(i, i + 1)), z, z_mask).squeeze(-4)
+            for rows in execution.rows(z.shape[-3]):
+                some = self.norm(t[..., rows, :, :])
+                new = self.pointwise.of_one(execution.fetch(kept[-1], rows), some, first=i == 0)
+                execution.store(z, rows, execution.fetch(z, rows) + new * used)
+            t = None
+            kept.pop()
+        return z
+
+    def _logits(self, z: Tensor, t: Tensor, like: Tensor) -> Tensor:
+        """Return the logits of one template [*, r, r, heads]."""
+        execution = self.execution
+        kept = execution.aside(like, (*z.shape[:-1], self.pointwise.heads))
+        for rows in execution.rows(z.shape[-3]):
+            new = self.pointwise.logits(execution.fetch(z, rows), self.norm(t[..., rows, :, :]))
+            execution.store(kept, rows, new)
+        return kept
+
+    def _to_weights(self, kept: Sequence[Tensor], mask: Tensor) -> None:
+        """Write the weights of all templates over their logits."""
+        for rows in self.execution.rows(kept[0].shape[-3]):
+            weights = self.pointwise.weights([self.execution.fetch(x, rows) for x in kept], mask)
+            for x, weight in zip(kept, weights):
+                self.execution.store(x, rows, weight)
 
 
 class ChainTemplatePairEmbedder(Executable):
@@ -168,14 +241,17 @@ class ChainTemplatePairEmbedder(Executable):
         t: Tensor = self.parts[-1](self.norm(z))
         return t
 
-    def forward(self, templates: Batch, same_chain: Tensor, t: Tensor) -> Tensor:
-        """Return t [*, r, r, c_t] with the features of templates, [*, r, ...]; same_chain [*, r, r, 1].
+    def forward(self, templates: Batch, asym_id: Tensor, z: Tensor, rows: slice) -> Tensor:
+        """Embed templates, [*, tmpl, r, ...] -> [*, tmpl, rows, r, c_t].
 
-        All pairs are this rank's rows.
+        asym_id [*, r]; z [*, rows, r, c_z]: these of this rank's rows.
         """
-        distances, beta, columns, rows, vector, backbone = template_pairs(templates, self.residues)
+        here = self.residues.local_shard(asym_id, -1)[..., rows]
+        same_chain = (here[..., :, None] == asym_id[..., None, :])[..., None, :, :, None]
+        t = self.of_pairs(z)[..., None, :, :, :]
+        distances, beta, columns, types, vector, backbone = template_pairs(templates, self.residues, rows)
         beta, backbone = beta * same_chain, backbone * same_chain
-        inputs = (distances * beta, beta, columns, rows, *(vector * backbone).split(1, -1), backbone)
+        inputs = (distances * beta, beta, columns, types, *(vector * backbone).split(1, -1), backbone)
         for part, x in zip(self.parts, inputs):
             t = t + part(x.to(t.dtype))
         return t
@@ -197,21 +273,37 @@ class ChainTemplateEmbedder(Executable):
 
         Templates of chains that have fewer count as the others do (their atoms are masked), as in the official code.
         """
-        if batch["template_mask"].shape[-1] == 0:
+        count = batch["template_mask"].shape[-1]
+        if count == 0:
             return z
-        asym_id = batch["asym_id"]
-        same_chain = (self.residues.local_shard(asym_id, -1)[..., :, None] == asym_id[..., None, :])[..., None]
-        of_pairs, count = self.pair.of_pairs(z)[..., None, :, :, :], batch["template_mask"].shape[-1]
+        *before, last = self.execution.parts(count, z_mask.shape[-1] ** 2)
+        total = None  # of all parts but the last
+        for part in before:
+            t = self._embedded(some_templates(batch, part), batch["asym_id"], z, z_mask)
+            if total is None:
+                total = self.execution.aside(z_mask, (*z.shape[:-1], t.shape[-1]))
+            total = self.renew_rows(total, partial(self._plus, t))
+            del t  # before the next is made
+        t = self._embedded(some_templates(batch, last), batch["asym_id"], z, z_mask)
 
-        def embedded(part: slice) -> Tensor:
-            """Return the sum of the embeddings of some templates."""
-            t = self.pair(some_templates(batch, part), same_chain[..., None, :, :, :], of_pairs)
-            total: Tensor = self.norm(self.stack(t, z_mask[..., None, :, :])).sum(-4)
-            return total
+        def updated(rows: slice, old: Tensor) -> Tensor:
+            """Return z with what the mean of the templates adds."""
+            found = self.norm(t[..., rows, :, :]).sum(-4)
+            found = found if total is None else found + self.execution.fetch(total, rows)
+            update: Tensor = self.out((found / count).relu())
+            return old + update
 
-        total = functools.reduce(torch.add, map(embedded, self.execution.parts(count, z_mask.shape[-1] ** 2)))
-        update: Tensor = self.out((total / count).relu())
-        return z + update
+        return self.renew_rows(z, updated)
+
+    def _embedded(self, some: Batch, asym_id: Tensor, z: Tensor, z_mask: Tensor) -> Tensor:
+        """Return some templates [*, tmpl, r, r, c_t] after their stack, not normalised."""
+        fetch = self.execution.fetch
+        t = self.by_rows(lambda rows: self.pair(some, asym_id, fetch(z, rows), rows), z.shape[-3], -3)
+        return self.stack(t, z_mask[..., None, :, :])
+
+    def _plus(self, t: Tensor, rows: slice, old: Tensor) -> Tensor:
+        """Return rows of a sum [*, rows, r, c_t], and of some more templates t [*, tmpl, r, r, c_t], normalised."""
+        return old + self.norm(t[..., rows, :, :]).sum(-4)
 
 
 class TemplatePairStack(BlockStack):

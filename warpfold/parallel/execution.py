@@ -15,7 +15,7 @@ from warpfold.host import HostTensor
 from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack
 from warpfold.model.execution import Executable, PlainExecution, Tensors
 from warpfold.model.layers import Linear
-from warpfold.ops.dispatch import allow_tf32, using
+from warpfold.ops.dispatch import allow_tf32, backend, using
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedStack
@@ -178,6 +178,15 @@ class Execution(PlainExecution):
         """Allocate zeros for z, in the dtype of the trunk: with `offload` in host memory."""
         if not (self.plan.offload and self.plan.in_place):
             return super().pair_memory(like, shape)
+        return self._in_host_memory(like, shape)
+
+    def aside(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for what is read and written seldom beside z: in place, in the host memory of a GPU."""
+        if self.plan.in_place and backend(like) == "triton":
+            return self._in_host_memory(like, shape)
+        return self.pair_memory(like, shape)
+
+    def _in_host_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         assert self.plan.chunk is not None
         tile = self.plan.chunk * -(-TILE // self.plan.chunk)  # slices begin and end between tiles
         return HostTensor(shape, self.dtype, like.device, tile)

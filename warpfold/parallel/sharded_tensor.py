@@ -1,6 +1,7 @@
 """Tensors of which every rank holds a shard, as the trunk's layers pass them on under an axial plan."""
 
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
@@ -81,6 +82,10 @@ class ShardedResidues(Residues):
 
     def all_gather(self, x: Tensor, axis: int, length: int) -> Tensor:
         return all_gather(x, axis, length, self.group, "residues").wait()
+
+    def shard_spans(self, length: int) -> list[slice]:
+        ends = [0, *accumulate(shard_sizes(length, self.group.size))]
+        return [slice(*pair) for pair in pairwise(ends)]
 
     def transposed(self, z: Tensor, length: int) -> Tensor:
         return all_to_all(z, ROWS, COLS, length, self.group, "pairs").wait().transpose(ROWS, COLS)

@@ -51,6 +51,10 @@ class Prediction:
     )
     iptm: float | None = None  # 0 to 1, of a complex
     chain_pair_iptm: np.ndarray | None = None  # [K, K], 0 to 1: the ipTM of each two chains alone; 0 on the diagonal
+    # Where asked for: probabilities that beta carbons are nearer than 8 angstrom, and of their distances.
+    contacts: np.ndarray | None = None  # float16 [N, N]
+    distogram: np.ndarray | None = None  # float16 [N, N, 64]; it may lie in a temporary file
+    distogram_edges: np.ndarray | None = None  # float32 [63], angstrom: between its bins
 
     @property
     def ca(self) -> np.ndarray:
@@ -114,13 +118,12 @@ class Prediction:
         folder = Path(folder)
         names = file_names(self.name)
         _check_free(folder, names, overwrite)
-        known = ("positions", "mask", "plddt", "pae", "single", "pair", "msa", "asym_id", "chain_pair_iptm")
+        known = ["positions", "mask", "plddt", "pae", "single", "pair", "msa", "asym_id", "chain_pair_iptm"]
+        known += ["contacts", "distogram_edges"]
         arrays = {name: getattr(self, name) for name in known if getattr(self, name) is not None}
         texts = {"mmcif": self.mmcif(), "plddt": json.dumps(plddt_json(self.plddt, self.spans))}
         with contextlib.suppress(UserError):
             texts["pdb"] = self.pdb()
-        if self.pae is not None and self.max_pae is not None:
-            texts["pae"] = json.dumps(pae_json(self.pae, self.max_pae))
         if self.templates:
             texts["templates"] = json.dumps(list(self.templates), indent=1)
         try:
@@ -128,10 +131,15 @@ class Prediction:
                 np.savez_compressed(draft / names["arrays"], **arrays)
                 for kind, text in texts.items():
                     (draft / names[kind]).write_text(text, encoding="utf-8")
+                if self.pae is not None and self.max_pae is not None:
+                    write_pae(draft / names["pae"], self.pae, self.max_pae)
+                if self.distogram is not None:
+                    np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
+                written = {kind: name for kind, name in names.items() if (draft / name).exists()}
                 _move_into(draft, folder, names)
         except OSError as error:
             raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
-        return {kind: name for kind, name in names.items() if kind in texts or kind == "arrays"}
+        return written
 
 
 def file_names(protein: str) -> dict[str, str]:
@@ -143,6 +151,7 @@ def file_names(protein: str) -> dict[str, str]:
         "plddt": "_plddt.json",
         "pdb": ".pdb",
         "pae": "_pae.json",
+        "distogram": "_distogram.npy",
         "templates": "_templates.json",
         "relaxed": "_relaxed.json",  # of run/relax_files.py; they go when the prediction goes
         "relaxed_mmcif": "_relaxed.cif",
@@ -236,10 +245,16 @@ def plddt_json(plddt: np.ndarray, spans: Mapping[str, slice]) -> dict[str, list[
     }
 
 
-def pae_json(pae: np.ndarray, max_pae: float) -> list[dict[str, Any]]:
-    """Return PAE [N, N] in the layout of AlphaFold DB's files: whole angstroms, in a list of one."""
-    rounded = np.rint(pae).astype(int).tolist()
-    return [{"predicted_aligned_error": rounded, "max_predicted_aligned_error": round(float(max_pae), 2)}]
+def write_pae(path: Path, pae: np.ndarray, max_pae: float) -> None:
+    """Write PAE [N, N] in the layout of AlphaFold DB's files: whole angstroms, in a list of one.
+
+    Row by row: as numbers of Python all would be 32 bytes each.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        file.write('[{"predicted_aligned_error": [')
+        for index, row in enumerate(pae):
+            file.write(", " * (index > 0) + json.dumps(np.rint(row).astype(int).tolist()))
+        file.write(f'], "max_predicted_aligned_error": {json.dumps(round(float(max_pae), 2))}}}]')
 
 
 def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict[str, Any] | None:

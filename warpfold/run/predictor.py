@@ -1,6 +1,7 @@
 """Fold from Python: parameters stay loaded, sequences go in, predictions come out."""
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +20,11 @@ from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.data.features.make import make_features
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
+from warpfold.host import HostTensor, in_file
 from warpfold.memory import release_memory
 from warpfold.model import confidence
-from warpfold.model.alphafold import AlphaFold, Output
-from warpfold.model.heads import pae_breaks
+from warpfold.model.alphafold import AlphaFold, Folded
+from warpfold.model.heads import distogram_breaks
 from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
@@ -86,6 +88,7 @@ class Predictor:
         fixed |= {} if offload is None else {"offload": offload}
         self.planner = FoldPlanner(model.config, self.device, fixed, memory, self.team)
         self.sample = sample or SampleConfig()
+        self.recycle_tolerance: float | None = None  # angstrom; None: as the model has it (`ModelConfig`)
 
     def fold(
         self,
@@ -98,6 +101,7 @@ class Predictor:
         recycles: int | None = None,
         ensemble: int | None = None,
         representations: bool = True,
+        distogram: bool = False,
     ) -> Prediction:
         """Fold `sequence` (one letter per residue), given rows aligned to it as in A3M: lower case is an insertion.
 
@@ -108,7 +112,7 @@ class Predictor:
         (of a complex to the chains that they fit, or ID=FILE for chain ID); or, for a single sequence, `Templates`
         that are aligned already, best first.  seed: of the alignment's sampling and masking; the same seed gives the
         same prediction.  recycles, ensemble: default to the model's settings.  Without `representations` single, pair
-        and msa of the result are None.
+        and msa of the result are None, and without `distogram` contacts, distogram and its edges.
         Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
         be used, or more of them than the model takes.
         """
@@ -127,9 +131,8 @@ class Predictor:
             example = complex_of(sequence, cast(Sequence[Rows] | Mapping[str, Rows], alignment), name)
             if templates:
                 example = on_chains(example, list(map(str, templates)), self.check_templates)
-        return self.fold_example(
-            example, seed=seed, recycles=recycles, ensemble=ensemble, representations=representations
-        )
+        prepared = self.prepare(example, seed=seed, recycles=recycles, ensemble=ensemble)
+        return self.compute(prepared, representations, distogram)
 
     def check_templates(self, count: int) -> None:
         """Raise UserError unless the model takes `count` templates."""
@@ -143,10 +146,11 @@ class Predictor:
         recycles: int | None = None,
         ensemble: int | None = None,
         representations: bool = True,
+        distogram: bool = False,
     ) -> Prediction:
         """Fold an example that is encoded already, as `fold` does; coordinates that it has are ignored."""
         prepared = self.prepare(example, seed=seed, recycles=recycles, ensemble=ensemble)
-        return self.compute(prepared, representations)
+        return self.compute(prepared, representations, distogram)
 
     def prepare(
         self, example: RawExample | Assembly, *, seed: int = 0, recycles: int | None = None, ensemble: int | None = None
@@ -168,7 +172,7 @@ class Predictor:
         batch = to_tensors(features, widen=False)
         return Prepared(assembly, batch, seed, recycles, ensemble, time.perf_counter() - start)
 
-    def compute(self, prepared: "Prepared", representations: bool = True) -> Prediction:
+    def compute(self, prepared: "Prepared", representations: bool = True, distogram: bool = False) -> Prediction:
         """Run the model on features as the plan says, and say how sure it is.
 
         Where memory runs out, the next tighter plan is tried.
@@ -177,7 +181,7 @@ class Predictor:
         start, planned = time.perf_counter(), self.plan(prepared, representations)
         while True:
             try:
-                output, prediction = self._fold(prepared, planned.plan, representations)
+                recycles, prediction = self._fold(prepared, planned.plan, representations, distogram)
                 break
             except (RuntimeError, MemoryError) as error:
                 planned = self.planner.after(planned, error)
@@ -185,7 +189,7 @@ class Predictor:
         assembly = prepared.assembly
         details = {
             "seed": prepared.seed,
-            "recycles": output.recycles,
+            "recycles": recycles,
             "ensemble": prepared.ensemble,
             **_depths(assembly),
             "templates": self._used_templates(assembly),
@@ -194,16 +198,19 @@ class Predictor:
         }
         return replace(prediction, details=details)
 
-    def _fold(self, prepared: "Prepared", plan: Plan, representations: bool) -> tuple[Output, Prediction]:
+    def _fold(
+        self, prepared: "Prepared", plan: Plan, representations: bool, distogram: bool
+    ) -> tuple[int, Prediction]:
         Execution(plan, self.team.mesh).bind(self.model)
         settings = self.model.config
-        self.model.config = replace(settings, ensemble=prepared.ensemble)
+        tolerance = settings.recycle_tolerance if self.recycle_tolerance is None else self.recycle_tolerance
+        self.model.config = replace(settings, ensemble=prepared.ensemble, recycle_tolerance=tolerance)
         try:
             with torch.no_grad():
-                output = self.model(prepared.batch, prepared.recycles)
+                folded = self.model.fold(prepared.batch, prepared.recycles)
+                return folded.recycles, self._prediction(prepared, folded, representations, distogram)
         finally:
             self.model.config = settings
-        return output, self._prediction(prepared.assembly, output, prepared.batch, representations)
 
     def plan(self, prepared: "Prepared", representations: bool = True) -> FoldPlan:
         """Return how an example is folded now.  Errors: UserError where nothing fits, saying what would."""
@@ -228,39 +235,69 @@ class Predictor:
                 used += chain.templates.choose(chosen).names
         return used
 
-    def _prediction(self, assembly: Assembly, output: Output, batch: Batch, representations: bool) -> Prediction:
-        def whole(x: Tensor, axis: int) -> np.ndarray | None:
-            """Collect a tensor that is sharded along residues; None on ranks other than 0."""
-            found = self.team.gather_shards(x.float(), axis, assembly.length)
-            return None if found is None else found.numpy()
-
+    def _prediction(self, prepared: Prepared, folded: Folded, representations: bool, distogram: bool) -> Prediction:
+        """Return a prediction, and how sure the model is of it; z is gone through some rows at a time."""
+        model, (r, structure, _), assembly = self.model, folded, prepared.assembly
         several = len(assembly.chains) > 1
-        asym_id = batch["asym_id"].to(self.device, torch.int64) if several else None
-        pae = ptm = max_pae = iptm = pairs = None
-        if (logits := output.pae_logits) is not None:
-            breaks, residues = pae_breaks(logits.shape[-1]), self.model.residues
-            pae, max_pae = whole(confidence.pae(logits, breaks), -2), confidence.max_pae(breaks)
-            ptm = float(confidence.ptm(logits, breaks, residues=residues))
-            if asym_id is not None:
-                iptm = float(confidence.iptm(logits, breaks, asym_id, residues=residues))
-                pairs = _numpy(confidence.chain_pair_iptm(logits, breaks, asym_id, residues=residues))
+        asym_id = prepared.batch["asym_id"].to(self.device, torch.int64) if several else None
+        with model.computing():
+            plddt = confidence.plddt(model.plddt(structure.single))
+            errors = None
+            if model.pae is not None:
+                errors = confidence.predicted_errors(model.pae, r.pair, model.execution, asym_id)
+            distances = self._distogram(r.pair, assembly.length) if distogram else {}
+        pairs = None if errors is None else errors.chain_pair_iptm
         return Prediction(
             name=assembly.name,
             sequence="".join(chain.sequence for chain in assembly.chains),
-            positions=_numpy(output.structure.final_atom37),
-            mask=_numpy(batch["atom37_atom_exists"]),
-            plddt=_numpy(confidence.plddt(output.plddt_logits)),
-            pae=pae,
-            max_pae=max_pae,
-            ptm=ptm,
-            single=_numpy(output.single) if representations else None,
-            pair=whole(output.pair, -3) if representations else None,
-            msa=whole(output.msa, -2) if representations else None,
+            positions=_numpy(structure.final_atom37),
+            mask=_numpy(prepared.batch["atom37_atom_exists"]),
+            plddt=_numpy(plddt),
+            pae=None if errors is None else self._whole(errors.pae, -2, assembly.length),
+            max_pae=None if errors is None else errors.max_pae,
+            ptm=None if errors is None else errors.ptm,
+            single=_numpy(r.single) if representations else None,
+            pair=self._whole(self._in_main_memory(r.pair), -3, assembly.length) if representations else None,
+            msa=self._whole(r.msa, -2, assembly.length) if representations else None,
             chain_ids=assembly.ids,
             asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
-            iptm=iptm,
-            chain_pair_iptm=pairs,
+            iptm=None if errors is None else errors.iptm,
+            chain_pair_iptm=None if pairs is None else _numpy(pairs),
+            **distances,
         )
+
+    def _whole(self, x: Tensor, axis: int, length: int, dtype: torch.dtype = torch.float32) -> np.ndarray | None:
+        """Collect a tensor that is sharded along residues; None on ranks other than 0."""
+        found = self.team.gather_shards(x, axis, length, dtype)
+        return None if found is None else found.numpy()
+
+    def _in_main_memory(self, z: Tensor) -> Tensor:
+        """Return z as an ordinary tensor where no operation can take it whole."""
+        if not isinstance(z, HostTensor):
+            return z
+        found = torch.empty(z.shape, dtype=z.dtype)
+        for rows in self.model.execution.rows(z.shape[-3]):
+            found[rows] = self.model.execution.fetch(z, rows).to("cpu")
+        return found
+
+    def _distogram(self, z: Tensor, length: int) -> dict[str, Any]:
+        """Return probabilities of distances, which lie in a temporary file, of contacts, and the edges of the bins."""
+        head, shape = self.model.distogram, (*z.shape[:-1], self.model.config.heads.distogram_bins)
+        edges, of_contacts = distogram_breaks(shape[-1]), torch.empty(shape[:-1], dtype=torch.float16)
+        found = in_file(math.prod(shape), torch.float16, "--distogram").view(shape)
+        for rows, logits in head.in_slices(z):
+            probabilities = logits.softmax(-1)
+            found[rows] = probabilities.to("cpu", torch.float16)
+            of_contacts[rows] = confidence.contact_probabilities(probabilities, edges).to("cpu", torch.float16)
+        whole = None
+        if self.team.mesh.axial.size > 1 and self.team.is_example_leader:
+            whole = in_file(length * length * shape[-1], torch.float16, "--distogram").view(length, *shape[1:])
+        gathered = self.team.gather_shards(found, -3, length, out=whole)
+        return {
+            "distogram": None if gathered is None else gathered.numpy(),
+            "contacts": self._whole(of_contacts, -2, length, torch.float16),
+            "distogram_edges": edges.numpy(),
+        }
 
 
 def load(

@@ -23,7 +23,6 @@ from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, ModelConfig, Output
-from warpfold.model.heads import pae_breaks
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import unlaunched
@@ -289,13 +288,12 @@ def predict_example(
     model: AlphaFold, batch: Batch, recycles: int, enter: Callable[[str], None] = lambda phase: None
 ) -> None:
     """Fold, and say how sure the model is, as a prediction does."""
-    output = model(batch, recycles)
+    folded = model.fold(batch, recycles)
     enter("heads")
-    confidence.plddt(output.plddt_logits)
-    if output.pae_logits is not None:
-        breaks = pae_breaks(output.pae_logits.shape[-1]).to(output.pae_logits.device)
-        confidence.pae(output.pae_logits, breaks)
-        confidence.ptm(output.pae_logits, breaks, residues=model.residues)
+    with model.computing():
+        confidence.plddt(model.plddt(folded.structure.single))
+        if model.pae is not None:
+            confidence.predicted_errors(model.pae, folded.representations.pair, model.execution)
 
 
 def train_on_example(

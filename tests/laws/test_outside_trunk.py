@@ -1,0 +1,130 @@
+"""Outside the trunk's layers too: what is computed in slices is what is computed at once, and little more than z exists.
+"""
+
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config
+from tests.ranks import run_ranks
+from warpfold.batch import Batch
+from warpfold.host import fetch
+from warpfold.model import confidence
+from warpfold.model.confidence import predicted_errors
+from warpfold.model.heads import DistogramHead, LogitsHead, distogram_breaks, pae_breaks
+from warpfold.parallel.collectives import local_shard
+from warpfold.model.alphafold import AlphaFold
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.plan import Plan
+
+LIMIT = 1e-10  # relative; TARGETS "Exactness"
+CHAINS = (5, 4)
+
+
+def example(templates: int, several: bool) -> Batch:
+    """A protein or a complex of 9 residues, of which the last and the last template are masked, in fp64."""
+    size = 5, 6, templates
+    batch = random_complex(CHAINS, 13, *size, 1, 0) if several else random_batch(9, *size, 1, 0)
+    batch["seq_mask"][-1:] = 0
+    if templates > 1:
+        batch["template_mask"][-1:] = 0
+    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+
+
+def model_of(several: bool) -> AlphaFold:
+    config = tiny_config()
+    return filled_model(as_multimer(config, False) if several else config).double().eval()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["chain", "complex"])
+@pytest.mark.parametrize("templates", [0, 1, 4])
+def test_in_place_is_whole(several: bool, templates: int) -> None:
+    batch, model = example(templates, several), model_of(several)
+    with torch.no_grad():
+        whole = Execution(Plan(precision="fp64")).bind(model)(batch, 1)
+        for how in ({"chunk": 1}, {"chunk": 4}, {"chunk": 4, "offload": True}):
+            Execution(Plan(**how, in_place=True, precision="fp64")).bind(model)
+            found = model.fold(batch, 1)
+            pair, atoms = fetch(found.representations.pair, slice(0, 9)), found.structure.final_atom37
+            assert error(pair, whole.pair) < LIMIT and error(atoms, whole.structure.final_atom37) < LIMIT
+
+
+ASYM_ID = torch.tensor([1, 1, 1, 2, 2, 0, 3, 3, 1, 1, 3])  # chains in pieces, and a residue of none
+
+
+def heads() -> tuple[LogitsHead, DistogramHead, Tensor]:
+    torch.manual_seed(3)
+    pae, distogram = LogitsHead(6, 64).double(), DistogramHead(6, 64).double()
+    for p in (*pae.parameters(), *distogram.parameters()):
+        torch.nn.init.normal_(p)
+    return pae, distogram, torch.randn(11, 11, 6).double()
+
+
+def heads_in_slices(execution: Execution) -> dict[str, Tensor]:
+    """What the heads make of this rank's rows of z."""
+    pae, distogram, z = heads()
+    execution.bind(distogram)
+    z = execution.residues.local_shard(z, -3)
+    kept = execution.pair_memory(z, z.shape)
+    execution.store(kept, slice(0, len(z)), z)
+    found = predicted_errors(pae, kept, execution, ASYM_ID)
+    slices = list(distogram.in_slices(kept))
+    assert [i for rows, _ in slices for i in range(len(z))[rows]] == list(range(len(z)))
+    return {
+        "pae": found.pae,
+        "ptm": torch.tensor(found.ptm),
+        "iptm": torch.tensor(found.iptm),
+        "pairs": found.chain_pair_iptm,
+        "distogram": torch.cat([logits for _, logits in slices]),
+    }
+
+
+def heads_at_once() -> dict[str, Tensor]:
+    pae, distogram, z = heads()
+    logits, breaks = pae(z), pae_breaks()
+    return {
+        "pae": confidence.pae(logits, breaks).float(),
+        "ptm": confidence.ptm(logits, breaks),
+        "iptm": confidence.iptm(logits, breaks, ASYM_ID),
+        "pairs": confidence.chain_pair_iptm(logits, breaks, ASYM_ID),
+        "distogram": distogram(z),
+    }
+
+
+@pytest.mark.parametrize("how", [{}, {"chunk": 1}, {"chunk": 4}, {"chunk": 3, "offload": True}], ids=str)
+def test_heads_in_slices_are_heads(how: dict[str, int]) -> None:
+    plan = Plan(**how, in_place=bool(how), precision="fp64")
+    with torch.no_grad():
+        found, expected = heads_in_slices(Execution(plan)), heads_at_once()
+    for name, x in expected.items():
+        assert error(found[name], x) < (1e-6 if name == "pae" else LIMIT), name  # that is kept in fp32
+
+
+@pytest.mark.parametrize("axial", [2, 4])
+def test_heads_in_slices_are_heads_over_ranks(axial: int) -> None:
+    def on_a_rank() -> dict[str, float]:
+        mesh = make_mesh(1, axial, 1)
+        with torch.no_grad():
+            found = heads_in_slices(Execution(Plan(axial=axial, chunk=2, in_place=True, precision="fp64"), mesh))
+            expected = heads_at_once()
+        shards = {"pae", "distogram"}
+        return {
+            name: error(found[name], local_shard(x, 0, mesh.axial) if name in shards else x)
+            for name, x in expected.items()
+        }
+
+    for errors in run_ranks(on_a_rank, axial):
+        for name, worst in errors.items():
+            assert worst < (1e-6 if name == "pae" else LIMIT), name
+
+
+def test_contacts_are_nearer_than_8_angstrom() -> None:
+    edges = distogram_breaks()
+    near = confidence.contact_probabilities(torch.eye(64), edges)
+    assert near.sum() == 19 and near[:19].all() and edges[18] < 8 < edges[19]
