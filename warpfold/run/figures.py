@@ -218,15 +218,16 @@ def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form
 
 
 def _name_moments(axes: Axes, names: Sequence[str]) -> None:
-    """Write below a picture what runs at which moments: equal neighbours once, and no name over another."""
-    starts = [0, *(i for i in range(1, len(names)) if names[i].split(".")[0] != names[i - 1].split(".")[0])]
-    ends = [*starts[1:], len(names)]
-    places, last = [], -np.inf
-    for start, end in zip(starts, ends):
-        if start - last >= len(names) / 24:  # room for a slanted name
-            places.append((start, end))
-            last = start
-    axes.set_xticks([start for start, _ in places], [names[start].split(".")[0] for start, _ in places])
+    """Write below a picture which stack or part of the model runs when: the longest first, where there is room."""
+    parts = [name.split(".")[0] for name in names]
+    starts = [0, *(i for i in range(1, len(parts)) if parts[i] != parts[i - 1])]
+    spans = list(zip(starts, [*starts[1:], len(parts)]))
+    places: dict[float, str] = {}
+    for start, end in sorted(spans, key=lambda span: span[0] - span[1]):
+        middle = (start + end) / 2
+        if parts[start] != "model" and all(abs(middle - other) > len(parts) / 24 for other in places):
+            places[middle] = parts[start].replace("_", " ")
+    axes.set_xticks(list(places), list(places.values()))
     axes.tick_params(axis="x", labelrotation=40, labelsize=8)
     for label in axes.get_xticklabels():
         label.set_horizontalalignment("right")

@@ -343,12 +343,12 @@ def _cures(job: Job, machine: Machine, tightest: Plan) -> Iterator[str]:
 
 
 def longest(job: Job, machine: Machine, plan: Plan) -> int:
-    """Return how many residues fit with a plan, to about one in a hundred; of a slice, rows in proportion.
+    """Return how many residues fit with a plan, to about one in fifty; of a slice, rows in proportion.
 
     Memory grows with their square, or nearly: a few estimates find it.
     """
     fits, fails, at = 0, 0, job.sizes.residues
-    for _ in range(12):
+    for _ in range(8):
         one = replace(job, sizes=replace(job.sizes, residues=at))
         chunk = None if plan.chunk is None else max(FEWEST, math.ceil(plan.chunk * at / job.sizes.residues))
         memory = estimate(one, replace(plan, chunk=chunk), machine, rounded=False)
@@ -356,12 +356,12 @@ def longest(job: Job, machine: Machine, plan: Plan) -> int:
             fails = at
         else:
             fits = at
-        if fails and fails - fits <= max(1, fits // 100):
+        if fails and fails - fits <= max(1, fits // 50):
             break
         loaded = 0 if machine.loaded else memory.weights
         room, used = machine.free - loaded, max(1, needed_bytes(memory, machine) - loaded)
         at = int(at * min(4.0, math.sqrt(max(0.01, room / used))))
-        low, high = fits + max(1, fits // 200), (fails - max(1, fits // 200)) if fails else 2**20
+        low, high = fits + max(1, fits // 100), (fails - max(1, fits // 100)) if fails else 2**20
         at = min(max(at, low), max(high, fits + 1))
     return fits
 
