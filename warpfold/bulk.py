@@ -63,7 +63,10 @@ class ProcessPool(Executor):
         self._executor = self._start()
 
     def _start(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self._workers, mp_context=get_context("spawn"), initializer=end_with_parent)
+        context = get_context("spawn")
+        return ProcessPoolExecutor(
+            self._workers, mp_context=context, initializer=_begin_worker, initargs=(context.Value("i", 0),)
+        )
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         """Hand out one job."""
@@ -77,6 +80,21 @@ class ProcessPool(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes."""
         self._executor.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+_number: int | None = None
+
+
+def _begin_worker(counter: Any) -> None:
+    global _number
+    with counter.get_lock():
+        _number, counter.value = counter.value, counter.value + 1
+    end_with_parent()
+
+
+def worker_number() -> int | None:
+    """Return which of a pool's processes this is, from 0: the number of its GPU, say; None if it is none of them."""
+    return _number
 
 
 class ProcessDied(Exception):

@@ -15,22 +15,25 @@ def no_progress(done: int, total: int, what: str) -> None:
 
 
 @contextmanager
-def progress_bar(narrate: bool = False, console: "Console | None" = None, transient: bool = True) -> Iterator[Progress]:
+def progress_bar(
+    narrate: bool = False, console: "Console | None" = None, transient: bool = True, remaining: bool = True
+) -> Iterator[Progress]:
     """Show a bar on a terminal, moved by calls of (done, total, what).
 
     console: by default stderr.  transient: the bar vanishes at the end.  narrate: without a terminal, print a line
-    whenever `what` changes; otherwise nothing is shown there.
+    whenever `what` changes; otherwise nothing is shown there.  remaining: show the time that is left, if all items take
+    the same; without, the caller says it.
     """
     from rich import progress as bars
     from rich.console import Console
 
     console = console or Console(stderr=True)
-    columns = (
+    columns: tuple[bars.ProgressColumn, ...] = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
         bars.MofNCompleteColumn(),
         bars.TimeElapsedColumn(),
-        bars.TimeRemainingColumn(),
+        *([bars.TimeRemainingColumn()] if remaining else []),
     )
     with bars.Progress(*columns, console=console, disable=not console.is_terminal, transient=transient) as bar:
         task = bar.add_task("", total=None)

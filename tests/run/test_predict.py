@@ -21,10 +21,9 @@ from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.weights import save_params
 
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.run import predict as module
 from warpfold.run.predict import PredictOptions, predict, read_queries
 from warpfold.run.predict_templates import TemplateSources, find_templates
-from warpfold.run.predictor import Predictor, load
+from warpfold.run.predictor import Predictor, Prepared, load
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 FASTA = f">one first\n{ONE}\n>two\n{TWO}\n"
@@ -115,14 +114,15 @@ def test_recycles_ensemble_and_representations(tmp_path: Path, a3m: Path, tiny_p
 def test_a_failure_is_named_and_leaves_the_others_be(
     tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fold = Predictor.fold
+    fold = Predictor.compute
 
-    def failing(self: Predictor, sequence: str, *args: object, **more: object) -> warpfold.Prediction:
-        if sequence == ONE:
+    def failing(self: Predictor, prepared: Prepared, *args: object) -> warpfold.Prediction:
+        if prepared.assembly.name == "one":
             raise RuntimeError("out of\nmemory")
-        return fold(self, sequence, *args, **more)  # type: ignore[arg-type]
+        return fold(self, prepared, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Predictor, "fold", failing)
+    monkeypatch.setattr(Predictor, "compute", failing)
+    monkeypatch.setattr(Predictor, "compute_together", lambda *args: failing(args[0], args[1][0]))
     out = tmp_path / "out"
     summary = predict(fasta, [], tiny_params, out)
     assert summary["failures"] == [{"name": "one", "error": "RuntimeError: out of memory"}]
@@ -131,29 +131,30 @@ def test_a_failure_is_named_and_leaves_the_others_be(
     assert not (out / "one").exists()
     assert "out of memory" in (out / "report.html").read_text()
 
-    monkeypatch.setattr(Predictor, "fold", fold)
+    monkeypatch.setattr(Predictor, "compute", fold)
     again = predict(fasta, [], tiny_params, out)  # only what failed is folded
     assert again["status"] == "complete"
-    assert again["predictions"][0] == summary["predictions"][0]
+    assert [e["name"] for e in again["predictions"]] == ["one", "two"]  # in the order of the query
+    assert again["predictions"][1] == summary["predictions"][0]
 
 
 def test_a_stopped_run_continues(
     tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, one = tmp_path / "out", module.fold_one
+    out, one, options = tmp_path / "out", Predictor.compute, PredictOptions(batch=1)
 
-    def stopped(predictor: Predictor, query: module.FoldQuery, *args: object) -> dict[str, object]:
-        if query.name == "two":
+    def stopped(self: Predictor, prepared: Prepared, *args: object) -> warpfold.Prediction:
+        if prepared.assembly.name == "two":
             raise KeyboardInterrupt
-        return one(predictor, query, *args)  # type: ignore[arg-type]
+        return one(self, prepared, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "fold_one", stopped)
+    monkeypatch.setattr(Predictor, "compute", stopped)
     with pytest.raises(KeyboardInterrupt):
-        predict(fasta, [], tiny_params, out)
+        predict(fasta, [], tiny_params, out, options)
     assert json.loads((out / "summary.json").read_text())["status"] == "running"
     before = (out / "one" / "one.cif").stat().st_mtime_ns
-    monkeypatch.setattr(module, "fold_one", one)
-    assert len(predict(fasta, [], tiny_params, out)["predictions"]) == 2
+    monkeypatch.setattr(Predictor, "compute", one)
+    assert len(predict(fasta, [], tiny_params, out, options)["predictions"]) == 2
     assert (out / "one" / "one.cif").stat().st_mtime_ns == before
 
 
@@ -271,20 +272,6 @@ def test_the_settings_of_the_model_stay(tiny_params: Path) -> None:
     assert predictor.model.config == before
     with pytest.raises(UserError, match="recycles"):
         predictor.fold(TWO, recycles=-1)
-
-
-def test_long_proteins_are_cut_and_short_ones_are_not() -> None:
-    import torch
-
-    def chunk(residues: int, clusters: int, extra: int) -> int | None:
-        batch = {"bert_mask": torch.empty(1, clusters, residues), "extra_msa": torch.empty(1, extra, residues)}
-        plan = inference_plan(batch)
-        assert plan.in_place == (plan.chunk is not None)
-        return plan.chunk
-
-    assert chunk(60, 32, 64) is None
-    assert chunk(400, 128, 5120) == 6
-    assert chunk(20_000, 512, 5120) == 4
 
 
 def test_folding_samples_the_alignment_as_training_did(tmp_path: Path) -> None:

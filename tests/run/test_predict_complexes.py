@@ -19,12 +19,11 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights import save_params
-from warpfold.run import predict as module
 from warpfold.run import relax_files
 from warpfold.run.params import read_params
 from warpfold.run.predict import PredictOptions, predict, read_queries
 from warpfold.run.predict_templates import TemplateSources, files_of_chains
-from warpfold.run.predictor import Predictor, load
+from warpfold.run.predictor import Predictor, Prepared, load
 from warpfold.run.queries import ComplexQuery, FoldQuery, with_templates
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
@@ -149,15 +148,15 @@ def test_a_ranked_run_continues_where_it_was_stopped(
     ranked: tuple[Path, Path, dict[str, Any]], params: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, out, summary = ranked
-    before, one, lost = written(out), module.fold_one, summary["predictions"][2]
+    before, one, lost = written(out), Predictor.compute, summary["predictions"][2]
     (out / lost["folder"] / lost["files"]["mmcif"]).unlink()
     folded = []
 
-    def counted(predictor: Predictor, *args: Any) -> Any:
-        folded.append(args[2].seed)
-        return one(predictor, *args)
+    def counted(predictor: Predictor, prepared: Prepared, *args: Any) -> Any:
+        folded.append(prepared.seed)
+        return one(predictor, prepared, *args)
 
-    monkeypatch.setattr(module, "fold_one", counted)
+    monkeypatch.setattr(Predictor, "compute", counted)
     again = fold_ranked(folder, params)
     assert folded == [lost["seed"]]
     assert [entry["folder"] for entry in again["predictions"]] == [entry["folder"] for entry in summary["predictions"]]
@@ -178,14 +177,14 @@ def test_force_takes_away_all_that_a_ranked_run_made(tmp_path: Path, fasta: Path
 def test_one_prediction_failing_leaves_the_others_ranked(
     tmp_path: Path, fasta: Path, params: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    fold = Predictor.fold_example
+    fold = Predictor.compute
 
-    def failing(self: Predictor, *args: Any, seed: int, **more: Any) -> Any:
-        if seed == 1:
+    def failing(self: Predictor, prepared: Prepared, *args: Any) -> Any:
+        if prepared.seed == 1:
             raise RuntimeError("out of memory")
-        return fold(self, *args, seed=seed, **more)
+        return fold(self, prepared, *args)
 
-    monkeypatch.setattr(Predictor, "fold_example", failing)
+    monkeypatch.setattr(Predictor, "compute", failing)
     arguments = [fasta, "--params", params["first"], "--seeds", 2, "--recycles", 0, "--out", tmp_path / "out"]
     code, out, err = run_cli(capsys, *arguments)
     assert code == 1

@@ -20,7 +20,7 @@ from warpfold.model.weights import save_params
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run.predict import PredictOptions, predict
-from warpfold.run.predictor import Predictor
+from warpfold.run.predictor import Predictor, Prepared
 
 LONG, SHORT = "MKTAYIAKQRQISFVKSHFSR", "GS"  # fewer residues than ranks
 A3M = f">long\n{LONG}\n>a\nMKTAYIAKQRQaaISFVK----L\n>b\n-KTAYLAKQRQISFVRSHFS-\n"
@@ -140,14 +140,14 @@ def test_no_rank_holds_a_whole_pair_tensor() -> None:
 def test_bad_input_is_one_proteins_failure_on_all_ranks_and_trouble_is_the_end(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fold = Predictor.fold
+    fold = Predictor.compute
 
-    def refused(self: Predictor, sequence: str, *args: Any, **more: Any) -> Any:
-        if sequence == LONG:
+    def refused(self: Predictor, prepared: Prepared, *args: Any) -> Any:
+        if prepared.assembly.name == "long":
             raise UserError("long: cannot be folded")
-        return fold(self, sequence, *args, **more)
+        return fold(self, prepared, *args)
 
-    monkeypatch.setattr(Predictor, "fold", refused)
+    monkeypatch.setattr(Predictor, "compute", refused)
     summaries = folded_on_ranks(folder, folder / "middle.safetensors", tmp_path / "out", 2)
     assert [s["failures"] for s in summaries] == [[{"name": "long", "error": "long: cannot be folded"}]] * 2
     assert [entry["name"] for entry in summaries[1]["predictions"]] == ["short"]
@@ -157,10 +157,10 @@ def test_bad_input_is_one_proteins_failure_on_all_ranks_and_trouble_is_the_end(
             raise MemoryError("no memory")
         return fold(self, *args, **more)
 
-    monkeypatch.setattr(Predictor, "fold", short_of_memory)
+    monkeypatch.setattr(Predictor, "compute", short_of_memory)
     with pytest.raises(RankError, match="no memory"):
         folded_on_ranks(folder, folder / "middle.safetensors", tmp_path / "other", 2)
-    monkeypatch.setattr(Predictor, "fold", fold)
+    monkeypatch.setattr(Predictor, "compute", fold)
     summaries = folded_on_ranks(folder, folder / "middle.safetensors", tmp_path / "other", 2)  # it goes on
     assert [summary["status"] for summary in summaries] == ["complete"] * 2
 

@@ -14,6 +14,7 @@ from warpfold.cli.common import (
     Device,
     Force,
     Lists,
+    Memory,
     Precision,
     Seed,
     Strict,
@@ -21,6 +22,7 @@ from warpfold.cli.common import (
     argument,
     decides,
     device_of,
+    plans_said,
     reads,
     runs,
     say_refused,
@@ -28,6 +30,7 @@ from warpfold.cli.common import (
     writes,
 )
 from warpfold.cli.relax import Relax, RelaxOption, relax_predictions, relaxed_line
+from warpfold.errors import UserError
 from warpfold.progress import progress_bar
 
 Query = Annotated[
@@ -72,7 +75,26 @@ Ensemble = Annotated[int | None, decides("Samples of the alignment that each pas
 MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)]
 MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
 Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")]
-Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits.", min=0)]
+Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits and is fast.", min=0)]
+Offloaded = Annotated[
+    bool | None,
+    runs(
+        "Whether the pair representation lies in host memory; default: where nothing else fits.",
+        "--offload/--no-offload",
+        show_default=False,
+    ),
+]
+Batch = Annotated[
+    str,
+    runs("Short single chains that share a pass of the model, at most; auto: where that was measured to help."),
+]
+Shard = Annotated[
+    str | None, runs("I/N: only the I-th of N parts, for job arrays that share --out; the last writes the summary.")
+]
+PredictWorkers = Annotated[
+    int, runs("Processes that each keep the model; of several GPUs each takes its own.", "--workers", min=1)
+]
+Cluster = Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786, whose workers fold.")]
 TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations; bf16_all: of what follows it too.")]
 
 
@@ -80,7 +102,8 @@ TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations
     cls=Lists,
     epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
     "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
-    "--params params_model_*_multimer_v3.npz --seeds 2 --out folded",
+    "--params params_model_*_multimer_v3.npz --seeds 2 --out folded\n\n"
+    "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded",
 )
 def predict(
     query: Query,
@@ -101,9 +124,15 @@ def predict(
     representations: Representations = False,
     device: Device = None,
     chunk: Chunk = None,
+    offload: Offloaded = None,
+    memory: Memory = None,
     precision: TrunkPrecision = Precision.fp32,
     axial: Axial = None,
     branch: Branch = None,
+    batch: Batch = "auto",
+    workers: PredictWorkers = 1,
+    shard: Shard = None,
+    cluster: Cluster = None,
     strict: Strict = False,
     relax: RelaxOption = Relax.none,
     force: Force = False,
@@ -112,28 +141,49 @@ def predict(
     """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report.
 
     With several --params or --seeds, the predictions of each protein are ranked.
-    Long ones on several processes, under torchrun: docs/parallel.md.
+    Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.
     """
+    from warpfold.bulk import JobPart
     from warpfold.parallel.plan import Plan
     from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run import predict as prediction
     from warpfold.run.predict_templates import TemplateSources
+    from warpfold.run.share import Share
+    from warpfold.tune.machine import parse_memory
 
+    part = JobPart.parse(shard) if shard is not None else JobPart(1, 1)
     sources = TemplateSources(
         files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
     process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
         seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
         max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
-        representations=representations, force=force, kernels="strict" if strict else "fast",
+        representations=representations, force=force, kernels="strict" if strict else "fast", batch=_most(batch),
+        offload=offload, memory=None if memory is None else parse_memory(memory),
     )  # fmt: skip
-    bar, plan = progress_bar() if process.rank == 0 else nullcontext(), Plan(axial=axial or 1, branch=branch or 1)
-    with distributed_context(process, plan, options.device or "cpu") as team, bar as progress:
-        summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team)
+    share = Share(part=part, workers=workers, cluster=cluster)
+    bar = progress_bar(remaining=False) if process.rank == 0 else nullcontext()
+    # Without either, how the processes share out the proteins is chosen when these are known.
+    plan = None if axial is None and branch is None else Plan(axial=axial or 1, branch=branch or 1)
+    with distributed_context(process, plan, options.device or "cpu") as team, bar as progress, plans_said(process):
+        summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team, share)
     if team.is_rank_zero:
-        summary = relax_predictions(summary, out, relax, options.device)
+        if summary["status"] != "running":
+            summary = relax_predictions(summary, out, relax, options.device)
         _say(summary, out, as_json)
+        if summary["status"] == "running":
+            then = f", then `warpfold relax {out}`" if relax != Relax.none else ""
+            typer.echo(f"part {part} is done; the last part writes {out / 'summary.json'}{then}", err=True)
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
+
+
+def _most(batch: str) -> int | None:
+    """Return how many queries may share a pass; None for "auto".  Errors: UserError for anything else."""
+    if batch == "auto":
+        return None
+    if not (batch.isdecimal() and len(batch) < 6 and int(batch) > 0):
+        raise UserError(f"--batch {batch}: a number from 1 on, or auto")
+    return int(batch)
 
 
 def _lacks_templates(entry: dict[str, Any]) -> bool:
@@ -150,7 +200,7 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
         typer.echo(_line(entry, out))
         if "relaxed" in entry:
             typer.echo(relaxed_line(f"{entry['name']} relaxed", entry["relaxed"]))
-    if not as_json:
+    if not as_json and summary["status"] != "running":
         typer.echo(f"report: {out / 'report.html'}")
     about: dict[str, list[str]] = {}
     for name, warnings in summary["input_warnings"].items():

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 INK, GREY, RULE, BLUE, AMBER = "#1c2733", "#66717d", "#d5dbe1", "#1f6fb4", "#d9820f"
 
@@ -231,6 +232,23 @@ def _name_moments(axes: Axes, names: Sequence[str]) -> None:
     axes.tick_params(axis="x", labelrotation=40, labelsize=8)
     for label in axes.get_xticklabels():
         label.set_horizontalalignment("right")
+
+
+@mpl.rc_context(STYLE)
+def draw_seconds(residues: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> str:
+    """Draw the seconds that each protein took against its residues, by what took them, both axes by powers."""
+    figure, axes = _canvas(4.7, 3.1)
+    for (what, taken), color, marker in zip(seconds.items(), (BLUE, AMBER), "os"):
+        at_least = np.maximum(np.asarray(taken, float), 1e-3)  # as they are rounded
+        axes.scatter(residues, at_least, s=11, color=color, alpha=0.55, linewidth=0, marker=marker, label=what)
+    axes.set(xlabel="residues", ylabel="seconds", xscale="log", yscale="log")
+    axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    _legend(axes)
+    _grid(axes)
+    return _svg(figure, "seconds of each protein against its residues")
 
 
 @mpl.rc_context(STYLE)

@@ -266,8 +266,8 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file; name a folder for the output")
-    drafts = ".summary.json."  # of `write_atomically`: all that a run leaves if it is killed at its very beginning
-    if not folder.is_dir() or all(file.name.startswith(drafts) for file in folder.iterdir()):
+    drafts = ".summary.json."  # of `write_atomically`; with the journal all that a run leaves if it is killed at once
+    if not folder.is_dir() or all(f.name == "journal" or f.name.startswith(drafts) for f in folder.iterdir()):
         return None
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

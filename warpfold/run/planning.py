@@ -1,6 +1,7 @@
 """Plans as they are made when the command line folds or trains: for what is free at that moment, and said in a line."""
 
 import logging
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -144,11 +145,12 @@ class FoldPlanner:
 
 
 def sizes_of_batch(batch: Batch) -> ExampleSizes:
-    """Return the sizes of an example that is ready for the model."""
+    """Return the sizes of an example that is ready for the model; of several together, of one that is as large as all."""
     clusters, residues = batch["bert_mask"].shape[-2:]
     extra = batch["extra_rows"].shape[-1] if "extra_rows" in batch else batch["extra_msa"].shape[-2]
     templates = batch["template_aatype"].shape[-2] if "template_aatype" in batch else 0
-    return ExampleSizes(residues=residues, sequences=clusters, extra=extra, templates=templates)
+    side = math.ceil(math.prod(batch["aatype"].shape[:-1]) ** 0.5)
+    return ExampleSizes(residues=side * residues, sequences=side * clusters, extra=side * extra, templates=templates)
 
 
 def grid_for(

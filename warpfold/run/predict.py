@@ -5,7 +5,8 @@ import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -17,23 +18,22 @@ from warpfold import __version__
 from warpfold.data.example.templates import TemplateOutcome, count_refusals
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe
-from warpfold.ops.dispatch import Kernels, refusals
+from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.team import Team
 from warpfold.progress import Progress, no_progress
+from warpfold.run.folder import PredictionFolder
+from warpfold.run.folding import FoldItem, ModelInMemory, in_groups
 from warpfold.run.interfaces import describe, find_interfaces
-from warpfold.run.outputs import Prediction, claim_folder, remove_prediction, write_summary
+from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params, read_params
+from warpfold.run.plan_report import check_fits, sizes_of_query
+from warpfold.run.planning import grid_for
 from warpfold.run.predict_templates import TemplateSources
-from warpfold.run.predictor import Predictor, load
-from warpfold.run.queries import ComplexQuery, FoldQuery, Query, read_queries, with_templates
-from warpfold.run.ranking import copy_by_rank, rank_predictions, remove_copies
-from warpfold.run.report import prediction_report, write_report
+from warpfold.run.queries import ComplexQuery, Query, read_queries, with_templates
 from warpfold.run.sanity import check_geometry
+from warpfold.run.share import Share, fold_shared
 
 FORMAT = "warpfold-predictions-1"
-
-# What may fail for one prediction while the others go on: numbers, memory (torch.OutOfMemoryError is a RuntimeError).
-FAILURES = (UserError, RuntimeError, MemoryError, ArithmeticError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,10 @@ class PredictOptions:
     max_msa: int | None = None  # rows of the clustered and of the extra alignment; None: as the parameters were trained
     max_extra: int | None = None
     device: str | None = None  # None: the first GPU, or the CPU
+    batch: int | None = None  # queries in one pass, at most; None: where it is faster (run/folding.py)
     chunk: int | None = None  # rows computed at a time; None: what fits, 0: all
+    offload: bool | None = None  # whether z lies in host memory; None: where nothing else fits
+    memory: int | None = None  # bytes of the device that may be used at most; None: what is free
     precision: Literal["fp32", "bf16", "bf16_all", "fp16"] = "fp32"
     kernels: Kernels = "fast"  # as Plan.kernels
     representations: bool = False  # keep them in the .npz
@@ -69,26 +72,6 @@ class PredictOptions:
         }
 
 
-class ModelInMemory:
-    """The model that folds: the parameters of one are given up before those of the next are loaded."""
-
-    def __init__(self, options: PredictOptions, team: Team) -> None:
-        self.options, self.team = options, team
-        self._name: str | None = None
-        self._predictor: Predictor | None = None
-
-    def load(self, params: Params) -> Predictor:
-        """Return the predictor of a model.  Errors: UserError as in `run.predictor.load`."""
-        if self._predictor is None or self._name != params.name:
-            self._predictor = None
-            o, settings = self.options, self.options.of(params)
-            self._predictor = load(params.path, o.device, o.chunk, o.precision, team=self.team, kernels=o.kernels)
-            rows = {name: settings[name] for name in ("max_msa", "max_extra")}
-            self._predictor.sample = replace(params.sample, **rows)
-            self._name = params.name
-        return self._predictor
-
-
 def predict(
     query: Path,
     msas: Sequence[Path],
@@ -98,102 +81,64 @@ def predict(
     progress: Progress | None = None,
     templates: TemplateSources | None = None,
     team: Team | None = None,
+    share: Share | None = None,
 ) -> dict[str, Any]:
     """Fold every query of a file into `out`, with each of the parameters and seeds; return `out/summary.json`.
 
     A prediction that fails is named under "failures" and the others go on.  A run that was stopped continues: what is
     done is kept.  team: processes that share each protein; all call this, and rank 0 writes.  An error on one of them,
     other than bad input, ends the run.
-    Errors: UserError for bad input (then nothing is written), or an `out` that holds something else.
+    share: who folds.  As long as others have parts to fold, what is returned is "running", and not that in the folder:
+    its predictions and failures are those of this part.
+    Errors: UserError for bad input (then nothing is written), or an `out` that holds something else or where another
+    process works on the same.
     """
-    options = options or PredictOptions()
-    tell = progress or no_progress
-    start, refused_before = time.perf_counter(), refusals()
-    team = team or Team()
+    options, tell, team, share = options or PredictOptions(), progress or no_progress, team or Team(), share or Share()
+    start = time.perf_counter()
     if team.process.ranks > 1 and (pipes := list(filter(is_given_pipe, (query, *msas)))):
         raise UserError(f"{pipes[0]}: is a pipe, which several processes cannot share; give a regular file")
+    share.check(team, options.device)
     models = read_params([params] if isinstance(params, Path) else params)
     queries = read_queries(query, msas, _together(models, options))
     _check_complexes(queries, models)
     total = len(models) * len(queries) * options.seeds
-    tell(0, total, "loading the parameters")
+    if team.mesh.data.size > 1:
+        _share_out(models, queries, options, team)
     memory = ModelInMemory(options, team)
-    predictor = memory.load(models[0])
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if share.is_here:
+        tell(0, total, "loading the parameters")
+        predictor = memory.load(models[0])
+        device = str(predictor.device)
+        check_fits(queries, models[0], options.recycles, predictor.planner.choose)
     if templates:
         tell(0, total, "looking at the templates")
         queries = with_templates(queries, templates, models)
-    summary = None
-    if team.is_rank_zero:
-        summary = _new_summary(queries, models, options, predictor)
-        _begin(out, summary, options.force)
-    summary = team.all_gather_object(summary, "the beginning of the run")[0]
-    _fold_all(memory, models, queries, out, options, summary, tell)
-    tell(total, total, "writing the report")
-    summary["status"] = "failed" if summary["failures"] else "complete"
-    summary |= {"seconds": round(time.perf_counter() - start, 3), "refused": refusals(refused_before)}
-    if team.is_rank_zero:
-        summary["predictions"], summary["ranking"] = rank_predictions(summary["predictions"])
-        if total > len(queries):
-            summary["predictions"] = copy_by_rank(out, summary["predictions"])
-        write_report(out / "report.html", prediction_report(out, summary))
-        write_summary(out, summary)
+    seeds = range(options.seed, options.seed + options.seeds)
+    items = [FoldItem(*one) for one in product(models, queries, seeds)]
+    folder = PredictionFolder(out, _new_summary(queries, models, options, device), items, share.part)
+    with closing(folder):
+        todo = None
+        if team.is_rank_zero:
+            batch = options.batch if team.process.ranks == 1 else 1
+            todo = folder.begin(in_groups(items, batch, device), options.force)
+        todo = team.all_gather_object(todo, "the beginning of the run")[0]
+        clock, refused = fold_shared(memory, folder.groups_of(todo), folder, share, keep, tell)
+        tell(total, total, "writing the report")
+        process = {"device": device, "seconds": round(time.perf_counter() - start, 3), **clock.summary()}
+        summary = folder.finish(process, refused) if team.is_rank_zero else None
     return team.all_gather_object(summary, "the end of the run")[0]
 
 
-def _fold_all(
-    memory: ModelInMemory,
-    models: Sequence[Params],
-    queries: Sequence[Query],
-    out: Path,
-    options: PredictOptions,
-    summary: dict[str, Any],
-    tell: Progress,
-) -> None:
-    """Fold what the summary does not have yet, and write it to the summary as soon as it is there.
-
-    Models come first, so that each is loaded once.
-    """
-    done = {(entry["name"], entry["model"], entry["seed"]) for entry in summary["predictions"]}
-    # If one rank fails in the middle of a protein, the others wait for it: the run cannot go on.
-    failures = FAILURES if memory.team.process.ranks == 1 else UserError
-    jobs = list(product(models, queries, range(options.seed, options.seed + options.seeds)))
-    for index, (model, query, seed) in enumerate(jobs):
-        tell(index, len(jobs), query.name)
-        if (query.name, model.name, seed) in done:
-            continue
-        predictor = memory.load(model)
-        label: dict[str, Any] = {"model": model.name, "seed": seed} if len(jobs) > len(queries) else {}
-        try:
-            entry = fold_one(predictor, query, out, replace(options, seed=seed), label.get("model", ""))
-            summary["predictions"] += [entry | {"model": model.name}] if entry else []
-        except failures as error:
-            summary["failures"].append({"name": query.name, **label, "error": _one_line(error)})
-        if memory.team.is_rank_zero:
-            write_summary(out, summary)
-
-
-def fold_one(
-    predictor: Predictor, query: Query, out: Path, options: PredictOptions, model: str = ""
-) -> dict[str, Any] | None:
-    """Fold one query with `options.seed` and write its folder; return its entry in the summary.
-
-    model: where several predictions of each query are made, the name of the model.  Returns None where another rank
-    writes.
-    """
-    how: dict[str, Any] = {
-        "seed": options.seed,
-        "recycles": options.recycles,
-        "ensemble": options.ensemble,
-        "representations": options.representations,
-    }
-    if isinstance(query, FoldQuery):
-        prediction = predictor.fold(query.sequence, query.alignment, query.templates, name=query.name, **how)
-    else:
-        prediction = predictor.fold_example(query.assembly, **how)
-    if not predictor.team.is_rank_zero:
-        return None
-    prediction = replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes])
-    return keep(prediction, out, f"{model}_seed_{options.seed}" if model else "", query.warnings)
+def _share_out(models: Sequence[Params], queries: Sequence[Query], options: PredictOptions, team: Team) -> None:
+    """Have the processes share each protein, or fold others, as is fastest; they have met without a plan."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    config, sample, recycles = models[0].config, models[0].sample, options.recycles
+    sizes = [sizes_of_query(query, config, sample, whole=False) for query in queries] * (len(models) * options.seeds)
+    fixed = {"precision": options.precision, "kernels": options.kernels}
+    fixed |= {} if options.chunk is None else {"chunk": options.chunk or None}
+    recycles = config.recycles if recycles is None else recycles
+    team.remesh(grid_for(config, sizes, recycles, device, fixed, options.memory, team))
 
 
 def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[str] = ()) -> dict[str, Any]:
@@ -291,7 +236,7 @@ def _check_complexes(queries: Sequence[Query], models: Sequence[Params]) -> None
 
 
 def _new_summary(
-    queries: Sequence[Query], models: Sequence[Params], options: PredictOptions, predictor: Predictor
+    queries: Sequence[Query], models: Sequence[Params], options: PredictOptions, device: str
 ) -> dict[str, Any]:
     settings = {"seed": options.seed, "seeds": options.seeds, **options.of(models[0])}
     return {
@@ -301,7 +246,7 @@ def _new_summary(
         "params": models[0].summary(),
         "models": [{"name": model.name, **model.summary(), **options.of(model)} for model in models],
         "settings": settings,
-        "device": str(predictor.device),
+        "device": device,
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "input_warnings": {query.name: list(query.warnings) for query in queries if query.warnings},
         "predictions": [],
@@ -320,24 +265,3 @@ def _run_digest(queries: Sequence[Query], models: Sequence[Params], options: Pre
         for part in query.parts():
             digest.update(part)
     return digest.hexdigest()
-
-
-def _begin(out: Path, summary: dict[str, Any], force: bool) -> None:
-    """Take over `out`: keep the predictions of an earlier run if it is the same, delete them if not.
-
-    Other files that somebody put into their folders stay.
-    """
-    earlier = claim_folder(out, FORMAT, summary["run"], force) or {}
-    for entry in earlier.get("predictions", []):
-        folder = out / entry["folder"]
-        if earlier.get("run") == summary["run"] and all((folder / f).is_file() for f in entry["files"].values()):
-            summary["predictions"].append(entry)
-        elif all(part == file_name(part) for part in Path(entry["folder"]).parts):
-            remove_prediction(folder, entry["name"])
-            remove_copies(out, entry)
-    write_summary(out, summary)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text[:300]}"

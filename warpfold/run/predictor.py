@@ -3,7 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warpfold.batch import Batch, to_tensors
+from warpfold.batch import Batch, stack, to_tensors
 from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
@@ -186,29 +187,63 @@ class Predictor:
             except (RuntimeError, MemoryError) as error:
                 planned = self.planner.after(planned, error)
             release_memory(self.device)  # the error, and what it held, is gone
-        assembly = prepared.assembly
-        details = {
+        details = self._details(prepared, recycles, time.perf_counter() - start) | {"plan": dict(planned.details)}
+        return replace(prediction, details=details)
+
+    def compute_together(self, several: Sequence["Prepared"], representations: bool = True) -> list[Prediction]:
+        """Run the model once on single chains, padded to the largest; each has the result that it has alone.
+
+        To rounding: products of other sizes may sum in another order.
+        Errors: ValueError for complexes, for other recycles or ensembles, and where recycling may end early.
+        """
+        start, first, settings = time.perf_counter(), several[0], self.model.config
+        if settings.multimer is not None or self._tolerance is not None:
+            raise ValueError("complexes, and recycling that ends early, cannot share a pass")
+        if len({(one.recycles, one.ensemble) for one in several}) > 1:
+            raise ValueError("what shares a pass needs the same recycles and ensemble")
+        batch = stack([one.batch for one in several])
+        planned = self.plan(replace(first, batch=batch), representations)
+        with self._running(planned.plan, first.ensemble):
+            folded = self.model.fold(batch, first.recycles)
+            sizes = [one.batch["msa_mask"].shape[-2:] for one in several]
+            alone = [part.without_padding(*size) for part, size in zip(folded.unbind(), sizes)]
+            found = [self._prediction(one, part, representations, False) for one, part in zip(several, alone)]
+        seconds = (time.perf_counter() - start) / len(several)
+        more = {"together": len(several), "plan": dict(planned.details)}
+        details = [self._details(one, folded.recycles, seconds) | more for one in several]
+        return [replace(prediction, details=one) for prediction, one in zip(found, details)]
+
+    def _details(self, prepared: "Prepared", recycles: int, seconds: float) -> dict[str, Any]:
+        """Return what the summary says of how an example was folded, in so many seconds."""
+        return {
             "seed": prepared.seed,
             "recycles": recycles,
             "ensemble": prepared.ensemble,
-            **_depths(assembly),
-            "templates": self._used_templates(assembly),
-            "plan": dict(planned.details),
-            "seconds": {"features": round(prepared.seconds, 3), "model": round(time.perf_counter() - start, 3)},
+            **_depths(prepared.assembly),
+            "templates": self._used_templates(prepared.assembly),
+            "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
         }
-        return replace(prediction, details=details)
 
     def _fold(
         self, prepared: "Prepared", plan: Plan, representations: bool, distogram: bool
     ) -> tuple[int, Prediction]:
+        with self._running(plan, prepared.ensemble):
+            folded = self.model.fold(prepared.batch, prepared.recycles)
+            return folded.recycles, self._prediction(prepared, folded, representations, distogram)
+
+    @property
+    def _tolerance(self) -> float | None:
+        return self.model.config.recycle_tolerance if self.recycle_tolerance is None else self.recycle_tolerance
+
+    @contextmanager
+    def _running(self, plan: Plan, ensemble: int) -> Iterator[None]:
+        """Have the model run as a plan says, with the settings of a prediction, and without gradients."""
         Execution(plan, self.team.mesh).bind(self.model)
         settings = self.model.config
-        tolerance = settings.recycle_tolerance if self.recycle_tolerance is None else self.recycle_tolerance
-        self.model.config = replace(settings, ensemble=prepared.ensemble, recycle_tolerance=tolerance)
+        self.model.config = replace(settings, ensemble=ensemble, recycle_tolerance=self._tolerance)
         try:
             with torch.no_grad():
-                folded = self.model.fold(prepared.batch, prepared.recycles)
-                return folded.recycles, self._prediction(prepared, folded, representations, distogram)
+                yield
         finally:
             self.model.config = settings
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.complexes import assemble, read_complexes, search_names
-from warpfold.data.example.raw_example import RawExample, Templates
+from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
 from warpfold.data.example.templates import TemplateOutcome
 from warpfold.data.formats.alignment import Alignment, merge, without_pairing
 from warpfold.data.formats.chain_alignments import read_chain_alignments
@@ -38,6 +38,19 @@ class FoldQuery:
     outcomes: Sequence[TemplateOutcome] = ()
     warnings: Sequence[str] = ()
 
+    @property
+    def residues(self) -> int:
+        return len(self.sequence)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of the alignment."""
+        return len(self.alignment)
+
+    def example(self) -> RawExample:
+        """Encode it; with a deep alignment this takes a while."""
+        return replace(from_sequence(self.sequence, [self.alignment], self.name), templates=self.templates)
+
     def parts(self) -> Iterator[bytes]:
         """Yield all that decides what is predicted."""
         yield f"{self.name}\n{self.sequence}\n".encode()
@@ -56,6 +69,19 @@ class ComplexQuery:
     @property
     def name(self) -> str:
         return self.assembly.name
+
+    @property
+    def residues(self) -> int:
+        return self.assembly.length
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of the alignments of the chains, copies counted once."""
+        return sum({chain.sequence: chain.depth for chain in self.chains}.values())
+
+    def example(self) -> Assembly:
+        """Return the chains, encoded as they are."""
+        return self.assembly
 
     @property
     def chains(self) -> tuple[RawExample, ...]:

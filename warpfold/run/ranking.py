@@ -18,8 +18,10 @@ def rank_predictions(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, A
     """
     ranked: list[Entry] = []
     ranking = {}
-    for name in dict.fromkeys(entry["name"] for entry in entries):
-        own = [entry for entry in entries if entry["name"] == name]
+    by_name: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_name.setdefault(entry["name"], []).append(entry)
+    for name, own in by_name.items():
         by_tm = all(entry.get("iptm") is not None for entry in own)
         if not by_tm:
             own = [entry | {"ranking_confidence": entry["mean_plddt"]} for entry in own]

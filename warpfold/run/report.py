@@ -21,6 +21,7 @@ from warpfold.run import figures
 HERE = Path(__file__).parent
 DRAWN = 40  # predictions that the report of `predict` draws; its table lists all
 DRAWN_OF_EACH = 5  # of one protein or complex, the best
+LENGTHS = 10  # different ones, from which on time is drawn against length
 ENERGIES = ("energy_before", "energy_after")  # of a relaxation
 INTERFACE_HEADER = ("interface", "ipTM", "interface pLDDT", "contacts")
 
@@ -205,6 +206,8 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         text = "NAME_templates.json in the protein's folder has the outcome of every template that was offered."
         header = ["protein", "template", "residues", "identity", "note"]
         sections.append(Section("Templates", text, table=ReportTable(header, offered)))
+    if len({entry["length"] for entry in entries}) >= LENGTHS:
+        sections.append(_seconds(entries, summary.get("processes", ())))
     facts = [] if alone else [("proteins folded", str(len(best)))]
     if failures:
         facts.append(("failed", str(len(failures))))
@@ -262,6 +265,24 @@ def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping
         rows.append([*row, _score(e["ptm"])])
     text = f"Best first, by {' or '.join(measures)}."
     return Section("Ranking", text, table=ReportTable([*header, *(["ipTM"] if complexes else []), "pTM"], rows))
+
+
+def _seconds(entries: Sequence[Mapping[str, Any]], processes: Sequence[Mapping[str, Any]]) -> Section:
+    """Return how long predictions took, against their length, and what the devices waited for."""
+    seconds = {kind: [entry["seconds"][kind] for entry in entries] for kind in ("model", "features")}
+    residues = [entry["length"] for entry in entries]
+    each = 1e3 * sum(seconds["model"]) / sum(residues)
+    text = f"{sum(residues)} residues, {each:.3g} ms of the model each. "
+    text += "Proteins that shared a pass share its seconds alike. " if any("together" in e for e in entries) else ""
+    names = {"computing": "computing", "waiting_for_features": "for features", "waiting_for_files": "for files"}
+    total = {key: sum(one.get(key, 0.0) for one in processes) for key in names}
+    if whole := sum(total.values()):
+        waits = ", ".join(f"{total[key]:.1f} s {name}" for key, name in names.items() if key != "computing")
+        share = 1 - total["computing"] / whole
+        text += f"Of {whole:.0f} s in the last runs' loops the model computed {total['computing']:.0f} s "
+        text += f"and waited {share:.1%}: {waits}."
+    figure = figures.draw_seconds(residues, {"model": seconds["model"], "features": seconds["features"]})
+    return Section("Time", text, [(figure, "Each dot is a prediction; features are made while another one computes.")])
 
 
 def _relaxed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
