@@ -106,8 +106,8 @@ def _status(proc: Path, name: str) -> int:
 class _Mallinfo(ctypes.Structure):
     """`struct mallinfo2` of malloc.h."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in
-                ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keep")]  # fmt: skip
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def _kept(proc: Path) -> int:

@@ -11,10 +11,10 @@ from tests.ranks import run_ranks
 from warpfold.batch import Batch
 from warpfold.host import fetch
 from warpfold.model import confidence
+from warpfold.model.alphafold import AlphaFold
 from warpfold.model.confidence import predicted_errors
 from warpfold.model.heads import DistogramHead, LogitsHead, distogram_breaks, pae_breaks
 from warpfold.parallel.collectives import local_shard
-from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan

@@ -1,7 +1,6 @@
-"""Predictions and trainings by chosen plans: what runs out of memory goes on tighter, what cannot fit is refused at once."""
+"""Chosen plans: what runs out of memory goes on with a tighter one, what cannot fit is refused at once."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def fasta(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def formulas(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     """A protein of n residues needs n x 1 MB whole, and half of it as rows that are computed at a time."""
 
     def memory(job: Any, plan: Any, kind: str = "cpu") -> MemoryEstimate:
@@ -53,7 +52,6 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(planner, "upper_bound", lambda job, plan: memory(job, plan))
     monkeypatch.setattr(planner, "with_margin", lambda size, kind: size)
     monkeypatch.setattr(Machine, "rates", lambda *given: None)
-    yield
 
 
 class Failing:
@@ -96,7 +94,9 @@ def test_what_fails_at_the_tightest_leaves_the_others_be(
     failing = Failing(monkeypatch, fits=0)
     fold = failing.fold
     monkeypatch.setattr(
-        AlphaFold, "fold", lambda model, batch, n: failing(model, batch, n) if batch["aatype"].shape[-1] > 12 else fold(model, batch, n)
+        AlphaFold,
+        "fold",
+        lambda model, batch, n: failing(model, batch, n) if batch["aatype"].shape[-1] > 12 else fold(model, batch, n),
     )
     summary = predict(fasta, [], params, tmp_path / "out", PredictOptions(device="cpu", batch=1))
     assert [entry["name"] for entry in summary["predictions"]] == ["short"]
@@ -119,14 +119,20 @@ def refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int
 
 
 def test_what_fits_nowhere_is_refused_before_anything_is_computed(
-    params: Path, fasta: Path, tmp_path: Path, formulas: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    params: Path,
+    fasta: Path,
+    tmp_path: Path,
+    formulas: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(AlphaFold, "fold", lambda *given: pytest.fail("it ran"))
     command = ["predict", str(fasta), "--params", str(params), "--out", str(tmp_path / "out"), "--device", "cpu"]
     code, said = refused([*command, "--memory", "2MB"], capsys)
     assert code == 2
     assert said.splitlines()[-1].startswith("error: folding 10 residues")
-    assert "what would fit: " in said and "residues" in said
+    assert "what would fit: " in said
+    assert "residues" in said.partition("what would fit")[2]
     assert not (tmp_path / "out").exists()
 
 
@@ -176,7 +182,19 @@ def test_bad_input_of_plan_is_one_line(given: list[str], why: str, capsys: pytes
 def test_plan_says_what_a_query_needs(
     params: Path, fasta: Path, tmp_path: Path, formulas: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["plan", str(fasta), "--params", str(params), "--memory", "6MB", "--device", "H100", "--devices", "2", "--json"]
+    command = [
+        "plan",
+        str(fasta),
+        "--params",
+        str(params),
+        "--memory",
+        "6MB",
+        "--device",
+        "H100",
+        "--devices",
+        "2",
+        "--json",
+    ]
     with pytest.raises(SystemExit) as end:
         main(command)
     found = json.loads(capsys.readouterr().out)
@@ -223,7 +241,9 @@ def test_a_run_goes_on_with_the_plan_it_began_with(
     first, said = planning.plan_training(given, tmp_path / "run", "cpu")
     assert (first.plan.recompute, said.split(":")[0]) == (None, "whole")
     monkeypatch.setattr(
-        planner, "estimate_memory", lambda job, plan, kind: MemoryEstimate(peak=9 if plan.recompute else 10**6, weights=0, features=0)
+        planner,
+        "estimate_memory",
+        lambda job, plan, kind: MemoryEstimate(peak=9 if plan.recompute else 10**6, weights=0, features=0),
     )
     monkeypatch.setattr(planner, "upper_bound", lambda job, plan: MemoryEstimate(peak=10**6, weights=0, features=0))
     free["free"] = 100
@@ -234,7 +254,9 @@ def test_a_run_goes_on_with_the_plan_it_began_with(
     free["free"] = 10**12
     again, said = planning.plan_training(given, tmp_path / "run", "cpu")
     assert (again, said) == (tight, f"blocks recomputed, as in {tmp_path / 'run/settings.toml'}")
-    other, _ = planning.plan_training(load_settings(tmp_path / "tiny.toml", ["plan.recompute=layer"]), tmp_path / "run", "cpu")
+    other, _ = planning.plan_training(
+        load_settings(tmp_path / "tiny.toml", ["plan.recompute=layer"]), tmp_path / "run", "cpu"
+    )
     assert other.plan.recompute == "layer"
 
 
@@ -257,11 +279,13 @@ def cgroup(folder: Path, lines: str, files: dict[str, str]) -> int:
     [
         ("", {}, 8_192_000_000),
         ("0::/\n", {"memory.max": "max\n", "memory.current": "5\n"}, 8_192_000_000),
-        ("0::/a/b\n", {"a/memory.max": "5000", "a/memory.current": "2000", "a/memory.stat": "anon 1\ninactive_file 300\n"}, 3300),
+        ("0::/a/b\n", {"a/memory.max": "5000", "a/memory.current": "2000",
+                       "a/memory.stat": "anon 1\ninactive_file 300\n"}, 3300),
         ("0::/elsewhere\n", {"memory.max": "5000", "memory.current": "2000"}, 3000),
         ("4:memory:/x\n", {"memory/memory.limit_in_bytes": "7000", "memory/memory.usage_in_bytes": "1000",
                            "memory/memory.stat": "total_inactive_file 500\n"}, 6500),
-        ("4:memory:/\n", {"memory/memory.limit_in_bytes": str(2**63), "memory/memory.usage_in_bytes": "1"}, 8_192_000_000),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": str(2**63),
+                          "memory/memory.usage_in_bytes": "1"}, 8_192_000_000),
     ],
 )  # fmt: skip
 def test_the_limit_of_a_cgroup_counts(tmp_path: Path, lines: str, files: dict[str, str], expected: int) -> None:
@@ -269,7 +293,7 @@ def test_the_limit_of_a_cgroup_counts(tmp_path: Path, lines: str, files: dict[st
 
 
 def test_this_machine_has_free_memory() -> None:
-    assert 0 < free_memory("cpu")
+    assert free_memory("cpu") > 0
 
 
 def test_devices_without_a_name_have_no_rates() -> None:

@@ -34,7 +34,9 @@ def job(residues: int = 2048, **more: Any) -> Job:
 
 
 def training(blocks: int = 8, accumulate: int = 4) -> Job:
-    model = tiny_config(evoformer=EvoformerConfig(blocks=blocks, heads=2, c_outer=4, pair=PairConfig(c_triangle=4, heads=2)))
+    model = tiny_config(
+        evoformer=EvoformerConfig(blocks=blocks, heads=2, c_outer=4, pair=PairConfig(c_triangle=4, heads=2))
+    )
     return Job(model=model, sizes=sizes(256), recycles=1, loss=LossConfig(), optim=OptimConfig(accumulate=accumulate))
 
 
@@ -53,7 +55,11 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def time(job: Job, plan: Plan, rates: object) -> TimeEstimate:
         total = job.sizes.residues**2 / plan.axial**0.5 / (plan.precision == "bf16" or 0.5)
-        total *= 1 + (0 if plan.chunk is None else 2 / plan.chunk) + (plan.recompute is not None) * (0.5 - plan.keep_blocks / 20)
+        total *= (
+            1
+            + (0 if plan.chunk is None else 2 / plan.chunk)
+            + (plan.recompute is not None) * (0.5 - plan.keep_blocks / 20)
+        )
         return TimeEstimate(total + plan.offload * total, {}, "modelled")
 
     monkeypatch.setattr(planner, "estimate_memory", memory)
@@ -67,7 +73,8 @@ def free(size: int, **more: Any) -> Machine:
 
 
 @pytest.mark.parametrize(
-    ("of_z", "chunk", "offload"), [(6, None, False), (5.9, 512, False), (2.3, 128, False), (2.1, 32, False), (1.3, 32, True)]
+    ("of_z", "chunk", "offload"),
+    [(6, None, False), (5.9, 512, False), (2.3, 128, False), (2.1, 32, False), (1.3, 32, True)],
 )
 def test_the_fastest_that_fits_is_chosen(formulas: None, of_z: float, chunk: int | None, offload: bool) -> None:
     choice = choose(job(), free(int(of_z * 100 * 2048**2)))
@@ -77,7 +84,8 @@ def test_the_fastest_that_fits_is_chosen(formulas: None, of_z: float, chunk: int
 
 
 @pytest.mark.parametrize(
-    "fixed", [{"chunk": 100}, {"chunk": None}, {"offload": False}, {"precision": "bf16", "kernels": "definition"}, {"axial": 2}]
+    "fixed",
+    [{"chunk": 100}, {"chunk": None}, {"offload": False}, {"precision": "bf16", "kernels": "definition"}, {"axial": 2}],
 )
 def test_given_keys_stay(formulas: None, fixed: Mapping[str, Any]) -> None:
     for size in (3 * FREE, 10**12):
@@ -93,7 +101,9 @@ def test_keys_that_do_not_go_together_are_an_error(formulas: None) -> None:
 
 
 def test_what_fits_nowhere_is_refused_with_what_would_fit(formulas: None) -> None:
-    with pytest.raises(UserError, match=r"2,048 residues .* needs .* are free; what would fit: 4 devices; at most 1,\d\d\d residues") as said:
+    with pytest.raises(
+        UserError, match=r"2,048 residues .* needs .* are free; what would fit: 4 devices; at most 1,\d\d\d residues"
+    ) as said:
         choose(job(), free(int(0.8 * 100 * 2048**2)))
     assert "\n" not in str(said.value)
 
@@ -105,7 +115,7 @@ def test_a_plan_that_ran_out_is_followed_by_tighter_ones(formulas: None) -> None
         needs.append(choice.memory.peak)
         choice = tighter(choice)
     assert len(needs) > 4
-    assert needs == sorted(needs, reverse=True) and len(set(needs)) == len(needs)
+    assert needs == sorted(set(needs), reverse=True)
 
 
 def test_devices_share_an_example_only_where_that_is_faster_or_needed(formulas: None) -> None:
@@ -122,14 +132,16 @@ def test_a_training_keeps_as_much_as_fits(formulas: None) -> None:
     every = choose(training(), free(10**12)).plan
     assert (every.recompute, every.keep_blocks) == (None, 0)
     some = choose(training(), free(60 * z))
-    assert some.plan.recompute in ("block", "layer") and 0 < some.plan.keep_blocks < 7
+    assert some.plan.recompute in ("block", "layer")
+    assert 0 < some.plan.keep_blocks < 7
     more = planner.estimate(some.job, replace(some.plan, keep_blocks=some.plan.keep_blocks + 1), some.machine)
     assert more.peak > some.machine.free >= some.memory.peak
     least = choose(training(), free(11 * z)).plan
     assert (least.recompute, least.keep_blocks, least.offload) == ("layer", 0, False)
     assert choose(training(), free(7 * z)).plan.offload
     given = choose(training(), free(60 * z), {"keep_blocks": 0}).plan
-    assert given.keep_blocks == 0 and given.recompute is not None
+    assert given.keep_blocks == 0
+    assert given.recompute is not None
 
 
 def test_the_examples_of_a_step_are_shared_out_evenly(formulas: None) -> None:
@@ -161,7 +173,14 @@ def test_small_jobs_need_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.plan == Plan(threads=1)
 
 
-@pytest.mark.parametrize("one", [pytest.param(job(24), marks=pytest.mark.slow), pytest.param(job(200), marks=pytest.mark.slow), pytest.param(training(2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "one",
+    [
+        pytest.param(job(24), marks=pytest.mark.slow),
+        pytest.param(job(200), marks=pytest.mark.slow),
+        pytest.param(training(2), marks=pytest.mark.slow),
+    ],
+)
 def test_the_bound_is_one(one: Job) -> None:
     """What `upper_bound` says is more than the code holds."""
     assert estimate_memory(one, Plan(), "cpu").peak < upper_bound(one, Plan()).peak
@@ -183,5 +202,5 @@ def test_memory_has_a_unit(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["24", "-1GB", "0GB", "lots", "", "GB", "1e9GB", "24 G B", "nanGB"])
 def test_what_is_no_memory_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="--memory .*: not an amount of memory; give a number with its unit"):
+    with pytest.raises(UserError, match=r"--memory .*: not an amount of memory; give a number with its unit"):
         parse_memory(text)

@@ -38,19 +38,31 @@ def plan(
     target: Annotated[
         str, argument("What `predict` folds (FASTA, CSV, A3M ...), or what `train` reads: a TOML file or a preset.")
     ],
-    memory: Annotated[str | None, runs("Of each device: 24GB, 24GiB; default: what is free, or what it is sold with.")] = None,
+    memory: Annotated[
+        str | None, runs("Of each device: 24GB, 24GiB; default: what is free, or what it is sold with.")
+    ] = None,
     devices: Annotated[int, runs("How many there are.", min=1)] = 1,
-    device: Annotated[str | None, runs("cpu, cuda, or a GPU that is not here: A100, H100, H200, 'RTX 4090' ...")] = None,
-    residues: Annotated[list[int] | None, decides("Fold proteins of so many residues with the model of the settings.")] = None,
+    device: Annotated[
+        str | None, runs("cpu, cuda, or a GPU that is not here: A100, H100, H200, 'RTX 4090' ...")
+    ] = None,
+    residues: Annotated[
+        list[int] | None, decides("Fold proteins of so many residues with the model of the settings.")
+    ] = None,
     params: Annotated[Path | None, reads("Parameters that would fold; default: the model of monomer.")] = None,
-    msa: Annotated[list[Path] | None, reads("Alignments, as of `predict`; default: as many rows as the model takes.")] = None,
+    msa: Annotated[
+        list[Path] | None, reads("Alignments, as of `predict`; default: as many rows as the model takes.")
+    ] = None,
     recycles: Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)] = None,
     max_msa: Annotated[int | None, decides("Cluster centres of the alignment.", min=1)] = None,
     max_extra: Annotated[int | None, decides("Rows of the extra alignment.", min=1)] = None,
     templates: Annotated[int | None, decides("Templates of each protein.", min=0)] = None,
-    precision: Annotated[Precision | None, runs("Of the trunk's activations; default: as `predict` or the settings.")] = None,
+    precision: Annotated[
+        Precision | None, runs("Of the trunk's activations; default: as `predict` or the settings.")
+    ] = None,
     change: Change = None,
-    figure: Annotated[Path | None, writes("Picture of the memory over the run, by what holds it: .png or .svg.")] = None,
+    figure: Annotated[
+        Path | None, writes("Picture of the memory over the run, by what holds it: .png or .svg.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a prediction or a training needs and how long it takes, before it runs; nothing is computed.
@@ -67,7 +79,7 @@ def plan(
             raise UserError(f"--figure {figure}: a picture's name ends in {' or '.join(PICTURES)}")
         check_new(figure)
     machine = planned_machine(device, None if memory is None else parse_memory(memory), devices)
-    is_query = Path(target).is_dir() or Path(target).is_file() and Path(target).suffix != ".toml"
+    is_query = Path(target).is_dir() or (Path(target).is_file() and Path(target).suffix != ".toml")
     given = load_settings("monomer" if is_query else target, change or [])
     of_training = not is_query and not residues
     found = _targets(target if is_query else None, given, params, msa or [], residues or [], recycles)
@@ -131,7 +143,9 @@ def _say(report: dict[str, Any], figure: Path | None) -> None:
     for row in report["targets"]:
         typer.echo(f"{row['name']}: {row.get('said') or row['refused']}")
     largest = report["largest"]
-    typer.echo(f"\nplans of {largest['name']} ({', '.join(f'{size:,} {name}' for name, size in largest['sizes'].items())}):")
+    typer.echo(
+        f"\nplans of {largest['name']} ({', '.join(f'{size:,} {name}' for name, size in largest['sizes'].items())}):"
+    )
     rows = []
     for one in largest["plans"]:
         mark = "->" if one["chosen"] else ""
@@ -152,6 +166,6 @@ def _say(report: dict[str, Any], figure: Path | None) -> None:
 
 
 def _time(seconds: float | None) -> str:
-    from warpfold.tune.planner import in_words
+    from warpfold.tune.plan_words import in_words
 
     return "not measured" if seconds is None else in_words(seconds)

@@ -100,7 +100,7 @@ class GivenSettings:
     auto: bool
 
     def config(self, **plan: Any) -> RunConfig:
-        """Return the settings of a run, with some keys of the plan changed.  Errors: UserError as of `settings.build`."""
+        """Return the settings of a run, with some keys of the plan changed.  Errors: as of `settings.build`."""
         values = self.values | {"plan": {**self.values.get("plan", {}), **settings.plain(plan)}}
         return settings.build(RunConfig, values, self.source)
 
@@ -130,4 +130,6 @@ def load_settings(name: str | Path, changes: Iterable[str] = ()) -> GivenSetting
             own |= set(plan) if isinstance(plan, dict) else set()
     plan = merged.get("plan", {})
     auto = plan.pop("auto", True) if isinstance(plan, dict) else False
-    return GivenSettings(str(name), merged, frozenset(own - {"auto"}), settings.convert(bool, auto, str(name), "plan.auto"))
+    return GivenSettings(
+        str(name), merged, frozenset(own - {"auto"}), settings.convert(bool, auto, str(name), "plan.auto")
+    )

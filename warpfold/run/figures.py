@@ -206,7 +206,9 @@ def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form
     if shown:
         axes.axhline(free / 1e9, color=INK, linewidth=1, linestyle="--")
         axes.text(moments[-1], free / 1e9, "free ", ha="right", va="bottom", fontsize=8.5)
-    axes.set(xlim=(0, max(1, len(course))), ylim=(0, 1.08 * max(top, free / 1e9 if shown else 0)), ylabel="GB of a device")
+    axes.set(
+        xlim=(0, max(1, len(course))), ylim=(0, 1.08 * max(top, free / 1e9 if shown else 0)), ylabel="GB of a device"
+    )
     _name_moments(axes, [name for name, _ in course])
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,4 +1,4 @@
-"""What `warpfold plan` says: of each query the plan that would fold it, of the largest every plan, and how long is too long."""
+"""What `warpfold plan` says: the plan of each query, every plan of the largest, and how long is too long."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from warpfold.settings import to_dict
 from warpfold.tune.example import ExampleSizes
 from warpfold.tune.job import Job
 from warpfold.tune.machine import Machine
+from warpfold.tune.plan_words import describe_plan
 from warpfold.tune.planner import (
     FEWEST,
     SLICES,
@@ -23,7 +24,6 @@ from warpfold.tune.planner import (
     Considered,
     NothingFitsError,
     choose,
-    describe_plan,
     longest,
     needed_bytes,
 )
@@ -38,7 +38,7 @@ class PlanTarget:
 
 
 def sizes_of_query(query: Query, model: ModelConfig, sample: SampleConfig, whole: bool) -> ExampleSizes:
-    """Return the sizes with which a query goes through a model.  whole: as if its alignment had as many rows as can be."""
+    """Return the sizes with which a query goes through a model; whole: as if its alignment had all rows that it takes."""
     if isinstance(query, ComplexQuery):
         residues, rows = query.assembly.length, sum({c.sequence: c.depth for c in query.chains}.values())
         templates = max((len(c.templates) for c in query.chains if c.templates is not None), default=0)
@@ -49,7 +49,9 @@ def sizes_of_query(query: Query, model: ModelConfig, sample: SampleConfig, whole
         return full_sizes(residues, model, sample)
     sequences = min(rows, sample.max_msa)
     extra = max(1, min(rows - sequences, sample.max_extra))
-    return ExampleSizes(residues=residues, sequences=sequences, extra=extra, templates=min(templates, sample.max_templates))
+    return ExampleSizes(
+        residues=residues, sequences=sequences, extra=extra, templates=min(templates, sample.max_templates)
+    )
 
 
 def full_sizes(residues: int, model: ModelConfig, sample: SampleConfig) -> ExampleSizes:
@@ -78,7 +80,7 @@ def folding(model: ModelConfig, sizes: ExampleSizes, recycles: int | None) -> Jo
 def check_fits(
     queries: Sequence[Query], params: Params, recycles: int | None, choose_for: Callable[[ExampleSizes, int], object]
 ) -> None:
-    """Raise UserError, before anything runs, if not even the shortest of some queries fits; its message says what would.
+    """Raise UserError, before anything runs, if not even the shortest of some queries fits, saying what would.
 
     choose_for: chooses a plan for sizes and a number of recycles, and raises UserError where nothing fits.
     """

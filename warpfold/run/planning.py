@@ -17,11 +17,12 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
 from warpfold.run.config import GivenSettings, RunConfig
-from warpfold.settings import to_dict
+from warpfold.settings import build, to_dict
 from warpfold.tune.example import ExampleSizes, sizes_of
 from warpfold.tune.job import Job
 from warpfold.tune.machine import this_machine
-from warpfold.tune.planner import CHOSEN_IN_TRAINING, Choice, choose, describe_plan, needed_bytes, tighter
+from warpfold.tune.plan_words import describe_plan
+from warpfold.tune.planner import CHOSEN_IN_TRAINING, Choice, choose, needed_bytes, tighter
 
 log = logging.getLogger("warpfold.plan")
 
@@ -73,9 +74,7 @@ class FoldPlanner:
         self._limits: list[tuple[int, int]] = []  # residues, and bytes that were not there though they were said to be
         self._last = ""
 
-    def choose(
-        self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False
-    ) -> FoldPlan:
+    def choose(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
         """Return the plan for an example of these sizes, for what is free now.
 
         Errors: UserError where nothing fits, saying what would, or for keys that no plan can have together.
@@ -83,10 +82,8 @@ class FoldPlanner:
         model = replace(self.model, ensemble=ensemble)
         job = Job(model=model, sizes=sizes, recycles=recycles, representations=representations)
         free = self._free(sizes.residues)
-        if len(free) == 1:
-            found = FoldPlan.of(self._choose(job, free[0]))
-        else:
-            found = self._choose_together(job, min(free))
+        alone = len(free) == 1
+        found = FoldPlan.of(self._choose(job, free[0])) if alone else self._choose_together(job, min(free))
         if describe_plan(found.plan) != self._last:
             self._last = describe_plan(found.plan)
             log.info("plan for %d residues: %s", sizes.residues, found.said)
@@ -122,8 +119,7 @@ class FoldPlanner:
         told = self.team.all_gather_object_of_example(told, "the plan")[0]
         if "refused" in told:
             raise UserError(told["refused"])
-        keys = {name: None if value == "none" else value for name, value in told["plan"].items() if name != "sync"}
-        return FoldPlan(Plan(**keys), told["details"]["said"], told["details"], job.sizes.residues)
+        return FoldPlan(build(Plan, told["plan"], "plan"), told["details"]["said"], told["details"], job.sizes.residues)
 
     def after(self, failed: FoldPlan, error: BaseException) -> FoldPlan:
         """Return the next tighter plan where one ran out of memory, and remember that for examples as long or longer.
@@ -145,7 +141,7 @@ class FoldPlanner:
 
 
 def sizes_of_batch(batch: Batch) -> ExampleSizes:
-    """Return the sizes of an example that is ready for the model; of several together, of one that is as large as all."""
+    """Return the sizes of an example that is ready for the model; of several together, of one as large as all."""
     clusters, residues = batch["bert_mask"].shape[-2:]
     extra = batch["extra_rows"].shape[-1] if "extra_rows" in batch else batch["extra_msa"].shape[-2]
     templates = batch["template_aatype"].shape[-2] if "template_aatype" in batch else 0
@@ -154,9 +150,14 @@ def sizes_of_batch(batch: Batch) -> ExampleSizes:
 
 
 def grid_for(
-    model: ModelConfig, jobs: Sequence[ExampleSizes], recycles: int, device: torch.device | str, fixed: Mapping[str, Any],
-    memory: int | None, team: Team,
-) -> Plan:  # fmt: skip
+    model: ModelConfig,
+    jobs: Sequence[ExampleSizes],
+    recycles: int,
+    device: torch.device | str,
+    fixed: Mapping[str, Any],
+    memory: int | None,
+    team: Team,
+) -> Plan:
     """Return how the processes of a run share out its examples: as few to one as the largest needs, and as is fast.
 
     All ranks call this, and get what the first chooses for the smallest device.
@@ -170,12 +171,18 @@ def grid_for(
         there = replace(machine, free=free, devices=team.process.ranks)
         try:
             plan = choose(job, there, fixed, examples=len(jobs)).plan
-        except UserError:  # the largest fits nowhere; that is its own failure, and others have as many ranks as there are
+        except (
+            UserError
+        ):  # the largest fits nowhere; that is its own failure, and others have as many ranks as there are
             plan = Plan(axial=team.process.ranks)
         told = {"data": plan.data, "axial": plan.axial}
         spare = plan.data - len(jobs)
         if spare > 0:
-            log.warning("%d of %d processes have nothing to do: no protein is faster on more of them", spare * plan.axial, team.process.ranks)
+            log.warning(
+                "%d of %d processes have nothing to do: no protein is faster on more of them",
+                spare * plan.axial,
+                team.process.ranks,
+            )
     return Plan(**team.broadcast(told, "the plan of the run"))
 
 
@@ -219,7 +226,7 @@ def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
     path = out / "settings.toml"
     try:
         plan = tomllib.loads(path.read_text(encoding="utf-8"))["plan"]
-        earlier = {name: None if plan[name] == "none" else plan[name] for name in CHOSEN_IN_TRAINING}
+        earlier: dict[str, Any] = {name: None if plan[name] == "none" else plan[name] for name in CHOSEN_IN_TRAINING}
     except (OSError, ValueError, KeyError, TypeError):
         return {}  # there is none, or `train` will say what is wrong with it
     fixed = given.fixed(CHOSEN_IN_TRAINING)

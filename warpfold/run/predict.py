@@ -135,7 +135,7 @@ def _share_out(models: Sequence[Params], queries: Sequence[Query], options: Pred
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     config, sample, recycles = models[0].config, models[0].sample, options.recycles
     sizes = [sizes_of_query(query, config, sample, whole=False) for query in queries] * (len(models) * options.seeds)
-    fixed = {"precision": options.precision, "kernels": options.kernels}
+    fixed: dict[str, Any] = {"precision": options.precision, "kernels": options.kernels}
     fixed |= {} if options.chunk is None else {"chunk": options.chunk or None}
     recycles = config.recycles if recycles is None else recycles
     team.remesh(grid_for(config, sizes, recycles, device, fixed, options.memory, team))

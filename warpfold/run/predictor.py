@@ -224,9 +224,7 @@ class Predictor:
             "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
         }
 
-    def _fold(
-        self, prepared: "Prepared", plan: Plan, representations: bool, distogram: bool
-    ) -> tuple[int, Prediction]:
+    def _fold(self, prepared: "Prepared", plan: Plan, representations: bool, distogram: bool) -> tuple[int, Prediction]:
         with self._running(plan, prepared.ensemble):
             folded = self.model.fold(prepared.batch, prepared.recycles)
             return folded.recycles, self._prediction(prepared, folded, representations, distogram)

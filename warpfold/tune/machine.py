@@ -36,14 +36,14 @@ HOST_SHARE = 0.8  # of the host's free memory that a run may fill with what it t
 class Machine:
     """What a plan is made for: so many devices of one kind; of devices that differ, the smallest.
 
-    kind: "cpu" or "cuda".  free: bytes that a run may take on each; None: as much as it needs.  host: bytes of host
+    kind: "cpu" or "cuda".  free: bytes that a run may take on each.  host: bytes of host
     memory, or of a CPU on disk, for what is taken off the device; None: not known.  loaded: the model's weights lie
     there already, and are not in `free`.  name: of the device.  how: it is known.
     here: whether it is this machine, so that its rates can be measured.
     """
 
     kind: Literal["cpu", "cuda"]
-    free: int | None
+    free: int
     devices: int = 1
     host: int | None = None
     loaded: bool = False
@@ -62,8 +62,8 @@ class Machine:
     def __str__(self) -> str:
         """ "4 x H100, 80.0 GB each (data sheet)"."""
         many = f"{self.devices} x " if self.devices > 1 else ""
-        free = "" if self.free is None else f", {in_gb(self.free)}{' each' if self.devices > 1 else ''} ({self.how})"
-        return f"{many}{self.name or self.kind}{free}"
+        each = " each" if self.devices > 1 else ""
+        return f"{many}{self.name or self.kind}, {in_gb(self.free)}{each} ({self.how})"
 
 
 def this_machine(device: torch.device | str, loaded: bool = False, memory: int | None = None) -> Machine:
@@ -74,10 +74,7 @@ def this_machine(device: torch.device | str, loaded: bool = False, memory: int |
     device = torch.device(device)
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
     free = free_memory(device)
-    if kind == "cuda":
-        host = int(HOST_SHARE * host_memory())
-    else:
-        host = shutil.disk_usage(tempfile.gettempdir()).free
+    host = int(HOST_SHARE * host_memory()) if kind == "cuda" else shutil.disk_usage(tempfile.gettempdir()).free
     how = "free now" if memory is None or free <= memory else "given"
     return Machine(kind=kind, free=free if memory is None else min(free, memory), host=host, loaded=loaded,
                    name=name(device), how=how, here=True)  # fmt: skip
@@ -90,7 +87,7 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
     Errors: UserError for a name that is not known, or a device that is not here and whose memory is not given.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and torch.cuda.is_available() or device == "cpu":
+    if device == "cpu" or (device.startswith("cuda") and torch.cuda.is_available()):
         try:
             here = this_machine(device)
         except (RuntimeError, AssertionError) as error:

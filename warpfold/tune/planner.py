@@ -14,6 +14,7 @@ from warpfold.parallel.plan import CACHED, DTYPES, Plan, Recompute
 from warpfold.tune.job import Job
 from warpfold.tune.machine import Machine, in_gb
 from warpfold.tune.memory import MemoryEstimate, estimate_memory, with_margin
+from warpfold.tune.plan_words import describe_plan, duration
 from warpfold.tune.rates import Rates
 from warpfold.tune.seconds import TimeEstimate, estimate_seconds, parameters
 
@@ -171,9 +172,9 @@ def _training_ways(
     for kind in kinds:
         keys: dict[str, Any] = {"recompute": kind}
         plan = _possible({**devices, **keys, **fixed}) if kept else None
-        if plan is not None and plan.recompute == kind and "keep_blocks" not in fixed:
-            if most := _most_kept(job, machine, plan):
-                yield keys | {"keep_blocks": most}
+        counts = plan is not None and plan.recompute == kind and "keep_blocks" not in fixed
+        if plan is not None and counts and (most := _most_kept(job, machine, plan)):
+            yield keys | {"keep_blocks": most}
         yield keys
     yield from ({"recompute": kind, "offload": True} for kind in kinds)
 
@@ -263,7 +264,11 @@ def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
     """Return more than a job can need, were everything computed at once and kept, from its sizes alone."""
     model, sizes = job.model, job.sizes
     n, s, e, t = sizes.residues, sizes.sequences + sizes.templates, sizes.extra, sizes.templates
-    pairs, aligned, extra = n * n * max(model.c_z, model.evoformer.pair.c_triangle), s * n * model.c_m, e * n * model.c_e
+    pairs, aligned, extra = (
+        n * n * max(model.c_z, model.evoformer.pair.c_triangle),
+        s * n * model.c_m,
+        e * n * model.c_e,
+    )
     heads = max(model.evoformer.heads, model.evoformer.pair.heads)
     logits = heads * n * (n * n + s * n + s * s + e * n + t * n * n)
     outer = n * n * model.evoformer.c_outer**2
@@ -336,7 +341,9 @@ def _cures(job: Job, machine: Machine, tightest: Plan) -> Iterator[str]:
         if not lacking(estimate(job, plan, machine), machine):
             yield f"{devices} devices"
             break
-    if tightest.precision == "fp32" and not lacking(estimate(job, replace(tightest, precision="bf16"), machine), machine):
+    if tightest.precision == "fp32" and not lacking(
+        estimate(job, replace(tightest, precision="bf16"), machine), machine
+    ):
         yield "bf16 (plan.precision)"
     if most := longest(job, machine, tightest):
         yield f"at most {most:,} residues"
@@ -364,35 +371,3 @@ def longest(job: Job, machine: Machine, plan: Plan) -> int:
         low, high = fits + max(1, fits // 100), (fails - max(1, fits // 100)) if fails else 2**20
         at = min(max(at, low), max(high, fits + 1))
     return fits
-
-
-# In words
-
-
-def describe_plan(plan: Plan) -> str:
-    """Return what a plan does, in words: "slices of 16 rows, in place, on 4 devices"."""
-    said = []
-    if plan.recompute:
-        kept = f" but the last {plan.keep_blocks}" if plan.keep_blocks else ""
-        said.append(f"{plan.recompute}s recomputed{kept}")
-    if plan.chunk is not None:
-        said.append(f"slices of {plan.chunk} row{'s' * (plan.chunk > 1)}{', in place' if plan.in_place else ''}")
-    if plan.offload:
-        said.append("z in host memory" if plan.in_place else "what is kept in host memory")
-    shared = plan.axial * plan.branch
-    said += [f"each on {shared} devices"] if shared > 1 else []
-    return ", ".join(said) or "whole"
-
-
-def duration(seconds: TimeEstimate | None) -> str:
-    """Return an estimate in words; "not measured"."""
-    return "not measured" if seconds is None else in_words(seconds.total)
-
-
-def in_words(seconds: float) -> str:
-    """Return a time in words: "about 40 s", "about 4 min", "about 2.1 h"."""
-    if seconds < 1:
-        return "less than 1 s"
-    if seconds < 90:
-        return f"about {seconds:.0f} s"
-    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
