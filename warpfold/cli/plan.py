@@ -29,40 +29,54 @@ if TYPE_CHECKING:
 PICTURES = (".png", ".svg")
 
 
+Target = Annotated[
+    str, argument("What `predict` folds (FASTA, CSV, A3M ...), or what `train` reads: a TOML file or a preset.")
+]
+OfEach = Annotated[
+    str | None,
+    runs(
+        "Of each device: 24GB, 24GiB; default: what is free, or what it is sold with.", "--memory", show_default=False
+    ),
+]
+Devices = Annotated[int, runs("How many there are.", min=1)]
+AnyDevice = Annotated[
+    str | None, runs("cpu, cuda, or a GPU that need not be here: A100, H100, H200, 'RTX 4090' ...", "--device")
+]
+Lengths = Annotated[
+    list[int] | None, decides("Fold proteins of so many residues with the model of the settings.", "--residues")
+]
+Params = Annotated[Path | None, reads("Parameters that would fold; default: the model of monomer.")]
+Msa = Annotated[list[Path] | None, reads("Alignments, as of `predict`; default: as many rows as the model takes.")]
+Passes = Annotated[int | None, decides("Passes after the first; default: the model's.", "--recycles", min=0)]
+MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment.", min=1)]
+MaxExtra = Annotated[int | None, decides("Rows of the extra alignment.", min=1)]
+Templates = Annotated[int | None, decides("Templates of each protein.", min=0)]
+TrunkPrecision = Annotated[
+    Precision | None, runs("Of the trunk's activations; default: as `predict` or the settings.", "--precision")
+]
+Figure = Annotated[Path | None, writes("Picture of the memory over the run, by what holds it: .png or .svg.")]
+
+
 @app.command(
     cls=Lists,
     epilog="Example:  warpfold plan query.fasta --memory 24GB --devices 4;  warpfold plan finetune --device H100\n\n"
     "How long a protein can be:  warpfold plan monomer --residues 1000 3000 --device 'RTX 4090' --figure memory.png",
 )
 def plan(
-    target: Annotated[
-        str, argument("What `predict` folds (FASTA, CSV, A3M ...), or what `train` reads: a TOML file or a preset.")
-    ],
-    memory: Annotated[
-        str | None, runs("Of each device: 24GB, 24GiB; default: what is free, or what it is sold with.")
-    ] = None,
-    devices: Annotated[int, runs("How many there are.", min=1)] = 1,
-    device: Annotated[
-        str | None, runs("cpu, cuda, or a GPU that is not here: A100, H100, H200, 'RTX 4090' ...")
-    ] = None,
-    residues: Annotated[
-        list[int] | None, decides("Fold proteins of so many residues with the model of the settings.")
-    ] = None,
-    params: Annotated[Path | None, reads("Parameters that would fold; default: the model of monomer.")] = None,
-    msa: Annotated[
-        list[Path] | None, reads("Alignments, as of `predict`; default: as many rows as the model takes.")
-    ] = None,
-    recycles: Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)] = None,
-    max_msa: Annotated[int | None, decides("Cluster centres of the alignment.", min=1)] = None,
-    max_extra: Annotated[int | None, decides("Rows of the extra alignment.", min=1)] = None,
-    templates: Annotated[int | None, decides("Templates of each protein.", min=0)] = None,
-    precision: Annotated[
-        Precision | None, runs("Of the trunk's activations; default: as `predict` or the settings.")
-    ] = None,
+    target: Target,
+    memory: OfEach = None,
+    devices: Devices = 1,
+    device: AnyDevice = None,
+    residues: Lengths = None,
+    params: Params = None,
+    msa: Msa = None,
+    recycles: Passes = None,
+    max_msa: MaxMsa = None,
+    max_extra: MaxExtra = None,
+    templates: Templates = None,
+    precision: TrunkPrecision = None,
     change: Change = None,
-    figure: Annotated[
-        Path | None, writes("Picture of the memory over the run, by what holds it: .png or .svg.")
-    ] = None,
+    figure: Figure = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a prediction or a training needs and how long it takes, before it runs; nothing is computed.
@@ -81,26 +95,31 @@ def plan(
     machine = planned_machine(device, None if memory is None else parse_memory(memory), devices)
     is_query = Path(target).is_dir() or (Path(target).is_file() and Path(target).suffix != ".toml")
     given = load_settings("monomer" if is_query else target, change or [])
-    of_training = not is_query and not residues
     found = _targets(target if is_query else None, given, params, msa or [], residues or [], recycles)
     changed = {"sequences": max_msa, "extra": max_extra, "templates": templates}
     found = [type(one)(one.name, with_sizes(one.job, **changed)) for one in found]
+    of_training = not is_query and not residues
     fixed = given.fixed(CHOSEN_IN_TRAINING) if of_training else _of_prediction(given.fixed(CHOSEN), given.own)
     fixed |= {} if precision is None else {"precision": precision.value}
     with progress_bar(narrate=True) as progress:
         report = plan_report(found, machine, fixed, progress)
     if figure is not None:
-        from warpfold.run.figures import draw_memory
-
-        largest = report["largest"]
-        if not largest["course"]:
-            raise UserError(f"{target}: nothing fits, so there is no course of memory to draw")
-        write_atomically(figure, draw_memory(largest["course"], report["free"], figure.suffix[1:]))
+        _draw(report, figure)
     if as_json:
         show(report)
     else:
         _say(report, figure)
     raise typer.Exit(1 if any("refused" in row for row in report["targets"]) else 0)
+
+
+def _draw(report: dict[str, Any], figure: Path) -> None:
+    """Write the picture of the largest target.  Errors: UserError where nothing fits."""
+    from warpfold.run.figures import draw_memory
+
+    largest = report["largest"]
+    if not largest["course"]:
+        raise UserError(f"{largest['name']}: nothing fits, so there is no course of memory to draw")
+    write_atomically(figure, draw_memory(largest["course"], report["free"], figure.suffix[1:]))
 
 
 def _of_prediction(fixed: dict[str, Any], own: frozenset[str]) -> dict[str, Any]:

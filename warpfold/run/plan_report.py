@@ -38,7 +38,7 @@ class PlanTarget:
 
 
 def sizes_of_query(query: Query, model: ModelConfig, sample: SampleConfig, whole: bool) -> ExampleSizes:
-    """Return the sizes with which a query goes through a model; whole: as if its alignment had all rows that it takes."""
+    """Return the sizes with which a query goes through a model; whole: as if it had all the rows that this takes."""
     if isinstance(query, ComplexQuery):
         residues, rows = query.assembly.length, sum({c.sequence: c.depth for c in query.chains}.values())
         templates = max((len(c.templates) for c in query.chains if c.templates is not None), default=0)
