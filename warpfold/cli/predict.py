@@ -168,18 +168,19 @@ def predict(
     with distributed_context(process, plan, options.device or "cpu") as team, bar as progress, plans_said(process):
         summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team, share)
     if team.is_rank_zero:
-        _finish(summary, out, relax, options.device, str(part), as_json)
+        summary = _finish(summary, out, relax, options.device, str(part), as_json)
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
 
 
-def _finish(summary: dict[str, Any], out: Path, relax: Relax, device: str | None, part: str, as_json: bool) -> None:
-    """Relax what was predicted, if asked to, and say how it went."""
+def _finish(summary: dict[str, Any], out: Path, relax: Relax, device: str | None, part: str, as_json: bool) -> dict[str, Any]:
+    """Relax what was predicted, if asked to, say how it went, and return the summary."""
     if summary["status"] != "running":
         summary = relax_predictions(summary, out, relax, device)
     _say(summary, out, as_json)
     if summary["status"] == "running":
         then = f", then `warpfold relax {out}`" if relax != Relax.none else ""
         typer.echo(f"part {part} is done; the last part writes {out / 'summary.json'}{then}", err=True)
+    return summary
 
 
 def _most(batch: str) -> int | None:
