@@ -92,7 +92,9 @@ def test_a_block_more_costs_slices_of_m_and_z(ranks) -> None:
 
 def test_memory_falls_with_the_ranks() -> None:
     """Nearly as 1/p, where z is wide enough to outweigh what does not fall."""
-    config, sizes = tiny_config(c_z=96), {"res": 48, "seq": 2, "extra": 2, "tmpl": 0}
+    evoformer = replace(tiny_config().evoformer, blocks=1)
+    config = tiny_config(c_z=288, evoformer=evoformer, extra_blocks=1)
+    sizes = {"res": 80, "seq": 2, "extra": 2, "tmpl": 0}
     plans = [Plan(axial=p, triangle="channels", chunk=1, in_place=True) for p in (2, 4, 8)]
     two, four, eight = (memory_of(plan, config, sizes, recycles=0).peak for plan in plans)
     assert four < 0.6 * two

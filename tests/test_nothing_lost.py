@@ -38,6 +38,7 @@ SAFE = {
     "files.py:row_file": "a file that was not there: opened only to make it",
     "files.py:lock_file": "opens to append, and appends nothing",
     "files.py:write_atomically": "replaces one file by name, whole or not at all; callers answer for the name",
+    "host.py:in_file": "a temporary file that it made and that has no name",
     "model/weights.py:save_params": "the file that the caller names; " + OWN_DRAFT,
     "engine/checkpoint.py:RunFolder.__enter__": "drafts of a run that was killed; " + OWN_FOLDER,
     "engine/checkpoint.py:RunFolder._prune": "a checkpoint with nothing but a checkpoint's files in it",
@@ -53,10 +54,12 @@ SAFE = {
     "run/outputs.py:Prediction.save": OWN_DRAFT,
     "run/outputs.py:_draft": OWN_DRAFT,
     "run/outputs.py:_move_into": "names that were free, or files of the same prediction, asked to",
+    "run/outputs.py:write_pae": OWN_DRAFT,
     "run/outputs.py:remove_prediction": "files of a prediction by their names, and the folder if it is empty then",
     "run/relax_files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "run/ranking.py:remove_copies": "copies by the names that the summary has, and their folder if it is empty then",
     "tune/bench_ops.py:picture": "into memory",
+    "tune/measured_memory.py:resident_memory": "writes to the system: forget the largest size of this process",
     "tune/timing.py:without_stderr": "opens the null device",
 }
 

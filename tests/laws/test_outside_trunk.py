@@ -1,6 +1,6 @@
-"""Outside the trunk's layers too: what is computed in slices is what is computed at once, and little more than z exists.
-"""
+"""Outside the trunk too, what is computed in slices is what is computed at once, and little more than z exists."""
 
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,16 +8,23 @@ from torch import Tensor
 
 from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config
 from tests.ranks import run_ranks
-from warpfold.batch import Batch
+from warpfold.batch import Batch, at_pass
 from warpfold.host import fetch
 from warpfold.model import confidence
-from warpfold.model.alphafold import AlphaFold
+from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
 from warpfold.model.confidence import predicted_errors
+from warpfold.model.embed import MultimerConfig
+from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.heads import DistogramHead, LogitsHead, distogram_breaks, pae_breaks
+from warpfold.model.structure import StructureConfig
+from warpfold.model.template import TemplateConfig
+from warpfold.ops import dispatch
+from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.collectives import local_shard
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
+from warpfold.tune.fake import Memory, fake_batch, fake_ranks
 
 LIMIT = 1e-10  # relative; TARGETS "Exactness"
 CHAINS = (5, 4)
@@ -52,7 +59,8 @@ def test_in_place_is_whole(several: bool, templates: int) -> None:
             Execution(Plan(**how, in_place=True, precision="fp64")).bind(model)
             found = model.fold(batch, 1)
             pair, atoms = fetch(found.representations.pair, slice(0, 9)), found.structure.final_atom37
-            assert error(pair, whole.pair) < LIMIT and error(atoms, whole.structure.final_atom37) < LIMIT
+            assert error(pair, whole.pair) < LIMIT
+            assert error(atoms, whole.structure.final_atom37) < LIMIT
 
 
 ASYM_ID = torch.tensor([1, 1, 1, 2, 2, 0, 3, 3, 1, 1, 3])  # chains in pieces, and a residue of none
@@ -78,8 +86,8 @@ def heads_in_slices(execution: Execution) -> dict[str, Tensor]:
     assert [i for rows, _ in slices for i in range(len(z))[rows]] == list(range(len(z)))
     return {
         "pae": found.pae,
-        "ptm": torch.tensor(found.ptm),
-        "iptm": torch.tensor(found.iptm),
+        "ptm": torch.tensor(found.ptm, dtype=torch.float64),
+        "iptm": torch.tensor(found.iptm, dtype=torch.float64),
         "pairs": found.chain_pair_iptm,
         "distogram": torch.cat([logits for _, logits in slices]),
     }
@@ -127,4 +135,47 @@ def test_heads_in_slices_are_heads_over_ranks(axial: int) -> None:
 def test_contacts_are_nearer_than_8_angstrom() -> None:
     edges = distogram_breaks()
     near = confidence.contact_probabilities(torch.eye(64), edges)
-    assert near.sum() == 19 and near[:19].all() and edges[18] < 8 < edges[19]
+    assert near.sum() == 19
+    assert near[:19].all()
+    assert edges[18] < 8 < edges[19]
+
+
+def test_a_pass_moves_its_own_features_alone() -> None:
+    batch, passes = random_batch(9, 5, 6, 2, 4, 0), 4
+    model = filled_model(tiny_config()).eval().to("meta")  # as on a device with memory of its own
+    rows = batch["msa_feat"].shape[-3]
+    with Memory(lambda shape: tuple(shape[-3:]) == (rows, 9, 49)) as memory, torch.no_grad():
+        folded = model.fold(batch, passes - 1)
+    assert folded.recycles == passes - 1
+    assert folded.representations.pair.is_meta
+    assert {shape[:-3] for _, shape in memory.seen} <= {(1,), ()}
+
+
+SLICES, RESIDUES = 16, 512
+
+
+@pytest.mark.parametrize("multimer", [False, True], ids=["chain", "complex"])
+def test_little_more_than_z_exists_outside_the_trunk(multimer: bool) -> None:
+    """True widths, a GPU's ways; in sizes of z, beside what is as long as the protein, not as its pairs."""
+    sizes = {"pass": 1, "res": RESIDUES, "tmpl": 3, "seq": 4, "extra": 4} | ({"row": 8} if multimer else {})
+    config = ModelConfig(templates=TemplateConfig(blocks=1, unit_vectors=multimer), heads=HeadsConfig(pae=True))
+    config = replace(config, evoformer=EvoformerConfig(blocks=1), extra_blocks=1, structure=StructureConfig(layers=2))
+    config = replace(config, multimer=MultimerConfig() if multimer else None)
+    plan = Plan(chunk=RESIDUES // SLICES, in_place=True, precision="bf16")
+    with dispatch.standing_for("cuda"), unlaunched(), fake_ranks() as mesh, torch.no_grad():
+        model = Execution(plan, mesh).bind(AlphaFold(config).eval())
+        batch = at_pass(fake_batch(**sizes), 0)
+        z = model.execution.pair_memory(batch["seq_mask"], (RESIDUES, RESIDUES, config.c_z))
+        z_mask = batch["seq_mask"][:, None] * batch["seq_mask"]
+        single = torch.empty(RESIDUES, config.c_s, dtype=z.dtype)
+        parts = {
+            # A template's pair representation and a factor, each half of z.
+            "templates": (lambda: model.templates(z, z_mask, batch), 1.0),
+            "structure": (lambda: model.structure(single, z, batch["aatype"], batch["seq_mask"]), 0.0),
+            "errors": (lambda: predicted_errors(model.pae, z, model.execution), 0.0),
+            "distogram": (lambda: [None for _ in model.distogram.in_slices(z)], 0.0),
+        }
+        for name, (run, whole) in parts.items():
+            with Memory() as memory:
+                run()
+            assert memory.peak / z.nbytes < whole + 8 / SLICES, (name, memory.peak / z.nbytes, memory.at_peak[:9])

@@ -10,11 +10,13 @@ from warpfold.model.axial import COLS, ROWS, AxialUpdate, ChannelProduct
 from warpfold.model.layers import DeferredLayerNorm
 from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
+from warpfold.ops import triangle_slice
 from warpfold.ops.gated_attention import gated_attention
+from warpfold.ops.transition import transition
 from warpfold.ops.triangle_multiplication import triangle_multiplication
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.slices import shared_in_slices
+from warpfold.parallel.slices import cut_axes, shared_in_slices
 
 C_M, C_Z, S, R = 16, 12, 7, 10
 # Slices may add in another order.  From x to an update there are at most some 150 additions one after another (a norm
@@ -94,6 +96,22 @@ def test_update_is_the_join_of_update_of_slices(name, size):
         )
         parts = [layer.update(piece, shared, piece_mask) for piece, piece_mask in local]
         torch.testing.assert_close(torch.cat(parts, axis), expected, rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("name", [name for name, make in CASES.items() if make().shared_cuts is not None])
+@pytest.mark.parametrize("size", [1, 3])
+def test_update_may_be_cut_where_what_is_shared_is(name, size):
+    """By those axes of x; and `local` of all is the join of that of slices, along the operand's axis."""
+    layer, x, mask, other = make(name)
+    n = DeferredLayerNorm(layer.operand(x, other), layer.norm)
+    local, shared = layer.local_and_shared(n, mask, other)
+    cuts = zip(n.x.split(size, layer.operand_axis), mask.split(size, layer.operand_axis + 1))
+    parts = [layer.local(DeferredLayerNorm(piece, layer.norm), piece_mask) for piece, piece_mask in cuts]
+    for whole, *slices in zip(local, *parts):
+        torch.testing.assert_close(torch.cat(slices, layer.operand_axis), whole, rtol=CLOSE, atol=CLOSE)
+    pieces = zip(*(t.split(size, layer.join_axis) for t in shared))
+    found = torch.cat([layer.update(local, piece, mask) for piece in pieces], layer.shared_cuts)
+    torch.testing.assert_close(found, layer.update(local, shared, mask), rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -231,3 +249,26 @@ def test_a_masked_residue_reaches_no_other_pair(name):
     other[:, 4] += 5
     keep = mask.bool()
     torch.testing.assert_close(layer.delta(other, mask)[keep], layer.delta(x, mask)[keep], rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_slice_at_once_is_add_of_the_slice(name, dropped, gradients, monkeypatch):
+    monkeypatch.setattr(triangle_slice, "LEAST", 0)  # though these are few numbers
+    for operation in (gated_attention, transition):
+        monkeypatch.setattr(operation, "prefer_definition", None)
+    layer, x, mask, other = make(name, batch=(2,))
+    layer.train(dropped)
+    factors = layer.dropout_factors(x.shape, x)
+    operand = layer.operand(x, other)
+    _, shared = layer.local_and_shared(DeferredLayerNorm(operand, layer.norm), mask, other)
+    axis, operand_axis = cut_axes(layer, ROWS)
+    part, read, n_mask = x.narrow(axis, 2, 3), operand.narrow(operand_axis, 2, 3), mask.narrow(operand_axis + 1, 2, 3)
+    if factors is not None and factors.shape[axis] != 1:
+        factors = factors.narrow(axis, 2, 3)
+    n = DeferredLayerNorm(read, layer.norm)
+    with torch.set_grad_enabled(gradients):
+        found = layer.add_slice(part, n, shared, n_mask, factors)
+        expected = AxialUpdate.add_slice(layer, part, n, shared, n_mask, factors)
+    torch.testing.assert_close(found, expected, rtol=CLOSE, atol=CLOSE)

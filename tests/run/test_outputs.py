@@ -57,6 +57,9 @@ def test_confidence_files_have_alphafold_db_layout(tmp_path: Path) -> None:
     np.testing.assert_allclose(plddt["confidenceScore"], p.plddt, atol=6e-3)
     expected = ["H" if v >= 90 else "M" if v >= 70 else "L" if v >= 50 else "D" for v in p.plddt]
     assert plddt["confidenceCategory"] == expected
+    rows = np.rint(p.pae).astype(int).tolist()
+    text = json.dumps([{"predicted_aligned_error": rows, "max_predicted_aligned_error": 31.75}])
+    assert (tmp_path / "out" / files["pae"]).read_text() == text  # it is written row by row
     (pae,) = json.loads((tmp_path / "out" / files["pae"]).read_text())
     assert pae["max_predicted_aligned_error"] == 31.75
     np.testing.assert_array_equal(pae["predicted_aligned_error"], np.rint(p.pae).astype(int))
@@ -231,3 +234,23 @@ def test_positions_that_are_not_finite_are_an_error() -> None:
     positions[1, 0] = np.inf
     with pytest.raises(FloatingPointError, match="not finite"):
         check_geometry(positions, mask)
+
+
+def test_the_distogram_lies_beside_the_arrays_and_goes_with_the_prediction(tmp_path: Path) -> None:
+    n, rng = len(SEQUENCE), np.random.default_rng(1)
+    distogram = rng.uniform(0, 1, (n, n, 64)).astype(np.float16)
+    contacts, edges = distogram[..., :19].sum(-1), np.linspace(2.3125, 21.6875, 63, dtype=np.float32)
+    p = replace(prediction(), distogram=distogram, contacts=contacts, distogram_edges=edges)
+    files = p.save(tmp_path / "test")
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "test" / files["distogram"], mmap_mode="r", allow_pickle=False), distogram
+    )
+    arrays = np.load(tmp_path / "test" / files["arrays"], allow_pickle=False)
+    np.testing.assert_array_equal(arrays["contacts"], contacts)
+    assert len(arrays["distogram_edges"]) == 63
+    assert "distogram" not in arrays
+    assert "distogram" not in prediction().save(tmp_path / "test", overwrite=True)
+    assert not (tmp_path / "test" / files["distogram"]).exists()
+    p.save(tmp_path / "test", overwrite=True)
+    remove_prediction(tmp_path / "test", "test")
+    assert not (tmp_path / "test").exists()

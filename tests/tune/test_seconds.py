@@ -1,20 +1,29 @@
 """How long a job takes: the work is what the code does, it adds up, and more of anything takes longer."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.helpers import tiny_config
+from tests.helpers import as_multimer, tiny_config
+from warpfold.engine.optim import OptimConfig
 from warpfold.errors import UserError
+from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
-from warpfold.tune.example import ExampleSizes
+from warpfold.tune.cases import PROFILES
+from warpfold.tune.example import ExampleSizes, ModelBench
 from warpfold.tune.job import Job
-from warpfold.tune.rates import Rates, of_gpu
-from warpfold.tune.seconds import estimate_seconds
+from warpfold.tune.layer_work import COPY, PRODUCT, trunk_work
+from warpfold.tune.outside import OutsideKey, OutsideRun, outside_work
+from warpfold.tune.profile import Cost
+from warpfold.tune.rates import NEAR, Rate, Rates, fitted, of_gpu
+from warpfold.tune.seconds import OFFLOAD, RANKS, estimate_seconds
+from warpfold.tune.step_profile import counted_work
 
 SIZES = ExampleSizes(residues=24, sequences=5, extra=6, templates=2)
+SLICES = Plan(chunk=4, in_place=True)
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +35,13 @@ def job(loss: LossConfig | None = None, recycles: int = 1, **sizes: int) -> Job:
     return Job(model=tiny_config(), sizes=replace(SIZES, **sizes), recycles=recycles, loss=loss)
 
 
+def with_blocks(count: int) -> ModelConfig:
+    config = tiny_config()
+    return replace(config, evoformer=replace(config.evoformer, blocks=count))
+
+
 @pytest.mark.parametrize("axis", ["residues", "sequences", "extra", "templates"])
-@pytest.mark.parametrize("plan", [Plan(), Plan(chunk=4, in_place=True)], ids=["whole", "in slices"])
+@pytest.mark.parametrize("plan", [Plan(), SLICES], ids=["whole", "in slices"])
 def test_more_of_anything_takes_longer(rates: Rates, axis: str, plan: Plan) -> None:
     less, more = (estimate_seconds(job(**{axis: n * getattr(SIZES, axis)}), plan, rates).total for n in (1, 2))
     assert 0 < less < more
@@ -37,6 +51,103 @@ def test_parts_add_up(rates: Rates) -> None:
     found = estimate_seconds(job(LossConfig()), Plan(recompute="block"), rates)
     assert found.total == pytest.approx(sum(found.by_layer.values()))
     assert found.how == "modelled"
+
+
+def test_the_work_of_the_trunk_is_what_its_operations_were_counted_to_do() -> None:
+    given = ModelBench(model=tiny_config(), loss=LossConfig(), optim=OptimConfig(), plan=Plan(), sizes=SIZES)
+    counted: dict[str, int] = defaultdict(int)
+    for key, work in counted_work(given, training=False).items():
+        if "stack" in key.layer or "evoformer" in key.layer or key.op == "attention":
+            counted[key.op] += work.flops
+    said: dict[str, float] = defaultdict(float)
+    for one in trunk_work(given.model, SIZES, Plan(), forward=True):
+        said[PROFILES[one.op].op.name] += one.cost.flops
+    for op in ("triangle_multiplication", "transition", "outer_product", "attention"):
+        assert counted[op] == said[op] > 0, op
+    # Its profile leaves out that z makes the attention's bias: h of 4 h d + h outputs.
+    assert 0.95 * counted["gated_attention"] < said["gated_attention"] < counted["gated_attention"]
+
+
+@pytest.mark.parametrize("plan", [Plan(), SLICES], ids=["whole", "in slices"])
+def test_every_block_has_the_same_work(plan: Plan) -> None:
+    one, two, three = (
+        sum(work.cost.flops for work in trunk_work(with_blocks(count), SIZES, plan, True)) for count in (1, 2, 3)
+    )
+    assert three - two == two - one > 0
+
+
+def test_slices_compute_the_same_in_more_calls() -> None:
+    def summed(chunk: int, op: str) -> tuple[float, float]:
+        found = [w for w in trunk_work(tiny_config(), SIZES, replace(SLICES, chunk=chunk), True) if w.op == op]
+        return sum(w.cost.flops for w in found), sum(w.calls for w in found)
+
+    for op in ("gated_attention", "transition", "norm_linear", PRODUCT):
+        (flops, few), (again, many) = summed(SIZES.residues, op), summed(2, op)
+        assert again == pytest.approx(flops)
+        assert many > few
+    assert summed(2, COPY)[1] > 0
+
+
+def test_ranks_share_the_trunk(rates: Rates) -> None:
+    whole, half = (
+        sum(
+            w.cost.flops for w in trunk_work(tiny_config(), SIZES, Plan(axial=p, chunk=4), True) if w.op == "transition"
+        )
+        for p in (1, 2)
+    )
+    assert whole == 2 * half
+    found = estimate_seconds(job(), Plan(axial=2), rates)
+    assert found.by_layer[RANKS] > 0
+    assert RANKS not in estimate_seconds(job(), Plan(), rates).by_layer
+
+
+def test_recomputation_adds_a_forward_pass_of_the_trunk(rates: Rates) -> None:
+    plain, again = (estimate_seconds(job(LossConfig()), Plan(recompute=way), rates).total for way in (None, "block"))
+    some, one_more = (estimate_seconds(job(recycles=n), Plan(), rates).by_layer for n in (0, 1))
+    layers = {work.layer for work in trunk_work(tiny_config(), SIZES, Plan(), True)}
+    assert again - plain == pytest.approx(sum(one_more[name] - some[name] for name in layers))
+
+
+def test_blocks_that_keep_everything_are_not_recomputed(rates: Rates) -> None:
+    plans = [Plan(recompute="block", keep_blocks=count) for count in (0, 1, 2)]
+    none, one, two = (estimate_seconds(job(LossConfig()), plan, rates).total for plan in plans)
+    assert none - one == pytest.approx(one - two)
+    assert none > one > two > estimate_seconds(job(LossConfig()), Plan(), rates).total  # the other stacks remain
+
+
+def test_what_travels_while_nothing_is_computed_is_added(rates: Rates) -> None:
+    slow = replace(rates, host=replace(rates.host, bandwidth=1.0))
+    plan = Plan(chunk=4, in_place=True, offload=True)
+    assert OFFLOAD in estimate_seconds(job(), plan, slow).by_layer
+    assert estimate_seconds(job(), plan, slow).total > estimate_seconds(job(), plan, rates).total
+
+
+@pytest.mark.parametrize("config", [tiny_config(), as_multimer(tiny_config())], ids=["monomer", "multimer"])
+def test_what_lies_outside_of_the_trunk_is_counted_exactly_for_any_length(config: ModelConfig) -> None:
+    sizes = replace(SIZES, residues=26)
+    run = OutsideRun(config, None, "definition")
+    run.resize(sizes)
+    run.counted()
+    counted: dict[OutsideKey, list[float]] = defaultdict(lambda: [0, 0, 0, 0])
+    for key, work in run.counted().items():
+        values = work.flops, work.exps, work.bytes, work.calls
+        place = OutsideKey(key.layer.split(".")[0], key.backward)
+        counted[place] = [a + b for a, b in zip(counted[place], values)]
+    said = outside_work(config, sizes, None, all_of_it=True)
+    assert {key: [w.cost.flops, w.cost.exps, w.cost.bytes, w.calls] for key, w in said.items()} == counted
+
+
+def test_a_fit_finds_the_rate_that_made_the_points() -> None:
+    rate = Rate(call=1e-5, flop=2e-11, exp=1e-9, byte=1e-10, far=3e-10)
+    costs = [Cost(1e6, 0, 1e3), Cost(1e8, 1e5, 1e6), Cost(1e7, 1e7, 4 * NEAR), Cost(0, 1e3, 9 * NEAR), Cost(0, 0, 0)]
+    costs += [Cost(1e9, 1e6, NEAR / 2)]
+    found = fitted([(cost, rate.seconds(cost), 1) for cost in costs])
+    assert vars(found) == pytest.approx(vars(rate), rel=1e-6)
+
+
+def test_a_fit_is_never_negative() -> None:
+    found = fitted([(Cost(1e6, 0, 1e3), 1e-3, 1), (Cost(1e9, 0, 1e6), 1e-4, 1)])
+    assert min(vars(found).values()) >= 0
 
 
 def test_a_gpu_that_is_not_known_is_refused() -> None:

@@ -1,5 +1,6 @@
 """`warpfold doctor`."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,6 +32,7 @@ def doctor(
     from warpfold import settings as toml
     from warpfold.tune import doctor as checks
     from warpfold.tune.machine import describe
+    from warpfold.tune.measured_memory import check_memory
 
     if settings is not None and not kernels:
         raise UserError("--settings gives the sizes for --kernels; add --kernels")
@@ -47,12 +49,14 @@ def doctor(
     cases = checks.cases_of(toml.load(source), source)
     with progress_bar() as progress:
         findings = checks.examine(cases, where, progress=progress)
-    report = checks.report(findings, where, source)
+    memory = check_memory(where)
+    report = {**checks.report(findings, where, source), "memory": asdict(memory)}
     if as_json:
         show(report)
     else:
         _facts(report["machine"])
         _print(findings, where.type, source)
+        typer.echo(memory.says())
     for finding in findings:
         if finding.verdict.red:
             typer.echo(f"red: {finding.verdict.says()}", err=True)

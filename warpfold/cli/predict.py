@@ -71,10 +71,23 @@ TemplateStructures = Annotated[Path | None, reads("Folder of mmCIF files that th
 MaxTemplateDate = Annotated[str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")]
 Seeds = Annotated[int, decides("Predict with this many seeds, SEED, SEED + 1 ..., and rank them.", min=1)]
 Recycles = Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)]
+Tolerance = Annotated[
+    float | None,
+    decides(
+        "Angstrom: recycle no more once distances between CA change by less (ColabFold's early stop); default: "
+        "the model's.",
+        "--recycle-tolerance",
+    ),
+]
+MaxRecycles = Annotated[
+    str | None,
+    decides("LENGTH:RECYCLES, such as 1500:3: at most so many passes after the first where there are more residues."),
+]
 Ensemble = Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)]
 MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)]
 MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
 Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")]
+Distogram = Annotated[bool, writes("Keep contacts in the .npz, and the distogram in a .npy.", "--distogram")]
 Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits and is fast.", min=0)]
 Offloaded = Annotated[
     bool | None,
@@ -118,10 +131,13 @@ def predict(
     seed: Seed = 0,
     seeds: Seeds = 1,
     recycles: Recycles = None,
+    recycle_tolerance: Tolerance = None,
+    max_recycles: MaxRecycles = None,
     ensemble: Ensemble = None,
     max_msa: MaxMsa = None,
     max_extra: MaxExtra = None,
     representations: Representations = False,
+    distogram: Distogram = False,
     device: Device = None,
     chunk: Chunk = None,
     offload: Offloaded = None,
@@ -148,6 +164,7 @@ def predict(
     from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run import predict as prediction
     from warpfold.run.predict_templates import TemplateSources
+    from warpfold.run.predictor import Recycling
     from warpfold.run.share import Share
     from warpfold.tune.machine import parse_memory
 
@@ -158,7 +175,8 @@ def predict(
     options = prediction.PredictOptions(
         seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
         max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
-        representations=representations, force=force, kernels="strict" if strict else "fast", batch=_most(batch),
+        representations=representations, distogram=distogram, force=force, kernels="strict" if strict else "fast",
+        recycling=Recycling(recycle_tolerance, _length_and_recycles(max_recycles)), batch=_most(batch),
         offload=offload, memory=None if memory is None else parse_memory(memory),
     )  # fmt: skip
     share = Share(part=part, workers=workers, cluster=cluster)
@@ -172,7 +190,9 @@ def predict(
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
 
 
-def _finish(summary: dict[str, Any], out: Path, relax: Relax, device: str | None, part: str, as_json: bool) -> dict[str, Any]:
+def _finish(
+    summary: dict[str, Any], out: Path, relax: Relax, device: str | None, part: str, as_json: bool
+) -> dict[str, Any]:
     """Relax what was predicted, if asked to, say how it went, and return the summary."""
     if summary["status"] != "running":
         summary = relax_predictions(summary, out, relax, device)
@@ -190,6 +210,16 @@ def _most(batch: str) -> int | None:
     if not (batch.isdecimal() and len(batch) < 6 and int(batch) > 0):
         raise UserError(f"--batch {batch}: a number from 1 on, or auto")
     return int(batch)
+
+
+def _length_and_recycles(text: str | None) -> tuple[int, int] | None:
+    """Return the two numbers of LENGTH:RECYCLES.  Errors: UserError for anything else."""
+    if text is None:
+        return None
+    numbers = text.split(":")
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        raise UserError(f"--max-recycles {text}: is not LENGTH:RECYCLES; write two numbers, such as 1500:3")
+    return int(numbers[0]), int(numbers[1])
 
 
 def _lacks_templates(entry: dict[str, Any]) -> bool:

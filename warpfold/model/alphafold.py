@@ -218,7 +218,7 @@ class AlphaFold(Executable):
             with torch.no_grad():
                 found = self.execution.call(self, self._early_pass, self.inputs_of_pass(batch, done, recycled))
             before, recycled = recycled.positions, Recycled(**found)
-            done, settled = done + 1, self._settled(before, recycled.positions, batch["seq_mask"])
+            done, settled = done + 1, self._settled(before, recycled.positions, batch["seq_mask"].to(self.device))
         return recycled, done
 
     def last_pass(self, inputs: Mapping[str, Tensor]) -> Output:
@@ -322,7 +322,7 @@ class AlphaFold(Executable):
     def _nothing_recycled(self, batch: Batch) -> Recycled:
         """Return what is recycled before the first pass: zeros (Algorithm 32)."""
         c, aatype, dtype = self.config, batch["aatype"], self.execution.dtype
-        shape, shard, like = aatype.shape, self.residues.local_shard(aatype, -1).shape, batch["target_feat"]
+        shape, shard, like = aatype.shape, self.residues.local_shard(aatype, -1).shape, self.single.weight  # its device
         return Recycled(
             like.new_zeros(*shard, c.c_m, dtype=dtype),
             self.execution.pair_memory(like, (*shard, shape[-1], c.c_z)),

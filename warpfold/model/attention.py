@@ -8,7 +8,6 @@ from warpfold.model.axial import COLS, ROWS, AxialUpdate
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, joined
 from warpfold.ops.attention import attention
-from warpfold.ops.dispatch import backend
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.noise import Factors
@@ -91,14 +90,11 @@ class AttentionUpdate(AxialUpdate):
         return self._new(x, shared, self.attention.projections, mask, factors)
 
     def empty_shared(self, part: Tensor, length: int) -> Tensor:
-        """Allocate the bias; on a CPU with the heads in front: its kernel would lay it out so for each slice."""
+        """Allocate the bias with the heads in front: kernels would lay it out so for each slice."""
         assert self.join_axis is not None
         shape = list(self.transpose_if_column(part).shape)
         shape[ROWS] = length
-        if backend(part) == "triton":
-            empty = part.new_empty(shape)
-        else:
-            empty = part.new_empty(*shape[:-3], shape[-1], *shape[-3:-1]).movedim(-3, -1)
+        empty = part.new_empty(*shape[:-3], shape[-1], *shape[-3:-1]).movedim(-3, -1)
         bias: Tensor = self.transpose_if_column(empty)
         return bias
 

@@ -42,6 +42,7 @@ class AxialUpdate(Executable, DrawsNoise):
     axis: int | None = None  # where x may be cut; None: anywhere
     operand_is_other = False  # the layer normalises and reads `other`, not x
     shared_from_other = False  # `shared` is made from `other` (`shared_of`), position by position
+    shared_cuts: int | None = None  # where `shared` is cut along `join_axis`, the update is of x cut along this axis
     dropout_rate = 0.0
     dropout_shared_axis = ROWS  # one draw serves all of this axis
 

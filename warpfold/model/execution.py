@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from warpfold.device import Function, Named
 from warpfold.host import fetch, fetch_each, store
-from warpfold.ops.dispatch import Kernels, using
+from warpfold.ops.dispatch import Kernels, alike, using
 from warpfold.ops.tensors import upcast_half
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Executable(nn.Module):
         if torch.is_grad_enabled():
             return torch.cat([function(rows) for rows in slices], axis)
         joined = None
-        for rows in slices:
+        for rows in alike(slices):
             part = function(rows)
             if joined is None:
                 shape = list(part.shape)
@@ -177,7 +177,7 @@ class Executable(nn.Module):
         execution = self.execution
         if not execution.in_place:
             return self.by_rows(lambda rows: function(rows, execution.fetch(z, rows)), z.shape[-3], -3)
-        for rows, old in fetch_each(z, execution.rows(z.shape[-3])):
+        for rows, old in fetch_each(z, list(alike(execution.rows(z.shape[-3])))):
             execution.store(z, rows, function(rows, old))
         return z
 

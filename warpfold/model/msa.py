@@ -93,6 +93,7 @@ class OuterProductMean(AxialUpdate):
     axis = ROWS
     operand_axis = COLS
     operand_is_other = True
+    shared_cuts = COLS
 
     def __init__(self, c_m: int, c_z: int, c: int = 32) -> None:
         super().__init__()

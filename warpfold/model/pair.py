@@ -17,6 +17,7 @@ from warpfold.ops.noise import Factors
 from warpfold.ops.transition import Activation
 from warpfold.ops.triangle import triangle_factor, triangle_product
 from warpfold.ops.triangle_multiplication import triangle_multiplication
+from warpfold.ops.triangle_slice import projected_factor, triangle_slice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +72,10 @@ class TriangleMultiplication(ChannelProduct):
         return self.a, self.a_gate, self.b, self.b_gate, self.gate
 
     def left(self, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
-        y, g = n.project(*self._of_factor(0))
-        return triangle_factor(y, g, mask)
+        return self._factor(0, n, mask)
 
     def right(self, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
-        y, g = n.project(*self._of_factor(1))
-        return triangle_factor(y, g, mask)
+        return self._factor(1, n, mask)
 
     def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
         projected = n.project(*self.projections)
@@ -98,6 +97,22 @@ class TriangleMultiplication(ChannelProduct):
         into = norm.weight, norm.bias, *joined(x.dtype, *self.projections)
         out_of = norm_out.weight, norm_out.bias, *joined(x.dtype, self.out)
         return triangle_multiplication(x, mask, *into, *out_of, self.outgoing, self.fused, factors, norm.eps)
+
+    def add_slice(
+        self, x: Tensor, n: DeferredLayerNorm, shared: Tensors, mask: Tensor, factors: Factors | None
+    ) -> Tensor:
+        """Return one slice of x with its update: one operation."""
+        norm, norm_out = self.norm, self.norm_out
+        into, of_gate = joined(x.dtype, *self._of_factor(0)), joined(x.dtype, self.gate)
+        of_norm, of_norm_out = (norm.weight, norm.bias), (norm_out.weight, norm_out.bias)
+        out_of = joined(x.dtype, self.out)
+        return triangle_slice(
+            x, mask, shared[0], of_norm, into, of_gate, of_norm_out, out_of, self.outgoing, factors, norm.eps
+        )
+
+    def _factor(self, half: int, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
+        norm = n.norm.weight, n.norm.bias
+        return projected_factor(n.x, mask, norm, joined(n.x.dtype, *self._of_factor(half)), n.norm.eps)
 
     def _of_factor(self, half: int) -> tuple[Projection, Projection]:
         """Return the projections of a (half 0) or b (half 1) of the product, and of its gate."""

@@ -116,9 +116,12 @@ class Plan:
         What a pair of products moves per rank: (p - 1) / p of a factor each and (p - 1) / p^2 of z twice, in 4 calls;
         or, cut by channels, (p - 1) / p^2 of two factors and a product each, in 6.  A factor or product has `channels`
         channels, z has c_z, each number `itemsize` bytes.  What is saved must be more than two calls cost (`CALL`).
+        In place they always are, as a gathered factor is as large on every rank as on one.
         """
         if self.triangle != "auto":
             return self.triangle == "channels"
+        if self.in_place:
+            return ranks > 1
         p, position = ranks, residues**2 * itemsize
         gathered = 2 * (p - 1) / p * channels + 2 * (p - 1) / p**2 * c_z
         return (gathered - 6 * (p - 1) / p**2 * channels) * position > 2 * CALL

@@ -23,6 +23,7 @@ from warpfold.model.layers import DeferredLayerNorm
 from warpfold.ops.dispatch import using
 from warpfold.ops.noise import Factors
 from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local_shard, sendrecv, tied
+from warpfold.parallel.in_place import add_by_shared, multiply_in_place, shared_in_pieces
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.sharded_tensor import ShardedTensor
@@ -180,14 +181,16 @@ class ShardedStack:
         names = self.blocks[0].states
         residues = masks[0].shape[-1]  # whole in either mask
         z = states[names.index("z")] if "z" in names else states[0]
-        by_channels = self.plan.by_channels(
-            residues, self.group.size, self.product_channels, z.shape[-1], z.element_size()
-        )
+        c_z, size = z.shape[-1], z.element_size()
+        by_channels = self.plan.by_channels(residues, self.group.size, self.product_channels, c_z, size)
+        # Numbers that travel at a time, where nothing is kept.
+        chunk = self.plan.chunk if self.plan.in_place else None
+        piece = None if chunk is None else slice_numbers(chunk, residues, self.channels or c_z)
         held: Sharded = {}
         mask: dict[str, Mask] = {}
         for name, state, its_mask in zip(names, states, masks):
             lengths = {ROWS: state.shape[ROWS] if name == "m" else residues, COLS: residues}
-            held[name] = ShardedTensor(ENTERS[name], state, lengths, self.group, f"{self.name} {name}")
+            held[name] = ShardedTensor(ENTERS[name], state, lengths, self.group, f"{self.name} {name}", piece)
             if name == "m":  # a mask has no channels behind its axes
                 mask[name] = {axis: local_shard(its_mask, axis + 1, self.group) for axis in (ROWS, COLS)}
             else:  # symmetric, so its rows are its columns too
@@ -268,12 +271,17 @@ class ShardedStack:
         axis, operand_axis = cut_axes(layer, x.present)
         pending: list[Pending] = []
         operand = x
+        if x.piece is not None and not layer.operand_is_other:
+            x.pending(axis)  # before what is shared takes memory
         if other is not None and layer.shared_from_other:
             pending = self._share(layer, other, mask, other.present, layout)
         elif other is not None and layer.operand_is_other:
             operand = other
         yield [operand.pending(operand_axis)]
         held_operand = operand.along(operand_axis)
+        if x.piece is not None and layer.shared_cuts is not None:
+            factors, n_mask = self._factors(layer, x, x.along(axis), axis), mask[operand_axis]
+            return self._leave(x, axis, add_by_shared(layer, x, operand, n_mask, factors, layout.name), layout)
         n, n_mask = DeferredLayerNorm(held_operand, layer.norm), mask[operand_axis]
         if layer.shared_axis is not None and not layer.shared_from_other:
             pending = self._share(layer, operand, mask, operand_axis, layout, n)
@@ -314,6 +322,9 @@ class ShardedStack:
         of: the operand, which n normalises; or, without n, the other representation.
         """
         held = of.along(axis)
+        if of.piece is not None:
+            known = None if n is None else mask[axis]
+            return [Pending(t) for t in shared_in_pieces(layer, of, known, axis, f"{layout.name} shared")]
         join_axis = axis if n is None or layer.join_axis is None else layer.join_axis
         if self.plan.chunk is not None:
             n_mask = mask[axis] if n is not None else held  # not read where `shared` is made from the other
@@ -333,6 +344,9 @@ class ShardedStack:
         axis = x.present
         yield [x.pending(axis)]
         held = x.along(axis)
+        if x.piece is not None:
+            factors = self._factors(layer, x, held, axis)
+            return self._leave(x, axis, multiply_in_place(layer, x, mask[axis], factors, layout.name), layout)
         n, n_mask = DeferredLayerNorm(held, layer.norm), mask[axis]
         had = axis + 1  # of the factors, which have no channels behind
         length = x.lengths[axis]

@@ -1,5 +1,6 @@
 """Tensors of which every rank holds a shard, as the trunk's layers pass them on under an axial plan."""
 
+import math
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 
@@ -9,6 +10,7 @@ from warpfold.model.axial import COLS, ROWS
 from warpfold.model.execution import Residues
 from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local_shard, shard_sizes
 from warpfold.parallel.mesh import Group
+from warpfold.parallel.pieces import Piece, join_pieces
 
 
 class ShardedTensor:
@@ -16,10 +18,21 @@ class ShardedTensor:
 
     The second shard is made from the first by an all-to-all that is started when its use is foreseen (`start`) and
     awaited at its use (`along`).  lengths: of the whole along both axes.
+    piece: for plans that work in place, how many numbers travel at a time.  The second shard is then made at its use,
+    in pieces, and the first is given up, also by those who gave it to the stack: it is empty afterwards.
     """
 
-    def __init__(self, axis: int, shard: Tensor | Pending, lengths: Mapping[int, int], group: Group, name: str) -> None:
+    def __init__(
+        self,
+        axis: int,
+        shard: Tensor | Pending,
+        lengths: Mapping[int, int],
+        group: Group,
+        name: str,
+        piece: int | None = None,
+    ) -> None:
         self.lengths, self.group, self.name = lengths, group, name
+        self.piece = piece if group.size > 1 else None
         self._shards = {axis: shard if isinstance(shard, Pending) else Pending(shard)}
 
     @property
@@ -30,17 +43,40 @@ class ShardedTensor:
     def start(self, axis: int) -> None:
         """Begin to make the shard along `axis`, unless it is there or on its way, or there is nothing to make it of."""
         had = self.present
-        if axis not in self._shards and self._shards[had].arrived:
+        if axis not in self._shards and self._shards[had].arrived and self.piece is None:
             x = self._shards[had].wait()
-            name = f"{self.name} to {'rows' if axis == ROWS else 'columns'}"
-            self._shards[axis] = all_to_all(x, had, axis, self.lengths[had], self.group, name)
+            self._shards[axis] = all_to_all(x, had, axis, self.lengths[had], self.group, self._name_of_move(axis))
 
     def pending(self, axis: int) -> Pending:
         """Return this rank's shard along `axis`, which may be on its way."""
         if axis not in self._shards:
             self._shards[self.present].wait()
+            if self.piece is not None:
+                self._move(axis)
             self.start(axis)
         return self._shards[axis]
+
+    def _move(self, axis: int) -> None:
+        """Make the shard along `axis` in pieces, and give up the other one."""
+        had = self.present
+        x = self._shards.pop(had).wait()
+
+        def begin(piece: Piece) -> list[Pending]:
+            part = piece.of_shard(x, had)
+            return [all_to_all(part, had, axis, piece.length, self.group, self._name_of_move(axis))]
+
+        (new,) = join_pieces(begin, had, self.lengths[had], self.rows(had, x), self.group)
+        x.data = x.new_empty(0)  # its memory is free, whoever still has the tensor
+        self._shards[axis] = Pending(new)
+
+    def rows(self, axis: int, like: Tensor | None = None) -> int:
+        """Return how many rows along `axis` make a piece, the same on all ranks; `like`: any shard."""
+        assert self.piece is not None
+        whole = math.prod(self.whole_shape(self.along(self.present) if like is None else like))
+        return max(self.piece * self.lengths[axis] // max(whole, 1), 1)
+
+    def _name_of_move(self, axis: int) -> str:
+        return f"{self.name} to {'rows' if axis == ROWS else 'columns'}"
 
     def along(self, axis: int) -> Tensor:
         """Return this rank's shard along `axis`, once it is there."""
@@ -56,7 +92,7 @@ class ShardedTensor:
 
     def with_shard(self, axis: int, shard: Tensor | Pending) -> "ShardedTensor":
         """Return another tensor of the same whole shape."""
-        return ShardedTensor(axis, shard, self.lengths, self.group, self.name)
+        return ShardedTensor(axis, shard, self.lengths, self.group, self.name, self.piece)
 
     def shard_shape(self, axis: int, like: Tensor) -> list[int]:
         """Return the shape of this rank's shard along `axis`; `like`: any shard of it."""

@@ -4,7 +4,7 @@ Right because of the two laws of the contract (warpfold/model/axial.py).  x and 
 memory (warpfold/host.py): slices are then fetched, and stored where they are written in place.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +54,8 @@ def slices(x: Tensor, axis: int, most: int) -> list[slice]:
 
 
 def slices_of(count: int, size: int) -> list[slice]:
-    """Return slices of so many rows, of `size` each; at least one, even of none.
-
-    Without gradients each slice is written to its place, and so they are alike (`ops.dispatch.alike`).
-    """
-    starts: Iterable[int] = range(0, max(count, 1), size)
-    starts = starts if torch.is_grad_enabled() else alike(starts)
-    return [slice(start, min(start + size, count)) for start in starts]
+    """Return slices of so many rows, of `size` each; at least one, even of none."""
+    return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
 def cut_axes(layer: AxialUpdate, anywhere: int) -> tuple[int, int]:
@@ -80,8 +75,9 @@ def shared_in_slices(layer: AxialUpdate, operand: Tensor, mask: Tensor, other: T
     if layer.shared_from_other:
         assert other is not None
         source = other
-    parts = _shared_parts(layer, source, mask, slices(source, layer.shared_axis, most))
-    if torch.is_grad_enabled():
+    cuts, joined = slices(source, layer.shared_axis, most), torch.is_grad_enabled()
+    parts = _shared_parts(layer, source, mask, cuts if joined else list(alike(cuts)))
+    if joined:
         return tuple(torch.cat(tensors, layer.join_axis) for tensors in zip(*(made for _, made in parts)))
     wholes: list[Tensor] = []
     for part, made in parts:
@@ -127,7 +123,9 @@ def add_in_slices(
         raise RuntimeError("a plan with in_place cannot be differentiated: use torch.no_grad(), or chunk alone")
     axis, operand_axis = axes
     parts = []
-    for part, piece in fetch_each(x, slices(x, axis, most), axis):  # once where a rank has no row: for the gradient
+    cuts = slices(x, axis, most)
+    cuts = list(alike(cuts)) if in_place else cuts  # once where a rank has no row: for the gradient
+    for part, piece in fetch_each(x, cuts, axis):
         start, length = part.start, part.stop - part.start
         read = piece if operand is x else operand.narrow(operand_axis, start, length)
         n, n_mask = DeferredLayerNorm(read, layer.norm), mask.narrow(operand_axis + 1, start, length)

@@ -149,6 +149,7 @@ class ModelInMemory:
             )
             rows = {name: settings[name] for name in ("max_msa", "max_extra")}
             self._predictor.sample = replace(params.sample, **rows)
+            self._predictor.recycling = o.recycling
             self._name = params.name
         return self._predictor
 
@@ -214,7 +215,7 @@ def fold_groups(
             if following is not None and following[0].model is group[0].model:
                 making = maker.submit(_prepare, predictor, following, memory.options, failures)
             start = time.perf_counter()
-            folded = _compute(predictor, made, memory.options.representations, failures)
+            folded = _compute(predictor, made, memory.options, failures)
             done = time.perf_counter()
             if written is not None:
                 written.result()
@@ -257,13 +258,15 @@ def _prepare(
     return made
 
 
-def _compute(predictor: Predictor, made: Made, representations: bool, failures: tuple[type[Exception], ...]) -> Folded:
+def _compute(
+    predictor: Predictor, made: Made, options: "PredictOptions", failures: tuple[type[Exception], ...]
+) -> Folded:
     """Fold what could be prepared; what fails together is folded one by one."""
     ready = [prepared for _, prepared in made if isinstance(prepared, Prepared)]
     together: Iterator[Prediction] | None = None
-    if len(ready) > 1:
+    if len(ready) > 1 and not options.distogram:
         try:
-            together = iter(predictor.compute_together(ready, representations))
+            together = iter(predictor.compute_together(ready, options.representations))
         except failures:
             together = None
     found: Folded = []
@@ -274,7 +277,7 @@ def _compute(predictor: Predictor, made: Made, representations: bool, failures: 
             found.append((item, next(together)))
         else:
             try:
-                found.append((item, predictor.compute(prepared, representations)))
+                found.append((item, predictor.compute(prepared, options.representations, options.distogram)))
             except failures as error:
                 found.append((item, one_line(error)))
     return found

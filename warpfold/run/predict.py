@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from warpfold.run.params import Params, read_params
 from warpfold.run.plan_report import check_fits, sizes_of_query
 from warpfold.run.planning import grid_for
 from warpfold.run.predict_templates import TemplateSources
+from warpfold.run.predictor import Recycling
 from warpfold.run.queries import ComplexQuery, Query, read_queries, with_templates
 from warpfold.run.sanity import check_geometry
 from warpfold.run.share import Share, fold_shared
@@ -46,6 +47,7 @@ class PredictOptions:
         None  # records of a FASTA file are chains of one complex; None: with a multimer's parameters
     )
     recycles: int | None = None  # None: the model's own
+    recycling: Recycling = field(default_factory=Recycling)
     ensemble: int | None = None
     max_msa: int | None = None  # rows of the clustered and of the extra alignment; None: as the parameters were trained
     max_extra: int | None = None
@@ -57,11 +59,15 @@ class PredictOptions:
     precision: Literal["fp32", "bf16", "bf16_all", "fp16"] = "fp32"
     kernels: Kernels = "fast"  # as Plan.kernels
     representations: bool = False  # keep them in the .npz
+    distogram: bool = False  # write contacts and the distogram too
     force: bool = False
 
     def of(self, model: Params) -> dict[str, Any]:
         """Return what decides a model's results, beside parameters, queries and seeds, as it is in the end."""
         config, sample = model.config, model.sample
+        # Named only if given: folders of earlier versions can be continued.
+        given = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
+        given["distogram"] = self.distogram or None
         return {
             "recycles": config.recycles if self.recycles is None else self.recycles,
             "ensemble": config.ensemble if self.ensemble is None else self.ensemble,
@@ -69,6 +75,7 @@ class PredictOptions:
             "max_extra": sample.max_extra if self.max_extra is None else self.max_extra,
             "precision": self.precision,
             "representations": self.representations,
+            **{name: value for name, value in given.items() if value is not None},
         }
 
 

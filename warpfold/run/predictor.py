@@ -15,7 +15,6 @@ from torch import Tensor
 
 from warpfold.batch import Batch, stack, to_tensors
 from warpfold.data.example.assembly import Assembly, Example
-from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
 from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.data.features.make import make_features
@@ -31,7 +30,7 @@ from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.parallel.team import Team
-from warpfold.run.fold_input import Rows, as_alignment, complex_of, on_chains
+from warpfold.run.fold_input import Rows, as_alignment, complex_of, depths_of, on_chains
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import check_templates
 from warpfold.run.planning import FoldPlan, FoldPlanner, sizes_of_batch
@@ -39,6 +38,29 @@ from warpfold.run.predict_templates import user_templates
 from warpfold.settings import build
 
 log = logging.getLogger("warpfold")
+
+
+@dataclass(frozen=True)
+class Recycling:
+    """When recycling ends before all passes are done; it changes what is predicted.
+
+    tolerance: angstrom, as `ModelConfig.recycle_tolerance`; None: the model's own.
+    long: a protein of more than so many residues has at most so many passes after the first.
+    Errors: UserError for what is not at least 0.
+    """
+
+    tolerance: float | None = None
+    long: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise UserError(f"--recycle-tolerance {self.tolerance:g}: angstrom, at least 0")
+        if self.long is not None and min(self.long) < 0:
+            raise UserError(f"--max-recycles {self.long[0]}:{self.long[1]}: two numbers of at least 0")
+
+    def at_most(self, recycles: int, residues: int) -> int:
+        """Return how many of so many passes after the first a protein gets."""
+        return recycles if self.long is None or residues <= self.long[0] else min(recycles, self.long[1])
 
 
 @dataclass(frozen=True)
@@ -89,7 +111,7 @@ class Predictor:
         fixed |= {} if offload is None else {"offload": offload}
         self.planner = FoldPlanner(model.config, self.device, fixed, memory, self.team)
         self.sample = sample or SampleConfig()
-        self.recycle_tolerance: float | None = None  # angstrom; None: as the model has it (`ModelConfig`)
+        self.recycling = Recycling()
 
     def fold(
         self,
@@ -168,6 +190,7 @@ class Predictor:
         else:
             example = replace(example, positions=None, mask=None)
             assembly = Assembly(example.name, ("A",), (example,))
+        recycles = self.recycling.at_most(recycles, assembly.length)
         given = example if isinstance(example, RawExample) and settings.multimer is None else assembly
         features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
@@ -219,7 +242,7 @@ class Predictor:
             "seed": prepared.seed,
             "recycles": recycles,
             "ensemble": prepared.ensemble,
-            **_depths(prepared.assembly),
+            **depths_of(prepared.assembly),
             "templates": self._used_templates(prepared.assembly),
             "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
         }
@@ -231,7 +254,8 @@ class Predictor:
 
     @property
     def _tolerance(self) -> float | None:
-        return self.model.config.recycle_tolerance if self.recycle_tolerance is None else self.recycle_tolerance
+        own = self.model.config.recycle_tolerance
+        return own if self.recycling.tolerance is None else self.recycling.tolerance
 
     @contextmanager
     def _running(self, plan: Plan, ensemble: int) -> Iterator[None]:
@@ -368,14 +392,3 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 def _without_atoms(chain: Example) -> Example:
     """Return a chain without its coordinates, where they are in memory."""
     return replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain
-
-
-def _depths(assembly: Assembly) -> dict[str, Any]:
-    """Return how many alignment rows there are: in all, copies counted once; of a complex, of each chain, and pairs."""
-    depth = sum({chain.sequence: chain.depth for chain in assembly.chains}.values())
-    if len(assembly.chains) == 1:
-        return {"msa_depth": depth}
-    depths = {id: chain.depth for id, chain in zip(assembly.ids, assembly.chains)}
-    several = assembly.entity_id.max() > 1
-    pairs = len(pair_rows([chain.pairing for chain in assembly.chains])) - 1 if several else 0
-    return {"msa_depth": depth, "chain_depths": depths, "paired_rows": pairs}

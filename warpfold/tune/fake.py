@@ -94,7 +94,7 @@ def fake_batch(**sizes: int) -> Batch:
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class Piece:
     """A piece of memory, as the operation that made it left it; born and died: after how many pieces came or went."""
 
     bytes: int
@@ -118,6 +118,7 @@ class Memory(TorchDispatchMode):
 
     now, peak: bytes; pieces: all there were, in order; seen: shapes for which `noted` is true, with who made them.
     unit: bytes that each piece takes a multiple of.  place: says where the run is, for each piece.
+    host_apart: what is made on the CPU by name or by default is no memory of the device (`Piece.host`).
     """
 
     def __init__(
@@ -125,17 +126,18 @@ class Memory(TorchDispatchMode):
         noted: Callable[[Sequence[int]], bool] = lambda shape: False,
         unit: int = 1,
         place: Callable[[], Any] = lambda: None,
+        host_apart: bool = False,
     ) -> None:
         super().__init__()
-        self.noted, self.unit, self.place = noted, unit, place
+        self.noted, self.unit, self.place, self.host_apart = noted, unit, place, host_apart
         self.now = self.peak = self.moment = self.host_now = self.host_peak = 0
-        self.pieces: list[Held] = []
+        self.pieces: list[Piece] = []
         self.seen: set[tuple[str, tuple[int, ...]]] = set()
-        self._live: dict[int, Held] = {}
+        self._live: dict[int, Piece] = {}
         self._peak_moment = 0
 
     @property
-    def at_peak(self) -> list[Held]:
+    def at_peak(self) -> list[Piece]:
         """What was held when most was held, largest first."""
         return sorted((piece for piece in self.pieces if piece.lives(self._peak_moment)), key=lambda h: -h.bytes)
 
@@ -144,7 +146,7 @@ class Memory(TorchDispatchMode):
         before, self.peak, self._peak_moment = self.peak, self.now, self.moment
         return before
 
-    def piece_of(self, tensor: Tensor) -> Held | None:
+    def piece_of(self, tensor: Tensor) -> Piece | None:
         """Return the piece that a tensor lies in, if it was made within."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
@@ -158,22 +160,23 @@ class Memory(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         given = _tensors(kwargs.values(), _tensors(args, []))
         name, device = func._opname, kwargs.get("device")
-        host = device is not None and device.type == "cpu"
+        on_host = device is not None and device.type == "cpu"
+        host = self.host_apart and (on_host or (not given and device is None))
         if given and given[0].is_meta and name == "_local_scalar_dense":
             return given[0].dtype.is_floating_point and 0.0
         if name == "equal" and given[0].is_meta:
             return True
         if not given and device is None and func in FACTORIES:
             kwargs = {**kwargs, "device": META}
-        elif host and (given[0].is_meta if given else func in FACTORIES):
+        elif on_host and (given[0].is_meta if given else func in FACTORIES):
             if name == "_to_copy" and given[0].numel() <= READ:
                 return torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype, device="cpu")
             kwargs = {**kwargs, "device": META, "pin_memory": None}
         out = func(*args, **kwargs)
         storages = {t.untyped_storage()._cdata for t in given}
         for tensor in _tensors((out,), []):
-            if tensor.is_meta and tensor.untyped_storage()._cdata not in storages:
-                self._note(tensor, str(func), host)
+            if tensor.untyped_storage()._cdata not in storages:
+                self._note(tensor, str(func), host or (self.host_apart and not tensor.is_meta))
         return out
 
     def _note(self, tensor: Tensor, made_by: str, host: bool) -> None:
@@ -183,7 +186,7 @@ class Memory(TorchDispatchMode):
             return
         self.moment += 1
         size = -(-storage.nbytes() // self.unit) * self.unit
-        piece = Held(size, shape, made_by, self.place(), self.moment, host=host)
+        piece = Piece(size, shape, made_by, self.place(), self.moment, host=host)
         self.pieces.append(piece)
         self._live[key] = piece
         weakref.finalize(storage, self._forget, key)

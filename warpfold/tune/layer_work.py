@@ -84,7 +84,7 @@ def _layer(
     """Yield the calls of all layers of this kind: of every block, and of every template."""
     itemsize, sliced, ranks = DTYPES[plan.precision].itemsize, plan.chunk is not None, plan.axial * plan.branch > 1
     times, together = _count(layer, model, sizes)
-    if sliced and together > 1:  # then each template is alone
+    if together > 1 and (sliced or layer.kind == "triangle product"):  # each template alone: its profile knows squares
         times, layer = times * together, replace(layer, rows=layer.rows // together, batches=1)
     ops = ON_RANKS[layer.kind] if ranks else IN_SLICES[layer.kind]
     if not (sliced or ranks):

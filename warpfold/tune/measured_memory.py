@@ -4,6 +4,7 @@ To hold `estimate_memory` against.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,16 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
+from warpfold import settings
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
-from warpfold.model.alphafold import AlphaFold
+from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
-from warpfold.tune.example import random_example
+from warpfold.tune.example import ExampleSizes, random_example, shortened
 from warpfold.tune.job import Job
-from warpfold.tune.memory import TRUTH, predict_example, train_on_example
+from warpfold.tune.memory import MARGIN, TRUTH, estimate_memory, predict_example, train_on_example
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -63,6 +65,32 @@ def measured_memory(job: Job, plan: Plan, device: torch.device | str = "cpu") ->
         now += size
         most = max(most, now)
     return most
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """Bytes that a small job was said to need on a device, and those it took."""
+
+    device: str
+    estimated: int
+    measured: int
+
+    def says(self) -> str:
+        """ "memory: estimated 15.7 MB, measured 15.6 MB; a plan leaves 5 % and 268 MB more free"."""
+        share, fixed = MARGIN["cuda" if self.device.startswith("cuda") else "cpu"]
+        return (
+            f"memory: estimated {self.estimated / 1e6:.1f} MB, measured {self.measured / 1e6:.1f} MB; "
+            f"a plan leaves {share:.0%} and {fixed / 1e6:.0f} MB more free"
+        )
+
+
+def check_memory(device: torch.device, plan: Plan | None = None) -> MemoryCheck:
+    """Fold a small random example with the tiny preset on a device, and compare what it takes with the estimate."""
+    given = plan or Plan()
+    model = settings.build(ModelConfig, settings.load("tiny").get("model", {}), "tiny")
+    sizes = ExampleSizes(residues=64, sequences=16, extra=32, templates=0)
+    job = Job(model=shortened(model, 2), sizes=sizes, recycles=1)
+    return MemoryCheck(device.type, estimate_memory(job, given, device.type).peak, measured_memory(job, given, device))
 
 
 def _changes(events: Iterable[Any]) -> Iterable[tuple[int, int]]:

@@ -32,7 +32,7 @@ from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.tune.example import left_out
 from warpfold.tune.fake import META, Memory, fake_batch, fake_mesh
 from warpfold.tune.job import Job
-from warpfold.tune.owners import Sizes, Watch
+from warpfold.tune.owners import StateSizes, Watch
 
 Device = Literal["cpu", "cuda"]
 UNIT = {"cpu": 1, "cuda": 512}  # bytes: torch's allocator gives multiples of these
@@ -40,7 +40,7 @@ BLOCKS = 3  # of a stack and of a kind that are run: the first, one that stands 
 MOMENTS = 300  # of a course, at most
 # Beside what tensors hold, as a share of them and in bytes: workspaces of torch's libraries, and what lies unused
 # between tensors.  Of a GPU not measured.
-MARGIN = {"cpu": (0.05, 64 << 20), "cuda": (0.05, 512 << 20)}
+MARGIN = {"cpu": (0.05, 192 << 20), "cuda": (0.05, 512 << 20)}
 TRUTH = list(FEATURES)[list(FEATURES).index("copy_atom_positions") :]  # features that a prediction does not have
 
 
@@ -273,8 +273,8 @@ def _run(job: Job, plan: Plan, device: Device) -> _Run:
         batch = features_of(job, (recycles + 1) * config.ensemble)
         s, n, ranks = job.sizes.sequences, job.sizes.residues, plan.axial
         rows = math.ceil(n / ranks)
-        watch = Watch(made, Sizes(config.c_m, config.c_z, s * rows * config.c_m, n * rows * config.c_z))
-        memory = watch.memory = Memory(unit=UNIT[device], place=watch.place)
+        watch = Watch(made, StateSizes(config.c_m, config.c_z, s * rows * config.c_m, n * rows * config.c_z))
+        memory = watch.memory = Memory(unit=UNIT[device], place=watch.place, host_apart=device == "cuda")
         with memory, torch.set_grad_enabled(job.training):
             if job.loss is not None:
                 train_on_example(made, batch, recycles, job.loss, plan.batch, watch.enter_phase)
@@ -293,7 +293,8 @@ def predict_example(
     with model.computing():
         confidence.plddt(model.plddt(folded.structure.single))
         if model.pae is not None:
-            confidence.predicted_errors(model.pae, folded.representations.pair, model.execution)
+            asym_id = batch["asym_id"] if model.config.multimer is not None else None
+            confidence.predicted_errors(model.pae, folded.representations.pair, model.execution, asym_id)
 
 
 def train_on_example(

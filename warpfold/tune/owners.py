@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.model.axial import AxialUpdate, Block, BlockStack
-from warpfold.tune.fake import Held, Memory
+from warpfold.tune.fake import Memory, Piece
 
 PARTS = ("local", "update", "add", "add_slice", "whole")  # of a layer, that work on a slice; the rest makes factors
 # Of a model's parts, whose what they make is.
@@ -26,7 +26,7 @@ WHOSE = {
 MODEL = "model"
 
 
-class Place(NamedTuple):
+class RunPlace(NamedTuple):
     """Where a run is: the module or phase at work, whose what it makes is, and its block of a stack, if any."""
 
     name: str
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class StateSizes:
     """What tells m and z from others: their channels, and the least numbers that they hold."""
 
     c_m: int
@@ -55,23 +55,23 @@ class Sizes:
 class Watch:
     """Say where a model is (`place`), for `Memory`; note when (`course`), and when each block was begun (`begun`)."""
 
-    def __init__(self, model: nn.Module, sizes: Sizes) -> None:
+    def __init__(self, model: nn.Module, sizes: StateSizes) -> None:
         self.sizes, self.phase = sizes, MODEL
         self.memory: Memory | None = None
         self.course: list[tuple[int, str]] = []  # from which moment on what was at work
         self.begun: dict[tuple[str, int], int] = {}
         self.backward_from: int | None = None
-        self._stack: list[Place] = []
+        self._stack: list[RunPlace] = []
         self._block: tuple[str, int] | None = None
         self._numbers: list[int] = []  # of autograd's nodes: from which on they were made at
-        self._places: list[Place] = []
+        self._places: list[RunPlace] = []
         for name, module in model.named_modules():
             if isinstance(module, BlockStack):
                 self._watch_stack(name, module)
             elif name and "." not in name:
-                self._watch(module, Place(name, WHOSE.get(name, "")))
+                self._watch(module, RunPlace(name, WHOSE.get(name, "")))
 
-    def place(self) -> Place:
+    def place(self) -> RunPlace:
         """Return where the run is now."""
         if torch._C._current_graph_task_id() == -1:
             return self._now()
@@ -85,11 +85,11 @@ class Watch:
     def enter_phase(self, name: str) -> None:
         """Be in a phase outside of the model's parts from now on: its name is whose what it makes is, too."""
         self.phase = name
-        self._entered(Place(name, name))
+        self._entered(RunPlace(name, name))
 
-    def owner_of(self, piece: Held) -> str:
+    def owner_of(self, piece: Piece) -> str:
         """Return whose a piece is: what the backward pass waits for is "kept"."""
-        place: Place = piece.place
+        place: RunPlace = piece.place
         since = self.backward_from
         if (
             since is not None
@@ -100,28 +100,28 @@ class Watch:
             return "kept"
         return place.owner or self.sizes.owner(piece.shape)
 
-    def _now(self) -> Place:
+    def _now(self) -> RunPlace:
         if not self._stack:
-            return Place(self.phase, "" if self.phase == MODEL else self.phase)
+            return RunPlace(self.phase, "" if self.phase == MODEL else self.phase)
         found = self._stack[-1]
         if self._block is not None and found.name == self._block[0]:  # between the layers of a stack's blocks
             return found._replace(block=self._block)
         return found
 
-    def _of_node(self) -> Place:
+    def _of_node(self) -> RunPlace:
         node = torch._C._current_autograd_node()
         index = -1 if node is None else bisect_right(self._numbers, node._sequence_nr()) - 1
         if index < 0 or index >= len(self._places):
-            return Place("backward", "gradients", backward=True)
+            return RunPlace("backward", "gradients", backward=True)
         found = self._places[index]
-        return Place(f"{found.name} backward", "gradients", found.block, True)
+        return RunPlace(f"{found.name} backward", "gradients", found.block, True)
 
-    def _note(self, place: Place) -> None:
+    def _note(self, place: RunPlace) -> None:
         assert self.memory is not None
         if not self.course or self.course[-1][1] != place.name:
             self.course.append((self.memory.moment, place.name))
 
-    def _entered(self, place: Place) -> None:
+    def _entered(self, place: RunPlace) -> None:
         """Note that the run has come to a place, or back to it."""
         backward = torch._C._current_graph_task_id() != -1
         self._note(place._replace(name=f"{place.name} again") if backward else place)
@@ -129,7 +129,7 @@ class Watch:
             self._numbers.append(torch.autograd._get_sequence_nr())
             self._places.append(place)
 
-    def _push(self, place: Place) -> None:
+    def _push(self, place: RunPlace) -> None:
         self._stack.append(place)
         self._entered(place)
 
@@ -137,7 +137,7 @@ class Watch:
         self._stack.pop()
         self._entered(self._now())
 
-    def _watch(self, module: nn.Module, place: Place, label: str = "") -> None:
+    def _watch(self, module: nn.Module, place: RunPlace, label: str = "") -> None:
         """Be at a place while a module is called; label: whose its results are."""
 
         def leave(_module: nn.Module, _args: Any, out: Any) -> None:
@@ -150,7 +150,7 @@ class Watch:
 
     def _watch_stack(self, name: str, stack: BlockStack) -> None:
         top = name.split(".")[0]
-        self._watch(stack, Place(name, WHOSE.get(top, "factors")))
+        self._watch(stack, RunPlace(name, WHOSE.get(top, "factors")))
         for index, block in enumerate(stack.blocks):
             assert isinstance(block, Block)
             for step in block.steps:
@@ -159,12 +159,12 @@ class Watch:
                 of_m = {"extra_stack": "extra"}.get(top, "m")
                 label = WHOSE.get(top) or (step.state if step.state != "m" else of_m)
                 path = f"{name}.{index}.{type(step.layer).__name__}"
-                within = Place(path, WHOSE.get(top, "factors"), (name, index))
+                within = RunPlace(path, WHOSE.get(top, "factors"), (name, index))
                 self._watch(step.layer, within, label)
                 for part in PARTS:
                     self._wrap(step.layer, part, within._replace(owner=WHOSE.get(top, "slices")))
 
-    def _wrap(self, layer: AxialUpdate, part: str, place: Place) -> None:
+    def _wrap(self, layer: AxialUpdate, part: str, place: RunPlace) -> None:
         """Be at a place while a part of a layer is called."""
         function: Callable[..., Any] | None = getattr(layer, part, None)
         if function is None:
@@ -180,7 +180,7 @@ class Watch:
 
         setattr(layer, part, wrapped)
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: RunPlace) -> None:
         """Note when a block was begun, forward: the first of its parts."""
         if place.block is not None and place.block != self._block and torch._C._current_graph_task_id() == -1:
             assert self.memory is not None

@@ -7,7 +7,7 @@ in it.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -62,8 +62,12 @@ def _parts(job: Job, plan: Plan, rates: Rates) -> Parts:
         yield from _outside(job, plan, rates, job.recycles + 1)
     else:
         yield from _times(early, _trunk(job, plan, rates, "forward"))
-        if plan.recompute is not None:  # the first time nothing is kept
-            yield from _times(last, _trunk(job, plan, rates, "forward"))
+        if plan.recompute is not None:  # the first time nothing is kept, but of the last blocks
+            stack = job.model.evoformer
+            again = replace(stack, blocks=max(stack.blocks - plan.keep_blocks, 0))
+            yield from _times(
+                last, _trunk(replace(job, model=replace(job.model, evoformer=again)), plan, rates, "forward")
+            )
         yield from _times(last, _trunk(job, plan, rates, "training"))
         yield from _times(last, _trunk(job, plan, rates, "backward"))
         yield from _outside(job, plan, rates, job.recycles + 1)

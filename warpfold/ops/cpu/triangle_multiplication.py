@@ -46,8 +46,8 @@ def triangle_multiplication(
     length, out, logits = x.shape[-2], empty_like(x), x.new_empty(x.shape)  # logits: of the product's gate
     a, b, product = (empty_planes(x, of.hidden) for _ in range(3))
     mean, scale, out_mean, out_scale = (*empty_statistics(x), *empty_statistics(x))
-    for at in _examples(x):
-        for some in _slices(x):
+    for at in examples(x):
+        for some in row_slices(x):
             xs, shape = rows(x[at][some]), x[at][some].shape
             normed, m, s = torch.native_layer_norm(xs, [xs.shape[1]], of.norm_weight, of.norm_bias, eps)
             y = of.factors(normed)
@@ -60,8 +60,8 @@ def triangle_multiplication(
             mean[at][some], scale[at][some] = m.view(shape[:2]), s.view(shape[:2])
         left, right = (a[at], b[at].mT) if outgoing else (b[at].mT, a[at])
         torch.bmm(left, right, out=product[at])
-        for some in _slices(x):
-            standard, m, s = _standard(product[at][:, some].flatten(1), eps)
+        for some in row_slices(x):
+            standard, m, s = standardised(product[at][:, some].flatten(1), eps)
             out_mean[at][some], out_scale[at][some] = m.view(-1, length), s.view(-1, length)
             dx = of.project(standard.to(x.dtype)).mul_(gate_values(logits[at][some].flatten(0, 1)))
             if f is not None:
@@ -105,8 +105,8 @@ def triangle_multiplication_backward(
     # The gradients of the product and of its gate's logits, and then those of the factors.
     dproduct, dlogits = empty_planes(x[(0,) * (x.dim() - 3)], of.hidden), x.new_empty(x.shape[-3:])
     da, db = torch.empty_like(dproduct), torch.empty_like(dproduct)
-    for at in _examples(x):
-        for some in _slices(x):
+    for at in examples(x):
+        for some in row_slices(x):
             before = _of_norm(rows(x[at][some]), mean[at][some], scale[at][some])
             normed = torch.addcmul(of.norm_bias, before, of.norm_weight).to(x.dtype)
             p, m, s = product[at][:, some].flatten(1), out_mean[at][some].reshape(-1), out_scale[at][some].reshape(-1)
@@ -119,7 +119,7 @@ def triangle_multiplication_backward(
         else:
             torch.bmm(b[at], dproduct, out=da)
             torch.bmm(a[at], dproduct.mT, out=db)
-        for some in _slices(x):
+        for some in row_slices(x):
             dfactors, of_gate = (da[:, some], db[:, some]), dlogits[some].flatten(0, 1)
             statistics = mean[at][some], scale[at][some]
             _backward_input(
@@ -269,7 +269,7 @@ def _of_norm(xs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     return (xs.to(mean.dtype) - mean.reshape(-1, 1)).mul_(scale.reshape(-1, 1))
 
 
-def _standard(product: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def standardised(product: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block of the product [h, positions] with mean 0 and deviation 1, its mean and 1 / deviation."""
     wide = product.to(accumulation_dtype(product))
     mean = wide.mean(0)
@@ -284,12 +284,12 @@ def _through_norm(dn: Tensor, standard: Tensor, scale: Tensor) -> Tensor:
     return dn.sub_(dn.mean(0)).sub_(standard * along).mul_(scale.reshape(-1))
 
 
-def _examples(x: Tensor) -> Iterator[tuple[int, ...]]:
+def examples(x: Tensor) -> Iterator[tuple[int, ...]]:
     """Yield the index of each example among the leading axes."""
     return itertools.product(*(range(size) for size in x.shape[:-3]))
 
 
-def _slices(x: Tensor) -> Iterable[slice]:
+def row_slices(x: Tensor) -> Iterable[slice]:
     """Yield slices of the rows of x that have about so many positions, or a row each."""
     count, length, _ = x.shape[-3:]
     size = max(1, POSITIONS // length)

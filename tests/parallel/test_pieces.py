@@ -1,0 +1,161 @@
+"""Collectives piece by piece: the result of one at once, and what ranks hold that work in place."""
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from tests.ranks import run_ranks
+from warpfold.model import attention
+from warpfold.model.axial import COLS, ROWS
+from warpfold.model.evoformer import Evoformer, EvoformerConfig
+from warpfold.model.pair import PairConfig
+from warpfold.ops.dispatch import standing_for
+from warpfold.parallel.collectives import all_gather, all_to_all, local_shard, shard_sizes
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.mesh import Group, make_mesh
+from warpfold.parallel.pieces import join_pieces, pieces
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.sharded_tensor import ShardedTensor
+from warpfold.tune.fake import Memory, fake_ranks
+
+
+@pytest.mark.parametrize(
+    ("length", "ranks", "rows"), [(7, 3, 1), (7, 3, 2), (8, 4, 2), (2, 5, 3), (9, 2, 100), (0, 2, 1)]
+)
+def test_pieces_are_all_rows_once(length: int, ranks: int, rows: int) -> None:
+    """The same on all ranks but for the rank's own start; sizes as collectives take them."""
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        list(pieces(length, rows, Group("axial", 0, ranks)))
+    with torch.no_grad():
+        of_ranks = [list(pieces(length, rows, Group("axial", rank, ranks))) for rank in range(ranks)]
+    for piece in of_ranks[0]:
+        assert list(piece.sizes) == shard_sizes(piece.length, ranks)
+        assert max(piece.sizes) <= rows
+    found = [
+        at for piece in of_ranks[0] for offset, n in zip(piece.offsets, piece.sizes) for at in range(offset, offset + n)
+    ]
+    assert sorted(found) == list(range(length))
+    begins = [sum(shard_sizes(length, ranks)[:rank]) for rank in range(ranks)]
+    for rank, own in enumerate(of_ranks):
+        assert [(p.offsets, p.sizes) for p in own] == [(p.offsets, p.sizes) for p in of_ranks[0]]
+        assert all(p.sizes[rank] == 0 or begins[rank] + p.start == p.offsets[rank] for p in own)
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 2), (3, 1), (4, 5)])
+def test_joined_they_are_what_travels_at_once(ranks: int, rows: int) -> None:
+    x = torch.arange(7.0 * 5 * 2).view(7, 5, 2)
+
+    def on_a_rank() -> list[Tensor]:
+        group = make_mesh(axial=ranks).axial
+        shard = local_shard(x, ROWS, group)
+        gathered = join_pieces(
+            lambda p: [all_gather(p.of_shard(shard, ROWS), ROWS, p.length, group, "x")], ROWS, 7, rows, group
+        )
+        moved = join_pieces(
+            lambda p: [all_to_all(p.of_shard(shard, ROWS), ROWS, COLS, p.length, group, "x")], ROWS, 7, rows, group
+        )
+        return [*gathered, *moved, local_shard(x, COLS, group)]
+
+    with torch.no_grad():
+        for whole, moved, expected in run_ranks(on_a_rank, ranks):
+            assert torch.equal(whole, x)
+            assert torch.equal(moved, expected)
+
+
+def test_a_tensor_that_works_in_place_is_there_once() -> None:
+    """Its first shard is given up, also by who else has it; nothing is sent before it is needed."""
+    x = torch.arange(24.0).view(4, 3, 2)
+
+    def on_a_rank() -> None:
+        group = make_mesh(axial=2).axial
+        shard = local_shard(x, ROWS, group).clone()
+        z = ShardedTensor(ROWS, shard, {ROWS: 4, COLS: 3}, group, "z", piece=6)
+        z.start(COLS)
+        assert (z.present, z.rows(ROWS), z.rows(COLS)) == (ROWS, 1, 1)
+        assert torch.equal(z.along(COLS), local_shard(x, COLS, group))
+        assert (z.present, shard.numel()) == (COLS, 0)
+        assert torch.equal(z.along(ROWS), local_shard(x, ROWS, group))
+
+    with torch.no_grad():
+        run_ranks(on_a_rank, 2)
+
+
+def held(ranks: int, rows: int, residues: int, config: EvoformerConfig, c_m: int, c_z: int) -> int:
+    """The most numbers that a stack on the first rank holds at a time, m and z included."""
+    with fake_ranks(axial=ranks) as mesh, torch.no_grad():
+        plan = Plan(axial=ranks, chunk=8 // ranks, in_place=True)
+        stack = Execution(plan, mesh).bind(Evoformer(c_m, c_z, config))
+        here = shard_sizes(residues, ranks)[0]
+        masks = torch.empty(rows, residues), torch.empty(here, residues)
+        with Memory() as memory:
+            m, z = torch.empty(rows, here, c_m), torch.empty(here, residues, c_z)
+            m, z = stack(m, z, *masks)
+    return memory.peak // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residues", [512, 1024])
+def test_what_a_rank_holds_falls_as_the_ranks_grow_from_the_first_on(
+    residues: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At true width at most 1.1 times its share, in slices that fall too; kernels keep no attention's logits."""
+    monkeypatch.setattr(attention, "attention", lambda q, k, v, mask, bias: torch.empty_like(q))
+    one, *shares = (held(p, 128, residues, EvoformerConfig(blocks=1), 256, 128) for p in (1, 2, 4, 8))
+    for ranks, share in zip((2, 4, 8), shares):
+        assert share * ranks <= 1.1 * one, (ranks, share * ranks / one)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_stack_holds_a_shard_and_a_factor(ranks: int) -> None:
+    """Nothing else is as large as a shard of z: a shard more would be z / p."""
+    rows, n, c = 6, 48, 64
+    z, m, bias, slices = n * n * c // ranks, rows * n * c // ranks, n * n, 8 // ranks * n * c
+    # Some 3 x 4 pieces of a product travel: the factor, the product before, as sent, received and joined.
+    config = EvoformerConfig(blocks=1, heads=1, c_outer=2, pair=PairConfig(heads=1, c_triangle=c))
+    assert held(ranks, rows, n, config, c, c) <= 2 * z + m + bias + 14 * slices
+
+
+def allocated(function: Callable[[], None]) -> int:
+    """The most bytes that torch's allocator had given out for a function at one time, scratch of kernels included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        function()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_real_ranks_hold_what_fake_ones_do_and_find_what_one_device_does(ranks: int) -> None:
+    """Each process at most 10 % more than the first fake rank, which holds most."""
+    n, rows, c = 96, 6, 64
+    config = EvoformerConfig(blocks=2, heads=2, c_outer=8, pair=PairConfig(heads=2, c_triangle=c))
+    torch.manual_seed(0)
+    stack = Evoformer(c, c, config).eval()
+    m, z = torch.randn(rows, n, c), torch.randn(n, n, c)
+    masks = torch.ones(rows, n), torch.ones(n, n)
+
+    def folded(group: Group) -> list[Tensor]:
+        """This rank's rows of z after the stack, given its shards."""
+        mine = [local_shard(m, COLS, group).clone(), local_shard(z, ROWS, group).clone()]
+        z_mask = local_shard(masks[1], -2, group)
+        return [stack(*mine, masks[0], z_mask)[1]]
+
+    def on_a_rank() -> tuple[int, Tensor]:
+        mesh = make_mesh(axial=ranks)
+        Execution(Plan(axial=ranks, chunk=8 // ranks, in_place=True), mesh).bind(stack)
+        with torch.no_grad():
+            folded(mesh.axial)  # what is kept from then on is there
+            return allocated(lambda: folded(mesh.axial).clear()), folded(mesh.axial)[0]
+
+    with torch.no_grad():
+        expected = stack(m, z, *masks)[1]
+    found = run_ranks(on_a_rank, ranks, timeout=200)
+    torch.testing.assert_close(torch.cat([x for _, x in found]), expected, rtol=1e-4, atol=1e-4)
+    with standing_for("cpu"):
+        fake = 4 * held(ranks, rows, n, config, c, c)
+    assert max(size for size, _ in found) <= 1.1 * fake
+    assert fake <= 1.1 * found[0][0]
