@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpfold import __version__
-from warpfold.cli import (  # noqa: F401  # noqa: F401
+from warpfold.cli import (  # noqa: F401
     bench,
     demo,
     doctor,

@@ -1,9 +1,9 @@
 """`warpfold predict`."""
 
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,7 +31,10 @@ from warpfold.cli.common import (
 )
 from warpfold.cli.relax import Relax, RelaxOption, relax_predictions, relaxed_line
 from warpfold.errors import UserError
-from warpfold.progress import progress_bar
+from warpfold.progress import Progress, progress_bar
+
+if TYPE_CHECKING:
+    from warpfold.bulk import JobPart
 
 Query = Annotated[
     Path,
@@ -168,7 +171,7 @@ def predict(
     from warpfold.run.share import Share
     from warpfold.tune.machine import parse_memory
 
-    part = JobPart.parse(shard) if shard is not None else JobPart(1, 1)
+    share = Share(part=JobPart.parse(shard or "1/1"), workers=workers, cluster=cluster)
     sources = TemplateSources(
         files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
     process = ProcessInfo.from_environment(os.environ)
@@ -179,28 +182,32 @@ def predict(
         recycling=Recycling(recycle_tolerance, _length_and_recycles(max_recycles)), batch=_most(batch),
         offload=offload, memory=None if memory is None else parse_memory(memory),
     )  # fmt: skip
-    share = Share(part=part, workers=workers, cluster=cluster)
-    bar = progress_bar(remaining=False) if process.rank == 0 else nullcontext()
     # Without either, how the processes share out the proteins is chosen when these are known.
     plan = None if axial is None and branch is None else Plan(axial=axial or 1, branch=branch or 1)
-    with distributed_context(process, plan, options.device or "cpu") as team, bar as progress, plans_said(process):
+    with (
+        distributed_context(process, plan, options.device or "cpu") as team,
+        _bar(process.rank) as progress,
+        plans_said(process),
+    ):
         summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team, share)
     if team.is_rank_zero:
-        summary = _finish(summary, out, relax, options.device, str(part), as_json)
+        if summary["status"] == "running":
+            _say_others(share.part, out, relax)
+        else:
+            summary = relax_predictions(summary, out, relax, options.device)
+        _say(summary, out, as_json)
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
 
 
-def _finish(
-    summary: dict[str, Any], out: Path, relax: Relax, device: str | None, part: str, as_json: bool
-) -> dict[str, Any]:
-    """Relax what was predicted, if asked to, say how it went, and return the summary."""
-    if summary["status"] != "running":
-        summary = relax_predictions(summary, out, relax, device)
-    _say(summary, out, as_json)
-    if summary["status"] == "running":
-        then = f", then `warpfold relax {out}`" if relax != Relax.none else ""
-        typer.echo(f"part {part} is done; the last part writes {out / 'summary.json'}{then}", err=True)
-    return summary
+def _say_others(part: "JobPart", out: Path, relax: Relax) -> None:
+    """Say that others are at work on the rest, or have yet to begin."""
+    then = f", then `warpfold relax {out}`" if relax != Relax.none else ""
+    typer.echo(f"part {part} is done; the last part writes {out / 'summary.json'}{then}", err=True)
+
+
+def _bar(rank: int) -> AbstractContextManager[Progress | None]:
+    """Return the bar of the first of several processes; the caller says how much time is left."""
+    return progress_bar(remaining=False) if rank == 0 else nullcontext()
 
 
 def _most(batch: str) -> int | None:

@@ -1,13 +1,13 @@
 """Who folds the groups of a run: this process, ranks that each take some, processes of their own, or a Dask cluster."""
 
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from warpfold.bulk import JobPart, in_order, pool, worker_number
 from warpfold.device import keep_memory
 from warpfold.errors import UserError
+from warpfold.files import file_name
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.team import Team
 from warpfold.progress import Progress
@@ -150,7 +151,7 @@ def fold_job(job: FoldJob) -> JobResult:
     if options.device == "cpu" and job.workers:
         keep_memory()
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.workers))
-    name = f"{gethostname()}-{os.getpid()}"
+    name = file_name(f"{platform.node()}-{os.getpid()}")
     with closing(Journal(job.out, job.run, job.part, name)) as journal:
 
         def record(outcome: FoldOutcome) -> None:
