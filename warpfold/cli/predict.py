@@ -1,7 +1,9 @@
 """`warpfold predict`."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +37,9 @@ from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
     from warpfold.bulk import JobPart
+    from warpfold.parallel.team import ProcessInfo
+    from warpfold.run.predictor import Recycling
+    from warpfold.run.share import Share
 
 Query = Annotated[
     Path,
@@ -162,16 +167,12 @@ def predict(
     With several --params or --seeds, the predictions of each protein are ranked.
     Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.
     """
-    from warpfold.bulk import JobPart
-    from warpfold.parallel.plan import Plan
-    from warpfold.parallel.team import ProcessInfo, distributed_context
+    from warpfold.parallel.team import ProcessInfo
     from warpfold.run import predict as prediction
     from warpfold.run.predict_templates import TemplateSources
-    from warpfold.run.predictor import Recycling
-    from warpfold.run.share import Share
     from warpfold.tune.machine import parse_memory
 
-    share = Share(part=JobPart.parse(shard or "1/1"), workers=workers, cluster=cluster)
+    share = _share(shard, workers, cluster)
     sources = TemplateSources(
         files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
     process = ProcessInfo.from_environment(os.environ)
@@ -179,22 +180,36 @@ def predict(
         seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
         max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
         representations=representations, distogram=distogram, force=force, kernels="strict" if strict else "fast",
-        recycling=Recycling(recycle_tolerance, _length_and_recycles(max_recycles)), batch=_most(batch),
+        recycling=_recycling(recycle_tolerance, max_recycles), batch=_most(batch),
         offload=offload, memory=None if memory is None else parse_memory(memory),
     )  # fmt: skip
-    # Without either, how the processes share out the proteins is chosen when these are known.
+    fold = partial(prediction.predict, query, msa or [], params, out, options, templates=sources, share=share)
+    _run(fold, process, options.device or "cpu", (axial, branch), share.part, out, relax, as_json)
+
+
+def _run(
+    fold: Callable[..., dict[str, Any]],
+    process: "ProcessInfo",
+    device: str,
+    grid: tuple[int | None, int | None],
+    part: "JobPart",
+    out: Path,
+    relax: Relax,
+    as_json: bool,
+) -> None:
+    """Have the processes meet and fold, relax what was predicted, and say how it went; ends the command."""
+    from warpfold.parallel.plan import Plan
+    from warpfold.parallel.team import distributed_context
+
+    axial, branch = grid  # without either, how the processes share out the proteins is chosen when these are known
     plan = None if axial is None and branch is None else Plan(axial=axial or 1, branch=branch or 1)
-    with (
-        distributed_context(process, plan, options.device or "cpu") as team,
-        _bar(process.rank) as progress,
-        plans_said(process),
-    ):
-        summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team, share)
+    with distributed_context(process, plan, device) as team, _bar(process.rank) as progress, plans_said(process):
+        summary = fold(progress=progress, team=team)
     if team.is_rank_zero:
         if summary["status"] == "running":
-            _say_others(share.part, out, relax)
+            _say_others(part, out, relax)
         else:
-            summary = relax_predictions(summary, out, relax, options.device)
+            summary = relax_predictions(summary, out, relax, device)
         _say(summary, out, as_json)
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
 
@@ -208,6 +223,21 @@ def _say_others(part: "JobPart", out: Path, relax: Relax) -> None:
 def _bar(rank: int) -> AbstractContextManager[Progress | None]:
     """Return the bar of the first of several processes; the caller says how much time is left."""
     return progress_bar(remaining=False) if rank == 0 else nullcontext()
+
+
+def _share(shard: str | None, workers: int, cluster: str | None) -> "Share":
+    """Return who folds.  Errors: UserError for a shard that is none."""
+    from warpfold.bulk import JobPart
+    from warpfold.run.share import Share
+
+    return Share(part=JobPart.parse(shard or "1/1"), workers=workers, cluster=cluster)
+
+
+def _recycling(tolerance: float | None, most: str | None) -> "Recycling":
+    """Return when recycling ends early.  Errors: UserError for what is no LENGTH:RECYCLES."""
+    from warpfold.run.predictor import Recycling
+
+    return Recycling(tolerance, _length_and_recycles(most))
 
 
 def _most(batch: str) -> int | None:
