@@ -50,6 +50,7 @@ SAFE = {
     "engine/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
     "run/demo.py:_put_aside": "renames into a folder that is new",
     "run/figures.py:_svg": "into memory",
+    "run/figures.py:draw_memory": "into memory",
     "engine/checkpoint.py:AppendedFile.__init__": "takes away a line that a kill left torn; " + OWN_FOLDER,
     "run/outputs.py:Prediction.save": OWN_DRAFT,
     "run/outputs.py:_draft": OWN_DRAFT,

@@ -75,7 +75,15 @@ class FoldPlanner:
         self._last = ""
 
     def choose(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
-        """Return the plan for an example of these sizes, for what is free now.
+        """Return the plan as `check` does, and say it where it is another than the last."""
+        found = self.check(sizes, recycles, ensemble, representations)
+        if describe_plan(found.plan) != self._last:
+            self._last = describe_plan(found.plan)
+            log.info("plan for %d residues: %s", sizes.residues, found.said)
+        return found
+
+    def check(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
+        """Return the plan for an example of these sizes, for what is free now, and say nothing.
 
         Errors: UserError where nothing fits, saying what would, or for keys that no plan can have together.
         """
@@ -84,9 +92,6 @@ class FoldPlanner:
         free = self._free(sizes.residues)
         alone = len(free) == 1
         found = FoldPlan.of(self._choose(job, free[0])) if alone else self._choose_together(job, min(free))
-        if describe_plan(found.plan) != self._last:
-            self._last = describe_plan(found.plan)
-            log.info("plan for %d residues: %s", sizes.residues, found.said)
         return found
 
     def _free(self, residues: int) -> list[int]:

@@ -117,7 +117,7 @@ def predict(
         tell(0, total, "loading the parameters")
         predictor = memory.load(models[0])
         device = str(predictor.device)
-        check_fits(queries, models[0], options.recycles, predictor.planner.choose)
+        check_fits(queries, models[0], options.recycles, predictor.planner.check)
     if templates:
         tell(0, total, "looking at the templates")
         queries = with_templates(queries, templates, models)
