@@ -87,19 +87,19 @@ class Recycled:
     positions: Tensor  # [*, r, 37, 3] angstrom
 
 
-class Folded(NamedTuple):
+class LastPass(NamedTuple):
     """What a protein has folded to, before any head has looked at it."""
 
     representations: Representations
     structure: StructureOutput
     recycles: int  # passes before the last
 
-    def unbind(self) -> list["Folded"]:
+    def unbind(self) -> list["LastPass"]:
         """Return what the examples of a batch, one leading axis, have folded to."""
         parts = zip(_unbound(self.representations, 0), _unbound(self.structure, 0))
-        return [Folded(representations, structure, self.recycles) for representations, structure in parts]
+        return [LastPass(representations, structure, self.recycles) for representations, structure in parts]
 
-    def without_padding(self, sequences: int, residues: int) -> "Folded":
+    def without_padding(self, sequences: int, residues: int) -> "LastPass":
         """Return the first rows of the alignment and the first residues, where the others were padding."""
         r, s, only = self.representations, self.structure, slice(residues)
         structure = replace(
@@ -120,7 +120,7 @@ class Folded(NamedTuple):
             single=r.single[..., only, :],
             msa_first_row=r.msa_first_row[..., only, :],
         )
-        return Folded(representations, structure, self.recycles)
+        return LastPass(representations, structure, self.recycles)
 
 
 @dataclass(frozen=True)
@@ -200,14 +200,14 @@ class AlphaFold(Executable):
         folded = self.fold(batch, recycles)
         return replace(self.output(folded.representations, folded.structure), recycles=folded.recycles)
 
-    def fold(self, batch: Batch, recycles: int | None = None) -> Folded:
+    def fold(self, batch: Batch, recycles: int | None = None) -> LastPass:
         """Run all passes, as `forward` does, but no head: their logits are the largest tensors of all.
 
         The batch may be in host memory, and narrower than its table says: each pass moves what it sees.
         """
         recycled, done = self.recycle(batch, recycles)
         representations, structure = self.one_pass(self.inputs_of_pass(batch, done, recycled))
-        return Folded(representations, structure, done)
+        return LastPass(representations, structure, done)
 
     def recycle(self, batch: Batch, recycles: int | None = None) -> tuple[Recycled, int]:
         """Run the passes before the last; return what they hand to it, and how many they were."""
@@ -287,10 +287,10 @@ class AlphaFold(Executable):
         if self.templates is not None:
             z = self.templates(z, z_mask, batch)
         # m is made when the extra MSA is gone: it needs neither it nor what it made of z.
-        _, z = self.extra_stack(self.extra(batch, dtype), z, batch["extra_msa_mask"], z_mask)
+        z = self.extra_stack(self.extra(batch, dtype), z, batch["extra_msa_mask"], z_mask)[1]
         m, m_mask = self._first_msa(batch, recycled.msa_first_row)
         m, z = self.evoformer(m, z, m_mask, z_mask)
-        m_first = m[..., 0, :, :]
+        m_first = m[..., 0, :, :].clone()  # what is recycled must not keep all of m
         single = self.residues.all_gather(self.single(m_first), -2, seq_mask.shape[-1])
         return Representations(m[..., : batch["msa_mask"].shape[-2], :, :], z, single, m_first)
 

@@ -262,11 +262,12 @@ def _compute(
     predictor: Predictor, made: Made, options: "PredictOptions", failures: tuple[type[Exception], ...]
 ) -> Folded:
     """Fold what could be prepared; what fails together is folded one by one."""
+    kept = options.representations, options.distogram
     ready = [prepared for _, prepared in made if isinstance(prepared, Prepared)]
     together: Iterator[Prediction] | None = None
-    if len(ready) > 1 and not options.distogram:
+    if len(ready) > 1:
         try:
-            together = iter(predictor.compute_together(ready, options.representations))
+            together = iter(predictor.compute_together(ready, *kept))
         except failures:
             together = None
     found: Folded = []
@@ -277,7 +278,7 @@ def _compute(
             found.append((item, next(together)))
         else:
             try:
-                found.append((item, predictor.compute(prepared, options.representations, options.distogram)))
+                found.append((item, predictor.compute(prepared, *kept)))
             except failures as error:
                 found.append((item, one_line(error)))
     return found

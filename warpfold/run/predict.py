@@ -127,7 +127,8 @@ def predict(
     with closing(folder):
         todo = None
         if team.is_rank_zero:
-            batch = options.batch if team.process.ranks == 1 else 1
+            alone = team.process.ranks > 1 or options.recycling != Recycling()  # where one ends early, others need not
+            batch = 1 if alone else options.batch
             todo = folder.begin(in_groups(items, batch, device), options.force)
         todo = team.all_gather_object(todo, "the beginning of the run")[0]
         clock, refused = fold_shared(memory, folder.groups_of(todo), folder, share, keep, tell)

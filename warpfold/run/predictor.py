@@ -23,7 +23,7 @@ from warpfold.errors import UserError
 from warpfold.host import HostTensor, in_file
 from warpfold.memory import release_memory
 from warpfold.model import confidence
-from warpfold.model.alphafold import AlphaFold, Folded
+from warpfold.model.alphafold import AlphaFold, LastPass
 from warpfold.model.heads import distogram_breaks
 from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
@@ -213,7 +213,9 @@ class Predictor:
         details = self._details(prepared, recycles, time.perf_counter() - start) | {"plan": dict(planned.details)}
         return replace(prediction, details=details)
 
-    def compute_together(self, several: Sequence["Prepared"], representations: bool = True) -> list[Prediction]:
+    def compute_together(
+        self, several: Sequence["Prepared"], representations: bool = True, distogram: bool = False
+    ) -> list[Prediction]:
         """Run the model once on single chains, padded to the largest; each has the result that it has alone.
 
         To rounding: products of other sizes may sum in another order.
@@ -226,11 +228,12 @@ class Predictor:
             raise ValueError("what shares a pass needs the same recycles and ensemble")
         batch = stack([one.batch for one in several])
         planned = self.plan(replace(first, batch=batch), representations)
+        found = []
         with self._running(planned.plan, first.ensemble):
             folded = self.model.fold(batch, first.recycles)
-            sizes = [one.batch["msa_mask"].shape[-2:] for one in several]
-            alone = [part.without_padding(*size) for part, size in zip(folded.unbind(), sizes)]
-            found = [self._prediction(one, part, representations, False) for one, part in zip(several, alone)]
+            for one, part in zip(several, folded.unbind()):
+                alone = part.without_padding(*one.batch["msa_mask"].shape[-2:])
+                found.append(self._prediction(one, alone, representations, distogram))
         seconds = (time.perf_counter() - start) / len(several)
         more = {"together": len(several), "plan": dict(planned.details)}
         details = [self._details(one, folded.recycles, seconds) | more for one in several]
@@ -292,7 +295,7 @@ class Predictor:
                 used += chain.templates.choose(chosen).names
         return used
 
-    def _prediction(self, prepared: Prepared, folded: Folded, representations: bool, distogram: bool) -> Prediction:
+    def _prediction(self, prepared: Prepared, folded: LastPass, representations: bool, distogram: bool) -> Prediction:
         """Return a prediction, and how sure the model is of it; z is gone through some rows at a time."""
         model, (r, structure, _), assembly = self.model, folded, prepared.assembly
         several = len(assembly.chains) > 1

@@ -30,7 +30,7 @@ class Part(NamedTuple):
     size: int
 
 
-class Job(NamedTuple):
+class SumJob(NamedTuple):
     """Partials [programs, width] as the kernel is given them, to be summed span by span.
 
     begin: the first program of the launch that works on it; blocks: programs of a span.
@@ -100,7 +100,7 @@ def _launch(sums: Sequence[tuple[Tensor, tuple[Tensor, ...], int]]) -> None:
     jobs, begin = [], 0
     for partials, results, spans in sums:
         programs, width = partials.shape
-        job = Job(partials, _parts(results, spans), programs, width, spans, cdiv(width, kernel["BLOCK_N"]), begin)
+        job = SumJob(partials, _parts(results, spans), programs, width, spans, cdiv(width, kernel["BLOCK_N"]), begin)
         begin += job.spans * job.blocks
         jobs.append(job)
     kernel.run((begin,), jobs=tuple(jobs))
