@@ -75,9 +75,10 @@ class FoldPlanner:
         self._last = ""
 
     def choose(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
-        """Return the plan as `check` does, and say it where it is another than the last."""
+        """Return the plan as `check` does, and say it where it is another than the last; nothing of small ones."""
         found = self.check(sizes, recycles, ensemble, representations)
-        if describe_plan(found.plan) != self._last:
+        evident = found.choice is not None and all(one.memory is None for one in found.choice.considered)
+        if describe_plan(found.plan) != self._last and not (evident and not self._last):
             self._last = describe_plan(found.plan)
             log.info("plan for %d residues: %s", sizes.residues, found.said)
         return found
