@@ -50,6 +50,7 @@ SAFE = {
     "engine/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
     "run/demo.py:_put_aside": "renames into a folder that is new",
     "run/figures.py:_svg": "into memory",
+    "run/figures.py:draw_memory": "into memory",
     "run/journal.py:Journal.__init__": "cuts off half a line, of a journal of its own name in a folder of predictions",
     "run/journal.py:_appending": "adds to what is there",
     "run/journal.py:remove_journals": "journals by their names, when the summary has what they had",

@@ -52,8 +52,16 @@ def load(name: str | Path, overrides: Iterable[str] = ()) -> Mapped:
     Returns nested dicts, which `build` will check against a dataclass.
     Errors: UserError for a missing file, bad TOML, a circle of bases, or an override without "=".
     """
+    merged: Mapped = {}
+    for _, values in layers(name, overrides):
+        merged = merge(merged, values)
+    return merged
+
+
+def layers(name: str | Path, overrides: Iterable[str] = ()) -> list[tuple[Path | None, Mapped]]:
+    """Return what `load` merges, each with its file, the lowest base first and the overrides, of no file, last."""
     path = find(name)
-    layers: list[Mapped] = []
+    found: list[tuple[Path | None, Mapped]] = []
     seen: list[Path] = []
     while True:
         if path.resolve() in seen:
@@ -61,18 +69,13 @@ def load(name: str | Path, overrides: Iterable[str] = ()) -> Mapped:
         seen.append(path.resolve())
         values = _read(path)
         base = values.pop("base", None)
-        layers.append(values)
+        found.insert(0, (path, values))
         if base is None:
             break
         if not isinstance(base, str):
             raise UserError(f"{path}: base must be one name or path, not {base!r}")
         path = find(base, beside=path.parent)
-    merged: Mapped = {}
-    for values in reversed(layers):
-        merged = _merge(merged, values)
-    for override in overrides:
-        merged = _merge(merged, _parse_override(override))
-    return merged
+    return found + [(None, _parse_override(override)) for override in overrides]
 
 
 def _read(path: Path) -> Mapped:
@@ -87,11 +90,12 @@ def _read(path: Path) -> Mapped:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _merge(under: Mapped, over: Mapped) -> Mapped:
+def merge(under: Mapped, over: Mapped) -> Mapped:
+    """Return nested dicts with the values of `over` in the place of those of `under`."""
     merged = dict(under)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+        merged[key] = merge(merged[key], value) if both else value
     return merged
 
 
@@ -127,7 +131,7 @@ def build(cls: type[T], values: Mapping[str, Any], source: str = "settings", pre
     arguments = {}
     for name, field in fields.items():
         if name in values:
-            arguments[name] = _convert(hints[name], values[name], source, prefix + name)
+            arguments[name] = convert(hints[name], values[name], source, prefix + name)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             if not dataclasses.is_dataclass(hints[name]):
                 raise UserError(f"{source}: {prefix}{name} has no value; it must be set")
@@ -138,7 +142,7 @@ def build(cls: type[T], values: Mapping[str, Any], source: str = "settings", pre
         raise UserError(f"{source}: {prefix.rstrip('.') or 'settings'}: {error}") from error
 
 
-def _convert(hint: Any, value: Any, source: str, name: str) -> Any:
+def convert(hint: Any, value: Any, source: str, name: str) -> Any:
     """Convert a value to the type that the field declares, or raise UserError.
 
     Infinity, NaN, and integers beyond 64 bits are errors for every field.
@@ -155,7 +159,7 @@ def _convert(hint: Any, value: Any, source: str, name: str) -> Any:
         for choice in choices:
             if choice is not type(None):
                 try:
-                    return _convert(choice, value, source, name)
+                    return convert(choice, value, source, name)
                 except UserError as error:
                     if dataclasses.is_dataclass(choice) and isinstance(value, dict):
                         wrong = error
@@ -174,11 +178,11 @@ def _convert(hint: Any, value: Any, source: str, name: str) -> Any:
         each = [choices[0]] * len(value) if origin is list or choices[-1] is Ellipsis else list(choices)
         if len(each) != len(value):
             raise wrong
-        return origin(_convert(h, v, source, f"{name}[{i}]") for i, (h, v) in enumerate(zip(each, value)))
+        return origin(convert(h, v, source, f"{name}[{i}]") for i, (h, v) in enumerate(zip(each, value)))
     if origin is dict:
         if not isinstance(value, Mapping):
             raise wrong
-        return {key: _convert(choices[1], v, source, f"{name}.{key}") for key, v in value.items()}
+        return {key: convert(choices[1], v, source, f"{name}.{key}") for key, v in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
@@ -201,16 +205,17 @@ def _describe(hint: Any) -> str:
 
 def to_dict(config: Any) -> Mapped:
     """Convert a dataclass to nested dicts of what TOML and JSON can hold: the inverse of `build`."""
-    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init}
+    return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value as TOML and JSON can hold it."""
     if dataclasses.is_dataclass(value):
         return to_dict(value)
     if isinstance(value, tuple | list):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, Mapping):
-        return {key: _plain(v) for key, v in value.items()}
+        return {key: plain(v) for key, v in value.items()}
     return "none" if value is None else value
 
 

@@ -19,7 +19,6 @@ from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.weights import save_params
-from warpfold.parallel.plan import inference_plan
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run.predict import PredictOptions, predict, read_queries
 from warpfold.run.predict_templates import TemplateSources, find_templates
@@ -272,20 +271,6 @@ def test_the_settings_of_the_model_stay(tiny_params: Path) -> None:
     assert predictor.model.config == before
     with pytest.raises(UserError, match="recycles"):
         predictor.fold(TWO, recycles=-1)
-
-
-def test_long_proteins_are_cut_and_short_ones_are_not() -> None:
-    import torch
-
-    def chunk(residues: int, clusters: int, extra: int) -> int | None:
-        batch = {"bert_mask": torch.empty(1, clusters, residues), "extra_msa": torch.empty(1, extra, residues)}
-        plan = inference_plan(batch)
-        assert plan.in_place == (plan.chunk is not None)
-        return plan.chunk
-
-    assert chunk(60, 32, 64) is None
-    assert chunk(400, 128, 5120) == 6
-    assert chunk(20_000, 512, 5120) == 4
 
 
 def test_folding_samples_the_alignment_as_training_did(tmp_path: Path) -> None:

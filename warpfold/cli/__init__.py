@@ -15,7 +15,22 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpfold import __version__
-from warpfold.cli import bench, demo, doctor, golden, pack, predict, profile, relax, sample, score, search, train, tune  # noqa: F401
+from warpfold.cli import (  # noqa: F401
+    bench,
+    demo,
+    doctor,
+    golden,
+    pack,
+    plan,
+    predict,
+    profile,
+    relax,
+    sample,
+    score,
+    search,
+    train,
+    tune,
+)
 from warpfold.cli.common import app
 from warpfold.errors import UserError
 
@@ -24,6 +39,7 @@ ORDER = (
     "sample",
     "search",
     "pack",
+    "plan",
     "train",
     "predict",
     "relax",

@@ -1,8 +1,10 @@
 """What all commands share: the app, its kinds of options, the device, tables and JSON."""
 
 import json
+import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +60,9 @@ Force = Annotated[bool, writes("Replace an earlier run of this command in the fo
 Device = Annotated[str | None, runs("cpu, cuda, cuda:1 ...; default: the first GPU, or the CPU.")]
 Axial = Annotated[
     int | None, runs("Processes that share one protein, each with a slice of its large tensors.", "--plan.axial", min=1)
+]
+Memory = Annotated[
+    str | None, runs("Of a device, to be used at most: 24GB; default: what is free.", show_default=False)
 ]
 Branch = Annotated[
     int | None,
@@ -138,6 +143,27 @@ def say_refused(refused: Mapping[str, int]) -> None:
     """Say on stderr which operations were computed by their definitions, which is slower, and why."""
     for refusal, count in refused.items():
         typer.echo(f"slower than necessary: {refusal}: computed by its definition, {count} times", err=True)
+
+
+@contextmanager
+def plans_said(process: "ProcessInfo") -> Iterator[None]:
+    """Say on stderr, from the first process, how each protein is folded, within the context."""
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            typer.echo(record.getMessage(), err=True)
+
+    log, handler = logging.getLogger("warpfold.plan"), Said()
+    before = log.level, log.propagate
+    if process.rank == 0:
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.level, log.propagate = before
 
 
 def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:

@@ -1,7 +1,9 @@
 """`warpfold predict`."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +16,7 @@ from warpfold.cli.common import (
     Device,
     Force,
     Lists,
+    Memory,
     Precision,
     Seed,
     Strict,
@@ -21,6 +24,7 @@ from warpfold.cli.common import (
     argument,
     decides,
     device_of,
+    plans_said,
     reads,
     runs,
     say_refused,
@@ -32,7 +36,9 @@ from warpfold.errors import UserError
 from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
-    from warpfold.run.predict_templates import TemplateSources
+    from warpfold.bulk import JobPart
+    from warpfold.parallel.team import ProcessInfo
+    from warpfold.run.predictor import Recycling
     from warpfold.run.share import Share
 
 Query = Annotated[
@@ -90,7 +96,15 @@ MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; defaul
 MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
 Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")]
 Distogram = Annotated[bool, writes("Keep contacts in the .npz, and the distogram in a .npy.", "--distogram")]
-Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits.", min=0)]
+Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits and is fast.", min=0)]
+Offloaded = Annotated[
+    bool | None,
+    runs(
+        "Whether the pair representation lies in host memory; default: where nothing else fits.",
+        "--offload/--no-offload",
+        show_default=False,
+    ),
+]
 Batch = Annotated[
     str,
     runs("Short single chains that share a pass of the model, at most; auto: where that was measured to help."),
@@ -134,6 +148,8 @@ def predict(
     distogram: Distogram = False,
     device: Device = None,
     chunk: Chunk = None,
+    offload: Offloaded = None,
+    memory: Memory = None,
     precision: TrunkPrecision = Precision.fp32,
     axial: Axial = None,
     branch: Branch = None,
@@ -151,58 +167,77 @@ def predict(
     With several --params or --seeds, the predictions of each protein are ranked.
     Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.
     """
-    from warpfold.parallel.plan import Plan
-    from warpfold.parallel.team import ProcessInfo, distributed_context
+    from warpfold.parallel.team import ProcessInfo
     from warpfold.run import predict as prediction
-    from warpfold.run.predictor import Recycling
+    from warpfold.run.predict_templates import TemplateSources
+    from warpfold.tune.machine import parse_memory
 
     share = _share(shard, workers, cluster)
-    sources = _sources(template or [], hits or [], template_structures, max_template_date)
+    sources = TemplateSources(
+        files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
     process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
         seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
         max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
-        representations=representations, distogram=distogram, force=force, batch=_most(batch),
-        recycling=Recycling(recycle_tolerance, _length_and_recycles(max_recycles)),
-        kernels="strict" if strict else "fast",
+        representations=representations, distogram=distogram, force=force, kernels="strict" if strict else "fast",
+        recycling=_recycling(recycle_tolerance, max_recycles), batch=_most(batch),
+        offload=offload, memory=None if memory is None else parse_memory(memory),
     )  # fmt: skip
-    bar, plan = _bar(process.rank), Plan(axial=axial or 1, branch=branch or 1)
-    with distributed_context(process, plan, options.device or "cpu") as team, bar as progress:
-        summary = prediction.predict(query, msa or [], params, out, options, progress, sources, team, share)
+    fold = partial(prediction.predict, query, msa or [], params, out, options, templates=sources, share=share)
+    _run(fold, process, options.device or "cpu", (axial, branch), share.part, out, relax, as_json)
+
+
+def _run(
+    fold: Callable[..., dict[str, Any]],
+    process: "ProcessInfo",
+    device: str,
+    grid: tuple[int | None, int | None],
+    part: "JobPart",
+    out: Path,
+    relax: Relax,
+    as_json: bool,
+) -> None:
+    """Have the processes meet and fold, relax what was predicted, and say how it went; ends the command."""
+    from warpfold.parallel.plan import Plan
+    from warpfold.parallel.team import distributed_context
+
+    axial, branch = grid  # without either, how the processes share out the proteins is chosen when these are known
+    plan = None if axial is None and branch is None else Plan(axial=axial or 1, branch=branch or 1)
+    with distributed_context(process, plan, device) as team, _bar(process.rank) as progress, plans_said(process):
+        summary = fold(progress=progress, team=team)
     if team.is_rank_zero:
-        summary = _end(summary, out, relax, options.device, as_json)
+        if summary["status"] == "running":
+            _say_others(part, out, relax)
+        else:
+            summary = relax_predictions(summary, out, relax, device)
+        _say(summary, out, as_json)
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
 
 
+def _say_others(part: "JobPart", out: Path, relax: Relax) -> None:
+    """Say that others are at work on the rest, or have yet to begin."""
+    then = f", then `warpfold relax {out}`" if relax != Relax.none else ""
+    typer.echo(f"part {part} is done; the last part writes {out / 'summary.json'}{then}", err=True)
+
+
+def _bar(rank: int) -> AbstractContextManager[Progress | None]:
+    """Return the bar of the first of several processes; the caller says how much time is left."""
+    return progress_bar(remaining=False) if rank == 0 else nullcontext()
+
+
 def _share(shard: str | None, workers: int, cluster: str | None) -> "Share":
-    """Return who folds.  Errors: UserError for a part that is none."""
+    """Return who folds.  Errors: UserError for a shard that is none."""
     from warpfold.bulk import JobPart
     from warpfold.run.share import Share
 
     return Share(part=JobPart.parse(shard or "1/1"), workers=workers, cluster=cluster)
 
 
-def _sources(files: list[str], hits: list[Path], structures: Path | None, date: str | None) -> "TemplateSources":
-    """Return where templates come from.  Errors: UserError for sources that make no sense."""
-    from warpfold.run.predict_templates import TemplateSources
+def _recycling(tolerance: float | None, most: str | None) -> "Recycling":
+    """Return when recycling ends early.  Errors: UserError for what is no LENGTH:RECYCLES."""
+    from warpfold.run.predictor import Recycling
 
-    return TemplateSources(files=files, hits=hits, structures=structures, max_date=date)
-
-
-def _end(summary: dict[str, Any], out: Path, relax: Relax, device: str | None, as_json: bool) -> dict[str, Any]:
-    """Relax what is asked for and say what there is; or that others are at work on the rest, or have yet to begin."""
-    if summary["status"] == "running":
-        then = f", then `warpfold relax {out}`" if relax != Relax.none else ""
-        typer.echo(f"this part is done; the last one writes {out / 'summary.json'}{then}", err=True)
-    else:
-        summary = relax_predictions(summary, out, relax, device)
-    _say(summary, out, as_json)
-    return summary
-
-
-def _bar(rank: int) -> AbstractContextManager[Progress | None]:
-    """Return the bar of the first of several processes; the caller says how much time is left."""
-    return progress_bar(remaining=False) if rank == 0 else nullcontext()
+    return Recycling(tolerance, _length_and_recycles(most))
 
 
 def _most(batch: str) -> int | None:

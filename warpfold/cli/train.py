@@ -15,6 +15,7 @@ from warpfold.cli.common import (
     Branch,
     Device,
     Lists,
+    Memory,
     Strict,
     app,
     argument,
@@ -49,6 +50,7 @@ def train(
     axial: Axial = None,
     branch: Branch = None,
     device: Device = None,
+    memory: Memory = None,
     strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
@@ -56,11 +58,12 @@ def train(
 
     On several processes, under torchrun: docs/parallel.md.
     """
-    from warpfold import settings as toml
     from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run import train as training
-    from warpfold.run.config import RunConfig
+    from warpfold.run.config import load_settings
+    from warpfold.run.planning import plan_training
     from warpfold.run.results import training_bar
+    from warpfold.tune.machine import parse_memory
 
     plan = {
         "plan.data": examples,
@@ -69,11 +72,16 @@ def train(
         "plan.kernels": "strict" if strict else None,
     }
     changes = [*(change or []), *(f"{key}={value}" for key, value in plan.items() if value is not None)]
-    config = toml.build(RunConfig, toml.load(settings, changes), settings)
+    given, most = load_settings(settings, changes), None if memory is None else parse_memory(memory)
+    config = given.config()
     process = ProcessInfo.from_environment(os.environ)
     where = device_of(device, process)
     bar = training_bar(config.train.steps) if process.rank == 0 else nullcontext()
-    with distributed_context(process, config.plan, where) as team, bar as watcher:
+    with distributed_context(process, None, where, config.plan.time_limit) as team, bar as watcher:
+        config, said = plan_training(given, out, where, most, team)
+        team.remesh(config.plan)
+        if said and team.is_rank_zero:
+            typer.echo(f"plan: {said}", err=True)
         stores = sources(data, config.model.multimer is not None)
         result = training.train(config, stores, out, init=init, replay=replay, device=where, watch=watcher, team=team)
     if team.is_rank_zero:

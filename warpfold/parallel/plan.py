@@ -5,7 +5,6 @@ from typing import Literal, get_args
 
 import torch
 
-from warpfold.batch import Batch
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import TIME_LIMIT
@@ -15,7 +14,6 @@ Recompute = Literal["block", "layer"]
 Triangle = Literal["auto", "gather", "channels"]
 # 345 residues on two cores: 8 rows 6.5 s, 64 rows or all 8.5 s, 4 rows 9.5 s; what stays in cache is fast.
 CACHED = 2**23  # 32 MiB in fp32
-RESIDENT = 2**27  # 512 MiB in fp32; not measured
 # Bytes that could have moved while one more call begins.  Of 2^12 to 2^22 this loses least against the better way,
 # at most 1.15 times from 64 residues on, over NVLink, InfiniBand and Ethernet (docs/communication.md; modelled).
 CALL = 2**18
@@ -137,20 +135,3 @@ class Plan:
                 'leave plan.branch at 1, or train a model with outer = "first" (Multimer\'s) or "last"'
             )
         return None
-
-
-def inference_plan(batch: Batch, precision: Precision = "fp32", chunk: int | None = None, gpu: bool = False) -> Plan:
-    """Return a plan to fold one example without gradients: in place, in slices that suit the machine, or at once.
-
-    chunk: rows of a slice; 0: everything at once; None: as many as keep the largest temporary, an attention's logits
-    (8 heads x N x N of each row), within `CACHED` numbers on a CPU and `RESIDENT` on a GPU.
-    """
-    if chunk is None:
-        clusters, residues = batch["bert_mask"].shape[-2:]
-        extra = batch["extra_rows"].shape[-1] if "extra_rows" in batch else batch["extra_msa"].shape[-2]
-        budget = RESIDENT if gpu else CACHED
-        longest = max(residues, clusters)
-        chunk = max(4, budget // (8 * longest**2))
-        if chunk >= max(longest, extra):
-            chunk = 0
-    return Plan(chunk=chunk or None, in_place=chunk > 0, precision=precision)

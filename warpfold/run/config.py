@@ -1,14 +1,19 @@
 """All settings of a run: what a TOML file in settings/ may contain."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from warpfold import settings
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.load.schedule import Weights
 from warpfold.engine.optim import OptimConfig, unsupported_batch
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
+
+AUTO = {"auto": True}  # what `plan = "auto"` stands for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,3 +84,52 @@ class RunConfig:
                 "train.window lets examples come as they are ready, but plan.axial and plan.branch need them in one "
                 "order on all ranks that share them; leave one of them out"
             )
+
+
+@dataclass(frozen=True)
+class GivenSettings:
+    """The values of settings, and which keys of their plan stay as they are where a planner chooses the others.
+
+    own: keys of the plan that the user gave; of a preset, what the planner chooses is only a suggestion for who runs
+    without one.  auto: whether there is anything to choose.
+    """
+
+    source: str
+    values: settings.Mapped
+    own: frozenset[str]
+    auto: bool
+
+    def config(self, **plan: Any) -> RunConfig:
+        """Return the settings of a run, with some keys of the plan changed.  Errors: as of `settings.build`."""
+        values = self.values | {"plan": {**self.values.get("plan", {}), **settings.plain(plan)}}
+        return settings.build(RunConfig, values, self.source)
+
+    def fixed(self, chosen: Collection[str]) -> dict[str, Any]:
+        """Return the keys of the plan that stay, where the planner chooses among some."""
+        plan: settings.Mapped = self.values.get("plan", {})
+        keys = [key for key in plan if key in self.own or key not in chosen]
+        built = settings.build(Plan, {key: plan[key] for key in keys}, self.source, "plan.")
+        return {key: getattr(built, key) for key in keys}
+
+
+def load_settings(name: str | Path, changes: Iterable[str] = ()) -> GivenSettings:
+    """Read settings in which the plan may be left to the planner: `plan = "auto"`, or keys that are not there.
+
+    `plan.auto = false`: what is not there has the default of `Plan`.
+    Errors: UserError as of `settings.load`.
+    """
+    presets = {path.resolve() for path in settings.presets().values()}
+    merged: settings.Mapped = {}
+    own: set[str] = set()
+    for path, values in settings.layers(name, changes):
+        if values.get("plan") == "auto":
+            values = values | {"plan": AUTO}
+        merged = settings.merge(merged, values)
+        if path is None or path.resolve() not in presets:
+            plan = values.get("plan", {})
+            own |= set(plan) if isinstance(plan, dict) else set()
+    plan = merged.get("plan", {})
+    auto = plan.pop("auto", True) if isinstance(plan, dict) else False
+    return GivenSettings(
+        str(name), merged, frozenset(own - {"auto"}), settings.convert(bool, auto, str(name), "plan.auto")
+    )

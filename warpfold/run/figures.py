@@ -170,6 +170,72 @@ def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -
     return _svg(figure, f"pLDDT against measured lDDT of each {each}")
 
 
+# What holds memory, from the bottom of the picture: what stays, then what comes and goes; others are grey.
+OWNER_COLORS = {
+    "weights": "#5c6770",
+    "features": "#b4bbc3",
+    "z": "#0072b2",
+    "m": "#56b4e9",
+    "kept": "#1750ac",
+    "extra": "#009e73",
+    "templates": "#8a7500",
+    "factors": "#e69f00",
+    "slices": "#f7d9a0",
+    "structure": "#cc79a7",
+    "heads": "#d55e00",
+    "losses": "#9a3324",
+}
+
+
+@mpl.rc_context(STYLE)
+def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form: str = "svg") -> bytes:
+    """Draw how many bytes each owner holds over a run, stacked, below the line of what is free; an SVG or a PNG.
+
+    course: moments in order, by name of what runs, with the bytes of each owner then.
+    """
+    figure, axes = _canvas(7.4, 3.6)
+    there = {name for _, owners in course for name, size in owners.items() if size}
+    names = [*(name for name in OWNER_COLORS if name in there), *sorted(there - set(OWNER_COLORS))]
+    moments = np.arange(len(course) + 1)
+    layers = np.array([[owners.get(name, 0) / 1e9 for _, owners in course] for name in names])
+    layers = np.concatenate([layers, layers[:, -1:]], 1)  # each moment lasts until the next
+    colors = [OWNER_COLORS.get(name, GREY) for name in names]
+    axes.stackplot(moments, layers, labels=names, colors=colors, step="post", linewidth=0)
+    top = float(layers.sum(0).max())
+    shown = free / 1e9 <= 3 * top
+    if shown:
+        axes.axhline(free / 1e9, color=INK, linewidth=1, linestyle="--")
+        axes.text(moments[-1], free / 1e9, "free ", ha="right", va="bottom", fontsize=8.5)
+    axes.set(
+        xlim=(0, max(1, len(course))), ylim=(0, 1.08 * max(top, free / 1e9 if shown else 0)), ylabel="GB of a device"
+    )
+    _name_moments(axes, [name for name, _ in course])
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _grid(axes, "y")
+    if form == "png":
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=160)
+        return buffer.getvalue()
+    return _svg(figure, "memory of a device over the run, by what holds it").encode()
+
+
+def _name_moments(axes: Axes, names: Sequence[str]) -> None:
+    """Write below a picture which stack or part of the model runs when: the longest first, where there is room."""
+    parts = [name.split(".")[0] for name in names]
+    starts = [0, *(i for i in range(1, len(parts)) if parts[i] != parts[i - 1])]
+    spans = list(zip(starts, [*starts[1:], len(parts)]))
+    places: dict[float, str] = {}
+    for start, end in sorted(spans, key=lambda span: span[0] - span[1]):
+        middle = (start + end) / 2
+        if parts[start] != "model" and all(abs(middle - other) > len(parts) / 24 for other in places):
+            places[middle] = parts[start].replace("_", " ")
+    axes.set_xticks(list(places), list(places.values()))
+    axes.tick_params(axis="x", labelrotation=40, labelsize=8)
+    for label in axes.get_xticklabels():
+        label.set_horizontalalignment("right")
+
+
 @mpl.rc_context(STYLE)
 def draw_seconds(residues: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> str:
     """Draw the seconds that each protein took against its residues, by what took them, both axes by powers."""

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.complexes import Complex, assemble, chain_ids
+from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample
 from warpfold.data.formats.alignment import Alignment, encode
 from warpfold.data.formats.sequences import parse_a3m
@@ -61,3 +63,14 @@ def on_chains(assembly: Assembly, files: Sequence[str], check: Callable[[int], N
         check(len(own[chain.sequence]))
         chains.append(replace(chain, templates=user_templates(chain.sequence, own[chain.sequence])[0]))
     return replace(assembly, chains=tuple(chains))
+
+
+def depths_of(assembly: Assembly) -> dict[str, Any]:
+    """Return how many alignment rows there are: in all, copies counted once; of a complex, of each chain, and pairs."""
+    depth = sum({chain.sequence: chain.depth for chain in assembly.chains}.values())
+    if len(assembly.chains) == 1:
+        return {"msa_depth": depth}
+    depths = {id: chain.depth for id, chain in zip(assembly.ids, assembly.chains)}
+    several = assembly.entity_id.max() > 1
+    pairs = len(pair_rows([chain.pairing for chain in assembly.chains])) - 1 if several else 0
+    return {"msa_depth": depth, "chain_depths": depths, "paired_rows": pairs}

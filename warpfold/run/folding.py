@@ -144,7 +144,9 @@ class ModelInMemory:
         if self._predictor is None or self._name != params.name:
             self._predictor = None
             o, settings = self.options, self.options.of(params)
-            self._predictor = load(params.path, o.device, o.chunk, o.precision, team=self.team, kernels=o.kernels)
+            self._predictor = load(
+                params.path, o.device, o.chunk, o.precision, None, self.team, o.kernels, o.offload, o.memory
+            )
             rows = {name: settings[name] for name in ("max_msa", "max_extra")}
             self._predictor.sample = replace(params.sample, **rows)
             self._predictor.recycling = o.recycling

@@ -26,6 +26,8 @@ from warpfold.run.folding import FoldItem, ModelInMemory, in_groups
 from warpfold.run.interfaces import describe, find_interfaces
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params, read_params
+from warpfold.run.plan_report import check_fits, sizes_of_query
+from warpfold.run.planning import grid_for
 from warpfold.run.predict_templates import TemplateSources
 from warpfold.run.predictor import Recycling
 from warpfold.run.queries import ComplexQuery, Query, read_queries, with_templates
@@ -52,6 +54,8 @@ class PredictOptions:
     device: str | None = None  # None: the first GPU, or the CPU
     batch: int | None = None  # queries in one pass, at most; None: where it is faster (run/folding.py)
     chunk: int | None = None  # rows computed at a time; None: what fits, 0: all
+    offload: bool | None = None  # whether z lies in host memory; None: where nothing else fits
+    memory: int | None = None  # bytes of the device that may be used at most; None: what is free
     precision: Literal["fp32", "bf16", "bf16_all", "fp16"] = "fp32"
     kernels: Kernels = "fast"  # as Plan.kernels
     representations: bool = False  # keep them in the .npz
@@ -105,11 +109,15 @@ def predict(
     queries = read_queries(query, msas, _together(models, options))
     _check_complexes(queries, models)
     total = len(models) * len(queries) * options.seeds
+    if team.mesh.data.size > 1:
+        _share_out(models, queries, options, team)
     memory = ModelInMemory(options, team)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if share.is_here:
         tell(0, total, "loading the parameters")
-        device = str(memory.load(models[0]).device)
+        predictor = memory.load(models[0])
+        device = str(predictor.device)
+        check_fits(queries, models[0], options.recycles, predictor.planner.check)
     if templates:
         tell(0, total, "looking at the templates")
         queries = with_templates(queries, templates, models)
@@ -128,6 +136,17 @@ def predict(
         process = {"device": device, "seconds": round(time.perf_counter() - start, 3), **clock.summary()}
         summary = folder.finish(process, refused) if team.is_rank_zero else None
     return team.all_gather_object(summary, "the end of the run")[0]
+
+
+def _share_out(models: Sequence[Params], queries: Sequence[Query], options: PredictOptions, team: Team) -> None:
+    """Have the processes share each protein, or fold others, as is fastest; they have met without a plan."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    config, sample, recycles = models[0].config, models[0].sample, options.recycles
+    sizes = [sizes_of_query(query, config, sample, whole=False) for query in queries] * (len(models) * options.seeds)
+    fixed: dict[str, Any] = {"precision": options.precision, "kernels": options.kernels}
+    fixed |= {} if options.chunk is None else {"chunk": options.chunk or None}
+    recycles = config.recycles if recycles is None else recycles
+    team.remesh(grid_for(config, sizes, recycles, device, fixed, options.memory, team))
 
 
 def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[str] = ()) -> dict[str, Any]:

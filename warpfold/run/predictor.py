@@ -3,7 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,24 +15,25 @@ from torch import Tensor
 
 from warpfold.batch import Batch, stack, to_tensors
 from warpfold.data.example.assembly import Assembly, Example
-from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
 from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.data.features.make import make_features
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.host import HostTensor, in_file
+from warpfold.memory import release_memory
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, LastPass
 from warpfold.model.heads import distogram_breaks
 from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
-from warpfold.parallel.plan import DTYPES, Plan, Precision, inference_plan
+from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.parallel.team import Team
-from warpfold.run.fold_input import Rows, as_alignment, complex_of, on_chains
+from warpfold.run.fold_input import Rows, as_alignment, complex_of, depths_of, on_chains
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import check_templates
+from warpfold.run.planning import FoldPlan, FoldPlanner, sizes_of_batch
 from warpfold.run.predict_templates import user_templates
 from warpfold.settings import build
 
@@ -76,9 +78,11 @@ class Prepared:
 class Predictor:
     """A model ready to fold; make one with `load`, or from a model in memory.
 
-    chunk: rows computed at a time; None chooses for each protein, so that long ones fit; 0 is all.  precision: of the
-    trunk's activations.  sample: how the alignment is sampled, by default as AlphaFold2 does.  team: processes that
-    share each protein; all call everything here, and only rank 0 gets the large arrays of a prediction.
+    How each protein is folded is chosen for what is free on the device at that moment (run/planning.py), unless it is
+    given: chunk: rows computed at a time, 0 for all.  offload: whether z lies in host memory.  memory: bytes that may
+    be used on the device at most.
+    precision: of the trunk's activations.  sample: how the alignment is sampled, by default as AlphaFold2 does.  team:
+    processes that share each protein; all call everything here, and only rank 0 gets the large arrays of a prediction.
     kernels: as `Plan.kernels`.
     Errors: UserError for a model that such a team cannot share.
     """
@@ -92,15 +96,20 @@ class Predictor:
         sample: SampleConfig | None = None,
         team: Team | None = None,
         kernels: Kernels = "fast",
+        offload: bool | None = None,
+        memory: int | None = None,
     ) -> None:
         self.team = team or Team()
-        self.axial, self.branch = self.team.mesh.axial.size, self.team.mesh.branch.size
-        if reason := Plan(axial=self.axial, branch=self.branch).unsupported_reason(model.config.evoformer.outer):
+        axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
+        if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
             raise UserError(reason)
         self.model = model.to(device).eval()
         PackedWeights(model, DTYPES[precision])
         self.device = torch.device(device)
-        self.chunk, self.precision, self.kernels = chunk, precision, kernels
+        fixed: dict[str, Any] = {"precision": precision, "kernels": kernels}
+        fixed |= {} if chunk is None else {"chunk": chunk or None}
+        fixed |= {} if offload is None else {"offload": offload}
+        self.planner = FoldPlanner(model.config, self.device, fixed, memory, self.team)
         self.sample = sample or SampleConfig()
         self.recycling = Recycling()
 
@@ -188,19 +197,21 @@ class Predictor:
         return Prepared(assembly, batch, seed, recycles, ensemble, time.perf_counter() - start)
 
     def compute(self, prepared: "Prepared", representations: bool = True, distogram: bool = False) -> Prediction:
-        """Run the model on features as the plan says, and say how sure it is."""
-        start, settings, batch = time.perf_counter(), self.model.config, prepared.batch
-        plan = self.plan(prepared)
-        Execution(plan, self.team.mesh).bind(self.model)
-        tolerance = settings.recycle_tolerance if self.recycling.tolerance is None else self.recycling.tolerance
-        self.model.config = replace(settings, ensemble=prepared.ensemble, recycle_tolerance=tolerance)
-        try:
-            with torch.no_grad():
-                folded = self.model.fold(batch, prepared.recycles)
-                prediction = self._prediction(prepared, folded, representations, distogram)
-        finally:
-            self.model.config = settings
-        return replace(prediction, details=self._details(prepared, folded.recycles, time.perf_counter() - start))
+        """Run the model on features as the plan says, and say how sure it is.
+
+        Where memory runs out, the next tighter plan is tried.
+        Errors: UserError where nothing fits, or even the tightest plan runs out.
+        """
+        start, planned = time.perf_counter(), self.plan(prepared, representations)
+        while True:
+            try:
+                recycles, prediction = self._fold(prepared, planned.plan, representations, distogram)
+                break
+            except (RuntimeError, MemoryError) as error:
+                planned = self.planner.after(planned, error)
+            release_memory(self.device)  # the error, and what it held, is gone
+        details = self._details(prepared, recycles, time.perf_counter() - start) | {"plan": dict(planned.details)}
+        return replace(prediction, details=details)
 
     def compute_together(
         self, several: Sequence["Prepared"], representations: bool = True, distogram: bool = False
@@ -211,26 +222,22 @@ class Predictor:
         Errors: ValueError for complexes, for other recycles or ensembles, and where recycling may end early.
         """
         start, first, settings = time.perf_counter(), several[0], self.model.config
-        tolerance = settings.recycle_tolerance if self.recycling.tolerance is None else self.recycling.tolerance
-        if settings.multimer is not None or tolerance is not None:
+        if settings.multimer is not None or self._tolerance is not None:
             raise ValueError("complexes, and recycling that ends early, cannot share a pass")
         if len({(one.recycles, one.ensemble) for one in several}) > 1:
             raise ValueError("what shares a pass needs the same recycles and ensemble")
         batch = stack([one.batch for one in several])
-        Execution(self.plan(replace(first, batch=batch)), self.team.mesh).bind(self.model)
-        self.model.config = replace(settings, ensemble=first.ensemble)
+        planned = self.plan(replace(first, batch=batch), representations)
         found = []
-        try:
-            with torch.no_grad():
-                folded = self.model.fold(batch, first.recycles)
-                for one, part in zip(several, folded.unbind()):
-                    alone = part.without_padding(*one.batch["msa_mask"].shape[-2:])
-                    found.append(self._prediction(one, alone, representations, distogram))
-        finally:
-            self.model.config = settings
+        with self._running(planned.plan, first.ensemble):
+            folded = self.model.fold(batch, first.recycles)
+            for one, part in zip(several, folded.unbind()):
+                alone = part.without_padding(*one.batch["msa_mask"].shape[-2:])
+                found.append(self._prediction(one, alone, representations, distogram))
         seconds = (time.perf_counter() - start) / len(several)
-        details = [self._details(one, folded.recycles, seconds) | {"together": len(several)} for one in several]
-        return [replace(prediction, details=more) for prediction, more in zip(found, details)]
+        more = {"together": len(several), "plan": dict(planned.details)}
+        details = [self._details(one, folded.recycles, seconds) | more for one in several]
+        return [replace(prediction, details=one) for prediction, one in zip(found, details)]
 
     def _details(self, prepared: "Prepared", recycles: int, seconds: float) -> dict[str, Any]:
         """Return what the summary says of how an example was folded, in so many seconds."""
@@ -238,15 +245,37 @@ class Predictor:
             "seed": prepared.seed,
             "recycles": recycles,
             "ensemble": prepared.ensemble,
-            **_depths(prepared.assembly),
+            **depths_of(prepared.assembly),
             "templates": self._used_templates(prepared.assembly),
             "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
         }
 
-    def plan(self, prepared: "Prepared") -> Plan:
-        """Return how an example is folded."""
-        plan = inference_plan(prepared.batch, self.precision, self.chunk, self.device.type == "cuda")
-        return replace(plan, axial=self.axial, branch=self.branch, kernels=self.kernels)
+    def _fold(self, prepared: "Prepared", plan: Plan, representations: bool, distogram: bool) -> tuple[int, Prediction]:
+        with self._running(plan, prepared.ensemble):
+            folded = self.model.fold(prepared.batch, prepared.recycles)
+            return folded.recycles, self._prediction(prepared, folded, representations, distogram)
+
+    @property
+    def _tolerance(self) -> float | None:
+        own = self.model.config.recycle_tolerance
+        return own if self.recycling.tolerance is None else self.recycling.tolerance
+
+    @contextmanager
+    def _running(self, plan: Plan, ensemble: int) -> Iterator[None]:
+        """Have the model run as a plan says, with the settings of a prediction, and without gradients."""
+        Execution(plan, self.team.mesh).bind(self.model)
+        settings = self.model.config
+        self.model.config = replace(settings, ensemble=ensemble, recycle_tolerance=self._tolerance)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.config = settings
+
+    def plan(self, prepared: "Prepared", representations: bool = True) -> FoldPlan:
+        """Return how an example is folded now.  Errors: UserError where nothing fits, saying what would."""
+        sizes = sizes_of_batch(prepared.batch)
+        return self.planner.choose(sizes, prepared.recycles, prepared.ensemble, representations)
 
     def _check_complex(self, name: str) -> None:
         """Raise UserError unless the model folds complexes."""
@@ -339,6 +368,8 @@ def load(
     sample: SampleConfig | None = None,
     team: Team | None = None,
     kernels: Kernels = "fast",
+    offload: bool | None = None,
+    memory: int | None = None,
 ) -> Predictor:
     """Load parameters from a file: WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm).
 
@@ -354,7 +385,7 @@ def load(
         sample = build(SampleConfig, data_settings(path), str(path))
         if (assumed := assumed_settings(path)) and (team is None or team.is_rank_zero):
             log.warning("%s", assumed)
-    return Predictor(model, device, chunk, precision, sample, team, kernels)
+    return Predictor(model, device, chunk, precision, sample, team, kernels, offload, memory)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
@@ -364,14 +395,3 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 def _without_atoms(chain: Example) -> Example:
     """Return a chain without its coordinates, where they are in memory."""
     return replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain
-
-
-def _depths(assembly: Assembly) -> dict[str, Any]:
-    """Return how many alignment rows there are: in all, copies counted once; of a complex, of each chain, and pairs."""
-    depth = sum({chain.sequence: chain.depth for chain in assembly.chains}.values())
-    if len(assembly.chains) == 1:
-        return {"msa_depth": depth}
-    depths = {id: chain.depth for id, chain in zip(assembly.ids, assembly.chains)}
-    several = assembly.entity_id.max() > 1
-    pairs = len(pair_rows([chain.pairing for chain in assembly.chains])) - 1 if several else 0
-    return {"msa_depth": depth, "chain_depths": depths, "paired_rows": pairs}

@@ -7,7 +7,7 @@ from its last checkpoint and is, to the bit, the run that was not.
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from warpfold.model.permutation import with_truth
 from warpfold.model.weights import load_model, load_state, save_params
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
-from warpfold.parallel.plan import DTYPES, inference_plan
+from warpfold.parallel.plan import DTYPES
 from warpfold.parallel.team import Team
 from warpfold.run.config import RunConfig
 from warpfold.run.examples import (
@@ -41,6 +41,7 @@ from warpfold.run.examples import (
     open_ledger,
 )
 from warpfold.run.learn import Learner, in_batches
+from warpfold.run.planning import FoldPlanner, sizes_of_batch
 from warpfold.run.ranks import begin_end_step, end_step, next_examples, stop_requested
 from warpfold.run.results import (
     DeviceResult,
@@ -318,13 +319,15 @@ def validate(
     The processes of the loader go on meanwhile.
     """
     device, own = optimizer.weights.device, model.execution
-    found = {}
+    plan, asked = config.plan, model.config
+    fixed = {"precision": plan.precision, "kernels": plan.kernels, "tf32": plan.tf32}
+    planner, found = FoldPlanner(asked, device, fixed), {}
     model.eval()
     with optimizer.averaged():
         for key, features in held_out_features(held_out[team.process.rank :: team.process.ranks], config):
             batch = to_tensors(features, device)
-            plan = inference_plan(batch, config.plan.precision, gpu=batch["bert_mask"].is_cuda)
-            Execution(replace(plan, kernels=config.plan.kernels, tf32=config.plan.tf32)).bind(model)
+            chosen = planner.choose(sizes_of_batch(batch), asked.recycles, asked.ensemble)
+            Execution(chosen.plan).bind(model)
             output = model(batch)
             truth = with_truth(batch, output.structure.final_atom37)
             found[key] = [float(ca_lddt(output, truth, between)) for between in (False, True)]

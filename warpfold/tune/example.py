@@ -225,7 +225,10 @@ def bench_of(values: Mapping[str, Any], source: str, blocks: int | None = None) 
             raise UserError(f"{source}: {section} is not a section of the settings; known: {', '.join(SECTIONS)}")
 
     def built(cls: type[T], section: str) -> T:
-        return settings.build(cls, values.get(section, {}), source, f"{section}.")
+        found = values.get(section, {})
+        if section == "plan":  # what is left to the planner has the defaults of `Plan` here
+            found = {} if found == "auto" else {key: value for key, value in found.items() if key != "auto"}
+        return settings.build(cls, found, source, f"{section}.")
 
     plan = replace(built(Plan, "plan"), data=1)
     if plan.axial * plan.branch > 1:

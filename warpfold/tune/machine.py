@@ -1,14 +1,125 @@
-"""Describe the machine that a figure was measured on."""
+"""Describe the machine that a figure was measured on, or that a plan is made for."""
 
 import importlib
 import importlib.util
 import platform
+import re
+import shutil
 import subprocess
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from warpfold.errors import UserError
+from warpfold.memory import free_memory, host_memory
 from warpfold.ops.triton.launch import table_for
+from warpfold.tune.rates import SHEETS, Rates, measured, of_gpu
+
+UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# Of the makers' data sheets, as in tune/rates.py: bytes of a device; an A100 and an L4 or A10 also come with less.
+SOLD_WITH = {
+    "A100": 80 * 10**9,
+    "H100": 80 * 10**9,
+    "H200": 141 * 10**9,
+    "B200": 180 * 10**9,
+    "RTX 4090": 24 * 10**9,
+    "A10": 24 * 10**9,
+    "L4": 24 * 10**9,
+}
+HOST_SHARE = 0.8  # of the host's free memory that a run may fill with what it takes off the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a plan is made for: so many devices of one kind; of devices that differ, the smallest.
+
+    kind: "cpu" or "cuda".  free: bytes that a run may take on each.  host: bytes of host
+    memory, or of a CPU on disk, for what is taken off the device; None: not known.  loaded: the model's weights lie
+    there already, and are not in `free`.  name: of the device.  how: it is known.
+    here: whether it is this machine, so that its rates can be measured.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    free: int
+    devices: int = 1
+    host: int | None = None
+    loaded: bool = False
+    name: str = ""
+    how: str = "given"
+    here: bool = False
+
+    def rates(self, dtype: torch.dtype, training: bool = False) -> Rates | None:
+        """Return how fast a device is: measured if it is here, else of its data sheet; None where neither is known."""
+        if self.here and self.name:
+            return measured(self.kind, dtype, training)
+        if any(name.lower() in self.name.lower() for name in SHEETS):
+            return of_gpu(self.name)
+        return None
+
+    def __str__(self) -> str:
+        """ "4 x H100, 80.0 GB each (data sheet)"."""
+        many = f"{self.devices} x " if self.devices > 1 else ""
+        each = " each" if self.devices > 1 else ""
+        return f"{many}{self.name or self.kind}, {in_gb(self.free)}{each} ({self.how})"
+
+
+def this_machine(device: torch.device | str, loaded: bool = False, memory: int | None = None) -> Machine:
+    """Return one device of this machine, with what is free on it now.
+
+    memory: bytes that may be used at most.  Errors: UserError where the system does not say what is free.
+    """
+    device = torch.device(device)
+    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+    free = free_memory(device)
+    host = int(HOST_SHARE * host_memory()) if kind == "cuda" else shutil.disk_usage(tempfile.gettempdir()).free
+    how = "free now" if memory is None or free <= memory else "given"
+    return Machine(kind=kind, free=free if memory is None else min(free, memory), host=host, loaded=loaded,
+                   name=name(device), how=how, here=True)  # fmt: skip
+
+
+def planned_machine(device: str | None, memory: int | None, devices: int) -> Machine:
+    """Return the machine that is only planned for: a device of this one, or one that is not here, by its name.
+
+    device: "cpu", "cuda", or the name of a GPU; None: what is here.  memory: of each, in bytes.
+    Errors: UserError for a name that is not known, or a device that is not here and whose memory is not given.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu" or (device.startswith("cuda") and torch.cuda.is_available()):
+        try:
+            here = this_machine(device)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"--device {device}: {str(error).splitlines()[0]}; give another, or cpu") from error
+        free, how = (here.free, here.how) if memory is None else (memory, "given")
+        return Machine(kind=here.kind, free=free, devices=devices, host=here.host, name=here.name, how=how, here=True)
+    if device.startswith("cuda"):
+        if memory is None:
+            raise UserError(f"--device {device}: this machine has none; say what it has: --memory 24GB")
+        return Machine(kind="cuda", free=memory, devices=devices)
+    sheet = of_gpu(device).name
+    how = "data sheet" if memory is None else "given"
+    return Machine(kind="cuda", free=memory or SOLD_WITH[sheet], devices=devices, name=sheet, how=how)
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes of "24GB", "24 GiB" or "24000MB".
+
+    Errors: UserError for what has no unit, is not a number, or is not positive.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)", text.strip(), flags=re.IGNORECASE)
+    size = 0
+    if found is not None and found[2].upper() in UNITS:
+        size = int(float(found[1]) * UNITS[found[2].upper()])
+    if size <= 0:
+        raise UserError(f"--memory {text}: not an amount of memory; give a number with its unit, as in 24GB or 24GiB")
+    return size
+
+
+def in_gb(size: float) -> str:
+    """Return bytes as "3.1 GB"; what is less than a tenth of it in MB."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.0f} MB"
 
 
 def describe(device: torch.device) -> dict[str, str]:

@@ -1,0 +1,190 @@
+"""`warpfold plan`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from warpfold.cli.common import (
+    AsJson,
+    Change,
+    Lists,
+    Precision,
+    app,
+    argument,
+    decides,
+    reads,
+    runs,
+    show,
+    show_table,
+    writes,
+)
+from warpfold.errors import UserError
+from warpfold.files import check_new, write_atomically
+from warpfold.progress import progress_bar
+
+if TYPE_CHECKING:
+    from warpfold.run.plan_report import PlanTarget
+
+PICTURES = (".png", ".svg")
+
+
+Target = Annotated[
+    str, argument("What `predict` folds (FASTA, CSV, A3M ...), or what `train` reads: a TOML file or a preset.")
+]
+OfEach = Annotated[
+    str | None,
+    runs(
+        "Of each device: 24GB, 24GiB; default: what is free, or what it is sold with.", "--memory", show_default=False
+    ),
+]
+Devices = Annotated[int, runs("How many there are.", min=1)]
+AnyDevice = Annotated[
+    str | None, runs("cpu, cuda, or a GPU that need not be here: A100, H100, H200, 'RTX 4090' ...", "--device")
+]
+Lengths = Annotated[
+    list[int] | None, decides("Fold proteins of so many residues with the model of the settings.", "--residues")
+]
+Params = Annotated[Path | None, reads("Parameters that would fold; default: the model of monomer.")]
+Msa = Annotated[list[Path] | None, reads("Alignments, as of `predict`; default: as many rows as the model takes.")]
+Passes = Annotated[int | None, decides("Passes after the first; default: the model's.", "--recycles", min=0)]
+MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment.", min=1)]
+MaxExtra = Annotated[int | None, decides("Rows of the extra alignment.", min=1)]
+Templates = Annotated[int | None, decides("Templates of each protein.", min=0)]
+TrunkPrecision = Annotated[
+    Precision | None, runs("Of the trunk's activations; default: as `predict` or the settings.", "--precision")
+]
+Figure = Annotated[Path | None, writes("Picture of the memory over the run, by what holds it: .png or .svg.")]
+
+
+@app.command(
+    cls=Lists,
+    epilog="Example:  warpfold plan query.fasta --memory 24GB --devices 4;  warpfold plan finetune --device H100\n\n"
+    "How long a protein can be:  warpfold plan monomer --residues 1000 3000 --device 'RTX 4090' --figure memory.png",
+)
+def plan(
+    target: Target,
+    memory: OfEach = None,
+    devices: Devices = 1,
+    device: AnyDevice = None,
+    residues: Lengths = None,
+    params: Params = None,
+    msa: Msa = None,
+    recycles: Passes = None,
+    max_msa: MaxMsa = None,
+    max_extra: MaxExtra = None,
+    templates: Templates = None,
+    precision: TrunkPrecision = None,
+    change: Change = None,
+    figure: Figure = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a prediction or a training needs and how long it takes, before it runs; nothing is computed.
+
+    Every plan that could run it is shown, and the one that `predict` or `train` would choose.
+    """
+    from warpfold.run.config import load_settings
+    from warpfold.run.plan_report import plan_report, with_sizes
+    from warpfold.tune.machine import parse_memory, planned_machine
+    from warpfold.tune.planner import CHOSEN, CHOSEN_IN_TRAINING
+
+    if figure is not None:
+        if figure.suffix not in PICTURES:
+            raise UserError(f"--figure {figure}: a picture's name ends in {' or '.join(PICTURES)}")
+        check_new(figure)
+    machine = planned_machine(device, None if memory is None else parse_memory(memory), devices)
+    is_query = Path(target).is_dir() or (Path(target).is_file() and Path(target).suffix != ".toml")
+    given = load_settings("monomer" if is_query else target, change or [])
+    found = _targets(target if is_query else None, given, params, msa or [], residues or [], recycles)
+    changed = {"sequences": max_msa, "extra": max_extra, "templates": templates}
+    found = [type(one)(one.name, with_sizes(one.job, **changed)) for one in found]
+    of_training = not is_query and not residues
+    fixed = given.fixed(CHOSEN_IN_TRAINING) if of_training else _of_prediction(given.fixed(CHOSEN), given.own)
+    fixed |= {} if precision is None else {"precision": precision.value}
+    with progress_bar(narrate=True) as progress:
+        report = plan_report(found, machine, fixed, progress)
+    if figure is not None:
+        _draw(report, figure)
+    if as_json:
+        show(report)
+    else:
+        _say(report, figure)
+    raise typer.Exit(1 if any("refused" in row for row in report["targets"]) else 0)
+
+
+def _draw(report: dict[str, Any], figure: Path) -> None:
+    """Write the picture of the largest target.  Errors: UserError where nothing fits."""
+    from warpfold.run.figures import draw_memory
+
+    largest = report["largest"]
+    if not largest["course"]:
+        raise UserError(f"{largest['name']}: nothing fits, so there is no course of memory to draw")
+    write_atomically(figure, draw_memory(largest["course"], report["free"], figure.suffix[1:]))
+
+
+def _of_prediction(fixed: dict[str, Any], own: frozenset[str]) -> dict[str, Any]:
+    """Return the keys that a prediction takes from settings: those that the user gave; the rest is for trainings."""
+    return {key: value for key, value in fixed.items() if key in own}
+
+
+def _targets(
+    query: str | None, given: Any, params: Path | None, msas: list[Path], residues: list[int], recycles: int | None
+) -> "list[PlanTarget]":
+    """Return what is to be planned: queries, proteins of some length, or the training of the settings."""
+    from dataclasses import replace
+
+    from warpfold.run.params import read_params
+    from warpfold.run.plan_report import PlanTarget, folding, full_sizes, targets_of_queries
+    from warpfold.run.planning import training_job
+
+    config = given.config()
+    model, sample = config.model, replace(config.data, crop=None)
+    if params is not None:
+        (known,) = read_params([params])
+        model, sample = known.config, known.sample
+    elif query is not None or residues:
+        sample = type(sample)()  # AlphaFold2's at inference
+    if residues:
+        if min(residues) < 1:
+            raise UserError(f"--residues {min(residues)}: a protein has at least 1")
+        return [PlanTarget(f"{n} residues", folding(model, full_sizes(n, model, sample), recycles)) for n in residues]
+    if query is not None:
+        return targets_of_queries(Path(query), msas, model, sample, recycles)
+    job = training_job(given, config)
+    return [PlanTarget(given.source, job if recycles is None else replace(job, recycles=recycles))]
+
+
+def _say(report: dict[str, Any], figure: Path | None) -> None:
+    """Print the machine, a line for each target, every plan of the largest, and how long a protein can be."""
+    from warpfold.tune.machine import in_gb
+
+    typer.echo(f"on {report['machine']}")
+    for row in report["targets"]:
+        typer.echo(f"{row['name']}: {row.get('said') or row['refused']}")
+    largest = report["largest"]
+    typer.echo(
+        f"\nplans of {largest['name']} ({', '.join(f'{size:,} {name}' for name, size in largest['sizes'].items())}):"
+    )
+    rows = []
+    for one in largest["plans"]:
+        mark = "->" if one["chosen"] else ""
+        host = in_gb(one["host_bytes"]) if one["host_bytes"] else ""
+        needed = "" if one["bytes"] is None else in_gb(one["bytes"])
+        rows.append([mark, one["title"], needed, host, _time(one["seconds"]), one["lacks"] or "fits"])
+    heads = ["", "plan", "memory of a device", "of the host", "time", ""]
+    show_table(heads, rows, lambda row: "bold" if row[0] else "dim" if row[-1] != "fits" else "")
+    if largest["at_peak"]:
+        owners = sorted(largest["at_peak"].items(), key=lambda item: -item[1])
+        typer.echo("at its peak: " + ", ".join(f"{name} {in_gb(size)}" for name, size in owners if size))
+    if report["longest"]:
+        typer.echo("\nthe longest protein that fits, with as many rows and templates:")
+        for title, most in report["longest"].items():
+            typer.echo(f"  {title}: {f'about {most:,} residues' if most else 'none'}")
+    if figure is not None:
+        typer.echo(f"wrote {figure}")
+
+
+def _time(seconds: float | None) -> str:
+    from warpfold.tune.plan_words import in_words
+
+    return "not measured" if seconds is None else in_words(seconds)
