@@ -70,12 +70,12 @@ MEASURED = [
 @pytest.mark.parametrize(("training", "plan"), MEASURED, ids=str)
 def test_it_is_what_the_allocator_gives(training: bool, plan: dict[str, Any]) -> None:
     """TARGETS: within 10 %; here it is some 1 %, and the rest is what torch's operations need inside."""
-    job = job_of(training, blocks=4 if "keep_blocks" in plan else 2)
+    job = job_of(training, blocks=3 if "keep_blocks" in plan else 1)
     assert estimate_memory(job, Plan(**plan)).peak == pytest.approx(measured_memory(job, Plan(**plan)), rel=0.05)
 
 
 def test_of_a_complex_too() -> None:
-    job = job_of(False, model=as_multimer(tiny_config()))
+    job = job_of(False, blocks=1, model=as_multimer(tiny_config()))
     assert estimate_memory(job, Plan(**IN_PLACE)).peak == pytest.approx(
         measured_memory(job, Plan(**IN_PLACE)), rel=0.05
     )
@@ -101,7 +101,7 @@ def test_what_is_left_out_is_alike(training: bool, plan: dict, device: str, run_
 
 
 def test_a_block_more_that_is_kept_costs_the_same_each_time() -> None:
-    job = job_of(True, blocks=9, sizes=replace(SIZES, templates=0))
+    job = job_of(True, blocks=9, sizes=replace(SIZES, residues=12, templates=0))
     peaks = [estimate_memory(job, Plan(recompute="layer", keep_blocks=count), "cuda").peak for count in (4, 5, 6)]
     assert peaks[1] - peaks[0] == peaks[2] - peaks[1] > 0
 
