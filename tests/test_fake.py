@@ -95,7 +95,7 @@ def test_memory_falls_with_the_ranks() -> None:
     evoformer = replace(tiny_config().evoformer, blocks=1)
     config = tiny_config(c_z=288, evoformer=evoformer, extra_blocks=1)
     sizes = {"res": 80, "seq": 2, "extra": 2, "tmpl": 0}
-    plans = [Plan(axial=p, triangle="channels", chunk=1, in_place=True) for p in (2, 4, 8)]
+    plans = [Plan(axial=p, triangle="channels", chunk=2, in_place=True) for p in (2, 4, 8)]
     two, four, eight = (memory_of(plan, config, sizes, recycles=0).peak for plan in plans)
     assert four < 0.6 * two
     assert eight < 0.65 * four

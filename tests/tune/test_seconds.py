@@ -18,12 +18,22 @@ from warpfold.tune.job import Job
 from warpfold.tune.layer_work import COPY, PRODUCT, trunk_work
 from warpfold.tune.outside import OutsideKey, OutsideRun, outside_work
 from warpfold.tune.profile import Cost
-from warpfold.tune.rates import NEAR, Rate, Rates, fitted, of_gpu
+from warpfold.tune.rates import MEASURED, NEAR, TORCH, PassName, Rate, RateKey, Rates, fitted, measured, of_gpu
 from warpfold.tune.seconds import OFFLOAD, RANKS, estimate_seconds
 from warpfold.tune.step_profile import counted_work
 
 SIZES = ExampleSizes(residues=24, sequences=5, extra=6, templates=2)
 SLICES = Plan(chunk=4, in_place=True)
+
+
+class FakeClock:
+    """A second passes whenever it is read."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +91,21 @@ def test_slices_compute_the_same_in_more_calls() -> None:
         found = [w for w in trunk_work(tiny_config(), SIZES, replace(SLICES, chunk=chunk), True) if w.op == op]
         return sum(w.cost.flops for w in found), sum(w.calls for w in found)
 
-    for op in ("gated_attention", "transition", "norm_linear", PRODUCT):
+    for op in ("gated_attention", "transition", "norm_linear", "projected_factor"):
         (flops, few), (again, many) = summed(SIZES.residues, op), summed(2, op)
         assert again == pytest.approx(flops)
         assert many > few
     assert summed(2, COPY)[1] > 0
+    assert summed(2, PRODUCT) == (0, 0)  # it is a part of the operation, which ranks compose of others
+
+
+def test_a_triangle_product_in_slices_computes_what_it_computes_whole() -> None:
+    def flops(plan: Plan) -> float:
+        found = trunk_work(tiny_config(), replace(SIZES, templates=0), plan, True)
+        return sum(work.cost.flops for work in found if work.layer.startswith("triangle product"))
+
+    assert flops(SLICES) == pytest.approx(flops(Plan()))
+    assert flops(Plan(axial=2)) == pytest.approx(flops(Plan()) / 2)
 
 
 def test_ranks_share_the_trunk(rates: Rates) -> None:
@@ -153,6 +173,24 @@ def test_a_fit_is_never_negative() -> None:
 def test_a_gpu_that_is_not_known_is_refused() -> None:
     with pytest.raises(UserError, match="TPU v4: how fast this GPU is, is not known; known are A100"):
         of_gpu("TPU v4")
+
+
+def test_a_forward_rate_does_not_stand_in_for_a_backward_pass(rates: Rates) -> None:
+    rate, dtypes = Rate(1e-5), (torch.float32, torch.bfloat16)
+    known = {(op, "forward", dtype): rate for op in (*MEASURED, TORCH) for dtype in dtypes}
+    forward = replace(rates, tops={}, ops=known)
+    assert estimate_seconds(job(), SLICES, forward).total > 0
+    with pytest.raises(ValueError, match=r"no rate of \w+, (training|backward), torch.float32 of A100"):
+        estimate_seconds(job(LossConfig()), Plan(), forward)
+
+
+@pytest.mark.parametrize("which", ["forward", "training", "backward"])
+def test_what_nobody_asks_for_is_not_measured(which: PassName) -> None:
+    found = measured("cpu", torch.float32, clock=FakeClock())
+    before = set(found.ops)
+    key: RateKey = ("outer_product", which, torch.float32)
+    assert found.ops[key].call >= 0
+    assert set(found.ops) - before == {key}
 
 
 def test_rates_do_not_serve_a_dtype_that_they_do_not_have(rates: Rates) -> None:

@@ -66,17 +66,6 @@ class Representations:
     single: Tensor  # [*, r, c_s]
     msa_first_row: Tensor  # [*, r, c_m]
 
-    def plus(self, other: "Representations") -> "Representations":
-        """Return the sum, but for the alignment: the masked-MSA head reads that of the first alone."""
-        names = ("pair", "single", "msa_first_row")
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
-
-    def over(self, count: int) -> "Representations":
-        """Return this sum as a mean of so many."""
-        return replace(
-            self, pair=self.pair / count, single=self.single / count, msa_first_row=self.msa_first_row / count
-        )
-
 
 @dataclass(frozen=True)
 class Recycled:
@@ -259,16 +248,31 @@ class AlphaFold(Executable):
     def _mean(self, batch: Batch, recycled: Recycled) -> Representations:
         """Return the mean of what the trunk makes of each sample of the alignment."""
         count, given = self.config.ensemble, recycled.pair
-        mean = None
+        total = None
         for member in range(count):
             if self.execution.in_place and member < count - 1:  # only the last may be written over what is recycled
-                recycled = replace(recycled, pair=given.clone())
+                recycled = replace(recycled, pair=self._copy_of(given))
             else:
                 recycled = replace(recycled, pair=given)
             found = self.trunk(self.sample(batch, member), recycled)
-            mean = found if mean is None else mean.plus(found)
-        assert mean is not None
-        return mean if count == 1 else mean.over(count)
+            total = found if total is None else self._sum(total, found)
+        assert total is not None
+        if count == 1:
+            return total
+        pair = self.renew_rows(total.pair, lambda rows, old: old / count)
+        return replace(total, pair=pair, single=total.single / count, msa_first_row=total.msa_first_row / count)
+
+    def _copy_of(self, z: Tensor) -> Tensor:
+        """Return a z of its own memory, wherever z lies."""
+        copy = self.execution.pair_memory(self.single.weight, z.shape)
+        for rows in self.execution.rows(z.shape[-3]):
+            self.execution.store(copy, rows, self.execution.fetch(z, rows))
+        return copy
+
+    def _sum(self, a: Representations, b: Representations) -> Representations:
+        """Return the sum, but for the alignment: the masked-MSA head reads that of the first alone."""
+        pair = self.renew_rows(a.pair, lambda rows, old: old + self.execution.fetch(b.pair, rows))
+        return replace(a, pair=pair, single=a.single + b.single, msa_first_row=a.msa_first_row + b.msa_first_row)
 
     def sample(self, batch: Batch, index: int) -> Batch:
         """Return what the trunk sees of one sample of the alignment; a multimer makes its clusters here."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.batch import FEATURES, Batch
+from warpfold.engine.packed import PackedWeights
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.ops import dispatch
@@ -235,8 +236,8 @@ def memory_of(
     recycles: int = 1,
     noted: Callable[[Sequence[int]], bool] = lambda shape: False,
 ) -> Memory:
-    """What the first rank holds while it folds one example, or with `losses` trains on it; parameters, their gradients
-    and the example itself apart.
+    """What the first rank holds while it folds one example, or with `losses` trains on it; parameters, packed or not,
+    their gradients and the example itself apart.
 
     sizes: of the feature table's named axes (`pass`: 1).  noted: as in `Memory`.
     """
@@ -245,11 +246,11 @@ def memory_of(
         model = AlphaFold(config).train(training)
         Execution(plan, mesh).bind(model)
         model.noise.seed(0)
-        for p in model.parameters():
-            p.grad = torch.empty_like(p)
+        packed = PackedWeights(model, model.execution.dtype, trained=training)
         batch = fake_batch(**{"pass": 1, **sizes})
         with Memory(noted) as memory, torch.set_grad_enabled(training):
             output = model(batch, recycles)
             if losses is not None:
                 total_loss(output, batch, losses, residues=model.residues)[0].backward()
+        del packed
     return memory

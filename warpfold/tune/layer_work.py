@@ -30,13 +30,17 @@ IN_SLICES: dict[LayerKind, tuple[str, ...]] = {
     "projection": ("norm_linear",),
     "transition": ("transition",),
     "outer product": ("norm_linear", "outer_product"),
-    "triangle product": ("norm_linear", "triangle_factor", "triangle_factor"),
-    "triangle output": ("norm_linear", "gate"),
+    "triangle product": ("projected_factor", "triangle_slice"),
+    "triangle output": (),
     "fape": ("aligned_errors",),
     "clashes": ("overlaps",),
 }
-ON_RANKS = IN_SLICES | {"attention": ("norm_linear", "attention", "tail")}
-PRODUCT, COPY = "triangle product", "copy"  # what slices also do, and is no operation of ours
+PRODUCT, COPY = "product of factors", "copy"  # what parts also do, and is no operation of ours
+ON_RANKS = IN_SLICES | {
+    "attention": ("norm_linear", "attention", "tail"),
+    "triangle product": ("norm_linear", "triangle_factor", "triangle_factor", PRODUCT),
+    "triangle output": ("norm_linear", "gate"),
+}
 WRITTEN: tuple[LayerKind, ...] = ("attention", "triangle product", "transition", "outer product", "global attention")
 LOSSES: tuple[LayerKind, ...] = ("fape", "clashes")
 TWICE: tuple[LayerKind, ...] = ("triangle product", "triangle output")  # of a block: outgoing and incoming
@@ -92,11 +96,15 @@ def _layer(
     slices, share = slices_of(layer, model, sizes, plan), shard(sizes.residues, plan.axial)
     for op in ops:
         for part in _projections(layer, ranks) if (sliced or ranks) and op == "norm_linear" else (layer,):
-            cost = _cost(PROFILES[op], part, forward, itemsize)
+            if op in IN_PARTS:
+                at = layer.rows / slices, layer.length, layer.channels, layer.hidden
+                cost = scaled(IN_PARTS[op](*at, itemsize, forward), slices)
+            else:
+                cost = _cost(PROFILES[op], part, forward, itemsize)
             yield LayerWork(layer.name, op, scaled(cost, times * share), times * slices)
-    if sliced or ranks:
-        for work in _between(layer, slices, forward, itemsize):
-            yield replace(work, cost=scaled(work.cost, times * share), calls=times * work.calls)
+    if (sliced or ranks) and layer.kind in WRITTEN:
+        cost = Cost(0, 0, _copied(layer, ranks) * itemsize)
+        yield LayerWork(layer.name, COPY, scaled(cost, times * share), times * slices)
 
 
 def _projections(layer: LayerSizes, ranks: bool) -> tuple[LayerSizes, ...]:
@@ -112,25 +120,46 @@ def _projections(layer: LayerSizes, ranks: bool) -> tuple[LayerSizes, ...]:
     return tuple(replace(layer, projected=part) for part in parts if part)
 
 
-def _between(layer: LayerSizes, slices: int, forward: bool, itemsize: int) -> Iterator[LayerWork]:
-    """Yield what slices do beside our operations: the product of the factors, and each slice to its place."""
+def _copied(layer: LayerSizes, ranks: bool) -> int:
+    """Return how many numbers slices read and write beside our operations: each slice goes to its place."""
     positions = layer.rows * layer.length
-    if layer.kind == "triangle product":
-        cost = product_cost(layer.rows / slices, layer.length, layer.hidden, itemsize, forward)
-        yield LayerWork(layer.name, PRODUCT, scaled(cost, slices), slices)
-    if layer.kind in WRITTEN:
-        outer, product = layer.kind == "outer product", layer.kind == "triangle product"
-        numbers = layer.length**2 * layer.outputs if outer else positions * layer.channels
-        copied = 2 * numbers + (3 * numbers if outer or product else 0)  # to its place; the sum of x and its update
-        copied += 2 * positions * layer.hidden if product else 0  # the factor that is shared, joined of its slices
-        yield LayerWork(layer.name, COPY, Cost(0, 0, copied * itemsize), slices)
+    outer, product = layer.kind == "outer product", layer.kind == "triangle product"
+    numbers = layer.length**2 * layer.outputs if outer else positions * layer.channels
+    added = 3 * numbers if outer or (product and ranks) else 0  # x, its update and their sum
+    joined = 2 * positions * layer.hidden if product else 0  # the factor that is shared
+    return 2 * numbers + added + joined
 
 
-def product_cost(rows: float, residues: int, channels: int, itemsize: int, forward: bool) -> Cost:
-    """Return what the product of a slice of a factor and all of the other costs: every slice reads the whole factor."""
+def _factor_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
+    """Return what rows of a factor cost: projections of the factor and of its gate."""
+    positions, passes = rows * residues, 1 if forward else 3  # backward the first is computed again
+    flops = 2 * positions * channels * 2 * hidden
+    return Cost(passes * flops, positions * hidden, passes * positions * (channels + hidden) * itemsize)
+
+
+def _slice_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
+    """Return what rows of a triangle product cost, where the other factor is given: every slice reads all of it."""
+    positions, passes = rows * residues, 1 if forward else 2
+    factor = _factor_cost(rows, residues, channels, hidden, itemsize, forward)
+    product = _product_cost(rows, residues, channels, hidden, itemsize, forward)
+    flops = passes * 2 * positions * channels * (channels + hidden)  # the gate and the projection of the product
+    moved = passes * positions * (2 * channels + hidden) * itemsize
+    return Cost(
+        factor.flops + product.flops + flops,
+        factor.exps + positions * channels,
+        factor.bytes + product.bytes + moved,
+    )
+
+
+def _product_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
+    """Return what the product of rows of a factor and all of the other costs: it reads the whole factor."""
     passes = 1 if forward else 2
-    numbers = (2 * rows * residues + residues**2) * channels
-    return Cost(passes * 2 * rows * residues**2 * channels, 0, passes * numbers * itemsize)
+    numbers = (2 * rows * residues + residues**2) * hidden
+    return Cost(passes * 2 * rows * residues**2 * hidden, 0, passes * numbers * itemsize)
+
+
+# Parts of a triangle product for some rows; they are called for each slice, and have no profile.
+IN_PARTS = {"projected_factor": _factor_cost, "triangle_slice": _slice_cost, PRODUCT: _product_cost}
 
 
 def _cost(profile: OpProfile, layer: LayerSizes, forward: bool, itemsize: int) -> Cost:

@@ -51,10 +51,10 @@ class Machine:
     how: str = "given"
     here: bool = False
 
-    def rates(self, dtype: torch.dtype, training: bool = False) -> Rates | None:
+    def rates(self, dtype: torch.dtype) -> Rates | None:
         """Return how fast a device is: measured if it is here, else of its data sheet; None where neither is known."""
         if self.here and self.name:
-            return measured(self.kind, dtype, training)
+            return measured(self.kind, dtype)
         if any(name.lower() in self.name.lower() for name in SHEETS):
             return of_gpu(self.name)
         return None

@@ -112,9 +112,13 @@ def _estimate(job: Job, plan: Plan, device: Device) -> MemoryEstimate:
 
 
 def _z_in_host_memory(job: Job, plan: Plan) -> int:
-    """Return the bytes of z, where a prediction keeps it there: on "meta" it has none (warpfold/host.py)."""
-    offloaded = plan.offload and plan.in_place
-    return job.sizes.residues**2 * job.model.c_z * DTYPES[plan.precision].itemsize if offloaded else 0
+    """Return the bytes of z, where a prediction keeps it there: on "meta" it has none (warpfold/host.py).
+
+    Of an ensemble there are also a copy of what is recycled, and a sum.
+    """
+    if not (plan.offload and plan.in_place):
+        return 0
+    return min(job.model.ensemble, 3) * job.sizes.residues**2 * job.model.c_z * DTYPES[plan.precision].itemsize
 
 
 @dataclass(frozen=True)

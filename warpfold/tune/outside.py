@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -144,19 +144,14 @@ class OutsideRun:
 
         return work_of(self.model, run, "cpu")
 
-    def timed(self, seconds: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
-        """Return the seconds of the forward pass and of the backward pass, 0 without losses.
+    def timed(self, seconds: Callable[[Callable[[], object]], float], backward: bool) -> float:
+        """Return the seconds of the forward pass, or of the backward pass.
 
         seconds: times a function.
         """
-        forward = seconds(self.forward)
-        if self.loss is None:
-            return forward, 0.0
-
-        def both() -> None:
-            self.model.zero_grad()
-            loss = self.forward()
-            assert loss is not None
-            loss.backward()
-
-        return forward, max(0.0, seconds(both) - forward)
+        if not backward:
+            return seconds(self.forward)
+        loss = self.forward()
+        assert loss is not None
+        wanted = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return seconds(partial(torch.autograd.grad, loss, wanted, retain_graph=True, allow_unused=True))

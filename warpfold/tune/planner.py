@@ -295,7 +295,7 @@ def _by_time(
 
     The time is that of all examples, of which `data` are at work at once.
     """
-    rates = machine.rates(DTYPES[plans[0].precision], job.training) if len(plans) > 1 else None
+    rates = machine.rates(DTYPES[plans[0].precision]) if len(plans) > 1 else None
     left = [(plan, seconds(job, plan, rates)) for plan in plans]
     if job.training and job.optim is not None:
         examples = job.optim.accumulate

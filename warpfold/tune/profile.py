@@ -207,18 +207,25 @@ class OpProfile(ABC):
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         """Draw the arguments of a case; masked: with some keys masked, and all keys of one row."""
 
-    def inputs(self, case: OpCase, dtype: torch.dtype, device: torch.device, masked: bool) -> OpInputs:
-        """Draw the arguments of a case, and a gradient of its output, the same each time."""
-        draw = RandomTensors(dtype, device)
+    def drawn(
+        self, case: OpCase, draw: RandomTensors, masked: bool = False
+    ) -> tuple[tuple[Argument, ...], tuple[str, ...]]:
+        """Draw the arguments of a case; return them, and the names of those with a gradient."""
         args = self.arguments(case, draw, masked)
         names = []
         for name, t in zip(inspect.signature(self.op.definition).parameters, args):
             if isinstance(t, Tensor) and name not in CONSTANT:
                 t.requires_grad_()
                 names.append(name)
+        return args, tuple(names)
+
+    def inputs(self, case: OpCase, dtype: torch.dtype, device: torch.device, masked: bool) -> OpInputs:
+        """Draw the arguments of a case, and a gradient of its output, the same each time."""
+        draw = RandomTensors(dtype, device)
+        args, names = self.drawn(case, draw, masked)
         with torch.no_grad():
             out = self.op.definition(*map(_shape, args))
-        return OpInputs(case, args, tuple(names), draw.normal(*out.shape))
+        return OpInputs(case, args, names, draw.normal(*out.shape))
 
     @abstractmethod
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:

@@ -6,13 +6,11 @@ long, so that a size between them is met.
 """
 
 import math
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,11 +21,12 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.model.structure import StructureConfig
 from warpfold.ops.triangle import triangle_product
-from warpfold.tune.cases import PROFILES, inputs
+from warpfold.ops.triangle_slice import projected_factor, triangle_slice
+from warpfold.tune.cases import PROFILES
 from warpfold.tune.example import ExampleSizes
-from warpfold.tune.layer_work import PRODUCT, product_cost
+from warpfold.tune.layer_work import COPY, IN_PARTS, PRODUCT
 from warpfold.tune.outside import OUTSIDE, OutsideRun, outside_work
-from warpfold.tune.profile import Cost, OpCase
+from warpfold.tune.profile import Cost, OpCase, RandomTensors
 from warpfold.tune.roofline import EXPS_PER_CLOCK, Ceilings
 from warpfold.tune.sizes import DataSizes, of_settings
 from warpfold.tune.traffic import LINKS, Link
@@ -83,9 +82,12 @@ class Rates:
 
         Errors: ValueError for a dtype for which nothing is known.
         """
-        rate = self.ops.get((op, which, dtype)) or self.ops.get((TORCH, "forward", dtype))
+        own = op not in (TORCH, COPY)
+        rate = self.ops.get((op, which, dtype) if own else (TORCH, "forward", dtype))
         if rate is not None:
             return rate.seconds(cost, calls)
+        if self.ops:
+            raise ValueError(f"no rate of {op}, {which}, {dtype} of {self.name}")
         if dtype not in self.tops:
             known = ", ".join(sorted(str(one).removeprefix("torch.") for one in self.tops))
             raise ValueError(f"the rates of {self.name} are of {known}, not of {str(dtype).removeprefix('torch.')}")
@@ -143,33 +145,50 @@ def of_gpu(name: str) -> Rates:
     return Rates(found, "modelled", "cuda", tops, LAUNCH, link, host, REACHED)
 
 
-def measured(
-    device: torch.device | str, dtype: torch.dtype, training: bool = False, clock: Clock = time.perf_counter
-) -> Rates:
-    """Measure the rates of this device, once per process: some 1.5 s on a CPU, with `training` three times that.
+def measured(device: torch.device | str, dtype: torch.dtype, clock: Clock = time.perf_counter) -> Rates:
+    """Return the rates of this device, each measured when it is first asked for, and then known to this process.
 
-    dtype: of the trunk; fp32 is measured beside it.  clock: `time.process_time` leaves out what others do on this CPU.
+    A prediction in slices asks for some dozen, which takes 1.5 s on a CPU; a training for three times as many.
+    dtype: of the trunk.  clock: `time.process_time` leaves out what others do on this CPU.
     """
-    return _measured(torch.device(device), dtype, training, clock, torch.get_num_threads())
+    return _measured(torch.device(device), dtype, clock, torch.get_num_threads())
 
 
 @cache
-def _measured(device: torch.device, dtype: torch.dtype, training: bool, clock: Clock, threads: int) -> Rates:
-    time_of = _Timer(device, clock, training)
-    points: dict[RateKey, list[Point]] = defaultdict(list)
-    for key, point in chain(time_of.operations(dtype), time_of.products(dtype), time_of.outside()):
-        points[key].append(point)
-    for each in {dtype, torch.float32}:
-        for point in time_of.of_torch(each):
-            points[TORCH, "forward", each].append(point)
-    torchs = fitted(points[TORCH, "forward", dtype], USUAL)
-    usual = Rate(USUAL.call, *(max(t, u / 10) for t, u in zip(astuple(torchs)[1:], astuple(USUAL)[1:])))
-    ops = {key: fitted(found, usual) for key, found in points.items()}
+def _measured(device: torch.device, dtype: torch.dtype, clock: Clock, threads: int) -> Rates:
     name = f"this {'CPU' if device.type == 'cpu' else torch.cuda.get_device_name(device)}"
     link = LINKS["gloo" if device.type == "cpu" else "NVLink 4"]
-    return Rates(
-        name, "measured", device.type, {}, ops[TORCH, "forward", dtype].call, link, HOST[device.type], 1.0, ops
-    )
+    ops = _MeasuredOps(device, clock)
+    call = ops[TORCH, "forward", dtype].call
+    return Rates(name, "measured", device.type, {}, call, link, HOST[device.type], 1.0, ops)
+
+
+class _MeasuredOps(Mapping[RateKey, Rate]):
+    """Rates of operations, measured when they are first read."""
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        self.device, self.clock, self.found = device, clock, dict[RateKey, Rate]()
+
+    def __getitem__(self, key: RateKey) -> Rate:
+        if key not in self.found:
+            op, which, dtype = key
+            if op not in MEASURED or (op == TORCH and which != "forward"):
+                raise KeyError(key)
+            usual = USUAL if op == TORCH else self._usual(dtype)
+            with torch.inference_mode(False), torch.set_grad_enabled(which != "forward"):
+                self.found[key] = fitted(list(_Timer(self.device, self.clock).points(op, which, dtype)), usual)
+        return self.found[key]
+
+    def __iter__(self) -> Iterator[RateKey]:
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def _usual(self, dtype: torch.dtype) -> Rate:
+        """Return what torch's own operations take, where that is not far less than usual."""
+        torchs = astuple(self[TORCH, "forward", dtype])[1:]
+        return Rate(USUAL.call, *(max(t, u / 10) for t, u in zip(torchs, astuple(USUAL)[1:])))
 
 
 NARROW = replace(ModelConfig(), c_m=32, c_z=32, c_e=16)
@@ -178,10 +197,7 @@ PROBED = replace(ModelConfig(), structure=StructureConfig(layers=1))  # outside 
 PAIR = ("triangle ending", "triangle product", "triangle product, out", "pair transition")
 MSA = ("msa row", "msa transition", "outer product")
 EXTRA = ("extra msa row", "global column", "msa row bias", "template pair transition")
-SMALL, LONG = (
-    1e8,
-    4e8,
-)  # floating point operations of a case at most, forward; of some long rows
+SMALL, LONG = 1e8, 4e8  # floating point operations of a case at most, forward; of some long rows
 # Residues, sequences, the layers that are timed at this size (those that show how the operations do), and `SMALL`.
 SIZES = (
     (NARROW, 10, 4, PAIR + MSA, SMALL),
@@ -191,23 +207,26 @@ SIZES = (
     (WIDE, 192, 64, (*PAIR, "msa column", "extra msa row", "template triangle starting"), LONG),
 )
 WHOLE_PRODUCTS = 64  # residues; a triangle product cannot be cut to a few rows
-LARGE = 2**24  # bytes of a case at most
-PRODUCTS = ((16, 64), (64, 64), (16, 192), (96, 192))  # rows of a slice, and residues
-LENGTHS = (12, 48, 96)  # at which what lies outside of the trunk is timed
+FEW = 3  # layers of a size that an operation is timed at
+LARGE = 2**23  # bytes of a case at most
+PARTS = ((8, 16), (16, 64), (64, 64), (4, 192), (32, 192))  # rows of a slice, and residues
+MEASURED = {*PROFILES, *IN_PARTS, TORCH, OUTSIDE}
+LENGTHS = (12, 64)  # at which what lies outside of the trunk is timed
 
 
-def _cases(scale: float, training: bool) -> Iterator[OpCase]:
-    """Yield the sizes at which operations are timed; scale: how much more a device does than a CPU in the same time."""
-    for model, residues, rows, shown, flops in SIZES:
-        for case in of_settings(model, DataSizes(crop=residues, max_msa=rows, max_extra=rows, max_templates=1)):
-            if case.where in shown and (case.op != "triangle_multiplication" or residues <= WHOLE_PRODUCTS * scale):
-                case = case if case.op == "triangle_multiplication" else _cut(case, flops * scale)
-                yield case if training else replace(case, dropped=False, drawn=False)
-    if training:
-        for residues in (16, 64):
-            for case in of_settings(WIDE, DataSizes(crop=residues)):
-                if case.op in ("aligned_errors", "overlaps"):
-                    yield case
+def _cases(op: str, training: bool, scale: float) -> Iterator[OpCase]:
+    """Yield the sizes at which an operation is timed; scale: how much more a device does than a CPU meanwhile."""
+    of_losses = op in ("aligned_errors", "overlaps")
+    sizes = tuple((WIDE, n, 1, ("backbone", "side chains", "clashes"), SMALL) for n in (16, 64)) if of_losses else SIZES
+    for model, residues, rows, shown, flops in sizes:
+        data = DataSizes(crop=residues, max_msa=rows, max_extra=rows, max_templates=1)
+        square = op == "triangle_multiplication"
+        if square and residues > WHOLE_PRODUCTS * scale:
+            continue
+        found = [case for case in of_settings(model, data) if case.op == op and case.where in shown]
+        for case in found[:: max(1, math.ceil(len(found) / FEW))]:
+            case = case if square or of_losses else _cut(case, flops * scale)
+            yield case if training else replace(case, dropped=False, drawn=False)
 
 
 def _cut(case: OpCase, flops: float) -> OpCase:
@@ -219,65 +238,68 @@ def _cut(case: OpCase, flops: float) -> OpCase:
 
 @dataclass(frozen=True)
 class _Timer:
-    """Time passes of operations; each method yields what is timed, and its points."""
+    """Time passes of operations."""
 
     device: torch.device
     clock: Clock
-    training: bool
 
-    def operations(self, dtype: torch.dtype) -> Iterator[tuple[RateKey, Point]]:
-        """Time our operations."""
-        for case in _cases(1 if self.device.type == "cpu" else 30, self.training):
-            given, profile = inputs(case, dtype, self.device), PROFILES[case.op]
-            costs = (profile.cost(case, forward, dtype.itemsize) for forward in (True, False))
-            run = partial(profile.op, *given.args)
-            yield from self._passes(case.op, dtype, run, given.wanted, given.grad, *costs)
+    def points(self, op: str, which: PassName, dtype: torch.dtype) -> Iterator[Point]:
+        """Time one pass of an operation at some sizes; whether gradients are on is the caller's."""
+        if op == TORCH:
+            yield from self._of_torch(dtype)
+        elif op == OUTSIDE:
+            yield from self._outside(which)
+        elif op in IN_PARTS:
+            yield from self._in_parts(op, which, dtype)
+        else:
+            for case in _cases(op, which != "forward", 1 if self.device.type == "cpu" else 30):
+                profile = PROFILES[op]
+                args, _ = profile.drawn(case, RandomTensors(dtype, self.device))
+                wanted = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
+                cost = profile.cost(case, which != "backward", dtype.itemsize)
+                yield cost, self._pass(which, partial(profile.op, *args), wanted), 1
 
-    def products(self, dtype: torch.dtype) -> Iterator[tuple[RateKey, Point]]:
-        """Time products of a slice of a factor and all of the other."""
-        for rows, n in PRODUCTS:
-            a, b = (torch.ones(128, k, n, dtype=dtype, device=self.device, requires_grad=True) for k in (rows, n))
-            costs = (product_cost(rows, n, 128, dtype.itemsize, forward) for forward in (True, False))
-            grad = torch.ones(rows, n, 128, dtype=dtype, device=self.device)
-            yield from self._passes(PRODUCT, dtype, partial(_product, a, b), (a, b), grad, *costs)
+    def _in_parts(self, op: str, which: PassName, dtype: torch.dtype) -> Iterator[Point]:
+        """Time parts of a triangle product, for a slice of its rows."""
 
-    def _passes(
-        self,
-        op: str,
-        dtype: torch.dtype,
-        run: Callable[[], torch.Tensor],
-        wanted: Sequence[torch.Tensor],
-        grad: torch.Tensor,
-        forward: Cost,
-        backward: Cost,
-    ) -> Iterator[tuple[RateKey, Point]]:
-        if not self.training:
-            with torch.no_grad():
-                seconds = self.seconds(run)
-            yield (op, "forward", dtype), (forward, seconds, 1)
-            return
-        with torch.no_grad():
-            yield (op, "forward", dtype), (forward, self.seconds(run), 1)
-        yield (op, "training", dtype), (forward, self.seconds(run), 1)
+        def ones(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+            return torch.full(shape, 0.01, dtype=of, device=self.device, requires_grad=which != "forward")
+
+        c = h = WIDE.c_z
+        for rows, n in PARTS:
+            x, mask = ones(rows, n, c), torch.ones(rows, n, device=self.device)
+            norm = ones(c, of=torch.float32), ones(c, of=torch.float32)
+            into, square = ((ones(out, c, of=torch.float32), ones(out, of=torch.float32)) for out in (2 * h, c))
+            other, slice_ = ones(h, n, n), ones(h, rows, n)
+            run, wanted = {
+                "projected_factor": (partial(projected_factor, x, mask, norm, into), (x,)),
+                "triangle_slice": (
+                    partial(triangle_slice, x, mask, other, norm, into, square, norm, square, True), (x, other)
+                ),
+                PRODUCT: (partial(_product, slice_, other), (slice_, other)),
+            }[op]  # fmt: skip
+            cost = IN_PARTS[op](rows, n, c, h, dtype.itemsize, which != "backward")
+            yield cost, self._pass(which, run, wanted), 1
+
+    def _pass(self, which: PassName, run: Callable[[], torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+        if which != "backward":
+            return self.seconds(run)
         out = run()
-        back = partial(torch.autograd.grad, out, wanted, grad, retain_graph=True)
-        yield (op, "backward", dtype), (backward, self.seconds(back), 1)
+        return self.seconds(partial(torch.autograd.grad, out, wanted, torch.ones_like(out), retain_graph=True))
 
-    def outside(self) -> Iterator[tuple[RateKey, Point]]:
+    def _outside(self, which: PassName) -> Iterator[Point]:
         """Time what lies outside of the trunk, in fp32, by running it."""
-        loss = LossConfig() if self.training else None
-        passes: tuple[PassName, ...] = ("training", "backward") if self.training else ("forward",)
+        loss = None if which == "forward" else LossConfig()
         run = OutsideRun(PROBED, loss, device=self.device)
         for residues in LENGTHS:
             sizes = ExampleSizes(residues=residues, sequences=8, extra=8, templates=1)
             run.resize(sizes)
             work = outside_work(PROBED, sizes, loss, all_of_it=True)
-            for which, seconds in zip(passes, run.timed(self.seconds)):
-                some = [one for key, one in work.items() if key.backward == (which == "backward")]
-                point = summed(one.cost for one in some), seconds, sum(one.calls for one in some)
-                yield (OUTSIDE, which, torch.float32), point
+            some = [one for key, one in work.items() if key.backward == (which == "backward")]
+            seconds = run.timed(self.seconds, which == "backward")
+            yield summed(one.cost for one in some), seconds, sum(one.calls for one in some)
 
-    def of_torch(self, dtype: torch.dtype) -> Iterator[Point]:
+    def _of_torch(self, dtype: torch.dtype) -> Iterator[Point]:
         """Time torch's own operations: sums of two tensors, exponentials, products of matrices."""
         for n in (2**6, 2**12, 2**17, 2**20, 2**23):
             x, y = (torch.ones(n, dtype=dtype, device=self.device) for _ in range(2))
@@ -290,12 +312,13 @@ class _Timer:
             yield cost, self.seconds(partial(torch.mm, a, b)), 1
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the median of some runs after a first one, each with nothing of its own left in the caches.
+        """Return the least of some runs after a first one, each with little of its own left in a core's own cache.
 
-        So operations find them in a model: a small one takes twice as long as when it is repeated.
+        So operations find them in a model: a small one takes twice as long as when it is repeated, but with nothing
+        in any cache all take a tenth longer than in a block.
         """
         first = self._once(run)
-        return statistics.median(self._once(run) for _ in range(3 if first < 0.02 else 1))
+        return min(self._once(run) for _ in range(3 if first < 0.003 else 2))
 
     def _once(self, run: Callable[[], object]) -> float:
         self.others.add_(1)
@@ -311,7 +334,7 @@ class _Timer:
     @cached_property
     def others(self) -> torch.Tensor:
         """What fills the caches."""
-        return torch.zeros(2**21 if self.device.type == "cpu" else 2**26, device=self.device)
+        return torch.zeros(2**19 if self.device.type == "cpu" else 2**26, device=self.device)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,146 @@
+"""Every plan that the planner can choose computes what one device computes at once: its own ladder, in fp64.
+
+Outputs of predictions, with the heads as `run.predictor` calls them; of trainings the losses and gradients, too.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.laws.test_plans import LIMIT, LOSSES, STOPPED, Work, above, compare, example, model_for
+from tests.ranks import run_ranks
+from warpfold.engine.optim import OptimConfig
+from warpfold.model.confidence import predicted_errors
+from warpfold.parallel.collectives import local_shard
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.mesh import Mesh, make_mesh
+from warpfold.parallel.plan import Plan
+from warpfold.tune import planner
+from warpfold.tune.example import ExampleSizes
+from warpfold.tune.job import Job
+from warpfold.tune.machine import Machine
+
+CUT = {"msa": -2, "pair": -3, "msa_first_row": -2, "distogram": -3, "pae": -2}
+PAE_LIMIT = 1e-6  # it is kept in fp32
+FOLDED = {
+    "chain": Work(residues=11, templates=3, recycles=1, padded=1),
+    "averaged": Work(residues=7, templates=None, recycles=1, ensemble=3, padded=1),
+    "complex": STOPPED,
+}
+TRAINED = Work(residues=7, templates=1)
+
+
+made = cache(model_for)  # every plan is bound to the same model
+
+
+def job_of(work: Work, training: bool = False) -> Job:
+    sizes = ExampleSizes(
+        residues=work.residues, sequences=work.sequences, extra=work.extra, templates=work.templates or 0
+    )
+    learns: dict[str, Any] = {"loss": LOSSES, "optim": OptimConfig(accumulate=2)} if training else {}
+    return Job(model=made(work).config, sizes=sizes, recycles=work.recycles, **learns)
+
+
+def ladder(job: Job, devices: int, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """All plans that the planner considers on so many devices, of either kind, each way of triangle products."""
+    monkeypatch.setattr(planner, "FEWEST", 1)  # so that few residues make many slices
+    monkeypatch.setattr(planner, "_most_kept", lambda job, machine, plan: 1)
+    found: dict[Plan, None] = {}
+    for kind in ("cpu", "cuda"):
+        for plan in planner.candidates(job, Machine(kind=kind, free=1, devices=devices), {"precision": "fp64"}):  # type: ignore[arg-type]
+            ways = ("gather", "channels") if plan.axial > 1 and not plan.in_place else (plan.triangle,)
+            found |= {replace(plan, triangle=way): None for way in ways}  # type: ignore[arg-type]
+    return list(found)
+
+
+def folded(work: Work, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
+    """What a rank has of a prediction."""
+    batch, model = example(work, 0), Execution(plan, mesh).bind(made(work))
+    execution, asym_id = model.execution, batch.get("asym_id")
+    with torch.no_grad():
+        last = model.fold(batch, work.recycles)
+        r, s = last.representations, last.structure
+        errors = predicted_errors(model.pae, r.pair, execution, asym_id)
+        found = {
+            "recycles": torch.tensor(float(last.recycles)),
+            "msa": r.msa,
+            "msa_first_row": r.msa_first_row,
+            "single": r.single,
+            "pair": torch.cat([execution.fetch(r.pair, rows) for rows in execution.rows(r.pair.shape[-3])], -3),
+            "structure": s.single,
+            "atoms": s.final_atom37,
+            "traj": s.traj,
+            "plddt": model.plddt(s.single),
+            "pae": errors.pae.double(),
+            "ptm": torch.tensor([errors.ptm, errors.iptm or 0.0], dtype=torch.float64),
+            "distogram": torch.cat([logits for _, logits in model.distogram.in_slices(r.pair)], -3),
+        }
+    return found if errors.chain_pair_iptm is None else found | {"pairs": errors.chain_pair_iptm}
+
+
+@cache
+def at_once(name: str) -> dict[str, Tensor]:
+    return folded(FOLDED[name], Plan(precision="fp64"), Mesh())
+
+
+def wrong(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], mesh: Mesh) -> dict[str, float]:
+    """What differs by more than rounding, and by how much; of what is cut, this rank's shard."""
+    errors = {}
+    for name, whole in expected.items():
+        there = local_shard(whole, CUT[name], mesh.axial) if name in CUT else whole
+        error = float((found[name] - there).norm() / whole.norm())
+        if not error < (PAE_LIMIT if name == "pae" else LIMIT):
+            errors[name] = error
+    assert found.keys() == expected.keys()
+    return errors
+
+
+SLOW = [pytest.param(name, devices, marks=pytest.mark.slow) for name, devices in (("averaged", 4), ("complex", 4))]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("chain", 4), *SLOW, *((name, devices) for name in FOLDED for devices in (1, 2))]
+)
+def test_a_prediction_as_planned_is_the_whole(name: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, expected = FOLDED[name], at_once(name)
+    plans = [p for p in ladder(job_of(work), devices, monkeypatch) if p.axial == devices]
+    kinds = {(p.chunk is not None, p.in_place, p.offload) for p in plans}
+    assert kinds == {(False, False, False), (True, True, False), *([(True, True, True)] if devices == 1 else [])}
+    assert len({p.chunk for p in plans}) > 2
+
+    def on_a_rank() -> dict[str, dict[str, float]]:
+        mesh = make_mesh(1, devices, 1) if devices > 1 else Mesh()
+        found = {str(plan): wrong(folded(work, plan, mesh), expected, mesh) for plan in plans}
+        return {plan: errors for plan, errors in found.items() if errors}
+
+    assert all(errors == {} for errors in ([on_a_rank()] if devices == 1 else run_ranks(on_a_rank, devices)))
+
+
+def test_a_training_as_planned_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [plan for devices in (1, 2) for plan in ladder(job_of(TRAINED, True), devices, monkeypatch)]
+    kinds = {(p.recompute, p.keep_blocks, p.offload) for p in plans}
+    assert kinds >= {
+        (None, 0, False),
+        *((r, *w) for r in ("block", "layer") for w in ((0, False), (1, False), (0, True))),
+    }
+    assert {p.axial for p in plans} == {1, 2}
+    for plan in plans:
+        if plan.data == 1:  # with more, ranks have examples of their own; their sum: tests/laws/test_plans.py
+            assert above(compare(TRAINED, plan)) == {}, plan
+
+
+def test_more_devices_than_the_law_has_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight devices each plan differs from one that was compared in the number of ranks alone."""
+    for training in (False, True):
+        job = job_of(TRAINED, training)
+        few, many = ({replace(p, axial=min(p.axial, 2), data=1, triangle="auto") for p in ladder(job, n, monkeypatch)}
+                     for n in (2, 8))  # fmt: skip
+        few |= {replace(p, axial=1, data=1) for p in ladder(job, 1, monkeypatch)}
+        assert many <= few
+        assert math.prod((len(few), len(many))) > 1
