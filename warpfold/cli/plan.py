@@ -103,12 +103,13 @@ def plan(
     fixed |= {} if precision is None else {"precision": precision.value}
     with progress_bar(narrate=True) as progress:
         report = plan_report(found, machine, fixed, progress)
-    if figure is not None:
-        _draw(report, figure)
     if as_json:
         show(report)
     else:
-        _say(report, figure)
+        _say(report)
+    if figure is not None:
+        _draw(report, figure)
+        typer.echo(f"wrote {figure}", err=as_json)
     raise typer.Exit(1 if any("refused" in row for row in report["targets"]) else 0)
 
 
@@ -154,7 +155,7 @@ def _targets(
     return [PlanTarget(given.source, job if recycles is None else replace(job, recycles=recycles))]
 
 
-def _say(report: dict[str, Any], figure: Path | None) -> None:
+def _say(report: dict[str, Any]) -> None:
     """Print the machine, a line for each target, every plan of the largest, and how long a protein can be."""
     from warpfold.tune.machine import in_gb
 
@@ -176,8 +177,6 @@ def _say(report: dict[str, Any], figure: Path | None) -> None:
         typer.echo("\nthe longest protein that fits, with as many rows and templates:")
         for title, most in report["longest"].items():
             typer.echo(f"  {title}: {f'about {most:,} residues' if most else 'none'}")
-    if figure is not None:
-        typer.echo(f"wrote {figure}")
 
 
 def _table(plans: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -328,9 +328,8 @@ class NothingFitsError(UserError):
         what = "a training" if job.training else "folding"
         sizes = f"{job.sizes.residues:,} residues with {job.sizes.sequences + job.sizes.extra:,} alignment rows"
         would = "; ".join(_cures(job, machine, least.plan))
-        super().__init__(
-            f"{what} {sizes}, {describe_plan(least.plan, job.training)}, {least.reason}; {f'what would fit: {would}' if would else 'not even a few residues fit; give more memory'}"
-        )
+        cure = f"what would fit: {would}" if would else "not even a few residues fit; give more memory"
+        super().__init__(f"{what} {sizes}, {describe_plan(least.plan, job.training)}, {least.reason}; {cure}")
 
 
 def _cures(job: Job, machine: Machine, tightest: Plan) -> Iterator[str]:
