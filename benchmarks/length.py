@@ -1,7 +1,7 @@
 """Peak memory and seconds against length, under every kind of plan: measured, and as the plan says beforehand.
 
-    python -m benchmarks.length --quick --out benchmarks/results/NAME.json        (a few minutes; 3 GB are enough)
-    python -m benchmarks.length --residues 256,512,1024,2048 --out ...            (an hour, and 16 GB)
+    python -m benchmarks.length --quick --out benchmarks/results/NAME.json   (3 GB; never yet run to its end)
+    python -m benchmarks.length --residues 256,512,1024,2048 --out ...            (16 GB)
 
 Two models are run: "blocks", two blocks of the true width, and "whole", every part at a small width.  Each case has
 processes of its own; its peak is what they took beyond their imports (VmHWM), that of the largest rank.  The plan's
