@@ -24,6 +24,36 @@ def pairwise(shape: Sequence[int]) -> bool:
     return torch.Size(shape).numel() >= 8 * N * N and (list(shape).count(N) >= 2 or N * N in shape)
 
 
+def of_many_kinds(device: str) -> list[torch.Tensor]:
+    """Return what operations of many kinds make, twice each."""
+    a, b, made = torch.ones(3, 4, 5, device=device), torch.ones(5, 6, device=device), []
+    whole = torch.ones(3, 4, device=device, dtype=torch.int64)
+    for _ in range(2):
+        made += [a.transpose(0, 2) + 1, a.sum(-1), a.sum(-1, keepdim=True), a.to(torch.bfloat16), a.double(), a @ b]
+        made += [whole * 1, whole * 1.0, whole * True, a.max(-1).values, torch.cat([a, a], 1), a[:, 1:].contiguous()]
+        made += [
+            *torch.native_layer_norm(a, [5], None, None, 1e-5),
+            torch.stack([a, a]),
+            a.new_empty(2, 3),
+            a[0] * b.T[0],
+        ]
+        out = torch.empty(4, 6, device=device)
+        made += [torch.mm(a[0], b, out=out), torch.mm(a[0], b, out=torch.empty(0, device=device))]
+        made += [a.clone().mul_(2), a.clone().transpose_(0, 1), a.clone().unsqueeze_(0), a.expand(2, 3, 4, 5) * 1]
+    return made
+
+
+def test_what_is_made_again_is_what_torch_makes() -> None:
+    """Of operations that were seen before the counter makes results by itself."""
+    expected = of_many_kinds("cpu")
+    with Memory() as memory:
+        made = of_many_kinds("meta")
+    assert [(x.shape, x.stride(), x.dtype) for x in made] == [(x.shape, x.stride(), x.dtype) for x in expected]
+    sizes = [piece.bytes for piece in memory.pieces[3:]]  # behind what both have
+    assert sizes[: len(sizes) // 2] == sizes[len(sizes) // 2 :]
+    assert len(sizes) > 40
+
+
 def test_fake_ranks_leave_nothing_behind() -> None:
     with fake_ranks(data=2, axial=3, branch=2, rank=7) as mesh:
         assert (mesh.data.rank, mesh.axial.rank, mesh.branch.rank) == (1, 0, 1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from warpfold.errors import UserError
+from warpfold.ops.dispatch import backend
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +201,8 @@ class Offload:
     def moves(self, x: Tensor) -> bool:
         """Return whether a tensor that autograd saves goes to the host."""
         base = x if x._base is None else x._base
-        return x.is_cuda and x.nbytes >= self.LEAST and not (base.is_leaf and base.requires_grad)
+        on_gpu = x.is_cuda or (x.is_meta and backend(x) == "triton")  # or stands for what is
+        return on_gpu and x.nbytes >= self.LEAST and not (base.is_leaf and base.requires_grad)
 
     def _pack(self, x: Tensor) -> Tensor | OnHost:
         if not self.moves(x):

@@ -70,12 +70,12 @@ MEASURED = [
 @pytest.mark.parametrize(("training", "plan"), MEASURED, ids=str)
 def test_it_is_what_the_allocator_gives(training: bool, plan: dict[str, Any]) -> None:
     """TARGETS: within 10 %; here it is some 1 %, and the rest is what torch's operations need inside."""
-    job = job_of(training, blocks=4 if "keep_blocks" in plan else 2)
+    job = job_of(training, blocks=3 if "keep_blocks" in plan else 1)
     assert estimate_memory(job, Plan(**plan)).peak == pytest.approx(measured_memory(job, Plan(**plan)), rel=0.05)
 
 
 def test_of_a_complex_too() -> None:
-    job = job_of(False, model=as_multimer(tiny_config()))
+    job = job_of(False, blocks=1, model=as_multimer(tiny_config()))
     assert estimate_memory(job, Plan(**IN_PLACE)).peak == pytest.approx(
         measured_memory(job, Plan(**IN_PLACE)), rel=0.05
     )
@@ -91,22 +91,19 @@ def test_of_a_complex_too() -> None:
     ids=str,
 )
 def test_what_is_left_out_is_alike(training: bool, plan: dict, device: str, run_everything: Callable[[], None]) -> None:
-    job = job_of(training, blocks=8, sizes=replace(SIZES, residues=12))
+    job = job_of(training, blocks=8, sizes=replace(SIZES, residues=12, templates=0))
     few = estimate_memory(job, Plan(**plan), device)
     run_everything()
     everything = estimate_memory(job, Plan(**plan), device)
-    assert few.weights == everything.weights
+    # Of each of some five flat tensors the difference of two rounded sizes is taken seven times, in each stack.
+    assert few.weights == pytest.approx(everything.weights, rel=0, abs=2 * 7 * 5 * memory.UNIT[device])
     assert few.peak == pytest.approx(everything.peak, rel=0.005)
 
 
 def test_a_block_more_that_is_kept_costs_the_same_each_time() -> None:
-    job = job_of(True, blocks=12)
-    peaks = [estimate_memory(job, Plan(recompute="layer", keep_blocks=count)).peak for count in (4, 5, 6, 12)]
-    first, second = peaks[1] - peaks[0], peaks[2] - peaks[1]
-    assert first == second > 0
-    assert peaks[3] == pytest.approx(
-        estimate_memory(job, Plan()).peak, rel=0.3
-    )  # nothing of the main stack is recomputed
+    job = job_of(True, blocks=9, sizes=replace(SIZES, residues=12, templates=0))
+    peaks = [estimate_memory(job, Plan(recompute="layer", keep_blocks=count), "cuda").peak for count in (4, 5, 6)]
+    assert peaks[1] - peaks[0] == peaks[2] - peaks[1] > 0
 
 
 def test_owners_add_up_and_the_course_reaches_the_peak() -> None:
@@ -132,20 +129,65 @@ def test_z_in_host_memory_is_not_on_the_device() -> None:
     job, plan = job_of(False, sizes=sizes), Plan(chunk=4, in_place=True)
     there, away = (estimate_memory(job, replace(plan, offload=offload), "cuda") for offload in (False, True))
     of_z = 400 * 400 * job.model.c_z * 4
-    assert away.host == of_z
-    assert there.host == 0
+    assert away.host - there.host == of_z
+    assert there.host == pytest.approx(400 * 400 * 4, rel=0.01)  # PAE, which goes to main memory row by row
     assert away.peak <= there.peak - 0.7 * of_z  # a slice more is on its way
     assert away.at_peak.get("z", 0) == 0
+
+
+def test_what_a_training_keeps_in_host_memory_is_not_on_the_device() -> None:
+    sizes = ExampleSizes(residues=160, sequences=64, extra=4, templates=0)
+    there, away = (
+        estimate_memory(job_of(True, sizes=sizes), Plan(offload=offload), "cuda") for offload in (False, True)
+    )
+    assert there.host < 2**20 < away.host
+    assert away.at_peak["kept"] < 0.7 * there.at_peak["kept"]
+    assert away.peak < there.peak
 
 
 def test_more_ranks_hold_less() -> None:
     def of(ranks: int) -> MemoryEstimate:
         sizes = ExampleSizes(residues=96, sequences=8, extra=8, templates=0)
-        return estimate_memory(job_of(True, sizes=sizes), Plan(axial=ranks, recompute="block", triangle="channels"))
+        plan = Plan(axial=ranks, recompute="block", triangle="channels")
+        return estimate_memory(job_of(True, sizes=sizes), plan, "cuda")
 
     one, four = of(1), of(4)
-    assert four.weights >= one.weights
+    assert one.weights / 4 < four.weights < one.weights  # of the optimizer's state each has its share
     assert four.peak - four.weights < 0.5 * (one.peak - one.weights)
+
+
+GB, CARD = 10**9, {24: 24 << 30, 40: 40 << 30, 80: 80 << 30}  # a card's bytes
+
+
+@pytest.mark.parametrize(
+    ("residues", "offload", "limit", "card"),
+    [(10_000, False, 61 * GB, 80), (6_000, False, 24 * GB, 24), (8_000, True, 24 * GB, 24)],
+)
+def test_long_proteins_fit(residues: int, offload: bool, limit: int, card: int) -> None:
+    """TARGETS: the monomer with the aligned-error head, 512 + 1,024 rows, bf16: z and one factor, or one factor."""
+    config = ModelConfig()
+    model = replace(config, heads=replace(config.heads, pae=True))
+    sizes = ExampleSizes(residues=residues, sequences=512, extra=1024, templates=0)
+    plan = Plan(chunk=64, in_place=True, offload=offload, precision="bf16")
+    found = estimate_memory(Job(model=model, sizes=sizes), plan, "cuda")
+    assert found.peak <= limit
+    assert with_margin(found.peak, "cuda") <= CARD[card]
+    z = residues**2 * model.c_z * 2
+    apart = "m", "extra", "features", "weights", "loading"
+    beside = [sum(held for name, held in at.items() if name not in apart) for _, at in found.course]
+    assert max(beside) <= (1.1 if offload else 2.1) * z
+
+
+def test_fine_tuning_fits() -> None:
+    """384 residues, 512 + 5,120 rows in bf16: on 40 GB, and on 80 GB with fewer blocks recomputed."""
+    sizes = ExampleSizes(residues=384, sequences=512, extra=5120, templates=4)
+    job = Job(model=ModelConfig(), sizes=sizes, recycles=1, loss=LOSSES, optim=OptimConfig())
+
+    def needs(kept: int) -> int:
+        plan = Plan(recompute="block", keep_blocks=kept, precision="bf16")
+        return with_margin(estimate_memory(job, plan, "cuda").peak, "cuda")
+
+    assert needs(3) <= CARD[40] < needs(20) <= CARD[80]
 
 
 def test_the_margin_is_added() -> None:

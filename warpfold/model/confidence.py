@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from warpfold.model.execution import ALL, PlainExecution, Residues
 from warpfold.model.heads import pae_breaks
+from warpfold.ops.dispatch import alike
 from warpfold.ops.tensors import upcast_half
 
 CONTACT = 8.0  # angstrom between beta carbons, as contacts are counted in CASP
@@ -86,8 +87,8 @@ def predicted_errors(head: nn.Module, z: Tensor, execution: PlainExecution, asym
     """
     count, tm = z.shape[-3], None
     pae = torch.empty(count, z.shape[-2])
-    parts: dict[str, list[Tensor]] = {"tm": [], "between": [], "chains": []}
-    for rows in execution.rows(count):
+    found: dict[str, Tensor] = {}
+    for rows in alike(execution.rows(count)):
         logits = head(execution.fetch(z, rows))
         if tm is None:
             breaks = pae_breaks(logits.shape[-1])
@@ -96,13 +97,16 @@ def predicted_errors(head: nn.Module, z: Tensor, execution: PlainExecution, asym
         probabilities = logits.softmax(-1)
         del logits
         pae[rows] = _expected(probabilities, centers).to("cpu", torch.float32)
-        parts["tm"].append(tm.of_frames(probabilities, rows))
+        some = {"tm": tm.of_frames(probabilities, rows)}
         if asym_id is not None:
-            parts["between"].append(tm.of_frames(probabilities, rows, between=True))
-            parts["chains"].append(tm.of_chains(probabilities, rows))
+            some["between"] = tm.of_frames(probabilities, rows, between=True)
+            some["chains"] = tm.of_chains(probabilities, rows)
+        for name, part in some.items():
+            if name not in found:
+                found[name] = part.new_empty(count, *part.shape[1:])
+            found[name][rows] = part
         del probabilities  # before the next are made
     assert tm is not None
-    found = {name: torch.cat(of_slices) for name, of_slices in parts.items() if of_slices}
     return Errors(
         pae=pae,
         max_pae=max_pae(breaks),

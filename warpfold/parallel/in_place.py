@@ -14,6 +14,7 @@ from torch import Tensor
 from warpfold.model.axial import AxialUpdate, ChannelProduct
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm
+from warpfold.ops.dispatch import alike
 from warpfold.ops.noise import Factors
 from warpfold.parallel.collectives import Pending, all_gather, all_to_all
 from warpfold.parallel.pieces import Piece, cut_factors, join_pieces, pieces
@@ -127,7 +128,7 @@ def multiply_in_place(
     else:  # all ranks have these
         width = rows * group.size
         there = x.shape[along]
-        cuts = ((start, min(width, there - start), length) for start in range(0, there, width))
+        cuts = ((start, min(width, there - start), length) for start in alike(range(0, there, width)))
     before = None
     for cut, left in _ahead(map(begin_left, cuts)):
         product = layer.product(left.wait(), right)

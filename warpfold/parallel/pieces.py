@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from warpfold.model.execution import Tensors
+from warpfold.ops.dispatch import alike
 from warpfold.ops.noise import Factors
 from warpfold.parallel.collectives import Pending, shard_sizes
 from warpfold.parallel.mesh import Group
@@ -49,7 +50,7 @@ def pieces(length: int, rows: int, group: Group) -> Iterator[Piece]:
         raise RuntimeError("a plan with in_place cannot be differentiated: use torch.no_grad(), or chunk alone")
     shards = shard_sizes(length, group.size)
     begins = [0, *accumulate(shards)]
-    for start in range(0, max(shards), rows):
+    for start in alike(range(0, max(shards), rows)):
         starts = [min(start, size) for size in shards]
         sizes = tuple(min(rows, size - at) for size, at in zip(shards, starts))
         yield Piece(group.rank, starts[group.rank], tuple(map(sum, zip(begins, starts))), sizes)

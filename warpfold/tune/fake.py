@@ -4,6 +4,7 @@ Nothing travels (torch's fake process group: collectives end at once), and nothi
 "meta": shapes alone).  So plans for 512 ranks and thousands of residues can be counted on any machine.
 """
 
+import enum
 import functools
 import sys
 import weakref
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.batch import FEATURES, Batch
@@ -37,6 +38,7 @@ FACTORIES = {
 # What torch.distributed knows of groups.
 KNOWN = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
 FIRST = 1 << 20  # number of the first fake group: real ones have less
+PLAIN = (Tensor, nn.Parameter)
 READ = 2**20  # numbers: what is larger is not brought to the host to be read
 
 
@@ -136,6 +138,9 @@ class Memory(TorchDispatchMode):
         self.seen: set[tuple[str, tuple[int, ...]]] = set()
         self._live: dict[int, Piece] = {}
         self._peak_moment = 0
+        # What operations made before of tensors without memory: shapes, strides and dtypes.  To make the same again
+        # takes a twentieth of what torch needs to find it out, in Python.
+        self._made: dict[Any, list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]] = {}
 
     @property
     def at_peak(self) -> list[Piece]:
@@ -151,14 +156,30 @@ class Memory(TorchDispatchMode):
         """Return the piece that a tensor lies in, if it was made within."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Take torch's word that nothing is compiled within: what keeps its compiler out costs more than we do."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "warpfold":
             with self:
                 return dispatch.implementation(func._opname, args[0])(*args, **kwargs)
-        if _is_composite(func):  # below autograd torch does not take these apart by itself
+        kind = _kind(func)
+        if kind is Kind.COMPOSITE:  # below autograd torch does not take these apart by itself
             with self, torch._C.DisableTorchFunction():  # else modes of functions get the whole again
                 return func.decompose(*args, **kwargs)
+        if kind is Kind.IN_PLACE and args[0].is_meta and type(args[0]) in PLAIN:
+            return args[0]
+        key = _key(func, args, kwargs) if kind in (Kind.NEW, Kind.OUT) else None
+        if key is not None and (known := self._made.get(key)) is not None:
+            if kind is Kind.OUT:
+                return kwargs["out"]
+            made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in known]
+            for tensor in made:
+                self._note(tensor, func, False)
+            return made[0] if len(made) == 1 else tuple(made)
         given = _tensors(kwargs.values(), _tensors(args, []))
         name, device = func._opname, kwargs.get("device")
         on_host = device is not None and device.type == "cpu"
@@ -175,13 +196,15 @@ class Memory(TorchDispatchMode):
             kwargs = {**kwargs, "device": META, "pin_memory": None}
         out = func(*args, **kwargs)
         storages = {t.untyped_storage()._cdata for t in given}
-        for tensor in _tensors((out,), []):
-            if tensor.untyped_storage()._cdata not in storages:
-                self._note(tensor, str(func), host or (self.host_apart and not tensor.is_meta))
+        made = [t for t in _tensors((out,), []) if t.untyped_storage()._cdata not in storages]
+        for tensor in made:
+            self._note(tensor, func, host or (self.host_apart and not tensor.is_meta))
+        if key is not None and (_key(func, args, kwargs) == key if kind is Kind.OUT else _can_be_made_again(out, made)):
+            self._made[key] = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
         return out
 
-    def _note(self, tensor: Tensor, made_by: str, host: bool) -> None:
-        storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
+    def _note(self, tensor: Tensor, func: Any, host: bool) -> None:
+        storage, shape, made_by = tensor.untyped_storage(), tuple(tensor.shape), _name(func)
         key = storage._cdata
         if key in self._live:  # two results in one piece
             return
@@ -211,10 +234,80 @@ class Memory(TorchDispatchMode):
             self.now -= piece.bytes
 
 
+class Kind(enum.Enum):
+    """What an operation of torch does, as far as memory goes."""
+
+    COMPOSITE = enum.auto()  # made of others, which are to be seen
+    IN_PLACE = enum.auto()  # changes numbers of its first argument, and returns it
+    NEW = enum.auto()  # makes tensors of their own
+    OUT = enum.auto()  # writes to its argument `out`, and returns it
+    OTHER = enum.auto()
+
+
 @functools.cache
-def _is_composite(func: Any) -> bool:
-    """Return whether an operation of torch is made of others, which are to be seen."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+def _kind(func: Any) -> Kind:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return Kind.COMPOSITE
+    schema = func._schema
+    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
+        return Kind.OTHER
+    if not schema.is_mutable:
+        return Kind.OTHER if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)) else Kind.NEW
+    changed = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    returned = [a.alias_info is not None and a.alias_info.is_write for a in schema.returns]
+    if sum(changed) != 1 or returned != [True]:
+        return Kind.OTHER
+    if schema.arguments[changed.index(True)].name == "out":
+        return Kind.OUT
+    return Kind.IN_PLACE if changed[0] and func._opname.endswith("_") else Kind.OTHER
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    return str(func)
+
+
+def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what decides about the layout of what an operation makes, or None: only tensors on "meta" count."""
+    parts: list[Any] = [func]
+    if not _add_to_key(parts, args):
+        return None
+    for name, x in kwargs.items():
+        parts.append(name)
+        if not _add_to_key(parts, (x,)):
+            return None
+    return tuple(parts)
+
+
+def _add_to_key(parts: list[Any], given: Sequence[Any]) -> bool:
+    for x in given:
+        kind = type(x)
+        if kind in PLAIN:
+            if not x.is_meta:
+                return False
+            parts += (x.shape, x.stride(), x.dtype)
+        elif kind is list or kind is tuple:
+            parts.append(len(x))
+            if not _add_to_key(parts, x):
+                return False
+        elif isinstance(x, Tensor) or (isinstance(x, torch.device) and x.type != "meta"):
+            return False
+        else:
+            parts += (kind, x)  # 1, 1.0 and True are not the same
+    return True
+
+
+def _can_be_made_again(out: Any, made: Sequence[Tensor]) -> bool:
+    """Return whether what an operation returned is these tensors and nothing else, each in memory of its own."""
+    whole = (out,) if isinstance(out, Tensor) else out
+    if not isinstance(whole, tuple) or len(whole) != len(made) or not all(a is b for a, b in zip(whole, made)):
+        return False
+    if len({t.untyped_storage()._cdata for t in made}) < len(made) or not all(t.is_meta for t in made):
+        return False
+    return all(
+        t.untyped_storage().nbytes() == torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META).nbytes
+        for t in made
+    )
 
 
 def _tensors(given: Any, found: list[Tensor]) -> list[Tensor]:

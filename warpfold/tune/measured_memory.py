@@ -3,6 +3,7 @@
 To hold `estimate_memory` against.
 """
 
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
 
 def measured_memory(job: Job, plan: Plan, device: torch.device | str = "cpu") -> int:
     """Return the most bytes that torch's allocator has given at one time while a job was done, by one process."""
+    gc.collect()  # else what is garbage already may be given back meanwhile, and would count as less
     if torch.device(device).type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
