@@ -146,10 +146,10 @@ def numbers_in(out: Path) -> dict[str, Any]:
     for path in sorted(path for path in out.rglob("*") if path.is_file() and path.parent != out):
         name = str(path.relative_to(out))
         if path.suffix == ".npz":
-            with np.load(path) as arrays:
+            with np.load(path, allow_pickle=False) as arrays:
                 found |= {f"{name} {key}": arrays[key] for key in arrays.files if arrays[key].dtype.kind in "fiu"}
         elif path.suffix == ".npy":
-            found[name] = np.load(path)
+            found[name] = np.load(path, allow_pickle=False)
         else:
             found[name] = np.array([float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", path.read_text())])
     return found
