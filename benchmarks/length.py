@@ -63,6 +63,7 @@ PLANS = {
 ROWS, EXTRA = 32, 64  # of the alignment, in what is measured; little memory beside z, as of long proteins
 LARGE_CHUNK = 64  # of the plans on a GPU
 FAR = (256, 512, 1024, 2048, 4096, 6000, 8192, 10_000, 16_384)
+SEPARATE = 4096  # residues; farther, an estimate of slices that are not in place takes minutes, as it runs each of them
 GPU = "A100"
 WAITS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "GLOO_SOCKET_IFNAME": "lo"}
 LIMIT = 3600.0  # seconds of a case
@@ -158,6 +159,8 @@ def planned(plans: Sequence[str], lengths: Sequence[int]) -> list[dict[str, Any]
         plan = PLANS[name]
         plan = replace(plan, precision="bf16", chunk=plan.chunk and LARGE_CHUNK)
         for residues in lengths:
+            if plan.chunk and not plan.in_place and residues > SEPARATE:
+                break
             sizes = ExampleSizes(residues=residues, sequences=512, extra=1024, templates=0)
             job = Job(model=replace(PTM, templates=BLOCKS.templates), sizes=sizes, recycles=0)
             try:

@@ -217,7 +217,7 @@ def test_what_is_no_memory_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["--device", "Voodoo 2"], "how fast this GPU is, is not known"),
+        (["--device", "Voodoo 2"], "--device Voodoo 2: not known; give cpu, cuda or one of A100"),
         (["--device", "cuda"], "this machine has none; say what it has: --memory 24GB"),
         (["--residues", "0"], "a protein has at least 1"),
         (["--figure", "x.pdf"], "ends in .png or .svg"),
@@ -290,7 +290,7 @@ def test_a_run_goes_on_with_the_plan_it_began_with(
 
     monkeypatch.setattr(planning, "this_machine", machine)
     first, said = planning.plan_training(given, tmp_path / "run", "cpu")
-    assert (first.plan.recompute, said.split(":")[0]) == (None, "whole")
+    assert (first.plan.recompute, said.split(":")[0]) == (None, "everything kept")
     monkeypatch.setattr(
         planner,
         "estimate_memory",

@@ -108,6 +108,11 @@ def test_what_fits_nowhere_is_refused_with_what_would_fit(formulas: None) -> Non
     assert "\n" not in str(said.value)
 
 
+def test_a_machine_too_small_for_anything_is_refused_after_few_estimates(formulas: None) -> None:
+    with pytest.raises(UserError, match="are free; not even a few residues fit; give more memory"):
+        choose(job(), free(500))
+
+
 def test_a_plan_that_ran_out_is_followed_by_tighter_ones(formulas: None) -> None:
     choice: Choice | None = choose(job(), GPU)
     needs = []
@@ -154,6 +159,7 @@ def test_the_examples_of_a_step_are_shared_out_evenly(formulas: None) -> None:
 def test_how_long_a_protein_can_be(formulas: None) -> None:
     most = longest(job(), free(6 * 100 * 3000**2), Plan())
     assert 2960 <= most <= 3000
+    assert longest(job(), free(50), Plan()) == 0
 
 
 def test_thousands_of_lengths_are_few_estimates() -> None:
@@ -200,7 +206,7 @@ def test_memory_has_a_unit(text: str, size: int) -> None:
     assert parse_memory(text) == size
 
 
-@pytest.mark.parametrize("text", ["24", "-1GB", "0GB", "lots", "", "GB", "1e9GB", "24 G B", "nanGB"])
+@pytest.mark.parametrize("text", ["24", "-1GB", "0GB", "lots", "", "GB", "1e9GB", "24 G B", "nanGB", "9" * 400 + "GB"])
 def test_what_is_no_memory_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"--memory .*: not an amount of memory; give a number with its unit"):
         parse_memory(text)

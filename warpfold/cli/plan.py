@@ -103,12 +103,13 @@ def plan(
     fixed |= {} if precision is None else {"precision": precision.value}
     with progress_bar(narrate=True) as progress:
         report = plan_report(found, machine, fixed, progress)
-    if figure is not None:
-        _draw(report, figure)
     if as_json:
         show(report)
     else:
-        _say(report, figure)
+        _say(report)
+    if figure is not None:
+        _draw(report, figure)
+        typer.echo(f"wrote {figure}", err=as_json)
     raise typer.Exit(1 if any("refused" in row for row in report["targets"]) else 0)
 
 
@@ -154,7 +155,7 @@ def _targets(
     return [PlanTarget(given.source, job if recycles is None else replace(job, recycles=recycles))]
 
 
-def _say(report: dict[str, Any], figure: Path | None) -> None:
+def _say(report: dict[str, Any]) -> None:
     """Print the machine, a line for each target, every plan of the largest, and how long a protein can be."""
     from warpfold.tune.machine import in_gb
 
@@ -165,23 +166,31 @@ def _say(report: dict[str, Any], figure: Path | None) -> None:
     typer.echo(
         f"\nplans of {largest['name']} ({', '.join(f'{size:,} {name}' for name, size in largest['sizes'].items())}):"
     )
-    rows = []
-    for one in largest["plans"]:
-        mark = "->" if one["chosen"] else ""
-        host = in_gb(one["host_bytes"]) if one["host_bytes"] else ""
-        needed = "" if one["bytes"] is None else in_gb(one["bytes"])
-        rows.append([mark, one["title"], needed, host, _time(one["seconds"]), one["lacks"] or "fits"])
-    heads = ["", "plan", "memory of a device", "of the host", "time", ""]
-    show_table(heads, rows, lambda row: "bold" if row[0] else "dim" if row[-1] != "fits" else "")
+    show_table(*_table(largest["plans"]), lambda row: "bold" if row[0] else "dim" if row[-1] != "fits" else "")
     if largest["at_peak"]:
-        owners = sorted(largest["at_peak"].items(), key=lambda item: -item[1])
-        typer.echo("at its peak: " + ", ".join(f"{name} {in_gb(size)}" for name, size in owners if size))
+        (chosen,) = (one for one in largest["plans"] if one["chosen"])
+        owners = {**largest["at_peak"], "margin": chosen["bytes"] - sum(largest["at_peak"].values())}
+        most = sorted(owners.items(), key=lambda item: -item[1])
+        shown = [f"{name} {in_gb(size)}" for name, size in most if size > 0.01 * chosen["bytes"]]
+        typer.echo(f"at its peak: {', '.join(shown)}")
     if report["longest"]:
         typer.echo("\nthe longest protein that fits, with as many rows and templates:")
         for title, most in report["longest"].items():
             typer.echo(f"  {title}: {f'about {most:,} residues' if most else 'none'}")
-    if figure is not None:
-        typer.echo(f"wrote {figure}")
+
+
+def _table(plans: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and rows of the table of plans; host memory where one of them needs it."""
+    from warpfold.tune.machine import in_gb
+
+    of_host = any(one["host_bytes"] for one in plans)
+    rows = []
+    for one in plans:
+        host = [in_gb(one["host_bytes"]) if one["host_bytes"] else ""] if of_host else []
+        fits = "fits" if not one["lacks"] else "too large" if "on disk" not in one["lacks"] else "disk too small"
+        needed = "" if one["bytes"] is None else in_gb(one["bytes"])
+        rows.append(["->" if one["chosen"] else "", one["title"], needed, *host, _time(one["seconds"]), fits])
+    return ["", "plan", "memory", *(["off device"] if of_host else []), "time", ""], rows
 
 
 def _time(seconds: float | None) -> str:

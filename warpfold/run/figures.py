@@ -194,20 +194,24 @@ def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form
     course: moments in order, by name of what runs, with the bytes of each owner then.
     """
     figure, axes = _canvas(7.4, 3.6)
-    there = {name for _, owners in course for name, size in owners.items() if size}
+    there = {name for _, owners in course for name, held in owners.items() if held}
     names = [*(name for name in OWNER_COLORS if name in there), *sorted(there - set(OWNER_COLORS))]
     moments = np.arange(len(course) + 1)
-    layers = np.array([[owners.get(name, 0) / 1e9 for _, owners in course] for name in names])
+    whole = max((sum(owners.values()) for _, owners in course), default=0)
+    size, unit = (1e9, "GB") if whole >= 1e8 else (1e6, "MB")
+    layers = np.array([[owners.get(name, 0) / size for _, owners in course] for name in names])
     layers = np.concatenate([layers, layers[:, -1:]], 1)  # each moment lasts until the next
     colors = [OWNER_COLORS.get(name, GREY) for name in names]
     axes.stackplot(moments, layers, labels=names, colors=colors, step="post", linewidth=0)
     top = float(layers.sum(0).max())
-    shown = free / 1e9 <= 3 * top
+    shown = free / size <= 3 * top
     if shown:
-        axes.axhline(free / 1e9, color=INK, linewidth=1, linestyle="--")
-        axes.text(moments[-1], free / 1e9, "free ", ha="right", va="bottom", fontsize=8.5)
+        axes.axhline(free / size, color=INK, linewidth=1, linestyle="--")
+        axes.text(moments[-1], free / size, "free ", ha="right", va="bottom", fontsize=8.5)
     axes.set(
-        xlim=(0, max(1, len(course))), ylim=(0, 1.08 * max(top, free / 1e9 if shown else 0)), ylabel="GB of a device"
+        xlim=(0, max(1, len(course))),
+        ylim=(0, 1.08 * max(top, free / size if shown else 0)),
+        ylabel=f"{unit} of a device",
     )
     _name_moments(axes, [name for name, _ in course])
     handles, labels = axes.get_legend_handles_labels()

@@ -121,7 +121,7 @@ def _row(target: PlanTarget, machine: Machine, fixed: Mapping[str, Any]) -> dict
         choice = _chosen(target.job, machine, fixed)
     except NothingFitsError as error:
         return row | {"refused": str(error)}
-    return row | {"said": str(choice), **_numbers(_of(choice), machine)}
+    return row | {"said": str(choice), **_numbers(_of(choice), target.job, machine)}
 
 
 def _chosen(job: Job, machine: Machine, fixed: Mapping[str, Any], every: bool = False) -> Choice:
@@ -135,11 +135,11 @@ def _of(choice: Choice) -> Considered:
     return Considered(choice.plan, choice.memory, choice.seconds)
 
 
-def _numbers(one: Considered, machine: Machine) -> dict[str, Any]:
+def _numbers(one: Considered, job: Job, machine: Machine) -> dict[str, Any]:
     memory, seconds = one.memory, one.seconds
     return {
         "plan": to_dict(one.plan),
-        "title": describe_plan(one.plan),
+        "title": describe_plan(one.plan, job.training),
         "bytes": None if memory is None else needed_bytes(memory, machine),
         "host_bytes": None if memory is None else memory.host,
         "seconds": None if seconds is None else round(seconds.total, 3),
@@ -153,9 +153,9 @@ def _every(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> dict[str, An
     try:
         choice = _chosen(job, machine, fixed, every=True)
     except NothingFitsError as error:
-        plans = [_numbers(one, machine) | {"chosen": False} for one in error.looked]
+        plans = [_numbers(one, job, machine) | {"chosen": False} for one in error.looked]
         return {"plans": plans, "refused": str(error), "at_peak": {}, "course": []}
-    plans = [_numbers(one, machine) | {"chosen": one.plan == choice.plan} for one in choice.considered]
+    plans = [_numbers(one, job, machine) | {"chosen": one.plan == choice.plan} for one in choice.considered]
     course = [[name, dict(owners)] for name, owners in choice.memory.course]
     by_layer = {} if choice.seconds is None else {name: round(s, 3) for name, s in choice.seconds.by_layer.items()}
     return {"plans": plans, "at_peak": choice.memory.at_peak, "course": course, "seconds_by_layer": by_layer}

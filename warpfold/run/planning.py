@@ -241,4 +241,4 @@ def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
     if earlier["data"] * earlier["axial"] * plan.get("branch", 1) != ranks:
         return {}
     plan = Plan(**{**fixed, **earlier})
-    return {**earlier, "said": f"{describe_plan(plan)}, as in {path}"}
+    return {**earlier, "said": f"{describe_plan(plan, training=True)}, as in {path}"}

@@ -41,6 +41,9 @@ ON_RANKS = IN_SLICES | {
     "triangle product": ("norm_linear", "triangle_factor", "triangle_factor", PRODUCT),
     "triangle output": ("norm_linear", "gate"),
 }
+AROUND = (
+    8  # calls of torch's around a slice: parts of x, mask and factors, casts, copies; of slices of four rows, timed
+)
 WRITTEN: tuple[LayerKind, ...] = ("attention", "triangle product", "transition", "outer product", "global attention")
 LOSSES: tuple[LayerKind, ...] = ("fape", "clashes")
 TWICE: tuple[LayerKind, ...] = ("triangle product", "triangle output")  # of a block: outgoing and incoming
@@ -104,7 +107,7 @@ def _layer(
             yield LayerWork(layer.name, op, scaled(cost, times * share), times * slices)
     if (sliced or ranks) and layer.kind in WRITTEN:
         cost = Cost(0, 0, _copied(layer, ranks) * itemsize)
-        yield LayerWork(layer.name, COPY, scaled(cost, times * share), times * slices)
+        yield LayerWork(layer.name, COPY, scaled(cost, times * share), times * slices * AROUND)
 
 
 def _projections(layer: LayerSizes, ranks: bool) -> tuple[LayerSizes, ...]:

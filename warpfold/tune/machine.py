@@ -98,6 +98,11 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
         if memory is None:
             raise UserError(f"--device {device}: this machine has none; say what it has: --memory 24GB")
         return Machine(kind="cuda", free=memory, devices=devices)
+    if not any(known.lower() in device.lower() for known in SHEETS):
+        raise UserError(
+            f"--device {device}: not known; give cpu, cuda or one of {', '.join(SHEETS)}; for another GPU, "
+            "--device cuda --memory 24GB"
+        )
     sheet = of_gpu(device).name
     how = "data sheet" if memory is None else "given"
     return Machine(kind="cuda", free=memory or SOLD_WITH[sheet], devices=devices, name=sheet, how=how)
@@ -108,7 +113,7 @@ def parse_memory(text: str) -> int:
 
     Errors: UserError for what has no unit, is not a number, or is not positive.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)", text.strip(), flags=re.IGNORECASE)
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?b)", text.strip(), flags=re.IGNORECASE)
     size = 0
     if found is not None and found[2].upper() in UNITS:
         size = int(float(found[1]) * UNITS[found[2].upper()])
@@ -118,8 +123,8 @@ def parse_memory(text: str) -> int:
 
 
 def in_gb(size: float) -> str:
-    """Return bytes as "3.1 GB"; what is less than a tenth of it in MB."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.0f} MB"
+    """Return bytes as "3.1 GB"; what is less than 1 GB in MB."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
 
 
 def describe(device: torch.device) -> dict[str, str]:

@@ -4,19 +4,19 @@ from warpfold.parallel.plan import Plan
 from warpfold.tune.seconds import TimeEstimate
 
 
-def describe_plan(plan: Plan) -> str:
+def describe_plan(plan: Plan, training: bool = False) -> str:
     """Return what a plan does, in words: "slices of 16 rows, in place, on 4 devices"."""
     said = []
     if plan.recompute:
-        kept = f" but the last {plan.keep_blocks}" if plan.keep_blocks else ""
+        kept = f", all but the last {plan.keep_blocks}" if plan.keep_blocks else ""
         said.append(f"{plan.recompute}s recomputed{kept}")
     if plan.chunk is not None:
         said.append(f"slices of {plan.chunk} row{'s' * (plan.chunk > 1)}{', in place' if plan.in_place else ''}")
     if plan.offload:
         said.append("z in host memory" if plan.in_place else "what is kept in host memory")
     shared = plan.axial * plan.branch
-    said += [f"each on {shared} devices"] if shared > 1 else []
-    return ", ".join(said) or "whole"
+    said += [f"each protein on {shared} devices"] if shared > 1 else []
+    return ", ".join(said) or ("everything kept" if training else "whole")
 
 
 def duration(seconds: TimeEstimate | None) -> str:

@@ -57,7 +57,9 @@ class Choice:
         free = self.machine.free
         needed, unit = needed_bytes(self.memory, self.machine), in_gb(free)
         have = f"{needed / 1e9:.1f} of {unit}" if needed >= 5e7 and free >= 1e8 else f"{in_gb(needed)} of {unit}"
-        return f"{describe_plan(self.plan)}: {have}" + (f", {duration(self.seconds)}" if self.seconds else "")
+        return f"{describe_plan(self.plan, self.job.training)}: {have}" + (
+            f", {duration(self.seconds)}" if self.seconds else ""
+        )
 
 
 def choose(
@@ -326,15 +328,16 @@ class NothingFitsError(UserError):
         what = "a training" if job.training else "folding"
         sizes = f"{job.sizes.residues:,} residues with {job.sizes.sequences + job.sizes.extra:,} alignment rows"
         would = "; ".join(_cures(job, machine, least.plan))
-        super().__init__(
-            f"{what} {sizes}, {describe_plan(least.plan)}, {least.reason}; what would fit: {would or 'nothing known'}"
-        )
+        cure = f"what would fit: {would}" if would else "not even a few residues fit; give more memory"
+        super().__init__(f"{what} {sizes}, {describe_plan(least.plan, job.training)}, {least.reason}; {cure}")
 
 
 def _cures(job: Job, machine: Machine, tightest: Plan) -> Iterator[str]:
     """Yield what would make a job fit: more devices, 16 bits, fewer residues."""
+    one = estimate(job, tightest, machine)
+    shared = (one.peak - one.weights) * tightest.axial  # at best each of p devices holds 1/p of it
     for devices in (2, 4, 8, 16, 32, 64):
-        if devices <= machine.devices or tightest.branch > 1:
+        if devices <= machine.devices or tightest.branch > 1 or one.weights + shared // devices > machine.free:
             continue
         recompute: Recompute | None = "block" if job.training else None
         plan = replace(tightest, data=1, axial=devices, offload=False, recompute=recompute)
@@ -352,22 +355,27 @@ def _cures(job: Job, machine: Machine, tightest: Plan) -> Iterator[str]:
 def longest(job: Job, machine: Machine, plan: Plan) -> int:
     """Return how many residues fit with a plan, to about one in fifty; of a slice, rows in proportion.
 
-    Memory grows with their square, or nearly: a few estimates find it.
+    Memory grows with their square, or nearly: a few estimates find it.  0: nothing fits.
     """
-    fits, fails, at = 0, 0, job.sizes.residues
-    for _ in range(8):
-        one = replace(job, sizes=replace(job.sizes, residues=at))
-        chunk = None if plan.chunk is None else max(FEWEST, math.ceil(plan.chunk * at / job.sizes.residues))
+
+    def room(residues: int) -> tuple[int, bool]:
+        """Return the bytes that are left free, and whether so many residues fit."""
+        one = replace(job, sizes=replace(job.sizes, residues=residues))
+        chunk = None if plan.chunk is None else max(FEWEST, math.ceil(plan.chunk * residues / job.sizes.residues))
         memory = estimate(one, replace(plan, chunk=chunk), machine, rounded=False)
-        if lacking(memory, machine):
-            fails = at
-        else:
-            fits = at
-        if fails and fails - fits <= max(1, fits // 50):
+        return machine.free - needed_bytes(memory, machine), not lacking(memory, machine)
+
+    least, possible = room(FEWEST)
+    if not possible:
+        return 0
+    fits, fails, at = FEWEST, 0, max(job.sizes.residues, 2 * FEWEST)
+    for _ in range(8):
+        left, possible = room(at)
+        fits, fails = (at, fails) if possible else (fits, at)
+        step = max(1, fits // 100)
+        if fails and fails - fits <= 2 * step:
             break
-        loaded = 0 if machine.loaded else memory.weights
-        room, used = machine.free - loaded, max(1, needed_bytes(memory, machine) - loaded)
-        at = int(at * min(4.0, math.sqrt(max(0.01, room / used))))
-        low, high = fits + max(1, fits // 100), (fails - max(1, fits // 100)) if fails else 2**20
-        at = min(max(at, low), max(high, fits + 1))
+        share = least / max(1, least - left)  # of what is free next to nothing, that these residues take
+        at = int(at * min(4.0, math.sqrt(share)))
+        at = max(min(at, fails - step if fails else 2**20), fits + step)
     return fits

@@ -91,7 +91,7 @@ class Rates:
         if dtype not in self.tops:
             known = ", ".join(sorted(str(one).removeprefix("torch.") for one in self.tops))
             raise ValueError(f"the rates of {self.name} are of {known}, not of {str(dtype).removeprefix('torch.')}")
-        launches = LAUNCHES if op != TORCH else 1
+        launches = LAUNCHES if own else 1
         return self.call * launches * calls + self.tops[dtype].limit(cost) / self.efficiency
 
 
