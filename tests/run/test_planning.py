@@ -1,9 +1,11 @@
 """Chosen plans: what runs out of memory goes on with a tighter one, what cannot fit is refused at once."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,14 +13,17 @@ from tests.helpers import tiny_model
 from tests.run.runs import tiny_run
 from warpfold import settings
 from warpfold.cli import main
+from warpfold.data.example.raw_example import from_sequence
 from warpfold.memory import free_memory, host_memory, is_out_of_memory
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights import save_params
 from warpfold.run import planning
 from warpfold.run.config import load_settings
+from warpfold.run.planning import sizes_of_batch
 from warpfold.run.predict import PredictOptions, predict
 from warpfold.run.predictor import Predictor
 from warpfold.tune import planner
+from warpfold.tune.job import Job
 from warpfold.tune.machine import Machine
 from warpfold.tune.memory import MemoryEstimate
 
@@ -102,6 +107,52 @@ def test_what_fails_at_the_tightest_leaves_the_others_be(
     assert [entry["name"] for entry in summary["predictions"]] == ["short"]
     (failure,) = summary["failures"]
     assert (failure["name"], "out of memory even with the tightest plan" in failure["error"]) == ("long", True)
+
+
+def test_a_run_at_its_limit_makes_the_files_of_one_with_room(
+    tmp_path: Path, params: Path, fasta: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for rounding; with what fits the longest protein exactly: in slices, and with z in host memory."""
+    monkeypatch.setattr(planner, "with_margin", lambda size, kind: size)
+    monkeypatch.setattr(Machine, "rates", lambda *given: None)
+    predictor = Predictor(tiny_model())
+    prepared = predictor.prepare(from_sequence(LONG, name="long"), recycles=1)
+    job = Job(model=predictor.model.config, sizes=sizes_of_batch(prepared.batch), recycles=1, representations=True)
+    machine = Machine(kind="cpu", free=10**12, loaded=True)
+    needs: dict[bool, list[int]] = {False: [], True: []}
+    for plan in planner.candidates(job, machine, {}):
+        memory = planner.estimate(job, plan, machine, rounded=False)
+        needs[plan.offload].append(planner.needed_bytes(memory, machine))
+    found = []
+    for memory in (None, min(needs[False]), min(needs[True])):
+        out = tmp_path / str(memory)
+        options = PredictOptions(device="cpu", recycles=1, memory=memory, batch=1, representations=True, distogram=True)
+        summary = predict(fasta, [], params, out, options)
+        (entry,) = (one for one in summary["predictions"] if one["name"] == "long")
+        found.append((entry["plan"], numbers_in(out)))
+    room, limit, tightest = (plan for plan, _ in found)
+    assert (room["chunk"], room["in_place"]) == (None, False)
+    assert (limit["in_place"], limit["offload"]) == (True, False)
+    assert tightest["offload"]
+    for _, numbers in found[1:]:
+        assert numbers.keys() == found[0][1].keys()
+        for name, expected in found[0][1].items():
+            np.testing.assert_allclose(numbers[name], expected, rtol=2e-3, atol=2e-3, err_msg=name)
+
+
+def numbers_in(out: Path) -> dict[str, Any]:
+    """All numbers in the files of predictions."""
+    found: dict[str, Any] = {}
+    for path in sorted(path for path in out.rglob("*") if path.is_file() and path.parent != out):
+        name = str(path.relative_to(out))
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                found |= {f"{name} {key}": arrays[key] for key in arrays.files if arrays[key].dtype.kind in "fiu"}
+        elif path.suffix == ".npy":
+            found[name] = np.load(path, allow_pickle=False)
+        else:
+            found[name] = np.array([float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", path.read_text())])
+    return found
 
 
 def test_other_errors_are_not_tried_again(params: Path, formulas: None, monkeypatch: pytest.MonkeyPatch) -> None:

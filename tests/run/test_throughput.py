@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from tests.helpers import tiny_model
+from tests.helpers import random_batch, tiny_model
 from tests.ranks import run_ranks
 from warpfold import cli
+from warpfold.batch import stack
 from warpfold.bulk import JobPart
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.features.choose import SampleConfig
@@ -25,7 +27,9 @@ from warpfold.data.formats.sequences import parse_a3m
 from warpfold.errors import UserError
 from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.template import TemplateConfig
+from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run.folding import FoldItem, Group, cost_of, in_groups, part_of
 from warpfold.run.journal import Journal, read_journals
@@ -140,6 +144,28 @@ def test_what_shares_a_pass_is_as_it_is_alone() -> None:
         assert {key: found.details[key] for key in kept} == {key: alone.details[key] for key in kept}
     with pytest.raises(ValueError, match="same recycles"):
         predictor.compute_together([several[0], replace(several[1], recycles=0)])
+
+
+@pytest.mark.parametrize("plan", [{}, {"chunk": 2, "in_place": True}], ids=str)
+def test_the_last_pass_of_what_shares_one_is_that_of_each_alone(plan: dict[str, Any]) -> None:
+    """To 1e-10 in fp64: representations and atoms, with templates, recycling and ensembles."""
+    model = tiny_model().double()
+    Execution(Plan(**plan, precision="fp64")).bind(model)
+    model.config = replace(model.config, ensemble=2)
+    examples = []
+    for seed, (residues, sequences, extra, templates) in enumerate([(7, 3, 2, 2), (5, 4, 1, 1)]):
+        one = random_batch(residues, sequences, extra, templates, 4, seed)
+        examples.append({name: x.double() if x.is_floating_point() else x for name, x in one.items()})
+    with torch.no_grad():
+        together = model.fold(stack(examples), 1).unbind()
+        for batch, found in zip(examples, together):
+            found = found.without_padding(*batch["msa_mask"].shape[-2:])
+            alone = model.fold(batch, 1)
+            for name in ("msa", "pair", "single", "msa_first_row"):
+                one, other = getattr(found.representations, name), getattr(alone.representations, name)
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+            atoms = found.structure.final_atom37, alone.structure.final_atom37
+            torch.testing.assert_close(*atoms, rtol=1e-10, atol=1e-10)
 
 
 def test_one_that_fails_in_a_group_leaves_the_others_be(

@@ -219,7 +219,8 @@ class Predictor:
         """Run the model once on single chains, padded to the largest; each has the result that it has alone.
 
         To rounding: products of other sizes may sum in another order.
-        Errors: ValueError for complexes, for other recycles or ensembles, and where recycling may end early.
+        Errors: ValueError for complexes, for other recycles or ensembles, where recycling may end early, and where z
+        must lie in host memory.
         """
         start, first, settings = time.perf_counter(), several[0], self.model.config
         if settings.multimer is not None or self._tolerance is not None:
@@ -228,6 +229,8 @@ class Predictor:
             raise ValueError("what shares a pass needs the same recycles and ensemble")
         batch = stack([one.batch for one in several])
         planned = self.plan(replace(first, batch=batch), representations)
+        if planned.plan.offload:
+            raise ValueError("with z in host memory each is folded alone")
         found = []
         with self._running(planned.plan, first.ensemble):
             folded = self.model.fold(batch, first.recycles)
