@@ -152,7 +152,7 @@ def test_predict_exits_with_1_when_one_fails(
     def fail(*args: object, **more: object) -> None:
         raise MemoryError("too long")
 
-    monkeypatch.setattr(Predictor, "fold", fail)
+    monkeypatch.setattr(Predictor, "compute", fail)
     (tmp_path / "q.fasta").write_text(f">one\n{SEQUENCE}\n")
     files = (tmp_path / "q.fasta", "--params", tiny_params, "--out", tmp_path / "out", "--device", "cpu")
     code, _, err = run(capsys, "predict", *files)

@@ -26,8 +26,7 @@ from warpfold.engine import checkpoint
 from warpfold.engine.loop import StepTimer, Watcher
 from warpfold.errors import UserError
 from warpfold.model import weights
-from warpfold.parallel import collectives, exchange, replicas
-from warpfold.parallel import team as team_module
+from warpfold.parallel import collectives, exchange, messages, replicas
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
@@ -157,7 +156,7 @@ def test_no_step_waits_for_all_ranks_to_speak(
 
     for name in ("all_reduce", "all_gather", "all_to_all_single", "broadcast", "barrier", "send", "recv"):
         monkeypatch.setattr(dist, name, counted(name, getattr(dist, name)))
-    for place in (collectives, exchange, replicas, team_module):
+    for place in (collectives, exchange, messages, replicas):
         monkeypatch.setattr(place, "all_gather_flat", counted("all_gather_single", collectives.all_gather_flat))
 
     def watch(row: dict[str, Any]) -> None:

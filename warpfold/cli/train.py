@@ -78,11 +78,11 @@ def train(
     where = device_of(device, process)
     bar = training_bar(config.train.steps) if process.rank == 0 else nullcontext()
     with distributed_context(process, None, where, config.plan.time_limit) as team, bar as watcher:
+        stores = sources(data, config.model.multimer is not None)
         config, said = plan_training(given, out, where, most, team)
         team.remesh(config.plan)
         if said and team.is_rank_zero:
             typer.echo(f"plan: {said}", err=True)
-        stores = sources(data, config.model.multimer is not None)
         result = training.train(config, stores, out, init=init, replay=replay, device=where, watch=watcher, team=team)
     if team.is_rank_zero:
         _say(result, out, as_json)

@@ -77,7 +77,7 @@ class FoldPlanner:
     def choose(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
         """Return the plan as `check` does, and say it where it is another than the last; nothing of small ones."""
         found = self.check(sizes, recycles, ensemble, representations)
-        evident = found.choice is not None and all(one.memory is None for one in found.choice.considered)
+        evident = found.choice is not None and found.choice.evident
         if describe_plan(found.plan) != self._last and not (evident and not self._last):
             self._last = describe_plan(found.plan)
             log.info("plan for %d residues: %s", sizes.residues, found.said)
@@ -203,7 +203,7 @@ def plan_training(
 ) -> tuple[RunConfig, str]:
     """Return the settings of a run with the plan that suits its devices, and what is to be said of it.
 
-    A run that is continued on as many processes goes on with the plan that stands in its folder, but for keys that are
+    Of a small one nothing is said.  A run that is continued on as many processes goes on with the plan that stands in its folder, but for keys that are
     given.  All ranks call this and get what the first chooses, for the smallest device.
     Errors: UserError where nothing fits, saying what would, and as of `GivenSettings.config`.
     """
@@ -221,7 +221,8 @@ def plan_training(
                 choice = choose(training_job(given, given.config()), machine, fixed)
             except ValueError as error:
                 raise UserError(f"{given.source}: {error}") from error
-            told = {name: getattr(choice.plan, name) for name in CHOSEN_IN_TRAINING} | {"said": str(choice)}
+            said = "" if choice.evident else str(choice)
+            told = {name: getattr(choice.plan, name) for name in CHOSEN_IN_TRAINING} | {"said": said}
     told = team.broadcast(told, "the plan of the run")
     said = told.pop("said")
     return given.config(**told), said

@@ -52,6 +52,11 @@ class Choice:
     seconds: TimeEstimate | None
     considered: tuple[Considered, ...]
 
+    @property
+    def evident(self) -> bool:
+        """Whether the job is so small that nothing had to be estimated."""
+        return all(one.memory is None for one in self.considered)
+
     def __str__(self) -> str:
         """ "slices of 16 rows, in place: 3.1 of 18.0 GB, about 4 min"."""
         free = self.machine.free
