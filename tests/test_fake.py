@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.helpers import tiny_config
 from warpfold.batch import FEATURES
 from warpfold.model.losses import LossConfig
+from warpfold.ops.noise import kept_factor
 from warpfold.parallel.plan import Plan
 from warpfold.tune.fake import Memory, fake_batch, fake_ranks, memory_of
 
@@ -129,3 +130,11 @@ def test_memory_falls_with_the_ranks() -> None:
     two, four, eight = (memory_of(plan, config, sizes, recycles=0).peak for plan in plans)
     assert four < 0.6 * two
     assert eight < 0.65 * four
+
+
+def test_what_is_kept_of_a_fake_run_is_true() -> None:
+    """A cached number that is first asked for without memory serves real trainings afterwards."""
+    kept_factor.cache_clear()
+    with torch.device("meta"), Memory():
+        assert kept_factor(0.25, torch.float32) == pytest.approx(4 / 3)
+    assert kept_factor(0.25, torch.float32) == pytest.approx(4 / 3)

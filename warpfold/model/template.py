@@ -171,10 +171,12 @@ class TemplateEmbedder(Executable):
         if len(parts) > 1 and self.execution.in_place:  # else all are there at the same time
             return self._in_two_rounds(z, z_mask, batch, used)
         embedded = [self._embedded(some_templates(batch, part), z, z_mask) for part in parts]
-        t = torch.cat(embedded, -4) if len(embedded) > 1 else embedded[0]
 
         def updated(rows: slice, old: Tensor) -> Tensor:
-            return old + self.pointwise(old, self.norm(t[..., rows, :, :]), mask) * used
+            some = [
+                self.norm(t[..., rows, :, :]) for t in embedded
+            ]  # one by one: together they have too many positions
+            return old + self.pointwise(old, torch.cat(some, -4) if len(some) > 1 else some[0], mask) * used
 
         return self.renew_rows(z, updated)
 

@@ -44,6 +44,7 @@ class _Choice(threading.local):
     """
 
     kernels: Kernels = "fast"
+    stands_for: Literal["cpu", "cuda"] | None = None  # what tensors without memory are taken for
 
 
 _choice = _Choice()
@@ -51,7 +52,6 @@ _tf32 = False
 _exact = 0  # how many `exact_products` are entered, in all threads
 _exact_lock = threading.Lock()
 _interpreting = False
-_stands_for: Literal["cpu", "cuda"] | None = None  # what tensors without memory are taken for
 _refused: Counter[str] = Counter()
 modules: dict[str, str] = {}  # of each registered operation: the module below ops/cpu and ops/triton that computes it
 
@@ -168,7 +168,7 @@ def _report(refusal: str) -> None:
     """Count a refusal and log it the first time; raise UserError if kernels are "strict"."""
     if _choice.kernels == "strict":
         raise UserError(f"{refusal}; without --strict its definition would compute it, slower")
-    if torch.compiler.is_compiling() or _stands_for is not None:
+    if torch.compiler.is_compiling() or _choice.stands_for is not None:
         return  # seen by whoever runs uncompiled, as a graph has no memory; and nothing was computed
     _refused[refusal] += 1
     if _refused[refusal] == 1:
@@ -191,13 +191,12 @@ def interpreting() -> Iterator[None]:
 @contextmanager
 def standing_for(device: Literal["cpu", "cuda"]) -> Iterator[None]:
     """Take tensors without memory (on "meta") for those of such a device within the context: to see what would run."""
-    global _stands_for
-    before, _stands_for = _stands_for, device
+    before, _choice.stands_for = _choice.stands_for, device
     try:
         with interpreting() if device == "cuda" else nullcontext():
             yield
     finally:
-        _stands_for = before
+        _choice.stands_for = before
 
 
 def alike(turns: Iterable[T]) -> Iterable[T]:
@@ -205,7 +204,7 @@ def alike(turns: Iterable[T]) -> Iterable[T]:
 
     Where tensors have no memory a few are enough to see what a turn needs, while the one before is not yet forgotten.
     """
-    return turns if _stands_for is None else list(itertools.islice(turns, TURNS))
+    return turns if _choice.stands_for is None else list(itertools.islice(turns, TURNS))
 
 
 def backend(x: Tensor) -> Literal["cpu", "triton"]:
@@ -245,7 +244,7 @@ def unsupported_device(operands: Sequence[Any]) -> str | None:
             return "in fp64 no kernel is exact"
     if kernels:
         return _unsupported_by_triton(device)
-    if device.type == "cpu" or (_stands_for == "cpu" and device.type == "meta"):
+    if device.type == "cpu" or (_choice.stands_for == "cpu" and device.type == "meta"):
         return None
     return f"nothing faster was written for {device.type}"
 

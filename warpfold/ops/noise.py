@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from warpfold.ops.dispatch import backend, faster_on_cpu
 from warpfold.ops.register import Expansion, register
@@ -72,7 +73,8 @@ def _mix(x: Tensor) -> Tensor:
 @functools.cache
 def kept_factor(rate: float, dtype: torch.dtype) -> float:
     """Return the factor of kept elements, 1 / (1 - rate), rounded as the definition rounds it."""
-    return float(torch.ones((), dtype=dtype, device="cpu") / (1 - rate))
+    with _disable_current_modes():  # what is kept must be the number, also where tensors have no memory (tune/fake.py)
+        return float(torch.ones((), dtype=dtype, device="cpu") / (1 - rate))
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,9 @@ def plan_training(
 ) -> tuple[RunConfig, str]:
     """Return the settings of a run with the plan that suits its devices, and what is to be said of it.
 
-    Of a small one nothing is said.  A run that is continued on as many processes goes on with the plan that stands in its folder, but for keys that are
-    given.  All ranks call this and get what the first chooses, for the smallest device.
+    Of a small one nothing is said.  A run that is continued on as many processes goes on with the plan that stands in
+    its folder, but for keys that are given.  All ranks call this and get what the first chooses, for the smallest of
+    their devices.
     Errors: UserError where nothing fits, saying what would, and as of `GivenSettings.config`.
     """
     team = team or Team()
