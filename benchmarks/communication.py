@@ -20,7 +20,7 @@ from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
-from warpfold.tune.fake import Piece, memory_of
+from warpfold.tune.fake import MemoryPiece, memory_of
 from warpfold.tune.traffic import LINKS, Move, TrafficBlock, moves, seconds, total
 
 # FastFold's placement (Cheng et al. 2022; fastfold/model/fastnn): its number, what moves, how, whether it is waited for
@@ -152,7 +152,7 @@ def memory(what: str, residues: int, losses: LossConfig | None) -> list[dict[str
     return rows
 
 
-def largest(held: list[Piece]) -> list[tuple[tuple[str, str], int]]:
+def largest(held: list[MemoryPiece]) -> list[tuple[tuple[str, str], int]]:
     """Return the four kinds of memory that take most."""
     sizes: dict[tuple[str, str], int] = {}
     for h in held:

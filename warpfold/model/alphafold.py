@@ -216,7 +216,7 @@ class AlphaFold(Executable):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Return where the model computes."""
         return self.single.weight.device
 
     def inputs_of_pass(self, batch: Batch, index: int, recycled: Recycled) -> dict[str, Tensor]:
@@ -250,11 +250,9 @@ class AlphaFold(Executable):
         count, given = self.config.ensemble, recycled.pair
         total = None
         for member in range(count):
-            if self.execution.in_place and member < count - 1:  # only the last may be written over what is recycled
-                recycled = replace(recycled, pair=self._copy_of(given))
-            else:
-                recycled = replace(recycled, pair=given)
-            found = self.trunk(self.sample(batch, member), recycled)
+            last = member == count - 1  # it alone may be written over what is recycled
+            pair = given if last or not self.execution.in_place else self._copy_of(given)
+            found = self.trunk(self.sample(batch, member), replace(recycled, pair=pair))
             total = found if total is None else self._sum(total, found)
         assert total is not None
         if count == 1:

@@ -20,7 +20,7 @@ from warpfold.run.config import GivenSettings, RunConfig
 from warpfold.settings import build, to_dict
 from warpfold.tune.example import ExampleSizes, sizes_of
 from warpfold.tune.job import Job
-from warpfold.tune.machine import this_machine
+from warpfold.tune.machine import Machine, this_machine
 from warpfold.tune.plan_words import describe_plan
 from warpfold.tune.planner import CHOSEN_IN_TRAINING, Choice, choose, needed_bytes, tighter
 
@@ -90,35 +90,31 @@ class FoldPlanner:
         """
         model = replace(self.model, ensemble=ensemble)
         job = Job(model=model, sizes=sizes, recycles=recycles, representations=representations)
-        free = self._free(sizes.residues)
-        alone = len(free) == 1
-        found = FoldPlan.of(self._choose(job, free[0])) if alone else self._choose_together(job, min(free))
-        return found
-
-    def _free(self, residues: int) -> list[int]:
-        """Return the free bytes of the ranks that share an example, less where a shorter one has already met less."""
-        free = this_machine(self.device, loaded=True, memory=self.memory).free
-        free = min([free, *(limit for shorter, limit in self._limits if shorter <= residues)])
+        machine = self._machine(sizes.residues)
         if self.team.mesh.model.size == 1:
-            return [free]
-        return self.team.all_gather_object_of_example(free, "free memory")
+            return FoldPlan.of(self._choose(job, machine))
+        free = min(self.team.all_gather_object_of_example(machine.free, "free memory"))
+        return self._choose_together(job, replace(machine, free=free))
 
-    def _choose(self, job: Job, free: int) -> Choice:
-        mesh = self.team.mesh
-        grid = {"axial": mesh.axial.size, "branch": mesh.branch.size}
+    def _machine(self, residues: int) -> Machine:
+        """Return what is there to share an example of so many residues; where a shorter one has met less, that."""
         machine = this_machine(self.device, loaded=True, memory=self.memory)
-        machine = replace(machine, free=min(free, machine.free), devices=mesh.model.size)
+        free = min([machine.free, *(limit for shorter, limit in self._limits if shorter <= residues)])
+        return replace(machine, free=free, devices=self.team.mesh.model.size)
+
+    def _choose(self, job: Job, machine: Machine) -> Choice:
+        grid = {"axial": self.team.mesh.axial.size, "branch": self.team.mesh.branch.size}
         try:
             return choose(job, machine, {**grid, **self.fixed})
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    def _choose_together(self, job: Job, free: int) -> FoldPlan:
+    def _choose_together(self, job: Job, machine: Machine) -> FoldPlan:
         """Have the first of the ranks that share an example choose, and tell the others."""
         told: dict[str, Any] = {}
         if self.team.is_example_leader:
             try:
-                own = FoldPlan.of(self._choose(job, free))
+                own = FoldPlan.of(self._choose(job, machine))
                 told = {"plan": to_dict(own.plan), "details": own.details}
             except UserError as error:
                 told = {"refused": str(error)}

@@ -72,7 +72,7 @@ class FoldJob:
 
 
 @dataclass(frozen=True)
-class JobResult:
+class FoldJobResult:
     """How a job did."""
 
     clock: Clock
@@ -144,7 +144,7 @@ def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
         yield some
 
 
-def fold_job(job: FoldJob) -> JobResult:
+def fold_job(job: FoldJob) -> FoldJobResult:
     """Fold groups in a worker process, which keeps its model from job to job; it writes the files and a journal."""
     refused_before, number = refusals(), worker_number()
     options = replace(job.options, device=_device(job.options.device, number))
@@ -159,7 +159,7 @@ def fold_job(job: FoldJob) -> JobResult:
 
         write = _writer(job.keep, job.out, job.several)
         clock = fold_groups(_memory_of(options), job.groups, write, record)
-    return JobResult(clock, refusals(refused_before))
+    return FoldJobResult(clock, refusals(refused_before))
 
 
 @lru_cache(maxsize=1)

@@ -97,7 +97,7 @@ def fake_batch(**sizes: int) -> Batch:
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class MemoryPiece:
     """A piece of memory, as the operation that made it left it; born and died: after how many pieces came or went."""
 
     bytes: int
@@ -121,7 +121,7 @@ class Memory(TorchDispatchMode):
 
     now, peak: bytes; pieces: all there were, in order; seen: shapes for which `noted` is true, with who made them.
     unit: bytes that each piece takes a multiple of.  place: says where the run is, for each piece.
-    host_apart: what is made on the CPU by name or by default is no memory of the device (`Piece.host`).
+    host_apart: what is made on the CPU by name or by default is no memory of the device (`MemoryPiece.host`).
     """
 
     def __init__(
@@ -134,16 +134,16 @@ class Memory(TorchDispatchMode):
         super().__init__()
         self.noted, self.unit, self.place, self.host_apart = noted, unit, place, host_apart
         self.now = self.peak = self.moment = self.host_now = self.host_peak = 0
-        self.pieces: list[Piece] = []
+        self.pieces: list[MemoryPiece] = []
         self.seen: set[tuple[str, tuple[int, ...]]] = set()
-        self._live: dict[int, Piece] = {}
+        self._live: dict[int, MemoryPiece] = {}
         self._peak_moment = 0
         # What operations made before of tensors without memory: shapes, strides and dtypes.  To make the same again
         # takes a twentieth of what torch needs to find it out, in Python.
         self._made: dict[Any, list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]] = {}
 
     @property
-    def at_peak(self) -> list[Piece]:
+    def at_peak(self) -> list[MemoryPiece]:
         """What was held when most was held, largest first."""
         return sorted((piece for piece in self.pieces if piece.lives(self._peak_moment)), key=lambda h: -h.bytes)
 
@@ -152,7 +152,7 @@ class Memory(TorchDispatchMode):
         before, self.peak, self._peak_moment = self.peak, self.now, self.moment
         return before
 
-    def piece_of(self, tensor: Tensor) -> Piece | None:
+    def piece_of(self, tensor: Tensor) -> MemoryPiece | None:
         """Return the piece that a tensor lies in, if it was made within."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
@@ -210,7 +210,7 @@ class Memory(TorchDispatchMode):
             return
         self.moment += 1
         size = -(-storage.nbytes() // self.unit) * self.unit
-        piece = Piece(size, shape, made_by, self.place(), self.moment, host=host)
+        piece = MemoryPiece(size, shape, made_by, self.place(), self.moment, host=host)
         self.pieces.append(piece)
         self._live[key] = piece
         weakref.finalize(storage, self._forget, key)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.model.axial import AxialUpdate, Block, BlockStack
-from warpfold.tune.fake import Memory, Piece
+from warpfold.tune.fake import Memory, MemoryPiece
 
 PARTS = ("local", "update", "add", "add_slice", "whole")  # of a layer, that work on a slice; the rest makes factors
 # Of a model's parts, whose what they make is.
@@ -87,7 +87,7 @@ class Watch:
         self.phase = name
         self._entered(RunPlace(name, name))
 
-    def owner_of(self, piece: Piece) -> str:
+    def owner_of(self, piece: MemoryPiece) -> str:
         """Return whose a piece is: what the backward pass waits for is "kept"."""
         place: RunPlace = piece.place
         since = self.backward_from

@@ -318,6 +318,7 @@ WEIGHT = register_by_precision(
     configs(
         "BLOCK_M BLOCK_H",
         *((m, 64, 8, s) for m in (32, 64) for s in (2, 3)),
+        (32, 64, 8, 1),
         *((m, 32, w, s) for m in (32, 64) for w in (4, 8) for s in (1, 2)),
         *((32, 16, w, s) for w, s in ((4, 1), (8, 2))),
         (16, 16, 4, 2),
