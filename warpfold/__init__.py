@@ -1,23 +1,35 @@
 """WarpFold: AlphaFold2-class models in PyTorch, trained, fine-tuned and run."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
 
 __version__ = "0.1.0"
-__all__ = ["Prediction", "Predictor", "__version__", "load"]
+__all__ = [
+    "Acceleration",
+    "Prediction",
+    "Predictor",
+    "__version__",
+    "accelerate",
+    "acceleration",
+    "load",
+    "restore",
+]
+
+# Where each name is; imported at first use: `import warpfold` alone does not load torch.
+_MODULES = {
+    **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
+    **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
+    "Prediction": "warpfold.run.outputs",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The Python interface, imported at first use: `import warpfold` alone does not load torch."""
-    if name in ("Predictor", "load"):
-        from warpfold.run import predictor
-
-        return getattr(predictor, name)
-    if name == "Prediction":
-        from warpfold.run.outputs import Prediction
-
-        return Prediction
-    raise AttributeError(f"module 'warpfold' has no attribute {name!r}")
+    """Return a name of the Python interface."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'warpfold' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -87,6 +87,15 @@ class PlainExecution:
         """Return x with the layer's update, computed for all of x at once."""
         return layer.whole(x, mask, other, layer.dropout_factors(x.shape, x))
 
+    def delta(
+        self, layer: "AxialUpdate", x: Tensor, mask: Tensor, other: Tensor | None = None, rows: int | None = None
+    ) -> Tensor:
+        """Return the layer's update of all of x without x itself, for a caller that adds it.
+
+        rows: how many rows (or columns) to compute together, where the caller chooses; None: all.
+        """
+        return layer.delta(x, mask, other)
+
     def call(
         self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
     ) -> Named:

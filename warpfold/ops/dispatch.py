@@ -45,6 +45,7 @@ class _Choice(threading.local):
 
     kernels: Kernels = "fast"
     stands_for: Literal["cpu", "cuda"] | None = None  # what tensors without memory are taken for
+    always_fast: bool = False  # also where the definition would be faster
 
 
 _choice = _Choice()
@@ -78,13 +79,13 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if _choice.kernels == "definition":
             return self.definition(*args, **kwargs)
-        if self.prefer_definition is not None and self.prefer_definition(*args, **kwargs):
+        if self.prefer_definition is not None and not _choice.always_fast and self.prefer_definition(*args, **kwargs):
             return self.definition(*args, **kwargs)
         reason = self.unsupported_reason(*args, **kwargs)
         if reason is None:
             return self.fast(*args, **kwargs)
         if reason != EMPTY:
-            _report(f"{self.name}: {reason}")
+            report_refusal(f"{self.name}: {reason}")
         return self.definition(*args, **kwargs)
 
 
@@ -111,6 +112,16 @@ def using(kernels: Kernels) -> Iterator[None]:
         yield
     finally:
         _choice.kernels = before
+
+
+@contextmanager
+def always_fast() -> Iterator[None]:
+    """Compute operations the fast way also where the definition would be faster, in this thread: to compare the two."""
+    before, _choice.always_fast = _choice.always_fast, True
+    try:
+        yield
+    finally:
+        _choice.always_fast = before
 
 
 def allow_tf32(allowed: bool) -> None:
@@ -164,7 +175,7 @@ def refusals(before: Mapping[str, int] | None = None) -> dict[str, int]:
     return dict(_refused - Counter(before or {}))
 
 
-def _report(refusal: str) -> None:
+def report_refusal(refusal: str) -> None:
     """Count a refusal and log it the first time; raise UserError if kernels are "strict"."""
     if _choice.kernels == "strict":
         raise UserError(f"{refusal}; without --strict its definition would compute it, slower")

@@ -1,0 +1,243 @@
+"""How layers that others wrote compute by our operations: an `Adapter` for each class.
+
+An adapter names the classes that it serves and the signature of their `forward`, makes one of our layers of a
+module's own parts (`build`), and computes what their `forward` computes by it (`forward`):
+
+    class OuterProduct(Adapter):
+        serves = ("boltz.model.layers.outer_product_mean:OuterProductMean",)
+        signature = "(self, m, mask, chunk_size=None)"
+        operation = "outer_product"
+
+        def build(self, module):
+            return made_of(OuterProductMean, norm=NormOf(module.norm), a=LinearOf(module.proj_a), ...)
+
+        def forward(self, layer, m, mask, chunk_size=None):
+            return self.update(layer, ..., rows=chunk_size)
+
+        def example(self, module, n, random): return (random(1, 5, n, c_m), random.mask(1, 5, n)), {}
+
+Nothing is imported from a package: its classes are known by name.  Our layer reads the module's parameters through the
+modules that hold them, each time it computes, so a parameter may be moved, cast, frozen or replaced.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.errors import UserError
+from warpfold.model.axial import AxialUpdate
+from warpfold.model.layers import DrawsNoise
+from warpfold.ops.dispatch import report_refusal
+from warpfold.ops.norm import EPS, layer_norm
+
+L = TypeVar("L", bound=AxialUpdate)
+LAYER = "_warpfold_layer"  # where a swapped module keeps our layer: an attribute, and no submodule
+
+
+class NotServed(UserError):
+    """A module that an adapter does not serve, or arguments of one call: the message says why."""
+
+
+class RandomInputs:
+    """Random tensors for a layer's example, of one dtype and device; the same for the same seed."""
+
+    def __init__(self, like: Tensor, seed: int = 0) -> None:
+        self.like, self.generator = like, torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        """Return normal numbers."""
+        return torch.randn(shape, generator=self.generator).to(self.like)
+
+    def mask(self, *shape: int) -> Tensor:
+        """Return zeros and ones, mostly ones; the first of each row is one."""
+        mask = (torch.rand(shape, generator=self.generator) < 0.8).to(self.like)
+        mask[..., 0] = 1
+        return mask
+
+
+class Adapter:
+    """How modules of some classes compute by our operations.  An adapter has no state."""
+
+    serves: ClassVar[tuple[str, ...]] = ()  # "package.module:Class"
+    signature: ClassVar[str] = ""  # of their forward, as `inspect` prints it without annotations
+    operation: ClassVar[str] = ""  # what computes, for people
+
+    def build(self, module: nn.Module) -> nn.Module:
+        """Return our layer, made of the module's parts.  Errors: NotServed for a module that differs."""
+        raise NotImplementedError
+
+    def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's own forward does, of the same arguments.  Errors: NotServed for some of them."""
+        raise NotImplementedError
+
+    def example(self, module: nn.Module, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments of the module's forward for about n residues, to compare both ways."""
+        raise NotImplementedError
+
+    def compared(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what of an output both ways must agree on: less where masked entries are undefined."""
+        return output
+
+    @staticmethod
+    def update(
+        layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None, rows: int | None = None
+    ) -> Tensor:
+        """Return the residual update of x, as the layer's execution computes it.
+
+        In the dtype of autocast where that is on.  rows: of a slice, where the caller has chosen; None: as it fits.
+        """
+        x, other = cast_by_autocast(x), None if other is None else cast_by_autocast(other)
+        with layer.computing():
+            return layer.execution.delta(layer, x, mask, other, rows)
+
+
+def cast_by_autocast(x: Tensor) -> Tensor:
+    """Return x in the dtype that torch's autocast gives to products, where it is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
+
+
+class LinearOf:
+    """The projection of a linear layer that is another model's, as our layers want one; or some of its outputs.
+
+    outputs: which; None: all.
+    """
+
+    packed = None
+
+    def __init__(self, module: nn.Module, outputs: slice | None = None) -> None:
+        self.module, self.outputs = module, outputs
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [o, c]."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight if self.outputs is None else weight[self.outputs]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias [o], if there is one."""
+        bias: Tensor | None = getattr(self.module, "bias", None)
+        return bias if bias is None or self.outputs is None else bias[self.outputs]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        bias = self.bias
+        return nn.functional.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class NormOf:
+    """The layer normalisation of another model's, as our layers want one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [c].  Errors: NotServed for a norm that has none."""
+        weight = self.module.weight
+        if not isinstance(weight, Tensor):
+            raise NotServed("a norm without weights")
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias [c], if there is one."""
+        bias: Tensor | None = getattr(self.module, "bias", None)
+        return bias
+
+    @property
+    def eps(self) -> float:
+        """What is added to the variance."""
+        return float(getattr(self.module, "eps", EPS))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        bias = torch.zeros_like(weight) if self.bias is None else self.bias
+        return layer_norm(x, weight, bias, self.eps)
+
+
+def made_of(kind: type[L], **parts: Any) -> L:
+    """Return a layer of ours of which the parts are another model's: no parameter is made or copied."""
+    layer = kind.__new__(kind)
+    DrawsNoise.__init__(layer)
+    for name, part in parts.items():
+        setattr(layer, name, part)
+    layer.eval()  # dropout is the other model's
+    return layer
+
+
+def name_of(kind: type) -> str:
+    """Return a class by its name, "package.module:Class"."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def adapter_of(module: nn.Module, known: Mapping[str, Adapter]) -> tuple[Adapter | None, str | None]:
+    """Return the adapter of a module, if its class is known, and why the module cannot be swapped, if so."""
+    kind: Any = type(module)
+    served = next((one for one in kind.__mro__ if name_of(one) in known), None)
+    if served is None:
+        return None, None
+    adapter = known[name_of(served)]
+    if kind.forward is not served.forward:
+        return adapter, f"{kind.__name__} has a forward of its own"
+    found = signature_of(kind.forward)
+    if found != adapter.signature:
+        return adapter, f"its forward is {found}, and {adapter.signature} is known"
+    if "forward" in vars(module):
+        return adapter, "its forward was replaced"
+    return adapter, None
+
+
+def signature_of(function: Callable[..., Any]) -> str:
+    """Return the signature of a function, without annotations."""
+    given = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in given.parameters.values()]
+    return str(given.replace(parameters=bare, return_annotation=given.empty))
+
+
+@cache
+def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Module]:
+    """Return a class like another, whose forward computes by an adapter; its instances are of the other class too."""
+    how, theirs = adapter(), kind.forward
+
+    @wraps(theirs)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return how.forward(vars(self)[LAYER], *args, **kwargs)
+        except NotServed as refusal:
+            report_refusal(f"{kind.__name__}: {refusal}")
+            return theirs(self, *args, **kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        return _empty_swapped, (kind, adapter), vars(self)
+
+    of_class = {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__, "original": (kind, adapter)}
+    return type(kind.__name__, (kind,), {**of_class, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})
+
+
+def _empty_swapped(kind: type[nn.Module], adapter: type[Adapter]) -> nn.Module:
+    """Return a swapped module without attributes: copies and pickles of modules fill it."""
+    swapped = swapped_class(kind, adapter)
+    return swapped.__new__(swapped)
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """Return whether a module computes by our operations."""
+    return LAYER in vars(module)
+
+
+def swap(module: nn.Module, adapter: Adapter, layer: nn.Module) -> None:
+    """Have a module compute by our layer from now on."""
+    object.__setattr__(module, LAYER, layer)  # not as a submodule: it has no parameters of its own
+    module.__class__ = swapped_class(type(module), type(adapter))
+
+
+def swap_back(module: nn.Module) -> None:
+    """Have a swapped module compute as its own class does."""
+    module.__class__ = type(module).original[0]  # type: ignore[attr-defined]
+    del vars(module)[LAYER]

@@ -1,0 +1,100 @@
+"""Compare a layer of another model's with ours: the same parameters, the same input, forward and backward.
+
+Every parameter is drawn anew, as layers whose last projection begins with zeros agree with anything.  The truth is
+their own code in fp64; ours may be as far from it as theirs is in the module's dtype, or a little more.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.adapt.adapter import Adapter, RandomInputs, swap
+from warpfold.ops.dispatch import always_fast
+
+SIZES = (7, 33)  # residues: below a tile of any kernel, and above, both odd
+TIMES = 4.0  # theirs: so far from the truth may we be
+ENOUGH = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # or so far, relative
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far two ways to compute a layer are apart, relative to the largest number of each tensor."""
+
+    difference: float  # ours from theirs, the greatest of all tensors
+    where: str  # "output", or "gradient of NAME"
+    agrees: bool
+
+
+def compare(module: nn.Module, adapter: Adapter, seed: int = 0) -> Comparison:
+    """Compare both ways to compute a module, of which nothing is changed; the worst of several sizes.
+
+    Errors: NotServed where the adapter does not serve the module.
+    """
+    worst = Comparison(0.0, "output", True)
+    for n in SIZES:
+        theirs = redrawn(copy.deepcopy(module).eval(), seed)
+        ours = copy.deepcopy(theirs)
+        swap(ours, adapter, adapter.build(ours))
+        like = next(p for p in theirs.parameters() if p.is_floating_point())
+        truth = _results(copy.deepcopy(theirs).double(), adapter, n, like.double())
+        by_them = _results(theirs, adapter, n, like)
+        with always_fast():
+            by_us = _results(ours, adapter, n, like)
+        for name, exact in truth.items():
+            scale = max(float(exact.abs().max()), 1e-30)
+            apart = float((by_us[name].double() - by_them[name].double()).abs().max()) / scale
+            error, allowed = (float((x[name].double() - exact).abs().max()) / scale for x in (by_us, by_them))
+            agrees = error <= max(TIMES * allowed, ENOUGH[like.dtype])
+            if (not agrees, apart) > (not worst.agrees, worst.difference) or apart != apart:
+                worst = Comparison(apart, name, agrees)
+    return worst
+
+
+def redrawn(module: nn.Module, seed: int) -> nn.Module:
+    """Return a module with every parameter drawn anew, in place: no zeros, no ones, outputs of the order of one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            drawn = torch.randn(p.shape, generator=generator)
+            if p.dim() > 1:
+                drawn *= p[0].numel() ** -0.5
+            else:
+                drawn = drawn * 0.3 + (name.rpartition(".")[2] == "weight")
+            p.copy_(drawn)
+    return module
+
+
+def _results(module: nn.Module, adapter: Adapter, n: int, like: Tensor) -> dict[str, Tensor]:
+    """Return the outputs of a module for the adapter's example, and the gradients of inputs and parameters."""
+    random = RandomInputs(like, seed=n)
+    args, kwargs = adapter.example(module, n, random)
+    given = {f"input {name}": x for name, x in (*enumerate(args), *kwargs.items()) if _differentiable(x)}
+    for x in given.values():
+        x.requires_grad_()
+    given |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+    outputs = list(_tensors(adapter.compared(module(*args, **kwargs), args, kwargs)))
+    loss = sum((x * random(*x.shape)).sum() for x in outputs)
+    assert isinstance(loss, Tensor)
+    found = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
+    results = {f"output {i}" if i else "output": x.detach() for i, x in enumerate(outputs)}
+    return results | {
+        f"gradient of {name}": torch.zeros_like(x) if grad is None else grad
+        for (name, x), grad in zip(given.items(), found)
+    }
+
+
+def _differentiable(x: Any) -> bool:
+    """Return whether an argument is a tensor of numbers that a gradient goes to; not a mask of zeros and ones."""
+    return isinstance(x, Tensor) and x.is_floating_point() and not bool(((x == 0) | (x == 1)).all())
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, tuple | list):
+        for one in output:
+            yield from _tensors(one)
