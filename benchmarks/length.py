@@ -1,7 +1,7 @@
 """Peak memory and seconds against length, under every kind of plan: measured, and as the plan says beforehand.
 
-    python -m benchmarks.length --quick --out benchmarks/results/NAME.json   (3 GB; never yet run to its end)
-    python -m benchmarks.length --residues 256,512,1024,2048 --out ...            (16 GB)
+    python -m benchmarks.length --quick --out benchmarks/results/NAME.json   (3 GB)
+    python -m benchmarks.length --residues 256,512,1024,2048 --longest 300 --out ...            (16 GB, an hour)
 
 Two models are run: "blocks", two blocks of the true width, and "whole", every part at a small width.  Each case has
 processes of its own; its peak is what they took beyond their imports (VmHWM), that of the largest rank.  The plan's
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.length_figure import picture
+from warpfold.device import keep_memory
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
@@ -84,14 +85,21 @@ class Case:
         return Job(model=MODELS[self.model], sizes=sizes, recycles=0)
 
 
-def cases(models: Sequence[str], plans: Sequence[str], lengths: Sequence[int], most: float) -> Iterator[Case]:
-    """Yield the cases whose processes need at most so many bytes together, by the plan's figure."""
-    for model in models:
-        for plan in plans:
-            for residues in lengths:
+def cases(
+    models: Sequence[str], plans: Sequence[str], lengths: Sequence[int], most: float, longest: float
+) -> Iterator[Case]:
+    """Yield the cases that need at most so many bytes in all processes together, and so many seconds, as planned."""
+    for residues in lengths:
+        for model in models:
+            for plan in plans:
                 case = Case(model, plan, residues)
-                if PLANS[plan].axial * estimate_memory(case.job, PLANS[plan]).peak <= most:
+                memory = PLANS[plan].axial * estimate_memory(case.job, PLANS[plan]).peak
+                alone = replace(PLANS[plan], axial=1)  # ranks share the cores of this machine
+                seconds = estimate_seconds(case.job, alone, measured("cpu", torch.float32)).total
+                if memory <= most and seconds <= longest:
                     yield case
+                else:
+                    print(f"left out: {case}, {memory / 1e9:.1f} GB, {seconds:.0f} s planned", flush=True)
 
 
 def measure(case: Case, threads: int) -> dict[str, Any]:
@@ -120,21 +128,22 @@ def measure(case: Case, threads: int) -> dict[str, Any]:
 
 
 def run(case: Case, rank: int, meet: str) -> dict[str, Any]:
-    """Run a case as one rank of it: twice, of which the second is timed; then measure rates for the plan's figure."""
+    """Run a case as one rank of it, warmed up by a short one; then measure rates for the plan's figure."""
     plan, job = PLANS[case.plan], case.job
     mesh = Mesh()
     if plan.axial > 1:
         store = dist.FileStore(meet, plan.axial)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.axial, timeout=timedelta(seconds=LIMIT))
         mesh = make_mesh(1, plan.axial, 1)
+    keep_memory()  # as the command line does on a CPU
     before = status("VmRSS")
     torch.manual_seed(0)
     model = AlphaFold(job.model).eval()
     PackedWeights(model, DTYPES[plan.precision])
     Execution(plan, mesh).bind(model)
-    batch = random_example(job.model, job.sizes, "cpu")
-    batch = {name: x for name, x in batch.items() if name not in TRUTH}
-    for _ in range(2):
+    for residues in (min(64, job.sizes.residues), job.sizes.residues):
+        batch = random_example(job.model, replace(job.sizes, residues=residues), "cpu")
+        batch = {name: x for name, x in batch.items() if name not in TRUTH}
         start = time.perf_counter()
         with torch.no_grad():
             predict_example(model, batch, job.recycles)
@@ -182,6 +191,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--most", type=float, default=16.0, help="GB that all processes of a case may take together")
+    parser.add_argument("--longest", type=float, default=600.0, help="seconds of a case, as the plan says")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of all processes of a case together")
     parser.add_argument("--far", default=",".join(map(str, FAR)), help="lengths of the plan's figures; none: leave out")
     parser.add_argument("--quick", action="store_true", help="128 to 384 residues, at most 3 GB, the plan's to 10,000")
@@ -204,7 +214,8 @@ def main() -> None:
     if unknown:
         raise UserError(f"{', '.join(sorted(unknown))}: plans are {', '.join(PLANS)}, models {', '.join(MODELS)}")
     results = []
-    for case in cases(arguments.models.split(","), arguments.plans.split(","), lengths, arguments.most * 1e9):
+    models, plans = arguments.models.split(","), arguments.plans.split(",")
+    for case in cases(models, plans, lengths, arguments.most * 1e9, arguments.longest):
         results.append(
             {"model": case.model, "plan": case.plan, "residues": case.residues} | measure(case, arguments.threads)
         )
@@ -217,7 +228,7 @@ def main() -> None:
         "threads": arguments.threads,
         "load_average": round(os.getloadavg()[1], 1),
         "results": results,
-        "planned": planned(arguments.plans.split(","), far),
+        "planned": planned(plans, far),
     }
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -22,7 +22,7 @@ modules that hold them, each time it computes, so a parameter may be moved, cast
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -203,6 +203,8 @@ def signature_of(function: Callable[..., Any]) -> str:
 @cache
 def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Module]:
     """Return a class like another, whose forward computes by an adapter; its instances are of the other class too."""
+    if (kind, adapter) in _swapped:
+        return _swapped[kind, adapter]
     how, theirs = adapter(), kind.forward
 
     @wraps(theirs)
@@ -217,7 +219,9 @@ def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Modu
         return _empty_swapped, (kind, adapter), vars(self)
 
     of_class = {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__, "original": (kind, adapter)}
-    return type(kind.__name__, (kind,), {**of_class, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})
+    names = {"__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    made = _swapped[kind, adapter] = type(kind.__name__, (kind,), {**of_class, **names})
+    return made
 
 
 def _empty_swapped(kind: type[nn.Module], adapter: type[Adapter]) -> nn.Module:
