@@ -200,7 +200,9 @@ def signature_of(function: Callable[..., Any]) -> str:
     return str(given.replace(parameters=bare, return_annotation=given.empty))
 
 
-@cache
+_swapped: dict[tuple[type[nn.Module], type[Adapter]], type[nn.Module]] = {}
+
+
 def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Module]:
     """Return a class like another, whose forward computes by an adapter; its instances are of the other class too."""
     if (kind, adapter) in _swapped:
