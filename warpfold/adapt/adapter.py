@@ -22,6 +22,7 @@ modules that hold them, each time it computes, so a parameter may be moved, cast
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, TypeVar
 
@@ -159,6 +160,23 @@ class NormOf:
         weight = self.weight
         bias = torch.zeros_like(weight) if self.bias is None else self.bias
         return layer_norm(x, weight, bias, self.eps)
+
+
+@dataclass(frozen=True)
+class AttentionOf:
+    """The parameters of a gated attention that are another model's, as our layers want them (`GatedAttention`)."""
+
+    heads: int
+    q: LinearOf
+    k: LinearOf
+    v: LinearOf
+    gate: LinearOf
+    out: LinearOf
+
+    @property
+    def projections(self) -> tuple[LinearOf, ...]:
+        """The projections of the normalised input, in the order in which they are joined."""
+        return self.gate, self.q, self.k, self.v
 
 
 def made_of(kind: type[L], **parts: Any) -> L:
