@@ -131,6 +131,29 @@ class LinearOf:
         return nn.functional.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+class StackedOf:
+    """Projections of one tensor as one, their outputs one below the other.  All of them have a bias, or none."""
+
+    packed = None
+
+    def __init__(self, *projections: LinearOf) -> None:
+        self.projections = projections
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights [o, c]."""
+        return torch.cat([projection.weight for projection in self.projections])
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The biases [o], if there are any."""
+        biases = [projection.bias for projection in self.projections]
+        given = [bias for bias in biases if bias is not None]
+        if len(given) not in (0, len(biases)):
+            raise NotServed("projections with and without a bias are one")
+        return torch.cat(given) if given else None
+
+
 class NormOf:
     """The layer normalisation of another model's, as our layers want one."""
 
