@@ -20,7 +20,7 @@ def check_model(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise UserError("accelerate: this model is scripted; accelerate the Python module, before torch.jit.script")
     if isinstance(model, torch.fx.GraphModule):
-        raise UserError("accelerate: this model is a traced graph, without its layers; accelerate it before it is traced")
+        raise UserError("accelerate: this model is a traced graph; accelerate it before tracing")
     if isinstance(model, DataParallel):
         raise UserError("accelerate: this model is wrapped in DataParallel; accelerate what is inside, then wrap it")
     for name, module in model.named_modules():
@@ -42,7 +42,7 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 
 def _check_parameter(name: str, p: Tensor) -> None:
-    if isinstance(p, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(p):
         raise UserError(f"accelerate: {name} has no shape yet; run the model once before")
     if type(p).__name__ == "DTensor":
         raise UserError(f"accelerate: {name} is sharded (DTensor); accelerate the model first, then shard it")

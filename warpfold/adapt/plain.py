@@ -71,7 +71,8 @@ class PlainNorm(Adapter):
             return layer.norm(input.float() if on and input.dtype.itemsize < 4 else input)
 
     def example(self, module: nn.Module, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (random(n, n, module.normalized_shape[0]),), {}  # type: ignore[index]
+        assert isinstance(module, nn.LayerNorm)
+        return (random(n, n, *module.normalized_shape),), {}
 
 
 class PlainAttention(Adapter):
@@ -171,6 +172,7 @@ class PlainEncoderLayer(Adapter):
     def example(self, module: nn.Module, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         (x, *_), options = PlainAttention().example(module.self_attn, n, random)  # type: ignore[arg-type]
         return (x,), {"src_key_padding_mask": options["key_padding_mask"]}
+
 
 def _check_dropout(module: nn.Module, rates: Iterable[float]) -> None:
     if module.training and any(rates):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH = (80, 120)  # columns of a table, at least and at most
+LEAST = (12, 14, 14)  # columns of a name, of a class and of an operation
 NO_OPERATION = "no operation of ours"
 
 
@@ -81,16 +82,27 @@ def _swapped_lines(kinds: Sequence[LayerKind], width: int) -> list[str]:
     merged: dict[tuple[str, str, LayerSpeed | None], list[LayerKind]] = {}
     for kind in kinds:
         merged.setdefault((kind.of_class, kind.operation, kind.speed), []).append(kind)
-    rows = [("swapped", "class", "computed by", "difference", "speed")]
+    rows: list[tuple[str, ...]] = [("swapped", "class", "computed by", "difference", "forward", "both", "memory")]
     for (of_class, operation, speed), alike in merged.items():
         names = tuple(name for kind in alike for name in kind.names)
         found = [kind.difference for kind in alike if kind.difference is not None]
         worst = f"{max(found):.0e}" if found else ""
-        rows.append((pattern(names), f"{len(names)} {of_class}", operation, worst, "" if speed is None else str(speed)))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    spare = width - sum(widths) - 2 * (len(widths) - 1)
-    widths[0] = max(widths[0] + min(spare, 0), 16)
-    return ["  ".join(_cut(cell, size).ljust(size) for cell, size in zip(row, widths)).rstrip() for row in rows]
+        rows.append((pattern(names), f"{len(names)} {of_class}", operation, worst, *_figures(speed)))
+    columns = [column for column in zip(*rows) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    for i, least in enumerate(LEAST):
+        spare = width - sum(widths) - 2 * (len(widths) - 1)
+        widths[i] = max(widths[i] + min(spare, 0), min(widths[i], least))
+    return [
+        "  ".join(_cut(cell, size).ljust(size) for cell, size in zip(row, widths)).rstrip() for row in zip(*columns)
+    ]
+
+
+def _figures(speed: LayerSpeed | None) -> tuple[str, str, str]:
+    if speed is None:
+        return "", "", ""
+    both, memory = (None if x is None else f"{x:.2f}" for x in (speed.both, speed.memory))
+    return f"{speed.forward:.2f}x", "" if both is None else f"{both}x", memory or ""
 
 
 def _by_reason(kinds: Sequence[LayerKind]) -> list[tuple[str, str]]:

@@ -50,16 +50,17 @@ class SlicedExecution(PlainExecution):
         if self.limit is not None and self.twin is not None:
             rows = self.rows_that_fit(x, mask, other, rows)
             if torch.is_grad_enabled():
-                again = {"use_reentrant": False, "preserve_rng_state": False}
-                return cast(Tensor, checkpoint(_delta, layer, x, mask, other, rows, **again))
+                args = (layer, x, mask, other, rows)
+                return cast(Tensor, checkpoint(_delta, *args, use_reentrant=False, preserve_rng_state=False))
         return _delta(layer, x, mask, other, rows)
 
     @torch.compiler.disable  # it asks how much memory is in use now
     def rows_that_fit(self, x: Tensor, mask: Tensor, other: Tensor | None, rows: int | None) -> int | None:
         """Return how many rows of x to compute together, at most as many as given; None: all of them, at once."""
-        assert self.limit is not None and self.twin is not None
+        assert self.limit is not None
+        assert self.twin is not None
         left = self.limit - memory_in_use(x.device)
-        count = x.shape[cut_axes(self._twin, longest_axis(x))[0]]
+        count = x.shape[cut_axes(self.twin, longest_axis(x))[0]]
         while ROOM * self.needed(x, mask, other, rows) > left and (rows is None or rows > 1):
             rows = max(1, min(count, rows or count) // 2)
         return rows

@@ -31,9 +31,7 @@ class Comparison:
     agrees: bool
 
 
-def compare(
-    module: nn.Module, adapter: Adapter, seed: int = 0, execution: PlainExecution | None = None
-) -> Comparison:
+def compare(module: nn.Module, adapter: Adapter, seed: int = 0, execution: PlainExecution | None = None) -> Comparison:
     """Compare both ways to compute a module, of which nothing is changed; the worst of several sizes.
 
     Under autocast, if it is on.  execution: how ours computes (None: all at once).
@@ -48,9 +46,7 @@ def compare(
     return worst
 
 
-def _compare(
-    module: nn.Module, adapter: Adapter, seed: int, n: int, execution: PlainExecution | None
-) -> Comparison:
+def _compare(module: nn.Module, adapter: Adapter, seed: int, n: int, execution: PlainExecution | None) -> Comparison:
     theirs = redrawn(copy_of(module), seed)
     ours = copy.deepcopy(theirs)
     swap(ours, adapter, adapter.build(ours), execution)
