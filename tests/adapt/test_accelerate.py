@@ -376,6 +376,7 @@ def test_within_distributed_data_parallel_layers_are_swapped(model: TheirModel, 
     warpfold.restore(wrapped)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view tensor")
 def test_sharded_models_are_refused_and_may_be_sharded_after(model: TheirModel, alone: None) -> None:
     x, mask = inputs()
     want = model(x, mask)

@@ -105,6 +105,7 @@ class PlainAttention(Adapter):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
+        """Return the attention, and no weights.  Errors: NotServed where they are asked for, for dropout."""
         of = layer.of
         if need_weights:
             raise NotServed("its weights are asked for (need_weights)")
@@ -155,6 +156,7 @@ class PlainEncoderLayer(Adapter):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
+        """Return the new tokens.  Errors: NotServed for dropout, autocast, or tokens without a batch axis."""
         of, norm = layer.of, layer.norm
         _check_dropout(of, [of.dropout.p, of.dropout1.p, of.dropout2.p])
         if src.dim() != 3 or torch.is_autocast_enabled(src.device.type):
