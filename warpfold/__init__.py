@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
+    from warpfold.engine.flat import Flat
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
 
 __version__ = "0.1.0"
 __all__ = [
     "Acceleration",
+    "Flat",
     "Prediction",
     "Predictor",
     "__version__",
@@ -27,6 +29,7 @@ _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
+    "Flat": "warpfold.engine.flat",
     "Prediction": "warpfold.run.outputs",
 }
 
