@@ -16,7 +16,7 @@ import torch
 from warpfold import settings
 from warpfold.batch import to_tensors
 from warpfold.data.load.loader import Loader
-from warpfold.data.load.schedule import Source
+from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.device import Snapshot
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
