@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
+    from warpfold.engine.ready import Ready
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
 
@@ -13,6 +14,7 @@ __all__ = [
     "Acceleration",
     "Prediction",
     "Predictor",
+    "Ready",
     "__version__",
     "accelerate",
     "acceleration",
@@ -25,6 +27,7 @@ _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
     "Prediction": "warpfold.run.outputs",
+    "Ready": "warpfold.engine.ready",
 }
 
 

@@ -26,7 +26,6 @@ from warpfold.engine.ready_maker import (
     BatchMaker,
     CostMaker,
     ReadyError,
-    failing_clearly,
     find_costs,
     read_batch,
     start_workers,
@@ -275,8 +274,7 @@ class Ready:
 
     def _take(self, wait: bool) -> tuple[_PlannedBatch, Upload | None, Made] | None:
         """Start copying the next batch to the device; None if none is ready (yet, unless `wait`)."""
-        with failing_clearly():
-            taken = self._ahead.take(wait)
+        taken = self._ahead.take(wait)
         if taken is None:
             return None
         planned, made = taken

@@ -1,8 +1,9 @@
 """What the processes of `Ready` do: make examples and batches, with random numbers of their own; and costs."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from warpfold.data.load.blocks import view
-from warpfold.data.load.workers import Made, WorkerFailed, Workers
+from warpfold.data.load.workers import Made, Workers
 from warpfold.engine.nested import Flattening, to_arrays, unflatten
 from warpfold.engine.randomness import kept_random, seed_random
 from warpfold.errors import UserError
 from warpfold.keyed import keyed_hash
 
 TREE = "tree"  # the name of the JSON among a batch's arrays
+FAILED = "failed"  # of the JSON of an error: it is raised when it is the batch's turn
 SHARE = 64  # examples whose costs are found together
 
 
@@ -49,9 +51,12 @@ class BatchMaker:
         """Return a batch as arrays by number, and the JSON that says what they are, as bytes."""
         torch.set_num_threads(1)
         flattening = Flattening("Ready: the batch", classes=True)
-        tree = json.dumps(flattening.tree(self.batch(epoch, indices))).encode()
+        try:
+            tree = flattening.tree(self.batch(epoch, indices))
+        except (ReadyError, UserError) as error:
+            return _failure(error)
         arrays = {str(number): array for number, array in enumerate(to_arrays(flattening.leaves))}
-        return {TREE: np.frombuffer(tree, np.uint8), **arrays}
+        return {TREE: _json(tree), **arrays}
 
     def batch(self, epoch: int, indices: list[int]) -> Any:
         """Return what `collate` makes of examples."""
@@ -83,21 +88,47 @@ class CostMaker:
 
     def __call__(self, indices: list[int]) -> Mapping[str, np.ndarray]:
         """Return the costs of these examples, as they are drawn for the first epoch."""
-        costs = []
+        try:
+            return {"costs": self.costs(indices)}
+        except ReadyError as error:
+            return _failure(error)
+
+    def costs(self, indices: list[int]) -> np.ndarray:
+        """Return the costs themselves, or raise."""
+        found = []
         for index in indices:
             example = self._examples.example(0, index)
             with _About(f"the cost of example {index} of the dataset"):
-                costs.append(float(self._cost(example)))
-        return {"costs": np.array(costs)}
+                found.append(float(self._cost(example)))
+        return np.array(found)
+
+
+def _json(value: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def _failure(error: Exception) -> Mapping[str, np.ndarray]:
+    trace = "" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+    return {FAILED: _json([str(error), trace])}
+
+
+def _read(made: Made) -> tuple[list[tuple[str, str, tuple[int, ...], int]], Tensor]:
+    """Return where the arrays lie, and the bytes.  Errors: what the worker raised, with its traceback."""
+    host = torch.as_tensor(made.buffer)
+    (name, dtype, shape, offset), *_ = made.layout
+    if name == FAILED:
+        said, trace = json.loads(view(host, dtype, shape, offset).numpy().tobytes())
+        raise ReadyError(f"{said}\n\nIn the worker:\n{trace}") if trace else UserError(said)
+    return made.layout, host
 
 
 def find_costs(make: CostMaker, indices: Sequence[int], workers: int) -> np.ndarray:
     """Return the costs of examples, found by so many processes (or here)."""
     if not workers:
         with kept_random():
-            return make(list(indices))["costs"]
+            return make.costs(list(indices))
     jobs = [list(indices[begin : begin + SHARE]) for begin in range(0, len(indices), SHARE)]
-    with failing_clearly(), start_workers(make, min(workers, len(jobs)), None) as those:
+    with start_workers(make, min(workers, len(jobs)), None) as those:
         for number, job in enumerate(jobs):
             those.submit(number, [job])
         with those.changed:
@@ -108,16 +139,15 @@ def find_costs(make: CostMaker, indices: Sequence[int], workers: int) -> np.ndar
     for outcome in outcomes:
         if not isinstance(outcome, Made):
             raise ReadyError(f"the costs of examples: {outcome.reason}")
-        [(_, dtype, shape, offset)] = outcome.layout
-        costs.append(np.asarray(view(torch.as_tensor(outcome.buffer), dtype, shape, offset)).copy())
+        [(_, dtype, shape, offset)], host = _read(outcome)
+        costs.append(view(host, dtype, shape, offset).numpy().copy())
     return np.concatenate(costs)
 
 
 def read_batch(made: Made, on_device: Tensor | None) -> Any:
     """Return the batch that a worker made; its tensors are views of what lies on the device, if anything does."""
-    host = torch.as_tensor(made.buffer)
+    ((_, dtype, shape, offset), *others), host = _read(made)
     whole = host if on_device is None else on_device
-    (_, dtype, shape, offset), *others = made.layout
     tree = json.loads(view(host, dtype, shape, offset).numpy().tobytes())
 
     def tensor(number: int) -> Tensor:
@@ -129,15 +159,6 @@ def read_batch(made: Made, on_device: Tensor | None) -> Any:
         return np.ndarray(shape, dtype, host.numpy(), offset)
 
     return unflatten(tree, tensor, array, classes=True)
-
-
-@contextmanager
-def failing_clearly() -> Iterator[None]:
-    """Have what failed in a worker raise a ReadyError here, with its traceback there."""
-    try:
-        yield
-    except WorkerFailed as error:
-        raise ReadyError(f"{error.said}\n\nIn the worker:\n{error.trace}") from None
 
 
 def start_workers(make: Any, count: int, buffer: Callable[[int], Any] | None) -> Workers:

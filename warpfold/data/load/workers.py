@@ -5,7 +5,7 @@ containers.  Through a pipe go
 
     job        JSON: [blocks that may be used again, arguments of `make`]
     answer     JSON: {"written": `Written`}, and then the descriptor of a new block; or {"refused": reason};
-               {"ready": true} when the process begins, {"failed": traceback, "said": message} when a bug ends it
+               {"ready": true} when the process begins, {"failed": traceback} when a bug ends it
 """
 
 import contextlib
@@ -56,14 +56,6 @@ class Killed:
 
 
 Outcome = Made | Refused | Killed
-
-
-class WorkerFailed(RuntimeError):
-    """A bug in what a worker calls: what the error said, and its traceback there."""
-
-    def __init__(self, said: str, trace: str) -> None:
-        super().__init__(f"a loader process failed:\n{trace}")
-        self.said, self.trace = said, trace
 
 
 @dataclass
@@ -212,7 +204,7 @@ class Workers:
         if "refused" in answer:
             return Refused(answer["refused"])
         if "failed" in answer:
-            raise WorkerFailed(answer["said"], answer["failed"])
+            raise RuntimeError(f"a loader process failed:\n{answer['failed']}")
         written = received(worker.pipe, answer["written"])
         shared = worker.blocks.read(written)
         if self._buffer is None:
@@ -267,7 +259,7 @@ def _report(pipe: Connection, error: BaseException | None) -> bool:
     """Send the parent the traceback of a bug, to raise it there; return True so that this process prints no other."""
     if error is None or isinstance(error, EOFError | ConnectionError):
         return False
-    _tell(pipe, failed="".join(traceback.format_exception(error)), said=str(error))
+    _tell(pipe, failed="".join(traceback.format_exception(error)))
     return True
 
 
