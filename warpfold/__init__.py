@@ -5,13 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
+    from warpfold.engine.flat import Flat
     from warpfold.engine.ready import Ready
+    from warpfold.engine.resume import Checkpoints
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
 
 __version__ = "0.1.0"
 __all__ = [
     "Acceleration",
+    "Checkpoints",
+    "Flat",
     "Prediction",
     "Predictor",
     "Ready",
@@ -26,6 +30,8 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
+    "Checkpoints": "warpfold.engine.resume",
+    "Flat": "warpfold.engine.flat",
     "Prediction": "warpfold.run.outputs",
     "Ready": "warpfold.engine.ready",
 }

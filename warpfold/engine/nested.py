@@ -4,6 +4,7 @@ A value is None, a number, a string, bytes, a tensor, a NumPy array or scalar, o
 JSON, what is no list is itself; a list is a kind and what it holds.
 """
 
+import base64
 import importlib
 import math
 from collections import Counter, OrderedDict
@@ -32,6 +33,7 @@ class Flattening:
     def __init__(self, what: str, classes: bool = False) -> None:
         self.what, self.classes = what, classes
         self.leaves: list[Leaf] = []
+        self.places: list[str] = []  # where each is in the first value that has it
         self._seen: dict[tuple[Any, ...], int] = {}
 
     def tree(self, value: Any, where: str = "") -> Any:
@@ -67,25 +69,27 @@ class Flattening:
 
     def _tensor(self, x: Tensor, where: str) -> int:
         if type(x) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise self._refused(
-                where, f"is a {type(x).__name__}", "give ordinary tensors (of a DTensor, full_tensor())"
-            )
+            raise self._refused(where, f"is a {type(x).__name__}", "give ordinary tensors (full_tensor() of a DTensor)")
         if x.layout != torch.strided or x.is_quantized or x.is_meta:
             raise self._refused(where, f"is a tensor of {x.layout} on {x.device}", "give ordinary ones with data")
         x = x.detach()
-        return self._leaf(x, (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) if x.numel() else ())
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device)
+        return self._leaf(x, key if x.numel() else (), where)
 
     def _array(self, x: np.ndarray, where: str) -> int:
         if x.dtype.hasobject or x.dtype.fields:
             raise self._refused(where, f"is an array of {x.dtype}", "give arrays of numbers or strings")
-        return self._leaf(x, (x.__array_interface__["data"][0], x.shape, x.strides, x.dtype.str) if x.size else ())
+        return self._leaf(
+            x, (x.__array_interface__["data"][0], x.shape, x.strides, x.dtype.str) if x.size else (), where
+        )
 
-    def _leaf(self, x: Leaf, key: tuple[Any, ...]) -> int:
+    def _leaf(self, x: Leaf, key: tuple[Any, ...], where: str) -> int:
         if key in self._seen:
             return self._seen[key]
         if key:
             self._seen[key] = len(self.leaves)
         self.leaves.append(x)
+        self.places.append(where)
         return len(self.leaves) - 1
 
 
@@ -158,3 +162,18 @@ def to_arrays(leaves: Iterable[Leaf]) -> list[np.ndarray]:
             x = (x.view(BITS[x.itemsize]) if lacking else x).resolve_conj().resolve_neg().numpy()
         arrays.append(x)
     return arrays
+
+
+def portable(value: Any, what: str) -> Any:
+    """Return a value as JSON alone, its arrays as text: for small ones that travel between ranks."""
+    flattening = Flattening(what)
+    tree = flattening.tree(value)
+    arrays = [[x.dtype.str, x.shape, base64.b64encode(x.tobytes()).decode()] for x in to_arrays(flattening.leaves)]
+    return [tree, arrays]
+
+
+def unported(told: Any) -> Any:
+    """Return the value that `portable` made JSON of."""
+    tree, arrays = told
+    leaves = [np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy() for dtype, shape, text in arrays]
+    return unflatten(tree, lambda number: torch.from_numpy(leaves[number]), leaves.__getitem__)
