@@ -62,6 +62,7 @@ class TriangleProducts(Adapter):
     operation = "triangle_multiplication"
 
     def build(self, module: Any) -> AxialUpdate:
+        """Return our layer; the factors of an incoming product change places."""
         parts: list[tuple[Any, slice | None]]
         if hasattr(module, "linear_ab_p"):
             halves = slice(0, module.c_hidden), slice(module.c_hidden, None)
@@ -95,6 +96,7 @@ class TriangleProducts(Adapter):
         _add_with_inplace: bool = False,
         _inplace_chunk_size: int | None = 256,
     ) -> Tensor:
+        """Return the update; z with it, in place, where the caller wants that."""
         dz = self.update(layer, z, mask_of(z, mask), rows=_inplace_chunk_size if inplace_safe else None)
         if inplace_safe and _add_with_inplace and not use_cueq_triangle_kernels:
             return z.add_(dz)
@@ -115,6 +117,7 @@ class TriangleAttentions(Adapter):
     operation = "gated_attention"
 
     def build(self, module: Any) -> AxialUpdate:
+        """Return our layer, within rows or columns as theirs is."""
         check_infinite(module)
         attention = attention_of(module.mha)
         layer = made_of(
@@ -138,6 +141,7 @@ class TriangleAttentions(Adapter):
         *_: Any,
         **__: Any,
     ) -> Tensor:
+        """Return the update; transpose_bias: of a z that the caller has transposed."""
         if transpose_bias:
             layer = copy(layer)
             layer.bias_transposed = True
@@ -179,6 +183,7 @@ class RowAttentions(Adapter):
         *_: Any,
         **__: Any,
     ) -> Tensor:
+        """Return the update.  Errors: NotServed where z is missing, or not wanted."""
         if (z is None) == layer.shared_from_other:
             raise NotServed("a row attention without z" if z is None else "z for an attention without a bias")
         return self.update(layer, m, mask_of(m, mask), z, chunk_size)
@@ -240,6 +245,7 @@ class Transitions(Adapter):
     operation = "transition"
 
     def build(self, module: Any) -> AxialUpdate:
+        """Return our layer.  Errors: NotServed for more than one hidden layer."""
         norm = NormOf(module.layer_norm)
         if hasattr(module, "swiglu"):
             both = StackedOf(linear_of(module.swiglu.linear_a), linear_of(module.swiglu.linear_b))
@@ -258,6 +264,7 @@ class Transitions(Adapter):
         chunk_size: int | None = None,
         ckpt_chunk_size: int | None = None,
     ) -> Tensor:
+        """Return the update, zero where masked."""
         dx = self.update(layer, x, mask_of(x, mask), rows=chunk_size)
         if mask is None:
             return dx
@@ -291,6 +298,7 @@ class OuterProducts(Adapter):
         chunk_size: int | None = None,
         inplace_safe: bool = False,
     ) -> Tensor:
+        """Return the update of z."""
         n = m.shape[-2]
         z = m.new_empty(()).expand(*m.shape[:-3], n, n, len(layer.out.weight))  # of this shape only: nothing reads it
         return self.update(layer, z, mask_of(m, mask), m, chunk_size)
