@@ -19,7 +19,17 @@ from torch import Tensor, nn
 
 from warpfold.adapt import accelerate as known
 from warpfold.adapt.accelerate import accelerate, acceleration, restore
-from warpfold.adapt.adapter import Adapter, LinearOf, NormOf, RandomInputs, adapter_of, is_swapped, name_of
+from warpfold.adapt.adapter import (
+    Adapter,
+    AttentionOf,
+    LinearOf,
+    NormOf,
+    RandomInputs,
+    StackedOf,
+    adapter_of,
+    is_swapped,
+    name_of,
+)
 from warpfold.adapt.verify import compare, redrawn
 
 
@@ -106,7 +116,7 @@ def test_every_class_has_a_layer(package: str, request: pytest.FixtureRequest) -
 def layer_of(package: str, name: str, request: pytest.FixtureRequest) -> nn.Module:
     """Make a layer, the same each time; skip the test where its package is not installed."""
     file = PACKAGES[package]
-    if importlib.util.find_spec(file.PACKAGE) is None and request.config.getoption("installed", None) != package:
+    if not is_installed(file.PACKAGE) and request.config.getoption("installed", None) != package:
         pytest.skip(f"{file.PACKAGE} is not installed: ./dev adapters {package}")
     torch.manual_seed(0)
     return file.LAYERS[name]()
@@ -117,6 +127,13 @@ def served(module: nn.Module) -> Adapter:
     assert why is None
     assert adapter is not None, f"{name_of(type(module))} is not served"
     return adapter
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # what it is part of
+        return False
 
 
 def exists(name: str) -> bool:
@@ -142,27 +159,28 @@ def wrong_adapters(module: nn.Module, adapter: Adapter) -> Iterator[tuple[str, A
     if any(is_mask(x) for x in (*args, *kwargs.values())):
         yield "mask left out", without_masks(adapter)
     for path, part in parts(layer):
-        if isinstance(part, LinearOf) and len(part.weight) > 1:
+        if isinstance(part, LinearOf | StackedOf) and len(part.weight) > 1:
             yield f"{path}: halves swapped", with_part(adapter, path, SwappedHalves)
         if isinstance(part, NormOf) and part.bias is not None:
             yield f"{path}: without its bias", with_part(adapter, path, WithoutBias)
 
 
-def parts(layer: nn.Module, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def parts(owner: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield what a layer of ours was made of."""
-    for name, part in (*vars(layer).items(), *layer._modules.items()):
-        if isinstance(part, LinearOf | NormOf):
+    for name, part in (*vars(owner).items(), *getattr(owner, "_modules", {}).items()):
+        if isinstance(part, LinearOf | StackedOf | NormOf):
             yield (*path, name), part
-        elif isinstance(part, nn.Module):
+        elif isinstance(part, nn.Module | AttentionOf):
             yield from parts(part, (*path, name))
 
 
-class SwappedHalves(LinearOf):
-    """A projection whose two halves of outputs changed places."""
+class SwappedHalves:
+    """A projection whose two halves of outputs changed places, all but their biases."""
 
-    def __init__(self, right: LinearOf) -> None:
+    packed = None
+
+    def __init__(self, right: Any) -> None:
         self.right = right
-        super().__init__(right.module, right.outputs)
 
     @property
     def weight(self) -> Tensor:
@@ -171,6 +189,8 @@ class SwappedHalves(LinearOf):
     @property
     def bias(self) -> Tensor | None:
         return self.right.bias
+
+    __call__ = LinearOf.__call__
 
 
 class WithoutBias(NormOf):
@@ -191,7 +211,7 @@ def with_part(adapter: Adapter, path: tuple[str, ...], wrong: Callable[[Any], An
         layer = owner = type(adapter).build(self, module)
         for name in path[:-1]:
             owner = getattr(owner, name)
-        setattr(owner, path[-1], wrong(getattr(owner, path[-1])))
+        vars(owner)[path[-1]] = wrong(getattr(owner, path[-1]))
         return layer
 
     return type("Wrong", (type(adapter),), {"build": build})()

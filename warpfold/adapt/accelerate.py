@@ -23,7 +23,7 @@ from warpfold.adapt.adapter import Adapter, NotServed, adapter_of, is_swapped, n
 from warpfold.adapt.verify import compare
 from warpfold.errors import UserError
 
-PACKAGES: tuple[str, ...] = ()  # of warpfold.adapt: modules with adapters
+PACKAGES: tuple[str, ...] = ("esmfold", "esmfold2")  # of warpfold.adapt: modules with adapters
 REPORT = "_warpfold_acceleration"  # the attribute of an accelerated model
 M = TypeVar("M", bound=nn.Module)
 log = logging.getLogger("warpfold")

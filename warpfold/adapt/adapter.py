@@ -95,6 +95,14 @@ class Adapter:
         with layer.computing():
             return layer.execution.delta(layer, x, mask, other, rows)
 
+    @classmethod
+    def renew(cls, layer: AxialUpdate, x: Tensor, mask: Tensor) -> Tensor:
+        """Return x with its update: one operation, unless autocast keeps x in another dtype than the update."""
+        if cast_by_autocast(x).dtype != x.dtype:
+            return x + cls.update(layer, x, mask)
+        with layer.computing():
+            return layer.execution.layer(layer, x, mask)
+
 
 def cast_by_autocast(x: Tensor) -> Tensor:
     """Return x in the dtype that torch's autocast gives to products, where it is on."""
