@@ -28,7 +28,10 @@ from warpfold.tune.measured_memory import measured_memory, resident_memory, work
 from warpfold.tune.memory import estimate_memory, with_margin
 
 LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01)
-SIZES = [(96, 4, 8, 0), (96, 128, 256, 2), (192, 32, 64, 1), (256, 64, 128, 0), (384, 16, 32, 0), (512, 8, 16, 0)]
+SIZES = [(96, 128, 256, 2), (192, 32, 64, 1), (384, 16, 32, 0), (512, 8, 16, 0)]
+SHORT = SIZES[:2]  # of the presets but the first
+QUICK = [(96, 4, 8, 0)]
+TRAINED = 96  # residues, at most
 FOLDING: list[dict[str, Any]] = [
     {},
     {"chunk": 16, "in_place": True},
@@ -55,10 +58,10 @@ def cases(presets: list[str], quick: bool) -> list[dict[str, Any]]:
     """Return the grid: presets, sizes and plans."""
     found = []
     for preset in presets:
-        for residues, sequences, extra, templates in SIZES[:1] if quick else SIZES:
+        for residues, sequences, extra, templates in QUICK if quick else SIZES if preset == presets[0] else SHORT:
             sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
             plans = [(plan, False) for plan in FOLDING]
-            if residues <= 192:
+            if residues <= TRAINED:
                 plans += [(plan, True) for plan in TRAINING]
             found += [{"preset": preset, "sizes": sizes, "plan": plan, "training": train} for plan, train in plans]
     return found
