@@ -23,7 +23,11 @@ def _make(name: str, *args: Any, **kwargs: Any) -> nn.Module:
 def _multiplication(outgoing: bool, c: int) -> nn.Module:
     from transformers.models.esm.configuration_esm import TrunkConfig
 
-    return _make("EsmFoldTriangleMultiplicativeUpdate", TrunkConfig(pairwise_state_dim=c), _outgoing=outgoing)
+    return _make(
+        "EsmFoldTriangleMultiplicativeUpdate",
+        TrunkConfig(pairwise_state_dim=c, pairwise_head_width=4),
+        _outgoing=outgoing,
+    )
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {

@@ -26,9 +26,9 @@ def esmfold(dropout: float = 0.0) -> Any:
     config = EsmConfig(
         is_folding_model=True,
         esmfold_config={"fp16_esm": False, "trunk": trunk},
-        **{"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary"},
-        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
-        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        vocab_size=33, pad_token_id=1, mask_token_id=32, position_embedding_type="rotary",
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )
     torch.manual_seed(0)
     return redrawn(EsmForProteinFolding(config).eval(), 0)
@@ -60,7 +60,7 @@ def furthest(theirs: Any, ours: Any, mask: Tensor | None = None) -> float:
 
 def valid(x: Tensor, mask: Tensor) -> Tensor:
     """Return what an output has for residues, or pairs of them, that are there; others are zero."""
-    at = x.shape.index(mask.shape[0]) if x.shape[:2] != mask.shape else 0
+    at = 0 if x.shape[:2] == mask.shape else 1  # some have an axis for the layers of the structure module first
     shape = (1,) * at + tuple(mask.shape)
     kept = mask.view(shape + (1,) * (x.dim() - len(shape)))
     if x.shape[at + 1 : at + 3] == (mask.shape[1], mask.shape[1]):
@@ -70,8 +70,9 @@ def valid(x: Tensor, mask: Tensor) -> Tensor:
 
 def test_the_trunk_is_swapped() -> None:
     _, ours = both(esmfold())
-    operations = {kind.operation: len(kind.names) for kind in acceleration(ours).swapped}
-    assert operations["gated_attention"] == 4
+    swapped = {kind.of_class: len(kind.names) for kind in acceleration(ours).swapped}
+    assert swapped["EsmFoldResidueMLP"] == 2
+    assert sum(is_swapped(module) for module in ours.modules()) == 16
     assert all(kind.difference is not None and kind.difference < 2e-5 for kind in acceleration(ours).swapped)
 
 
@@ -89,7 +90,7 @@ def test_gradients() -> None:
     batch = residues(21, 14)
     for model in (theirs, ours):
         out = model(**batch, num_recycles=1)
-        weighed = [getattr(out, name).square().mean() for name in OUTPUTS]
+        weighed = [valid(getattr(out, name), batch["attention_mask"]).square().mean() for name in OUTPUTS]
         sum(weighed).backward()
     largest = max(float(p.grad.abs().max()) for p in theirs.parameters() if p.grad is not None)
     for (name, a), b in zip(theirs.named_parameters(), ours.parameters(), strict=True):
@@ -124,7 +125,7 @@ def test_half_precision(dtype: torch.dtype, autocast: bool) -> None:
 
 def test_infer() -> None:
     theirs, ours = both(esmfold())
-    before, after = (model.infer(PROTEINS, position_ids=torch.arange(20)) for model in (theirs, ours))
+    before, after = (model.infer(PROTEINS) for model in (theirs, ours))
     there = torch.arange(20) < torch.tensor([len(one) for one in PROTEINS])[:, None]
     assert furthest(before, after, there.long()) < 1e-5
     assert ours.infer_pdb(PROTEINS[1]).count("ATOM") == theirs.infer_pdb(PROTEINS[1]).count("ATOM") > 0

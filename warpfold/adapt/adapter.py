@@ -35,7 +35,7 @@ from warpfold.model.layers import DrawsNoise
 from warpfold.ops.dispatch import report_refusal
 from warpfold.ops.norm import EPS, layer_norm
 
-L = TypeVar("L", bound=AxialUpdate)
+L = TypeVar("L", bound=DrawsNoise)
 LAYER = "_warpfold_layer"  # where a swapped module keeps our layer: an attribute, and no submodule
 
 
@@ -82,6 +82,10 @@ class Adapter:
     def compared(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what of an output both ways must agree on: less where masked entries are undefined."""
         return output
+
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """Return a module with its parameters in a dtype, in place; overridden where a package leaves some in fp32."""
+        return module.to(dtype)
 
     @staticmethod
     def update(

@@ -45,12 +45,13 @@ class EsmFoldTriangleAttention(Adapter):
     operation = "gated_attention"
 
     def build(self, module: Any) -> nn.Module:
+        """Return ours, of the norm, the bias and the attention.  Errors: NotServed without a gate."""
         attention = module.mha
         if attention.linear_g is None:
             raise NotServed("attention without a gate")
         if module.inf < MASKED:
             raise NotServed(f"inf = {module.inf:g}, which leaves masked keys some weight")
-        projections = (attention.linear_q, attention.linear_k, attention.linear_v, attention.linear_g)
+        q, k, v, gate, out = (LinearOf(getattr(attention, f"linear_{name}")) for name in "qkvgo")
         axis = ROWS if module.starting else COLS
         return made_of(
             TriangleAttention,
@@ -58,7 +59,7 @@ class EsmFoldTriangleAttention(Adapter):
             axis=axis,
             norm=NormOf(module.layer_norm),
             bias=LinearOf(module.linear),
-            attention=AttentionOf(module.no_heads, *map(LinearOf, projections), LinearOf(attention.linear_o)),
+            attention=AttentionOf(module.no_heads, q, k, v, gate, out),
         )
 
     def forward(
@@ -71,6 +72,7 @@ class EsmFoldTriangleAttention(Adapter):
         use_lma: bool = False,
         inplace_safe: bool = False,
     ) -> Tensor:
+        """Return the update; rows are computed `chunk_size` at a time."""
         if use_memory_efficient_kernel and use_lma:
             raise NotServed("two algorithms are asked for at once")
         return self.update(layer, x, ones(x) if mask is None else (mask == 1).to(x.dtype), rows=chunk_size)
@@ -87,6 +89,7 @@ class EsmFoldTriangleMultiplication(Adapter):
     operation = "triangle_multiplication"
 
     def build(self, module: Any) -> nn.Module:
+        """Return ours, with a and b exchanged where it is incoming."""
         outgoing = module._outgoing
         a, a_gate = LinearOf(module.linear_a_p), LinearOf(module.linear_a_g)
         b, b_gate = LinearOf(module.linear_b_p), LinearOf(module.linear_b_g)
@@ -102,7 +105,7 @@ class EsmFoldTriangleMultiplication(Adapter):
             norm_out=NormOf(module.layer_norm_out),
             out=LinearOf(module.linear_z),
             gate=LinearOf(module.linear_g),
-            **{"a": a, "a_gate": a_gate, "b": b, "b_gate": b_gate},
+            a=a, a_gate=a_gate, b=b, b_gate=b_gate,
         )
 
     def forward(
@@ -114,6 +117,7 @@ class EsmFoldTriangleMultiplication(Adapter):
         _add_with_inplace: bool = False,
         _inplace_chunk_size: int | None = 256,
     ) -> Tensor:
+        """Return the update, or z itself with the update in it or in its place."""
         half = torch.is_autocast_enabled(z.device.type) and torch.get_autocast_dtype(z.device.type) == torch.float16
         if half and not inplace_safe:
             raise NotServed("products in fp32 under an autocast to fp16")

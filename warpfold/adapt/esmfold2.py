@@ -5,6 +5,7 @@ There are no biases but in norms, whose parameters stay in fp32.  For incoming p
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from warpfold.adapt.adapter import Adapter, LinearOf, NormOf, NotServed, RandomInputs, made_of
@@ -15,7 +16,18 @@ from warpfold.model.pair import TriangleMultiplication
 MODELING = "transformers.models.esmfold2.modeling_esmfold2"
 
 
-class EsmFold2TriangleMultiplication(Adapter):
+class EsmFold2Layer(Adapter):
+    """What their layers have in common: the parameters of norms are in fp32 whatever the others are."""
+
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        module.to(dtype)
+        for part in module.modules():
+            if type(part).__name__ == "EsmFold2LayerNorm":
+                part.float()
+        return module
+
+
+class EsmFold2TriangleMultiplication(EsmFold2Layer):
     """Triangle multiplication; one projection makes left, right and their gates.  Chunks change nothing."""
 
     serves = (f"{MODELING}:EsmFold2TriangleMultiplicativeUpdate",)
@@ -23,10 +35,9 @@ class EsmFold2TriangleMultiplication(Adapter):
     operation = "triangle_multiplication"
 
     def build(self, module: Any) -> nn.Module:
+        """Return ours, with left and right exchanged where it is incoming."""
         outgoing, c = module.flow == "outgoing", module.dim
-        left, right, left_gate, right_gate = (
-            LinearOf(module.proj_bundle, slice(i * c, (i + 1) * c)) for i in range(4)
-        )
+        left, right, left_gate, right_gate = (LinearOf(module.proj_bundle, slice(i * c, (i + 1) * c)) for i in range(4))
         a, b = ((left, left_gate), (right, right_gate)) if outgoing else ((right, right_gate), (left, left_gate))
         return made_of(
             TriangleMultiplication,
@@ -38,7 +49,7 @@ class EsmFold2TriangleMultiplication(Adapter):
             norm_out=NormOf(module.norm_mix),
             out=LinearOf(module.proj_emit),
             gate=LinearOf(module.proj_gate),
-            **{"a": a[0], "a_gate": a[1], "b": b[0], "b_gate": b[1]},
+            a=a[0], a_gate=a[1], b=b[0], b_gate=b[1],
         )
 
     def forward(self, layer: Any, pair_grid: Tensor, visibility: Tensor | None = None) -> Tensor:
@@ -50,7 +61,7 @@ class EsmFold2TriangleMultiplication(Adapter):
         return (x,), {"visibility": random.mask(2, n, n).bool()}
 
 
-class EsmFold2Transition(Adapter):
+class EsmFold2Transition(EsmFold2Layer):
     """The SwiGLU transition of pairs and of an alignment, which adds x."""
 
     serves = (f"{MODELING}:EsmFold2Transition",)
@@ -58,8 +69,8 @@ class EsmFold2Transition(Adapter):
     operation = "transition"
 
     def build(self, module: Any) -> nn.Module:
-        if not isinstance(module.mlp.activation_fn, nn.SiLU):
-            raise NotServed(f"a perceptron with {type(module.mlp.activation_fn).__name__}")
+        if (name := type(module.mlp.activation_fn).__name__) not in ("SiLU", "SiLUActivation"):
+            raise NotServed(f"a perceptron with {name}")
         up, down = LinearOf(module.mlp.gate_up_proj), LinearOf(module.mlp.down_proj)
         return made_of(Transition, activation="swiglu", norm=NormOf(module.norm), up=up, down=down)
 
