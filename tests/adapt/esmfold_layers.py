@@ -8,6 +8,7 @@ from torch import nn
 
 from warpfold.adapt.adapter import Adapter
 from warpfold.adapt.esmfold import EsmFoldTriangleAttention, EsmFoldTriangleMultiplication
+from warpfold.model.execution import Executable
 
 PACKAGE = "transformers"
 ADAPTERS = "esmfold"
@@ -47,7 +48,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 class OtherNode(EsmFoldTriangleAttention):
     """Takes a starting node for an ending one, and the other way round."""
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         layer: Any = super().build(module)
         layer.by_column = not layer.by_column
         return layer
@@ -56,7 +57,7 @@ class OtherNode(EsmFoldTriangleAttention):
 class OtherDirection(EsmFoldTriangleMultiplication):
     """Takes outgoing products for incoming ones, and the other way round."""
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         layer: Any = super().build(module)
         layer.outgoing = not layer.outgoing
         return layer
@@ -65,7 +66,7 @@ class OtherDirection(EsmFoldTriangleMultiplication):
 class OtherFactor(EsmFoldTriangleMultiplication):
     """Takes a for b."""
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         layer: Any = super().build(module)
         layer.a, layer.a_gate, layer.b, layer.b_gate = layer.b, layer.b_gate, layer.a, layer.a_gate
         return layer

@@ -26,9 +26,16 @@ def esmfold(dropout: float = 0.0) -> Any:
     config = EsmConfig(
         is_folding_model=True,
         esmfold_config={"fp16_esm": False, "trunk": trunk},
-        vocab_size=33, pad_token_id=1, mask_token_id=32, position_embedding_type="rotary",
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=33,
+        pad_token_id=1,
+        mask_token_id=32,
+        position_embedding_type="rotary",
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     torch.manual_seed(0)
     return redrawn(EsmForProteinFolding(config).eval(), 0)

@@ -22,7 +22,7 @@ from warpfold.adapt.adapter import (
 from warpfold.model.attention import Transition
 from warpfold.model.axial import COLS, ROWS
 from warpfold.model.execution import Executable
-from warpfold.model.layers import DeferredLayerNorm, DrawsNoise
+from warpfold.model.layers import DeferredLayerNorm
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 
 MASKED = 1e6  # what theirs subtracts from the logits of masked keys is more than this, so that they have no weight
@@ -44,7 +44,7 @@ class EsmFoldTriangleAttention(Adapter):
     )
     operation = "gated_attention"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         """Return ours, of the norm, the bias and the attention.  Errors: NotServed without a gate."""
         attention = module.mha
         if attention.linear_g is None:
@@ -88,7 +88,7 @@ class EsmFoldTriangleMultiplication(Adapter):
     signature = "(self, z, mask=None, inplace_safe=False, _add_with_inplace=False, _inplace_chunk_size=256)"
     operation = "triangle_multiplication"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         """Return ours, with a and b exchanged where it is incoming."""
         outgoing = module._outgoing
         a, a_gate = LinearOf(module.linear_a_p), LinearOf(module.linear_a_g)
@@ -105,7 +105,10 @@ class EsmFoldTriangleMultiplication(Adapter):
             norm_out=NormOf(module.layer_norm_out),
             out=LinearOf(module.linear_z),
             gate=LinearOf(module.linear_g),
-            a=a, a_gate=a_gate, b=b, b_gate=b_gate,
+            a=a,
+            a_gate=a_gate,
+            b=b,
+            b_gate=b_gate,
         )
 
     def forward(
@@ -141,7 +144,7 @@ class EsmFoldResidueMLP(Adapter):
     signature = "(self, x)"
     operation = "transition"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         norm, up, activation, down, dropout = module.mlp
         if not isinstance(activation, nn.ReLU):
             raise NotServed(f"a perceptron with {type(activation).__name__}")
@@ -159,7 +162,7 @@ class EsmFoldResidueMLP(Adapter):
         return (random(2, n, n, module.mlp[1].weight.shape[1]),), {}
 
 
-class NormedLinear(Executable, DrawsNoise):
+class NormedLinear(Executable):
     """A projection of a normalised tensor, which is not kept."""
 
     norm: Any
@@ -176,7 +179,7 @@ class EsmFoldPairToSequence(Adapter):
     signature = "(self, pairwise_state)"
     operation = "norm_linear"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         return made_of(NormedLinear, norm=NormOf(module.layernorm), linear=LinearOf(module.linear))
 
     def forward(self, layer: Any, pairwise_state: Tensor) -> Tensor:
@@ -187,7 +190,7 @@ class EsmFoldPairToSequence(Adapter):
         return (random(2, n, n, module.linear.weight.shape[1]),), {}
 
 
-class PairsOfSequence(Executable, DrawsNoise):
+class PairsOfSequence(Executable):
     """A linear layer of products and differences of two vectors, for each pair (i, j): of q_j k_i and q_j - k_i.
 
     As both are linear in q, it is q_j times a matrix of residue i: neither products nor differences are made.
@@ -216,7 +219,7 @@ class EsmFoldSequenceToPair(Adapter):
     signature = "(self, sequence_state)"
     operation = "pairs_of_sequence"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         return made_of(PairsOfSequence, norm=NormOf(module.layernorm), proj=LinearOf(module.proj), **halves(module))
 
     def forward(self, layer: Any, sequence_state: Tensor) -> Tensor:

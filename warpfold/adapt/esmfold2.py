@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from warpfold.adapt.adapter import Adapter, LinearOf, NormOf, NotServed, RandomInputs, made_of
 from warpfold.model.attention import Transition
 from warpfold.model.axial import COLS, ROWS
+from warpfold.model.execution import Executable
 from warpfold.model.pair import TriangleMultiplication
 
 MODELING = "transformers.models.esmfold2.modeling_esmfold2"
@@ -34,7 +35,7 @@ class EsmFold2TriangleMultiplication(EsmFold2Layer):
     signature = "(self, pair_grid, visibility=None)"
     operation = "triangle_multiplication"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         """Return ours, with left and right exchanged where it is incoming."""
         outgoing, c = module.flow == "outgoing", module.dim
         left, right, left_gate, right_gate = (LinearOf(module.proj_bundle, slice(i * c, (i + 1) * c)) for i in range(4))
@@ -49,7 +50,10 @@ class EsmFold2TriangleMultiplication(EsmFold2Layer):
             norm_out=NormOf(module.norm_mix),
             out=LinearOf(module.proj_emit),
             gate=LinearOf(module.proj_gate),
-            a=a[0], a_gate=a[1], b=b[0], b_gate=b[1],
+            a=a[0],
+            a_gate=a[1],
+            b=b[0],
+            b_gate=b[1],
         )
 
     def forward(self, layer: Any, pair_grid: Tensor, visibility: Tensor | None = None) -> Tensor:
@@ -68,7 +72,7 @@ class EsmFold2Transition(EsmFold2Layer):
     signature = "(self, hidden_states)"
     operation = "transition"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         if (name := type(module.mlp.activation_fn).__name__) not in ("SiLU", "SiLUActivation"):
             raise NotServed(f"a perceptron with {name}")
         up, down = LinearOf(module.mlp.gate_up_proj), LinearOf(module.mlp.down_proj)
