@@ -5,7 +5,7 @@ import random
 import signal
 from collections import OrderedDict
 from collections.abc import Iterator
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,9 @@ def killed(folder: Path, **how: Any) -> None:
     synced = how.pop("synced", None)
 
     def run() -> None:
-        torch.set_num_threads(1)
+        # the parent's is not ours
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
         if synced is not None:
             left = iter(range(synced))
 

@@ -112,7 +112,7 @@ def unflatten(
     classes: whether classes are called by the names that stand there.  Errors: ValueError for what is no such tree.
     """
 
-    def value(tree: Any) -> Any:
+    def _value(tree: Any) -> Any:
         if not isinstance(tree, list):
             return tree
         match tree:
@@ -127,16 +127,16 @@ def unflatten(
             case ["bytes", int(number)]:
                 return array(number).tobytes()
             case ["list", list(items)]:
-                return [value(item) for item in items]
+                return [_value(item) for item in items]
             case ["tuple", list(items)]:
-                return tuple(value(item) for item in items)
+                return tuple(_value(item) for item in items)
             case ["dict" | "OrderedDict" | "Counter" as kind, list(pairs)]:
-                return PLAIN.get(kind, dict)({value(key): value(held) for key, held in pairs})
+                return PLAIN.get(kind, dict)({_value(key): _value(held) for key, held in pairs})
             case ["class", str(name), way, arguments] if classes:
-                return _called(_class(name), way, value(arguments))
+                return _called(_class(name), way, _value(arguments))
         raise ValueError(f"no nested value: {str(tree)[:80]}")
 
-    return value(tree)
+    return _value(tree)
 
 
 def _class(name: str) -> Any:
