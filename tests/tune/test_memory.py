@@ -77,7 +77,7 @@ def test_it_is_what_the_allocator_gives(training: bool, plan: dict[str, Any]) ->
 
 def test_templates_in_bf16_are_projected_without_copies_of_the_weight() -> None:
     """Of moved axes torch copies it for every pair: 9.4 MB here, beside 1.2 MB of everything else."""
-    layer = TemplatePointwiseAttention(c_z=8, c_t=64, heads=4, width=16).bfloat16()
+    layer = TemplatePointwiseAttention(c_z=8, c_t=64, heads=4, width=16).bfloat16().requires_grad_(False)
     z, t = torch.randn(24, 24, 8, dtype=torch.bfloat16), torch.randn(2, 24, 24, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         assert most_allocated(lambda: layer(z, t, torch.ones(2))) < 24 * 24 * 64 * 64 * 2 / 2
