@@ -34,10 +34,8 @@ def of_given_bias():
     return layer
 
 
-def with_bias_turned(starting):
-    """A triangle attention whose bias is not as AlphaFold2 has it."""
-    layer = TriangleAttention(C_Z, starting=starting, heads=3)
-    layer.transpose_bias = starting
+def transposed(layer):
+    layer.bias_transposed = True
     return layer
 
 
@@ -55,8 +53,8 @@ CASES = {
     "incoming, fused": lambda: TriangleMultiplication(C_Z, 6, outgoing=False, fused=True),
     "starting": lambda: TriangleAttention(C_Z, starting=True, heads=3),
     "ending": lambda: TriangleAttention(C_Z, starting=False, heads=3, head_width=5),
-    "starting, bias turned": lambda: with_bias_turned(True),
-    "ending, bias as it is": lambda: with_bias_turned(False),
+    "starting, its bias transposed": lambda: transposed(TriangleAttention(C_Z, starting=True, heads=3)),
+    "ending, its bias transposed": lambda: transposed(TriangleAttention(C_Z, starting=False, heads=3)),
     "pair bias": lambda: AttentionPairBias(C_M, C_Z, heads=4),
     "pair bias, given": of_given_bias,
     "pair-weighted": lambda: PairWeightedAveraging(C_M, C_Z, heads=3, head_width=5),
@@ -179,7 +177,7 @@ def test_whole_is_add_of_all_of_x_in_values_and_every_gradient(name, dropped):
 
 
 WHOLE = ("row", "column", "outgoing", "incoming, fused", "starting", "ending")
-WHOLE += ("starting, bias turned", "ending, bias as it is", "pair bias")
+WHOLE += ("starting, its bias transposed", "ending, its bias transposed", "pair bias")
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -303,7 +301,7 @@ def test_a_masked_sequence_reaches_no_other(name):
     torch.testing.assert_close(layer.delta(*args)[rest], expected, rtol=CLOSE, atol=CLOSE)
 
 
-@pytest.mark.parametrize("name", ["outgoing", "incoming", "starting", "ending", "ending, bias as it is"])
+@pytest.mark.parametrize("name", ["outgoing", "incoming", "starting", "ending", "ending, its bias transposed"])
 def test_a_masked_residue_reaches_no_other_pair(name):
     layer, x, _, _ = make(name)
     layer.eval()
