@@ -88,11 +88,11 @@ part() {  # NAME SECONDS FILE COMMAND ...: what the command prints goes to FILE 
 warpfold=("$python" -m warpfold)
 if [[ -n "$rehearse" ]]; then
   triangles=starting:12,starting:16 all=starting:12 places=pair:8,msa:3x8,dropout:8 settings=tiny toy=(--toy)
-  sizes=(--residues 12 --sequences 4 --extra 4 --blocks 1) few=()
+  sizes=(--residues 12 --sequences 4 --extra 4 --blocks 1) few=() presets=tiny
 else
   triangles=starting:256,starting:384,starting:1024,starting:2048,ending:256,ending:1024
   all=starting:256,row:128x256,column:128x256,global:1024x256 places=pair:256,msa:128x256,dropout:256 settings=monomer toy=()
-  sizes=() few=(--blocks 4)
+  sizes=() few=(--blocks 4) presets=monomer
 fi
 readonly tests=("$python" -m pytest -m gpu -q --maxfail=10 --continue-on-collection-errors --no-header tests/ops tests/laws/test_gpu_graphs.py
   tests/test_device.py tests/model/test_permutation.py)
@@ -132,6 +132,8 @@ measure "norms, gates, tails" 30 norms --op layer_norm,norm_linear,gate,tail --s
   --unchecked
 part "every operation of $settings" 45 "$parts/doctor.json" "${warpfold[@]}" doctor --kernels --settings "$settings" \
   --device "$device" --json
+part "memory: said and taken" 45 - "$python" -m benchmarks.memory --quick --presets "$presets" --device "$device" \
+  --output "$out/$name-memory.json"
 tune attention 75
 measure "attention, all ways" 40 attention --op attention --shapes "$all" --unchecked
 if [[ -n "$rehearse" ]]; then

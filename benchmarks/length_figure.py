@@ -10,7 +10,10 @@ from matplotlib.figure import Figure
 
 from warpfold.run.figures import CHAIN_COLORS, GREY, RULE, STYLE
 
-TITLES = {"blocks": "two blocks of the true width", "whole": "every part, small width"}
+TITLES = {
+    "blocks": "two blocks of the true width: measured, and the plan's lines",
+    "whole": "every part, small width: measured, and the plan's lines",
+}
 MARKS = "os^Dv*"
 GPUS = (24, 40, 80)  # GB
 

@@ -1,7 +1,8 @@
 """Compare the memory that a plan is said to need (tune/memory.py) with what it takes: `python benchmarks/memory.py`.
 
 Each case runs in a process of its own.  Tensor bytes are those that torch's allocator gives, of operations and of what
-they need inside, by torch's profiler; process memory is the growth of the largest resident size (Linux).
+they need inside: on a CPU by torch's profiler, on a GPU (`--device cuda`) as torch counts them.  Process memory, on a
+CPU, is the growth of the largest resident size (Linux).
 """
 
 import argparse
@@ -27,7 +28,10 @@ from warpfold.tune.measured_memory import measured_memory, resident_memory, work
 from warpfold.tune.memory import estimate_memory, with_margin
 
 LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01)
-SIZES = [(96, 4, 8, 0), (96, 128, 256, 2), (192, 32, 64, 1), (256, 64, 128, 0), (384, 16, 32, 0), (512, 8, 16, 0)]
+SIZES = [(96, 128, 256, 2), (192, 32, 64, 1), (384, 16, 32, 0), (512, 8, 16, 0)]
+SHORT = SIZES[:2]  # of the presets but the first
+QUICK = [(96, 4, 8, 0)]
+TRAINED = 96  # residues, at most
 FOLDING: list[dict[str, Any]] = [
     {},
     {"chunk": 16, "in_place": True},
@@ -50,20 +54,20 @@ def model_of(preset: str, blocks: int) -> ModelConfig:
     return replace(short, evoformer=replace(short.evoformer, blocks=blocks))
 
 
-def cases(quick: bool) -> list[dict[str, Any]]:
+def cases(presets: list[str], quick: bool) -> list[dict[str, Any]]:
     """Return the grid: presets, sizes and plans."""
     found = []
-    for preset in ("monomer", "tiny", "multimer"):
-        for residues, sequences, extra, templates in SIZES[:1] if quick else SIZES:
+    for preset in presets:
+        for residues, sequences, extra, templates in QUICK if quick else SIZES if preset == presets[0] else SHORT:
             sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
             plans = [(plan, False) for plan in FOLDING]
-            if residues <= 192:
+            if residues <= TRAINED:
                 plans += [(plan, True) for plan in TRAINING]
             found += [{"preset": preset, "sizes": sizes, "plan": plan, "training": train} for plan, train in plans]
     return found
 
 
-def run_case(case: dict[str, Any]) -> dict[str, Any]:
+def run_case(case: dict[str, Any], device: str) -> dict[str, Any]:
     """Estimate and measure one case in this process."""
     sizes, plan = ExampleSizes(**case["sizes"]), Plan(**case["plan"])
     more: dict[str, Any] = {"loss": LOSSES, "optim": OptimConfig()} if case["training"] else {}
@@ -71,16 +75,16 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     job = Job(model=model_of(case["preset"], blocks), sizes=sizes, recycles=1, **more)
     torch.set_num_threads(1)
     small = ExampleSizes(residues=24, sequences=4, extra=4, templates=sizes.templates)
-    work(replace(job, sizes=small), plan)  # libraries are loaded, and their code comes into memory, once
-    resident = resident_memory(job, plan)
-    tensors = measured_memory(job, plan)
-    estimate = estimate_memory(job, plan)
+    work(replace(job, sizes=small), plan, device)  # libraries are loaded, and their code comes into memory, once
+    resident = resident_memory(job, plan) if device == "cpu" else None
+    tensors = measured_memory(job, plan, device)
+    estimate = estimate_memory(job, plan, device)
     return {
         **case,
         "estimate": estimate.peak,
         "tensors": tensors,
         "resident": resident,
-        "with_margin": with_margin(estimate.peak),
+        "with_margin": with_margin(estimate.peak, device),
         "at_peak": estimate.at_peak,
         "ratio": round(estimate.peak / tensors, 4),
     }
@@ -92,13 +96,15 @@ def main() -> None:
     parser.add_argument("--case", help="one case as JSON, in this process")
     parser.add_argument("--quick", action="store_true", help="the shortest length alone")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--presets", default="monomer,tiny,multimer")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     given = parser.parse_args()
     if given.case:
-        print(json.dumps(run_case(json.loads(given.case))))
+        print(json.dumps(run_case(json.loads(given.case), given.device)))
         return
     found = []
-    for case in cases(given.quick):
-        command = [sys.executable, "-m", "benchmarks.memory", "--case", json.dumps(case)]
+    for case in cases(given.presets.split(","), given.quick):
+        command = [sys.executable, "-m", "benchmarks.memory", "--device", given.device, "--case", json.dumps(case)]
         ran = subprocess.run(command, capture_output=True, text=True)
         if ran.returncode:
             print(case, "failed:", ran.stderr.strip().splitlines()[-1:], flush=True)
@@ -106,10 +112,14 @@ def main() -> None:
         row = json.loads(ran.stdout.splitlines()[-1])
         found.append(row)
         says = f"{row['preset']:9}{list(row['sizes'].values())} {row['plan']} {'training' if row['training'] else ''}"
-        mb = {name: f"{row[name] / 1e6:,.0f}" for name in ("estimate", "tensors", "resident", "with_margin")}
+        mb = {
+            name: "" if row[name] is None else f"{row[name] / 1e6:,.0f}"
+            for name in ("estimate", "tensors", "resident", "with_margin")
+        }
         print(says, mb, row["ratio"], flush=True)
     if given.output:
-        report = {"date": str(datetime.date.today()), "machine": describe(torch.device("cpu")), "cases": found}
+        machine = describe(torch.device(given.device))
+        report = {"date": str(datetime.date.today()), "machine": machine, "cases": found}
         given.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

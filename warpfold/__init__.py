@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
+    from warpfold.engine.flat import Flat
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
 
 __version__ = "0.1.0"
 __all__ = [
     "Acceleration",
+    "Flat",
     "Prediction",
     "Predictor",
     "__version__",
@@ -24,6 +26,7 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
+    "Flat": "warpfold.engine.flat",
     "Prediction": "warpfold.run.outputs",
 }
 

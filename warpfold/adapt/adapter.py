@@ -22,6 +22,7 @@ modules that hold them, each time it computes, so a parameter may be moved, cast
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, TypeVar
 
@@ -130,6 +131,29 @@ class LinearOf:
         return nn.functional.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+class StackedOf:
+    """Projections of one tensor as one, their outputs one below the other.  All of them have a bias, or none."""
+
+    packed = None
+
+    def __init__(self, *projections: LinearOf) -> None:
+        self.projections = projections
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights [o, c]."""
+        return torch.cat([projection.weight for projection in self.projections])
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The biases [o], if there are any."""
+        biases = [projection.bias for projection in self.projections]
+        given = [bias for bias in biases if bias is not None]
+        if len(given) not in (0, len(biases)):
+            raise NotServed("projections with and without a bias are one")
+        return torch.cat(given) if given else None
+
+
 class NormOf:
     """The layer normalisation of another model's, as our layers want one."""
 
@@ -159,6 +183,23 @@ class NormOf:
         weight = self.weight
         bias = torch.zeros_like(weight) if self.bias is None else self.bias
         return layer_norm(x, weight, bias, self.eps)
+
+
+@dataclass(frozen=True)
+class AttentionOf:
+    """The parameters of a gated attention that are another model's, as our layers want them (`GatedAttention`)."""
+
+    heads: int
+    q: LinearOf
+    k: LinearOf
+    v: LinearOf
+    gate: LinearOf
+    out: LinearOf
+
+    @property
+    def projections(self) -> tuple[LinearOf, ...]:
+        """The projections of the normalised input, in the order in which they are joined."""
+        return self.gate, self.q, self.k, self.v
 
 
 def made_of(kind: type[L], **parts: Any) -> L:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from warpfold.adapt.adapter import Adapter, RandomInputs, swap
 from warpfold.ops.dispatch import always_fast
@@ -40,7 +41,8 @@ def compare(module: nn.Module, adapter: Adapter, seed: int = 0) -> Comparison:
         ours = copy.deepcopy(theirs)
         swap(ours, adapter, adapter.build(ours))
         like = next(p for p in theirs.parameters() if p.is_floating_point())
-        truth = _results(copy.deepcopy(theirs).double(), adapter, n, like.double())
+        with StaysDouble():
+            truth = _results(copy.deepcopy(theirs).double(), adapter, n, like.double())
         by_them = _results(theirs, adapter, n, like)
         with always_fast():
             by_us = _results(ours, adapter, n, like)
@@ -52,6 +54,23 @@ def compare(module: nn.Module, adapter: Adapter, seed: int = 0) -> Comparison:
             if (not agrees, apart) > (not worst.agrees, worst.difference) or apart != apart:
                 worst = Comparison(apart, name, agrees)
     return worst
+
+
+class StaysDouble(TorchFunctionMode):
+    """Within the context what is fp64 stays so where code casts it to fp32, as some does before it multiplies or adds.
+
+    So all of such code can be had in fp64; parts of it could not be run otherwise, for dtypes that do not fit.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        to_fp32 = any(given is torch.float32 for given in (*args[1:], *kwargs.values()))
+        casts = to_fp32 and func in (torch.Tensor.to, torch.Tensor.type)
+        if (casts or func is torch.Tensor.float) and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **kwargs)
 
 
 def redrawn(module: nn.Module, seed: int) -> nn.Module:

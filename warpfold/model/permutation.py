@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from warpfold.batch import Batch
 from warpfold.geometry.labels import structure_labels
@@ -175,4 +176,5 @@ def _cheapest(cost: Tensor) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _ways(copies: int, chains: int) -> Tensor:
     """Return all ways to give each of some chains a copy of its own: int64 [ways, chains]."""
-    return torch.tensor(list(itertools.permutations(range(copies), chains)))
+    with _disable_current_modes():  # what is kept must be numbers, also where tensors have no memory (tune/fake.py)
+        return torch.tensor(list(itertools.permutations(range(copies), chains)), device="cpu")
