@@ -12,8 +12,8 @@ ELEMENTWISE = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
 )
-# Where torch has one kernel for a whole step, which it takes only when it is asked to.  Not that of SGD: in torch 2.13 it
-# fails where some parameters have a momentum already and others do not.
+# Where torch has one kernel for a whole step, taken only on request.  Not that of SGD: in torch 2.13 it fails where
+# some parameters have a momentum already and others do not.
 FUSED: dict[type[optim.Optimizer], tuple[str, ...]] = {
     optim.Adam: ("cpu", "cuda"),
     optim.AdamW: ("cpu", "cuda"),
