@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.engine.flat import Flat
+    from warpfold.engine.replicas import Replicas
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
 
@@ -15,6 +16,7 @@ __all__ = [
     "Flat",
     "Prediction",
     "Predictor",
+    "Replicas",
     "__version__",
     "accelerate",
     "acceleration",
@@ -28,6 +30,7 @@ _MODULES = {
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
     "Flat": "warpfold.engine.flat",
     "Prediction": "warpfold.run.outputs",
+    "Replicas": "warpfold.engine.replicas",
 }
 
 

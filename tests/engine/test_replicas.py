@@ -30,7 +30,10 @@ from warpfold.parallel.waits import LostError, watched
 
 BOUND = 1e-11  # float64: some hundred additions in another order, through a few steps
 STEPS = 4
-ADAM = torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-3}  # with torch's eps, 1e-8, gradients that are zero but for rounding count
+ADAM = (
+    torch.optim.AdamW,
+    {"lr": 1e-2, "eps": 1e-3},
+)  # with torch's eps, 1e-8, gradients that are zero but for rounding count
 SGD = torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}
 
 
@@ -54,7 +57,9 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def peer(model: nn.Module, loss: Callable[..., Tensor], accumulate: int, kind: Any, rates: dict[str, float]) -> nn.Module:
+def peer(
+    model: nn.Module, loss: Callable[..., Tensor], accumulate: int, kind: Any, rates: dict[str, float]
+) -> nn.Module:
     """Train a copy by DDP, from rank 0's weights."""
     copied = copy.deepcopy(model)
     wrapped = DistributedDataParallel(copied, find_unused_parameters=True)
@@ -280,7 +285,8 @@ def test_compression_sends_what_is_not_finite_whole_and_keeps_its_carry() -> Non
         before = {k: x.clone() for k, x in replicas.state_dict().items()}
         optimizer.zero_grad()
         (model(1, 0) * (torch.inf if dist.get_rank() == 1 else 1)).backward()
-        assert model.a.grad is not None and not model.a.grad.isfinite().any()
+        assert model.a.grad is not None
+        assert not model.a.grad.isfinite().any()
         after = replicas.state_dict()
         assert all(torch.equal(before[k], after[k]) for k in before)
 
@@ -347,7 +353,8 @@ def test_buckets_are_sent_during_the_backward_pass() -> None:
         layers = nn.ModuleDict({str(i): nn.Linear(16, 16, bias=False) for i in (3, 1, 0, 2)})  # in another order
         optimizer = Flat(layers, torch.optim.SGD, lr=1.0)
         replicas = Replicas(layers, optimizer, bucket_mb=16 * 16 * 4 / 1e6)
-        assert replicas.mean is not None and len(replicas.mean.buckets) == 4
+        assert replicas.mean is not None
+        assert len(replicas.mean.buckets) == 4
         sent, found = [], []
         layers["0"].weight.register_hook(lambda _: found.append(sum(sent)))
         with watched(lambda event: sent.append(event.bytes >= 1024)):
@@ -393,7 +400,8 @@ def test_one_process_needs_no_group() -> None:
     optimizer.step()
     replicas.check()
     replicas.load_state_dict(replicas.state_dict())
-    assert optimizer.reducer is None and replicas.state_dict() == {}
+    assert optimizer.reducer is None
+    assert replicas.state_dict() == {}
 
 
 @pytest.mark.parametrize(

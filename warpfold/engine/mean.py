@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from warpfold.engine.compressed import BufferPart
-from warpfold.engine.flat_buffer import FlatBuffer
+from warpfold.engine.flat_buffer import HANDLE, FlatBuffer
 from warpfold.errors import UserError
 from warpfold.parallel.buckets import ALIGN
 from warpfold.parallel.compress import CompressionConfig
@@ -47,7 +47,7 @@ class FlatBucket:
 
 
 def cut(size: int, itemsize: int, bucket_bytes: float, ranks: int) -> list[slice]:
-    """Cut a buffer into buckets of about `bucket_bytes` from its end; the first, whose gradients come last, may be less.
+    """Cut a buffer into buckets of about `bucket_bytes` from its end; the first, whose gradients come last, is less.
 
     Every length divides by ALIGN times the ranks, as `size` does.
     """
@@ -79,7 +79,9 @@ class GradientMean:
         ranks, self.device = wire.group.size, buffers[0].gradient.device
         self.compressed: list[BufferPart] = []
         if compression is not None:
-            within, of = (exchange.within, exchange.between.wire) if isinstance(exchange, Hierarchical) else (None, wire)
+            within, of = (
+                (exchange.within, exchange.between.wire) if isinstance(exchange, Hierarchical) else (None, wire)
+            )
             self.compressed = [BufferPart(buffer, compression, of, within) for buffer in buffers]
         self.scale = 1.0 if self.compressed else 1 / ranks
         self.buckets: list[FlatBucket] = []
@@ -95,8 +97,11 @@ class GradientMean:
         self.syncing, self.synced, self.ordered = True, False, False
         self.alone = False  # whether this rank has no more batches, and only takes part for the others' sake
         self._reset()
-        for number, leaf in enumerate(self.leaves):
-            leaf.parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
+        for number, leaf in enumerate(self.leaves):  # in place of Flat's own hook, or of earlier Replicas'
+            if earlier := getattr(leaf.parameter, HANDLE, None):
+                earlier.remove()
+            hook = partial(self._arrived, number)
+            setattr(leaf.parameter, HANDLE, leaf.parameter.register_post_accumulate_grad_hook(hook))
 
     def _add(self, number: int, buffer: FlatBuffer, cuts: Sequence[slice]) -> None:
         first = len(self.buckets)
@@ -126,11 +131,13 @@ class GradientMean:
     def _arrived(self, number: int, parameter: Tensor) -> None:
         """Note that a parameter has its gradient of this pass: autograd calls this once, whatever its uses."""
         if not self.syncing:
+            _put(self.leaves[number], 1.0)
             self.synced = False
             return
         if self._due is None:
             self._begin(number)
         assert self._due is not None
+        self._place(number)
         for bucket in self.leaves[number].buckets:
             self._due[bucket] -= 1
             if self._due[bucket] < 0:
@@ -158,17 +165,17 @@ class GradientMean:
         self._flags_work = self.wire.all_reduce(self._flags, dist.ReduceOp.MAX)
         if number is not None:
             self._check_fresh(self.leaves[number])
-            torch.autograd.Variable._execution_engine.queue_callback(self.complete)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.complete)
 
     def _check_fresh(self, leaf: GradientLeaf) -> None:
         """Raise UserError where a gradient was added to pieces that other ranks own."""
         grad = leaf.parameter.grad
-        if self.sharded and self.synced and grad is not None and grad.data_ptr() == leaf.view.data_ptr():
-            if bool(grad.isnan().any()):
-                raise UserError(
-                    "Replicas(shard=True): a second backward pass before step(), whose gradients the ranks have "
-                    "already shared out; put all passes of a step but the last under replicas.no_sync()"
-                )
+        again = self.sharded and self.synced and grad is not None and grad.data_ptr() == leaf.view.data_ptr()
+        if again and bool(leaf.view.isnan().any()):
+            raise UserError(
+                "Replicas(shard=True): a second backward pass before step(), when the ranks have shared the gradients "
+                "out already; put all passes of a step but the last under replicas.no_sync()"
+            )
 
     def _send_all(self, due: bool) -> None:
         while self._sent < len(self.order):
@@ -179,11 +186,9 @@ class GradientMean:
             self._send(self.buckets[bucket])
 
     def _send(self, bucket: FlatBucket) -> None:
-        """Put the gradients of a bucket into their places, and begin its exchange."""
+        """Begin the exchange of a bucket, with all gradients in their places."""
         for number in bucket.leaves:
-            if not self._placed[number]:
-                self._placed[number] = True
-                self._place(self.leaves[number])
+            self._place(number)
         if self.compressed:
             return
         exchange = self._exchange(bucket)
@@ -197,20 +202,11 @@ class GradientMean:
             next(exchange)
             self._running.append(exchange)
 
-    def _place(self, leaf: GradientLeaf) -> None:
-        grad = leaf.parameter.grad
-        if grad is None:
-            leaf.view.zero_()
-            return
-        if grad.layout != torch.strided:
-            raise UserError(f"{leaf.name}: its gradient is sparse, which flat buffers do not hold; set sparse=False")
-        with torch.no_grad():
-            if self.scale != 1:
-                torch.mul(grad, self.scale, out=leaf.view)
-            elif grad.data_ptr() != leaf.view.data_ptr():
-                leaf.view.copy_(grad)
-        if grad is not leaf.view:
-            leaf.parameter.grad = leaf.view
+    def _place(self, number: int) -> None:
+        """Put a gradient, or zeros where there is none, into its place, once in a pass."""
+        if not self._placed[number]:
+            self._placed[number] = True
+            _put(self.leaves[number], self.scale)
 
     def _push(self, exchange: Stages[None]) -> None:
         """Begin an exchange, and move those before it on by a stage: in one order on every rank (in the thread)."""
@@ -380,6 +376,24 @@ class GradientMean:
         assert self.exchange is not None
         each = length // self.wire.group.size
         return slice(self.exchange.index * each, (self.exchange.index + 1) * each)
+
+
+def _put(leaf: GradientLeaf, scale: float) -> None:
+    """Put a gradient, scaled, into its place, while it is in the caches."""
+    grad = leaf.parameter.grad
+    if grad is None:
+        leaf.view.zero_()
+        return
+    if grad.layout != torch.strided:
+        raise UserError(f"{leaf.name}: its gradient is sparse, which flat buffers do not hold; set sparse=False")
+    if grad.requires_grad:
+        grad = grad.detach()
+    if scale != 1:
+        torch.mul(grad, scale, out=leaf.view)
+    elif grad is not leaf.view:
+        leaf.view.copy_(grad)
+    if grad is not leaf.view:
+        leaf.parameter.grad = leaf.view
 
 
 def _gaps(buffer: FlatBuffer) -> Tensor:

@@ -36,8 +36,8 @@ Compression = Literal["bf16", "int8", "1bit", "topk", "powersgd"]
 class Replicas:
     """Keep the replicas of a model on all ranks of the process group the same.
 
-    The first weights and buffers are those of rank 0.  After `backward()` every gradient is the mean over the ranks, and
-    the model's buffers (statistics of BatchNorm) are those of rank 0; a parameter that no rank used has no gradient.
+    The first weights and buffers are those of rank 0.  After `backward()` every gradient is the mean over the ranks,
+    and the model's buffers (statistics of BatchNorm) are those of rank 0; what no rank used has no gradient.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Replicas:
         """Send rank 0's weights to all, and have each backward pass take the mean.  Every rank must call it.
 
         hierarchical: add up within each node, then between nodes.
-        compression: "bf16" rounds what is sent; "int8" from the first step on, "1bit", "topk" and "powersgd" after 1,000
-        whole steps (or as a CompressionConfig says) carry over what they leave out.
+        compression: "bf16" rounds what is sent; "int8" from the first step on, "1bit", "topk" and "powersgd" after
+        1,000 whole steps (or as a CompressionConfig says) carry over what they leave out.
         shard: each rank keeps the optimizer's state of its part only (ZeRO, stage 1).
         bucket_mb: MB of gradients that are sent together.
         ranks_per_node: of hierarchical sums; None: neighbours whose machines have one name.
@@ -67,7 +67,9 @@ class Replicas:
         _check(model, optimizer, config, shard, bucket_mb)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        world = Group("data", dist.get_rank(), dist.get_world_size(), (*range(dist.get_world_size()),), dist.group.WORLD)
+        world = Group(
+            "data", dist.get_rank(), dist.get_world_size(), (*range(dist.get_world_size()),), dist.group.WORLD
+        )
         self.wire, self._device = Wire(world), optimizer.buffers[0].weights.device
         _check_group(self._device, world)
         _check_same(model, optimizer, self.wire, self._device)
@@ -102,7 +104,7 @@ class Replicas:
             return None
         if group.size % each:
             raise UserError(
-                f"Replicas: hierarchical sums need as many ranks on each node; {group.size} ranks are not a multiple of "
+                f"Replicas: hierarchical sums need as many ranks on each node; {group.size} ranks do not divide by "
                 f"ranks_per_node = {each}; leave hierarchical=True out"
             )
         mesh = Mesh(data=group, world=group, limit=time_limit(group.handle, self._device))
@@ -139,7 +141,7 @@ class Replicas:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of backward passes within the context on their ranks: for all of a step's but the last."""
+        """Leave the gradients of backward passes within the context on their ranks: for all but a step's last."""
         with nullcontext() if self.mean is None else self.mean.no_sync():
             yield
 
@@ -156,7 +158,9 @@ class Replicas:
             yield
             return
         if mean.sharded:
-            raise UserError("Replicas(shard=True) cannot join(): give all ranks equally many batches, or leave shard out")
+            raise UserError(
+                "Replicas(shard=True) cannot join(): give all ranks equally many batches, or leave shard out"
+            )
         self._joining = True
         try:
             yield
@@ -203,13 +207,13 @@ def _config(compression: Compression | CompressionConfig | None) -> CompressionC
     if compression is None or compression == "bf16" or isinstance(compression, CompressionConfig):
         return None if isinstance(compression, str) else compression
     if compression not in get_args(Compression):
-        raise UserError(f'Replicas: compression = "{compression}" is not one of {", ".join(get_args(Compression))}, None')
+        raise UserError(
+            f'Replicas: compression = "{compression}" is not one of {", ".join(get_args(Compression))}, None'
+        )
     return CompressionConfig(method=compression, start=0 if compression == "int8" else CompressionConfig.start)
 
 
-def _check(
-    model: nn.Module, optimizer: Flat, config: CompressionConfig | None, shard: bool, bucket_mb: float
-) -> None:
+def _check(model: nn.Module, optimizer: Flat, config: CompressionConfig | None, shard: bool, bucket_mb: float) -> None:
     """Raise UserError for what this process can see is not served."""
     if not isinstance(optimizer, Flat):
         raise UserError(
@@ -229,7 +233,9 @@ def _check(
     own = {id(p) for buffer in optimizer.buffers for p in buffer.parameters.values()}
     for name, p in model.named_parameters():
         if hasattr(p, "device_mesh"):
-            raise UserError(f"Replicas: {name} is a DTensor, sharded by torch; use torch's own data parallelism with it")
+            raise UserError(
+                f"Replicas: {name} is a DTensor, sharded by torch; use torch's own data parallelism with it"
+            )
         if p.requires_grad and id(p) not in own:
             raise UserError(
                 f"Replicas: {name} requires a gradient but is not the optimizer's, so nobody would take its mean; give "
@@ -252,7 +258,7 @@ def _check_group(device: torch.device, world: Group) -> None:
     served = [str(d) for d in world.handle._device_types]
     if device.type not in served:
         raise UserError(
-            f"Replicas: the process group serves {', '.join(served)}, and the model is on {device.type}; move the model "
+            f"Replicas: the process group serves {', '.join(served)}, and the model is on {device.type}; move it "
             'before Flat is made, or initialise the group with "cpu:gloo,cuda:nccl"'
         )
 
