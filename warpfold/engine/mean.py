@@ -9,52 +9,20 @@ what took no part is sent as zeros.  When `backward()` returns, every p.grad is 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from warpfold.engine.compressed import BufferPart
 from warpfold.engine.flat_buffer import HANDLE, FlatBuffer
+from warpfold.engine.gradient_buckets import FlatBucket, GradientLeaf, cut, gaps, put
 from warpfold.errors import UserError
-from warpfold.parallel.buckets import ALIGN
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import Exchange, Hierarchical, Stages, Wire, finish
 from warpfold.parallel.waits import LostError, SerialThread, Work, waiting
-
-
-@dataclass(frozen=True)
-class GradientLeaf:
-    """A parameter, where its gradient goes, and the buckets in which that lies."""
-
-    name: str
-    parameter: nn.Parameter
-    view: Tensor
-    node: Node
-    buckets: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class FlatBucket:
-    """A part of a flat buffer that is sent at once; leaves: numbers of the parameters that lie in it, or partly."""
-
-    buffer: int
-    where: slice
-    leaves: tuple[int, ...]
-
-
-def cut(size: int, itemsize: int, bucket_bytes: float, ranks: int) -> list[slice]:
-    """Cut a buffer into buckets of about `bucket_bytes` from its end; the first, whose gradients come last, is less.
-
-    Every length divides by ALIGN times the ranks, as `size` does.
-    """
-    unit = ALIGN * ranks
-    step = max(1, round(bucket_bytes / itemsize / unit)) * unit
-    ends = range(size, 0, -step)
-    return [slice(max(0, end - step), end) for end in ends]
 
 
 class GradientMean:
@@ -90,7 +58,7 @@ class GradientMean:
             self._add(number, buffer, cut(len(buffer.gradient), buffer.gradient.itemsize, bucket_bytes, ranks))
         self.order = list(range(len(self.buckets)))[::-1]
         self.order.sort(key=lambda b: (-self.buckets[b].buffer, -self.buckets[b].where.start))
-        self.gaps = [_gaps(buffer) for buffer in buffers] if sharded else []
+        self.gaps = [gaps(buffer) for buffer in buffers] if sharded else []
         staged = exchange is not None and not self.compressed
         self._thread = SerialThread() if staged and self.device.type == "cpu" else None
         self._side = torch.cuda.Stream(self.device) if staged and self.device.type == "cuda" else None
@@ -131,7 +99,7 @@ class GradientMean:
     def _arrived(self, number: int, parameter: Tensor) -> None:
         """Note that a parameter has its gradient of this pass: autograd calls this once, whatever its uses."""
         if not self.syncing:
-            _put(self.leaves[number], 1.0)
+            put(self.leaves[number], 1.0)
             self.synced = False
             return
         if self._due is None:
@@ -206,7 +174,7 @@ class GradientMean:
         """Put a gradient, or zeros where there is none, into its place, once in a pass."""
         if not self._placed[number]:
             self._placed[number] = True
-            _put(self.leaves[number], self.scale)
+            put(self.leaves[number], self.scale)
 
     def _push(self, exchange: Stages[None]) -> None:
         """Begin an exchange, and move those before it on by a stage: in one order on every rank (in the thread)."""
@@ -262,8 +230,8 @@ class GradientMean:
                 torch.cuda.current_stream(self.device).wait_stream(self._side)
             for part in self.compressed:
                 part.mean()
-            for buffer, gaps in zip(self.buffers, self.gaps):
-                buffer.gradient[gaps] = 0
+            for buffer, between in zip(self.buffers, self.gaps):
+                buffer.gradient[between] = 0
         self._flags_work.wait()
         absent = [(k, leaf) for k, leaf in enumerate(self.leaves) if leaf.parameter.grad is None]
         if absent:
@@ -376,29 +344,3 @@ class GradientMean:
         assert self.exchange is not None
         each = length // self.wire.group.size
         return slice(self.exchange.index * each, (self.exchange.index + 1) * each)
-
-
-def _put(leaf: GradientLeaf, scale: float) -> None:
-    """Put a gradient, scaled, into its place, while it is in the caches."""
-    grad = leaf.parameter.grad
-    if grad is None:
-        leaf.view.zero_()
-        return
-    if grad.layout != torch.strided:
-        raise UserError(f"{leaf.name}: its gradient is sparse, which flat buffers do not hold; set sparse=False")
-    if grad.requires_grad:
-        grad = grad.detach()
-    if scale != 1:
-        torch.mul(grad, scale, out=leaf.view)
-    elif grad is not leaf.view:
-        leaf.view.copy_(grad)
-    if grad is not leaf.view:
-        leaf.parameter.grad = leaf.view
-
-
-def _gaps(buffer: FlatBuffer) -> Tensor:
-    """Return the indices of the numbers that lie between parameters."""
-    between = torch.ones(len(buffer.gradient), dtype=torch.bool)
-    for place in buffer.places.values():
-        between[place] = False
-    return between.nonzero().flatten().to(buffer.gradient.device)
