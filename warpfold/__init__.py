@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
+    from warpfold.adapt.plain import biased_attention
     from warpfold.engine.flat import Flat
     from warpfold.engine.replicas import Replicas
     from warpfold.run.outputs import Prediction
@@ -20,6 +21,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "acceleration",
+    "biased_attention",
     "load",
     "restore",
 ]
@@ -27,6 +29,7 @@ __all__ = [
 # Where each name is; imported at first use: `import warpfold` alone does not load torch.
 _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
+    "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
     "Flat": "warpfold.engine.flat",
     "Prediction": "warpfold.run.outputs",

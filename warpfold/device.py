@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import platform
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -74,6 +75,22 @@ def keep_memory() -> str | None:
         return "this glibc cannot keep blocks so large"
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # never trim
     return None
+
+
+def spinning_threads() -> str | None:
+    """Return what to say of threads that spin while they wait for each other, or None where they do not.
+
+    GNU's OpenMP lets them spin for milliseconds after each operation, unless it was told otherwise before it was
+    loaded.  Where other programs run on the same cores, that is time taken from those that compute.
+    """
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ or torch.get_num_threads() == 1:
+        return None
+    if sys.platform != "linux":
+        return None
+    return (
+        "if other programs run on these cores, set OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=10000 before Python starts: "
+        "threads that spin while they wait slow each other down"
+    )
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,19 @@ def free_memory(device: torch.device | str) -> int:
     return host_memory()
 
 
+def memory_in_use(device: torch.device | str) -> int:
+    """Return the bytes of a device that this process uses now: of a GPU in tensors, of a CPU all but what was freed.
+
+    Errors: UserError where the system does not say.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if device.type != "cpu" or not (PROC / "self/status").exists():
+        raise UserError(f"memory: how much of {device} is in use, this system does not say; leave memory out")
+    return _status(PROC, "VmRSS") - _kept(PROC)
+
+
 def host_memory(proc: Path = PROC, groups: Path = GROUPS) -> int:
     """Return the bytes of main memory that this process could take now; without Linux, all that the machine has.
 

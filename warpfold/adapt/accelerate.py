@@ -8,62 +8,34 @@ of its own (`adapter.swapped_class`), with another `forward`.
 """
 
 import importlib
-import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
-from warpfold.adapt.adapter import Adapter, NotServed, adapter_of, is_swapped, name_of, swap, swap_back
+from warpfold.adapt.adapter import Adapter, NotServed, adapter_of, is_swapped, name_of, swap, swap_back, was_wrapped
+from warpfold.adapt.check import check_model, inside
+from warpfold.adapt.report import NO_OPERATION, Acceleration, LayerKind
+from warpfold.adapt.slices import SlicedExecution, on_meta
+from warpfold.adapt.speed import gain, measured_speed
 from warpfold.adapt.verify import compare
+from warpfold.device import keep_memory, spinning_threads
 from warpfold.errors import UserError
+from warpfold.memory import memory_in_use
+from warpfold.ops.dispatch import unsupported_device
+from warpfold.tune.machine import in_gb, parse_memory
 
-PACKAGES: tuple[str, ...] = ()  # of warpfold.adapt: modules with adapters
+PACKAGES: tuple[str, ...] = ("plain", "esmfold", "esmfold2")  # of warpfold.adapt: modules with adapters
 REPORT = "_warpfold_acceleration"  # the attribute of an accelerated model
+NOT_ASKED = "not asked for"
+PLAIN = "plain torch: swapped where only= names it, or where verify='speed' finds a gain"
+Verify = bool | Literal["speed"]
 M = TypeVar("M", bound=nn.Module)
-log = logging.getLogger("warpfold")
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Modules of a model that are alike: of one class, with parameters of the same shapes."""
-
-    names: tuple[str, ...]  # of the modules
-    of_class: str
-    operation: str = ""  # what computes them now; nothing: they were left
-    why: str = ""  # they were left
-    difference: float | None = None  # the greatest that was found between both ways, relative; None: not compared
-
-
-@dataclass(frozen=True)
-class Acceleration:
-    """What `accelerate` did to a model: print it."""
-
-    kinds: tuple[LayerKind, ...]
-
-    @property
-    def swapped(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers that compute by our operations."""
-        return tuple(kind for kind in self.kinds if kind.operation)
-
-    @property
-    def left(self) -> tuple[LayerKind, ...]:
-        """The kinds that are known and were left, and those that have parameters and are not known."""
-        return tuple(kind for kind in self.kinds if not kind.operation)
-
-    def __str__(self) -> str:
-        rows = [("layers", "class", "", "difference")]
-        rows += [
-            (_pattern(k.names), f"{len(k.names)} {k.of_class}", k.operation or f"left: {k.why}", _shown(k.difference))
-            for k in (*self.swapped, *self.left)
-        ]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
 def accelerate(
@@ -71,37 +43,44 @@ def accelerate(
     *,
     only: str | Iterable[str] | None = None,
     strict: bool = False,
-    verify: bool = True,
+    verify: Verify = True,
+    memory: str | None = None,
+    size: int | None = None,
 ) -> M:
     """Have the layers of a model that are known here compute by our operations; print what was done; return the model.
 
-    only: patterns of module names ("trunk.blocks.*"), or names of operations; None: every layer that is known.
+    only: patterns of module names ("trunk.blocks.*"; what is below is meant, too), or names of operations; None: every
+    layer that is known.
     strict: a known layer that cannot be swapped is an error, and so is an operation that refuses what it is given.
-    verify: compare each kind of layer both ways, forward and backward; one that does not agree is left.
+    verify: compare each kind of layer both ways, forward and backward; one that does not agree is left.  "speed": time
+    both ways, too, with `size` residues or tokens (128 on a CPU, 256 on a GPU), and leave what is slower here.
+    memory: of the device, "24GB": a swapped layer takes no more than what is left of it, in slices; with gradients it
+    is computed again in the backward pass.
     `acceleration(model)` returns what was printed.
-    Errors: UserError where nothing is swapped, for a model that is compiled, quantised, on a device or of a dtype that
-    is not served, or accelerated already.  The model is then as it was.
+    Errors: UserError where nothing is swapped, for a model that is compiled, quantised, sharded, on a device or of a
+    dtype that is not served, or accelerated already.  The model is then as it was.
     """
+    if verify not in (True, False, "speed"):
+        raise UserError(f"accelerate: verify={verify!r}: not True, False or 'speed'")
     check_model(model)
-    names = dict(model.named_modules())
-    wanted = _wanted(names, only)
-    kinds, found = [], {}
-    for group in _alike(names):
-        kind, adapter = _look(names[group[0]], group, wanted, verify)
+    of = inside(model)
+    if memory is not None:
+        memory_in_use(next((p.device for p in of.parameters()), torch.device("cpu")))  # known, or an error
+    asked = _Asked(_patterns(of, only), strict, verify, None if memory is None else parse_memory(memory), size)
+    kinds, layers = [], []
+    for kind, adapter, modules in _kinds(of, asked):
         kinds.append(kind)
         if adapter is not None and kind.operation:
-            found[kind] = adapter
-        elif strict and adapter is not None and not kind.operation and kind.why != NOT_ASKED:
-            raise UserError(f"accelerate: {group[0]} ({kind.of_class}) cannot be swapped: {kind.why}; leave strict out")
-    report = Acceleration(tuple(kinds))
+            execution = asked.execution(adapter, modules[0])
+            layers += [(module, adapter, adapter.build(module), execution) for module in modules]
+    report = Acceleration(tuple(kinds), sum(p.numel() for p in of.parameters()), _notes(of, asked))
     if not report.swapped:
-        raise UserError(_nothing(model, report))
-    layers = [
-        (names[name], adapter, adapter.build(names[name])) for kind, adapter in found.items() for name in kind.names
-    ]
-    for module, adapter, layer in layers:
-        swap(module, adapter, layer)
+        raise UserError(_nothing(of, report))
+    for module, adapter, layer, execution in layers:
+        swap(module, adapter, layer, execution)
     object.__setattr__(model, REPORT, report)
+    if any(p.device.type == "cpu" for p in of.parameters()):
+        keep_memory()
     if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         print(report)
     return model
@@ -110,20 +89,23 @@ def accelerate(
 def restore(model: M) -> M:
     """Have every layer of a model compute as its own class does; return the model.
 
-    Errors: UserError for a model that is not accelerated.
+    Errors: UserError for a model that is not accelerated, or was sharded since.
     """
     swapped = [module for module in model.modules() if is_swapped(module)]
     if not swapped:
         raise UserError("restore: this model is not accelerated")
+    if wrapped := [module for module in swapped if was_wrapped(module)]:
+        raise UserError(f"restore: a {type(wrapped[0]).__name__} was wrapped since it was swapped; restore before that")
     for module in swapped:
         swap_back(module)
-    vars(model).pop(REPORT, None)
+    for module in model.modules():
+        vars(module).pop(REPORT, None)
     return model
 
 
 def acceleration(model: nn.Module) -> Acceleration:
     """Return what `accelerate` did to a model.  Errors: UserError for one that is not accelerated."""
-    report: Acceleration | None = vars(model).get(REPORT)
+    report: Acceleration | None = vars(model).get(REPORT) or vars(inside(model)).get(REPORT)
     if report is None:
         raise UserError("acceleration: this model is not accelerated")
     return report
@@ -137,103 +119,150 @@ def adapters() -> Mapping[str, Adapter]:
     return {name: kind() for kind in kinds for name in kind.serves}
 
 
-NOT_ASKED = "not asked for"
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-DEVICES = ("cpu", "cuda")
+@dataclass(frozen=True)
+class _Asked:
+    """What a call of `accelerate` asks for."""
+
+    patterns: tuple[str, ...] | None
+    strict: bool
+    verify: Verify
+    memory: int | None
+    size: int | None
+
+    def wants(self, name: str, adapter: Adapter) -> bool:
+        """Return whether a module is asked for."""
+        if self.patterns is None:
+            return True
+        return any(adapter.operation == p or fnmatch(name, p) or fnmatch(name, f"{p}.*") for p in self.patterns)
+
+    def execution(self, adapter: Adapter, module: nn.Module | None) -> SlicedExecution:
+        """Return how layers like that of a module compute."""
+        twin = None if self.memory is None or module is None else on_meta(adapter, module)
+        return SlicedExecution("strict" if self.strict else None, self.memory, twin)
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise UserError for what `accelerate` does not take."""
-    if not isinstance(model, nn.Module):
-        raise UserError(f"accelerate: a {type(model).__name__} is no torch.nn.Module")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UserError("accelerate: this model is scripted; accelerate the Python module")
-    if any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules()):
-        raise UserError("accelerate: this model is compiled; accelerate it first, then torch.compile it")
-    if any(is_swapped(module) for module in model.modules()):
-        raise UserError("accelerate: this model is accelerated already; warpfold.restore(model) undoes it")
-    for name, p in model.named_parameters():
-        if p.device.type not in DEVICES:
-            raise UserError(f"accelerate: {name} is on {p.device}; layers are swapped on {' and '.join(DEVICES)}")
-        if p.dtype not in DTYPES:
-            raise UserError(f"accelerate: {name} is {p.dtype}: a quantised model computes by its own operations")
-
-
-def _wanted(names: Mapping[str, nn.Module], only: str | Iterable[str] | None) -> list[str] | None:
-    """Return the patterns; None: everything.  Errors: UserError for one that no module and no operation has."""
+def _patterns(model: nn.Module, only: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """Return the patterns; None: everything.  Errors: UserError for one that no known layer and no operation has."""
     if only is None:
         return None
-    patterns = [only] if isinstance(only, str) else list(only)
+    patterns = (only,) if isinstance(only, str) else tuple(only)
     operations = {adapter.operation for adapter in adapters().values()}
+    names = [name for name, module in model.named_modules() if adapter_of(module, adapters())[0] is not None]
     for pattern in patterns:
-        if pattern not in operations and not any(fnmatch(name, pattern) for name in names):
+        below = (pattern, f"{pattern}.*")
+        if pattern not in operations and not any(fnmatch(name, p) for name in names for p in below):
             known = ", ".join(sorted(operations))
-            raise UserError(f"accelerate: only={pattern!r} is neither the name of a module nor one of {known}")
+            raise UserError(f"accelerate: only={pattern!r} is neither the name of a layer that is known nor of {known}")
     return patterns
 
 
-def _alike(names: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Return the names of modules that are known, or have parameters of their own; those that are alike together."""
-    groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    inside: tuple[str, ...] = ()  # of modules that are known: what they are made of is swapped with them
-    for name, module in names.items():
-        if any(name.startswith(f"{one}.") for one in inside):
+Found = tuple[LayerKind, Adapter | None, Sequence[nn.Module]]
+
+
+def _kinds(model: nn.Module, asked: _Asked) -> Iterator[Found]:
+    """Yield what becomes of every layer of a model, kind by kind; of what is known and left, what is inside of it, too.
+
+    Errors: UserError for a layer that cannot be swapped, if that is `strict`.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    roots: list[nn.Module] = [model]
+    while roots:
+        groups, roots = _alike(roots, names), []
+        for group in groups:
+            adapter = adapter_of(group[0], adapters())[0]
+            own = [m for m in group if adapter is None or asked.wants(names[m], adapter)]
+            rest = [m for m in group if m not in own]
+            if own:
+                kind = _look(own[0], tuple(names[m] for m in own), adapter, asked)
+                yield replace(kind, parameters=_count(own, adapter is not None)), adapter, own
+                roots += [] if kind.operation or adapter is None else own
+            if rest:
+                yield LayerKind(tuple(names[m] for m in rest), type(rest[0]).__name__, why=NOT_ASKED), adapter, rest
+                roots += rest
+        roots = [child for module in roots for child in module.children()]
+
+
+def _alike(roots: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> list[list[nn.Module]]:
+    """Return the modules at and below some that are known, or have parameters of their own; those alike together.
+
+    What is inside of one that is known is swapped with it, and not looked at.
+    """
+    groups: dict[tuple[object, ...], list[nn.Module]] = defaultdict(list)
+    left, seen = list(reversed(roots)), set[nn.Module]()
+    while left:
+        module = left.pop()
+        if module in seen:
             continue
-        known = adapter_of(module, adapters())[0]
-        if known is not None:
-            inside += (name,)
-        own = module.named_parameters(recurse=known is not None)
-        shapes = tuple((key, tuple(p.shape), p.dtype, p.device) for key, p in own)
-        if known is not None:
+        seen.add(module)
+        known = adapter_of(module, adapters())[0] is not None
+        shapes = tuple((key, tuple(p.shape), p.dtype, p.device) for key, p in module.named_parameters(recurse=known))
+        if known:
             flags = tuple((key, value) for key, value in vars(module).items() if isinstance(value, int | float | str))
-            groups[type(module), shapes, flags].append(name)
-        elif shapes:
-            groups[type(module),].append(name)
+            groups[type(module), shapes, flags].append(module)
+            continue
+        if shapes:
+            groups[type(module),].append(module)
+        left += reversed(list(module.children()))
     return list(groups.values())
 
 
-def _look(
-    module: nn.Module, names: list[str], wanted: list[str] | None, verify: bool
-) -> tuple[LayerKind, Adapter | None]:
+def _count(modules: Sequence[nn.Module], recurse: bool) -> int:
+    """Return how many numbers the parameters of modules have, those that they share once."""
+    return sum(p.numel() for p in {p for module in modules for p in module.parameters(recurse)})
+
+
+def _look(module: nn.Module, names: tuple[str, ...], adapter: Adapter | None, asked: _Asked) -> LayerKind:
     """Return what becomes of modules that are alike, of which one is given, and their adapter if they are known."""
-    kind = LayerKind(tuple(names), type(module).__name__)
-    adapter, why = adapter_of(module, adapters())
+    kind = LayerKind(names, type(module).__name__)
     if adapter is None:
-        return replace(kind, why="no operation of ours"), None
-    if wanted is not None:
-        chosen = tuple(name for name in names if adapter.operation in wanted or any(fnmatch(name, p) for p in wanted))
-        if not chosen:
-            return replace(kind, why=NOT_ASKED), adapter
-        kind = replace(kind, names=chosen)
+        return replace(kind, why=NO_OPERATION)
+    if adapter.plain and asked.patterns is None and asked.verify != "speed":
+        return replace(kind, why=PLAIN)
     try:
-        if why is not None:
-            raise NotServed(why)
-        adapter.build(module)
-        if not verify:
-            return replace(kind, operation=adapter.operation), adapter
-        found = compare(module, adapter)
+        return _served(kind, module, adapter, asked)
     except NotServed as error:
-        return replace(kind, why=str(error)), adapter
+        why = str(error)
+    except AttributeError as error:
+        why = f"its parts are not those that are known: {error}"
+    if asked.strict:
+        raise UserError(f"accelerate: {names[0]} ({kind.of_class}) cannot be swapped: {why}; leave strict out")
+    return replace(kind, why=why)
+
+
+def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, asked: _Asked) -> LayerKind:
+    """Return what becomes of modules whose class is known.  Errors: NotServed where they cannot be swapped."""
+    why = adapter_of(module, adapters())[1] or unsupported_device([*module.parameters()])
+    if why is not None:
+        raise NotServed(why)
+    adapter.build(module)
+    if not asked.verify:
+        return replace(kind, operation=adapter.operation)
+    found = compare(module, adapter, execution=asked.execution(adapter, None))
     if not found.agrees:
-        return replace(kind, why=f"differs by {found.difference:.1g} in the {found.where}"), adapter
-    return replace(kind, operation=adapter.operation, difference=found.difference), adapter
+        raise NotServed(f"differs by {found.difference:.1g} in the {found.where}")
+    kind = replace(kind, difference=found.difference)
+    if asked.verify != "speed":
+        return replace(kind, operation=adapter.operation)
+    speed = measured_speed(module, adapter, asked.size)
+    kind = replace(kind, speed=speed)
+    if why := gain(speed, adapter.plain):
+        return replace(kind, why=why)
+    return replace(kind, operation=adapter.operation)
+
+
+def _notes(model: nn.Module, asked: _Asked) -> tuple[str, ...]:
+    """Return what else a user has to know."""
+    notes = []
+    if asked.memory is not None:
+        notes.append(f"within {in_gb(asked.memory)}: in slices, and computed again in the backward pass")
+    if any(p.device.type == "cpu" for p in model.parameters()):
+        notes += filter(None, [spinning_threads()])
+    return tuple(notes)
 
 
 def _nothing(model: nn.Module, report: Acceleration) -> str:
     """Return what to say of a model in which nothing was swapped."""
-    known = [f"{kind.names[0]}: {kind.why}" for kind in report.left if kind.why != "no operation of ours"]
+    known = [f"{kind.names[0] or 'the model'}: {kind.why}" for kind in report.left if kind.why != NO_OPERATION]
     packages = Counter(name_of(type(module)).partition(".")[0] for module in model.modules())
-    said = "; ".join(known[:3]) or f"no layer of {packages.most_common(1)[0][0]} that is known here"
+    said = "; ".join(dict.fromkeys(known[:3])) or f"no layer of {packages.most_common(1)[0][0]} that is known here"
     return f"accelerate: nothing to swap in this {type(model).__name__}: {said}"
-
-
-def _pattern(names: tuple[str, ...]) -> str:
-    """Return names of modules as one pattern: what differs is a star."""
-    split = [name.split(".") for name in names]
-    if len({len(parts) for parts in split}) > 1:
-        return f"{names[0]}, ..."
-    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*split)) or "(the model)"
-
-
-def _shown(difference: float | None) -> str:
-    return "" if difference is None else f"{difference:.0e}"

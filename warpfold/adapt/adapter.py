@@ -31,12 +31,14 @@ from torch import Tensor, nn
 
 from warpfold.errors import UserError
 from warpfold.model.axial import AxialUpdate
+from warpfold.model.execution import Executable, PlainExecution
 from warpfold.model.layers import DrawsNoise
-from warpfold.ops.dispatch import report_refusal
+from warpfold.ops.dispatch import kernels, report_refusal
 from warpfold.ops.norm import EPS, layer_norm
 
-L = TypeVar("L", bound=AxialUpdate)
+L = TypeVar("L", bound=Executable)
 LAYER = "_warpfold_layer"  # where a swapped module keeps our layer: an attribute, and no submodule
+PARTS = "_warpfold_parts"  # and the modules inside it, of which the layer is made
 
 
 class NotServed(UserError):
@@ -66,8 +68,9 @@ class Adapter:
     serves: ClassVar[tuple[str, ...]] = ()  # "package.module:Class"
     signature: ClassVar[str] = ""  # of their forward, as `inspect` prints it without annotations
     operation: ClassVar[str] = ""  # what computes, for people
+    plain: ClassVar[bool] = False  # a layer of torch's own: swapped where it is asked for, or measured to be a gain
 
-    def build(self, module: nn.Module) -> nn.Module:
+    def build(self, module: nn.Module) -> Executable:
         """Return our layer, made of the module's parts.  Errors: NotServed for a module that differs."""
         raise NotImplementedError
 
@@ -83,6 +86,10 @@ class Adapter:
         """Return what of an output both ways must agree on: less where masked entries are undefined."""
         return output
 
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """Return a module with its parameters in a dtype, in place; overridden where a package leaves some in fp32."""
+        return module.to(dtype)
+
     @staticmethod
     def update(
         layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None, rows: int | None = None
@@ -94,6 +101,14 @@ class Adapter:
         x, other = cast_by_autocast(x), None if other is None else cast_by_autocast(other)
         with layer.computing():
             return layer.execution.delta(layer, x, mask, other, rows)
+
+    @classmethod
+    def renew(cls, layer: AxialUpdate, x: Tensor, mask: Tensor) -> Tensor:
+        """Return x with its update: one operation, unless autocast keeps x in another dtype than the update."""
+        if cast_by_autocast(x).dtype != x.dtype:
+            return x + cls.update(layer, x, mask)
+        with layer.computing():
+            return layer.execution.layer(layer, x, mask)
 
 
 def cast_by_autocast(x: Tensor) -> Tensor:
@@ -111,13 +126,13 @@ class LinearOf:
     packed = None
 
     def __init__(self, module: nn.Module, outputs: slice | None = None) -> None:
+        check_part(module)
         self.module, self.outputs = module, outputs
 
     @property
     def weight(self) -> Tensor:
         """The weight [o, c]."""
-        weight = self.module.weight
-        assert isinstance(weight, Tensor)
+        weight = _weight_of(self.module)
         return weight if self.outputs is None else weight[self.outputs]
 
     @property
@@ -158,15 +173,13 @@ class NormOf:
     """The layer normalisation of another model's, as our layers want one."""
 
     def __init__(self, module: nn.Module) -> None:
+        check_part(module)
         self.module = module
 
     @property
     def weight(self) -> Tensor:
         """The weight [c].  Errors: NotServed for a norm that has none."""
-        weight = self.module.weight
-        if not isinstance(weight, Tensor):
-            raise NotServed("a norm without weights")
-        return weight
+        return _weight_of(self.module)
 
     @property
     def bias(self) -> Tensor | None:
@@ -183,6 +196,28 @@ class NormOf:
         weight = self.weight
         bias = torch.zeros_like(weight) if self.bias is None else self.bias
         return layer_norm(x, weight, bias, self.eps)
+
+
+def check_part(module: nn.Module) -> None:
+    """Raise NotServed for a part that is more than its parameters: what it computes would not be what we compute."""
+    name = type(module).__name__
+    if any(True for _ in module.children()):
+        raise NotServed(f"its {name} has modules inside, such as an adapter of low rank")
+    if "forward" in vars(module):
+        raise NotServed(f"the forward of its {name} was replaced")
+    _weight_of(module)
+
+
+def _weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a part.  Errors: NotServed for one that is quantised or sharded, or not there."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise NotServed(f"its {type(module).__name__} has no weight")
+    if not torch.compiler.is_compiling():  # where it is known
+        kind = type(weight)
+        if not (weight.is_floating_point() and kind.__module__.startswith("torch.") and kind.__name__ != "DTensor"):
+            raise NotServed(f"the weight of its {type(module).__name__} is a {kind.__name__} of {weight.dtype}")
+    return weight
 
 
 @dataclass(frozen=True)
@@ -205,10 +240,12 @@ class AttentionOf:
 def made_of(kind: type[L], **parts: Any) -> L:
     """Return a layer of ours of which the parts are another model's: no parameter is made or copied."""
     layer = kind.__new__(kind)
-    DrawsNoise.__init__(layer)
+    nn.Module.__init__(layer)
+    if isinstance(layer, DrawsNoise):
+        DrawsNoise.__init__(layer)
+    layer.eval()  # dropout is the other model's; and before it has parts, which stay as they are
     for name, part in parts.items():
         setattr(layer, name, part)
-    layer.eval()  # dropout is the other model's
     return layer
 
 
@@ -225,7 +262,8 @@ def adapter_of(module: nn.Module, known: Mapping[str, Adapter]) -> tuple[Adapter
         return None, None
     adapter = known[name_of(served)]
     if kind.forward is not served.forward:
-        return adapter, f"{kind.__name__} has a forward of its own"
+        # Many a class is made of torch's, to compute something else: it is not known.
+        return (None, None) if adapter.plain else (adapter, f"{kind.__name__} has a forward of its own")
     found = signature_of(kind.forward)
     if found != adapter.signature:
         return adapter, f"its forward is {found}, and {adapter.signature} is known"
@@ -253,10 +291,10 @@ def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Modu
     @wraps(theirs)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            return how.forward(vars(self)[LAYER], *args, **kwargs)
+            return how.forward(_layer_now(self, how), *args, **kwargs)
         except NotServed as refusal:
-            report_refusal(f"{kind.__name__}: {refusal}")
-            return theirs(self, *args, **kwargs)
+            _report(self, f"{kind.__name__}: {refusal}")
+        return theirs(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         return _empty_swapped, (kind, adapter), vars(self)
@@ -273,18 +311,61 @@ def _empty_swapped(kind: type[nn.Module], adapter: type[Adapter]) -> nn.Module:
     return swapped.__new__(swapped)
 
 
+def _layer_now(module: nn.Module, adapter: Adapter) -> Executable:
+    """Return the layer of a swapped module; made anew where parts of it were replaced since.
+
+    Errors: NotServed where a part has a hook, or is no longer one that we serve: its own forward then counts.
+    """
+    layer: Executable = vars(module)[LAYER]
+    if torch.compiler.is_compiling():  # it notices by itself what was replaced
+        return layer
+    parts = _parts(module)
+    if len(parts) != len(vars(module)[PARTS]) or any(a is not b for a, b in zip(parts, vars(module)[PARTS])):
+        execution, layer = layer.execution, adapter.build(module)
+        _keep(module, layer, execution)
+    for part in parts:
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            raise NotServed(f"its {type(part).__name__} has a hook, which would not be called")
+    return layer
+
+
+def _parts(module: nn.Module) -> tuple[nn.Module, ...]:
+    return tuple(part for part in module.modules() if part is not module)
+
+
+def _keep(module: nn.Module, layer: Executable, execution: PlainExecution | None) -> None:
+    """Have a module keep a layer, not as a submodule: it has no parameters of its own."""
+    if execution is not None:
+        layer.execution = execution
+    object.__setattr__(module, LAYER, layer)
+    object.__setattr__(module, PARTS, _parts(module))
+
+
+def _report(module: nn.Module, refusal: str) -> None:
+    """Count that a call was left to a module's own forward.  Errors: UserError if its kernels are "strict"."""
+    with vars(module)[LAYER].computing():
+        if kernels() == "strict":
+            raise UserError(f"{refusal}; without strict its own code would compute it")
+        report_refusal(refusal)
+
+
 def is_swapped(module: nn.Module) -> bool:
     """Return whether a module computes by our operations."""
     return LAYER in vars(module)
 
 
-def swap(module: nn.Module, adapter: Adapter, layer: nn.Module) -> None:
-    """Have a module compute by our layer from now on."""
-    object.__setattr__(module, LAYER, layer)  # not as a submodule: it has no parameters of its own
+def swap(module: nn.Module, adapter: Adapter, layer: Executable, execution: PlainExecution | None = None) -> None:
+    """Have a module compute by our layer from now on, as an execution says (None: at once, all of it)."""
+    _keep(module, layer, execution)
     module.__class__ = swapped_class(type(module), type(adapter))
 
 
+def was_wrapped(module: nn.Module) -> bool:
+    """Return whether the class of a swapped module was changed since, as sharding does."""
+    return type(module) is not swapped_class(*type(module).original)  # type: ignore[attr-defined]
+
+
 def swap_back(module: nn.Module) -> None:
-    """Have a swapped module compute as its own class does."""
+    """Have a swapped module, whose class was not changed since, compute as its own class does."""
     module.__class__ = type(module).original[0]  # type: ignore[attr-defined]
-    del vars(module)[LAYER]
+    del vars(module)[LAYER], vars(module)[PARTS]

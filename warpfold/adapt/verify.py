@@ -5,15 +5,17 @@ their own code in fp64; ours may be as far from it as theirs is in the module's 
 """
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from warpfold.adapt.adapter import Adapter, RandomInputs, swap
+from warpfold.adapt.adapter import Adapter, NotServed, RandomInputs, swap
+from warpfold.model.execution import PlainExecution
 from warpfold.ops.dispatch import always_fast
 
 SIZES = (7, 33)  # residues: below a tile of any kernel, and above, both odd
@@ -30,30 +32,71 @@ class Comparison:
     agrees: bool
 
 
-def compare(module: nn.Module, adapter: Adapter, seed: int = 0) -> Comparison:
+def compare(module: nn.Module, adapter: Adapter, seed: int = 0, execution: PlainExecution | None = None) -> Comparison:
     """Compare both ways to compute a module, of which nothing is changed; the worst of several sizes.
 
-    Errors: NotServed where the adapter does not serve the module.
+    Under autocast, if it is on.  execution: how ours computes (None: all at once).
+    Errors: NotServed where the adapter does not serve the module, or it cannot be copied.
     """
     worst = Comparison(0.0, "output", True)
     for n in SIZES:
-        theirs = redrawn(copy.deepcopy(module).eval(), seed)
-        ours = copy.deepcopy(theirs)
-        swap(ours, adapter, adapter.build(ours))
-        like = next(p for p in theirs.parameters() if p.is_floating_point())
-        with StaysDouble():
-            truth = _results(copy.deepcopy(theirs).double(), adapter, n, like.double())
-        by_them = _results(theirs, adapter, n, like)
-        with always_fast():
-            by_us = _results(ours, adapter, n, like)
-        for name, exact in truth.items():
-            scale = max(float(exact.abs().max()), 1e-30)
-            apart = float((by_us[name].double() - by_them[name].double()).abs().max()) / scale
-            error, allowed = (float((x[name].double() - exact).abs().max()) / scale for x in (by_us, by_them))
-            agrees = error <= max(TIMES * allowed, ENOUGH[like.dtype])
-            if (not agrees, apart) > (not worst.agrees, worst.difference) or apart != apart:
-                worst = Comparison(apart, name, agrees)
+        with torch.inference_mode(False), torch.enable_grad():
+            found = _compare(module, adapter, seed, n, execution)
+        if (not found.agrees, found.difference) > (not worst.agrees, worst.difference) or math.isnan(found.difference):
+            worst = found
     return worst
+
+
+def _compare(module: nn.Module, adapter: Adapter, seed: int, n: int, execution: PlainExecution | None) -> Comparison:
+    theirs = redrawn(copy_of(module), seed)
+    ours = copy.deepcopy(theirs)
+    swap(ours, adapter, adapter.build(ours), execution)
+    like = min((p for p in theirs.parameters() if p.is_floating_point()), key=lambda p: p.dtype.itemsize)
+    with StaysDouble():
+        truth = _results(copy.deepcopy(theirs).double(), adapter, n, like.double())
+    by_them = _results(theirs, adapter, n, like)
+    with always_fast():
+        by_us = _results(ours, adapter, n, like)
+    worst = Comparison(0.0, "output", True)
+    for name, exact in truth.items():
+        one, other = by_us[name], by_them[name]
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return Comparison(math.inf, f"shape or dtype of the {name}", False)
+        scale = max(float(exact.abs().max()), 1e-30) if exact.numel() else 1.0
+        apart = _apart(one, other) / scale
+        error, allowed = (_apart(x, exact) / scale for x in (one, other))
+        agrees = error <= max(TIMES * allowed, ENOUGH[_coarsest(like)])
+        if (not agrees, apart) > (not worst.agrees, worst.difference) or math.isnan(apart):
+            worst = Comparison(apart, name, agrees)
+    return worst
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """Return the greatest difference of two tensors; 0 of two without elements."""
+    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+
+
+def _coarsest(like: Tensor) -> torch.dtype:
+    """Return the dtype of which the rounding counts: of the parameters, or of autocast."""
+    kind = like.device.type
+    if torch.is_autocast_enabled(kind) and like.dtype == torch.float32:
+        return torch.get_autocast_dtype(kind)
+    return like.dtype
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """Return a copy of a module to be tried: in eval mode, without hooks, with a gradient for every parameter.
+
+    Errors: NotServed for one that cannot be copied.
+    """
+    try:
+        copied = copy.deepcopy(module).eval().requires_grad_()
+    except (RuntimeError, TypeError) as error:
+        raise NotServed(f"it cannot be copied to be compared: {str(error).splitlines()[0]}") from error
+    for part in copied.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            hooks.clear()
+    return copied
 
 
 class StaysDouble(TorchFunctionMode):
@@ -91,11 +134,11 @@ def _results(module: nn.Module, adapter: Adapter, n: int, like: Tensor) -> dict[
     """Return the outputs of a module for the adapter's example, and the gradients of inputs and parameters."""
     random = RandomInputs(like, seed=n)
     args, kwargs = adapter.example(module, n, random)
-    given = {f"input {name}": x for name, x in (*enumerate(args), *kwargs.items()) if _differentiable(x)}
+    given = inputs_of(args, kwargs)
     for x in given.values():
         x.requires_grad_()
     given |= {name: p for name, p in module.named_parameters() if p.requires_grad}
-    outputs = list(_tensors(adapter.compared(module(*args, **kwargs), args, kwargs)))
+    outputs = list(tensors_of(adapter.compared(module(*args, **kwargs), args, kwargs)))
     loss = sum((x * random(*x.shape)).sum() for x in outputs)
     assert isinstance(loss, Tensor)
     found = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
@@ -106,14 +149,23 @@ def _results(module: nn.Module, adapter: Adapter, n: int, like: Tensor) -> dict[
     }
 
 
-def _differentiable(x: Any) -> bool:
-    """Return whether an argument is a tensor of numbers that a gradient goes to; not a mask of zeros and ones."""
-    return isinstance(x, Tensor) and x.is_floating_point() and not bool(((x == 0) | (x == 1)).all())
+def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the arguments that a gradient goes to: tensors of numbers, but for masks of zeros and ones."""
+    return {
+        f"input {name}": x
+        for name, x in (*enumerate(args), *kwargs.items())
+        if isinstance(x, Tensor) and x.is_floating_point() and not bool(((x == 0) | (x == 1)).all())
+    }
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output: of one, of tuples and lists, of what has items."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, tuple | list):
         for one in output:
-            yield from _tensors(one)
+            yield from tensors_of(one)
+    elif isinstance(output, Mapping):
+        yield from tensors_of(list(output.values()))
+    elif is_dataclass(output):
+        yield from tensors_of(list(vars(output).values()))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from warpfold.host import fetch_each, store
 from warpfold.model.axial import ROWS, AxialUpdate, Block
@@ -139,3 +140,46 @@ def add_in_slices(
         else:
             parts.append(new)
     return x if in_place else torch.cat(parts, axis)
+
+
+def delta_in_slices(layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, rows: int) -> Tensor:
+    """Return the layer's update of x without x, before dropout, in slices of so many rows (or columns) of x.
+
+    With gradients each slice is computed again in the backward pass: else all that is between would be kept.
+    """
+    operand = layer.operand(x, other)
+    axis, operand_axis = cut_axes(layer, longest_axis(x))
+    count = x.shape[axis]
+    most = rows * max(1, x.numel() // max(1, count))
+    shared = shared_in_slices(layer, operand, mask, other, most)
+    sizes = [part.stop - part.start for part in slices_of(count, rows)]
+    if layer.axis is not None:
+        mask = mask.expand(operand.shape[:-1])
+    # A layer that may be cut anywhere reads no mask, and is given whatever there is.
+    masks = mask.split(sizes, operand_axis + 1) if mask.shape == operand.shape[:-1] else [mask] * len(sizes)
+
+    def update(piece: Tensor, piece_mask: Tensor, *shared: Tensor) -> Tensor:
+        with layer.computing():  # also where it is computed again, perhaps by another thread
+            n = DeferredLayerNorm(piece, layer.norm)
+            return layer.update(layer.local(n, piece_mask), shared, piece_mask)
+
+    pieces = list(zip(operand.split(sizes, operand_axis), masks))
+    if torch.is_grad_enabled():
+        parts = (checkpoint(update, *p, *shared, use_reentrant=False, preserve_rng_state=False) for p in pieces)
+        return torch.cat(list(parts), axis)
+    whole, start = x.new_empty(0), 0
+    for piece, piece_mask in alike(pieces):
+        new = update(piece, piece_mask, *shared)
+        if start == 0:
+            shape = list(new.shape)
+            shape[axis] = count
+            whole = new.new_empty(shape)
+        whole.narrow(axis, start, new.shape[axis]).copy_(new)
+        start += new.shape[axis]
+        del new  # before the next slice is begun
+    return whole
+
+
+def longest_axis(x: Tensor) -> int:
+    """Return the longest axis of x but its channels, the first of such: where what may be cut anywhere is cut."""
+    return max(range(-x.dim(), -1), key=lambda axis: (x.shape[axis], -axis))
