@@ -125,23 +125,18 @@ def operations(
         if any([*of_model, *of_ops, *foreign, block, step, dtype, ways, repeats, device, csv, rows, as_json]):
             raise UserError(f"options of `{context.invoked_subcommand}` go behind it; those before it belong to --op")
         return
-    for file in filter(None, (csv, plot, rows)):
-        check_new(file)
     to = _Output(csv, plot, rows, as_json)
     if any(foreign):
-        if model is None or any([*of_model, *of_ops, block, step, dtype, ways, rows]):
-            raise UserError("--model goes with --inputs, --only, --memory, --device, --repeats, --csv and --json alone")
-        _foreign(model, inputs, only or [], memory, repeats or 0, device_of(device), to)
+        alone = not any([*of_model, *of_ops, block, step, dtype, ways, rows])
+        _foreign(model if alone else None, inputs, only or [], memory, repeats or 0, device_of(device), to)
         return
     if block or step:
         if any(of_ops):
             raise UserError("--block and --step go without --op, --shapes, --quick, --unchecked and --plot")
         sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
-        changes = [*(change or ()), *(f"plan.precision={one}" for one in dtype or ())]
-        chosen_device = device_of(device)
-        source = settings or ("tiny" if chosen_device == "cpu" else "monomer")
-        given = measured(source, changes, sizes, blocks, recycles, on_cpu=step and chosen_device == "cpu")
-        _models(given, [block, step], chosen_device, ways or [], repeats or 0, to)
+        where = device_of(device)
+        given = _bench_of(settings, change, dtype, sizes, blocks, recycles, where, step)
+        _models(given, [block, step], where, ways or [], repeats or 0, to)
         return
     if any(of_model):
         raise UserError("--settings, --set and the sizes of an example are for --block and --step")
@@ -149,6 +144,22 @@ def operations(
         raise UserError("--op is missing: name an operation, for example warpfold bench --op attention")
     more = {"quick": quick, "repeats": repeats or 0}
     _operations(op, shapes or [], dtype or [], ways or [], device_of(device), not unchecked, more, to)
+
+
+def _bench_of(
+    settings: str | None,
+    change: list[str] | None,
+    dtype: list[str] | None,
+    sizes: Mapping[str, int | None],
+    blocks: int | None,
+    recycles: int,
+    device: str,
+    step: bool,
+) -> "ModelBench":
+    """Return what is timed of a model of ours."""
+    changes = [*(change or ()), *(f"plan.precision={one}" for one in dtype or ())]
+    source = settings or ("tiny" if device == "cpu" else "monomer")
+    return measured(source, changes, sizes, blocks, recycles, on_cpu=step and device == "cpu")
 
 
 @dataclass(frozen=True)
@@ -159,6 +170,10 @@ class _Output:
     plot: Path | None
     rows: Path | None
     as_json: bool
+
+    def __post_init__(self) -> None:
+        for file in filter(None, (self.csv, self.plot, self.rows)):
+            check_new(file)
 
 
 def _operations(
@@ -222,9 +237,11 @@ def _models(given: "ModelBench", wanted: list[bool], device: str, ways: list[str
 
 
 def _foreign(
-    model: str, inputs: str | None, only: list[str], memory: str | None, repeats: int, device: str, to: _Output
+    model: str | None, inputs: str | None, only: list[str], memory: str | None, repeats: int, device: str, to: _Output
 ) -> None:
-    """Time somebody's model before and after `accelerate`."""
+    """Time somebody's model before and after `accelerate`; model: None where other options were given beside it."""
+    if model is None:
+        raise UserError("--model goes with --inputs, --only, --memory, --device, --repeats, --csv and --json alone")
     import torch
 
     from warpfold.adapt.bench import COLUMNS, HEADS, bench_foreign, foreign_model, table
