@@ -24,6 +24,12 @@ C_M, C_Z, S, R = 16, 12, 7, 10
 # 2^-53 of these: 2e-13, which norm and softmax may make a few times as much.  Gradients sum over 100 positions besides.
 CLOSE = 1e-12
 
+
+def transposed(layer):
+    layer.bias_transposed = True
+    return layer
+
+
 CASES = {
     "row": lambda: MSARowAttention(C_M, C_Z, heads=4),
     "column": lambda: MSAColumnAttention(C_M, heads=4),
@@ -38,6 +44,8 @@ CASES = {
     "incoming, fused": lambda: TriangleMultiplication(C_Z, 6, outgoing=False, fused=True),
     "starting": lambda: TriangleAttention(C_Z, starting=True, heads=3),
     "ending": lambda: TriangleAttention(C_Z, starting=False, heads=3, head_width=5),
+    "starting, its bias transposed": lambda: transposed(TriangleAttention(C_Z, starting=True, heads=3)),
+    "ending, its bias transposed": lambda: transposed(TriangleAttention(C_Z, starting=False, heads=3)),
 }
 READS_M = ("row", "column", "global column", "transition of m")
 

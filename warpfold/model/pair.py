@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
-from warpfold.model.axial import COLS, ROWS, Block, ChannelProduct, Step, Steps
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, Block, ChannelProduct, Step, Steps
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, LinearSlice, Projection, joined
 from warpfold.ops.gate import gate
@@ -127,7 +127,12 @@ def _half(linear: Linear, half: int) -> Projection:
 
 
 class TriangleAttention(AttentionUpdate):
-    """Algorithms 13 and 14.  Starting node: within each row i.  Ending node: within each column j, on z transposed."""
+    """Algorithms 13 and 14.  Starting node: within each row i.  Ending node: within each column j, on z transposed.
+
+    bias_transposed: the bias of a query and a key is made of z with both exchanged.  (No layer of AlphaFold2's.)
+    """
+
+    bias_transposed = False
 
     def __init__(
         self, c_z: int, starting: bool, heads: int = 4, head_width: int | None = None, rate: float = 0.25
@@ -144,10 +149,28 @@ class TriangleAttention(AttentionUpdate):
         """The linear layers of the gate, q, k, v and the bias."""
         return *self.attention.projections, self.bias
 
+    @property
+    def join_axis(self) -> int | None:
+        return self.axis if not self.bias_transposed else COLS if self.axis == ROWS else ROWS
+
     def shared(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
-        return n.project(self.bias)  # [*, i, j, h]
+        (bias,) = n.project(self.bias)  # [*, i, j, h]
+        return (bias.transpose(ROWS, COLS) if self.bias_transposed else bias,)
+
+    def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
+        if not self.bias_transposed:
+            return super().whole(x, mask, other, factors)
+        shared = self.shared(DeferredLayerNorm(x, self.norm), mask)
+        return self._new(x, shared, self.attention.projections, mask, factors)
+
+    def empty_shared(self, part: Tensor, length: int) -> Tensor:
+        return (
+            AxialUpdate.empty_shared(self, part, length) if self.bias_transposed else super().empty_shared(part, length)
+        )
 
     def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
+        if self.bias_transposed:
+            return self.local(n, mask), self.shared(n, mask)
         *local, bias = self.transpose_if_column(n).project(*self.projections)
         return tuple(local), (self.transpose_if_column(bias),)
 
