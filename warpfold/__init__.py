@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
     from warpfold.engine.flat import Flat
+    from warpfold.engine.one_step import OneStep
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
 
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Acceleration",
     "Flat",
+    "OneStep",
     "Prediction",
     "Predictor",
     "__version__",
@@ -30,6 +32,7 @@ _MODULES = {
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
     "Flat": "warpfold.engine.flat",
+    "OneStep": "warpfold.engine.one_step",
     "Prediction": "warpfold.run.outputs",
 }
 
