@@ -8,16 +8,20 @@ if TYPE_CHECKING:
     from warpfold.adapt.plain import biased_attention
     from warpfold.engine.flat import Flat
     from warpfold.engine.one_step import OneStep
+    from warpfold.engine.ready import Ready
+    from warpfold.engine.resume import Checkpoints
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
 
 __version__ = "0.1.0"
 __all__ = [
     "Acceleration",
+    "Checkpoints",
     "Flat",
     "OneStep",
     "Prediction",
     "Predictor",
+    "Ready",
     "__version__",
     "accelerate",
     "acceleration",
@@ -31,9 +35,11 @@ _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
+    "Checkpoints": "warpfold.engine.resume",
     "Flat": "warpfold.engine.flat",
     "OneStep": "warpfold.engine.one_step",
     "Prediction": "warpfold.run.outputs",
+    "Ready": "warpfold.engine.ready",
 }
 
 

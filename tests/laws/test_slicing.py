@@ -16,7 +16,7 @@ from warpfold.ops.transition import transition
 from warpfold.ops.triangle_multiplication import triangle_multiplication
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.slices import cut_axes, shared_in_slices
+from warpfold.parallel.slices import cut_axes, delta_in_slices, shared_in_slices
 
 C_M, C_Z, S, R = 16, 12, 7, 10
 # Slices may add in another order.  From x to an update there are at most some 150 additions one after another (a norm
@@ -104,6 +104,22 @@ def test_update_is_the_join_of_update_of_slices(name, size):
         )
         parts = [layer.update(piece, shared, piece_mask) for piece, piece_mask in local]
         torch.testing.assert_close(torch.cat(parts, axis), expected, rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_the_update_in_slices_is_the_update(name, batch, rows):
+    """Without gradients; and with them, where each slice is computed again."""
+    layer, x, mask, other = make(name, batch=batch)
+    expected = layer.delta(x, mask, other)
+    with torch.no_grad():
+        torch.testing.assert_close(delta_in_slices(layer, x, mask, other, rows), expected, rtol=CLOSE, atol=CLOSE)
+    wanted = [t.requires_grad_() for t in (x, other) if t is not None] + list(layer.parameters())
+    found = [layer.delta(x, mask, other), delta_in_slices(layer, x, mask, other, rows)]
+    gradients = [torch.autograd.grad(dx.square().sum(), wanted, allow_unused=True) for dx in found]
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b, rtol=CLOSE, atol=1000 * CLOSE)
 
 
 @pytest.mark.parametrize("name", [name for name, make in CASES.items() if make().shared_cuts is not None])
