@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from warpfold.engine.flat import Flat
     from warpfold.engine.one_step import OneStep
     from warpfold.engine.ready import Ready
+    from warpfold.engine.replicas import Replicas
     from warpfold.engine.resume import Checkpoints
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
@@ -22,6 +23,7 @@ __all__ = [
     "Prediction",
     "Predictor",
     "Ready",
+    "Replicas",
     "__version__",
     "accelerate",
     "acceleration",
@@ -40,6 +42,7 @@ _MODULES = {
     "OneStep": "warpfold.engine.one_step",
     "Prediction": "warpfold.run.outputs",
     "Ready": "warpfold.engine.ready",
+    "Replicas": "warpfold.engine.replicas",
 }
 
 
