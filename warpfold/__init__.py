@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from warpfold.adapt.plain import biased_attention
     from warpfold.engine.flat import Flat
     from warpfold.engine.ready import Ready
+    from warpfold.engine.replicas import Replicas
     from warpfold.engine.resume import Checkpoints
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
@@ -20,6 +21,7 @@ __all__ = [
     "Prediction",
     "Predictor",
     "Ready",
+    "Replicas",
     "__version__",
     "accelerate",
     "acceleration",
@@ -37,6 +39,7 @@ _MODULES = {
     "Flat": "warpfold.engine.flat",
     "Prediction": "warpfold.run.outputs",
     "Ready": "warpfold.engine.ready",
+    "Replicas": "warpfold.engine.replicas",
 }
 
 
