@@ -165,8 +165,7 @@ class PlainEncoderLayer(Adapter):
         x = src if of.self_attn.batch_first else src.transpose(0, 1)
         into = of.self_attn.in_proj_weight, of.self_attn.in_proj_bias
         with layer.computing():
-            shift = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
-            q, k, v = norm_linear(x, norm.weight, shift, *into, norm.eps).chunk(3, -1)
+            q, k, v = norm_linear(x, norm.weight, norm.bias, *into, norm.eps).chunk(3, -1)
             x = x + layer.heads.attend(q, k, v, mask, bias)
             x = layer.transition(x, x[..., 0])
         return x if of.self_attn.batch_first else x.transpose(0, 1)
