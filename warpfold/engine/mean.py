@@ -128,7 +128,8 @@ class GradientMean:
                 for bucket in leaf.buckets:
                     self._due[bucket] += 1
             used[k] = takes_part or leaf.parameter.grad is not None
-        self._complete += [bucket for bucket, due in enumerate(self._due) if not due]
+        if number is not None:
+            self._complete += [bucket for bucket, due in enumerate(self._due) if not due]
         self._flags = torch.tensor(used, dtype=torch.int32, device=self.device)
         self._flags_work = self.wire.all_reduce(self._flags, dist.ReduceOp.MAX)
         if number is not None:
@@ -224,7 +225,7 @@ class GradientMean:
         with torch.no_grad():
             extras = [begin() for begin in self.extras]
             for extra in extras:
-                next(extra)
+                next(extra, None)
             finish([*self._running, *extras])
             if self._side is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self._side)
@@ -246,10 +247,9 @@ class GradientMean:
 
     def _learn_order(self) -> None:
         """Send buckets in the order in which the first rank's first pass had them ready, from now on, on every rank."""
-        if self.ordered or not self._complete:
-            self.ordered = True
+        if self.ordered:
             return
-        left = [bucket for bucket in self.order if bucket not in set(self._complete)]
+        left = [bucket for bucket in self.order if bucket not in self._complete]
         order = torch.tensor(self._complete + left, device=self.device)
         with waiting("the order of buckets"):
             dist.broadcast(order, 0, group=self.wire.group.handle)
