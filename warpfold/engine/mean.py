@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from warpfold.engine.compressed import BufferPart
-from warpfold.engine.flat_buffer import HANDLE, FlatBuffer
+from warpfold.engine.flat_buffer import FlatBuffer, set_hook
 from warpfold.engine.gradient_buckets import FlatBucket, GradientLeaf, cut, gaps, put
 from warpfold.errors import UserError
 from warpfold.parallel.compress import CompressionConfig
@@ -66,10 +66,7 @@ class GradientMean:
         self.alone = False  # whether this rank has no more batches, and only takes part for the others' sake
         self._reset()
         for number, leaf in enumerate(self.leaves):  # in place of Flat's own hook, or of earlier Replicas'
-            if earlier := getattr(leaf.parameter, HANDLE, None):
-                earlier.remove()
-            hook = partial(self._arrived, number)
-            setattr(leaf.parameter, HANDLE, leaf.parameter.register_post_accumulate_grad_hook(hook))
+            set_hook(leaf.parameter, partial(self._arrived, number))
 
     def _add(self, number: int, buffer: FlatBuffer, cuts: Sequence[slice]) -> None:
         first = len(self.buckets)
