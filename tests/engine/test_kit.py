@@ -103,7 +103,7 @@ def on(ranks: int, function: Any, *args: Any) -> dict[str, Tensor]:
     return first
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_trains_as_plain_torch_does(tmp_path: Path, ranks: int) -> None:
     ours = on(ranks, with_kit, tmp_path, -1, 0.0, torch.float64)
     theirs = on(ranks, with_torch)
@@ -113,7 +113,7 @@ def test_it_trains_as_plain_torch_does(tmp_path: Path, ranks: int) -> None:
     assert not torch.allclose(ours["averaged"], ours["head.weight"], atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_at_any_step_it_continues_to_the_bit(tmp_path: Path, ranks: int) -> None:
     whole = on(ranks, with_kit, tmp_path / "whole")
     for step in (1, 4, 6) if ranks == 1 else (3,):
