@@ -5,12 +5,14 @@ import torch
 from torch import nn
 
 import warpfold.model.alphafold  # noqa: F401  (defines every subclass)
-from warpfold.model.attention import AttentionUpdate, Transition
+from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, ChannelProduct
-from warpfold.model.layers import DeferredLayerNorm
+from warpfold.model.layers import DeferredLayerNorm, NoNorm
 from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
+from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 from warpfold.ops import triangle_slice
+from warpfold.ops.dispatch import always_fast
 from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle_multiplication import triangle_multiplication
@@ -25,8 +27,17 @@ C_M, C_Z, S, R = 16, 12, 7, 10
 CLOSE = 1e-12
 
 
-def transposed(layer):
-    layer.bias_transposed = True
+def of_given_bias():
+    """Attention with pair bias of what was normalised before, with a bias that was made before."""
+    layer = AttentionPairBias(C_M, C_Z, heads=C_Z)
+    layer.norm, layer.bias, layer.attention = NoNorm(), None, GatedAttention(C_M, C_Z, 3, biased=("v", "out"))
+    return layer
+
+
+def with_bias_turned(starting):
+    """A triangle attention whose bias is not as AlphaFold2 has it."""
+    layer = TriangleAttention(C_Z, starting=starting, heads=3)
+    layer.transpose_bias = starting
     return layer
 
 
@@ -44,10 +55,13 @@ CASES = {
     "incoming, fused": lambda: TriangleMultiplication(C_Z, 6, outgoing=False, fused=True),
     "starting": lambda: TriangleAttention(C_Z, starting=True, heads=3),
     "ending": lambda: TriangleAttention(C_Z, starting=False, heads=3, head_width=5),
-    "starting, its bias transposed": lambda: transposed(TriangleAttention(C_Z, starting=True, heads=3)),
-    "ending, its bias transposed": lambda: transposed(TriangleAttention(C_Z, starting=False, heads=3)),
+    "starting, bias turned": lambda: with_bias_turned(True),
+    "ending, bias as it is": lambda: with_bias_turned(False),
+    "pair bias": lambda: AttentionPairBias(C_M, C_Z, heads=4),
+    "pair bias, given": of_given_bias,
+    "pair-weighted": lambda: PairWeightedAveraging(C_M, C_Z, heads=3, head_width=5),
 }
-READS_M = ("row", "column", "global column", "transition of m")
+READS_M = ("row", "column", "global column", "transition of m", "pair bias", "pair bias, given", "pair-weighted")
 
 
 def make(name, seed=0, batch=()):
@@ -61,6 +75,8 @@ def make(name, seed=0, batch=()):
     z, z_mask = torch.randn(*batch, R, R, C_Z).double(), (torch.rand(*batch, R, R) > 0.2).double()
     if name == "outer product":
         return layer, z, m_mask, m
+    if layer.mask_of_other:
+        return layer, m, z_mask, z
     return (layer, m, m_mask, z) if name in READS_M else (layer, z, z_mask, None)
 
 
@@ -128,7 +144,8 @@ def test_local_and_shared_are_both(name):
     n = DeferredLayerNorm(layer.operand(x, other), layer.norm)
     local, shared = layer.local_and_shared(n, mask, other)
     torch.testing.assert_close(local, tuple(layer.local(n, mask)), rtol=CLOSE, atol=CLOSE)
-    expected = layer.shared_of(other) if layer.shared_from_other else layer.shared(n, mask)
+    of_other = (other, mask) if layer.mask_of_other else (other,)
+    expected = layer.shared_of(*of_other) if layer.shared_from_other else layer.shared(n, mask)
     torch.testing.assert_close(shared, tuple(expected), rtol=CLOSE, atol=CLOSE)
 
 
@@ -161,7 +178,11 @@ def test_whole_is_add_of_all_of_x_in_values_and_every_gradient(name, dropped):
         torch.testing.assert_close(a, b, rtol=100 * CLOSE, atol=100 * CLOSE)
 
 
-@pytest.mark.parametrize("name", ["row", "column", "outgoing", "incoming, fused", "starting", "ending"])
+WHOLE = ("row", "column", "outgoing", "incoming, fused", "starting", "ending")
+WHOLE += ("starting, bias turned", "ending, bias as it is", "pair bias")
+
+
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("dropped", [False, True])
 def test_whole_is_add_where_it_is_the_registered_operation(name, dropped, monkeypatch):
     asked = []
@@ -169,6 +190,43 @@ def test_whole_is_add_where_it_is_the_registered_operation(name, dropped, monkey
         monkeypatch.setattr(operation, "prefer_definition", lambda *_: asked.append(1))
     test_whole_is_add_of_all_of_x_in_values_and_every_gradient(name, dropped)
     assert asked == [1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_delta_is_the_update_alone_in_values_and_every_gradient(name):
+    """And x with that and the dropout factors on it is the whole."""
+    layer, x, mask, other = make(name)
+    results, factors = [], layer.dropout_factors(x.shape, x)
+    for delta in (type(layer).delta, AxialUpdate.delta):
+        inputs = [t.clone().requires_grad_() for t in (x, other) if t is not None]
+        with always_fast():
+            dx = delta(layer, inputs[0], mask, inputs[1] if other is not None else None)
+        leaves = inputs + list(layer.parameters())
+        grads = torch.autograd.grad(dx.sin().sum(), leaves, allow_unused=True)
+        results.append([dx, *(torch.zeros_like(l) if g is None else g for l, g in zip(leaves, grads))])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=100 * CLOSE, atol=100 * CLOSE)
+    dx = results[0][0]
+    whole = layer.whole(x, mask, other, factors)
+    torch.testing.assert_close(whole, x + (dx if factors is None else dx * factors), rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_delta_is_the_join_of_delta_of_slices(name, gradients):
+    layer, x, mask, other = make(name, batch=(2,))
+    operand = layer.operand(x, other)
+    _, shared = layer.local_and_shared(DeferredLayerNorm(operand, layer.norm), mask, other)
+    axis, operand_axis = cut_axes(layer, ROWS)
+    parts = []
+    with torch.set_grad_enabled(gradients), always_fast():
+        for start in range(0, x.shape[axis], 3):
+            length = min(3, x.shape[axis] - start)
+            part, read = x.narrow(axis, start, length), operand.narrow(operand_axis, start, length)
+            n_mask = mask if layer.mask_of_other else mask.narrow(operand_axis + 1, start, length)
+            parts.append(layer.delta_slice(part, DeferredLayerNorm(read, layer.norm), shared, n_mask))
+        expected = layer.delta(x, mask, other)
+    torch.testing.assert_close(torch.cat(parts, axis), expected, rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -230,7 +288,7 @@ def test_fully_masked_is_finite_with_finite_gradients(name, dtype):
     assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
 
 
-@pytest.mark.parametrize("name", ["row", "column", "global column", "outer product"])
+@pytest.mark.parametrize("name", ["row", "column", "global column", "outer product", "pair bias"])
 def test_a_masked_sequence_reaches_no_other(name):
     layer, x, mask, other = make(name)
     layer.eval()
@@ -245,7 +303,7 @@ def test_a_masked_sequence_reaches_no_other(name):
     torch.testing.assert_close(layer.delta(*args)[rest], expected, rtol=CLOSE, atol=CLOSE)
 
 
-@pytest.mark.parametrize("name", ["outgoing", "incoming", "starting", "ending"])
+@pytest.mark.parametrize("name", ["outgoing", "incoming", "starting", "ending", "ending, bias as it is"])
 def test_a_masked_residue_reaches_no_other_pair(name):
     layer, x, _, _ = make(name)
     layer.eval()

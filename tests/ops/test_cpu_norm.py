@@ -27,6 +27,8 @@ def test_norms_are_their_definitions(
     assert not mistakes(norm_linear, [x, weight, bias, wide, shift], 4, dtype)
     assert not mistakes(norm_linear, [x, weight, bias, wide, shift[:7]], 4, dtype)
     assert not mistakes(norm_linear, [x, weight, bias, wide], 3, dtype)
+    assert not mistakes(layer_norm, [x, weight, None], 2, dtype)
+    assert not mistakes(norm_linear, [x, weight, None, wide, shift[:7]], 4, dtype)
 
 
 @settings(max_examples=40, deadline=None)

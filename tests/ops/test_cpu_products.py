@@ -77,6 +77,14 @@ def test_outer_product_is_its_definition(monkeypatch: pytest.MonkeyPatch, dtype:
     count = _count().clamp_min(1)
     assert not mistakes(outer_product, _outer(), 2, dtype, count=count)
     assert not mistakes(outer_product, _outer(biased=False), 2, dtype, count=count)
+    assert not mistakes(outer_product, _outer(), 2, dtype, count=count, bias_divided=False)
+
+
+def test_a_bias_that_is_not_divided_is_added_last() -> None:
+    a, b, weight, bias = _outer()
+    expected = outer_product.definition(a, b, weight, None, _count()) + bias
+    for way in (outer_product.definition, outer_product.fast):
+        torch.testing.assert_close(way(a, b, weight, bias, _count(), False), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_hidden_layers_and_products_never_exist_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +97,8 @@ def test_hidden_layers_and_products_never_exist_whole(monkeypatch: pytest.Monkey
     assert seen.elements == x.numel()
     a, b, weight, bias = _outer()
     with Largest() as seen:
-        out = cpu_outer.outer_product(a, b, weight, bias, _count())
-        cpu_outer.outer_product_backward(out, a, b, weight, bias, _count())
+        out = cpu_outer.outer_product(a, b, weight, bias, _count(), True)
+        cpu_outer.outer_product_backward(out, a, b, weight, bias, _count(), True)
     assert max(out.numel(), 2000) >= seen.elements
     assert seen.elements < 2 * 13 * 7 * 30
 

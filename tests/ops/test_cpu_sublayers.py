@@ -85,6 +85,46 @@ def test_heads_of_other_widths(dtype: torch.dtype, width: int) -> None:
     assert not _attention_mistakes(given((5, N, C))[0], dtype, "given", mask=_mask(5, N), width=width)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["in order", "turned"])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_an_attention_update_alone_without_any_bias(dtype: torch.dtype, layout: str, own: bool, dropped: bool) -> None:
+    x, factors = LAYOUTS[layout](given((2, N, N, C))[0]), (given((1, N, C), seed=9)[0] > 0).double() / 0.75
+    nw, _, w, ow = _parameters(4 * 4 * H + (H if own else 0), 4 * H, False)
+    mask, rest = _mask(2, N, N), (H, factors if dropped else None, 1e-5, False)
+
+    def run(op: Callable[..., Tensor], x: Tensor, nw: Tensor, w: Tensor, ow: Tensor) -> Tensor:
+        keep = rest[1] if rest[1] is None else rest[1].to(x.dtype)
+        return op(x, nw, None, w, None, ow, None, mask.to(nw.dtype), None, rest[0], keep, *rest[2:])
+
+    both = SimpleNamespace(definition=partial(run, gated_attention.definition), fast=partial(run, gated_attention.fast))
+    assert not mistakes(both, [x, nw, w, ow], 3, dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["in order", "turned"])
+@pytest.mark.parametrize("outgoing", [False, True])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_triangle_update_alone_without_any_bias(
+    dtype: torch.dtype, layout: str, outgoing: bool, dropped: bool
+) -> None:
+    h, x = 10, LAYOUTS[layout](given((2, N, N, C))[0])
+    nw, w, onw, ow = given((C,), (4 * h + C, C), (h,), (C, h))
+    parameters = [1 + nw / 5, w * C**-0.5, 1 + onw / 5, ow * h**-0.5]
+    mask, factors = _mask(2, N, N), (given((1, N, C), seed=9)[0] > 0).double() / 0.75
+
+    def run(op: Callable[..., Tensor], x: Tensor, nw: Tensor, w: Tensor, onw: Tensor, ow: Tensor) -> Tensor:
+        keep = factors.to(x.dtype) if dropped else None
+        into, out_of = (nw, None, w, None), (onw, None, ow, None)
+        return op(x, mask.to(nw.dtype), *into, *out_of, outgoing, False, keep, 1e-5, False)
+
+    both = SimpleNamespace(
+        definition=partial(run, triangle_multiplication.definition), fast=partial(run, triangle_multiplication.fast)
+    )
+    assert not mistakes(both, [x, *parameters], 4, dtype)  # type: ignore[arg-type]
+
+
 def test_a_query_whose_bias_leaves_it_no_key_attends_to_its_masked_ones() -> None:
     bias = given((H, N, N), seed=3)[0]
     bias[1, 2] = float("-inf")  # in a row with masked keys; without any it is NaN, as in the definition
@@ -194,9 +234,9 @@ def test_without_a_backward_pass_nothing_is_kept_and_no_projection_exists_whole(
         assert seen.elements <= x.numel(), "q, k, v and the gate together have four times as many"
     drawn = None, None, [], 0, 0, 0.0
     operands = x, nw, nb, w, None, ow, None, mask, None
-    _, *kept = cpu_attention.gated_attention(*operands, 2, *drawn, 1e-5, True)
+    _, *kept = cpu_attention.gated_attention(*operands, 2, *drawn, 1e-5, True, True)
     with Largest(x, *kept) as seen:
-        cpu_attention.gated_attention_backward(x, *operands, *kept, *drawn, 2, False)
+        cpu_attention.gated_attention_backward(x, *operands, *kept, *drawn, 2, True, False)
     assert seen.elements <= x.numel(), "no gradient of the projections exists whole"
 
 

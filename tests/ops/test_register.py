@@ -61,7 +61,12 @@ CASES: dict[str, tuple[Op[..., Tensor], Callable[[], Arguments]]] = {
     "layer_norm": (layer_norm, lambda: (*given((3, 4, 6), (6,), (6,)),)),
     "layer_norm, turned": (layer_norm, lambda: (given((3, 4, 6))[0].transpose(0, 1), *given((6,), (6,)))),
     "norm_linear": (norm_linear, lambda: (*given((3, 4, 6), (6,), (6,), (9, 6), (9,)),)),
+    "layer_norm, no bias": (layer_norm, lambda: (*given((3, 4, 6), (6,)), None)),
     "norm_linear, no bias": (norm_linear, lambda: (*given((3, 4, 6), (6,), (6,), (9, 6)),)),
+    "norm_linear, no bias of the norm": (
+        norm_linear,
+        lambda: (*given((3, 4, 6), (6,)), None, *given((9, 6), (4,))),
+    ),
     "norm_linear, turned": (
         norm_linear,
         lambda: (given((3, 4, 6))[0].mT.mT.transpose(0, 1), *given((6,), (6,), (9, 6))),
@@ -97,6 +102,13 @@ CASES: dict[str, tuple[Op[..., Tensor], Callable[[], Arguments]]] = {
             *(None, *given((6, 8)), None, torch.ones(4, 4).double(), None, 2),
         ),
     ),
+    "gated_attention, the update alone, no bias at all, turned": (
+        gated_attention,
+        lambda: (
+            *(given((4, 4, 6))[0].transpose(0, 1), *given((6,)), None, *given((34, 6)), None, *given((6, 8)), None),
+            *(torch.ones(4, 4).double(), None, 2, torch.rand(4, 1, 6).double(), 1e-5, False),
+        ),
+    ),
     "triangle_multiplication": (
         triangle_multiplication,
         lambda: (
@@ -110,6 +122,14 @@ CASES: dict[str, tuple[Op[..., Tensor], Callable[[], Arguments]]] = {
         lambda: (
             *(given((4, 4, 6))[0].transpose(0, 1), torch.ones(4, 4).double()),
             *(*given((6,), (6,), (38, 6)), None, *given((8,), (8,), (6, 8)), None, False, True),
+        ),
+    ),
+    "triangle_multiplication, the update alone, no bias at all, turned": (
+        triangle_multiplication,
+        lambda: (
+            *(given((4, 4, 6))[0].transpose(0, 1), torch.ones(4, 4).double()),
+            *(*given((6,)), None, *given((38, 6)), None, *given((8,)), None, *given((6, 8)), None),
+            *(True, False, torch.rand(1, 4, 6).double(), 1e-5, False),
         ),
     ),
 }

@@ -56,8 +56,8 @@ REGISTERED = {
     "transition_backward": [(3, 16), (3, 16), (16,), (16,), (6, 16), (6,), (16, 6), (16,), True, 1e-5, "relu"],
     "triangle_factor": [(3, 4, 16), (3, 4, 16), (3, 4)],
     "triangle_factor_backward": [(16, 3, 4), (3, 4, 16), (3, 4, 16), (3, 4)],
-    "outer_product": [(1, 7, 3, 4), (1, 7, 5, 6), (8, 24), (8,), (1, 3, 5, 1)],
-    "outer_product_backward": [(1, 3, 5, 8), (1, 7, 3, 4), (1, 7, 5, 6), (8, 24), (8,), (1, 3, 5, 1)],
+    "outer_product": [(1, 7, 3, 4), (1, 7, 5, 6), (8, 24), (8,), (1, 3, 5, 1), True],
+    "outer_product_backward": [(1, 3, 5, 8), (1, 7, 3, 4), (1, 7, 5, 6), (8, 24), (8,), (1, 3, 5, 1), True],
 }
 
 # Axes that no other operand has: positions, the width of values, and the biases, which may be fewer than outputs.

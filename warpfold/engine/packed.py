@@ -137,6 +137,8 @@ class PackedWeights:
         if len(linears) < len(projections) or dtype not in (self.compute.dtype, self.weights.dtype):
             return None
         biases = [(linear, "bias") for linear in linears if linear.bias is not None]
+        if any(linear.bias is None for linear in linears[: len(biases)]):
+            return None  # zeros would lie between them
         weights = [(linear, "weight") for linear in linears]
         weight = self._leaf(dtype, [linear.weight for linear, _ in weights])
         bias = self._leaf(dtype, [linear.bias for linear, _ in biases]) if biases else None

@@ -16,7 +16,8 @@ Two laws make every execution right; tests/laws/test_slicing.py checks them for 
     update(local(n), shared)      is the join of  update(local(slice), shared)     along `axis`
 
 and more say that what is done at once equals what is done in parts: `local_and_shared` is (local, shared), `add` is
-x + factors * update, `add_slice` is `local` and `add` of a slice, and `whole` is `add` of all of x.
+x + factors * update, `add_slice` is `local` and `add` of a slice, and `whole` is `add` of all of x.  `delta` and
+`delta_slice` are the updates alone, for a caller that adds them: whole is x + factors * delta.
 """
 
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ class AxialUpdate(Executable, DrawsNoise):
     axis: int | None = None  # where x may be cut; None: anywhere
     operand_is_other = False  # the layer normalises and reads `other`, not x
     shared_from_other = False  # `shared` is made from `other` (`shared_of`), position by position
+    mask_of_other = False  # the mask is that of `other`, and belongs to what is shared
     shared_cuts: int | None = None  # where `shared` is cut along `join_axis`, the update is of x cut along this axis
     dropout_rate = 0.0
     dropout_shared_axis = ROWS  # one draw serves all of this axis
@@ -78,8 +80,11 @@ class AxialUpdate(Executable, DrawsNoise):
         """Return what every slice must see whole."""
         return ()
 
-    def shared_of(self, other: Tensor) -> Tensors:
-        """Return the same, for a layer that makes it from the other representation (`shared_from_other`)."""
+    def shared_of(self, other: Tensor, mask: Tensor | None = None) -> Tensors:
+        """Return the same, for a layer that makes it from the other representation (`shared_from_other`).
+
+        mask: of that, for a layer that wants it (`mask_of_other`); None: ones.
+        """
         raise NotImplementedError
 
     def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
@@ -87,7 +92,7 @@ class AxialUpdate(Executable, DrawsNoise):
         local = self.local(n, mask)
         if self.shared_from_other:
             assert other is not None
-            return local, self.shared_of(other)
+            return local, self.shared_of(other, mask if self.mask_of_other else None)
         return local, self.shared(n, mask)
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
@@ -105,6 +110,10 @@ class AxialUpdate(Executable, DrawsNoise):
         """Return one slice of x with its update, of its part of the operand; overridden where that is one operation."""
         return self.add(x, self.local(n, mask), shared, mask, factors)
 
+    def delta_slice(self, x: Tensor, n: DeferredLayerNorm, shared: Tensors, mask: Tensor) -> Tensor:
+        """Return the residual update of one slice of x, before dropout; overridden where that is one operation."""
+        return self.update(self.local(n, mask), shared, mask)
+
     def empty_shared(self, part: Tensor, length: int) -> Tensor:
         """Allocate a tensor of `shared` of which one slice's is `part`; laid out in memory as slices read it."""
         assert self.join_axis is not None
@@ -118,7 +127,10 @@ class AxialUpdate(Executable, DrawsNoise):
         return self.add(x, *self.local_and_shared(n, mask, other), mask, factors)
 
     def delta(self, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
-        """Return the residual update of all of x, before dropout: what the supplement's algorithm returns."""
+        """Return the residual update of all of x, before dropout: what the supplement's algorithm returns.
+
+        Overridden where that is one operation, as `whole`.
+        """
         n = DeferredLayerNorm(self.operand(x, other), self.norm)
         return self.update(*self.local_and_shared(n, mask, other), mask)
 
@@ -194,10 +206,9 @@ class Step(NamedTuple):
 
     @property
     def masked(self) -> str:
-        """The state whose mask the layer is given: the one that it normalises and reads."""
-        if self.other is not None and getattr(self.layer, "operand_is_other", False):
-            return self.other
-        return self.state
+        """The state whose mask the layer is given: the one that it normalises and reads, unless it says otherwise."""
+        of_other = getattr(self.layer, "operand_is_other", False) or getattr(self.layer, "mask_of_other", False)
+        return self.other if self.other is not None and of_other else self.state
 
 
 Steps = tuple[Step, ...]

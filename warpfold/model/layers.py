@@ -62,6 +62,19 @@ class LayerNorm(nn.LayerNorm):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
+class NoNorm(LayerNorm):
+    """No normalisation, where a layer is given what is normalised already: x as it is.  It has no parameters."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def extra_repr(self) -> str:
+        return ""
+
+
 class DrawsNoise(nn.Module):
     """A module with dropout: `noise` is where it draws from, `stream` sets its draws apart from those of others."""
 
@@ -101,8 +114,8 @@ class PackedOperands(Protocol):
 def joined(dtype: torch.dtype, *projections: Projection) -> tuple[Tensor, Tensor | None]:
     """Return the weights of projections of one tensor as one [o, c], and the biases of the first b outputs as one [b].
 
-    Those with a bias come first.  In `dtype` where they are packed, else in that of the parameters: operations take
-    both.  Errors: ValueError where one without a bias comes before one with.
+    Those with a bias had better come first: one without has zeros there.  In `dtype` where they are packed, else in
+    that of the parameters: operations take both.
     """
     packed = projections[0].packed
     if packed is not None and not torch.compiler.is_compiling():
@@ -111,11 +124,11 @@ def joined(dtype: torch.dtype, *projections: Projection) -> tuple[Tensor, Tensor
             return found
     if len(projections) == 1:
         return projections[0].weight, projections[0].bias
-    biases = [projection.bias for projection in projections if projection.bias is not None]
-    if any(projection.bias is None for projection in projections[: len(biases)]):
-        raise ValueError("projections are joined with those that have a bias first")
-    weight = torch.cat([projection.weight for projection in projections])
-    return weight, torch.cat(biases) if biases else None
+    weights, biases = [p.weight for p in projections], [p.bias for p in projections]
+    while biases and biases[-1] is None:
+        biases.pop()
+    given = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases)]
+    return torch.cat(weights), torch.cat(given) if given else None
 
 
 class DeferredLayerNorm:
@@ -136,10 +149,15 @@ class DeferredLayerNorm:
     def project(self, *projections: Projection) -> tuple[Tensor, ...]:
         """Return every projection of the normalised tensor, made in one pass over it, as views of one tensor.
 
-        Those with a bias come first.
+        As of `joined`.
         """
         weight, bias = joined(self.x.dtype, *projections)
-        y = norm_linear(self.x, self.norm.weight, self.norm.bias, weight, bias, self.norm.eps)
+        if isinstance(self.norm, NoNorm):
+            if bias is not None and len(bias) < len(weight):
+                bias = F.pad(bias, (0, len(weight) - len(bias)))
+            y = F.linear(self.x, weight.to(self.x.dtype), None if bias is None else bias.to(self.x.dtype))
+        else:
+            y = norm_linear(self.x, self.norm.weight, self.norm.bias, weight, bias, self.norm.eps)
         if len(projections) == 1:
             return (y,)  # the gradient of a split would be copied
         return y.split([len(projection.weight) for projection in projections], -1)

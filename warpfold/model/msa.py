@@ -28,7 +28,7 @@ class MSARowAttention(AttentionUpdate):
         self.bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_m, heads)
 
-    def shared_of(self, other: Tensor) -> Tensors:
+    def shared_of(self, other: Tensor, mask: Tensor | None = None) -> Tensors:
         return DeferredLayerNorm(other, self.norm_z).project(self.bias)  # [*, i, j, h]
 
 
@@ -81,15 +81,21 @@ class MSAColumnGlobalAttention(AxialUpdate):
 
     def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
         weight, bias = joined(x.dtype, self.out)
-        assert bias is not None
         factors = None if factors is None else factors.transpose(ROWS, COLS)
         o, x = self.attend(local, mask), x.transpose(ROWS, COLS)
         return gated_linear_residual(x, o, local[1], weight, bias, factors).transpose(ROWS, COLS)
 
 
 class OuterProductMean(AxialUpdate):
-    """Algorithm 10: row i of z from column i of m, given every column's b.  x is z, other is m, mask is m's."""
+    """Algorithm 10: row i of z from column i of m, given every column's b.  x is z, other is m, mask is m's.
 
+    The sum over sequences is divided by how many have both residues, plus `count_added`, `count_least` at least, and
+    the output's bias with it (`bias_divided`), as AlphaFold2 has it; others count and divide otherwise.
+    """
+
+    count_added = 1e-3
+    count_least = 0.0
+    bias_divided = True
     axis = ROWS
     operand_axis = COLS
     operand_is_other = True
@@ -126,9 +132,10 @@ class OuterProductMean(AxialUpdate):
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
         (a,), (b, b_mask) = local, shared
         pairs = torch.einsum("...si,...sjx->...ijx", mask.to(b_mask.dtype), b_mask)  # sequences that have both
-        weight, bias = joined(a.dtype, self.out)
-        assert bias is not None
-        return outer_product(a, b, weight, bias, pairs + 1e-3)
+        count = pairs + self.count_added
+        if self.count_least:
+            count = count.clamp(min=self.count_least)
+        return outer_product(a, b, *joined(a.dtype, self.out), count, self.bias_divided)
 
 
 class MSAStack(nn.Module):

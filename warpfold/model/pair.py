@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, Block, ChannelProduct, Step, Steps
+from warpfold.model.axial import COLS, ROWS, Block, ChannelProduct, Step, Steps
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, LinearSlice, Projection, joined
 from warpfold.ops.gate import gate
@@ -93,22 +93,45 @@ class TriangleMultiplication(ChannelProduct):
 
     def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
         """Return all of x with its update: one operation."""
-        norm, norm_out = self.norm, self.norm_out
-        into = norm.weight, norm.bias, *joined(x.dtype, *self.projections)
-        out_of = norm_out.weight, norm_out.bias, *joined(x.dtype, self.out)
-        return triangle_multiplication(x, mask, *into, *out_of, self.outgoing, self.fused, factors, norm.eps)
+        if self.norm.eps != self.norm_out.eps:  # an operation has one
+            return super().whole(x, mask, other, factors)
+        return self._at_once(x, mask, factors)
+
+    def delta(self, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
+        """Return the update of all of x: one operation."""
+        if self.norm.eps != self.norm_out.eps:
+            return super().delta(x, mask, other)
+        return self._at_once(x, mask, None, residual=False)
 
     def add_slice(
         self, x: Tensor, n: DeferredLayerNorm, shared: Tensors, mask: Tensor, factors: Factors | None
     ) -> Tensor:
         """Return one slice of x with its update: one operation."""
+        if self.norm.eps != self.norm_out.eps:
+            return super().add_slice(x, n, shared, mask, factors)
+        return self._slice(x, shared, mask, factors)
+
+    def delta_slice(self, x: Tensor, n: DeferredLayerNorm, shared: Tensors, mask: Tensor) -> Tensor:
+        """Return the update of one slice of x: one operation."""
+        if self.norm.eps != self.norm_out.eps:
+            return super().delta_slice(x, n, shared, mask)
+        return self._slice(x, shared, mask, None, residual=False)
+
+    def _at_once(self, x: Tensor, mask: Tensor, factors: Factors | None, residual: bool = True) -> Tensor:
+        norm, norm_out = self.norm, self.norm_out
+        into = norm.weight, norm.bias, *joined(x.dtype, *self.projections)
+        out_of = norm_out.weight, norm_out.bias, *joined(x.dtype, self.out)
+        return triangle_multiplication(x, mask, *into, *out_of, self.outgoing, self.fused, factors, norm.eps, residual)
+
+    def _slice(
+        self, x: Tensor, shared: Tensors, mask: Tensor, factors: Factors | None, residual: bool = True
+    ) -> Tensor:
         norm, norm_out = self.norm, self.norm_out
         into, of_gate = joined(x.dtype, *self._of_factor(0)), joined(x.dtype, self.gate)
         of_norm, of_norm_out = (norm.weight, norm.bias), (norm_out.weight, norm_out.bias)
         out_of = joined(x.dtype, self.out)
-        return triangle_slice(
-            x, mask, shared[0], of_norm, into, of_gate, of_norm_out, out_of, self.outgoing, factors, norm.eps
-        )
+        how = self.outgoing, factors, norm.eps, residual
+        return triangle_slice(x, mask, shared[0], of_norm, into, of_gate, of_norm_out, out_of, *how)
 
     def _factor(self, half: int, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
         norm = n.norm.weight, n.norm.bias
@@ -123,16 +146,16 @@ class TriangleMultiplication(ChannelProduct):
 
 def _half(linear: Linear, half: int) -> Projection:
     """Return one half of the outputs of a fused projection."""
-    return LinearSlice(linear.weight.chunk(2)[half], linear.bias.chunk(2)[half])
+    bias: Tensor | None = linear.bias
+    return LinearSlice(linear.weight.chunk(2)[half], None if bias is None else bias.chunk(2)[half])
 
 
 class TriangleAttention(AttentionUpdate):
     """Algorithms 13 and 14.  Starting node: within each row i.  Ending node: within each column j, on z transposed.
 
-    bias_transposed: the bias of a query and a key is made of z with both exchanged.  (No layer of AlphaFold2's.)
+    The bias of an ending node's query i and key k is of z_ki.  RoseTTAFold3 and OpenFold3 have that of z_ik:
+    `transpose_bias` False says so (and True, of a starting node, that z came transposed).
     """
-
-    bias_transposed = False
 
     def __init__(
         self, c_z: int, starting: bool, heads: int = 4, head_width: int | None = None, rate: float = 0.25
@@ -149,28 +172,10 @@ class TriangleAttention(AttentionUpdate):
         """The linear layers of the gate, q, k, v and the bias."""
         return *self.attention.projections, self.bias
 
-    @property
-    def join_axis(self) -> int | None:
-        return self.axis if not self.bias_transposed else COLS if self.axis == ROWS else ROWS
-
     def shared(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
-        (bias,) = n.project(self.bias)  # [*, i, j, h]
-        return (bias.transpose(ROWS, COLS) if self.bias_transposed else bias,)
-
-    def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
-        if not self.bias_transposed:
-            return super().whole(x, mask, other, factors)
-        shared = self.shared(DeferredLayerNorm(x, self.norm), mask)
-        return self._new(x, shared, self.attention.projections, mask, factors)
-
-    def empty_shared(self, part: Tensor, length: int) -> Tensor:
-        return (
-            AxialUpdate.empty_shared(self, part, length) if self.bias_transposed else super().empty_shared(part, length)
-        )
+        return n.project(self.bias)  # [*, i, j, h]
 
     def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
-        if self.bias_transposed:
-            return self.local(n, mask), self.shared(n, mask)
         *local, bias = self.transpose_if_column(n).project(*self.projections)
         return tuple(local), (self.transpose_if_column(bias),)
 

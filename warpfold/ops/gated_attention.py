@@ -51,7 +51,7 @@ def empty_bias(x: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
 
 
 def _empty(
-    x: Tensor, _nw: Tensor, _nb: Tensor, weight: Tensor, _gb: Tensor | None, out_weight: Tensor, *more: Any
+    x: Tensor, _nw: Tensor, _nb: Any, weight: Tensor, _gb: Tensor | None, out_weight: Tensor, *more: Any
 ) -> tuple[Tensor, ...]:
     _, _, _, heads, *_, kept = more
     if not kept:
@@ -89,9 +89,7 @@ def _check(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
         raise ValueError(f"{op}: {wrong}")
 
 
-def _unsupported(
-    x: Tensor, _nw: Tensor, _nb: Tensor, weight: Tensor, gate_bias: Tensor | None, *more: Any
-) -> str | None:
+def _unsupported(x: Tensor, _nw: Tensor, _nb: Any, weight: Tensor, gate_bias: Tensor | None, *more: Any) -> str | None:
     out_weight, _, _, bias, heads, *_ = more
     if wrong := _wrong_sizes(weight, gate_bias, out_weight, bias, heads, x):
         return wrong
@@ -130,7 +128,7 @@ def batched(t: Tensor, axes: int) -> Tensor:
     empty=_empty,
     results="out y mean scale attended lse",
     keeps="x norm_weight norm_bias weight gate_bias out_weight out_bias mask bias y mean scale attended lse factors "
-    "heads bias_wanted",
+    "heads residual bias_wanted",
     gradients="x norm_weight norm_bias weight gate_bias out_weight out_bias bias",
     empty_gradients=_empty_gradients,
     kept=True,
@@ -145,7 +143,7 @@ def batched(t: Tensor, axes: int) -> Tensor:
 def gated_attention(
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     gate_bias: Tensor | None,
     out_weight: Tensor,
@@ -155,12 +153,15 @@ def gated_attention(
     heads: int,
     factors: Factors | None = None,
     eps: float = EPS,
+    residual: bool = True,
 ) -> Tensor:
-    """Return x + factors * linear(gate(attention)) of the normalised x, within each row (Algorithms 7, 8, 13 and 14).
+    """Return x + factors * linear(gate(attention)) of the normalised x, within each row (Algorithms 7, 8, 13 and 14);
+    or that without the first x where `residual` is False.
 
     x [*, R, K, c], norm_weight, norm_bias [c], out_weight [c, i] (i = heads x width), out_bias [c], mask [*, R, K] (1:
     attend), bias [*, h, K, K] of the logits, the same for all rows, factors of dropout (axes of size 1 are shared;
-    None: ones) -> [*, R, K, c] in the dtype of x, laid out in memory as x is.  Parameters of any float dtype.
+    None: ones) -> [*, R, K, c] in the dtype of x, laid out in memory as x is.  Parameters of any float dtype; any bias
+    may be None.
 
     weight [4 i, c] makes the gate, q, k and v, one below the other; gate_bias [b] belongs to its first b <= o outputs.
     weight [4 i + heads, c] makes the bias as well, of x itself, where R = K: logits [q, k] have that of x[q, k].
@@ -172,4 +173,5 @@ def gated_attention(
     bias = None if bias is None else bias[..., None, :, :, :]  # the same for every row
     o = gate.definition(attention.definition(q, k, v, mask, bias).flatten(-2), g)
     dx = F.linear(o, out_weight.to(x.dtype), None if out_bias is None else out_bias.to(x.dtype))
-    return x + (dx if factors is None else dx * factors)
+    dx = dx if factors is None else dx * factors
+    return x + dx if residual else dx

@@ -57,13 +57,14 @@ def padded(outputs: int) -> int:
     # The definition normalises in fp32: for x in that dtype it needs nothing in between.
     prefer_definition=lambda x, *_: faster_on_cpu(x, x.numel(), 2**21 if x.dtype.itemsize < 4 else 2**63),
 )
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = EPS) -> Tensor:
     """Normalise x over its last axis; statistics in fp32 at least, the result in the dtype of x.
 
-    x [*, c], weight, bias [c] -> [*, c], laid out in memory as x is.
+    x [*, c], weight, bias [c] (None: zeros) -> [*, c], laid out in memory as x is.
     """
     full = upcast_half(x)
-    return F.layer_norm(full, x.shape[-1:], weight.to(full.dtype), bias.to(full.dtype), eps).to(x.dtype)
+    shift = None if bias is None else bias.to(full.dtype)
+    return F.layer_norm(full, x.shape[-1:], weight.to(full.dtype), shift, eps).to(x.dtype)
 
 
 def _check_bias(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
@@ -73,7 +74,7 @@ def _check_bias(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
 
 
 def _unsupported_projection(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *_: Any
 ) -> str | None:
     if bias is not None and bias.shape[0] > weight.shape[0]:
         return "bias is longer than the outputs"
@@ -81,8 +82,7 @@ def _unsupported_projection(
 
 
 def _empty_norm_linear_gradients(grad: Tensor, x: Tensor, *kept: Any) -> tuple[Tensor, ...]:
-    norm_weight, norm_bias, weight, bias, _, _ = kept
-    return empty_like(x), *empty_parameters(norm_weight, norm_bias, weight, weight[0, :0] if bias is None else bias)
+    return empty_like(x), *empty_parameters(*kept[:4])
 
 
 @register(
@@ -99,10 +99,15 @@ def _empty_norm_linear_gradients(grad: Tensor, x: Tensor, *kept: Any) -> tuple[T
     ),
 )
 def norm_linear(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = EPS
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = EPS,
 ) -> Tensor:
-    """Return linear(layer_norm(x)): x [*, c], norm_weight, norm_bias [c], weight [o, c], bias [b] of the first b <= o
-    outputs -> [*, o] in the dtype of x.
+    """Return linear(layer_norm(x)): x [*, c], norm_weight, norm_bias [c] (None: zeros), weight [o, c], bias [b] of the
+    first b <= o outputs -> [*, o] in the dtype of x.
 
     Several projections of one tensor are one call, their weights joined, those with a bias first.  Parameters of any
     float dtype.

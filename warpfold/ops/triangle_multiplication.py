@@ -43,7 +43,7 @@ def split_projections(y: Tensor, hidden: int, fused: bool) -> tuple[Tensor, Tens
     return (first, third, second, fourth, g) if fused else (first, second, third, fourth, g)
 
 
-def _empty(x: Tensor, mask: Tensor, _nw: Tensor, _nb: Tensor, _w: Tensor, _b: Any, out_nw: Tensor, *more: Any) -> Any:
+def _empty(x: Tensor, mask: Tensor, _nw: Tensor, _nb: Any, _w: Tensor, _b: Any, out_nw: Tensor, *more: Any) -> Any:
     if not more[-1]:
         return empty_like(x), *(x.new_empty(0) for _ in range(7))
     planes = (empty_planes(x, out_nw.shape[0]) for _ in range(3))
@@ -63,9 +63,7 @@ def _check(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
         raise ValueError(f"{op}: {wrong}")
 
 
-def _unsupported(
-    x: Tensor, mask: Tensor, _nw: Tensor, _nb: Tensor, weight: Tensor, bias: Any, *more: Any
-) -> str | None:
+def _unsupported(x: Tensor, mask: Tensor, _nw: Tensor, _nb: Any, weight: Tensor, bias: Any, *more: Any) -> str | None:
     return _wrong_sizes(weight, bias, more[2]) or None
 
 
@@ -80,14 +78,15 @@ def served_by_kernels(x: Tensor, hidden: int) -> bool:
 def _composed(registered: Callable[..., Tensor], *args: Any) -> Tensor:
     """Call the registered operation; on a GPU whose kernels do not take x, its parts one after another."""
     x, mask, norm_weight, norm_bias, weight, bias, *rest = args
-    out_nw, out_nb, out_weight, out_bias, outgoing, fused, factors, eps = rest
+    out_nw, out_nb, out_weight, out_bias, outgoing, fused, factors, eps, residual = rest
     if backend(x) == "cpu" or served_by_kernels(x, out_weight.shape[1]):
         return registered(*args)
     y = norm_linear(x, norm_weight, norm_bias, weight, bias, eps)
     a, a_gate, b, b_gate, g = split_projections(y, out_weight.shape[1], fused)
     product = triangle_product(triangle_factor(a, a_gate, mask), triangle_factor(b, b_gate, mask), outgoing)
     dx = gate(norm_linear(product, out_nw, out_nb, out_weight, out_bias, eps), g)
-    return x + (dx if factors is None else dx * factors)
+    dx = dx if factors is None else dx * factors
+    return x + dx if residual else dx
 
 
 @register(
@@ -98,7 +97,7 @@ def _composed(registered: Callable[..., Tensor], *args: Any) -> Tensor:
     empty=_empty,
     results="out a b product mean scale out_mean out_scale",
     keeps="x mask norm_weight norm_bias weight bias out_norm_weight out_norm_bias out_weight out_bias a b product mean "
-    "scale out_mean out_scale factors outgoing fused",
+    "scale out_mean out_scale factors outgoing fused residual",
     gradients="x norm_weight norm_bias weight bias out_norm_weight out_norm_bias out_weight out_bias",
     empty_gradients=lambda grad, x, mask, *kept: (empty_like(x), *empty_parameters(*kept[:8])),
     kept=True,
@@ -115,23 +114,25 @@ def triangle_multiplication(
     x: Tensor,
     mask: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     out_norm_weight: Tensor,
-    out_norm_bias: Tensor,
+    out_norm_bias: Tensor | None,
     out_weight: Tensor,
     out_bias: Tensor | None,
     outgoing: bool,
     fused: bool,
     factors: Factors | None = None,
     eps: float = EPS,
+    residual: bool = True,
 ) -> Tensor:
-    """Return x + factors * gate(linear(layer_norm(product))), a product of two factors of x (Algorithms 11 and 12).
+    """Return x + factors * gate(linear(layer_norm(product))), a product of two factors of x (Algorithms 11 and 12); or
+    that without the first x where `residual` is False.
 
     x [*, n, n, c], mask [*, n, n] of a and b, norm_weight, norm_bias [c], out_norm_weight, out_norm_bias [h],
     out_weight [c, h], out_bias [c], factors of dropout (axes of size 1 are shared; None: ones) -> [*, n, n, c] in the
-    dtype of x, laid out in memory as x is.  Parameters of any float dtype.
+    dtype of x, laid out in memory as x is.  Parameters of any float dtype; any bias may be None.
 
     weight [4 h + c, c] makes a, its gate, b, its gate, and the gate of the product, one below the other; fused
     (AlphaFold 2.3): a, b, a's gate, b's gate, the product's.  bias [b] belongs to its first b outputs.
@@ -142,4 +143,5 @@ def triangle_multiplication(
     a, b = triangle_factor.definition(a, a_gate, mask), triangle_factor.definition(b, b_gate, mask)
     n = layer_norm.definition(triangle_product(a, b, outgoing), out_norm_weight, out_norm_bias, eps)
     dx = gate.definition(F.linear(n, out_weight.to(x.dtype), None if out_bias is None else out_bias.to(x.dtype)), g)
-    return x + (dx if factors is None else dx * factors)
+    dx = dx if factors is None else dx * factors
+    return x + dx if residual else dx

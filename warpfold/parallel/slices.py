@@ -97,10 +97,13 @@ def _shared_parts(
     axis = layer.shared_axis
     assert axis is not None
     for part, piece in fetch_each(source, cuts, axis):
-        if layer.shared_from_other:
+        if layer.shared_from_other and not layer.mask_of_other:
             yield part, layer.shared_of(piece)
+            continue
+        piece_mask = mask.narrow(axis + 1, part.start, part.stop - part.start)
+        if layer.shared_from_other:
+            yield part, layer.shared_of(piece, piece_mask)
         else:
-            piece_mask = mask.narrow(axis + 1, part.start, part.stop - part.start)
             yield part, layer.shared(DeferredLayerNorm(piece, layer.norm), piece_mask)
 
 
@@ -129,7 +132,8 @@ def add_in_slices(
     for part, piece in fetch_each(x, cuts, axis):
         start, length = part.start, part.stop - part.start
         read = piece if operand is x else operand.narrow(operand_axis, start, length)
-        n, n_mask = DeferredLayerNorm(read, layer.norm), mask.narrow(operand_axis + 1, start, length)
+        n_mask = mask if layer.mask_of_other else mask.narrow(operand_axis + 1, start, length)
+        n = DeferredLayerNorm(read, layer.norm)
         drawn = factors
         if factors is not None and factors.shape[axis] != 1:
             drawn = factors.narrow(axis, start, length)

@@ -28,6 +28,7 @@ NORMS: dict[str, tuple[int, Layout, Layout]] = {
     "384": (384, PLAIN, PLAIN),
     "384, one": (384, ONE, PLAIN),
     "1024": (1024, PLAIN, PLAIN),
+    "64, no bias": (64, BATCHED, PLAIN),
 }
 
 # channels, outputs, how many of them have a bias
@@ -43,6 +44,8 @@ LINEARS: dict[str, tuple[int, int, int, Layout, Layout]] = {
     "256 to 136, turned": (256, 136, 136, TURNED, PLAIN),
     "384 to 100": (384, 100, 100, PLAIN, PLAIN),
     "1024 to 20, one": (1024, 20, 20, ONE, PLAIN),
+    "128 to 40, no bias of the norm": (128, 40, 7, TURNED, PLAIN),
+    "384 to 40, no bias of the norm": (384, 40, 0, PLAIN, PLAIN),
 }
 
 
@@ -52,12 +55,12 @@ def _like(shape: tuple[int, ...], c: int, of: Layout) -> Tensor:
     return laid((*shape, c), order if order is not None and len(order) == len(shape) + 1 else None, pad)
 
 
-def norm_case(name: str, mean: float = 0.0) -> tuple[list[Tensor], Tensor]:
+def norm_case(name: str, mean: float = 0.0) -> tuple[list[Tensor | None], Tensor]:
     """x, weight and bias; and a gradient of the output."""
     c, (shape, order, pad), of_grad = NORMS[name]
     x = laid((*shape, c), order, pad, mean)
     x[(0,) * (x.dim() - 1)] = mean + 0.5  # nothing but its mean
-    return [x, 1 + 0.3 * laid((c,)), laid((c,), pad=1)], _like(shape, c, of_grad)
+    return [x, 1 + 0.3 * laid((c,)), None if "no bias" in name else laid((c,), pad=1)], _like(shape, c, of_grad)
 
 
 def linear_case(name: str, mean: float = 0.0) -> tuple[list[Tensor | None], Tensor]:
@@ -67,7 +70,10 @@ def linear_case(name: str, mean: float = 0.0) -> tuple[list[Tensor | None], Tens
     x[(0,) * (x.dim() - 1)] = mean + 0.5
     bias = laid((biased,)) if biased else None
     return (
-        [x, 1 + 0.3 * laid((c,)), laid((c,), pad=1), laid((outputs, c)) * c**-0.5, bias],
+        [
+            *(x, 1 + 0.3 * laid((c,)), None if "no bias of the norm" in name else laid((c,), pad=1)),
+            *(laid((outputs, c)) * c**-0.5, bias),
+        ],
         _like(shape, outputs, of_grad),
     )
 

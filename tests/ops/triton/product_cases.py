@@ -18,12 +18,14 @@ TRANSITIONS: dict[str, tuple[int, int, str, str, bool, Layout]] = {
     "32, SwiGLU, many axes": (32, 70, "swiglu", "", True, MANY),
 }
 
-# batches, sequences, left and right positions, left and right channels, outputs, whether there is a bias
+# batches, sequences, left and right positions, left and right channels, outputs, whether there is a bias; one that is
+# not divided is "added last"
 OUTERS: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
     "as the model's": (1, 9, 17, 18, 8, 32, 40, True),
     "odd": (2, 70, 5, 9, 6, 11, 37, True),
     "one sequence, no bias": (1, 1, 16, 3, 8, 8, 12, False),
     "many outputs": (1, 3, 2, 5, 5, 16, 140, True),
+    "odd, added last": (2, 20, 5, 9, 6, 11, 37, True),
     "wide factors": (1, 5, 3, 2, 9, 64, 20, True),
 }
 
@@ -48,6 +50,8 @@ def outer_case(name: str) -> tuple[list[Tensor | None], Tensor]:
     a, b = laid((batches, s, i, c), pad=8), laid((batches, s, j, d), pad=3)
     weight, bias = laid((z, c * d)) * (c * d) ** -0.5, laid((z,)) if biased else None
     count = laid((batches, i, j, 1)).abs().round() + 1e-3  # 0 where no sequence has both
+    if "added last" in name:
+        count.clamp_(min=1)
     return [a, b, weight, bias, count], laid((batches, i, j, z), pad=5)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, gate_values, put, rows, writable
 from warpfold.ops.cpu.gate import drawn_factors
+from warpfold.ops.cpu.norm import parameter_gradients
 from warpfold.ops.dispatch import alike
 from warpfold.ops.gated_attention import empty_bias, empty_lse, empty_rows
 from warpfold.ops.norm import empty_statistics
@@ -29,7 +30,7 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 def gated_attention(
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     gate_bias: Tensor | None,
     out_weight: Tensor,
@@ -40,7 +41,7 @@ def gated_attention(
     *more: Any,
 ) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention; of the projections nothing is kept."""
-    *factor_operands, eps, kept = more
+    *factor_operands, eps, residual, kept = more
     out, factors = empty_like(x), drawn_factors(x, *factor_operands)
     saved: tuple[Tensor, ...] = tuple(x.new_empty(0) for _ in range(5))
     if kept:
@@ -54,7 +55,7 @@ def gated_attention(
         for some in _slices(x.shape[-3], x.shape[-2], FORWARD):
             kept_here = tuple(t[at][some] for t in saved) if kept else None
             fb = None if f is None else f[at][some]
-            _forward_block(x[at][some], out[at][some], fb, parameters, keys, some, eps, kept_here)
+            _forward_block(x[at][some], out[at][some], fb, parameters, keys, some, eps, residual, kept_here)
     return out, *saved
 
 
@@ -66,6 +67,7 @@ def _forward_block(
     keys: "_Keys",
     some: slice,
     eps: float,
+    residual: bool,
     kept: tuple[Tensor, ...] | None,
 ) -> None:
     """Write the new rows, and what is kept of them."""
@@ -88,13 +90,16 @@ def _forward_block(
     o = o.transpose(1, 2).reshape(n * k_len, i)
     gated = gate_values(y[:, :i]).mul_(o)
     results = writable(yb)
-    if fb is None:
+    if fb is None and residual:
         torch.addmm(xs if of.out_bias is None else xs + of.out_bias, gated, of.out_weight.t(), out=results)
     else:
         torch.mm(gated, of.out_weight.t(), out=results)
         if of.out_bias is not None:
             results += of.out_bias
-        results.mul_(rows(fb)).add_(xs)
+        if fb is not None:
+            results.mul_(rows(fb))
+        if residual:
+            results += xs
     put(yb, results)
     if kept is not None:
         for block, values in zip(kept[1:], (mean, scale, o, lse)):
@@ -105,7 +110,7 @@ def gated_attention_backward(
     grad: Tensor,
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     gate_bias: Tensor | None,
     out_weight: Tensor,
@@ -120,7 +125,7 @@ def gated_attention_backward(
     *more: Any,
 ) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention_backward; the gradients of the norm from one product, as in norm.py."""
-    *factor_operands, heads, bias_wanted = more
+    *factor_operands, heads, residual, bias_wanted = more
     factors = drawn_factors(grad, *factor_operands)
     f = None if factors is None else factors.to(grad.dtype).expand(grad.shape)
     parameters = _Parameters(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads)
@@ -130,12 +135,12 @@ def gated_attention_backward(
         f_at, bias_at = None if f is None else f[at], None if bias is None else bias[at]
         kept = y[at], mean[at], scale[at], attended[at], lse[at]
         dbias_of = _backward_example(
-            grad[at], x[at], f_at, mask[at], bias_at, kept, dx[at], parameters, sums, bias_wanted
+            grad[at], x[at], f_at, mask[at], bias_at, kept, dx[at], parameters, sums, residual, bias_wanted
         )
         if bias is not None and bias_wanted:
             assert dbias_of is not None
             dbias[at] = dbias_of
-    return dx, *sums.gradients((norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias)), dbias
+    return dx, *sums.gradients((norm_weight, norm_bias, weight, gate_bias), (out_weight, out_bias)), dbias
 
 
 def _backward_example(
@@ -148,12 +153,14 @@ def _backward_example(
     dx: Tensor,
     of: "_Parameters",
     sums: "_Sums",
+    residual: bool,
     bias_wanted: bool,
 ) -> Tensor | None:
     """Write the gradient of x, add to the sums, and return the bias' gradient, to which every row adds."""
     (y, mean, scale, attended, lse), length, own = kept, x.shape[-2], of.makes_bias
     keys = _Keys(mask, y[..., 4 * of.inner :].movedim(-1, 0) if own else bias, lse.dtype)
     heads = _HeadsBackward(keys, of, length, own or bias_wanted)
+    beside = grad if residual else None
     for some in _slices(x.shape[0], length, BACKWARD):
         g = grad[some] if factors is None else grad[some] * factors[some]
         xs = rows(x[some]).contiguous()
@@ -162,7 +169,7 @@ def _backward_example(
         if own:  # the norm waits until the bias' gradient is known
             dx[some] = dn.view(g.shape)
         else:
-            _through_norm(dn, xs, mean[some], scale[some], grad[some], dx[some], of)
+            _through_norm(dn, xs, mean[some], scale[some], beside, some, dx, of)
     if own:
         assert heads.dbias is not None
         outputs = slice(4 * of.inner, None)
@@ -171,20 +178,31 @@ def _backward_example(
             accumulate(sums.product[outputs], db.t(), of.standard(xs, mean[some], scale[some]).to(x.dtype))
             sums.total[outputs] += db.sum(1, dtype=sums.total.dtype)
             dn = torch.addmm(rows(dx[some]), db.t(), of.weight[outputs])
-            _through_norm(dn, xs, mean[some], scale[some], grad[some], dx[some], of)
+            _through_norm(dn, xs, mean[some], scale[some], beside, some, dx, of)
     return heads.dbias
 
 
 def _through_norm(
-    dn: Tensor, xs: Tensor, mean: Tensor, scale: Tensor, grad: Tensor, dx: Tensor, of: "_Parameters"
+    dn: Tensor,
+    xs: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    beside: Tensor | None,
+    some: slice,
+    dx: Tensor,
+    of: "_Parameters",
 ) -> None:
-    """Write grad plus the gradient that reaches x through its norm; dn, xs [positions, c]."""
+    """Write some rows of dx: the gradient that reaches x through its norm, plus `beside`; dn, xs [positions, c]."""
     statistics = rows(mean[..., None]).contiguous(), rows(scale[..., None]).contiguous()
     one = torch.ones_like(of.norm_weight)
     found, _, _ = torch.ops.aten.native_layer_norm_backward(
         dn, xs, [xs.shape[-1]], *statistics, of.norm_weight, one, [True, False, False]
     )
-    torch.add(grad, found.view(grad.shape), out=dx)
+    found = found.view(dx[some].shape)
+    if beside is None:
+        dx[some] = found
+    else:
+        torch.add(beside[some], found, out=dx[some])
 
 
 class _Parameters:
@@ -194,7 +212,7 @@ class _Parameters:
         self,
         x: Tensor,
         norm_weight: Tensor,
-        norm_bias: Tensor,
+        norm_bias: Tensor | None,
         weight: Tensor,
         gate_bias: Tensor | None,
         out_weight: Tensor,
@@ -202,12 +220,11 @@ class _Parameters:
         heads: int,
     ) -> None:
         acc, self.heads, self.inner = accumulation_dtype(x), heads, out_weight.shape[1]
-        self.norm_weight, self.norm_bias = norm_weight.to(acc), norm_bias.to(acc)
+        self.norm_weight, self.norm_bias = norm_weight.to(acc), None if norm_bias is None else norm_bias.to(acc)
         self.weight, self.out_weight = weight.to(x.dtype), out_weight.to(x.dtype)
         self.gate_bias = None if gate_bias is None else gate_bias.to(x.dtype)
         self.out_bias = None if out_bias is None else out_bias.to(x.dtype)
         self.makes_bias = len(weight) > 4 * self.inner
-        self.whole_weight = weight.to(acc)
 
     def standard(self, xs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         """Return (xs - mean) scale, of [positions, c], in the dtype of the statistics."""
@@ -234,15 +251,16 @@ class _Sums:
         self.product, self.out_product = like.new_zeros(of.weight.shape), like.new_zeros(of.out_weight.shape)
         self.total, self.out_total = like.new_zeros(len(of.weight)), like.new_zeros(len(of.out_weight))
 
-    def gradients(self, parameters: tuple[Tensor | None, ...]) -> list[Tensor]:
-        """Return those of norm_weight, norm_bias, weight, gate_bias, out_weight and out_bias: see norm.py."""
-        of, total = self.of, self.total
-        made = [(self.product * of.whole_weight).sum(0), total @ of.whole_weight]
-        made += [self.product * of.norm_weight + total[:, None] * of.norm_bias]
-        made += [total[: 0 if of.gate_bias is None else len(of.gate_bias)].clone(), self.out_product]
-        made += [self.out_total[: 0 if of.out_bias is None else None]]
-        like = (parameters[0] if p is None else p for p in parameters)
-        return [t.to(accumulation_dtype(p)) for t, p in zip(made, like)]  # type: ignore[arg-type]
+    def gradients(
+        self, into: tuple[Tensor, Tensor | None, Tensor, Tensor | None], out_of: tuple[Tensor, Tensor | None]
+    ) -> list[Tensor]:
+        """Return those of norm_weight, norm_bias, weight and gate_bias, and of out_weight and out_bias."""
+        of_out = (self.out_product, self.out_total[: 0 if out_of[1] is None else None])
+        like = out_of[0], into[0] if out_of[1] is None else out_of[1]
+        return [
+            *parameter_gradients(self.product, self.total, *into),
+            *(t.to(accumulation_dtype(p)) for t, p in zip(of_out, like)),
+        ]
 
 
 class _Keys:

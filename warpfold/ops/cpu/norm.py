@@ -8,10 +8,10 @@ from warpfold.ops.norm import empty_projected, empty_statistics
 from warpfold.ops.tensors import accumulation_dtype, empty_like
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Compute warpfold::layer_norm."""
     y, (mean, scale) = empty_like(x), empty_statistics(x)
-    w, b = weight.to(mean.dtype), bias.to(mean.dtype)
+    w, b = weight.to(mean.dtype), None if bias is None else bias.to(mean.dtype)
     for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
         n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], w, b, eps)
         for block, results in ((yb, n), (mb, m), (sb, s)):
@@ -36,11 +36,11 @@ def layer_norm_backward(
 
 
 def norm_linear(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute warpfold::norm_linear."""
     y, (mean, scale) = empty_projected(x, weight.shape[0]), empty_statistics(x)
-    nw, nb = norm_weight.to(mean.dtype), norm_bias.to(mean.dtype)
+    nw, nb = norm_weight.to(mean.dtype), None if norm_bias is None else norm_bias.to(mean.dtype)
     w, b = weight.to(x.dtype).t(), None if bias is None else bias.to(x.dtype)
     for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
         n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], nw, nb, eps)
@@ -60,7 +60,7 @@ def norm_linear_backward(
     grad: Tensor,
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     mean: Tensor,
@@ -71,7 +71,7 @@ def norm_linear_backward(
     With h = (x - mean) * scale, the gradients of all parameters follow from grad^T h and from the sum of grad.
     """
     dx, (outputs, c) = empty_like(x), weight.shape
-    nw, nb, w = (p.to(mean.dtype) for p in (norm_weight, norm_bias, weight))
+    nw, w = norm_weight.to(mean.dtype), weight.to(mean.dtype)
     narrow, one = weight.to(x.dtype), torch.ones_like(nw)
     product, total = w.new_zeros(outputs, c), w.new_zeros(outputs)
     for xb, dxb, gb, mb, sb in blocks(x, x, dx, grad, mean[..., None], scale[..., None]):
@@ -82,7 +82,23 @@ def norm_linear_backward(
         dn = torch.mm(g, narrow)
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], m, s, nw, one, [True, False, False])
         put(dxb, dxs)
-    dweight = product * nw + total[:, None] * nb
-    dbias = total[: 0 if bias is None else len(bias)]
-    found = zip(((product * w).sum(0), total @ w, dweight, dbias), (norm_weight, norm_bias, weight, weight))
-    return dx, *(gradient.to(accumulation_dtype(p)) for gradient, p in found)  # type: ignore[return-value]
+    return dx, *parameter_gradients(product, total, norm_weight, norm_bias, weight, bias)  # type: ignore[return-value]
+
+
+def parameter_gradients(
+    product: Tensor, total: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a norm's and its projection's parameters, given grad^T h and the sum of grad.
+
+    h: the operand of mean 0 and deviation 1.  Without elements for a bias that is None.
+    """
+    w, nw = weight.to(product.dtype), norm_weight.to(product.dtype)
+    dweight = product * nw if norm_bias is None else product * nw + total[:, None] * norm_bias.to(product.dtype)
+    made = (product * w).sum(0), total @ w, dweight, total
+    parameters = norm_weight, norm_bias, weight, bias
+    return tuple(
+        norm_weight.new_empty(0, dtype=accumulation_dtype(norm_weight))
+        if p is None
+        else gradient[: len(p)].to(accumulation_dtype(p))
+        for gradient, p in zip(made, parameters)
+    )

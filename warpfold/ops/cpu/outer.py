@@ -15,23 +15,27 @@ from warpfold.ops.tensors import accumulation_dtype
 PRODUCTS = 2**21  # numbers of a block
 
 
-def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor) -> Tensor:
+def outer_product(
+    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor, bias_divided: bool
+) -> Tensor:
     """Compute warpfold::outer_product."""
     out = a.new_empty(a.shape[0], a.shape[2], b.shape[2], weight.shape[0])
     w, narrow = weight.to(a.dtype).t(), None if bias is None else bias.to(a.dtype)
     for batch, rows in alike(_blocks(a, b)):
         results = out[batch, rows].flatten(0, 1)
         products = _products(a[batch, :, rows], b[batch])
-        if narrow is None:
+        if narrow is None or not bias_divided:
             torch.mm(products, w, out=results)
         else:
             torch.addmm(narrow, products, w, out=results)
         results.div_(count[batch, rows].flatten(0, 1).to(a.dtype))
+        if narrow is not None and not bias_divided:
+            results += narrow
     return out
 
 
 def outer_product_backward(
-    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor
+    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor, bias_divided: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::outer_product_backward."""
     dtype = accumulation_dtype(a)
@@ -41,9 +45,10 @@ def outer_product_backward(
     narrow = weight.to(a.dtype)
     for batch, rows in alike(_blocks(a, b)):
         some = a[batch, :, rows]
-        g = grad[batch, rows].flatten(0, 1) / count[batch, rows].flatten(0, 1).to(a.dtype)
+        whole = grad[batch, rows].flatten(0, 1)
+        g = whole / count[batch, rows].flatten(0, 1).to(a.dtype)
         accumulate(dweight, g, _products(some, b[batch]))
-        dbias += g.sum(0, dtype=dtype)
+        dbias += (g if bias_divided else whole).sum(0, dtype=dtype)
         # [i j, c d] -> [i c, j d]
         turned = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
         da[batch, :, rows] = (b[batch].flatten(1) @ turned.t()).view(s, -1, c)

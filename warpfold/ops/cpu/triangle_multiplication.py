@@ -14,23 +14,25 @@ from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, gate_values, put, rows, writable
 from warpfold.ops.cpu.gate import drawn_factors
+from warpfold.ops.cpu.norm import parameter_gradients
 from warpfold.ops.dispatch import alike
 from warpfold.ops.norm import empty_statistics
 from warpfold.ops.tensors import accumulation_dtype, empty_like
 from warpfold.ops.triangle_multiplication import empty_planes, split_projections
 
 POSITIONS = 1024  # of a block, at least a row
+Projected = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight and bias of a norm and of its projection
 
 
 def triangle_multiplication(
     x: Tensor,
     mask: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     out_norm_weight: Tensor,
-    out_norm_bias: Tensor,
+    out_norm_bias: Tensor | None,
     out_weight: Tensor,
     out_bias: Tensor | None,
     outgoing: bool,
@@ -38,7 +40,7 @@ def triangle_multiplication(
     *more: Any,
 ) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_multiplication."""
-    *factor_operands, eps, kept = more
+    *factor_operands, eps, residual, kept = more
     into, out_of = (norm_weight, norm_bias, weight, bias), (out_norm_weight, out_norm_bias, out_weight, out_bias)
     of = _Parameters(x, into, out_of, fused)
     factors = drawn_factors(x, *factor_operands)
@@ -66,8 +68,9 @@ def triangle_multiplication(
             dx = of.project(standard.to(x.dtype)).mul_(gate_values(logits[at][some].flatten(0, 1)))
             if f is not None:
                 dx.mul_(rows(f[at][some]))
-            results = writable(out[at][some])
-            torch.add(dx, rows(x[at][some]), out=results)
+            results = writable(out[at][some]) if residual else dx
+            if residual:
+                torch.add(dx, rows(x[at][some]), out=results)
             put(out[at][some], results)
     if not kept:
         return out, *(x.new_empty(0) for _ in range(7))
@@ -79,11 +82,11 @@ def triangle_multiplication_backward(
     x: Tensor,
     mask: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     out_norm_weight: Tensor,
-    out_norm_bias: Tensor,
+    out_norm_bias: Tensor | None,
     out_weight: Tensor,
     out_bias: Tensor | None,
     a: Tensor,
@@ -96,7 +99,7 @@ def triangle_multiplication_backward(
     *more: Any,
 ) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_multiplication_backward; the gradients of both norms from products, as in norm.py."""
-    *factor_operands, outgoing, fused = more
+    *factor_operands, outgoing, fused, residual = more
     into, out_of = (norm_weight, norm_bias, weight, bias), (out_norm_weight, out_norm_bias, out_weight, out_bias)
     of = _Parameters(x, into, out_of, fused)
     factors = drawn_factors(grad, *factor_operands)
@@ -108,7 +111,7 @@ def triangle_multiplication_backward(
     for at in examples(x):
         for some in row_slices(x):
             before = _of_norm(rows(x[at][some]), mean[at][some], scale[at][some])
-            normed = torch.addcmul(of.norm_bias, before, of.norm_weight).to(x.dtype)
+            normed = of.weighed(before).to(x.dtype)
             p, m, s = product[at][:, some].flatten(1), out_mean[at][some].reshape(-1), out_scale[at][some].reshape(-1)
             g = rows(grad[at][some] if f is None else grad[at][some] * f[at][some])
             dp, dgate = _backward_output(g, normed, (p.to(m.dtype) - m).mul_(s), s, of, sums)
@@ -122,9 +125,8 @@ def triangle_multiplication_backward(
         for some in row_slices(x):
             dfactors, of_gate = (da[:, some], db[:, some]), dlogits[some].flatten(0, 1)
             statistics = mean[at][some], scale[at][some]
-            _backward_input(
-                grad[at][some], x[at][some], mask[at][some], statistics, dfactors, of_gate, dx[at][some], of, sums
-            )
+            beside = grad[at][some] if residual else None
+            _backward_input(beside, x[at][some], mask[at][some], statistics, dfactors, of_gate, dx[at][some], of, sums)
     return dx, *sums.gradients()
 
 
@@ -148,7 +150,7 @@ def _backward_output(
 
 
 def _backward_input(
-    grad: Tensor,
+    beside: Tensor | None,
     x: Tensor,
     mask: Tensor,
     statistics: tuple[Tensor, Tensor],
@@ -158,10 +160,10 @@ def _backward_input(
     of: "_Parameters",
     sums: "_Sums",
 ) -> None:
-    """Write the gradient of a block of x, given those of its factors and of the product's gate."""
+    """Write the gradient of a block of x, given those of its factors and of the product's gate, plus `beside`."""
     xs = rows(x).contiguous()
     standard = _of_norm(xs, *statistics)
-    normed, masked = torch.addcmul(of.norm_bias, standard, of.norm_weight).to(x.dtype), mask.reshape(1, -1).to(x.dtype)
+    normed, masked = of.weighed(standard).to(x.dtype), mask.reshape(1, -1).to(x.dtype)
     y, dy = of.factors(normed), x.new_empty(4, of.hidden, len(xs))
     for first, d in zip((0, 2), dfactors):
         logit, value = y[first], y[first + 1]
@@ -176,7 +178,10 @@ def _backward_input(
     found, _, _ = torch.ops.aten.native_layer_norm_backward(
         dn, xs, [xs.shape[1]], mean, scale, of.norm_weight, one, [True, False, False]
     )
-    torch.add(grad, found.view(grad.shape), out=dx)
+    if beside is None:
+        dx.copy_(found.view(dx.shape))
+    else:
+        torch.add(beside, found.view(dx.shape), out=dx)
 
 
 class _Parameters:
@@ -188,13 +193,14 @@ class _Parameters:
     def __init__(
         self,
         x: Tensor,
-        into: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        out_of: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        into: Projected,
+        out_of: Projected,
         fused: bool,
     ) -> None:
         acc, self.into, self.out_of, self.fused = accumulation_dtype(x), into, out_of, fused
         (norm_weight, norm_bias, weight, bias), (out_norm_weight, out_norm_bias, out_weight, out_bias) = into, out_of
-        self.norm_weight, self.norm_bias, self.hidden = norm_weight.to(acc), norm_bias.to(acc), out_weight.shape[1]
+        self.norm_weight, self.hidden = norm_weight.to(acc), out_weight.shape[1]
+        self.norm_bias = None if norm_bias is None else norm_bias.to(acc)
         a, a_gate, b, b_gate, gate = split_projections(weight.to(x.dtype).t(), self.hidden, fused)
         self.factor_weight, self.gate_weight = torch.cat([a_gate, a, b_gate, b], 1).t().contiguous(), gate.t()
         self.factor_bias = self.gate_bias = None
@@ -202,10 +208,13 @@ class _Parameters:
             whole = F.pad(bias.to(x.dtype), (0, len(weight) - len(bias)))
             a, a_gate, b, b_gate, self.gate_bias = split_projections(whole, self.hidden, fused)
             self.factor_bias = torch.cat([a_gate, a, b_gate, b])
-        wide = out_weight.to(acc)
-        self.out_folded = (wide * out_norm_weight.to(acc)).to(x.dtype)
-        shift = wide @ out_norm_bias.to(acc)
-        self.out_shift = (shift if out_bias is None else shift + out_bias.to(acc)).to(x.dtype)
+        self.out_folded, self.out_shift = folded(x, out_norm_weight, out_norm_bias, out_weight, out_bias)
+
+    def weighed(self, standard: Tensor) -> Tensor:
+        """Return the normalised x, of [positions, c] with mean 0 and deviation 1."""
+        if self.norm_bias is None:
+            return standard * self.norm_weight
+        return torch.addcmul(self.norm_bias, standard, self.norm_weight)
 
     def factors(self, normed: Tensor) -> Tensor:
         """Return the logits of a's gate, a, the logits of b's gate, and b: [4, h, positions]."""
@@ -216,7 +225,7 @@ class _Parameters:
 
     def project(self, standard: Tensor) -> Tensor:
         """Return the output projection [positions, c] of the product [h, positions], mean 0 and deviation 1."""
-        return torch.addmm(self.out_shift, standard.t(), self.out_folded.t())
+        return linear(standard.t(), self.out_folded.t(), self.out_shift)
 
 
 class _Sums:
@@ -247,21 +256,26 @@ class _Sums:
         a_gate, a, b_gate, b = self.factors_total.chunk(4)
         total = torch.cat([a, b, a_gate, b_gate, self.gate_total] if fused else [a, a_gate, b, b_gate, self.gate_total])
         into, out_of = (
-            _of_projection(product, total, *self.of.into),
-            _of_projection(self.out, self.out_total, *self.of.out_of),
+            parameter_gradients(product, total, *self.of.into),
+            parameter_gradients(self.out, self.out_total, *self.of.out_of),
         )
         return [*into, *out_of]
 
 
-def _of_projection(
-    product: Tensor, total: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None
-) -> list[Tensor]:
-    """Return the gradients of a norm's and its projection's parameters, of grad^T standard and the sum of grad."""
-    w, nw, nb = (p.to(product.dtype) for p in (weight, norm_weight, norm_bias))
-    made = [(product * w).sum(0), total @ w, product * nw + total[:, None] * nb]
-    made.append(total[: 0 if bias is None else len(bias)].clone())
-    like = norm_weight, norm_bias, weight, norm_weight if bias is None else bias
-    return [t.to(accumulation_dtype(p)) for t, p in zip(made, like)]
+def folded(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return a projection's weight with that of the norm before it in it, and what it adds, in the dtype of x."""
+    wide = weight.to(accumulation_dtype(x))
+    shift = None if norm_bias is None else wide @ norm_bias.to(wide.dtype)
+    if bias is not None:
+        shift = bias.to(wide.dtype) if shift is None else shift + bias.to(wide.dtype)
+    return (wide * norm_weight.to(wide.dtype)).to(x.dtype), None if shift is None else shift.to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, added: Tensor | None) -> Tensor:
+    """Return x weight + added, of matrices."""
+    return torch.mm(x, weight) if added is None else torch.addmm(added, x, weight)
 
 
 def _of_norm(xs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:

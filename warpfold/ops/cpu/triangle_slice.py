@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.cpu.blocks import gate_values, put, rows, writable
-from warpfold.ops.cpu.triangle_multiplication import examples, row_slices, standardised
+from warpfold.ops.cpu.triangle_multiplication import examples, folded, linear, row_slices, standardised
 from warpfold.ops.noise import Factors
 from warpfold.ops.norm import EPS
 from warpfold.ops.tensors import accumulation_dtype, empty_like
@@ -44,16 +44,15 @@ def triangle_slice(
     outgoing: bool,
     factors: Factors | None = None,
     eps: float = EPS,
+    residual: bool = True,
 ) -> Tensor:
     """Compute `triangle_slice`; the slice is normalised twice, so that its gate exists for a block alone."""
     a = projected_factor(x, mask, norm, into, eps)
     product = a @ b.mT if outgoing else (a.mT @ b).mT  # b.mT @ a, up to four times as fast where columns are few
     del a
-    out, of_norm, acc = empty_like(x), _cast_norm(x, norm), accumulation_dtype(x)
+    out, of_norm = empty_like(x), _cast_norm(x, norm)
     gate_weight, gate_bias = of_gate[0].to(x.dtype).t(), of_gate[1]
-    wide = out_of[0].to(acc)
-    folded, shift = (wide * norm_out[0].to(acc)).to(x.dtype).t(), wide @ norm_out[1].to(acc)
-    shift = (shift if out_of[1] is None else shift + out_of[1].to(acc)).to(x.dtype)
+    weight, shift = folded(x, *norm_out, *out_of)
     f = None if factors is None else (x.new_ones(()) * factors).expand(x.shape)
     for at in examples(x):
         for some in row_slices(x):
@@ -62,18 +61,21 @@ def triangle_slice(
             logits = torch.mm(_normed(xs, of_norm, eps), gate_weight)
             if gate_bias is not None:
                 logits += gate_bias.to(x.dtype)
-            dx = torch.addmm(shift, standard.to(x.dtype).t(), folded).mul_(gate_values(logits))
+            dx = linear(standard.to(x.dtype).t(), weight.t(), shift)
+            torch.mul(dx, gate_values(logits), out=results)
             if f is not None:
-                dx.mul_(rows(f[at][some]))
-            torch.add(dx, xs, out=results)
+                results *= rows(f[at][some])
+            if residual:
+                results += xs
             put(out[at][some], results)
     return out
 
 
-def _cast_norm(x: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    return norm[0].to(accumulation_dtype(x)), norm[1].to(accumulation_dtype(x))
+def _cast_norm(x: Tensor, norm: Any) -> tuple[Tensor, Tensor | None]:
+    weight, bias = norm
+    return weight.to(accumulation_dtype(x)), None if bias is None else bias.to(accumulation_dtype(x))
 
 
-def _normed(xs: Tensor, norm: tuple[Tensor, Tensor], eps: float) -> Tensor:
+def _normed(xs: Tensor, norm: tuple[Tensor, Tensor | None], eps: float) -> Tensor:
     weight, bias = norm
     return torch.native_layer_norm(xs, [xs.shape[1]], weight, bias, eps)[0]

@@ -22,7 +22,7 @@ from warpfold.ops.triton.norm_linear import norm_linear, norm_linear_backward
 def gated_attention(
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     gate_bias: Tensor | None,
     out_weight: Tensor,
@@ -37,6 +37,7 @@ def gated_attention(
     stream: int,
     rate: float,
     eps: float,
+    residual: bool,
     kept: bool,
 ) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention."""
@@ -47,7 +48,7 @@ def gated_attention(
     all_bias = None if all_bias is None else batched(all_bias, 4)
     attention.forward(q, k, v, batched(mask, 3), all_bias, out, batched(lse, 4))
     end = out_weight, out_bias, factors, key, strides, offset, stream, rate
-    new = gated_linear_residual.gated_linear_residual(x, o, g, *end)
+    new = gated_linear_residual.gated_linear_residual(x, o, g, *end, residual)
     if not kept:
         return new, *(x.new_empty(0) for _ in range(5))
     return new, y, mean, scale, o, lse
@@ -57,7 +58,7 @@ def gated_attention_backward(
     grad: Tensor,
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     gate_bias: Tensor | None,
     out_weight: Tensor,
@@ -76,6 +77,7 @@ def gated_attention_backward(
     stream: int,
     rate: float,
     heads: int,
+    residual: bool,
     bias_wanted: bool,
 ) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention_backward."""
@@ -89,5 +91,6 @@ def gated_attention_backward(
     do, q, k, v, o, dq, dk, dv = (batched(t, 5) for t in (do, *vectors, o, *gradients))
     all_bias, dbias = (None if t is None else batched(t, 4) for t in (all_bias, dbias))
     attention.backward(do, q, k, v, batched(mask, 3), all_bias, o, batched(lse, 4), dq, dk, dv, dbias)
-    of_norm = norm_linear_backward(dy, x, norm_weight, norm_bias, weight, gate_bias, mean, scale, grad, (of_end,))
+    beside = grad if residual else None
+    of_norm = norm_linear_backward(dy, x, norm_weight, norm_bias, weight, gate_bias, mean, scale, beside, (of_end,))
     return *of_norm, *of_end.results, given

@@ -22,6 +22,7 @@ from warpfold.ops.triton.positions import (
     cdiv,
     channels_last,
     coalesce,
+    contiguous,
     offsets,
     pointers,
     programs_for,
@@ -70,7 +71,10 @@ def _gated_linear_residual(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Store y = x + factors * ((o * sigmoid(g)) weight^T + bias): BLOCK_C channels of BLOCK_M positions."""
+    """Store y = x + factors * ((o * sigmoid(g)) weight^T + bias): BLOCK_C channels of BLOCK_M positions.
+
+    x: None, of an update alone.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     real = (m < axes.positions)[:, None]
@@ -90,7 +94,8 @@ def _gated_linear_residual(
     if factors is not None:
         at = offsets(factors, m, axes)[:, None] + (c.to(tl.int64) * factors.strides[3])[None, :]
         acc *= dropout_tile(factors, at, valid, key, number, word, rate, scale)
-    acc += tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
+    if x is not None:
+        acc += tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     tl.store(pointers(y, m, c, axes), acc.to(y.data.dtype.element_ty), mask=valid)
 
 
@@ -250,10 +255,12 @@ class DropoutOperands:
             self.of = torch.empty_strided(x.shape, tuple(strides), device="meta")
             self.draw = scalars(stream, rate, x.dtype)
 
-    def walked_with(self, reads: dict[str, Tensor], writes: dict[str, Tensor]) -> tuple[Positions, dict[str, Any]]:
+    def walked_with(
+        self, reads: dict[str, Tensor | None], writes: dict[str, Tensor]
+    ) -> tuple[Positions, dict[str, Any]]:
         """Return the positions of these tensors and of the factors, and the kernel's arguments about all of them."""
         if self.of is not None and self.key is not None:
-            walked = (*reads.values(), self.of, *writes.values())
+            walked = [t for t in (*reads.values(), self.of, *writes.values()) if t is not None]
             if coalesce(self.of.shape[:-1], *(t.stride()[:-1] for t in walked)) is None:
                 # They want a copy in order, and "meta" holds nothing: draw first, once for each element that differs.
                 shape = [1 if stride == 0 else size for size, stride in zip(self.of.shape, self.of.stride())]
@@ -278,17 +285,19 @@ def gated_linear_residual(
     offset: int,
     stream: int,
     rate: float,
+    residual: bool = True,
 ) -> Tensor:
-    """Compute warpfold::gated_linear_residual."""
+    """Compute warpfold::gated_linear_residual; or, where `residual` is False, that without x, but laid out as x is."""
     c, inputs, y = x.shape[-1], o.shape[-1], empty_like(x)
     dropout = DropoutOperands(x, factors, key, strides, offset, stream, rate)
-    p, arguments = dropout.walked_with({"x": x, "o": channels_last(o), "g": channels_last(g)}, writes={"y": y})
+    reads = {"x": x if residual else None, "o": channels_last(o), "g": channels_last(g)}
+    p, arguments = dropout.walked_with(reads, writes={"y": y})
     kernel = FORWARD.tiled((c, inputs), x)
     kernel.run(
         (cdiv(p.count, kernel["BLOCK_M"]), cdiv(c, kernel["BLOCK_C"])),
         **arguments,
         weight=cast_weight(weight, x, p.count),
-        bias=None if bias is None else bias.contiguous(),
+        bias=contiguous(bias),
         C=c,
         INPUTS=inputs,
     )
@@ -334,7 +343,7 @@ def backward(
 ) -> Sum:
     """Write the gradients of o and g into do and dg, and return what is to be summed for those of weight and bias."""
     dropout = DropoutOperands(grad, factors, key, strides, offset, stream, rate)
-    reads = {"grad": channels_last(grad), "o": channels_last(o), "g": channels_last(g)}
+    reads: dict[str, Tensor | None] = {"grad": channels_last(grad), "o": channels_last(o), "g": channels_last(g)}
     c, inputs, biased = grad.shape[-1], o.shape[-1], 0 if bias is None else grad.shape[-1]
     p, arguments = dropout.walked_with(reads, writes={"do": do, "dg": dg})
     kernel = BACKWARD.tiled((inputs, c), o)

@@ -12,8 +12,8 @@ from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.norm_linear import norm_linear as norm_linear
 from warpfold.ops.triton.norm_linear import norm_linear_backward as norm_linear_backward
-from warpfold.ops.triton.norm_linear import statistics
-from warpfold.ops.triton.positions import Positions, offsets, pointers, power_of_two, programs_for
+from warpfold.ops.triton.norm_linear import shifted, statistics
+from warpfold.ops.triton.positions import Positions, contiguous, offsets, pointers, power_of_two, programs_for
 from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
 
 PROGRAMS = 1024  # at most, of the backward kernel: eight on each core of a large GPU
@@ -39,9 +39,8 @@ def _layer_norm(
     valid = (m < axes.positions)[:, None] & (c < C)[None, :]
     v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
-    b = tl.load(bias + c, mask=c < C, other=0).to(tl.float32)
     d, mu, r = statistics(v, valid, eps, C)
-    n = d * r[:, None] * w[None, :] + b[None, :]
+    n = shifted(d * r[:, None] * w[None, :], bias, c, C)
     tl.store(pointers(y, m, c, axes), n.to(y.data.dtype.element_ty), mask=valid)
     at = offsets(mean, m, axes)
     tl.store(mean.data + at, mu, mask=m < axes.positions)
@@ -97,7 +96,7 @@ FORWARD = register("layer_norm", _layer_norm, _CANDIDATES)
 BACKWARD = register("layer_norm_backward", _layer_norm_backward, _CANDIDATES)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Compute warpfold::layer_norm."""
     c, y, (mean, rstd) = x.shape[-1], empty_like(x), empty_statistics(x)
     p = Positions({"x": x}, writes={"y": y, "mean": mean[..., None]})
@@ -106,7 +105,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
         (triton.cdiv(p.count, kernel["BLOCK_M"]),),
         **p.arguments,
         weight=weight.contiguous(),
-        bias=bias.contiguous(),
+        bias=contiguous(bias),
         rstd=rstd,
         eps=eps,
         C=c,

@@ -23,12 +23,13 @@ from warpfold.ops.triton.positions import (
     cast_weight,
     cdiv,
     channels_last,
+    contiguous,
     offsets,
     pointers,
     power_of_two,
     programs_for,
 )
-from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
+from warpfold.ops.triton.sums import Sum, empty_partials, or_unwanted, sum_partials
 
 TILES = 256  # of the gradient of the weight, where there are positions enough: two on each core of a large GPU
 WIDEST = 256  # channels of 16 bits that a program of the projection holds
@@ -46,6 +47,15 @@ def statistics(v: tl.tensor, valid: tl.tensor, eps: tl.tensor, C: tl.constexpr) 
     rest = tl.sum(d, 1) / C
     d = tl.where(valid, d - rest[:, None], 0.0)
     return d, mean + rest, tl.rsqrt(tl.sum(d * d, 1) / C + eps)
+
+
+@triton.jit
+def shifted(n: tl.tensor, bias: tl.tensor, c: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Return n [m, c] plus a norm's bias, if it has one."""
+    if bias is not None:
+        return n + tl.load(bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
+    else:  # not after the `if`: Triton compiles what follows it
+        return n
 
 
 @triton.jit
@@ -74,9 +84,8 @@ def _norm_linear(
     valid = (m < axes.positions)[:, None] & (c < C)[None, :]
     v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
-    b = tl.load(norm_bias + c, mask=c < C, other=0).to(tl.float32)
     d, mu, r = statistics(v, valid, eps, C)
-    n = (d * r[:, None] * w[None, :] + b[None, :]).to(y.data.dtype.element_ty)
+    n = shifted(d * r[:, None] * w[None, :], norm_bias, c, C).to(y.data.dtype.element_ty)
     at = offsets(mean, m, axes)
     tl.store(mean.data + at, mu, mask=m < axes.positions)
     tl.store(rstd + at, r, mask=m < axes.positions)
@@ -139,8 +148,7 @@ def _norm_linear_wide(
         valid = (m < axes.positions)[:, None] & (c < C)[None, :]
         v = tl.load(x_rows + (c.to(tl.int64) * x.strides[3])[None, :], mask=valid, other=0).to(tl.float32)
         w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
-        b = tl.load(norm_bias + c, mask=c < C, other=0).to(tl.float32)
-        n = ((v - mu[:, None]) * r[:, None] * w[None, :] + b[None, :]).to(y.data.dtype.element_ty)
+        n = shifted((v - mu[:, None]) * r[:, None] * w[None, :], norm_bias, c, C).to(y.data.dtype.element_ty)
         wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(o < OUTPUTS)[None, :] & (c < C)[:, None], other=0)
         acc = tl.dot(n, wt.to(n.dtype), acc)
     if bias is not None:
@@ -228,7 +236,8 @@ def _norm_linear_weight(
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
-    b = tl.load(norm_bias + c, mask=c < C, other=0).to(tl.float32)
+    if norm_bias is not None:
+        b = tl.load(norm_bias + c, mask=c < C, other=0).to(tl.float32)
     each = tl.cdiv(tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(2))
     first = tl.program_id(2) * each * BLOCK_M
     last = min(axes.positions, first + each * BLOCK_M)
@@ -244,7 +253,9 @@ def _norm_linear_weight(
         at = offsets(mean, m, axes)
         mu = tl.load(mean.data + at, mask=m < axes.positions, other=0)
         r = tl.load(rstd + at, mask=m < axes.positions, other=0)
-        n = (v - mu[:, None]) * r[:, None] * w[None, :] + b[None, :]
+        n = (v - mu[:, None]) * r[:, None] * w[None, :]
+        if norm_bias is not None:
+            n += b[None, :]
         dw = tl.dot(tl.trans(dy), n.to(dy.dtype), dw)
         if BIASED > 0:
             db += tl.sum(dy.to(tl.float32), 0)
@@ -296,7 +307,7 @@ WEIGHT = register_by_precision(
 
 
 def norm_linear(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute warpfold::norm_linear."""
     c, outputs = x.shape[-1], weight.shape[0]
@@ -309,9 +320,9 @@ def norm_linear(
         (rows, cdiv(outputs, kernel["BLOCK_O"])) if wide else (rows,),
         **p.arguments,
         norm_weight=norm_weight.contiguous(),
-        norm_bias=norm_bias.contiguous(),
+        norm_bias=contiguous(norm_bias),
         weight=cast_weight(weight, x, p.count),
-        bias=None if bias is None else bias.contiguous(),
+        bias=contiguous(bias),
         rstd=rstd,
         eps=eps,
         C=c,
@@ -328,7 +339,7 @@ def norm_linear_backward(
     grad: Tensor,
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     mean: Tensor,
@@ -338,7 +349,7 @@ def norm_linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::norm_linear_backward; residual [*, c]: added to the gradient of x; beside: sums to make too."""
     grad = channels_last(grad)
-    norm_weight, norm_bias = norm_weight.contiguous(), norm_bias.contiguous()
+    norm_weight, norm_bias = norm_weight.contiguous(), contiguous(norm_bias)
     c, outputs, dx = x.shape[-1], weight.shape[0], empty_like(x)
     p = Positions({"x": x, "grad": grad, "mean": mean[..., None], "residual": residual}, writes={"dx": dx})
     kernel = BACKWARD.tiled((c, outputs), x)
@@ -356,11 +367,11 @@ def norm_linear_backward(
         BLOCK_C=power_of_two(c),
     )
     p.copy_back()
-    dnorm_weight, dnorm_bias = empty_parameters(norm_weight, norm_bias)
+    dnorm_weight, dnorm_bias, dweight, dbias = empty_parameters(norm_weight, norm_bias, weight, bias)
     biased = 0 if bias is None else len(bias)
     of_weight = _weight_partials(grad, x, norm_weight, norm_bias, outputs, biased, mean, rstd)
-    dweight, dbias = empty_parameters(weight, bias)
-    sum_partials(Sum(partials, (dnorm_weight, dnorm_bias)), Sum(of_weight, (dweight, dbias)), *beside)
+    of_norm = Sum(partials, (dnorm_weight, or_unwanted(dnorm_bias, partials, c)))
+    sum_partials(of_norm, Sum(of_weight, (dweight, dbias)), *beside)
     return dx, dnorm_weight, dnorm_bias, dweight, dbias
 
 
@@ -368,7 +379,7 @@ def _weight_partials(
     grad: Tensor,
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     outputs: int,
     biased: int,
     mean: Tensor,

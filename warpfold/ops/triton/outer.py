@@ -23,8 +23,8 @@ from torch import Tensor
 
 from warpfold.ops.tensors import empty_parameters
 from warpfold.ops.triton.launch import configs, register_by_precision
-from warpfold.ops.triton.positions import cast_weight, power_of_two, programs_for
-from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
+from warpfold.ops.triton.positions import cast_weight, contiguous, power_of_two, programs_for
+from warpfold.ops.triton.sums import Sum, empty_partials, or_unwanted, sum_partials
 
 TILES = 256  # programs of the gradient of the weight: as in `norm_linear`
 
@@ -77,6 +77,7 @@ def _outer_product(
     C: tl.constexpr,
     D: tl.constexpr,
     Z: tl.constexpr,
+    BIAS_DIVIDED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE_I: tl.constexpr,
     TILE_J: tl.constexpr,
@@ -84,7 +85,10 @@ def _outer_product(
     BLOCK_S: tl.constexpr,
     BLOCK_Z: tl.constexpr,
 ) -> None:
-    """Store BLOCK_Z channels of TILE_I x TILE_J positions of out [batch, i, j, z]."""
+    """Store BLOCK_Z channels of TILE_I x TILE_J positions of out [batch, i, j, z].
+
+    BIAS_DIVIDED: the bias is added before the division by the count, else after it.
+    """
     across, down = tl.cdiv(J, TILE_J), tl.cdiv(I, TILE_I)
     tile = tl.program_id(0)
     j = tile % across * TILE_J
@@ -101,13 +105,15 @@ def _outer_product(
         known = (z < Z)[:, None] & ((c < C) & (d < D))[None, :]
         w = tl.load(weight + z[:, None] * (C * D) + (c * D + d)[None, :], mask=known, other=0)
         acc = tl.dot(products, tl.trans(w.to(products.dtype)), acc)
-    if bias is not None:
+    if bias is not None and BIAS_DIVIDED:
         acc += tl.load(bias + z, mask=z < Z, other=0).to(tl.float32)[None, :]
     m = tl.arange(0, TILE_I * TILE_J)
     at_i, at_j = i + m // TILE_J, j + m % TILE_J
     real = (at_i < I) & (at_j < J)
     position = (batch * I + at_i) * J + at_j
     acc = acc / tl.load(count + position, mask=real, other=1).to(tl.float32)[:, None]
+    if bias is not None and not BIAS_DIVIDED:
+        acc += tl.load(bias + z, mask=z < Z, other=0).to(tl.float32)[None, :]
     tl.store(
         out + position[:, None] * Z + z[None, :], acc.to(out.dtype.element_ty), mask=real[:, None] & (z < Z)[None, :]
     )
@@ -209,6 +215,7 @@ def _weight(
     C: tl.constexpr,
     D: tl.constexpr,
     Z: tl.constexpr,
+    BIAS_DIVIDED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE_I: tl.constexpr,
     TILE_J: tl.constexpr,
@@ -232,9 +239,14 @@ def _weight(
         of_a, of_b = a + batch * S * (C * I), b + batch * S * (J * D)
         products = _products(of_a, of_b, i, j, first, S, I, J, C, D, BLOCK_D, TILE_I, TILE_J, TILE_C, BLOCK_S)
         at_i, at_j = i + m // TILE_J, j + m % TILE_J
-        g = _gradient(grad, count, (batch * I + at_i) * J + at_j, (at_i < I) & (at_j < J), z, Z)
+        position, real = (batch * I + at_i) * J + at_j, (at_i < I) & (at_j < J)
+        g = _gradient(grad, count, position, real, z, Z)
         dw = tl.dot(tl.trans(g), products, dw)
-        db += tl.sum(g.to(tl.float32), 0)
+        if BIAS_DIVIDED:
+            db += tl.sum(g.to(tl.float32), 0)
+        else:
+            whole = tl.load(grad + position[:, None] * Z + z[None, :], mask=real[:, None] & (z < Z)[None, :], other=0)
+            db += tl.sum(whole.to(tl.float32), 0)
     mine = partials + tl.program_id(2).to(tl.int64) * (Z * C * D + Z)
     k = tl.arange(0, TILE_C * BLOCK_D)
     c, d = first + k // BLOCK_D, k % BLOCK_D
@@ -280,7 +292,9 @@ WEIGHT = register_by_precision(
 )
 
 
-def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor) -> Tensor:
+def outer_product(
+    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor, bias_divided: bool
+) -> Tensor:
     """Compute warpfold::outer_product."""
     batches, s, i, c = a.shape
     _, _, j, d = b.shape
@@ -292,16 +306,17 @@ def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, cou
         a=_channels_before_positions(a),
         b=b.contiguous(),
         weight=cast_weight(weight, a, batches * i * j),
-        bias=None if bias is None else bias.contiguous(),
+        bias=contiguous(bias),
         count=count.contiguous(),
         out=out,
+        BIAS_DIVIDED=bias_divided,
         **_sizes(s, i, j, c, d, len(weight)),
     )
     return out
 
 
 def outer_product_backward(
-    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor
+    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor, bias_divided: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::outer_product_backward."""
     batches, s, i, c = a.shape
@@ -324,9 +339,10 @@ def outer_product_backward(
         b=b,
         partials=partials,
         tiles=tiles,
+        BIAS_DIVIDED=bias_divided,
         **_sizes(s, i, j, c, d, z),
     )
-    sum_partials(Sum(partials, (dweight, partials.new_empty(z) if bias is None else dbias)))
+    sum_partials(Sum(partials, (dweight, or_unwanted(dbias, partials, z))))
     return da, db, dweight, dbias
 
 

@@ -155,6 +155,11 @@ def channels_last(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
+def contiguous(t: Tensor | None) -> Tensor | None:
+    """Return t in order, if there is one."""
+    return None if t is None else t.contiguous()
+
+
 def programs_for(total: int, block: int, most: int) -> int:
     """Return how many programs share the blocks of `total`: one for each, or, where that is too many, for several.
 

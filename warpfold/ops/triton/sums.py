@@ -77,6 +77,11 @@ SUM = register(
 )
 
 
+def or_unwanted(gradient: Tensor, partials: Tensor, size: int) -> Tensor:
+    """Return the gradient of a bias, or, where there is no bias, memory for the sums that nobody wants."""
+    return gradient if gradient.numel() else partials.new_empty(size)
+
+
 def sum_partials(*sums: Sum) -> None:
     """Sum over programs, all of these in one launch; in two where some have more than `ONCE` programs."""
     spans, last = [], []

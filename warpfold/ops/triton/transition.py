@@ -15,8 +15,15 @@ import triton
 from torch import Tensor
 
 from warpfold.ops.tensors import empty_like, empty_parameters
-from warpfold.ops.triton.positions import Positions, cast_weight, channels_last, power_of_two, programs_for
-from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
+from warpfold.ops.triton.positions import (
+    Positions,
+    cast_weight,
+    channels_last,
+    contiguous,
+    power_of_two,
+    programs_for,
+)
+from warpfold.ops.triton.sums import Sum, empty_partials, or_unwanted, sum_partials
 from warpfold.ops.triton.transition_kernels import BACKWARD, FORWARD, WEIGHT
 
 TILES = 256  # programs of the gradient of the weights: as in `norm_linear`
@@ -43,7 +50,7 @@ def transition(
         (triton.cdiv(p.count, kernel["BLOCK_M"]),),
         **p.arguments,
         **_parameters(x, p.count, norm_weight, norm_bias, up, up_bias, down),
-        down_bias=_contiguous(down_bias),
+        down_bias=contiguous(down_bias),
         eps=eps,
         RESIDUAL=residual,
         **sizes,
@@ -79,7 +86,7 @@ def transition_backward(
     partials = empty_partials(x, programs, 3 * c)
     kernel.run((programs,), **p.arguments, **parameters, partials=partials, eps=eps, RESIDUAL=residual, **sizes)
     p.copy_back()
-    biases = _or_unwanted(dnorm_bias, partials, c), _or_unwanted(ddown_bias, partials, c)
+    biases = or_unwanted(dnorm_bias, partials, c), or_unwanted(ddown_bias, partials, c)
     rows = Sum(partials, (dnorm_weight, *biases))
     p = Positions({"normalised": normalised, "grad": grad}, writes={})
     kernel = WEIGHT.tiled(key, x)
@@ -88,7 +95,7 @@ def transition_backward(
     partials = empty_partials(x, programs, halves * hidden * (c + 1) + c * hidden)
     del parameters["norm_weight"], parameters["norm_bias"]
     kernel.run((tiles, programs), **p.arguments, **parameters, partials=partials, **sizes)
-    sum_partials(rows, Sum(partials, (dup, _or_unwanted(dup_bias, partials, halves * hidden), ddown)))
+    sum_partials(rows, Sum(partials, (dup, or_unwanted(dup_bias, partials, halves * hidden), ddown)))
     return dx, dnorm_weight, dnorm_bias, dup, dup_bias, ddown, ddown_bias
 
 
@@ -113,17 +120,8 @@ def _parameters(
     """Return the parameters as the kernels take them, by the names of their arguments."""
     return {
         "norm_weight": norm_weight.contiguous(),
-        "norm_bias": _contiguous(norm_bias),
+        "norm_bias": contiguous(norm_bias),
         "up": cast_weight(up, x, positions),
-        "up_bias": _contiguous(up_bias),
+        "up_bias": contiguous(up_bias),
         "down": cast_weight(down, x, positions),
     }
-
-
-def _contiguous(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()
-
-
-def _or_unwanted(gradient: Tensor, partials: Tensor, size: int) -> Tensor:
-    """Return the gradient of a bias, or, where there is no bias, memory for the sums that nobody wants."""
-    return gradient if gradient.numel() else partials.new_empty(size)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from warpfold.ops.triton.launch import configs, register_by_precision
-from warpfold.ops.triton.norm_linear import statistics
+from warpfold.ops.triton.norm_linear import shifted, statistics
 from warpfold.ops.triton.positions import pointers
 
 
@@ -14,9 +14,7 @@ def _normalised(
 ) -> tl.tensor:  # fmt: skip
     """Return channels c in fp32, normalised, given their deviations from the mean, d [m, c]."""
     n = d * r[:, None] * tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)[None, :]
-    if norm_bias is not None:
-        n += tl.load(norm_bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
-    return n
+    return shifted(n, norm_bias, c, C)
 
 
 @triton.jit

@@ -175,11 +175,12 @@ def _factors_backward(
     BIASED: tl.constexpr,
     FUSED: tl.constexpr,
     PADDED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """Store dx, with the gradient of the residual; and partials of the first norm's.
+    """Store dx, with the gradient of the residual if there is one; and partials of the first norm's.
 
     dfactors: the gradient of a and, `apart` elements on, that of b.
     """
@@ -208,7 +209,8 @@ def _factors_backward(
     )
     r = tl.load(rstd + at, mask=present, other=0)
     out = norm_backward(dn, x_hat, norm_weight, r, partials, C, BLOCK_C)
-    out += tl.load(pointers(grad, m, c, axes), mask=valid, other=0).to(tl.float32)
+    if RESIDUAL:
+        out += tl.load(pointers(grad, m, c, axes), mask=valid, other=0).to(tl.float32)
     tl.store(pointers(dx, m, c, axes), out.to(dx.data.dtype.element_ty), mask=valid)
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from warpfold.ops.triton.gated_linear_residual import dropout_tile
 from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.noise import SCALARS
-from warpfold.ops.triton.norm_linear import statistics
+from warpfold.ops.triton.norm_linear import shifted, statistics
 from warpfold.ops.triton.positions import offsets, pointers
 from warpfold.ops.triton.triangle_tiles import biased, in_memory, load_normed, present_of, rows_of
 
@@ -72,8 +72,7 @@ def _factors_forward(
     v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     d, mu, r = statistics(v, valid, eps, C)
     w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
-    shift = tl.load(norm_bias + c, mask=c < C, other=0).to(tl.float32)
-    n1 = (d * r[:, None] * w[None, :] + shift[None, :]).to(x.data.dtype.element_ty)
+    n1 = shifted(d * r[:, None] * w[None, :], norm_bias, c, C).to(x.data.dtype.element_ty)
     at = offsets(mean, m, axes)
     tl.store(mean.data + at, mu, mask=present)
     tl.store(rstd + at, r, mask=present)
@@ -114,12 +113,16 @@ def _out_forward(
     HIDDEN: tl.constexpr,
     BIASED: tl.constexpr,
     PADDED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """Store y = x + factors * (linear(norm(product)) * sigmoid(gate of x)), and the statistics of the product."""
+    """Store y = x + factors * (linear(norm(product)) * sigmoid(gate of x)), and the statistics of the product.
+
+    RESIDUAL: with x, or without it.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
     present = present_of(m, axes, n, PADDED)
@@ -129,8 +132,7 @@ def _out_forward(
         v = tl.where(known, v, 0.0)  # nobody wrote what pads the product's rows
     d, mu, r = statistics(v, known, eps, HIDDEN)
     w = tl.load(out_norm_weight + h, mask=h < HIDDEN, other=0).to(tl.float32)
-    shift = tl.load(out_norm_bias + h, mask=h < HIDDEN, other=0).to(tl.float32)
-    n2 = (d * r[:, None] * w[None, :] + shift[None, :]).to(x.data.dtype.element_ty)
+    n2 = shifted(d * r[:, None] * w[None, :], out_norm_bias, h, HIDDEN).to(x.data.dtype.element_ty)
     at = offsets(mean, m, axes)
     tl.store(out_mean + at, mu, mask=present)
     tl.store(out_rstd + at, r, mask=present)
@@ -146,7 +148,8 @@ def _out_forward(
         if factors is not None:
             drawn = offsets(factors, m, axes)[:, None] + (o.to(tl.int64) * factors.strides[3])[None, :]
             u *= dropout_tile(factors, drawn, shown, key, number, word, rate, scale)
-        u += tl.load(pointers(x, m, o, axes), mask=shown, other=0).to(tl.float32)
+        if RESIDUAL:
+            u += tl.load(pointers(x, m, o, axes), mask=shown, other=0).to(tl.float32)
         tl.store(pointers(y, m, o, axes), u.to(y.data.dtype.element_ty), mask=shown)
 
 

@@ -41,26 +41,26 @@ from warpfold.ops.triangle_multiplication import empty_planes, row_pitch
 from warpfold.ops.triton.gated_linear_residual import DropoutOperands
 from warpfold.ops.triton.launch import Kernel, TiledKernel
 from warpfold.ops.triton.noise import SCALARS, fill
-from warpfold.ops.triton.positions import Axes, Strided, cast_weight, coalesce, power_of_two, programs_for
-from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
+from warpfold.ops.triton.positions import Axes, Strided, cast_weight, coalesce, contiguous, power_of_two, programs_for
+from warpfold.ops.triton.sums import Sum, empty_partials, or_unwanted, sum_partials
 from warpfold.ops.triton.triangle_backward import FACTORS_BACKWARD, OUT_BACKWARD
 from warpfold.ops.triton.triangle_forward import FACTORS, OUT
 from warpfold.ops.triton.triangle_weights import FACTORS_WEIGHT, OUT_WEIGHT
 
 PROGRAMS = 256  # of a weight's gradient, where there are positions enough: two on each core of a large GPU
 
-Parameters = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
+Projected = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight and bias of a norm and of its projection
 
 
 def triangle_multiplication(
     x: Tensor,
     mask: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     out_norm_weight: Tensor,
-    out_norm_bias: Tensor,
+    out_norm_bias: Tensor | None,
     out_weight: Tensor,
     out_bias: Tensor | None,
     outgoing: bool,
@@ -72,14 +72,14 @@ def triangle_multiplication(
     stream: int,
     rate: float,
     eps: float,
+    residual: bool,
     kept: bool,
 ) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_multiplication."""
-    parameters = norm_weight, norm_bias, weight, bias, out_norm_weight, out_norm_bias, out_weight, out_bias
+    into, out_of = (norm_weight, norm_bias, weight, bias), (out_norm_weight, out_norm_bias, out_weight, out_bias)
     statistics = *empty_statistics(x), *empty_statistics(x)
-    call = _Call(
-        x, mask, parameters, statistics, fused, DropoutOperands(x, factors, key, strides, offset, stream, rate)
-    )
+    dropout = DropoutOperands(x, factors, key, strides, offset, stream, rate)
+    call = _Call(x, mask, into, out_of, statistics, fused, residual, dropout)
     a, b, product = (empty_planes(x, call.hidden) for _ in range(3))
     kernel = call.tiled(FACTORS)
     call.launch(kernel, (call.blocks(kernel),), {"a": channels_last(a), "b": channels_last(b)}, eps=eps)
@@ -99,11 +99,11 @@ def triangle_multiplication_backward(
     x: Tensor,
     mask: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     out_norm_weight: Tensor,
-    out_norm_bias: Tensor,
+    out_norm_bias: Tensor | None,
     out_weight: Tensor,
     out_bias: Tensor | None,
     a: Tensor,
@@ -121,14 +121,15 @@ def triangle_multiplication_backward(
     rate: float,
     outgoing: bool,
     fused: bool,
+    residual: bool,
 ) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_multiplication_backward."""
-    parameters = norm_weight, norm_bias, weight, bias, out_norm_weight, out_norm_bias, out_weight, out_bias
+    into, out_of = (norm_weight, norm_bias, weight, bias), (out_norm_weight, out_norm_bias, out_weight, out_bias)
     statistics = mean, rstd, out_mean, out_rstd
-    call = _Call(
-        x, mask, parameters, statistics, fused, DropoutOperands(x, factors, key, strides, offset, stream, rate)
-    )
-    dnorm, dnorm_bias, dweight, dbias, dout_norm, dout_norm_bias, dout_weight, dout_bias = empty_parameters(*parameters)
+    dropout = DropoutOperands(x, factors, key, strides, offset, stream, rate)
+    call = _Call(x, mask, into, out_of, statistics, fused, residual, dropout)
+    gradients = empty_parameters(*into, *out_of)
+    dnorm, dnorm_bias, dweight, dbias, dout_norm, dout_norm_bias, dout_weight, dout_bias = gradients
     dproduct, dprojected, dgate = empty_planes(x, call.hidden), x.new_empty(x.shape), x.new_empty(x.shape)
     read = {"product": channels_last(product), "dprojected": dprojected, "dgate": dgate}
 
@@ -136,7 +137,7 @@ def triangle_multiplication_backward(
     partials = empty_partials(x, call.blocks(kernel), 2 * call.hidden)
     tensors = read | {"grad": grad, "dproduct": channels_last(dproduct)}
     call.launch(kernel, (call.blocks(kernel),), tensors, partials=partials)
-    sums = [Sum(partials, (dout_norm, dout_norm_bias))]
+    sums = [Sum(partials, (dout_norm, or_unwanted(dout_norm_bias, partials, call.hidden)))]
 
     dfactors = _factor_gradients(a, b, dproduct, outgoing)
     factors_read = {"dfactors": channels_last(dfactors[0])}
@@ -148,8 +149,8 @@ def triangle_multiplication_backward(
     with call.written(dx) as y:
         tensors = {"grad": grad, "dgate": dgate, "dx": y, **factors_read}
         call.launch(kernel, (call.blocks(kernel),), tensors, partials=partials, apart=apart)
-    sum_partials(*sums, Sum(partials, (dnorm, dnorm_bias)))
-    return dx, dnorm, dnorm_bias, dweight, dbias, dout_norm, dout_norm_bias, dout_weight, dout_bias
+    sum_partials(*sums, Sum(partials, (dnorm, or_unwanted(dnorm_bias, partials, call.channels))))
+    return dx, *gradients
 
 
 def channels_last(plane: Tensor) -> Tensor:
@@ -179,12 +180,14 @@ class _Call:
         self,
         x: Tensor,
         mask: Tensor,
-        parameters: Parameters,
+        into: Projected,
+        out_of: Projected,
         statistics: tuple[Tensor, Tensor, Tensor, Tensor],
         fused: bool,
+        residual: bool,
         dropout: DropoutOperands,
     ) -> None:
-        norm_weight, norm_bias, weight, bias, out_norm_weight, out_norm_bias, out_weight, out_bias = parameters
+        (norm_weight, norm_bias, weight, bias), (out_norm_weight, out_norm_bias, out_weight, out_bias) = into, out_of
         mean, rstd, out_mean, out_rstd = statistics
         self.n, self.channels, self.hidden = x.shape[-2], x.shape[-1], out_weight.shape[1]
         self.pitch = row_pitch(x)
@@ -194,13 +197,13 @@ class _Call:
         self.tensors = {"x": x, "mask": mask[..., None], "mean": mean[..., None]}
         self.arguments: dict[str, Any] = {
             "norm_weight": norm_weight.contiguous(),
-            "norm_bias": norm_bias.contiguous(),
+            "norm_bias": contiguous(norm_bias),
             "weight": cast_weight(weight, x, self.positions),
-            "bias": None if bias is None else bias.contiguous(),
+            "bias": contiguous(bias),
             "out_norm_weight": out_norm_weight.contiguous(),
-            "out_norm_bias": out_norm_bias.contiguous(),
+            "out_norm_bias": contiguous(out_norm_bias),
             "out_weight": cast_weight(out_weight, x, self.positions),
-            "out_bias": None if out_bias is None else out_bias.contiguous(),
+            "out_bias": contiguous(out_bias),
             "rstd": rstd,
             "out_mean": out_mean,
             "out_rstd": out_rstd,
@@ -209,6 +212,7 @@ class _Call:
             "HIDDEN": self.hidden,
             "BIASED": 0 if bias is None else len(bias),
             "FUSED": fused,
+            "RESIDUAL": residual,
             "PADDED": self.pitch != self.n,
             "BLOCK_C": power_of_two(self.channels),
             "BLOCK_H": power_of_two(self.hidden),

@@ -11,6 +11,7 @@ a's gate, b's gate and the product's.
 import triton
 import triton.language as tl
 
+from warpfold.ops.triton.norm_linear import shifted
 from warpfold.ops.triton.positions import pointers
 
 
@@ -57,8 +58,7 @@ def load_normed(
     r = tl.load(rstd + at, mask=present, other=0)
     x_hat = tl.where(present[:, None] & (c < C)[None, :], (v - mu[:, None]) * r[:, None], 0.0)
     w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
-    b = tl.load(norm_bias + c, mask=c < C, other=0).to(tl.float32)
-    return x_hat, (x_hat * w[None, :] + b[None, :]).to(x.data.dtype.element_ty)
+    return x_hat, shifted(x_hat * w[None, :], norm_bias, c, C).to(x.data.dtype.element_ty)
 
 
 @triton.jit

@@ -29,6 +29,7 @@ class Layer:
     turned: bool = False
     biases: bool = True
     dropout: str = ""  # "given" or "drawn"
+    alone: bool = False  # the update without x; its norm has no bias either
 
     def arguments(self, dtype: torch.dtype) -> list[Argument]:
         """Numbers within memory of NaN; some keys of every row are masked, and all of the last row's."""
@@ -44,11 +45,13 @@ class Layer:
             bias = laid((*square[:-2], self.heads, *square[-2:]))
             bias = laid((*square, self.heads)).movedim(-1, -3) if self.bias == "given, projected" else bias
         parameters = (
-            *(laid((c,), mean=1.0), laid((c,)), laid((outputs, c)) * c**-0.5, laid((inner,)) if self.biases else None),
+            *(laid((c,), mean=1.0), None if self.alone else laid((c,)), laid((outputs, c)) * c**-0.5),
+            laid((inner,)) if self.biases else None,
             *(laid((c, inner)) * inner**-0.5, laid((c,)) if self.biases else None),
         )
         given = (None if p is None else within(p, torch.float32) for p in parameters)
-        return [x, *given, mask, None if bias is None else within(bias, dtype), self.heads, self.factors(x)]
+        arguments = [x, *given, mask, None if bias is None else within(bias, dtype), self.heads, self.factors(x)]
+        return [*arguments, 1e-5, False] if self.alone else arguments
 
     def factors(self, x: Tensor) -> Argument:
         """Dropout factors that all rows share."""
@@ -67,11 +70,18 @@ LAYERS = {
     "column of an alignment": Layer((5,), 7, 16, 1, 48, turned=True),
     "batch, no biases": Layer((2, 3), 3, 16, 2, 8, "own", biases=False),
     "batch, given bias": Layer((2, 2), 18, 16, 1, 32, "given"),
+    "update alone": Layer((2, 7), 7, 16, 2, 8, "own", biases=False, dropout="drawn", alone=True),
+    "update alone, turned": Layer((5,), 7, 16, 1, 24, turned=True, alone=True),
 }
 
 
 EACH = [("fp32", name) for name in LAYERS]
-EACH += [("fp16", "triangle, starting"), ("bf16", "triangle, ending"), ("bf16", "row of an alignment")]
+EACH += [
+    ("fp16", "triangle, starting"),
+    ("fp16", "update alone"),
+    ("bf16", "triangle, ending"),
+    ("bf16", "row of an alignment"),
+]
 
 
 @pytest.mark.parametrize(("dtype", "name"), EACH)

@@ -60,9 +60,10 @@ def _mistakes_of_outer(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -
     given[4] = given[4].detach()
     grad = within(grad, DTYPES[dtype]).detach()
     assert outer_product.unsupported_reason(*given) is None
+    options = {"bias_divided": "added last" not in name}
     with poisoned(monkeypatch), exact_bf16(monkeypatch):
-        fast = answer(outer_product.fast, given, grad)
-    return wrong(outer_product.definition, given, grad, fast)
+        fast = answer(partial(outer_product.fast, **options), given, grad)
+    return wrong(partial(outer_product.definition, **options), given, grad, fast)
 
 
 @pytest.mark.parametrize("name", OUTERS)
@@ -70,7 +71,7 @@ def test_outer_product(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert not _mistakes_of_outer(monkeypatch, name, "fp32")
 
 
-@pytest.mark.parametrize("name", ["as the model's", "many outputs"])
+@pytest.mark.parametrize("name", ["as the model's", "many outputs", "odd, added last"])
 def test_outer_product_in_16_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert not _mistakes_of_outer(monkeypatch, name, "fp16")
 
