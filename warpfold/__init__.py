@@ -7,7 +7,9 @@ if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
     from warpfold.engine.flat import Flat
+    from warpfold.engine.one_step import OneStep
     from warpfold.engine.ready import Ready
+    from warpfold.engine.replicas import Replicas
     from warpfold.engine.resume import Checkpoints
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
@@ -17,9 +19,11 @@ __all__ = [
     "Acceleration",
     "Checkpoints",
     "Flat",
+    "OneStep",
     "Prediction",
     "Predictor",
     "Ready",
+    "Replicas",
     "__version__",
     "accelerate",
     "acceleration",
@@ -35,8 +39,10 @@ _MODULES = {
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
     "Checkpoints": "warpfold.engine.resume",
     "Flat": "warpfold.engine.flat",
+    "OneStep": "warpfold.engine.one_step",
     "Prediction": "warpfold.run.outputs",
     "Ready": "warpfold.engine.ready",
+    "Replicas": "warpfold.engine.replicas",
 }
 
 

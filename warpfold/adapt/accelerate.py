@@ -231,10 +231,12 @@ def _look(module: nn.Module, names: tuple[str, ...], adapter: Adapter | None, as
 
 def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, asked: _Asked) -> LayerKind:
     """Return what becomes of modules whose class is known.  Errors: NotServed where they cannot be swapped."""
-    why = adapter_of(module, adapters())[1] or unsupported_device([*module.parameters()])
-    if why is not None:
+    if why := adapter_of(module, adapters())[1]:
         raise NotServed(why)
     adapter.build(module)
+    parameters = [*module.parameters()]
+    if why := unsupported_device(parameters) if parameters else "it has no parameters":
+        raise NotServed(why)
     if not asked.verify:
         return replace(kind, operation=adapter.operation)
     found = compare(module, adapter, execution=asked.execution(adapter, None))

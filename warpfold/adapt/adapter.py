@@ -193,9 +193,7 @@ class NormOf:
         return float(getattr(self.module, "eps", EPS))
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        bias = torch.zeros_like(weight) if self.bias is None else self.bias
-        return layer_norm(x, weight, bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def check_part(module: nn.Module) -> None:
