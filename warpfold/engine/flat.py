@@ -236,6 +236,8 @@ class Flat(TorchOptimizer):
         Slices begin and end at multiples of buckets.ALIGN and ascend.  The state is kept for them alone.
         """
         states, average, master = self._whole(), self._kept("average"), self._kept("master")
+        if not any(states.values()):  # no step was taken, and the weights may be another rank's by now
+            average, master = {}, {}
         for buffer, own in zip(self.buffers, pieces, strict=True):
             buffer.own = own
         self._fill(states, average, master, set())
