@@ -10,13 +10,14 @@ The last three cover what this process updates (`own`), joined: everything, unle
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from warpfold.errors import UserError
 from warpfold.parallel.buckets import make_layout
@@ -24,7 +25,8 @@ from warpfold.parallel.buckets import make_layout
 # Numbers: a larger gradient is put into its place as soon as it is there, and its memory freed; or, on a CPU, where a
 # step is not quicker for fewer large tensors, it is read where it lies, and the place stays unused.
 LARGE = 2**14
-HANDLE = "_warpfold_flat_hook"  # the attribute of a parameter that holds the handle of its hook
+# The handle of each parameter's hook: not an attribute of the parameter, with which it would be pickled.
+_handles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -83,10 +85,8 @@ class FlatBuffer:
         for name, p in self.parameters.items():
             self.view(self.weights, name).copy_(p.detach())
             p.data = self.view(self.weights, name)  # what changes the buffer changes the parameter
-            if earlier := getattr(p, HANDLE, None):
-                earlier.remove()
-            if p.numel() >= LARGE and name not in self._direct:
-                setattr(p, HANDLE, p.register_post_accumulate_grad_hook(partial(_put, self.gradients[name])))
+            at_once = p.numel() >= LARGE and name not in self._direct
+            set_hook(p, partial(_put, self.gradients[name]) if at_once else None)
         self._held = [(name, p, self.gradients[name], p.data_ptr()) for name, p in self.parameters.items()]
         self.own: list[slice] = [slice(0, self.layout.size)]
         self.cuts: set[int] = set()  # the numbers of the parameters at which a piece begins
@@ -211,6 +211,14 @@ class FlatBuffer:
 def _is_plain(gradient: Tensor, view: Tensor) -> bool:
     """Return whether a gradient can be read where it lies."""
     return gradient.layout == torch.strided and gradient.dtype == view.dtype and gradient.is_contiguous()
+
+
+def set_hook(p: Tensor, hook: Callable[[Tensor], None] | None) -> None:
+    """Have a parameter's gradient handled by `hook` as soon as it is there, in place of an earlier one's."""
+    if earlier := _handles.pop(p, None):
+        earlier.remove()
+    if hook is not None:
+        _handles[p] = p.register_post_accumulate_grad_hook(hook)
 
 
 @torch.no_grad()
