@@ -157,7 +157,7 @@ def delta_in_slices(layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor |
     most = rows * max(1, x.numel() // max(1, count))
     shared = shared_in_slices(layer, operand, mask, other, most)
     sizes = [part.stop - part.start for part in slices_of(count, rows)]
-    if layer.axis is not None:
+    if layer.axis is not None and not layer.mask_of_other:
         mask = mask.expand(operand.shape[:-1])
     # A layer that may be cut anywhere reads no mask, and is given whatever there is.
     masks = mask.split(sizes, operand_axis + 1) if mask.shape == operand.shape[:-1] else [mask] * len(sizes)
