@@ -28,4 +28,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "ending": layer("triangular.triangular", "TriangleAttentionEndingNode", 24, 16, 2),
     "transition": layer("modules.primitives", "Transition", 24, 3),
     "outer product": layer("triangular.layers", "OuterProductMean", 20, 24, 8),
+    "averaging": layer("modules.pairformer", "MSAPairWeightedAveraging", 20, 8, 24, 3),
+    "pair bias": layer("modules.transformer", "AttentionPairBias", False, True, 2, 48, 8, 24),
 }

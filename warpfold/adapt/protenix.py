@@ -17,6 +17,9 @@ from warpfold.model.attention import Transition
 from warpfold.model.axial import COLS, ROWS
 from warpfold.model.msa import OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
+from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _in_model(*names: str) -> tuple[str, ...]:
@@ -43,7 +46,7 @@ class ProtenixTriangleMultiplication(Adapter):
             TriangleMultiplication,
             outgoing=outgoing,
             fused=False,
-            channels=module.c_hidden,
+            channels=module.linear_z.in_features,
             axis=ROWS if outgoing else COLS,
             norm=NormOf(module.layer_norm_in),
             a=LinearOf(getattr(module, f"linear_{a}_p")),
@@ -69,8 +72,8 @@ class ProtenixTriangleMultiplication(Adapter):
         update = self.update(layer, z, z.new_ones(z.shape[:-1]) if mask is None else mask)
         return z.add_(update) if inplace_safe and _add_with_inplace else update
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (random(n, n, module.c_z), random.mask(n, n)), {}
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        return (random(n, n, module.linear_g.in_features), random.mask(n, n)), {}
 
 
 class ProtenixTriangleAttention(Adapter):
@@ -105,8 +108,8 @@ class ProtenixTriangleAttention(Adapter):
     ) -> Tensor:
         return self.update(layer, x, x.new_ones(x.shape[:-1]) if mask is None else mask, rows=chunk_size)
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (random(n, n, module.c_in), random.mask(n, n)), {}
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        return (random(n, n, module.linear.in_features), random.mask(n, n)), {}
 
 
 class ProtenixTransition(Adapter):
@@ -124,8 +127,8 @@ class ProtenixTransition(Adapter):
     def forward(self, layer: Any, x: Tensor) -> Tensor:
         return self.update(layer, x, x[..., 0])
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (random(n, n, module.c_in),), {}
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        return (random(n, n, module.linear_no_bias_a.in_features),), {}
 
 
 class ProtenixOuterProductMean(Adapter):
@@ -150,10 +153,77 @@ class ProtenixOuterProductMean(Adapter):
         inplace_safe: bool = False,
     ) -> Tensor:
         _refuse_fp16(m)
-        raise NotImplementedError
+        n = m.shape[-2]
+        z = m.new_empty(()).expand(*m.shape[:-3], n, n, len(layer.out.weight))  # of this shape; nothing reads it
+        return self.update(layer, z, m.new_ones(m.shape[:-1]) if mask is None else mask, m, chunk_size)
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (random(5, n, module.c_m), random.mask(5, n)), {}
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        return (random(5, n, module.linear_1.in_features), random.mask(5, n)), {}
+
+
+class ProtenixPairWeightedAveraging(Adapter):
+    """Each sequence averaged over residues; weights from z, without a mask."""
+
+    serves = _in_model("modules.pairformer:MSAPairWeightedAveraging")
+    signature = "(self, m, z)"
+    operation = "pair_weighted_averaging"
+
+    def build(self, module: Any) -> nn.Module:
+        v, gate, bias, out = (LinearOf(getattr(module, f"linear_no_bias_{name}")) for name in ("mv", "mg", "z", "out"))
+        norm, norm_z = NormOf(module.layernorm_m), NormOf(module.layernorm_z)
+        return made_of(PairWeightedAveraging, norm=norm, norm_z=norm_z, v=v, gate=gate, bias=bias, out=out)
+
+    def forward(self, layer: Any, m: Tensor, z: Tensor) -> Tensor:
+        return self.update(layer, m, z.new_ones(z.shape[:-1]), z)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        return (random(5, n, module.c_m), random(n, n, module.c_z)), {}
+
+
+class ProtenixAttentionPairBias(Adapter):
+    """The Pairformer's: not conditioned, every position attends to all."""
+
+    serves = _in_model("modules.transformer:AttentionPairBias")
+    signature = (
+        "(self, a, s, z, n_queries=None, n_keys=None, inplace_safe=False, chunk_size=None, "
+        "enable_efficient_fusion=False)"
+    )
+    operation = "attention_pair_bias"
+
+    def build(self, module: Any) -> nn.Module:
+        if module.has_s or module.cross_attention_mode:
+            raise NotServed("attention that is conditioned, or of other keys")
+        theirs = module.attention
+        if theirs.linear_g is None:
+            raise NotServed("an attention without a gate")
+        q, k, v, gate, out = (LinearOf(getattr(theirs, f"linear_{name}")) for name in "qkvgo")
+        return made_of(
+            AttentionPairBias,
+            norm=NormOf(module.layernorm_a),
+            norm_z=NormOf(module.layernorm_z),
+            bias=LinearOf(module.linear_nobias_z),
+            attention=AttentionOf(theirs.num_heads, q, k, v, gate, out),
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        a: Tensor,
+        s: Tensor | None,
+        z: Tensor,
+        n_queries: int | None = None,
+        n_keys: int | None = None,
+        inplace_safe: bool = False,
+        chunk_size: int | None = None,
+        enable_efficient_fusion: bool = False,
+    ) -> Tensor:
+        if (n_queries and n_keys) or enable_efficient_fusion:
+            raise NotServed("windows of atoms, or a z with its channels in front")
+        return self.update(layer, a.unsqueeze(-3), a.new_ones(a.shape[:-1]).unsqueeze(-2), z).squeeze(-3)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        attention, bias = module.attention, module.linear_nobias_z
+        return (random(n, attention.linear_q.in_features), None, random(n, n, bias.in_features)), {}
 
 
 def _refuse_fp16(x: Tensor) -> None:
