@@ -16,8 +16,11 @@ case "$*" in
   *python_version*) echo 3.12.0 ;;
   *"import ensurepip"*) exit 0 ;;
   *"-m venv"*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
-  *"pip install"*) echo "Collecting torch==2.13.0 (from warpfold)"; echo x >> "$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
-  *pytest*) echo "pytest: $*" ;;
+  *"pip install"*)
+    echo "Collecting torch==2.13.0 (from warpfold)"; echo "$*" >> "$FAKE_LOG"
+    [[ "${FAKE_PIP:-0}" == 0 ]] || echo "ERROR: no such package"
+    exit "${FAKE_PIP:-0}" ;;
+  *pytest*) echo "pytest: $*"; exit "${FAKE_TESTS:-0}" ;;
 esac
 """
 
@@ -51,7 +54,7 @@ def test_help_and_unknown_commands() -> None:
     for arguments in ((), ("--help",), ("help",)):
         done = dev(ROOT, *arguments)
         assert done.returncode == 0
-        assert all(f"\n  {command} " in done.stdout for command in ("demo", "test", "check", "setup"))
+        assert all(f"\n  {command} " in done.stdout for command in ("demo", "test", "check", "adapters", "setup"))
     done = dev(ROOT, "tset")
     assert done.returncode == 2
     assert "no command 'tset'" in done.stderr
@@ -92,6 +95,54 @@ def test_test_and_continuous_integration_are_one(checkout: Path) -> None:
     slow = dev(checkout, "test", "--slow", "-x", "tests/model").stdout
     assert "not slow" not in slow
     assert slow.strip().endswith("-x tests/model")
+
+
+@pytest.fixture
+def packages(checkout: Path) -> Path:
+    folder = checkout / "tests/adapt/environments"
+    folder.mkdir(parents=True)
+    (folder / "one.txt").write_text("one==1\n")
+    (folder / "one.bare.txt").write_text("wants-another-torch==2\n")
+    (folder / "two.bare.txt").write_text("two==2\n")
+    return folder
+
+
+def test_adapters_have_an_environment_each(checkout: Path, packages: Path) -> None:
+    done = dev(checkout, "adapters")
+    assert done.returncode == 0, done.stderr
+    assert [line.partition("pytest:")[0] for line in done.stdout.splitlines() if "passed" in line] == [
+        "one: passed: ",
+        "two: passed: ",
+    ]
+    log = (checkout.parent / "log").read_text().splitlines()
+    assert all("-c constraints.txt" in line for line in log)
+    assert {name.name for name in (checkout / ".adapters").iterdir()} == {"one", "two"}
+    assert not (checkout / ".venv").exists()
+    assert dev(checkout, "adapters").returncode == 0
+    assert installs(checkout) == len(log)  # nothing changed
+    (packages / "two.bare.txt").write_text("two==3\n")
+    dev(checkout, "adapters")
+    assert installs(checkout) == len(log) + 2  # of two alone: ours, and its own
+
+
+def test_adapters_without_what_they_require(checkout: Path, packages: Path) -> None:
+    dev(checkout, "adapters", "one")
+    log = [line for line in (checkout.parent / "log").read_text().splitlines() if "environments/" in line]
+    named = {line.split("environments/")[1].split(".txt")[0]: "--no-deps" in line for line in log}
+    assert named == {"one": False, "one.bare": True}
+
+
+def test_adapters_say_what_failed_and_heal(checkout: Path, packages: Path) -> None:
+    done = dev(checkout, "adapters", "two", FAKE_PIP="1")
+    assert done.returncode == 1
+    assert "two: cannot be had: ERROR: no such package (all of pip's words: " in done.stdout
+    done = dev(checkout, "adapters", "two", FAKE_TESTS="1")
+    assert done.returncode == 1
+    assert "two: failed: pytest: -m pytest" in done.stdout
+    assert dev(checkout, "adapters", "two").returncode == 0
+    done = dev(checkout, "adapters", "tow")
+    assert done.returncode == 2
+    assert "adapters: no package 'tow'" in done.stderr
 
 
 def test_a_python_that_does_not_fit_is_named(checkout: Path) -> None:

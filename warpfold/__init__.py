@@ -7,15 +7,21 @@ if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
     from warpfold.engine.flat import Flat
+    from warpfold.engine.ready import Ready
+    from warpfold.engine.replicas import Replicas
+    from warpfold.engine.resume import Checkpoints
     from warpfold.run.outputs import Prediction
     from warpfold.run.predictor import Predictor, load
 
 __version__ = "0.1.0"
 __all__ = [
     "Acceleration",
+    "Checkpoints",
     "Flat",
     "Prediction",
     "Predictor",
+    "Ready",
+    "Replicas",
     "__version__",
     "accelerate",
     "acceleration",
@@ -29,8 +35,11 @@ _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
+    "Checkpoints": "warpfold.engine.resume",
     "Flat": "warpfold.engine.flat",
     "Prediction": "warpfold.run.outputs",
+    "Ready": "warpfold.engine.ready",
+    "Replicas": "warpfold.engine.replicas",
 }
 
 

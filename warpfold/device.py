@@ -148,6 +148,11 @@ class Uploads:
         with torch.cuda.device(self.device):  # pinning creates a context on the thread's current device
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
+    @property
+    def buffer(self) -> Callable[[int], Tensor] | None:
+        """What a loader receives bytes into before they are copied: `host`, or nothing where none is pinned."""
+        return None if self._stream is None else self.host
+
     def start(self, buffer: Tensor) -> Upload:
         """Begin to copy a buffer that `host` returned; call `wait` on the result to use the copy.
 

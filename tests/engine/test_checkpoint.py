@@ -15,8 +15,9 @@ import torch
 
 from warpfold import files
 from warpfold.device import Snapshot
-from warpfold.engine import checkpoint as module
-from warpfold.engine.checkpoint import Checkpoint, RunFolder
+from warpfold.engine import step_folders as module
+from warpfold.engine.checkpoint import RunFolder
+from warpfold.engine.step_folders import Checkpoint
 from warpfold.errors import UserError
 
 

@@ -8,7 +8,7 @@ import pytest
 from laws_source import ROOT, imports, loaded_at_import, room, trees
 
 FLOORS = {
-    **dict.fromkeys(("errors", "device", "host", "memory", "ops", "geometry"), 0),
+    **dict.fromkeys(("errors", "device", "host", "keyed", "memory", "ops", "geometry"), 0),
     **dict.fromkeys(("batch", "bulk", "files", "progress", "settings"), 1),
     **dict.fromkeys(("model", "data"), 2),
     "parallel": 3,

@@ -18,7 +18,7 @@ from warpfold.ops.transition import transition
 from warpfold.ops.triangle_multiplication import triangle_multiplication
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.slices import cut_axes, shared_in_slices
+from warpfold.parallel.slices import cut_axes, delta_in_slices, shared_in_slices
 
 C_M, C_Z, S, R = 16, 12, 7, 10
 # Slices may add in another order.  From x to an update there are at most some 150 additions one after another (a norm
@@ -34,10 +34,8 @@ def of_given_bias():
     return layer
 
 
-def with_bias_turned(starting):
-    """A triangle attention whose bias is not as AlphaFold2 has it."""
-    layer = TriangleAttention(C_Z, starting=starting, heads=3)
-    layer.transpose_bias = starting
+def transposed(layer):
+    layer.bias_transposed = True
     return layer
 
 
@@ -55,8 +53,8 @@ CASES = {
     "incoming, fused": lambda: TriangleMultiplication(C_Z, 6, outgoing=False, fused=True),
     "starting": lambda: TriangleAttention(C_Z, starting=True, heads=3),
     "ending": lambda: TriangleAttention(C_Z, starting=False, heads=3, head_width=5),
-    "starting, bias turned": lambda: with_bias_turned(True),
-    "ending, bias as it is": lambda: with_bias_turned(False),
+    "starting, its bias transposed": lambda: transposed(TriangleAttention(C_Z, starting=True, heads=3)),
+    "ending, its bias transposed": lambda: transposed(TriangleAttention(C_Z, starting=False, heads=3)),
     "pair bias": lambda: AttentionPairBias(C_M, C_Z, heads=4),
     "pair bias, given": of_given_bias,
     "pair-weighted": lambda: PairWeightedAveraging(C_M, C_Z, heads=3, head_width=5),
@@ -122,6 +120,22 @@ def test_update_is_the_join_of_update_of_slices(name, size):
         torch.testing.assert_close(torch.cat(parts, axis), expected, rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_the_update_in_slices_is_the_update(name, batch, rows):
+    """Without gradients; and with them, where each slice is computed again."""
+    layer, x, mask, other = make(name, batch=batch)
+    expected = layer.delta(x, mask, other)
+    with torch.no_grad():
+        torch.testing.assert_close(delta_in_slices(layer, x, mask, other, rows), expected, rtol=CLOSE, atol=CLOSE)
+    wanted = [t.requires_grad_() for t in (x, other) if t is not None] + list(layer.parameters())
+    found = [layer.delta(x, mask, other), delta_in_slices(layer, x, mask, other, rows)]
+    gradients = [torch.autograd.grad(dx.square().sum(), wanted, allow_unused=True) for dx in found]
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b, rtol=CLOSE, atol=1000 * CLOSE)
+
+
 @pytest.mark.parametrize("name", [name for name, make in CASES.items() if make().shared_cuts is not None])
 @pytest.mark.parametrize("size", [1, 3])
 def test_update_may_be_cut_where_what_is_shared_is(name, size):
@@ -179,7 +193,7 @@ def test_whole_is_add_of_all_of_x_in_values_and_every_gradient(name, dropped):
 
 
 WHOLE = ("row", "column", "outgoing", "incoming, fused", "starting", "ending")
-WHOLE += ("starting, bias turned", "ending, bias as it is", "pair bias")
+WHOLE += ("starting, its bias transposed", "ending, its bias transposed", "pair bias")
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -303,7 +317,7 @@ def test_a_masked_sequence_reaches_no_other(name):
     torch.testing.assert_close(layer.delta(*args)[rest], expected, rtol=CLOSE, atol=CLOSE)
 
 
-@pytest.mark.parametrize("name", ["outgoing", "incoming", "starting", "ending", "ending, bias as it is"])
+@pytest.mark.parametrize("name", ["outgoing", "incoming", "starting", "ending", "ending, its bias transposed"])
 def test_a_masked_residue_reaches_no_other_pair(name):
     layer, x, _, _ = make(name)
     layer.eval()

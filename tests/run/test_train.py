@@ -17,7 +17,7 @@ import torch
 
 from tests.run.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold import settings
-from warpfold.data.load.schedule import Source
+from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint
 from warpfold.errors import UserError

@@ -30,7 +30,7 @@ from warpfold.memory import memory_in_use
 from warpfold.ops.dispatch import unsupported_device
 from warpfold.tune.machine import in_gb, parse_memory
 
-PACKAGES: tuple[str, ...] = ("plain", "boltz", "protenix")  # of warpfold.adapt: modules with adapters
+PACKAGES: tuple[str, ...] = ("plain", "esmfold", "esmfold2", "boltz", "protenix")  # of warpfold.adapt: modules with adapters
 REPORT = "_warpfold_acceleration"  # the attribute of an accelerated model
 NOT_ASKED = "not asked for"
 PLAIN = "plain torch: swapped where only= names it, or where verify='speed' finds a gain"
@@ -231,10 +231,12 @@ def _look(module: nn.Module, names: tuple[str, ...], adapter: Adapter | None, as
 
 def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, asked: _Asked) -> LayerKind:
     """Return what becomes of modules whose class is known.  Errors: NotServed where they cannot be swapped."""
-    why = adapter_of(module, adapters())[1] or unsupported_device([*module.parameters()])
-    if why is not None:
+    if why := adapter_of(module, adapters())[1]:
         raise NotServed(why)
     adapter.build(module)
+    parameters = [*module.parameters()]
+    if why := unsupported_device(parameters) if parameters else "it has no parameters":
+        raise NotServed(why)
     if not asked.verify:
         return replace(kind, operation=adapter.operation)
     found = compare(module, adapter, execution=asked.execution(adapter, None))

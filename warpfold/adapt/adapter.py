@@ -86,6 +86,10 @@ class Adapter:
         """Return what of an output both ways must agree on: less where masked entries are undefined."""
         return output
 
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """Return a module with its parameters in a dtype, in place; overridden where a package leaves some in fp32."""
+        return module.to(dtype)
+
     @staticmethod
     def update(
         layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None, rows: int | None = None
@@ -97,6 +101,14 @@ class Adapter:
         x, other = cast_by_autocast(x), None if other is None else cast_by_autocast(other)
         with layer.computing():
             return layer.execution.delta(layer, x, mask, other, rows)
+
+    @classmethod
+    def renew(cls, layer: AxialUpdate, x: Tensor, mask: Tensor) -> Tensor:
+        """Return x with its update: one operation, unless autocast keeps x in another dtype than the update."""
+        if cast_by_autocast(x).dtype != x.dtype:
+            return x + cls.update(layer, x, mask)
+        with layer.computing():
+            return layer.execution.layer(layer, x, mask)
 
 
 def cast_by_autocast(x: Tensor) -> Tensor:
@@ -181,9 +193,7 @@ class NormOf:
         return float(getattr(self.module, "eps", EPS))
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        bias = torch.zeros_like(weight) if self.bias is None else self.bias
-        return layer_norm(x, weight, bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def check_part(module: nn.Module) -> None:

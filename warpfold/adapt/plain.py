@@ -32,7 +32,7 @@ class ManyHeads(Executable):
     of: nn.MultiheadAttention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return [B, Q, c] of projections [B, Q, c], [B, K, c], mask [B, K] (1: attend), bias [(B,) (h,) Q, K]."""
+        """Return [B, Q, c] of projections [B, Q or K, c], mask [B, K] (1: attend) and bias [Q, K] or [B, h, Q, K]."""
         heads = self.of.num_heads
         q, k, v = (t.unflatten(-1, (heads, -1)) for t in (q, k, v))
         mask = q.new_ones(k.shape[:2]) if mask is None else mask
@@ -165,8 +165,7 @@ class PlainEncoderLayer(Adapter):
         x = src if of.self_attn.batch_first else src.transpose(0, 1)
         into = of.self_attn.in_proj_weight, of.self_attn.in_proj_bias
         with layer.computing():
-            shift = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
-            q, k, v = norm_linear(x, norm.weight, shift, *into, norm.eps).chunk(3, -1)
+            q, k, v = norm_linear(x, norm.weight, norm.bias, *into, norm.eps).chunk(3, -1)
             x = x + layer.heads.attend(q, k, v, mask, bias)
             x = layer.transition(x, x[..., 0])
         return x if of.self_attn.batch_first else x.transpose(0, 1)
@@ -189,14 +188,15 @@ def _masks(
     Errors: NotServed for what it means otherwise.
     """
     _check_dropout(of, [of.dropout])
-    if ignored is not None and ignored.dtype != torch.bool:
-        raise NotServed("a padding mask of numbers")
     if is_causal and added is None:
         raise NotServed("causal without a mask")
     if added is not None and added.dtype == torch.bool:
         added = query.new_zeros(added.shape).masked_fill(added, float("-inf"))
     if added is not None and added.dim() == 3:
         added = added.unflatten(0, (-1, of.num_heads))
+    if ignored is not None and ignored.dtype != torch.bool:  # added too: so does torch's encoder layer give it
+        padding = ignored[:, None, None, :]
+        ignored, added = None, padding if added is None else padding + added
     return None if ignored is None else (~ignored).to(query.dtype), added
 
 

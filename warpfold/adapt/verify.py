@@ -53,7 +53,7 @@ def _compare(module: nn.Module, adapter: Adapter, seed: int, n: int, execution: 
     theirs = redrawn(copy_of(module), seed)
     ours = copy.deepcopy(theirs)
     swap(ours, adapter, adapter.build(ours), execution)
-    like = next(p for p in theirs.parameters() if p.is_floating_point())
+    like = min((p for p in theirs.parameters() if p.is_floating_point()), key=lambda p: p.dtype.itemsize)
     with StaysDouble():
         truth = _results(copy.deepcopy(theirs).double(), adapter, n, like.double())
     by_them = _results(theirs, adapter, n, like)

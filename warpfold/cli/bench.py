@@ -15,6 +15,7 @@ from warpfold.cli.common import (
     Change,
     Device,
     Extra,
+    Memory,
     Recycles,
     Residues,
     Sequences,
@@ -28,6 +29,7 @@ from warpfold.cli.common import (
     parts,
     reads,
     runs,
+    say_refused,
     show,
     show_table,
     writes,
@@ -54,6 +56,15 @@ SettingsOf = Annotated[
 Unchecked = Annotated[
     bool, runs("Time at once: whether the figures are of right results, `doctor --kernels` says.", "--unchecked")
 ]
+Model = Annotated[
+    str | None,
+    decides("module:function that returns somebody's model (or model and inputs): before and after accelerate.",
+            "--model"),
+]  # fmt: skip
+Inputs = Annotated[
+    str | None, decides("module:function that returns what it is called with: a tensor, a tuple, a dict by name.")
+]
+Only = Annotated[list[str] | None, decides("Of --model: patterns of its layers' names, or operations; default: all.")]
 Rows = Annotated[Path | None, writes("File for each figure as soon as it is measured, a JSON object a line.")]
 
 
@@ -70,12 +81,17 @@ app.add_typer(bench, name="bench")
 
 @bench.callback(
     epilog="Example:  warpfold bench --op attention --shapes starting:256 --plot attention.png;  "
-    "warpfold bench --block --settings monomer --csv block.csv;  warpfold bench --step --settings tiny"
+    "warpfold bench --block --settings monomer --csv block.csv;  warpfold bench --step --settings tiny;  "
+    "warpfold bench --model mine:make_model --inputs mine:make_inputs"
 )
 def operations(
     context: typer.Context,
     block: Annotated[bool, decides("Time one Evoformer block of the settings.", "--block")] = False,
     step: Annotated[bool, decides("Time whole training steps of the settings.", "--step")] = False,
+    model: Model = None,
+    inputs: Inputs = None,
+    only: Only = None,
+    memory: Memory = None,
     op: Operations = None,
     shapes: ShapesOf = None,
     dtype: Annotated[list[str] | None, decides("bf16, fp32; default: bf16 on a GPU, fp32 on a CPU.")] = None,
@@ -98,29 +114,29 @@ def operations(
     as_json: AsJson = False,
 ) -> None:
     """Measure the speed of operations (--op), a block (--block), a training step (--step) on this machine, each way to
-    compute it; or of data (`warpfold bench data --help`).
+    compute it; of somebody's model (--model) before and after accelerate; or of data (`warpfold bench data --help`).
 
     --op first checks the operations, forward and backward, against their definitions in fp64; if one is wrong, it
     times nothing and exits with 1.
     """
     of_model = [settings, change, residues, sequences, extra, templates, blocks, recycles]
-    of_ops = [op, shapes, quick, unchecked, plot]
+    of_ops, foreign = [op, shapes, quick, unchecked, plot], [model, inputs, only, memory]
     if context.invoked_subcommand is not None:
-        if any([*of_model, *of_ops, block, step, dtype, ways, repeats, device, csv, rows, as_json]):
+        if any([*of_model, *of_ops, *foreign, block, step, dtype, ways, repeats, device, csv, rows, as_json]):
             raise UserError(f"options of `{context.invoked_subcommand}` go behind it; those before it belong to --op")
         return
-    for file in filter(None, (csv, plot, rows)):
-        check_new(file)
     to = _Output(csv, plot, rows, as_json)
+    if any(foreign):
+        alone = not any([*of_model, *of_ops, block, step, dtype, ways, rows])
+        _foreign(model if alone else None, inputs, only or [], memory, repeats or 0, device_of(device), to)
+        return
     if block or step:
         if any(of_ops):
             raise UserError("--block and --step go without --op, --shapes, --quick, --unchecked and --plot")
         sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
-        changes = [*(change or ()), *(f"plan.precision={one}" for one in dtype or ())]
-        chosen_device = device_of(device)
-        source = settings or ("tiny" if chosen_device == "cpu" else "monomer")
-        given = measured(source, changes, sizes, blocks, recycles, on_cpu=step and chosen_device == "cpu")
-        _models(given, [block, step], chosen_device, ways or [], repeats or 0, to)
+        where = device_of(device)
+        given = _bench_of(settings, change, dtype, sizes, blocks, recycles, where, step)
+        _models(given, [block, step], where, ways or [], repeats or 0, to)
         return
     if any(of_model):
         raise UserError("--settings, --set and the sizes of an example are for --block and --step")
@@ -128,6 +144,22 @@ def operations(
         raise UserError("--op is missing: name an operation, for example warpfold bench --op attention")
     more = {"quick": quick, "repeats": repeats or 0}
     _operations(op, shapes or [], dtype or [], ways or [], device_of(device), not unchecked, more, to)
+
+
+def _bench_of(
+    settings: str | None,
+    change: list[str] | None,
+    dtype: list[str] | None,
+    sizes: Mapping[str, int | None],
+    blocks: int | None,
+    recycles: int,
+    device: str,
+    step: bool,
+) -> "ModelBench":
+    """Return what is timed of a model of ours."""
+    changes = [*(change or ()), *(f"plan.precision={one}" for one in dtype or ())]
+    source = settings or ("tiny" if device == "cpu" else "monomer")
+    return measured(source, changes, sizes, blocks, recycles, on_cpu=step and device == "cpu")
 
 
 @dataclass(frozen=True)
@@ -138,6 +170,10 @@ class _Output:
     plot: Path | None
     rows: Path | None
     as_json: bool
+
+    def __post_init__(self) -> None:
+        for file in filter(None, (self.csv, self.plot, self.rows)):
+            check_new(file)
 
 
 def _operations(
@@ -198,6 +234,35 @@ def _models(given: "ModelBench", wanted: list[bool], device: str, ways: list[str
             typer.echo("launches: what a GPU would launch, counted without one")
         for refusal, count in one["refused"].items():
             typer.echo(f"by its definition, {count} times: {refusal}")
+
+
+def _foreign(
+    model: str | None, inputs: str | None, only: list[str], memory: str | None, repeats: int, device: str, to: _Output
+) -> None:
+    """Time somebody's model before and after `accelerate`; model: None where other options were given beside it."""
+    if model is None:
+        raise UserError("--model goes with --inputs, --only, --memory, --device, --repeats, --csv and --json alone")
+    import torch
+
+    from warpfold.adapt.bench import COLUMNS, HEADS, bench_foreign, foreign_model, table
+    from warpfold.tune.bench_ops import write_csv
+
+    where = torch.device(device)
+    with progress_bar(narrate=True) as progress:
+        given = foreign_model(model, inputs, where)
+        more: dict[str, Any] = {"only": parts(only), "memory": memory, "repeats": repeats}
+        found = bench_foreign(given, where, progress=progress, **more)
+    if to.csv is not None:
+        write_csv(found, to.csv, COLUMNS)
+    if to.as_json:
+        show(found)
+        return
+    for key, value in found["machine"].items():
+        typer.echo(f"{key}: {value}")
+    typer.echo(f"\n{found['table']}\n\n{found['what']}")
+    show_table(HEADS, table(found["rows"]), lambda row: "bold" if row[-1] else "")
+    typer.echo(f"outputs differ by {found['difference']:.0e}")
+    say_refused(found["refused"])
 
 
 def _say(found: dict[str, Any], to: _Output) -> None:

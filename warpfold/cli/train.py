@@ -30,7 +30,7 @@ from warpfold.cli.common import (
 from warpfold.errors import UserError
 
 if TYPE_CHECKING:
-    from warpfold.data.load.schedule import Source
+    from warpfold.data.load.order import Source
     from warpfold.run.train import Summary
 
 
@@ -113,7 +113,7 @@ def sources(texts: list[str], assemblies: bool = False) -> "list[Source]":
 
     assemblies: to draw complexes from, where a store has any, not chains.
     """
-    from warpfold.data.load.schedule import Source
+    from warpfold.data.load.order import Source
     from warpfold.data.store.store import Store
 
     found = []

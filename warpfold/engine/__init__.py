@@ -4,6 +4,8 @@ flat        any elementwise optimizer of torch on flat buffers, for any model (f
 optim       the optimizer on flat buffers: clipping, the mean over examples and ranks, averaged weights, schedule
 rules       update rules, a class each: Adam, LAMB, LARS
 loss_scale  dynamic loss scaling, for gradients in fp16
-checkpoint  a run's folder: settings, checkpoints, log; whole after a `kill -9` at any moment
+ready       batches of any dataset, made ahead (ready_maker, ready_record)
+resume      checkpoints of what any loop has: models, optimizers, loaders, random numbers (nested, randomness)
+checkpoint  a run's folder: settings, checkpoints (step_folders), log; whole after a `kill -9` at any moment
 loop        the surroundings of a loop: its timer, its log, its stop signals
 """

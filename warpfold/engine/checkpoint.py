@@ -12,59 +12,42 @@ had them.  Every file is written under another name, synced, and renamed into it
 """
 
 import errno
-import hashlib
 import json
 import logging
 import math
 import os
-import re
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from warpfold.engine.step_folders import StepFolders, finite, reason
 from warpfold.errors import UserError
 from warpfold.files import lock_file, sync_path
 
 logger = logging.getLogger("warpfold")
 
 MAX_FAILURES = 3
-STEP_FOLDER = re.compile(r"step-(\d{8})")
-STATE = ("state.safetensors", "state.json")
-CHECKSUMS = "checksums.json"
 
 
-class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are not what was written."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a run continues from: steps done, tensors by name, and JSON-able notes."""
-
-    step: int
-    tensors: dict[str, Tensor]
-    notes: dict[str, Any]
-
-
-class RunFolder:
+class RunFolder(StepFolders):
     """One run's output folder, locked while it is open (`with`), so that no second run writes into it.
 
     writes: False in the processes that only read.  score: the key of the number in a validation's row by which
     checkpoints are compared; higher is better.
     """
 
+    place = "--out"
+
     def __init__(self, path: Path | str, writes: bool = True, score: str = "score") -> None:
+        super().__init__(Path(path) / "checkpoints")
         self.path, self._writes, self._score = Path(path), writes, score
-        self.checkpoints = self.path / "checkpoints"
         self._lock: TextIO | None = None
         self._log: AppendedFile | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -87,8 +70,7 @@ class RunFolder:
             raise UserError(
                 f"{self.path}: cannot be made or written: {error.strerror}; choose another --out"
             ) from error
-        for leftover in self.checkpoints.glob(".partial-*"):  # of a run that was killed while saving
-            shutil.rmtree(leftover)
+        self.sweep()
         for leftover in self.path.glob(".partial-*"):  # of a file that was being replaced
             leftover.unlink()
         return self
@@ -143,102 +125,16 @@ class RunFolder:
 
     # Checkpoints
 
-    def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, ascending."""
-        names = (STEP_FOLDER.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
-        return sorted(int(name[1]) for name in names if name)
+    def spared(self, steps: list[int], keep: int) -> set[int]:
+        """Return the last `keep` before which no example was skipped, and the one with the best validation.
 
-    def latest(self) -> int | None:
-        return max(self.steps(), default=None)
-
-    def step_path(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:08d}"
-
-    def load(self, step: int) -> Checkpoint:
-        """Return the checkpoint of a step.  Errors: DamagedCheckpoint if it is not, bit for bit, what was written."""
-        path = self.step_path(step)
-        try:
-            sums = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
-            if changed := [name for name in STATE if checksum(path / name) != sums[name]]:
-                raise ValueError(f"{changed[0]} does not fit its checksum")
-            notes = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            return Checkpoint(step, load_file(path / "state.safetensors"), notes)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise DamagedCheckpoint(f"{path}: damaged ({error})") from error
-
-    def load_latest(self) -> Checkpoint | None:
-        """Return the last checkpoint that is whole; None where there is none at all.
-
-        Damaged ones after it are renamed, so that the run can write these steps again, and a warning names each.
-        Errors: UserError when all are damaged; then nothing is changed.
+        So a run in trouble does not replace what was good (notes: skipped).  The best is so as far as the log says: a
+        step is validated after it is saved.
         """
-        damaged: dict[int, DamagedCheckpoint] = {}
-        found = None
-        for step in reversed(self.steps()):
-            try:
-                found = self.load(step)
-                break
-            except DamagedCheckpoint as error:
-                damaged[step] = error
-        if found is None:
-            if damaged:
-                raise UserError(
-                    f"{self.checkpoints}: no checkpoint is whole (of the last: {damaged[max(damaged)]}); "
-                    "put back a copy, or choose another --out"
-                )
-            return None
-        for step, why in damaged.items():
-            names = (f"damaged-{self.step_path(step).name}{end}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
-            aside = next(path for path in map(self.checkpoints.joinpath, names) if not path.exists())
-            self.step_path(step).rename(aside)
-            logger.warning("%s; kept as %s; the run continues from step %d", why, aside.name, found.step)
-        return found
-
-    def save(self, checkpoint: Checkpoint, keep: int) -> None:
-        """Write a checkpoint whole or not at all, then delete old ones.
-
-        These stay: the last `keep`; the last `keep` of those before which no example was skipped (notes: skipped), so
-        that a run in trouble does not replace what was good; and the one with the best validation (as far as the log
-        says: a step is validated after it is saved).
-        Errors: UserError if it cannot be written (a full disk); the checkpoints before it are untouched.
-        """
-        place = self.step_path(checkpoint.step)
-        if place.exists():  # a resumed run that stops where it began: the same to the bit
-            return
-        draft = self.checkpoints / f".partial-{place.name}"
-        try:
-            draft.mkdir(exist_ok=True)
-            save_file(checkpoint.tensors, draft / "state.safetensors")
-            (draft / "state.json").write_text(json.dumps(_finite(checkpoint.notes), indent=1) + "\n", encoding="utf-8")
-            sums = {name: checksum(draft / name) for name in STATE}
-            (draft / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
-            for path in (*draft.iterdir(), draft):
-                sync_path(path)
-            draft.rename(place)
-            sync_path(self.checkpoints)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            before = [step for step in self.steps() if step != checkpoint.step]
-            kept = (
-                f"step {max(before)} is safe in {self.step_path(max(before))}" if before else "there was none before it"
-            )
-            raise UserError(
-                f"{place}: the checkpoint could not be written ({_reason(error)}); {kept}; make room and start again"
-            ) from error
-        self._prune(keep)
-
-    def _prune(self, keep: int) -> None:
-        steps = self.steps()
         notes = {step: self._notes(step) for step in steps}
         best = max(self.scores.keys() & notes, key=self.scores.__getitem__, default=None)
         good = [step for step in steps if "skipped" in notes[step] and not notes[step]["skipped"]]
-        for step in sorted({*steps[: -max(1, keep)]} - {*good[-max(1, keep) :], best}):
-            place = self.step_path(step)
-            if {path.name for path in place.iterdir()} - {*STATE, CHECKSUMS}:
-                continue  # somebody keeps other files there
-            doomed = self.checkpoints / f".partial-{step}"
-            place.rename(doomed)  # first, so that a kill never leaves a checkpoint with a file missing
-            shutil.rmtree(doomed)
+        return {*good[-max(1, keep) :], *([] if best is None else [best])}
 
     def _notes(self, step: int) -> dict[str, Any]:
         """Return the notes of a checkpoint, empty where they are damaged (`load` reports that)."""
@@ -265,7 +161,7 @@ class RunFolder:
             before = self.latest()
             kept = "" if before is None else f"step {before} is safe in {self.step_path(before)}; "
             raise UserError(
-                f"{path}: could not be written ({_reason(error)}); {kept}make room and start again"
+                f"{path}: could not be written ({reason(error)}); {kept}make room and start again"
             ) from error
 
     def save_failure(
@@ -282,9 +178,9 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
             np.savez_compressed(folder / "batch.npz", **arrays)  # type: ignore[arg-type]  # mypy: a key might be called allow_pickle
             save_file(dict(tensors), folder / "state.safetensors")
-            (folder / "failure.json").write_text(json.dumps(_finite(notes), indent=1) + "\n", encoding="utf-8")
+            (folder / "failure.json").write_text(json.dumps(finite(notes), indent=1) + "\n", encoding="utf-8")
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder}: could not be written ({_reason(error)}); make room and start again") from error
+            raise UserError(f"{folder}: could not be written ({reason(error)}); make room and start again") from error
         return folder
 
     # Log
@@ -316,7 +212,7 @@ class RunFolder:
         self._end_writing(wait=row.get("kind") == "validation")
         if self._log is None:
             raise RuntimeError("call open_log before log")
-        self._log.write(json.dumps(_finite(row)) + "\n")
+        self._log.write(json.dumps(finite(row)) + "\n")
         if row.get("kind") == "validation":
             self._note_score(row)
 
@@ -350,25 +246,8 @@ class AppendedFile:
         self._file.close()
 
 
-def checksum(path: Path) -> str:
-    """Return the BLAKE2b digest of a file's bytes, 128 bits in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
-    if isinstance(value, Mapping):
-        return {key: _finite(v) for key, v in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _belongs(line: bytes, step: int) -> bool:
     try:
         return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

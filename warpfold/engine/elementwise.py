@@ -12,11 +12,11 @@ ELEMENTWISE = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
 )
-# Where torch has one kernel for a whole step, taken only on request.  Not that of SGD: in torch 2.13 it fails where
-# some parameters have a momentum already and others do not.
+# Where torch has one kernel for a whole step, which it takes on request only.
 FUSED: dict[type[optim.Optimizer], tuple[str, ...]] = {
     optim.Adam: ("cpu", "cuda"),
     optim.AdamW: ("cpu", "cuda"),
+    optim.SGD: ("cpu", "cuda"),
     optim.Adagrad: ("cpu",),
 }
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

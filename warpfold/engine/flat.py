@@ -256,8 +256,9 @@ class Flat(TorchOptimizer):
                 seen.add(p)
                 if not p.requires_grad and p.grad is None:
                     self._outside.append(p)
-                elif p.numel():
-                    check_parameter(name, p)
+                    continue
+                check_parameter(name, p)
+                if p.numel():
                     found.setdefault((number, p.dtype, p.device), {})[name] = p
         self.buffers = [FlatBuffer(key[0], named, ranks, self.master) for key, named in found.items()]
         self._fill(states, average, master, set())

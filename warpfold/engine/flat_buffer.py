@@ -83,6 +83,7 @@ class FlatBuffer:
 
     # Gradients
 
+    @torch.no_grad()
     def gather(self) -> list[bool]:
         """Put every gradient into its place; return which parameters have one, in order.
 
@@ -104,7 +105,7 @@ class FlatBuffer:
                     f"Flat: the gradient of {name} is sparse; make it dense (nn.Embedding(sparse=False)), or give this "
                     "parameter to torch.optim.SparseAdam"
                 )
-            sources.append(gradient.detach())
+            sources.append(gradient.detach() if gradient.requires_grad else gradient)
             targets.append(view)
             if gradient.dtype == view.dtype:
                 found.append((p, view))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 from torch.optim import Optimizer as TorchOptimizer
 
 from warpfold.engine.elementwise import FUSED, kept_by
@@ -61,8 +62,22 @@ class PieceOptimizer:
             for piece in pieces:
                 gradient = piece.gradient if present[piece.first] else None
                 piece.weights.grad = gradient if gradient is None or buffer.master is None else gradient.float()
+        if issubclass(self.optimizer, SGD):
+            self._begin_momenta()
         self.inner.step()
         return self._adopt()
+
+    def _begin_momenta(self) -> None:
+        """Give pieces that are stepped for the first time a momentum of zero, where others of their group have one.
+
+        torch 2.13's fused SGD fails there.  As there is no dampening, zero is what a first step begins with anyway.
+        """
+        for number in {i for i, fused in enumerate(self._fused) if fused}:
+            pieces = [w for w in self._of_group(number) if w.grad is not None]
+            without = [w for w in pieces if not self.inner.state.get(w)]
+            if self.inner.param_groups[number]["momentum"] and len(without) < len(pieces):
+                for weights in without:
+                    self.inner.state[weights]["momentum_buffer"] = torch.zeros_like(weights)
 
     def find_present(self) -> bool:
         """Put the gradients in place, and cut pieces where only a part has one; return whether any was cut."""
@@ -213,8 +228,9 @@ class PieceOptimizer:
     def _is_fused(self, number: int, group: Mapping[str, Any]) -> bool:
         """Return whether a group takes torch's fused kernel, where nothing was said: it is the fastest there is."""
         devices = {buffer.weights.device.type for buffer in self.buffers if buffer.group == number}
-        said = group.get("fused") is not None or group.get("foreach") is not None
-        return not said and not group.get("differentiable") and devices <= set(FUSED.get(self.optimizer, ()))
+        said = any(group.get(key) for key in ("differentiable", "dampening"))
+        said |= any(group.get(key) is not None for key in ("fused", "foreach"))
+        return not said and devices <= set(FUSED.get(self.optimizer, ()))
 
     def _limit(self, buffer: FlatBuffer) -> int | None:
         """Return how long a piece may be."""

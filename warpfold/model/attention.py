@@ -43,17 +43,12 @@ class AttentionUpdate(AxialUpdate):
     Where it is columns, they are exchanged with the rows first.  So `local` is the gate's logits, q, k and v, each
     [*, K, h d], and the K positions that attend to each other are its last axis but one.  `shared` is nothing, or the
     bias of the attention's logits [*, i, j, h], with rows and columns as in x: query a and key b of a row have that of
-    [a, b], those of a column that of [b, a], unless `transpose_bias` says otherwise.
+    [a, b], those of a column that of [b, a]; with `bias_transposed` the other way round.
     """
 
     attention: GatedAttention
     by_column = False
-    transpose_bias: bool | None = None  # whether query a and key b have the bias of [b, a]; None: as AlphaFold2
-
-    @property
-    def turns_bias(self) -> bool:
-        """Whether query a and key b have the bias of [b, a]."""
-        return self.by_column if self.transpose_bias is None else self.transpose_bias
+    bias_transposed = False  # no layer of AlphaFold2's
 
     @property
     def projections(self) -> tuple[Linear, ...]:
@@ -79,7 +74,8 @@ class AttentionUpdate(AxialUpdate):
         """Return the bias of queries and keys, [*, h, K, K], if there is one."""
         if not shared:
             return None
-        return (shared[0].transpose(ROWS, COLS) if self.turns_bias else shared[0]).movedim(-1, -3)
+        turned = shared[0].transpose(ROWS, COLS) if self.by_column != self.bias_transposed else shared[0]
+        return turned.movedim(-1, -3)
 
     def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
         dx: Tensor = self.transpose_if_column(self.attention.out(gate(self.attend(local, shared, mask), local[0])))
@@ -125,7 +121,7 @@ class AttentionUpdate(AxialUpdate):
         shape = list(part.shape)
         shape[self.join_axis] = length
         *leading, rows, columns, heads = shape
-        if self.turns_bias:
+        if self.by_column != self.bias_transposed:
             return part.new_empty(*leading, heads, columns, rows).movedim(-3, -1).transpose(ROWS, COLS)
         return part.new_empty(*leading, heads, rows, columns).movedim(-3, -1)
 
@@ -136,7 +132,7 @@ class AttentionUpdate(AxialUpdate):
         if self.shared_from_other:
             assert other is not None
             return self.shared_of(other), self.projections
-        if self.turns_bias != self.by_column:  # on the way it would be made as x lies
+        if self.bias_transposed:  # on the way it would be made as x lies
             return self.shared(DeferredLayerNorm(x, self.norm), mask), self.attention.projections
         return (), self.projections
 

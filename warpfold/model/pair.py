@@ -153,8 +153,7 @@ def _half(linear: Linear, half: int) -> Projection:
 class TriangleAttention(AttentionUpdate):
     """Algorithms 13 and 14.  Starting node: within each row i.  Ending node: within each column j, on z transposed.
 
-    The bias of an ending node's query i and key k is of z_ki.  RoseTTAFold3 and OpenFold3 have that of z_ik:
-    `transpose_bias` False says so (and True, of a starting node, that z came transposed).
+    RoseTTAFold3's and OpenFold3's ending nodes are `bias_transposed`.
     """
 
     def __init__(

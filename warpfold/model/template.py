@@ -114,9 +114,9 @@ class TemplatePointwiseAttention(nn.Module):
 
     def forward(self, z: Tensor, t: Tensor, template_mask: Tensor) -> Tensor:
         """Return the update of z [*, r, r, c_z], given t [*, tmpl, r, r, c_t] and template_mask [*, tmpl]."""
-        t = t.movedim(-4, -2)
         q = self.q(z)[..., None, :].unflatten(-1, (self.heads, -1))  # one query per pair
-        k, v = (f(t).unflatten(-1, (self.heads, -1)) for f in (self.k, self.v))
+        # Projected as they lie: of moved axes, torch would copy the weight for every pair (bf16 on a CPU).
+        k, v = (f(t).movedim(-4, -2).unflatten(-1, (self.heads, -1)) for f in (self.k, self.v))
         o = attention(q, k, v, template_mask[..., None, None, :])
         return self.out(o[..., 0, :, :].flatten(-2))
 

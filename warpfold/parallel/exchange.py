@@ -72,10 +72,15 @@ class Wire:
         name = self._note("reduce_scatter", x.nbytes * (self.group.size - 1) // self.group.size)
         return Work(reduce_scatter_flat(out, x, group=self.group.handle, async_op=True), name)
 
-    def all_reduce(self, x: Tensor) -> Work:
-        """Replace x, a few numbers, by its sum over the ranks."""
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
+        """Replace x by its sum over the ranks."""
         name = self._note("all_reduce", 2 * x.nbytes * (self.group.size - 1) // self.group.size)
-        return Work(dist.all_reduce(x, group=self.group.handle, async_op=True), name)
+        return Work(dist.all_reduce(x, op, group=self.group.handle, async_op=True), name)
+
+    def broadcast(self, x: Tensor, source: int) -> Work:
+        """Replace x by that of the rank `source` of the world."""
+        name = self._note("broadcast", x.nbytes if source == self.group.ranks[self.group.rank] else 0)
+        return Work(dist.broadcast(x, source, group=self.group.handle, async_op=True), name)
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean of flat tensors.  Each number is added up on one rank, so all ranks have the same bits."""

@@ -127,3 +127,12 @@ def set_timeouts(handle: dist.ProcessGroup | None, limit: float) -> None:
             backend = handle._get_backend(torch.device(device))
             if hasattr(backend, "_set_default_timeout"):  # the fake one has none
                 backend._set_default_timeout(timedelta(seconds=seconds))
+
+
+def time_limit(handle: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Return how many seconds a group's collectives may wait for the others; `TIME_LIMIT` where it does not say."""
+    if handle is None:
+        return TIME_LIMIT
+    options = getattr(handle._get_backend(device), "options", None)
+    limit = getattr(options, "_timeout", None)
+    return limit.total_seconds() if isinstance(limit, timedelta) else TIME_LIMIT

@@ -59,15 +59,23 @@ def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
         yield piece
 
 
+def _device(group: Group) -> torch.device:
+    """Return where messages lie: in host memory, if the group's backend takes them from there."""
+    host = torch.device("cpu")
+    alone = group.handle is not None and host not in group.handle._device_types  # a user's own NCCL
+    return torch.device("cuda", torch.cuda.current_device()) if alone else host
+
+
 def all_gather_object(value: Any, group: Group, what: str) -> list[Any]:
     """Return the values, JSON-able, of all processes of a group, in the order of ranks."""
     if group.size == 1:
         return [value]
-    text = to_bytes(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
+    device = _device(group)
+    text = to_bytes(value).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size)]
     with waiting(what):
-        dist.all_gather(sizes, torch.tensor([len(text)]), group=group.handle)
+        dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=group.handle)
         longest = max(int(size) for size in sizes)
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        parts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
         dist.all_gather(parts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group.handle)
     return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes)]

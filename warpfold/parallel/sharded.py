@@ -123,16 +123,12 @@ def unsupported_reason(plan: Plan, name: str, block: Block) -> str | None:
     if not set(block.states) <= ENTERS.keys():
         return f"{setting} = {size} knows the states m and z, but {kind} has {', '.join(block.states)}; leave it at 1"
     steps = block.checked_steps()
-    for step in steps:
+    for layer, step in ((type(step.layer).__name__, step) for step in steps):
         if plan.axial > 1 and not can_be_cut(step.layer):
-            layer = type(step.layer).__name__
             why = "has a forward of its own" if isinstance(step.layer, AxialUpdate) else "has none"
             return f"{setting} = {size} cuts layers along an axis, but {layer} in {kind} {why}; leave it at 1"
         if getattr(step.layer, "mask_of_other", False):
-            layer = type(step.layer).__name__
-            return (
-                f"{setting} = {size} does not serve {layer} in {kind}, whose mask is the other state's; leave it at 1"
-            )
+            return f"{setting} = {size} does not serve {layer} in {kind}, masked by its other state; leave it at 1"
     halves = any(len({steps[index].state for index in run}) > 1 for run in independent_runs(steps))
     if plan.branch > 1 and len(block.states) > 1 and not halves:
         return plan.unsupported_reason("middle")

@@ -160,20 +160,20 @@ def delta_in_slices(layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor |
     if layer.axis is not None and not layer.mask_of_other:
         mask = mask.expand(operand.shape[:-1])
     # A layer that may be cut anywhere reads no mask, and is given whatever there is.
-    masks = mask.split(sizes, operand_axis + 1) if mask.shape == operand.shape[:-1] else [mask] * len(sizes)
+    masked = not layer.mask_of_other and mask.shape == operand.shape[:-1]
+    masks = mask.split(sizes, operand_axis + 1) if masked else [mask] * len(sizes)
 
-    def update(piece: Tensor, piece_mask: Tensor, *shared: Tensor) -> Tensor:
+    def update(part: Tensor, piece: Tensor, piece_mask: Tensor, *shared: Tensor) -> Tensor:
         with layer.computing():  # also where it is computed again, perhaps by another thread
-            n = DeferredLayerNorm(piece, layer.norm)
-            return layer.update(layer.local(n, piece_mask), shared, piece_mask)
+            return layer.delta_slice(part, DeferredLayerNorm(piece, layer.norm), shared, piece_mask)
 
-    pieces = list(zip(operand.split(sizes, operand_axis), masks))
+    pieces = list(zip(x.split(sizes, axis), operand.split(sizes, operand_axis), masks))
     if torch.is_grad_enabled():
         parts = (checkpoint(update, *p, *shared, use_reentrant=False, preserve_rng_state=False) for p in pieces)
         return torch.cat(list(parts), axis)
     whole, start = x.new_empty(0), 0
-    for piece, piece_mask in alike(pieces):
-        new = update(piece, piece_mask, *shared)
+    for part, piece, piece_mask in alike(pieces):
+        new = update(part, piece, piece_mask, *shared)
         if start == 0:
             shape = list(new.shape)
             shape[axis] = count

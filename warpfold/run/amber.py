@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.features.choose import keyed_rng
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, ATOM_TYPES, RESTYPE_3, RESTYPES
+from warpfold.keyed import keyed_rng
 
 FORCE_FIELD = "amber99sb.xml"  # Amber ff99SB, without solvent
 STIFFNESS = 10.0  # kcal/mol/Å² of each spring (Supp. 1.8.6)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from warpfold import settings
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.load.schedule import Weights
+from warpfold.data.load.order import Weights
 from warpfold.engine.optim import OptimConfig, unsupported_batch
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig

@@ -13,18 +13,20 @@ from warpfold.batch import Arrays
 from warpfold.bulk import in_order
 from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.example.raw_example import RawExample
-from warpfold.data.features.choose import keyed_rng
 from warpfold.data.features.make import make_features
 from warpfold.data.load.loader import Loader, Maker, Quarantine
-from warpfold.data.load.schedule import Order, Schedule, Source, State, costs, split_keys
+from warpfold.data.load.order import Order, Source, costs, split_keys
+from warpfold.data.load.schedule import Schedule, State
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import entry_keys, open_entry
 from warpfold.data.store.stored_example import StoredExample
 from warpfold.device import default_workers
-from warpfold.engine.checkpoint import Checkpoint, RunFolder
+from warpfold.engine.checkpoint import RunFolder
 from warpfold.engine.loop import Log
+from warpfold.engine.step_folders import Checkpoint
 from warpfold.errors import UserError
 from warpfold.files import opened
+from warpfold.keyed import keyed_rng
 from warpfold.parallel.team import Team
 from warpfold.run.config import RunConfig
 from warpfold.run.ledger import Ledger

@@ -16,12 +16,13 @@ import torch
 from warpfold import settings
 from warpfold.batch import to_tensors
 from warpfold.data.load.loader import Loader
-from warpfold.data.load.schedule import Source
+from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.device import Snapshot
-from warpfold.engine.checkpoint import Checkpoint, RunFolder
+from warpfold.engine.checkpoint import RunFolder
 from warpfold.engine.loop import Log, Row, StepTimer, StopSignals, Watcher, tensorboard
 from warpfold.engine.optim import Optimizer
+from warpfold.engine.step_folders import Checkpoint
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.permutation import with_truth

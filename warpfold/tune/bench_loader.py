@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from warpfold.batch import Arrays
-from warpfold.data.features.choose import SampleConfig, keyed_rng
+from warpfold.data.features.choose import SampleConfig
 from warpfold.data.load.loader import Loader, Maker, Quarantine
-from warpfold.data.load.schedule import Order, Schedule, Source, State
+from warpfold.data.load.order import Order, Source
+from warpfold.data.load.schedule import Schedule, State
 from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.keyed import keyed_rng
 
 
 @dataclass(frozen=True)

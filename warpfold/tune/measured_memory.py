@@ -52,14 +52,22 @@ def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
 
 def measured_memory(job: Job, plan: Plan, device: torch.device | str = "cpu") -> int:
     """Return the most bytes that torch's allocator has given at one time while a job was done, by one process."""
+    return most_allocated(lambda: work(job, plan, device), device)
+
+
+def most_allocated(run: Callable[[], object], device: torch.device | str = "cpu") -> int:
+    """Return the most bytes that torch's allocator has given at one time while a function ran, beyond those before.
+
+    Of operations and of what they need inside.
+    """
     gc.collect()  # else what is garbage already may be given back meanwhile, and would count as less
     if torch.device(device).type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        work(job, plan, device)
+        run()
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False) as found:
-        work(job, plan, device)
+        run()
     assert found.profiler is not None
     changes = sorted(_changes(found.profiler.kineto_results.experimental_event_tree()))
     now = most = 0

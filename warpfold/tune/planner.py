@@ -61,9 +61,7 @@ class Choice:
         """ "slices of 16 rows, in place: 3.1 of 18.0 GB, about 4 min"."""
         free = self.machine.free
         needed, unit = needed_bytes(self.memory, self.machine), in_gb(free)
-        have = (
-            f"{needed / 1e9:.1f} of {unit}" if needed >= 5e7 and unit.endswith("GB") else f"{in_gb(needed)} of {unit}"
-        )
+        have = f"{needed / 1e9:.1f} of {unit}" if needed >= 5e7 and free >= 1e8 else f"{in_gb(needed)} of {unit}"
         return f"{describe_plan(self.plan, self.job.training)}: {have}" + (
             f", {duration(self.seconds)}" if self.seconds else ""
         )

@@ -14,7 +14,7 @@ from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.pairing import make_pairing, pair_rows
 from warpfold.data.example.raw_example import RawExample
 from warpfold.data.features.assembly import read_entities
-from warpfold.data.features.choose import SampleConfig, keyed_rng
+from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.crop import (
     contiguous_crop,
     crop_assembly,
@@ -24,6 +24,7 @@ from warpfold.data.features.crop import (
 )
 from warpfold.data.features.make import make_features
 from warpfold.geometry.residue import GAP
+from warpfold.keyed import keyed_rng
 from warpfold.model.clusters import cluster_features
 
 TRAIN = SampleConfig(crop=24, max_msa=8, max_extra=12)

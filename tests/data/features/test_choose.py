@@ -13,13 +13,13 @@ from warpfold.data.features.choose import (
     crop_start,
     delete_blocks,
     expected_rows,
-    keyed_rng,
     predicted_cost,
     row_budget,
     select,
     thin_runs,
     with_query,
 )
+from warpfold.keyed import keyed_rng
 
 TRAIN = SampleConfig(crop=16, max_msa=8, max_extra=12)
 THIN = SampleConfig(max_msa=3, max_extra=7, max_cost=1e-9, blocks=0)  # the budget is its floor: 10 rows

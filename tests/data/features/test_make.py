@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from tests.data.examples import example, templates
 from warpfold.batch import FEATURES, to_tensors
 from warpfold.data.example.raw_example import from_sequence
-from warpfold.data.features.choose import SampleConfig, keyed_rng, select
+from warpfold.data.features.choose import SampleConfig, select
 from warpfold.data.features.make import few_sizes, make_features, pad_features
 from warpfold.data.features.msa import msa_features
 from warpfold.geometry.residue import GAP
+from warpfold.keyed import keyed_rng
 
 ROOT = Path(__file__).parents[3]
 TRAIN = SampleConfig(crop=16, max_msa=8, max_extra=12)

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from tests.data.examples import example
 from warpfold.data.features import msa as module
-from warpfold.data.features.choose import SampleConfig, keyed_rng
+from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.msa import Deletions, deletion_value, mask_msa, msa_features, nearest_cluster
 from warpfold.geometry.residue import GAP, MASK
+from warpfold.keyed import keyed_rng
 
 
 @settings(max_examples=30, deadline=None)

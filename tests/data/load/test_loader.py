@@ -13,7 +13,8 @@ from tests.data.puppets import Puppet, Stillborn
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.load.loader import Loader, Maker, Quarantine, Sample
-from warpfold.data.load.schedule import Draw, Order, Schedule, Source, State
+from warpfold.data.load.order import Order, Source
+from warpfold.data.load.schedule import Draw, Schedule, State
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes
 from warpfold.errors import UserError

@@ -9,19 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpfold.data.features.choose import SampleConfig, predicted_assembly_cost
-from warpfold.data.load.schedule import (
-    Draw,
-    Order,
-    Schedule,
-    Source,
-    State,
-    costs,
-    deal,
-    joined_clusters,
-    making_costs,
-    paper_weights,
-    split_keys,
-)
+from warpfold.data.load.order import Order, Source, costs, joined_clusters, making_costs, paper_weights, split_keys
+from warpfold.data.load.schedule import Draw, Schedule, State, deal
 from warpfold.data.store.store import ASSEMBLIES, Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 

@@ -21,7 +21,7 @@ from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import decode
 from warpfold.data.formats.sequences import parse_alignment
 from warpfold.data.load.loader import Maker
-from warpfold.data.load.schedule import Order, Source
+from warpfold.data.load.order import Order, Source
 from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import part_path

@@ -13,12 +13,13 @@ from warpfold.batch import Arrays
 from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, Templates, profile_of
-from warpfold.data.features.choose import SampleConfig, choose_templates, delete_blocks, keyed_rng
+from warpfold.data.features.choose import SampleConfig, choose_templates, delete_blocks
 from warpfold.data.features.crop import crop_assembly, move
 from warpfold.data.features.labels import atom_masks
 from warpfold.data.features.msa import mask_msa
 from warpfold.data.features.templates import template_features
 from warpfold.geometry.residue import GAP
+from warpfold.keyed import keyed_rng
 
 MOST_DELETIONS = np.iinfo(np.int16).max  # the feature made of them differs from its limit by less than 0.0001 there
 

@@ -4,7 +4,6 @@ So only what is chosen has to be read.  Every draw is keyed: a pure function of 
 depends on no other draw, process, thread or order.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from warpfold.data.example.raw_example import MOST_STORED
+from warpfold.keyed import keyed_rng
 
 RUN = 64  # rows left out or kept together by `thin_runs`
 # Milliseconds that one core of 2024 takes (fitted to benchmarks/features.py): per example; per cell of the alignment
@@ -87,16 +87,6 @@ class Selection:
     rows: np.ndarray  # of the alignment: int64, ascending, row 0 first
     templates: np.ndarray  # int64, ascending
     clamped: bool
-
-
-def keyed_rng(seed: int, *parts: str | int) -> np.random.Generator:
-    """Return the generator of (seed, parts): a counter-based Philox whose key is a hash of them.
-
-    The same key gives the same numbers in every process; different keys are independent.
-    """
-    text = repr((int(seed), *(part if isinstance(part, str) else int(part) for part in parts)))
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def select(

@@ -15,8 +15,9 @@ from torch.nn.functional import embedding_bag
 
 from warpfold.batch import Arrays
 from warpfold.data.example.raw_example import RawExample
-from warpfold.data.features.choose import SampleConfig, keyed_rng, with_query
+from warpfold.data.features.choose import SampleConfig, with_query
 from warpfold.geometry.residue import GAP, MASK
+from warpfold.keyed import keyed_rng
 
 MSA_CLASSES = 23  # 20 residue types, X, gap, mask
 ROWS = 1024  # rows compared with the centres at a time

@@ -5,21 +5,21 @@ epochs; an example that is ready may overtake a slow one, within a window; the n
 the present step computes.
 """
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from warpfold.batch import Arrays, Batch, to_tensors
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import few_sizes, make_features, pad_features
-from warpfold.data.load.schedule import Draw, Order, Schedule, SourceEntry, State
-from warpfold.data.load.workers import Layout, Made, Make, Outcome, Refused, Workers
+from warpfold.data.load.ahead import Ahead
+from warpfold.data.load.blocks import Layout, view
+from warpfold.data.load.order import Order, SourceEntry
+from warpfold.data.load.schedule import Draw, Schedule, State
+from warpfold.data.load.workers import Killed, Make, Refused, Workers
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import open_entry
 from warpfold.device import Upload, Uploads
@@ -137,15 +137,14 @@ class Loader:
     ) -> None:
         self.order, self.schedule, self.quarantine = order, schedule, quarantine
         self._make, self._passes, self._used = make, passes, used
-        self._window, self._limit = window, max(1, workers * ahead)
+        self._limit = max(1, workers * ahead)
         self._queue = enumerate(schedule)
-        self._planned: dict[int, _Planned] = {}  # by place, ascending: planned, and not chosen yet
-        self._kinds: deque[tuple[bool, int]] = deque()  # of the places for which no example is chosen yet
         self._next: tuple[_Planned, Upload, Layout] | None = None  # chosen, and on its way to the device
         self._given = 0  # examples given out
         self._early: dict[int, int] = {}  # place and number of given ones that were planned for later
         self._device, self._uploads = device, Uploads(device)
-        self.workers = Workers(make, workers, self._uploads.host) if workers > 0 and len(schedule) else None
+        self.workers = Workers(make, workers, self._uploads.buffer) if workers > 0 and len(schedule) else None
+        self._ahead: Ahead[_Planned] = Ahead(self.workers, self._job, self._mended, window)
         with ExitStack() as unless_begun:
             unless_begun.callback(self.close)
             self._plan()
@@ -172,11 +171,10 @@ class Loader:
         if self._given == len(self.schedule):
             raise StopIteration
         if self.workers is None:
-            planned = self._planned[self._given]
-            planned, features = self._make_here(planned)
-            self._choose(planned)
+            planned, features = self._make_here(self._ahead.first())
+            self._used(planned.draw)
         else:
-            chosen = self._next or self._take(self.workers, wait=True)
+            chosen = self._next or self._take(wait=True)
             assert chosen is not None
             planned, upload, layout = chosen
             features = to_tensors(views(upload.wait(), layout))
@@ -186,12 +184,12 @@ class Loader:
         self._given += 1
         self._plan()
         if self.workers is not None:
-            self._next = self._take(self.workers, wait=False)
+            self._next = self._take(wait=False)
         return Sample(planned.draw.number, self.order.name(planned.entry), features)
 
     def exchanged(self) -> tuple[list[int], list[int]]:
         """Return the examples that this rank was to have used by now and has not, and those that it has used early."""
-        waiting = [*self._planned.values(), *([self._next[0]] if self._next else [])]
+        waiting = [*self._ahead, *([self._next[0]] if self._next else [])]
         return [p.draw.number for p in waiting if p.place < self._given], list(self._early.values())
 
     def state(self, exchanged: Iterable[tuple[list[int], list[int]]] = ()) -> State:
@@ -204,19 +202,13 @@ class Loader:
 
     def _plan(self) -> None:
         """Plan more examples and submit them, up to the limit."""
-        while len(self._planned) < self._limit and (item := next(self._queue, None)):
+        while len(self._ahead) < self._limit and (item := next(self._queue, None)):
             place, (draw, fixed) = item
             passes = self._passes(place // self.schedule.per_rank)
             planned = _Planned(place, draw, self.order.entry(*draw), passes, fixed)
             if not fixed and self.order.name(planned.entry) in self.quarantine:
                 planned = self._redrawn(planned)
-            self._kinds.append(planned.kind)
-            self._submit(planned)
-
-    def _submit(self, planned: _Planned) -> None:
-        self._planned[planned.place] = planned
-        if self.workers is not None:
-            self.workers.submit(planned.place, self._job(planned))
+            self._ahead.add(planned)
 
     def _job(self, planned: _Planned) -> tuple[int, str, int, int]:
         return planned.entry.source, self.order.key(planned.entry), planned.draw.number, planned.passes
@@ -233,51 +225,22 @@ class Loader:
             entry = self.order.entry(*draw)
         return replace(planned, draw=draw, entry=entry, killed=False)
 
-    def _take(self, workers: Workers, wait: bool) -> tuple[_Planned, Upload, Layout] | None:
+    def _take(self, wait: bool) -> tuple[_Planned, Upload, Layout] | None:
         """Start copying the example for the next place to the device; None if none is ready (yet, unless `wait`)."""
-        if not self._kinds:
+        taken = self._ahead.take(wait)
+        if taken is None:
             return None
-        with workers.changed:
-            while True:
-                self._settle(workers.outcomes)
-                planned = self._first_ready(workers.outcomes)
-                if planned is not None or not wait:
-                    break
-                workers.wait()
-            if planned is None:
-                return None
-            made = workers.outcomes.pop(planned.place)
-        assert isinstance(made, Made)
-        self._choose(planned)
-        return planned, self._uploads.start(made.buffer), made.layout
-
-    def _choose(self, planned: _Planned) -> None:
+        planned, made = taken
         self._used(planned.draw)
-        self._kinds.popleft()
-        del self._planned[planned.place]
+        return planned, self._uploads.start(torch.as_tensor(made.buffer)), made.layout
 
-    def _first_ready(self, outcomes: Mapping[int, Outcome]) -> _Planned | None:
-        """Return the first finished example among those that may take the next place.
-
-        These are at most `window` places behind the oldest that was not chosen, so that none comes more than `window`
-        places late or early.
-        """
-        alike = [planned for planned in self._planned.values() if planned.kind == self._kinds[0]]
-        near = (planned for planned in alike if planned.place <= alike[0].place + self._window)
-        return next((planned for planned in near if planned.place in outcomes), None)
-
-    def _settle(self, outcomes: dict[int, Outcome]) -> None:
-        """Resubmit failed examples: the same one if its process was killed for the first time, otherwise another."""
-        for place in [place for place, outcome in outcomes.items() if not isinstance(outcome, Made)]:
-            outcome, planned = outcomes.pop(place), self._planned[place]
-            assert not isinstance(outcome, Made)
-            if isinstance(outcome, Refused):
-                planned = self._set_aside(planned, outcome.reason)
-            elif planned.killed:
-                planned = self._set_aside(planned, f"{outcome.reason}, twice")
-            else:
-                planned = replace(planned, killed=True)
-            self._submit(planned)
+    def _mended(self, planned: _Planned, outcome: Refused | Killed) -> _Planned:
+        """Return what to make after a failure: the same if its process was killed for the first time, or another."""
+        if isinstance(outcome, Refused):
+            return self._set_aside(planned, outcome.reason)
+        if planned.killed:
+            return self._set_aside(planned, f"{outcome.reason}, twice")
+        return replace(planned, killed=True)
 
     def _set_aside(self, planned: _Planned, reason: str) -> _Planned:
         self.quarantine.add(self.order.name(planned.entry), planned.draw.number, reason)
@@ -295,8 +258,4 @@ class Loader:
 
 def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
     """Return the arrays that lie in a buffer (uint8) as tensors of their dtypes that share its memory."""
-    batch = {}
-    for name, dtype, shape, offset in layout:
-        kind = torch.from_numpy(np.empty(0, dtype)).dtype
-        batch[name] = buffer[offset : offset + math.prod(shape) * kind.itemsize].view(kind).reshape(shape)
-    return batch
+    return {name: view(buffer, dtype, shape, offset) for name, dtype, shape, offset in layout}

@@ -1,22 +1,21 @@
 """Processes that make examples ahead of time: kept for the whole run, replaced when they die.
 
-Arrays travel through a pipe, straight from the worker's memory into a buffer that the receiver chooses (pinned memory
-for a GPU): no pickle, and no /dev/shm, which is 64 MB in most containers.
+Arrays lie in memory that both processes have (data/load/blocks.py): no pickle, and no /dev/shm, which is 64 MB in most
+containers.  Through a pipe go
 
-    job        JSON, a list of the arguments of `make`
-    answer     JSON: {"arrays": [[name, dtype, shape, offset], ...], "size": bytes}, then that many bytes; or
-               {"refused": reason}; {"ready": true} when the process begins, {"failed": traceback} when a bug ends it
+    job        JSON: [blocks that may be used again, arguments of `make`]
+    answer     JSON: {"written": `Written`}, and then the descriptor of a new block; or {"refused": reason};
+               {"ready": true} when the process begins, {"failed": traceback} when a bug ends it
 """
 
 import contextlib
 import json
-import os
 import signal
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -28,11 +27,9 @@ import numpy as np
 
 from warpfold import device
 from warpfold.bulk import end_with_parent
+from warpfold.data.load.blocks import BlockReader, BlockWriter, Layout, received, send
 from warpfold.errors import UserError
 
-ALIGN = 64  # bytes: where an array begins in a buffer, so that it can be viewed in its dtype
-
-Layout = list[tuple[str, str, tuple[int, ...], int]]  # name, dtype, shape, offset in bytes
 Make = Callable[..., Mapping[str, np.ndarray]]
 
 
@@ -66,22 +63,26 @@ class _Worker:
     process: BaseProcess
     pipe: Connection
     ready: bool = False
-    job: tuple[int, Sequence[Any]] | None = None  # ticket, arguments
+    job: tuple[int | None, Sequence[Any]] | None = None  # ticket (None: nobody wants it any more), arguments
+    blocks: BlockReader = field(default_factory=BlockReader)
 
 
 class Workers:
     """`count` processes that each call `make` with the arguments of one job after another.
 
     make: a picklable callable that returns arrays by name.  Its UserError or MemoryError is the job's outcome; other
-    exceptions are bugs, and are raised in the caller.  buffer: makes a buffer of a given size to receive arrays into,
-    anything that NumPy can view (default: in ordinary memory).
+    exceptions are bugs, and are raised in the caller.  buffer: makes a buffer of a given size to copy arrays into,
+    anything that NumPy can view; by default they stay in the memory shared with the worker, which uses it again when no
+    view of them is left.  preload: modules that the fork server loads, besides that of `make`.
     `changed` is notified of new outcomes, and must be held while `outcomes` is touched.
     """
 
-    def __init__(self, make: Make, count: int, buffer: Callable[[int], Any] | None = None) -> None:
+    def __init__(
+        self, make: Make, count: int, buffer: Callable[[int], Any] | None = None, preload: Sequence[str] = ()
+    ) -> None:
         self.outcomes: dict[int, Outcome] = {}  # by ticket; the caller removes them
         self.changed = threading.Condition()
-        self._make, self._buffer = make, buffer or (lambda size: np.empty(size, np.uint8))
+        self._make, self._buffer = make, buffer
         self._waiting: deque[tuple[int, Sequence[Any]]] = deque()
         self._failed_starts = 0  # processes that died when they started, in a row
         # A fork server loads the libraries once and shares their memory: a worker costs 4 MB of its own instead of
@@ -89,7 +90,7 @@ class Workers:
         self._context: ForkServerContext | SpawnContext = get_context("spawn")
         if "forkserver" in get_all_start_methods():
             self._context = get_context("forkserver")
-            self._context.set_forkserver_preload([make.__module__])
+            self._context.set_forkserver_preload([make.__module__, *preload])
         self._workers = [self._start() for _ in range(count)]
         self._wake, self._woken = self._context.Pipe()
         self._closing = False
@@ -108,6 +109,15 @@ class Workers:
         with self.changed:
             self._waiting.append((ticket, job))
             self._hand_out()
+
+    def drop(self) -> None:
+        """Drop all jobs and outcomes: nobody wants them any more.  What is being made now is made in vain."""
+        with self.changed:
+            self._waiting.clear()
+            self.outcomes.clear()
+            for worker in self._workers:
+                if worker.job is not None:
+                    worker.job = None, worker.job[1]
 
     def wait(self) -> None:
         """Wait, holding `changed`, for news; raise the error that ended the receiving thread, if one did."""
@@ -148,7 +158,7 @@ class Workers:
             if self._waiting and worker.ready and worker.job is None:
                 worker.job = self._waiting.popleft()
                 with contextlib.suppress(ConnectionError):  # it has just died, and `_serve` will notice
-                    worker.pipe.send_bytes(json.dumps(worker.job[1]).encode())
+                    worker.pipe.send_bytes(json.dumps([worker.blocks.returned(), worker.job[1]]).encode())
 
     def _run(self) -> None:
         """Run the receiving thread; if an error ends it, hand the error to the waiting thread."""
@@ -179,8 +189,10 @@ class Workers:
                     outcome = self._replace_dead(worker)
                 with self.changed:
                     if worker.job is not None and outcome is not None:
-                        self.outcomes[worker.job[0]] = outcome
-                        worker.job = None
+                        ticket, worker.job = worker.job[0], None
+                        if ticket is not None:
+                            self.outcomes[ticket] = outcome
+                    outcome = None  # it may be the last that holds a block
                     self._hand_out()
                     self.changed.notify_all()
 
@@ -193,20 +205,23 @@ class Workers:
             return Refused(answer["refused"])
         if "failed" in answer:
             raise RuntimeError(f"a loader process failed:\n{answer['failed']}")
-        buffer = self._buffer(answer["size"])
-        rest = np.asarray(buffer).data
-        while rest:
-            if not (received := os.readv(worker.pipe.fileno(), [rest])):
-                raise EOFError
-            rest = rest[received:]
-        return Made([(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in answer["arrays"]], buffer)
+        written = received(worker.pipe, answer["written"])
+        shared = worker.blocks.read(written)
+        if self._buffer is None:
+            return Made(written.layout, shared)
+        buffer = self._buffer(written.size)
+        np.copyto(np.asarray(buffer), shared)
+        return Made(written.layout, buffer)
 
     def _replace_dead(self, worker: _Worker) -> Outcome:
         """Replace a process that died, and return the outcome of its job."""
         worker.process.join()
         code = worker.process.exitcode or 0
         if code == 1:
-            raise RuntimeError("a loader process could not start, by an error that it has printed")
+            raise RuntimeError(
+                "a loader process could not start, by an error that it has printed; a script that has workers needs "
+                "`if __name__ == '__main__':` around what it does"
+            )
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         how += " (too little memory?)" if code == -signal.SIGKILL else ""
         if not worker.ready:
@@ -228,14 +243,16 @@ def _work(pipe: Connection, make: Make) -> None:
     with contextlib.suppress(EOFError, ConnectionError), contextlib.ExitStack() as stack:  # until the parent is gone
         stack.push(lambda kind, error, trace: _report(pipe, error))
         _tell(pipe, ready=True)
+        blocks = BlockWriter()
         while True:
-            job = json.loads(pipe.recv_bytes())
+            returned, job = json.loads(pipe.recv_bytes())
+            blocks.returned(returned)
             try:
                 arrays = make(*job)
             except (UserError, MemoryError) as error:
                 _tell(pipe, refused=str(error) or "too little memory")
             else:
-                _send(pipe, arrays)
+                send(pipe, blocks.write(arrays))
 
 
 def _report(pipe: Connection, error: BaseException | None) -> bool:
@@ -248,17 +265,3 @@ def _report(pipe: Connection, error: BaseException | None) -> bool:
 
 def _tell(pipe: Connection, **answer: Any) -> None:
     pipe.send_bytes(json.dumps(answer).encode())
-
-
-def _send(pipe: Connection, arrays: Mapping[str, np.ndarray]) -> None:
-    layout, parts, size = [], [], 0
-    for name, array in arrays.items():
-        data = np.ascontiguousarray(array)
-        layout.append((name, data.dtype.str, np.shape(array), size))
-        gap = -data.nbytes % ALIGN
-        parts += [data.reshape(-1).view(np.uint8).data, memoryview(bytes(gap))]
-        size += data.nbytes + gap
-    _tell(pipe, arrays=layout, size=size)
-    for part in parts:
-        while part:
-            part = part[os.write(pipe.fileno(), part) :]

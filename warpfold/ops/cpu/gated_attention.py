@@ -15,7 +15,7 @@ from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, gate_values, put, rows, writable
 from warpfold.ops.cpu.gate import drawn_factors
-from warpfold.ops.cpu.norm import parameter_gradients
+from warpfold.ops.cpu.norm import Projected, parameter_gradients
 from warpfold.ops.dispatch import alike
 from warpfold.ops.gated_attention import empty_bias, empty_lse, empty_rows
 from warpfold.ops.norm import empty_statistics
@@ -140,7 +140,7 @@ def gated_attention_backward(
         if bias is not None and bias_wanted:
             assert dbias_of is not None
             dbias[at] = dbias_of
-    return dx, *sums.gradients((norm_weight, norm_bias, weight, gate_bias), (out_weight, out_bias)), dbias
+    return dx, *sums.gradients((norm_weight, norm_bias, weight, gate_bias), out_weight, out_bias), dbias
 
 
 def _backward_example(
@@ -251,16 +251,12 @@ class _Sums:
         self.product, self.out_product = like.new_zeros(of.weight.shape), like.new_zeros(of.out_weight.shape)
         self.total, self.out_total = like.new_zeros(len(of.weight)), like.new_zeros(len(of.out_weight))
 
-    def gradients(
-        self, into: tuple[Tensor, Tensor | None, Tensor, Tensor | None], out_of: tuple[Tensor, Tensor | None]
-    ) -> list[Tensor]:
+    def gradients(self, into: Projected, out_weight: Tensor, out_bias: Tensor | None) -> tuple[Tensor, ...]:
         """Return those of norm_weight, norm_bias, weight and gate_bias, and of out_weight and out_bias."""
-        of_out = (self.out_product, self.out_total[: 0 if out_of[1] is None else None])
-        like = out_of[0], into[0] if out_of[1] is None else out_of[1]
-        return [
-            *parameter_gradients(self.product, self.total, *into),
-            *(t.to(accumulation_dtype(p)) for t, p in zip(of_out, like)),
-        ]
+        of_bias = self.out_total[:0] if out_bias is None else self.out_total
+        of_out = zip((self.out_product, of_bias), (out_weight, into[0] if out_bias is None else out_bias))
+        of_norm = parameter_gradients(self.product, self.total, *into)
+        return *of_norm, *(t.to(accumulation_dtype(p)) for t, p in of_out)
 
 
 class _Keys:

@@ -7,6 +7,8 @@ from warpfold.ops.cpu.blocks import accumulate, blocks, put, rows, writable
 from warpfold.ops.norm import empty_projected, empty_statistics
 from warpfold.ops.tensors import accumulation_dtype, empty_like
 
+Projected = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight and bias of a norm and of its projection
+
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Compute warpfold::layer_norm."""

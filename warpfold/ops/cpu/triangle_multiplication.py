@@ -14,14 +14,13 @@ from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, gate_values, put, rows, writable
 from warpfold.ops.cpu.gate import drawn_factors
-from warpfold.ops.cpu.norm import parameter_gradients
+from warpfold.ops.cpu.norm import Projected, parameter_gradients
 from warpfold.ops.dispatch import alike
 from warpfold.ops.norm import empty_statistics
 from warpfold.ops.tensors import accumulation_dtype, empty_like
 from warpfold.ops.triangle_multiplication import empty_planes, split_projections
 
 POSITIONS = 1024  # of a block, at least a row
-Projected = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight and bias of a norm and of its projection
 
 
 def triangle_multiplication(

@@ -12,7 +12,7 @@ from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.norm_linear import norm_linear as norm_linear
 from warpfold.ops.triton.norm_linear import norm_linear_backward as norm_linear_backward
-from warpfold.ops.triton.norm_linear import shifted, statistics
+from warpfold.ops.triton.norm_tiles import shifted, statistics
 from warpfold.ops.triton.positions import Positions, contiguous, offsets, pointers, power_of_two, programs_for
 from warpfold.ops.triton.sums import Sum, empty_partials, sum_partials
 

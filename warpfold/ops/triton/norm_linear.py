@@ -18,6 +18,7 @@ from torch import Tensor
 from warpfold.ops.norm import empty_projected, empty_statistics, padded
 from warpfold.ops.tensors import empty_like, empty_parameters
 from warpfold.ops.triton.launch import configs, register, register_by_precision
+from warpfold.ops.triton.norm_tiles import shifted, statistics
 from warpfold.ops.triton.positions import (
     Positions,
     cast_weight,
@@ -33,29 +34,6 @@ from warpfold.ops.triton.sums import Sum, empty_partials, or_unwanted, sum_parti
 
 TILES = 256  # of the gradient of the weight, where there are positions enough: two on each core of a large GPU
 WIDEST = 256  # channels of 16 bits that a program of the projection holds
-
-
-@triton.jit
-def statistics(v: tl.tensor, valid: tl.tensor, eps: tl.tensor, C: tl.constexpr) -> tl.tuple:
-    """Return of channels v [m, c] in fp32 the deviations from the mean [m, c], the mean and 1 / deviation [m].
-
-    v is 0 where it is not valid.  The mean is corrected by the mean of the deviations: of channels around 1e4 its first
-    rounding would be seen.
-    """
-    mean = tl.sum(v, 1) / C
-    d = tl.where(valid, v - mean[:, None], 0.0)
-    rest = tl.sum(d, 1) / C
-    d = tl.where(valid, d - rest[:, None], 0.0)
-    return d, mean + rest, tl.rsqrt(tl.sum(d * d, 1) / C + eps)
-
-
-@triton.jit
-def shifted(n: tl.tensor, bias: tl.tensor, c: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Return n [m, c] plus a norm's bias, if it has one."""
-    if bias is not None:
-        return n + tl.load(bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
-    else:  # not after the `if`: Triton compiles what follows it
-        return n
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from warpfold.ops.triton.launch import configs, register_by_precision
-from warpfold.ops.triton.norm_linear import shifted, statistics
+from warpfold.ops.triton.norm_tiles import shifted, statistics
 from warpfold.ops.triton.positions import pointers
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from warpfold.ops.triton.gated_linear_residual import dropout_tile
 from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.noise import SCALARS
-from warpfold.ops.triton.norm_linear import shifted, statistics
+from warpfold.ops.triton.norm_tiles import shifted, statistics
 from warpfold.ops.triton.positions import offsets, pointers
 from warpfold.ops.triton.triangle_tiles import biased, in_memory, load_normed, present_of, rows_of
 

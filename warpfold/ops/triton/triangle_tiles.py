@@ -11,7 +11,7 @@ a's gate, b's gate and the product's.
 import triton
 import triton.language as tl
 
-from warpfold.ops.triton.norm_linear import shifted
+from warpfold.ops.triton.norm_tiles import shifted
 from warpfold.ops.triton.positions import pointers
 
 

@@ -1,0 +1,251 @@
+"""warpfold.Replicas with warpfold.Flat beside torch's DistributedDataParallel, in turns, over links of several shapes.
+
+    sudo python -m benchmarks.replicas --out benchmarks/results/replicas-NAME.json       (some ten minutes on two cores)
+
+Two models in plain torch and generated data: a vision model (convolutions, BatchNorm) and a language model (embedding
+tied to the output).  Two ranks, and where namespaces are permitted (link.py) two on two emulated nodes and four on two.
+The same batch trains every contender in turn; a round counts as long as its slowest rank's.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what forked ranks would else load each for itself
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.link import DEVICE, Shape, enter, linked, refusal
+from warpfold.engine.flat import Flat
+from warpfold.engine.replicas import Replicas
+
+
+class Vision(nn.Module):
+    """Residual convolutions, 2.8 million numbers, mostly in the later stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (32, 64, 128, 256)
+        self.stem = nn.Conv2d(3, widths[0], 3, padding=1, bias=False)
+        self.stages = nn.ModuleList()
+        for before, width in zip((widths[0], *widths), widths):
+            self.stages.append(
+                nn.Sequential(
+                    nn.Conv2d(before, width, 3, stride=2, padding=1, bias=False),
+                    nn.BatchNorm2d(width),
+                    nn.ReLU(),
+                    nn.Conv2d(width, width, 3, padding=1, bias=False),
+                    nn.BatchNorm2d(width),
+                    nn.ReLU(),
+                    nn.Conv2d(width, width, 3, padding=1, bias=False),
+                    nn.BatchNorm2d(width),
+                    nn.ReLU(),
+                )
+            )
+        self.head = nn.Linear(widths[-1], 10)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the loss of pictures and labels."""
+        x = self.stem(batch[0])
+        for stage in self.stages:
+            x = stage(x)
+        return F.cross_entropy(self.head(x.mean((2, 3))), batch[1])
+
+    @staticmethod
+    def batch() -> tuple[Tensor, Tensor]:
+        """Draw eight pictures."""
+        return torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+
+
+class Language(nn.Module):
+    """Four layers of a transformer, 4.2 million numbers, a quarter in the embedding that is also the output."""
+
+    def __init__(self, words: int = 4096, width: int = 256) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(4)
+        )
+        self.out = nn.Linear(width, words, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return the loss of predicting each word from those before."""
+        causal = nn.Transformer.generate_square_subsequent_mask(words.shape[1] - 1)
+        x = self.embed(words[:, :-1])
+        for layer in self.layers:
+            x = layer(x, src_mask=causal, is_causal=True)
+        return F.cross_entropy(self.out(x).flatten(0, 1), words[:, 1:].flatten())
+
+    @staticmethod
+    def batch() -> Tensor:
+        """Draw two texts of 64 words."""
+        return torch.randint(4096, (2, 64))
+
+
+MODELS = {"vision": Vision, "language": Language}
+OURS: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "replicas, sharded state": {"shard": True},
+    "replicas, bf16": {"compression": "bf16"},
+    "replicas, int8": {"compression": "int8"},
+}
+HIERARCHICAL: dict[str, dict[str, Any]] = {
+    "replicas, hierarchical": {"hierarchical": True, "ranks_per_node": 2},
+    "replicas, hierarchical, int8": {"hierarchical": True, "ranks_per_node": 2, "compression": "int8"},
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks run: so many, on one machine (no link) or in equal parts on two emulated nodes."""
+
+    ranks: int
+    shape: Shape | None = None
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks, {'loopback' if self.shape is None else f'2 nodes, {self.shape}'}"
+
+
+def contenders(kind: type[nn.Module], ranks: int) -> dict[str, Callable[[Any], None]]:
+    """Return a training step of every contender: all begin with the same weights."""
+    steps: dict[str, Callable[[Any], None]] = {}
+    for fused in (False, True):
+        torch.manual_seed(0)
+        wrapped = DistributedDataParallel(kind())
+        adam = torch.optim.Adam(wrapped.parameters(), lr=1e-4, fused=fused)
+        steps[f"DDP, {'fused ' * fused}Adam"] = stepped(wrapped, adam)
+    for name, options in {**OURS, **(HIERARCHICAL if ranks > 2 else {})}.items():
+        torch.manual_seed(0)
+        model = kind()
+        flat = Flat(model, torch.optim.Adam, lr=1e-4)
+        Replicas(model, flat, **options)
+        steps[name] = stepped(model, flat)
+    return steps
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], None]:
+    def step(batch: Any) -> None:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timed(steps: dict[str, Callable[[Any], None]], draw: Callable[[], Any], rounds: int) -> dict[str, dict[str, Any]]:
+    """Time each step in turns, in another order each round, after two rounds of warm-up."""
+    spent: dict[str, list[float]] = {name: [] for name in steps}
+    sent = dict.fromkeys(steps, 0)
+    names = list(steps)
+    for turn in range(-2, rounds):
+        torch.manual_seed(100 * turn + dist.get_rank())
+        batch = draw()
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier()
+            before, begin = over_the_link(), time.perf_counter()
+            steps[name](batch)
+            took = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if turn >= 0:
+                spent[name].append(float(took))
+                sent[name] += over_the_link() - before
+    first = names[0]
+    return {
+        name: {
+            "seconds": round(statistics.median(times), 5),
+            "speed": round(statistics.median(a / b for a, b in zip(spent[first], times)), 3),
+            "speed_against_fused": round(statistics.median(a / b for a, b in zip(spent[names[1]], times)), 3),
+            "mb_over_the_link": round(sent[name] / rounds / 1e6, 2),
+        }
+        for name, times in spent.items()
+    }
+
+
+def over_the_link() -> int:
+    """Return the bytes that this node has sent and received; 0 where there are no nodes."""
+    lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()]
+    return sum(int(line[1]) + int(line[9]) for line in lines if line[0].startswith(DEVICE.format("")))
+
+
+def a_rank(rank: int, place: Place, store: str, rounds: int, pipe: Connection) -> None:
+    """Time both models on one rank; the first rank sends the results."""
+    torch.set_num_threads(1)
+    if place.shape is None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    else:
+        enter(rank * 2 // place.ranks)
+    dist.init_process_group("gloo", store=dist.FileStore(store, place.ranks), rank=rank, world_size=place.ranks)
+    found = {name: timed(contenders(kind, place.ranks), kind.batch, rounds) for name, kind in MODELS.items()}
+    if rank == 0:
+        pipe.send(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(place: Place, rounds: int) -> dict[str, Any]:
+    """Time all contenders at one place."""
+    context = get_context("fork")
+    with tempfile.TemporaryDirectory() as folder, nullcontext() if place.shape is None else linked(place.shape):
+        ours, theirs = context.Pipe()
+        args = (place, f"{folder}/store", rounds, theirs)
+        ranks = [context.Process(target=a_rank, args=(rank, *args), daemon=True) for rank in range(place.ranks)]
+        for process in ranks:
+            process.start()
+        theirs.close()
+        results: dict[str, Any] = ours.recv()
+        for process in ranks:
+            process.join()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where the results go, as JSON")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    why = refusal()
+    places = [Place(2)]
+    if why is None:
+        places += [Place(2, Shape(1, 0.1)), Place(2, Shape(1, 5)), Place(4, Shape(1, 0.1)), Place(4, Shape(1, 5))]
+    else:
+        print(f"no emulated nodes: {why}; loopback alone is measured")
+    report: dict[str, Any] = {
+        "what": "a training step (forward, backward, Adam) of a rank with one thread; speed: median over rounds of the "
+        "seconds of DDP with torch.optim.Adam, or fused Adam, over the contender's, in the same round",
+        "date": datetime.date.today().isoformat(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "rounds": arguments.rounds,
+        "no_nodes_because": why,
+        "results": {},
+    }
+    for place in places:
+        report["results"][str(place)] = found = run(place, arguments.rounds)
+        for model, rows in found.items():
+            for name, figures in rows.items():
+                said = "  ".join(f"{key} {value}" for key, value in figures.items())
+                print(f"{place!s:34} {model:9} {name:30} {said}", flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`warpfold bench --model`: somebody's model before and after accelerate, from the folder that one is in."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_cli import refused, run
+from warpfold.adapt.bench import bench_foreign, foreign_model, table
+from warpfold.tune.timing import Times
+
+# A file in the current folder: plain torch, named by --only.
+MINE = """
+from torch import nn, ones, zeros
+
+def make_model():
+    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True, dropout=0.0)
+
+def make_both():
+    return make_model(), {"src": zeros(1, 5, 16)}
+
+def make_inputs():
+    return (ones(2, 7, 16),), {"src_key_padding_mask": zeros(2, 7, dtype=bool)}
+
+def frozen():
+    return make_model().requires_grad_(False), ones(2, 7, 16)
+
+def wrong():
+    return 3
+
+number = 3
+"""
+BENCH = ("bench", "--device", "cpu", "--repeats", "1")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Be in a folder with a module of the user's."""
+    (tmp_path / "mine_to_bench.py").write_text(MINE, encoding="utf-8")
+    (tmp_path / "broken_bench.py").write_text("import nowhere_to_be_found\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    return tmp_path
+
+
+def test_a_model_is_timed_before_and_after(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of = ["--model", "mine_to_bench:make_model", "--inputs", "mine_to_bench:make_inputs"]
+    only = ["--only", "attention"]
+    code, out, _ = run(capsys, *BENCH, *of, *only, "--json", "--csv", "out.csv")
+    assert code == 0
+    found = json.loads(out)
+    assert found["swapped"] == {"self_attn": "attention"}
+    assert found["difference"] < 1e-5
+    assert [row["pass"] for row in found["rows"]] == ["forward", "both"]
+    assert all(
+        row[f"{way}_{what}"] > 0 for row in found["rows"] for way in ("before", "after") for what in ("ms", "mib")
+    )
+    rows = list(csv.DictReader((here / "out.csv").open(encoding="utf-8")))
+    assert [float(row["times_faster"]) for row in rows] == [row["times_faster"] for row in found["rows"]]
+    _, said, _ = run(capsys, *BENCH, "--model", "mine_to_bench:make_both", *only)
+    assert "outputs differ by" in said
+    assert "self_attn" in said
+
+
+def test_what_is_not_there_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, why in (
+        (["--model", "mine_to_bench"], "not of the form module:function"),
+        (["--model", "not_there:f"], "there is no module not_there"),
+        (["--model", "broken_bench:f"], "broken_bench needs nowhere_to_be_found, which is not installed"),
+        (["--model", "mine_to_bench:absent"], "mine_to_bench has no function absent"),
+        (["--model", "mine_to_bench:number"], "has no function number"),
+        (["--model", "mine_to_bench:wrong"], "returns a int, not a torch.nn.Module"),
+        (["--model", "mine_to_bench:make_model"], "--inputs is missing"),
+        (["--model", "mine_to_bench:make_both"], "nothing to swap in this TransformerEncoderLayer"),
+        (["--inputs", "mine_to_bench:make_inputs"], "--model goes with"),
+        (["--model", "mine_to_bench:make_both", "--op", "gate"], "--model goes with"),
+    ):
+        assert why in refused(run(capsys, *BENCH, *options))
+
+
+def test_a_frozen_model_has_one_pass_and_what_is_slower_says_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = foreign_model("mine_to_bench:frozen", None, torch.device("cpu"))
+
+    def measured(ways: object, *_: object) -> dict[str, Times]:
+        return {"before": Times([1.0]), "after": Times([1.25])}
+
+    monkeypatch.setattr("warpfold.adapt.bench.measure", measured)
+    rows = bench_foreign(given, torch.device("cpu"), only=["attention"])["rows"]
+    assert [row["note"] for row in rows] == ["slower here", "no parameter wants a gradient"]
+    assert table(rows)[0][:4] == ("forward", "1000", "1250", "0.80")

@@ -1,0 +1,153 @@
+"""Layers of plain torch: equal to torch's, and swapped only where asked for or measured."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import warpfold
+from warpfold.adapt.accelerate import adapters
+from warpfold.adapt.adapter import Adapter, adapter_of, swap
+from warpfold.adapt.verify import compare
+from warpfold.errors import UserError
+from warpfold.ops.dispatch import always_fast, refusals
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "norm": lambda: nn.LayerNorm(24),
+    "norm without bias": lambda: nn.LayerNorm(24, bias=False),
+    "attention": lambda: nn.MultiheadAttention(24, 3, batch_first=True),
+    "attention, length first, no biases": lambda: nn.MultiheadAttention(24, 3, bias=False),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(24, 3, 48, batch_first=True, norm_first=True),
+    "encoder layer, length first, no biases": lambda: nn.TransformerEncoderLayer(
+        24, 3, 48, norm_first=True, bias=False
+    ),
+}
+LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "norm of two axes": (lambda: nn.LayerNorm((2, 3)), "several axes"),
+    "norm without weights": (lambda: nn.LayerNorm(3, elementwise_affine=False), "has no weight"),
+    "attention with other keys": (lambda: nn.MultiheadAttention(8, 2, kdim=4), "widths, a bias or zeros"),
+    "attention with a key's bias": (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "widths, a bias or zeros"),
+    "encoder layer that normalises last": (lambda: nn.TransformerEncoderLayer(8, 2, 8), "normalises last"),
+    "encoder layer with GELU": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 8, norm_first=True, activation="gelu"),
+        "activation is not ReLU",
+    ),
+}
+
+
+def adapter(module: nn.Module) -> Adapter:
+    found, why = adapter_of(module, adapters())
+    assert found is not None
+    assert why is None
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_are_equal_to_torchs(name: str, dtype: torch.dtype) -> None:
+    module = LAYERS[name]().to(dtype)
+    found = compare(module, adapter(module))
+    assert found.agrees, found
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_layers_that_differ_are_left(name: str) -> None:
+    make, why = LEFT[name]
+    with pytest.raises(UserError, match=why):
+        warpfold.accelerate(nn.Sequential(make()), only="0", strict=True)
+
+
+def test_plain_torch_is_swapped_where_asked_for() -> None:
+    class Scaled(nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(nn.LayerNorm(8), Scaled(8))
+    with pytest.raises(UserError, match="plain torch: swapped where only= names it"):
+        warpfold.accelerate(model)
+    x = torch.randn(3, 8)
+    y = model(x)
+    warpfold.accelerate(model, only="layer_norm")
+    assert torch.allclose(model(x), y, atol=1e-6)
+    assert [kind.names for kind in warpfold.acceleration(model).swapped] == [("0",)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "is_causal": True},
+        {"attn_mask": torch.linspace(-1, 1, 25).view(5, 5)},
+        {"attn_mask": torch.linspace(-1, 1, 2 * 3 * 25).view(6, 5, 5)},
+        {"key_padding_mask": torch.tensor([[0.0] * 5, [0, 0, 0, float("-inf"), float("-inf")]])},
+        {"key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2]), "attn_mask": torch.eye(5).bool()},
+    ],
+    ids=["causal", "bias", "bias of each head", "added padding", "padding and mask"],
+)
+def test_masks_mean_what_they_mean_to_torch(options: dict[str, Tensor]) -> None:
+    torch.manual_seed(0)
+    module, x = nn.MultiheadAttention(12, 3, batch_first=True), torch.randn(2, 5, 12)
+    other = torch.randn(2, 5, 12)
+    want = [module(*of, need_weights=False, **options)[0] for of in ((x, x, x), (x, other, other))]
+    swap(module, adapter(module), adapter(module).build(module))
+    before = refusals()
+    got = [module(*of, need_weights=False, **options)[0] for of in ((x, x, x), (x, other, other))]
+    assert not refusals(before)
+    for a, b in zip(want, got):
+        assert (a - b).abs().max() < 1e-5
+
+
+def test_calls_that_are_not_served_are_torchs_own() -> None:
+    module, x = nn.MultiheadAttention(12, 3, dropout=0.5, batch_first=True), torch.randn(2, 5, 12)
+    swap(module, adapter(module), adapter(module).build(module))
+    before = refusals()
+    assert module.eval()(x, x, x)[1].shape == (2, 5, 5)
+    module.train()(x, x, x, need_weights=False)
+    module.eval()(x[0], x[0], x[0], need_weights=False)
+    assert len(refusals(before)) == 3
+
+
+def test_swapping_leaves_training_mode_alone() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.TransformerEncoderLayer(8, 2, 8, norm_first=True)).train()
+    warpfold.accelerate(model, only="*")
+    assert all(module.training for module in model.modules())
+    assert len(warpfold.acceleration(model).swapped) == 2
+
+
+# ---- attention with a bias that wants a gradient
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 5, 7), (1, 3, 5, 7), (2, 3, 5, 7), (2, 1, 1, 7)])
+def test_attention_with_a_bias_has_torchs_gradients(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
+    bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(2, 3, 5, 8, dtype=torch.float64)
+
+    def run() -> list[Tensor]:
+        o = F.scaled_dot_product_attention(q, k, v, bias, scale=0.3)
+        return [o, *torch.autograd.grad(o, [q, k, v, bias], grad)]
+
+    want = run()
+    with warpfold.biased_attention(), always_fast():
+        got = run()
+    for a, b in zip(want, got):
+        assert a.shape == b.shape
+        assert (a - b).abs().max() < 1e-12
+
+
+def test_other_attention_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*of: Any) -> None:
+        raise AssertionError
+
+    q, bias = torch.randn(1, 2, 4, 8), torch.zeros(4, 4, requires_grad=True)
+    monkeypatch.setattr("warpfold.adapt.plain.attention", never)
+    with warpfold.biased_attention():
+        for options in ({}, {"attn_mask": bias.detach()}, {"is_causal": True}, {"attn_mask": bias, "dropout_p": 0.5}):
+            assert F.scaled_dot_product_attention(q, q, q, **options).shape == q.shape  # type: ignore[arg-type]
+        with torch.no_grad():
+            F.scaled_dot_product_attention(q, q, q, bias)
+        with pytest.raises(AssertionError):
+            F.scaled_dot_product_attention(q, q, q, bias)

@@ -1,0 +1,233 @@
+"""Every layer of other people's packages that is served here, against their own code, where a package is installed.
+
+    ./dev adapters                    # every package, each in an environment of its own
+
+A file PACKAGE_layers.py beside this one makes small layers of a package (`PackageLayers` says how).  Each is compared
+in several configurations; what it is called by, holds and is hooked by stays; and adapters that are wrong on purpose
+are found to differ, so that the comparison is known to see what it should.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from warpfold.adapt import accelerate as known
+from warpfold.adapt.accelerate import accelerate, acceleration, restore
+from warpfold.adapt.adapter import (
+    Adapter,
+    AttentionOf,
+    LinearOf,
+    NormOf,
+    RandomInputs,
+    StackedOf,
+    adapter_of,
+    is_swapped,
+    name_of,
+)
+from warpfold.adapt.verify import compare, redrawn
+
+
+class PackageLayers(Protocol):
+    """What a file PACKAGE_layers.py holds; it imports the package within functions alone."""
+
+    PACKAGE: str  # what is imported
+    ADAPTERS: str  # the module of warpfold.adapt
+    LAYERS: dict[str, Callable[[], nn.Module]]  # small layers of the package, in words; each class has one at least
+    # Optional: adapters that are wrong: in words, the name of a layer and the adapter.  (Masks left out, outputs of a
+    # projection exchanged and norms without their bias are tried on every layer anyway.)
+    WRONG: dict[str, tuple[str, Callable[[], Adapter]]]
+
+
+FILES = sorted(path.stem for path in Path(__file__).parent.glob("*_layers.py"))
+PACKAGES: dict[str, PackageLayers] = {
+    name.removesuffix("_layers"): importlib.import_module(f"tests.adapt.{name}")  # type: ignore[misc]
+    for name in FILES
+}
+LAYERS = [(package, name) for package, file in PACKAGES.items() for name in file.LAYERS]
+each_layer = pytest.mark.parametrize(("package", "name"), LAYERS, ids=lambda words: words.replace(" ", "-"))
+
+
+def test_every_file_of_adapters_has_layers() -> None:
+    assert {file.ADAPTERS for file in PACKAGES.values()} >= set(known.PACKAGES) - {"plain"}
+
+
+@each_layer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_agrees(package: str, name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    module = layer_of(package, name, request)
+    adapter = served(module)
+    found = compare(adapter.cast(module, dtype), adapter)
+    assert found.agrees, f"differs by {found.difference:.1g} in the {found.where}"
+
+
+@each_layer
+def test_all_of_it_stays(package: str, name: str, request: pytest.FixtureRequest) -> None:
+    module = redrawn(layer_of(package, name, request).eval(), 0)
+    adapter, model, calls = served(module), nn.ModuleDict({"layer": module}), []
+    module.register_forward_hook(lambda *_: calls.append("after"))
+    module.register_forward_pre_hook(lambda *_: calls.append("before"))
+    parameters, state, of_class = list(model.named_parameters()), model.state_dict(), type(module)
+    names = [key for key, _ in model.named_modules()]
+    args, kwargs = adapter.example(module, 7, RandomInputs(parameters[0][1]))
+    before = module(*args, **kwargs)
+    accelerate(model, verify=False)
+    assert is_swapped(module)
+    assert isinstance(module, of_class)
+    assert "layer" in acceleration(model).swapped[0].names
+    args, kwargs = adapter.example(module, 7, RandomInputs(parameters[0][1]))  # a layer may work in place
+    after = module(*args, **kwargs)
+    assert calls == ["before", "after"] * 2
+    assert [(key, id(p)) for key, p in model.named_parameters()] == [(key, id(p)) for key, p in parameters]
+    assert [key for key, _ in model.named_modules()] == names
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(x, y) for x, y in zip(model.state_dict().values(), state.values()))
+    for mine, theirs in zip(tensors(after), tensors(before), strict=True):
+        assert mine.shape == theirs.shape
+        assert mine.dtype == theirs.dtype
+    restore(model)
+    assert type(module) is of_class
+
+
+@each_layer
+def test_what_is_wrong_differs(package: str, name: str, request: pytest.FixtureRequest) -> None:
+    module = layer_of(package, name, request)
+    adapter = served(module)
+    unseen = [what for what, wrong in wrong_adapters(module, adapter) if compare(module, wrong).agrees]
+    wrongs = getattr(PACKAGES[package], "WRONG", {})
+    unseen += [what for what, (of, wrong) in wrongs.items() if of == name and compare(module, wrong()).agrees]
+    assert not unseen
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_class_has_a_layer(package: str, request: pytest.FixtureRequest) -> None:
+    file = PACKAGES[package]
+    made = {name_of(kind) for name in file.LAYERS for kind in type(layer_of(package, name, request)).__mro__}
+    adapters = vars(importlib.import_module(f"warpfold.adapt.{file.ADAPTERS}")).values()
+    kinds = [kind for kind in adapters if isinstance(kind, type) and issubclass(kind, Adapter)]
+    wanted = {name for kind in kinds for name in kind.serves if exists(name)}
+    assert wanted <= made
+
+
+def layer_of(package: str, name: str, request: pytest.FixtureRequest) -> nn.Module:
+    """Make a layer, the same each time; skip the test where its package is not installed."""
+    file = PACKAGES[package]
+    if not is_installed(file.PACKAGE) and request.config.getoption("installed", None) != package:
+        pytest.skip(f"{file.PACKAGE} is not installed: ./dev adapters {package}")
+    torch.manual_seed(0)
+    return file.LAYERS[name]()
+
+
+def served(module: nn.Module) -> Adapter:
+    adapter, why = adapter_of(module, known.adapters())
+    assert why is None
+    assert adapter is not None, f"{name_of(type(module))} is not served"
+    return adapter
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # what it is part of
+        return False
+
+
+def exists(name: str) -> bool:
+    """Return whether a class is in the version that is installed."""
+    module, _, kind = name.partition(":")
+    try:
+        return hasattr(importlib.import_module(module), kind)
+    except ImportError:
+        return False
+
+
+def tensors(output: Any) -> list[Tensor]:
+    return [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
+
+
+# Adapters that are wrong on purpose.
+
+
+def wrong_adapters(module: nn.Module, adapter: Adapter) -> Iterator[tuple[str, Adapter]]:
+    """Yield adapters of a module, each with one thing wrong, and what it is."""
+    layer = adapter.build(module)
+    args, kwargs = adapter.example(module, 7, RandomInputs(next(module.parameters())))
+    if any(is_mask(x) for x in (*args, *kwargs.values())):
+        yield "mask left out", without_masks(adapter)
+    for path, part in parts(layer):
+        if isinstance(part, LinearOf | StackedOf) and len(part.weight) > 1:
+            yield f"{path}: halves swapped", with_part(adapter, path, SwappedHalves)
+        if isinstance(part, NormOf) and part.bias is not None:
+            yield f"{path}: without its bias", with_part(adapter, path, WithoutBias)
+
+
+def parts(owner: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what a layer of ours was made of."""
+    for name, part in (*vars(owner).items(), *getattr(owner, "_modules", {}).items()):
+        if isinstance(part, LinearOf | StackedOf | NormOf):
+            yield (*path, name), part
+        elif isinstance(part, nn.Module | AttentionOf):
+            yield from parts(part, (*path, name))
+
+
+class SwappedHalves:
+    """A projection whose two halves of outputs changed places, all but their biases."""
+
+    packed = None
+
+    def __init__(self, right: Any) -> None:
+        self.right = right
+
+    @property
+    def weight(self) -> Tensor:
+        return self.right.weight.roll(len(self.right.weight) // 2, 0)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.right.bias
+
+    __call__ = LinearOf.__call__
+
+
+class WithoutBias(NormOf):
+    """A norm that leaves its bias out."""
+
+    def __init__(self, right: NormOf) -> None:
+        super().__init__(right.module)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return torch.zeros_like(self.weight)
+
+
+def with_part(adapter: Adapter, path: tuple[str, ...], wrong: Callable[[Any], Any]) -> Adapter:
+    """Return an adapter that puts something wrong in the place of one part."""
+
+    def build(self: Adapter, module: nn.Module) -> nn.Module:
+        layer = owner = type(adapter).build(self, module)
+        for name in path[:-1]:
+            owner = getattr(owner, name)
+        vars(owner)[path[-1]] = wrong(getattr(owner, path[-1]))
+        return layer
+
+    return type("Wrong", (type(adapter),), {"build": build})()
+
+
+def without_masks(adapter: Adapter) -> Adapter:
+    """Return an adapter that takes every mask for ones."""
+
+    def forward(self: Adapter, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(torch.ones_like(x) if is_mask(x) else x for x in args)
+        kwargs = {name: torch.ones_like(x) if is_mask(x) else x for name, x in kwargs.items()}
+        return type(adapter).forward(self, layer, *args, **kwargs)
+
+    return type("Wrong", (type(adapter),), {"forward": forward})()
+
+
+def is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and bool(((x == 0) | (x == 1)).all())

@@ -1,0 +1,260 @@
+"""Checkpoints of a user's own loop: whole after a kill at any moment, and the run continues to the bit."""
+
+import os
+import random
+import signal
+from collections import OrderedDict
+from collections.abc import Iterator
+from multiprocessing import forkserver, get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+import warpfold
+from tests.engine.small_models import LanguageModel, Sentences, padded
+from tests.ranks import run_ranks
+from warpfold.engine import step_folders
+from warpfold.engine.ready import Ready
+from warpfold.engine.resume import Checkpoints
+from warpfold.errors import UserError
+
+EPOCHS = 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the children: sums of another number of threads are rounded otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(
+    folder: Path, kill_at: int = -1, workers: int = 0, every: int = 2, window: int = 0
+) -> dict[str, torch.Tensor]:
+    """Train the language model; `kill_at` a step, or in the writing of its checkpoint at a synced file."""
+    torch.manual_seed(0)
+    random.seed(0)
+    model = LanguageModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rates = torch.optim.lr_scheduler
+    phases = [rates.LinearLR(optimizer, 0.1, total_iters=5), rates.MultiStepLR(optimizer, [9])]
+    scheduler = rates.SequentialLR(optimizer, phases, [5])
+    record = folder / "order.txt" if window else None
+    loader = Ready(Sentences(), 4, workers=workers, seed=1, collate=padded, window=window, record=record)
+    checkpoints = Checkpoints(folder)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
+    step, more = checkpoints.load_latest(**parts)
+    losses = more.get("losses", [])
+    with loader:
+        for _ in range(loader.epoch, EPOCHS):
+            for batch in loader:
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                step += 1
+                losses.append(loss.item())
+                if step == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if step % every == 0:
+                    checkpoints.save(step, **parts, more={"losses": losses})
+    return {**model.state_dict(), "losses": torch.tensor(losses), "drawn": torch.rand(3) + random.random()}
+
+
+def killed(folder: Path, **how: Any) -> None:
+    """Have a process train until it is killed."""
+    synced = how.pop("synced", None)
+
+    def run() -> None:
+        # the parent's is not ours
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
+        if synced is not None:
+            left = iter(range(synced))
+
+            def sync(path: Path) -> None:
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            step_folders.sync_path = sync
+        train(folder, **how)
+
+    process = get_context("fork").Process(target=run)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_it_is_public() -> None:
+    assert warpfold.Checkpoints is Checkpoints
+
+
+def test_a_run_that_is_killed_continues_to_the_bit(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole")
+    kills = sorted(random.Random(0).sample(range(1, 18), 4))
+    for step in kills:
+        killed(tmp_path / "killed", kill_at=step)
+    for synced in (0, 3, 4, 9):  # in the middle of writing: files, their folder, the name; and later ones
+        killed(tmp_path / "killed", synced=synced, every=1)
+    assert_same(train(tmp_path / "killed"), whole)
+    assert Checkpoints(tmp_path / "killed").steps()[-1] == 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [0, 2])
+def test_with_workers_too(tmp_path: Path, window: int) -> None:
+    (tmp_path / "a").mkdir()
+    steps = iter([2, 5, 7, 12, 15])
+    killed(tmp_path / "a", kill_at=next(steps), workers=2, window=window)
+    for step in steps:
+        killed(tmp_path / "a", kill_at=step, workers=2, window=window)
+    again = train(tmp_path / "a", workers=2, window=window)
+    if window:  # follow the order that was used, in a run that nobody kills
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b" / "order.txt").write_bytes((tmp_path / "a" / "order.txt").read_bytes())
+    assert_same(again, train(tmp_path / ("b" if window else "c"), workers=1, window=window))
+
+
+class Anything:
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["held"]
+
+
+def test_every_kind_of_value_comes_back(tmp_path: Path) -> None:
+    x = torch.randn(4, 3)
+    value = [
+        {"a": x, 3: (x.T, x[1:], x.bfloat16()), None: True},
+        OrderedDict(b=[np.arange(3, dtype=np.uint32), np.float64(0.1), np.zeros((0, 2))]),
+        [float("nan"), float("inf"), 10**30, "ä", b"\0x", torch.tensor(7), torch.Size([2, 3]), x * 1j],
+    ]
+    one, other = Anything(), Anything()
+    one.state = value
+    Checkpoints(tmp_path).save(0, model=nn.BatchNorm1d(3), more={"any": one, "note": {"x": (1, [2.5])}, "t": x})
+    norm = nn.BatchNorm1d(3)
+    step, more = Checkpoints(tmp_path).load_latest(model=norm, more={"any": other})
+    assert step == 0
+    assert more["note"] == {"x": (1, [2.5])}
+    assert torch.equal(more["t"], x)
+    first, second, third = other.state
+    assert torch.equal(first["a"], x)
+    assert torch.equal(first[3][0], x.T)
+    assert first[3][2].dtype == torch.bfloat16
+    assert first[None] is True
+    assert type(second) is OrderedDict
+    assert second["b"][0].dtype == np.uint32
+    assert (second["b"][0] == [0, 1, 2]).all()
+    assert second["b"][1] == 0.1
+    assert second["b"][2].shape == (0, 2)
+    assert str(third[:5]) == str(value[2][:5])
+    assert third[5] == 7
+    assert torch.equal(third[7], x * 1j)
+    assert (tmp_path / "step-00000000" / "state.safetensors").is_file()
+
+
+def test_names_in_the_file_are_those_of_the_model(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = LanguageModel()
+    path = Checkpoints(tmp_path).save(5, model=model)
+    saved = load_file(path / "state.safetensors")
+    assert torch.equal(saved["model.mlp.0.weight"], model.mlp[0].weight)
+    assert sum("embed" in name or "head" in name for name in saved) == 1  # shared: once
+
+
+def test_the_last_ones_stay_and_the_newest_whole_one_is_taken(tmp_path: Path, caplog: Any) -> None:
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.load_latest(model=model) == (0, {})
+    for step in (1, 2, 3):
+        model.weight.data.fill_(step)
+        checkpoints.save(step, model=model)
+    assert checkpoints.steps() == [2, 3]
+    (tmp_path / "step-00000003" / "state.json").write_text("{}")
+    assert Checkpoints(tmp_path).load_latest(model=model).step == 2
+    assert model.weight[0, 0] == 2
+    assert "kept as damaged-step-00000003" in caplog.text
+
+
+def _two(folder: Path) -> list[Any]:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    loader = Ready(Sentences(), 2, workers=0, collate=padded)
+    used = [next(iter(loader))["letters"]]
+    Checkpoints(folder).save(1, loader=loader)
+    drawn = torch.rand(3)
+    torch.manual_seed(100)
+    again = Ready(Sentences(), 2, workers=0, collate=padded)
+    assert Checkpoints(folder).load_latest(loader=again).step == 1
+    same = torch.equal(drawn, torch.rand(3))
+    used.append(next(iter(again))["letters"])
+    with pytest.raises(UserError, match="exists already"):  # on every rank
+        Checkpoints(folder).save(1)
+    return [same, loader.batches(0), used, drawn]
+
+
+def test_each_rank_continues_with_its_own(tmp_path: Path) -> None:
+    both = run_ranks(_two, 2, tmp_path)
+    assert both[0][0]
+    assert both[1][0]
+    assert not torch.equal(both[0][3], both[1][3])
+    assert not set(map(tuple, both[0][1])) & set(map(tuple, both[1][1]))
+    loader = Ready(Sentences(), 4, workers=0, collate=padded)
+    assert Checkpoints(tmp_path).load_latest(loader=loader).step == 1  # of two ranks, on one
+    assert len([*loader]) == 5
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model=model, more={"a": 1})
+    checkpoints.save(1, model=model)  # a loop that ends where it began
+    for call, said in (
+        (lambda: Checkpoints(tmp_path, keep=0), "keep = 0"),
+        (lambda: checkpoints.save(2, model=3), "model is a int without state_dict"),
+        (lambda: checkpoints.save(2, more={"x": {"y": [object()]}}), r"\['x'\]\[1\]\['y'\]\[0\]: is a object"),
+        (lambda: checkpoints.save(2, more={"x": np.array(["a"])}), "more.x.* is an array of <U1"),
+        (lambda: checkpoints.load_latest(optimizer=model), "has no optimizer; leave it out"),
+        (lambda: checkpoints.load_latest(loader=model), "has no loader; leave it out"),
+        (lambda: checkpoints.load_latest(more={"b": model}), "has no b; leave it out"),
+        (lambda: Checkpoints(tmp_path).save(3), "another run is writing there"),
+    ):
+        with pytest.raises(UserError, match=said) as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert checkpoints.steps() == [1]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        Checkpoints(tmp_path / "file").save(1)
+
+
+def _distributed_tensors(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    shared = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+    with pytest.raises(UserError, match=r"is a DTensor; give ordinary tensors \(full_tensor\(\) of a DTensor\)"):
+        Checkpoints(folder).save(1, more={"x": shared})
+    Checkpoints(folder).save(1, more={"x": shared.full_tensor()})
+
+
+def test_distributed_tensors_are_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(_distributed_tensors, 2, tmp_path)
+    assert torch.equal(Checkpoints(tmp_path).load_latest().more["x"], torch.ones(2))

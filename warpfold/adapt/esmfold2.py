@@ -1,0 +1,86 @@
+"""EsmFold2 of Hugging Face's transformers: the layers of its pair stack.  Source: their classes' names and formulas.
+
+There are no biases but in norms, whose parameters stay in fp32.  For incoming products their left factor is our b.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.adapt.adapter import Adapter, LinearOf, NormOf, NotServed, RandomInputs, made_of
+from warpfold.model.attention import Transition
+from warpfold.model.axial import COLS, ROWS
+from warpfold.model.execution import Executable
+from warpfold.model.pair import TriangleMultiplication
+
+MODELING = "transformers.models.esmfold2.modeling_esmfold2"
+
+
+class EsmFold2Layer(Adapter):
+    """What their layers have in common: the parameters of norms are in fp32 whatever the others are."""
+
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        module.to(dtype)
+        for part in module.modules():
+            if type(part).__name__ == "EsmFold2LayerNorm":
+                part.float()
+        return module
+
+
+class EsmFold2TriangleMultiplication(EsmFold2Layer):
+    """Triangle multiplication; one projection makes left, right and their gates.  Chunks change nothing."""
+
+    serves = (f"{MODELING}:EsmFold2TriangleMultiplicativeUpdate",)
+    signature = "(self, pair_grid, visibility=None)"
+    operation = "triangle_multiplication"
+
+    def build(self, module: Any) -> Executable:
+        """Return ours, with left and right exchanged where it is incoming."""
+        outgoing, c = module.flow == "outgoing", module.dim
+        left, right, left_gate, right_gate = (LinearOf(module.proj_bundle, slice(i * c, (i + 1) * c)) for i in range(4))
+        a, b = ((left, left_gate), (right, right_gate)) if outgoing else ((right, right_gate), (left, left_gate))
+        return made_of(
+            TriangleMultiplication,
+            outgoing=outgoing,
+            fused=False,
+            channels=c,
+            axis=ROWS if outgoing else COLS,
+            norm=NormOf(module.norm_start),
+            norm_out=NormOf(module.norm_mix),
+            out=LinearOf(module.proj_emit),
+            gate=LinearOf(module.proj_gate),
+            a=a[0],
+            a_gate=a[1],
+            b=b[0],
+            b_gate=b[1],
+        )
+
+    def forward(self, layer: Any, pair_grid: Tensor, visibility: Tensor | None = None) -> Tensor:
+        x = pair_grid
+        return self.update(layer, x, x.new_ones(x.shape[:-1]) if visibility is None else visibility.to(x.dtype))
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x = random(2, n, n, module.dim).to(module.proj_bundle.weight.dtype)
+        return (x,), {"visibility": random.mask(2, n, n).bool()}
+
+
+class EsmFold2Transition(EsmFold2Layer):
+    """The SwiGLU transition of pairs and of an alignment, which adds x."""
+
+    serves = (f"{MODELING}:EsmFold2Transition",)
+    signature = "(self, hidden_states)"
+    operation = "transition"
+
+    def build(self, module: Any) -> Executable:
+        if (name := type(module.mlp.activation_fn).__name__) not in ("SiLU", "SiLUActivation"):
+            raise NotServed(f"a perceptron with {name}")
+        up, down = LinearOf(module.mlp.gate_up_proj), LinearOf(module.mlp.down_proj)
+        return made_of(Transition, activation="swiglu", norm=NormOf(module.norm), up=up, down=down)
+
+    def forward(self, layer: Any, hidden_states: Tensor) -> Tensor:
+        return self.renew(layer, hidden_states, hidden_states[..., 0])
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        weight = module.mlp.gate_up_proj.weight
+        return (random(2, n, 5, weight.shape[1]).to(weight.dtype),), {}

@@ -1,0 +1,102 @@
+"""Jobs that are done ahead of time, and taken in their order; or as they are ready, within a window."""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from warpfold.data.load.workers import Killed, Made, Outcome, Refused, Workers
+
+
+class Place(Protocol):
+    """A planned job: its place in the order, and a key that all jobs share with which it may exchange places."""
+
+    @property
+    def place(self) -> int: ...
+
+    @property
+    def kind(self) -> Hashable: ...
+
+
+P = TypeVar("P", bound=Place)
+
+
+class Ahead(Generic[P]):
+    """Planned jobs, in ascending order of places, most of them being done or ready.
+
+    workers: None: whoever takes the `first` does it.  job: the arguments for the workers.  mended: what to do instead
+    of a job that failed, at its place (or raises).  window: how many places a job may be taken earlier or later than
+    planned; only jobs of one kind exchange places.
+    """
+
+    def __init__(
+        self,
+        workers: Workers | None,
+        job: Callable[[P], Sequence[Any]],
+        mended: Callable[[P, Refused | Killed], P],
+        window: int,
+    ) -> None:
+        self._workers, self._job, self._mended, self._window = workers, job, mended, window
+        self._planned: dict[int, P] = {}  # by place, ascending: planned, and not taken yet
+        self._kinds: deque[Hashable] = deque()  # of the places for which none is taken yet
+
+    def __len__(self) -> int:
+        return len(self._planned)
+
+    def __iter__(self) -> Iterator[P]:
+        return iter(self._planned.values())
+
+    def add(self, planned: P) -> None:
+        """Plan one more, behind all others."""
+        self._kinds.append(planned.kind)
+        self._submit(planned)
+
+    def _submit(self, planned: P) -> None:
+        self._planned[planned.place] = planned
+        if self._workers is not None:
+            self._workers.submit(planned.place, self._job(planned))
+
+    def first(self) -> P:
+        """Take the first of all, which nobody does."""
+        planned = next(iter(self))
+        self._take(planned)
+        return planned
+
+    def take(self, wait: bool) -> tuple[P, Made] | None:
+        """Take the job for the next place; None if none is ready (yet, unless `wait`)."""
+        workers = self._workers
+        if not self._kinds or workers is None:
+            return None
+        with workers.changed:
+            while True:
+                self._settle(workers.outcomes)
+                planned = self._first_ready(workers.outcomes)
+                if planned is not None or not wait:
+                    break
+                workers.wait()
+            if planned is None:
+                return None
+            made = workers.outcomes.pop(planned.place)
+        assert isinstance(made, Made)
+        self._take(planned)
+        return planned, made
+
+    def _take(self, planned: P) -> None:
+        self._kinds.popleft()
+        del self._planned[planned.place]
+
+    def _first_ready(self, outcomes: Mapping[int, Outcome]) -> P | None:
+        """Return the first finished job among those that may take the next place.
+
+        These are at most `window` places behind the oldest that was not taken, so that none comes more than `window`
+        places late or early.
+        """
+        alike = [planned for planned in self if planned.kind == self._kinds[0]]
+        near = (planned for planned in alike if planned.place <= alike[0].place + self._window)
+        return next((planned for planned in near if planned.place in outcomes), None)
+
+    def _settle(self, outcomes: dict[int, Outcome]) -> None:
+        """Resubmit what is to be done instead of failed jobs."""
+        for place in [place for place, outcome in outcomes.items() if not isinstance(outcome, Made)]:
+            outcome = outcomes.pop(place)
+            assert not isinstance(outcome, Made)
+            self._submit(self._mended(self._planned[place], outcome))

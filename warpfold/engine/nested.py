@@ -1,0 +1,179 @@
+"""Nested values as plain JSON and a list of arrays: what travels between processes and into checkpoints, unpickled.
+
+A value is None, a number, a string, bytes, a tensor, a NumPy array or scalar, or a dict, list or tuple of such.  In the
+JSON, what is no list is itself; a list is a kind and what it holds.
+"""
+
+import base64
+import importlib
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from warpfold.errors import UserError
+
+Leaf = Tensor | np.ndarray
+PLAIN = {"OrderedDict": OrderedDict, "Counter": Counter}
+BITS = {1: torch.uint8, 2: torch.int16}  # by size, of dtypes that NumPy lacks: bfloat16, and those of 8 bits
+
+
+class Flattening:
+    """Values being flattened: `leaves` are the arrays so far, each once however often it is in a value.
+
+    what: a name for errors.  classes: whether a named tuple, a dataclass or a mapping of any class may be among them,
+    which is rebuilt as such: only where both ends run the same program.
+    """
+
+    def __init__(self, what: str, classes: bool = False) -> None:
+        self.what, self.classes = what, classes
+        self.leaves: list[Leaf] = []
+        self.places: list[str] = []  # where each is in the first value that has it
+        self._seen: dict[tuple[Any, ...], int] = {}
+
+    def tree(self, value: Any, where: str = "") -> Any:
+        """Return the JSON of a value.  Errors: UserError for what cannot be in one; `where` it is, in the value."""
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else ["float", repr(value)]
+        if isinstance(value, Tensor):
+            return ["tensor", self._tensor(value, where), str(value.dtype).removeprefix("torch.")]
+        if isinstance(value, np.ndarray | np.generic):
+            kind = "array" if isinstance(value, np.ndarray) else "scalar"
+            return [kind, self._array(np.asarray(value), where)]
+        if isinstance(value, bytes):
+            return ["bytes", self._array(np.frombuffer(value, np.uint8), where)]
+        if type(value) in (list, tuple, torch.Size):
+            return ["list" if type(value) is list else "tuple", self._each(enumerate(value), where)]
+        if type(value) in (dict, *PLAIN.values()):
+            return [type(value).__name__, self._pairs(value, where)]
+        if self.classes and (form := _parts(value)) is not None:
+            cls = type(value)
+            return ["class", f"{cls.__module__}:{cls.__qualname__}", *self._each(enumerate(form), where)]
+        raise self._refused(where, f"is a {type(value).__qualname__}", "give tensors, arrays, numbers and strings")
+
+    def _each(self, items: Iterable[tuple[Any, Any]], where: str) -> list[Any]:
+        return [self.tree(value, f"{where}[{key!r}]") for key, value in items]
+
+    def _pairs(self, value: Mapping[Any, Any], where: str) -> list[list[Any]]:
+        return [[self.tree(key, where), self.tree(held, f"{where}[{key!r}]")] for key, held in value.items()]
+
+    def _refused(self, where: str, wrong: str, remedy: str) -> UserError:
+        return UserError(f"{self.what}{where}: {wrong}; {remedy}")
+
+    def _tensor(self, x: Tensor, where: str) -> int:
+        if type(x) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise self._refused(where, f"is a {type(x).__name__}", "give ordinary tensors (full_tensor() of a DTensor)")
+        if x.layout != torch.strided or x.is_quantized or x.is_meta:
+            raise self._refused(where, f"is a tensor of {x.layout} on {x.device}", "give ordinary ones with data")
+        x = x.detach()
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device)
+        return self._leaf(x, key if x.numel() else (), where)
+
+    def _array(self, x: np.ndarray, where: str) -> int:
+        if x.dtype.hasobject or x.dtype.fields:
+            raise self._refused(where, f"is an array of {x.dtype}", "give arrays of numbers or strings")
+        return self._leaf(
+            x, (x.__array_interface__["data"][0], x.shape, x.strides, x.dtype.str) if x.size else (), where
+        )
+
+    def _leaf(self, x: Leaf, key: tuple[Any, ...], where: str) -> int:
+        if key in self._seen:
+            return self._seen[key]
+        if key:
+            self._seen[key] = len(self.leaves)
+        self.leaves.append(x)
+        self.places.append(where)
+        return len(self.leaves) - 1
+
+
+def _parts(value: Any) -> tuple[str, Any] | None:
+    """Return how to call a value's class for an equal value: the way, and the arguments."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "items", list(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return "names", {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return "mapping", dict(value)
+    return None
+
+
+def unflatten(
+    tree: Any, tensor: Callable[[int], Tensor], array: Callable[[int], np.ndarray], classes: bool = False
+) -> Any:
+    """Return the value of a tree that `Flattening` made; tensor, array: its leaves by number.
+
+    classes: whether classes are called by the names that stand there.  Errors: ValueError for what is no such tree.
+    """
+
+    def _value(tree: Any) -> Any:
+        if not isinstance(tree, list):
+            return tree
+        match tree:
+            case ["float", str(text)]:
+                return float(text)
+            case ["tensor", int(number), str(dtype)]:
+                return tensor(number).view(getattr(torch, dtype))
+            case ["array", int(number)]:
+                return array(number)
+            case ["scalar", int(number)]:
+                return array(number)[()]
+            case ["bytes", int(number)]:
+                return array(number).tobytes()
+            case ["list", list(items)]:
+                return [_value(item) for item in items]
+            case ["tuple", list(items)]:
+                return tuple(_value(item) for item in items)
+            case ["dict" | "OrderedDict" | "Counter" as kind, list(pairs)]:
+                return PLAIN.get(kind, dict)({_value(key): _value(held) for key, held in pairs})
+            case ["class", str(name), way, arguments] if classes:
+                return _called(_class(name), way, _value(arguments))
+        raise ValueError(f"no nested value: {str(tree)[:80]}")
+
+    return _value(tree)
+
+
+def _class(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module("__main__" if module == "__mp_main__" else module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _called(cls: Any, way: str, arguments: Any) -> Any:
+    if way == "items":
+        return cls(*arguments)
+    return cls(**arguments) if way == "names" else cls(arguments)
+
+
+def to_arrays(leaves: Iterable[Leaf]) -> list[np.ndarray]:
+    """Return leaves in host memory as NumPy arrays; of dtypes that NumPy lacks, their bits."""
+    arrays = []
+    for x in leaves:
+        if isinstance(x, Tensor):
+            lacking = x.dtype == torch.bfloat16 or (x.is_floating_point() and x.itemsize == 1)
+            x = (x.view(BITS[x.itemsize]) if lacking else x).resolve_conj().resolve_neg().numpy()
+        arrays.append(x)
+    return arrays
+
+
+def portable(value: Any, what: str) -> Any:
+    """Return a value as JSON alone, its arrays as text: for small ones that travel between ranks."""
+    flattening = Flattening(what)
+    tree = flattening.tree(value)
+    arrays = [[x.dtype.str, x.shape, base64.b64encode(x.tobytes()).decode()] for x in to_arrays(flattening.leaves)]
+    return [tree, arrays]
+
+
+def unported(told: Any) -> Any:
+    """Return the value that `portable` made JSON of."""
+    tree, arrays = told
+    leaves = [np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy() for dtype, shape, text in arrays]
+    return unflatten(tree, lambda number: torch.from_numpy(leaves[number]), leaves.__getitem__)
