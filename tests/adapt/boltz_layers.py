@@ -6,6 +6,14 @@ from typing import Any
 
 from torch import nn
 
+from warpfold.adapt.adapter import Adapter
+from warpfold.adapt.boltz import (
+    BoltzOuterProduct,
+    BoltzPairWeightedAveraging,
+    BoltzTriangleIncoming,
+    BoltzTriangleOutgoing,
+)
+
 PACKAGE = ADAPTERS = "boltz"
 
 
@@ -27,4 +35,40 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "pair bias given": layer("attentionv2", "AttentionPairBias", 48, None, 3, compute_pair_bias=False),
     "pair bias of Boltz-1": layer("attention", "AttentionPairBias", 48, 24, 2),
     "pair bias of Boltz-1 without norm": layer("attention", "AttentionPairBias", 32, 24, 2, initial_norm=False),
+}
+
+
+class ExchangedFactors(BoltzTriangleIncoming):
+    """Takes a for b, as if their incoming product were the supplement's."""
+
+    def build(self, module: Any) -> nn.Module:
+        layer: Any = super().build(module)
+        layer.a, layer.a_gate, layer.b, layer.b_gate = layer.b, layer.b_gate, layer.a, layer.a_gate
+        return layer
+
+
+class DividedBias(BoltzOuterProduct):
+    """Divides the bias too, as AlphaFold2 does."""
+
+    def build(self, module: Any) -> nn.Module:
+        layer: Any = super().build(module)
+        layer.bias_divided = True
+        return layer
+
+
+class GateForValue(BoltzPairWeightedAveraging):
+    """Takes the gate's projection for the values'."""
+
+    def build(self, module: Any) -> nn.Module:
+        layer: Any = super().build(module)
+        layer.v, layer.gate = layer.gate, layer.v
+        return layer
+
+
+WRONG: dict[str, tuple[str, Callable[[], Adapter]]] = {
+    "outgoing as incoming": ("outgoing", BoltzTriangleIncoming),
+    "incoming as outgoing": ("incoming", BoltzTriangleOutgoing),
+    "a for b": ("incoming", ExchangedFactors),
+    "the bias divided": ("outer product", DividedBias),
+    "gate for value": ("averaging", GateForValue),
 }

@@ -8,6 +8,7 @@ operations either way.  A `chunk_size` counts rows in attention; elsewhere chann
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from warpfold.adapt.adapter import Adapter, AttentionOf, LinearOf, NormOf, NotServed, RandomInputs, StackedOf, made_of
@@ -26,7 +27,14 @@ def _layers(name: str, in_boltzgen: str | None = None) -> tuple[str, ...]:
     return f"boltz.model.layers.{name}", f"boltzgen.model.layers.{in_boltzgen or name}"
 
 
-class BoltzTriangleOutgoing(Adapter):
+class KeptInFp32(Adapter):
+    """A layer whose own code multiplies in fp32, and wants parameters alike for what follows."""
+
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        return module
+
+
+class BoltzTriangleOutgoing(KeptInFp32):
     """x_ij = sum_k a_ik b_jk; a is the first half of the channels."""
 
     serves = _layers("triangular_mult:TriangleMultiplicationOutgoing", "triangular:TriangleMultiplicationOutgoing")
@@ -172,7 +180,7 @@ class BoltzPairWeightedAveraging(Adapter):
         return (random(2, 5, n, module.c_m), random(2, n, n, module.c_z), random.mask(2, n, n)), {}
 
 
-class BoltzAttentionPairBias(Adapter):
+class BoltzAttentionPairBias(KeptInFp32):
     """Boltz-2's: s comes normalised; z is the pair representation, or the bias itself (diffusion)."""
 
     serves = ("boltz.model.layers.attentionv2:AttentionPairBias", "boltzgen.model.layers.attention:AttentionPairBias")

@@ -164,7 +164,7 @@ class ProtenixOuterProductMean(Adapter):
 class ProtenixPairWeightedAveraging(Adapter):
     """Each sequence averaged over residues; weights from z, without a mask."""
 
-    serves = _in_model("modules.pairformer:MSAPairWeightedAveraging")
+    serves = ("protenix.model.modules.pairformer:MSAPairWeightedAveraging",)
     signature = "(self, m, z)"
     operation = "pair_weighted_averaging"
 
@@ -183,7 +183,7 @@ class ProtenixPairWeightedAveraging(Adapter):
 class ProtenixAttentionPairBias(Adapter):
     """The Pairformer's: not conditioned, every position attends to all."""
 
-    serves = _in_model("modules.transformer:AttentionPairBias")
+    serves = ("protenix.model.modules.transformer:AttentionPairBias",)
     signature = (
         "(self, a, s, z, n_queries=None, n_keys=None, inplace_safe=False, chunk_size=None, "
         "enable_efficient_fusion=False)"
@@ -224,6 +224,34 @@ class ProtenixAttentionPairBias(Adapter):
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
         attention, bias = module.attention, module.linear_nobias_z
         return (random(n, attention.linear_q.in_features), None, random(n, n, bias.in_features)), {}
+
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """Return the module as it is: its logits are fp32, and its own code does not run with values in 16 bits."""
+        return module
+
+
+class OpenddePairWeightedAveraging(ProtenixPairWeightedAveraging):
+    """The same, with arguments for a z that is sharded."""
+
+    serves = ("opendde.model.modules.pairformer:MSAPairWeightedAveraging",)
+    signature = "(self, m, z, z_pair_spec=None, foldcp_mesh=None)"
+
+    def forward(self, layer: Any, m: Tensor, z: Tensor, z_pair_spec: Any = None, foldcp_mesh: Any = None) -> Tensor:
+        if z_pair_spec is not None or foldcp_mesh is not None:
+            raise NotServed("a z that is sharded")
+        return super().forward(layer, m, z)
+
+
+class OpenddeAttentionPairBias(ProtenixAttentionPairBias):
+    """The same, with another bias as an argument."""
+
+    serves = ("opendde.model.modules.transformer:AttentionPairBias",)
+    signature = f"{ProtenixAttentionPairBias.signature[:-1]}, extra_attn_bias=None)"
+
+    def forward(self, layer: Any, a: Tensor, s: Tensor | None, z: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > 5 or kwargs.pop("extra_attn_bias", None) is not None:
+            raise NotServed("another bias beside that of z")
+        return super().forward(layer, a, s, z, *args, **kwargs)
 
 
 def _refuse_fp16(x: Tensor) -> None:
