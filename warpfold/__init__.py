@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
     from warpfold.engine.flat import Flat
+    from warpfold.engine.one_step import OneStep
     from warpfold.engine.ready import Ready
     from warpfold.engine.replicas import Replicas
     from warpfold.engine.resume import Checkpoints
@@ -18,6 +19,7 @@ __all__ = [
     "Acceleration",
     "Checkpoints",
     "Flat",
+    "OneStep",
     "Prediction",
     "Predictor",
     "Ready",
@@ -37,6 +39,7 @@ _MODULES = {
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
     "Checkpoints": "warpfold.engine.resume",
     "Flat": "warpfold.engine.flat",
+    "OneStep": "warpfold.engine.one_step",
     "Prediction": "warpfold.run.outputs",
     "Ready": "warpfold.engine.ready",
     "Replicas": "warpfold.engine.replicas",

@@ -2,15 +2,24 @@
 
 import contextlib
 import copy
+import threading
+import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from tests.ranks import run_ranks
 from warpfold.engine.flat import Flat
 from warpfold.engine.flat_buffer import AT_ONCE
 from warpfold.errors import UserError
@@ -416,6 +425,113 @@ def test_what_moves_the_parameters_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"0.weight: it does not lie in the buffer .* another Flat took it over"):
         flat.step()
     second.step()
+    nn.utils.parametrizations.weight_norm(model[2])
+    with pytest.raises(RuntimeError, match=r"2.weight: the model has another parameter in its place"):
+        second.step()
+    nn.utils.parametrize.remove_parametrizations(model[2], "weight")
+    second = Flat(model, optim.Adam)
     model.float()
     with pytest.raises(RuntimeError, match="the model was moved, to a device or dtype"):
         second.step()
+
+
+class Halves:
+    """Two ranks in one process, as threads: what a reducer of sharded buffers does."""
+
+    def __init__(self, flats: list[Flat], rank: int, meeting: threading.Barrier, table: dict[int, Any]) -> None:
+        self.flats, self.rank, self.meeting, self.table = flats, rank, meeting, table
+
+    def _both(self, mine: Any) -> list[Any]:
+        self.table[self.rank] = mine
+        self.meeting.wait()
+        found = [self.table[0], self.table[1]]
+        self.meeting.wait()
+        return found
+
+    def finish(self) -> None:
+        """Both have the same gradient already."""
+
+    def begin(self) -> None:
+        for number, buffer in enumerate(self.flats[self.rank].buffers):
+            with torch.no_grad():
+                buffer.weights.copy_(self.all_gather(number, buffer.owned(buffer.weights)))
+
+    def all_gather(self, number: int, compact: Tensor) -> Tensor:
+        whole = torch.empty(self.flats[self.rank].buffers[number].layout.size, dtype=compact.dtype)
+        for flat, part in zip(self.flats, self._both(compact.clone())):
+            at = 0
+            for where in flat.buffers[number].own:
+                whole[where] = part[at : at + where.stop - where.start]
+                at += where.stop - where.start
+        return whole
+
+    def sum(self, x: Tensor) -> Tensor:
+        return sum(self._both(x.clone()), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize(("optimizer", "options"), [CLASSES[1], CLASSES[7], CLASSES[11]])
+def test_ranks_share_the_state_out(optimizer: type[optim.Optimizer], options: dict[str, Any]) -> None:
+    models, alone = [small(), small()], small()
+    flats = [Flat(model, optimizer, ema=0.9, clip=0.1, **options) for model in models]
+    own = Flat(alone, optimizer, ema=0.9, clip=0.1, **options)
+    table: dict[int, Any] = {}
+    meeting = threading.Barrier(2, timeout=60)
+    size = flats[0].buffers[0].layout.size
+    cuts = [0, 64, size // 64 * 16, size // 64 * 48, size]  # inside parameters, too
+    states: dict[int, Any] = {}
+
+    def work(rank: int) -> None:
+        flat = flats[rank]
+        flat.reducer = Halves(flats, rank, meeting, table)
+        flat.own([[slice(a, b) for a, b in list(pairwise(cuts))[rank::2]]])
+        steps(models[rank], flat, range(5))
+        states[rank] = copy.deepcopy(flat.state_dict()), flat.averaged_state_dict(models[rank])
+        flat.load_state_dict(states[rank][0])
+        steps(models[rank], flat, range(5, 7))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    steps(alone, own, range(5))
+    for thread in threads:
+        thread.join()
+    whole, averaged = own.state_dict(), own.averaged_state_dict(alone)
+    kept = sum(len(flat.buffers[0].moments[key]) for flat in flats for key in flat.buffers[0].moments)
+    assert kept == size * len(own.buffers[0].moments)
+    for state, average in states.values():
+        assert state["param_groups"] == whole["param_groups"]
+        for i, values in whole["state"].items():
+            torch.testing.assert_close(state["state"][i], values, check_dtype=False)
+        torch.testing.assert_close(average, averaged)
+    steps(alone, own, range(5, 7))
+    for model in models:
+        assert_equal(alone, model)
+
+
+def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    a, b = small(torch.float32), small(torch.float32, seed=2)
+    first, second = Flat(a, optim.Adam), Flat(b, optim.Adam)
+    steps(a, first, range(5))
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(dict(zip(("model", "optimizer"), get_state_dict(a, first))), checkpoint_id=tmp_path)
+        state = dict(zip(("model", "optimizer"), get_state_dict(b, second)))
+        dcp.load(state, checkpoint_id=tmp_path)
+    set_state_dict(b, second, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    steps(a, first, range(5, 9))
+    steps(b, second, range(5, 9))
+    assert_equal(a, b, rtol=1e-6)
+
+
+def test_fully_shard_is_refused_before_and_after() -> None:
+    def ours(rank: int = 0) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Linear(7, 3)
+        before = Flat(model, optim.Adam)
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(UserError, match=r"weight is a DTensor, as fully_shard.* warpfold.Replicas\(shard=True\)"):
+            Flat(model, optim.Adam)
+        model(torch.ones(2, 7)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"weight: the model has another parameter .*fully_shard"):
+            before.step()
+
+    run_ranks(ours, 1)

@@ -86,10 +86,13 @@ class Flat(TorchOptimizer):
         self.buffers: list[FlatBuffer] = []
         self._names: dict[nn.Parameter, str] = {}
         self._outside: list[nn.Parameter] = []  # frozen ones
+        self._held: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []  # where the model has them
         self._laid_out = False
         self._pieces: PieceOptimizer
         if isinstance(params, nn.Module):
             self._names = {p: name for name, p in params.named_parameters()}
+            every = [module._parameters for module in params.modules()]
+            self._held = [(holder, key, p) for holder in every for key, p in holder.items() if p is not None]
             params = list(params.parameters())
         try:
             defaults = optimizer([torch.zeros(1)], **options).defaults
@@ -127,6 +130,7 @@ class Flat(TorchOptimizer):
                 loss = closure()
         if self.reducer is not None:
             self.reducer.finish()
+        self._check_held()
         if any(p.grad is not None for p in self._outside):
             self._alone("unfreeze parameters before Replicas is made")
             self._lay_out()
@@ -232,6 +236,8 @@ class Flat(TorchOptimizer):
         Slices begin and end at multiples of buckets.ALIGN and ascend.  The state is kept for them alone.
         """
         states, average, master = self._whole(), self._kept("average"), self._kept("master")
+        if not any(states.values()):  # no step was taken, and the weights may be another rank's by now
+            average, master = {}, {}
         for buffer, own in zip(self.buffers, pieces, strict=True):
             buffer.own = own
         self._fill(states, average, master, set())
@@ -303,6 +309,15 @@ class Flat(TorchOptimizer):
             return compact
         assert self.reducer is not None
         return self.reducer.all_gather(number, compact)
+
+    def _check_held(self) -> None:
+        """Make sure that the model still has these parameters: others would not be trained, silently."""
+        for holder, key, p in self._held:
+            if holder.get(key) is not p:
+                raise RuntimeError(
+                    f"{self._names[p]}: the model has another parameter in its place since the optimizer was made "
+                    "(load_state_dict(assign=True), a parametrization, fully_shard); make the optimizer afterwards"
+                )
 
     def _alone(self, cure: str) -> None:
         if self.reducer is not None:

@@ -1,0 +1,128 @@
+"""Time `warpfold.Ready` beside torch's DataLoader: whole epochs of each in turn, in one process.
+
+Each has the same number of processes, batches ahead, batches, and persistent processes; DataLoader starts its own as
+it does by default.  Each takes three epochs at a time, of which Ready's first begins with nothing made, as DataLoader's
+does.  Printed is the time of DataLoader over that of Ready, pair by pair: median and quartiles.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+import warpfold
+
+AHEAD = 4
+
+
+class Numbers(Dataset):
+    """Examples that cost nothing: what is timed is the loader itself."""
+
+    def __len__(self) -> int:
+        return 1024
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((16,), float(index)), index
+
+
+class Pictures(Dataset):
+    """Pictures of 3 x 224 x 224, 0.6 MB each: what is timed is how they travel."""
+
+    def __init__(self) -> None:
+        self.picture = torch.rand(3, 224, 224)
+
+    def __len__(self) -> int:
+        return 128
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.picture + index, index
+
+
+class Uneven(Dataset):
+    """Examples that take 2 ms to make, one in twenty 40 ms."""
+
+    def __len__(self) -> int:
+        return 160
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(0.04 if index % 20 == 7 else 0.002)
+        return {"x": torch.zeros(64, 64), "index": torch.tensor(index)}
+
+
+class Same(Sampler):
+    """The batches of a Ready, epoch after epoch."""
+
+    def __init__(self, ready: warpfold.Ready) -> None:
+        self._ready, self._epoch = ready, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._epoch += 1
+        return iter(self._ready.batches(self._epoch - 1))
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+
+def step(weight: torch.Tensor, times: int) -> None:
+    """Compute as a training step would."""
+    for _ in range(times):
+        weight @ weight
+
+
+def epochs(loader: Any, weight: torch.Tensor, times: int) -> float:
+    """Return the seconds of three epochs."""
+    if isinstance(loader, warpfold.Ready):
+        loader.load_state_dict(loader.state_dict())  # what was made ahead while the other one was timed is dropped
+    time.sleep(0.1)
+    begin = time.perf_counter()
+    for _ in range(3):
+        for _ in loader:
+            step(weight, times)
+    return time.perf_counter() - begin
+
+
+CASES = {  # dataset, batch size, steps' work, window
+    "numbers": (Numbers, 32, 0, 0),
+    "numbers, with a step": (Numbers, 32, 4, 0),
+    "pictures": (Pictures, 16, 0, 0),
+    "pictures, with a step": (Pictures, 16, 8, 0),
+    "uneven": (Uneven, 4, 1, 0),
+    "uneven, window 4": (Uneven, 4, 1, 4),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--case", choices=CASES, action="append")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    weight = torch.rand(256, 256)
+    print(f"{'':24} {'Ready, ms':>10} {'DataLoader, ms':>15} {'ratio':>6}  quartiles")
+    for name in asked.case or CASES:
+        kind, batch_size, times, window = CASES[name]
+        data = kind()
+        with warpfold.Ready(data, batch_size, workers=asked.workers, ahead=AHEAD, window=window) as ready:
+            theirs = DataLoader(
+                data,
+                batch_sampler=Same(ready),
+                num_workers=asked.workers,
+                persistent_workers=True,
+                prefetch_factor=AHEAD,
+            )
+            for loader in (ready, theirs):  # processes start, and memory is touched
+                epochs(loader, weight, times)
+            pairs = [(epochs(ready, weight, times), epochs(theirs, weight, times)) for _ in range(asked.pairs)]
+        ours, others = ([pair[which] * 1e3 for pair in pairs] for which in (0, 1))
+        low, ratio, high = statistics.quantiles([b / a for a, b in pairs], n=4)
+        times_of = f"{statistics.median(ours):10.1f} {statistics.median(others):15.1f}"
+        print(f"{name:24} {times_of} {ratio:6.2f}  {low:.2f} {high:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
