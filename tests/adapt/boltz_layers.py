@@ -41,7 +41,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 class ExchangedFactors(BoltzTriangleIncoming):
     """Takes a for b, as if their incoming product were the supplement's."""
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Any:
         layer: Any = super().build(module)
         layer.a, layer.a_gate, layer.b, layer.b_gate = layer.b, layer.b_gate, layer.a, layer.a_gate
         return layer
@@ -50,7 +50,7 @@ class ExchangedFactors(BoltzTriangleIncoming):
 class DividedBias(BoltzOuterProduct):
     """Divides the bias too, as AlphaFold2 does."""
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Any:
         layer: Any = super().build(module)
         layer.bias_divided = True
         return layer
@@ -59,7 +59,7 @@ class DividedBias(BoltzOuterProduct):
 class GateForValue(BoltzPairWeightedAveraging):
     """Takes the gate's projection for the values'."""
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Any:
         layer: Any = super().build(module)
         layer.v, layer.gate = layer.gate, layer.v
         return layer

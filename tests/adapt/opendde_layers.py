@@ -25,7 +25,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "outgoing": layer("triangular.triangular", "TriangleMultiplicationOutgoing", 24, 20),
     "incoming": layer("triangular.triangular", "TriangleMultiplicationIncoming", 24, 24),
     "starting": layer("triangular.triangular", "TriangleAttention", 24, 8, 3),
-    "ending": layer("triangular.triangular", "TriangleAttentionEndingNode", 24, 16, 2),
+    "ending": layer("triangular.triangular", "TriangleAttention", 24, 16, 2, False),
     "transition": layer("modules.primitives", "Transition", 24, 3),
     "outer product": layer("triangular.layers", "OuterProductMean", 20, 24, 8),
     "averaging": layer("modules.pairformer", "MSAPairWeightedAveraging", 20, 8, 24, 3),

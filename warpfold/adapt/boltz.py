@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from warpfold.adapt.adapter import Adapter, AttentionOf, LinearOf, NormOf, NotServed, RandomInputs, StackedOf, made_of
 from warpfold.model.attention import Transition
 from warpfold.model.axial import COLS, ROWS
+from warpfold.model.execution import Executable
 from warpfold.model.layers import NoNorm
 from warpfold.model.msa import OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
@@ -42,7 +43,7 @@ class BoltzTriangleOutgoing(KeptInFp32):
     operation = "triangle_multiplication"
     outgoing: ClassVar[bool] = True
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         if module.norm_in.eps != module.norm_out.eps:
             raise NotServed("its norms differ in eps")
         c = module.p_out.in_features
@@ -85,7 +86,7 @@ class BoltzTriangleAttention(Adapter):
     signature = "(self, x, mask=None, chunk_size=None, use_kernels=False)"
     operation = "gated_attention"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         mha = module.mha
         if mha.linear_g is None:
             raise NotServed("an attention without a gate")
@@ -120,7 +121,7 @@ class BoltzTransition(Adapter):
     signature = "(self, x, chunk_size=None)"
     operation = "transition"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         if module.fc3.out_features != module.fc1.in_features:
             raise NotServed("a transition to another number of channels")
         up = StackedOf(LinearOf(module.fc1), LinearOf(module.fc2))
@@ -140,7 +141,7 @@ class BoltzOuterProduct(Adapter):
     signature = "(self, m, mask, chunk_size=None)"
     operation = "outer_product"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         return made_of(
             OuterProductMean,
             count_added=0.0,
@@ -168,7 +169,7 @@ class BoltzPairWeightedAveraging(Adapter):
     signature = "(self, m, z, mask, chunk_heads=<class 'bool'>)"
     operation = "pair_weighted_averaging"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         v, gate, bias, out = (LinearOf(getattr(module, f"proj_{name}")) for name in "mgzo")
         norm, norm_z = NormOf(module.norm_m), NormOf(module.norm_z)
         return made_of(PairWeightedAveraging, norm=norm, norm_z=norm_z, v=v, gate=gate, bias=bias, out=out)
@@ -183,11 +184,14 @@ class BoltzPairWeightedAveraging(Adapter):
 class BoltzAttentionPairBias(KeptInFp32):
     """Boltz-2's: s comes normalised; z is the pair representation, or the bias itself (diffusion)."""
 
-    serves = ("boltz.model.layers.attentionv2:AttentionPairBias", "boltzgen.model.layers.attention:AttentionPairBias")
+    serves: ClassVar[tuple[str, ...]] = (
+        "boltz.model.layers.attentionv2:AttentionPairBias",
+        "boltzgen.model.layers.attention:AttentionPairBias",
+    )
     signature = "(self, s, z, mask, k_in, multiplicity=1)"
     operation = "attention_pair_bias"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         if getattr(module, "use_qk_norm", False):
             raise NotServed("queries and keys are normalised")
         norm_z, bias = None, None

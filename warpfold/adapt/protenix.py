@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from warpfold.adapt.adapter import Adapter, AttentionOf, LinearOf, NormOf, NotServed, RandomInputs, StackedOf, made_of
 from warpfold.model.attention import Transition
 from warpfold.model.axial import COLS, ROWS
+from warpfold.model.execution import Executable
 from warpfold.model.msa import OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
@@ -37,7 +38,7 @@ class ProtenixTriangleMultiplication(Adapter):
     )
     operation = "triangle_multiplication"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         if module.layer_norm_in.eps != module.layer_norm_out.eps:
             raise NotServed("its norms differ in eps")
         outgoing = module._outgoing
@@ -83,7 +84,7 @@ class ProtenixTriangleAttention(Adapter):
     signature = "(self, x, mask=None, chunk_size=None, triangle_attention='torch', inplace_safe=False)"
     operation = "gated_attention"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         mha = module.mha
         if mha.linear_g is None:
             raise NotServed("an attention without a gate")
@@ -119,7 +120,7 @@ class ProtenixTransition(Adapter):
     signature = "(self, x)"
     operation = "transition"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         up = StackedOf(LinearOf(module.linear_no_bias_a), LinearOf(module.linear_no_bias_b))
         down, norm = LinearOf(module.linear_no_bias), NormOf(module.layernorm1)
         return made_of(Transition, activation="swiglu", norm=norm, up=up, down=down)
@@ -138,7 +139,7 @@ class ProtenixOuterProductMean(Adapter):
     signature = "(self, m, mask=None, chunk_size=None, inplace_safe=False)"
     operation = "outer_product"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         if module.eps != 1e-3:
             raise NotServed(f"eps is {module.eps}, not 1e-3")
         a, b, out = LinearOf(module.linear_1), LinearOf(module.linear_2), LinearOf(module.linear_out)
@@ -168,7 +169,7 @@ class ProtenixPairWeightedAveraging(Adapter):
     signature = "(self, m, z)"
     operation = "pair_weighted_averaging"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         v, gate, bias, out = (LinearOf(getattr(module, f"linear_no_bias_{name}")) for name in ("mv", "mg", "z", "out"))
         norm, norm_z = NormOf(module.layernorm_m), NormOf(module.layernorm_z)
         return made_of(PairWeightedAveraging, norm=norm, norm_z=norm_z, v=v, gate=gate, bias=bias, out=out)
@@ -177,7 +178,10 @@ class ProtenixPairWeightedAveraging(Adapter):
         return self.update(layer, m, z.new_ones(z.shape[:-1]), z)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        return (random(5, n, module.c_m), random(n, n, module.c_z)), {}
+        return (
+            random(5, n, module.linear_no_bias_mv.in_features),
+            random(n, n, module.linear_no_bias_z.in_features),
+        ), {}
 
 
 class ProtenixAttentionPairBias(Adapter):
@@ -190,7 +194,7 @@ class ProtenixAttentionPairBias(Adapter):
     )
     operation = "attention_pair_bias"
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, module: Any) -> Executable:
         if module.has_s or module.cross_attention_mode:
             raise NotServed("attention that is conditioned, or of other keys")
         theirs = module.attention
