@@ -99,6 +99,7 @@ class Language(nn.Module):
         return torch.randint(4096, (2, 64))
 
 
+SHAPES = [Shape(1, 0.1), Shape(0.1, 1)]
 MODELS = {"vision": Vision, "language": Language}
 OURS: dict[str, dict[str, Any]] = {
     "replicas": {},
@@ -218,12 +219,12 @@ def run(place: Place, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the results go, as JSON")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=11)
     arguments = parser.parse_args()
     why = refusal()
     places = [Place(2)]
     if why is None:
-        places += [Place(2, Shape(1, 0.1)), Place(2, Shape(1, 5)), Place(4, Shape(1, 0.1)), Place(4, Shape(1, 5))]
+        places += [Place(ranks, shape) for ranks in (2, 4) for shape in SHAPES]
     else:
         print(f"no emulated nodes: {why}; loopback alone is measured")
     report: dict[str, Any] = {

@@ -165,7 +165,7 @@ def wrong_adapters(module: nn.Module, adapter: Adapter) -> Iterator[tuple[str, A
     for path, part in parts(layer):
         if isinstance(part, LinearOf | StackedOf) and len(part.weight) > 1:
             yield f"{path}: halves swapped", with_part(adapter, path, SwappedHalves)
-        # What is added to the norm of z shifts all logits of a head alike, and changes nothing.
+        # norm_z: its bias is added to all logits of a query alike, which changes no weight.
         if isinstance(part, NormOf) and part.bias is not None and path[-1] != "norm_z":
             yield f"{path}: without its bias", with_part(adapter, path, WithoutBias)
 

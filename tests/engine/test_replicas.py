@@ -1,10 +1,13 @@
 """warpfold.Replicas trains as torch's DistributedDataParallel does, on two ranks and on four."""
 
 import copy
+import importlib
 import re
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.engine.replica_models import TinyLanguage, TinyVision, pictures, sentences
 from tests.ranks import run_ranks
+from tests.test_docs import ROOT, blocks
 from warpfold.engine.flat import Flat
 from warpfold.engine.replicas import Replicas
 from warpfold.engine.state_messages import broadcast_state
@@ -177,6 +181,36 @@ def test_a_rank_whose_loss_reaches_no_parameter_takes_part() -> None:
 
     for weight in run_ranks(function, 2):
         assert weight.tolist() == [[-0.5] * 3]
+
+
+def test_averages_begin_with_rank_0s_weights() -> None:
+    def function() -> None:
+        torch.manual_seed(dist.get_rank())
+        model = nn.Linear(5, 4).bfloat16()
+        optimizer = Flat(model, torch.optim.SGD, lr=1.0, ema=0.5, master=True)
+        Replicas(model, optimizer, shard=True)
+        torch.manual_seed(0)
+        expected = nn.Linear(5, 4).bfloat16()
+        for named in (model.state_dict(), optimizer.averaged_state_dict(model)):
+            assert all(torch.equal(x, named[name]) for name, x in expected.state_dict().items())
+        optimizer.step()  # without a gradient: nothing changes
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters()))
+
+    run_ranks(function, 2)
+
+
+def test_the_pages_script_runs_on_two_ranks(tmp_path: Path) -> None:
+    """docs/kit.md's train.py, under processes."""
+    for block in blocks(ROOT / "docs" / "kit.md", "python"):
+        if name := re.match(r"# (small|train)\.py\n", block):
+            (tmp_path / f"{name[1]}.py").write_text(block, encoding="utf-8")
+
+    def function() -> dict[str, Tensor]:
+        sys.path.insert(0, str(tmp_path))
+        return dict(importlib.import_module("train").train().state_dict())
+
+    one, two = run_ranks(function, 2)
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_several_dtypes_and_the_optimizers_state() -> None:

@@ -193,7 +193,8 @@ class EsmFoldPairToSequence(Adapter):
 class PairsOfSequence(Executable):
     """A linear layer of products and differences of two vectors, for each pair (i, j): of q_j k_i and q_j - k_i.
 
-    As both are linear in q, it is q_j times a matrix of residue i: neither products nor differences are made.
+    Of differences it is a difference of linear layers of residues.  All of it is linear in q, so it is also q_j times
+    a matrix of residue i: of many residues neither products nor differences are made.
     """
 
     norm: Any
@@ -206,6 +207,9 @@ class PairsOfSequence(Executable):
         q, k = DeferredLayerNorm(s, self.norm).project(self.proj)[0].chunk(2, -1)
         products, differences = (part.weight.to(q.dtype) for part in (self.of_products, self.of_differences))
         bias = self.of_products.bias.to(q.dtype) - k @ differences.t()  # [b, i, c]
+        if k.shape[1] < len(products):  # the products are fewer numbers than the matrices
+            pairs = nn.functional.linear(q[:, None] * k[:, :, None], products)
+            return pairs.add_(bias[:, :, None]).add_((q @ differences.t())[:, None])
         matrices = (k[..., None, :] * products + differences).flatten(0, 1)  # [b i, c, h]
         rows = q[:, None].expand(-1, k.shape[1], -1, -1).flatten(0, 1)  # [b i, j, h]
         pairs = torch.baddbmm(bias.flatten(0, 1)[:, None], rows, matrices.mT)

@@ -12,7 +12,9 @@ from warpfold.adapt.adapter import Adapter, LinearOf, NormOf, NotServed, RandomI
 from warpfold.model.attention import Transition
 from warpfold.model.axial import COLS, ROWS
 from warpfold.model.execution import Executable
+from warpfold.model.msa import OuterProductMean
 from warpfold.model.pair import TriangleMultiplication
+from warpfold.model.pair_bias import PairWeightedAveraging
 
 MODELING = "transformers.models.esmfold2.modeling_esmfold2"
 
@@ -84,3 +86,54 @@ class EsmFold2Transition(EsmFold2Layer):
     def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         weight = module.mlp.gate_up_proj.weight
         return (random(2, n, 5, weight.shape[1]).to(weight.dtype),), {}
+
+
+class EsmFold2OuterProduct(EsmFold2Layer):
+    """The outer product mean of an alignment [b, r, s, c]; its bias is divided too, by the count of sequences or 1."""
+
+    serves = (f"{MODELING}:EsmFold2OuterProductMean",)
+    signature = "(self, msa_states, msa_attention_mask)"
+    operation = "outer_product"
+
+    def build(self, module: Any) -> Executable:
+        c = module.outer_hidden_size
+        return made_of(
+            OuterProductMean,
+            count_added=0.0,
+            count_least=1.0,
+            norm=NormOf(module.norm),
+            a=LinearOf(module.input_proj, slice(0, c)),
+            b=LinearOf(module.input_proj, slice(c, 2 * c)),
+            out=LinearOf(module.output_proj),
+        )
+
+    def forward(self, layer: Any, msa_states: Tensor, msa_attention_mask: Tensor) -> Tensor:
+        batch, n = msa_states.shape[:2]
+        z = msa_states.new_empty(()).expand(batch, n, n, len(layer.out.weight))  # of this shape; nothing reads it
+        return self.update(layer, z, msa_attention_mask.mT.to(z.dtype), msa_states.transpose(1, 2))
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        m = random(2, n, 5, module.hidden_size).to(module.input_proj.weight.dtype)
+        return (m, random.mask(2, n, 5)), {}
+
+
+class EsmFold2PairWeightedAveraging(EsmFold2Layer):
+    """Each sequence of an alignment [b, r, s, c] averaged over residues, with weights from z."""
+
+    serves = (f"{MODELING}:EsmFold2MSAPairWeightedAveraging",)
+    signature = "(self, msa_states, pair_states, pair_attention_mask)"
+    operation = "pair_weighted_averaging"
+
+    def build(self, module: Any) -> Executable:
+        v, gate, bias, out = (LinearOf(getattr(module, f"{name}_proj")) for name in ("v", "gate", "bias", "o"))
+        norm, norm_z = NormOf(module.norm_single), NormOf(module.bias_norm)
+        return made_of(PairWeightedAveraging, norm=norm, norm_z=norm_z, v=v, gate=gate, bias=bias, out=out)
+
+    def forward(self, layer: Any, msa_states: Tensor, pair_states: Tensor, pair_attention_mask: Tensor) -> Tensor:
+        update = self.update(layer, msa_states.transpose(1, 2), pair_attention_mask, pair_states)
+        return update.transpose(1, 2)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        weights = module.v_proj.weight, module.bias_proj.weight
+        m, z = random(2, n, 5, weights[0].shape[1]), random(2, n, n, weights[1].shape[1])
+        return (m.to(weights[0].dtype), z.to(weights[0].dtype), random.mask(2, n, n).bool()), {}

@@ -54,6 +54,10 @@ class SlicedExecution(PlainExecution):
                 return cast(Tensor, checkpoint(_delta, *args, use_reentrant=False, preserve_rng_state=False))
         return _delta(layer, x, mask, other, rows)
 
+    def layer(self, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
+        """Return x with the layer's update; with a limit in slices that fit."""
+        return super().layer(layer, x, mask, other) if self.limit is None else x + self.delta(layer, x, mask, other)
+
     @torch.compiler.disable  # it asks how much memory is in use now
     def rows_that_fit(self, x: Tensor, mask: Tensor, other: Tensor | None, rows: int | None) -> int | None:
         """Return how many rows of x to compute together, at most as many as given; None: all of them, at once."""

@@ -89,11 +89,12 @@ class Replicas:
         optimizer.reducer = self.mean
 
     def _begin_together(self) -> None:
-        """Give every rank the weights and buffers of rank 0."""
+        """Give every rank the weights and buffers of rank 0, and what the optimizer has made of the weights."""
         flat = {id(p) for buffer in self.optimizer.buffers for p in buffer.parameters.values()}
         frozen = [p.detach() for p in self.model.parameters() if id(p) not in flat]
+        flats = [(buffer.weights, buffer.average, buffer.master) for buffer in self.optimizer.buffers]
         with torch.no_grad():
-            broadcast_bytes([buffer.weights for buffer in self.optimizer.buffers], 0, self.wire)
+            broadcast_bytes([x for three in flats for x in three if x is not None], 0, self.wire)
             broadcast_bytes([*frozen, *self._module_buffers()], 0, self.wire)
 
     def _hierarchical(self, ranks_per_node: int | None, rounded: bool) -> Exchange | None:

@@ -137,7 +137,7 @@ def batched(t: Tensor, axes: int) -> Tensor:
     unsupported_reason=_unsupported,
     # Decided by the projections; the backward pass has more to do for each row.
     prefer_definition=lambda x, norm_weight, norm_bias, weight, *_: faster_on_cpu(
-        x, x.numel() // max(1, x.shape[-1]) * weight.shape[0], 2**21 if torch.is_grad_enabled() else 2**19
+        x, x.numel() // max(1, x.shape[-1]) * weight.shape[0], 3 * 2**20 if torch.is_grad_enabled() else 2**19
     ),
 )
 def gated_attention(

@@ -7,7 +7,7 @@ applied so far, plus the mean of what the ranks still carry, is the sum of all m
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,7 @@ from warpfold.parallel.exchange import Wire
 
 Method = Literal["none", "powersgd", "topk", "int8", "1bit"]
 BLOCK = 256  # numbers that share a scale
+CHUNK = 512  # blocks that are encoded at a time on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class Quantised(Compressor):
         """Send codes to each piece's owner, and the code of their mean to all."""
         size, rank = self.wire.group.size, self.wire.group.rank
         residual = self.local["residual"].view(size, -1)
-        wanted = x.view(size, -1) + residual
+        wanted = residual.add_(x.view(size, -1))
         length = wanted.shape[1]
 
         codes = encode(wanted, self.bits)
@@ -102,7 +103,7 @@ class Quantised(Compressor):
 
         code = encode(mean[None], self.bits)
         self.wire.all_gather(received.view(-1), code.view(-1)).wait()
-        torch.sub(wanted, decode(codes, self.bits, length, x.dtype), out=residual)
+        residual.sub_(decode(codes, self.bits, length, x.dtype))
         residual[rank] = size * (mean - decode(code, self.bits, length, x.dtype)[0])
         applied = decode(received, self.bits, length, x.dtype).flatten()
         for flat in (residual.view(-1), applied):
@@ -115,30 +116,56 @@ def encode(x: Tensor, bits: int) -> Tensor:
 
     8 bits: round(x / scale), scale = max |x| / 127.  1 bit: the sign, scale = mean |x|.
     """
-    blocks = F.pad(x, (0, -x.shape[1] % BLOCK)).view(len(x), -1, BLOCK)
+    length = x.shape[1]
+    blocks = -(-length // BLOCK)
+    code = torch.empty(len(x), blocks * (BLOCK * bits // 8 + x.itemsize), dtype=torch.uint8, device=x.device)
+    codes, scales = code.split([blocks * BLOCK * bits // 8, blocks * x.itemsize], 1)
+    for rows, some in _in_caches(len(x), blocks, x.device):
+        part = x[rows, some.start * BLOCK : some.stop * BLOCK]
+        short = -part.shape[1] % BLOCK
+        found, scale = _encode((F.pad(part, (0, short)) if short else part).unflatten(1, (-1, BLOCK)), bits, short)
+        codes[rows, some.start * BLOCK * bits // 8 : some.stop * BLOCK * bits // 8] = found.flatten(1)
+        scales[rows, some.start * x.itemsize : some.stop * x.itemsize] = scale.view(torch.uint8)
+    return code
+
+
+def _in_caches(rows: int, blocks: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Yield which rows and blocks to work at in turn: on a CPU as few as its caches hold, elsewhere all at once."""
+    if device.type != "cpu":
+        yield slice(0, rows), slice(0, blocks)
+        return
+    for row in range(rows):
+        for first in range(0, blocks, CHUNK):
+            yield slice(row, row + 1), slice(first, min(first + CHUNK, blocks))
+
+
+def _encode(blocks: Tensor, bits: int, short: int) -> tuple[Tensor, Tensor]:
+    """Return codes [n, k, bytes] and scales [n, k] of blocks; the last of each row lacks `short` numbers: zeros."""
     if bits == 8:
-        scale = blocks.abs().amax(-1) / 127
-        codes = (blocks / scale.clamp(min=torch.finfo(x.dtype).tiny)[..., None]).round().to(torch.int8)
-        codes = codes.view(torch.uint8)
-    else:
-        filled = F.pad(torch.ones_like(x), (0, -x.shape[1] % BLOCK)).view_as(blocks).sum(-1)
-        scale = blocks.abs().sum(-1) / filled
-        places = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
-        codes = ((blocks >= 0).view(*blocks.shape[:2], -1, 8) * places).sum(-1, dtype=torch.uint8)
-    return torch.cat([codes.flatten(1), scale.view(torch.uint8)], 1)
+        scale = blocks.abs().amax(-1).div_(127)
+        codes = torch.div(blocks, scale.clamp(min=torch.finfo(blocks.dtype).tiny)[..., None]).round_()
+        return codes.to(torch.int8).view(torch.uint8), scale
+    filled = torch.full((blocks.shape[1],), BLOCK, device=blocks.device)
+    filled[-1:] -= short
+    scale = blocks.abs().sum(-1) / filled
+    places = 2 ** torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    return ((blocks >= 0).unflatten(-1, (-1, 8)) * places).sum(-1, dtype=torch.uint8), scale
 
 
 def decode(code: Tensor, bits: int, length: int, dtype: torch.dtype) -> Tensor:
     """Undo `encode`, up to rounding: [n, length] of `dtype`."""
     blocks = -(-length // BLOCK)
-    codes, scale = code.split([blocks * BLOCK * bits // 8, blocks * dtype.itemsize], 1)
-    scale = scale.contiguous().view(dtype)[..., None]
-    if bits == 8:
-        numbers = codes.contiguous().view(torch.int8).view(len(code), blocks, BLOCK) * scale
-    else:
-        places = torch.arange(8, dtype=torch.uint8, device=code.device)
-        signs = (codes[..., None] >> places & 1).view(len(code), blocks, BLOCK)
-        numbers = torch.where(signs.bool(), scale, -scale)
+    codes, scales = code.split([blocks * BLOCK * bits // 8, blocks * dtype.itemsize], 1)
+    numbers = torch.empty(len(code), blocks, BLOCK, dtype=dtype, device=code.device)
+    for rows, some in _in_caches(len(code), blocks, code.device):
+        part = codes[rows, some.start * BLOCK * bits // 8 : some.stop * BLOCK * bits // 8]
+        out, scale = numbers[rows, some], scales[rows].view(dtype)[:, some, None]
+        if bits == 8:
+            torch.mul(part.view(torch.int8).unflatten(1, (-1, BLOCK)), scale, out=out)
+        else:
+            places = torch.arange(8, dtype=torch.uint8, device=code.device)
+            signs = (part[..., None] >> places & 1).view(*out.shape).bool()
+            torch.where(signs, scale, -scale, out=out)
     return numbers.flatten(1)[:, :length]
 
 
@@ -185,7 +212,7 @@ class TopK(Compressor):
     def choose(self, x: Tensor) -> Tensor:
         """Return the indices of the largest numbers of each parameter, at least one of each; as many on every rank."""
         density = self.density()
-        chosen = []
+        chosen = [x.new_empty(0, dtype=torch.int64)]  # a part between nodes may hold padding alone
         for length, starts in self.groups.items():
             where = starts[:, None] + torch.arange(length, device=x.device)
             count = min(length, max(1, round(density * length)))
