@@ -32,6 +32,7 @@ class KeptInFp32(Adapter):
     """A layer whose own code multiplies in fp32, and wants parameters alike for what follows."""
 
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """Return the module as it is."""
         return module
 
 
@@ -44,6 +45,7 @@ class BoltzTriangleOutgoing(KeptInFp32):
     outgoing: ClassVar[bool] = True
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         if module.norm_in.eps != module.norm_out.eps:
             raise NotServed("its norms differ in eps")
         c = module.p_out.in_features
@@ -66,9 +68,11 @@ class BoltzTriangleOutgoing(KeptInFp32):
         )
 
     def forward(self, layer: Any, x: Tensor, mask: Tensor, use_kernels: bool = False) -> Tensor:
+        """Return the update, as theirs does."""
         return self.update(layer, x, mask)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         return (random(2, n, n, module.p_in.in_features), random.mask(2, n, n)), {}
 
 
@@ -87,6 +91,7 @@ class BoltzTriangleAttention(Adapter):
     operation = "gated_attention"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         mha = module.mha
         if mha.linear_g is None:
             raise NotServed("an attention without a gate")
@@ -108,9 +113,11 @@ class BoltzTriangleAttention(Adapter):
         chunk_size: int | None = None,
         use_kernels: bool = False,
     ) -> Tensor:
+        """Return the update, as theirs does."""
         return self.update(layer, x, x.new_ones(x.shape[:-1]) if mask is None else mask, rows=chunk_size)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         return (random(2, n, n, module.c_in), random.mask(2, n, n)), {}
 
 
@@ -122,15 +129,18 @@ class BoltzTransition(Adapter):
     operation = "transition"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         if module.fc3.out_features != module.fc1.in_features:
             raise NotServed("a transition to another number of channels")
         up = StackedOf(LinearOf(module.fc1), LinearOf(module.fc2))
         return made_of(Transition, activation="swiglu", norm=NormOf(module.norm), up=up, down=LinearOf(module.fc3))
 
     def forward(self, layer: Any, x: Tensor, chunk_size: int | None = None) -> Tensor:
+        """Return the update, as theirs does."""
         return self.update(layer, x, x[..., 0])
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         return (random(2, n, n, module.fc1.in_features),), {}
 
 
@@ -142,6 +152,7 @@ class BoltzOuterProduct(Adapter):
     operation = "outer_product"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         return made_of(
             OuterProductMean,
             count_added=0.0,
@@ -154,11 +165,13 @@ class BoltzOuterProduct(Adapter):
         )
 
     def forward(self, layer: Any, m: Tensor, mask: Tensor, chunk_size: int | None = None) -> Tensor:
+        """Return the update, as theirs does."""
         n = m.shape[-2]
         z = m.new_empty(()).expand(*m.shape[:-3], n, n, len(layer.out.weight))  # of this shape; nothing reads it
         return self.update(layer, z, mask, m)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         return (random(2, 5, n, module.proj_a.in_features), random.mask(2, 5, n)), {}
 
 
@@ -170,14 +183,17 @@ class BoltzPairWeightedAveraging(Adapter):
     operation = "pair_weighted_averaging"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         v, gate, bias, out = (LinearOf(getattr(module, f"proj_{name}")) for name in "mgzo")
         norm, norm_z = NormOf(module.norm_m), NormOf(module.norm_z)
         return made_of(PairWeightedAveraging, norm=norm, norm_z=norm_z, v=v, gate=gate, bias=bias, out=out)
 
     def forward(self, layer: Any, m: Tensor, z: Tensor, mask: Tensor, chunk_heads: Any = bool) -> Tensor:
+        """Return the update, as theirs does."""
         return self.update(layer, m, mask, z)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         return (random(2, 5, n, module.c_m), random(2, n, n, module.c_z), random.mask(2, n, n)), {}
 
 
@@ -192,6 +208,7 @@ class BoltzAttentionPairBias(KeptInFp32):
     operation = "attention_pair_bias"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         if getattr(module, "use_qk_norm", False):
             raise NotServed("queries and keys are normalised")
         norm_z, bias = None, None
@@ -203,6 +220,7 @@ class BoltzAttentionPairBias(KeptInFp32):
         return made_of(AttentionPairBias, norm=norm, norm_z=norm_z, bias=bias, attention=attention)
 
     def forward(self, layer: Any, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1) -> Tensor:
+        """Return the update, as theirs does."""
         if k_in is not s:
             raise NotServed("keys of other positions than the queries")
         return self.samples(layer, s, z, mask, multiplicity)
@@ -213,6 +231,7 @@ class BoltzAttentionPairBias(KeptInFp32):
         return self.update(layer, s, mask, z).flatten(0, 1)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         c_z = module.proj_z[1].in_features if getattr(module, "compute_pair_bias", True) else module.num_heads
         s = random(4, n, module.c_s)
         return (s, random(2, n, n, c_z), random.mask(4, n), s), {"multiplicity": 2}
@@ -234,10 +253,12 @@ class BoltzOneAttentionPairBias(BoltzAttentionPairBias):
         to_keys: Any = None,
         model_cache: dict[str, Tensor] | None = None,
     ) -> Tensor:
+        """Return the update, as theirs does."""
         if to_keys is not None or model_cache is not None:
             raise NotServed("keys of other positions, or a cache of the projected z")
         return self.samples(layer, s, z, mask, multiplicity)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         (s, z, mask, _), multiplicity = super().example(module, n, random)
         return (s, z, mask), multiplicity

@@ -39,6 +39,7 @@ class ProtenixTriangleMultiplication(Adapter):
     operation = "triangle_multiplication"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         if module.layer_norm_in.eps != module.layer_norm_out.eps:
             raise NotServed("its norms differ in eps")
         outgoing = module._outgoing
@@ -69,11 +70,13 @@ class ProtenixTriangleMultiplication(Adapter):
         _inplace_chunk_size: int | None = 256,
         triangle_multiplicative: str = "torch",
     ) -> Tensor:
+        """Return the update, as theirs does."""
         _refuse_fp16(z)
         update = self.update(layer, z, z.new_ones(z.shape[:-1]) if mask is None else mask)
         return z.add_(update) if inplace_safe and _add_with_inplace else update
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         return (random(n, n, module.linear_g.in_features), random.mask(n, n)), {}
 
 
@@ -85,6 +88,7 @@ class ProtenixTriangleAttention(Adapter):
     operation = "gated_attention"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         mha = module.mha
         if mha.linear_g is None:
             raise NotServed("an attention without a gate")
@@ -107,9 +111,11 @@ class ProtenixTriangleAttention(Adapter):
         triangle_attention: str = "torch",
         inplace_safe: bool = False,
     ) -> Tensor:
+        """Return the update, as theirs does."""
         return self.update(layer, x, x.new_ones(x.shape[:-1]) if mask is None else mask, rows=chunk_size)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         return (random(n, n, module.linear.in_features), random.mask(n, n)), {}
 
 
@@ -121,14 +127,17 @@ class ProtenixTransition(Adapter):
     operation = "transition"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         up = StackedOf(LinearOf(module.linear_no_bias_a), LinearOf(module.linear_no_bias_b))
         down, norm = LinearOf(module.linear_no_bias), NormOf(module.layernorm1)
         return made_of(Transition, activation="swiglu", norm=norm, up=up, down=down)
 
     def forward(self, layer: Any, x: Tensor) -> Tensor:
+        """Return the update, as theirs does."""
         return self.update(layer, x, x[..., 0])
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         return (random(n, n, module.linear_no_bias_a.in_features),), {}
 
 
@@ -140,6 +149,7 @@ class ProtenixOuterProductMean(Adapter):
     operation = "outer_product"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         if module.eps != 1e-3:
             raise NotServed(f"eps is {module.eps}, not 1e-3")
         a, b, out = LinearOf(module.linear_1), LinearOf(module.linear_2), LinearOf(module.linear_out)
@@ -153,12 +163,14 @@ class ProtenixOuterProductMean(Adapter):
         chunk_size: int | None = None,
         inplace_safe: bool = False,
     ) -> Tensor:
+        """Return the update, as theirs does."""
         _refuse_fp16(m)
         n = m.shape[-2]
         z = m.new_empty(()).expand(*m.shape[:-3], n, n, len(layer.out.weight))  # of this shape; nothing reads it
         return self.update(layer, z, m.new_ones(m.shape[:-1]) if mask is None else mask, m, chunk_size)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         return (random(5, n, module.linear_1.in_features), random.mask(5, n)), {}
 
 
@@ -170,14 +182,17 @@ class ProtenixPairWeightedAveraging(Adapter):
     operation = "pair_weighted_averaging"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         v, gate, bias, out = (LinearOf(getattr(module, f"linear_no_bias_{name}")) for name in ("mv", "mg", "z", "out"))
         norm, norm_z = NormOf(module.layernorm_m), NormOf(module.layernorm_z)
         return made_of(PairWeightedAveraging, norm=norm, norm_z=norm_z, v=v, gate=gate, bias=bias, out=out)
 
     def forward(self, layer: Any, m: Tensor, z: Tensor) -> Tensor:
+        """Return the update, as theirs does."""
         return self.update(layer, m, z.new_ones(z.shape[:-1]), z)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         return (
             random(5, n, module.linear_no_bias_mv.in_features),
             random(n, n, module.linear_no_bias_z.in_features),
@@ -195,6 +210,7 @@ class ProtenixAttentionPairBias(Adapter):
     operation = "attention_pair_bias"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
         if module.has_s or module.cross_attention_mode:
             raise NotServed("attention that is conditioned, or of other keys")
         theirs = module.attention
@@ -221,11 +237,13 @@ class ProtenixAttentionPairBias(Adapter):
         chunk_size: int | None = None,
         enable_efficient_fusion: bool = False,
     ) -> Tensor:
+        """Return the update, as theirs does."""
         if (n_queries and n_keys) or enable_efficient_fusion:
             raise NotServed("windows of atoms, or a z with its channels in front")
         return self.update(layer, a.unsqueeze(-3), a.new_ones(a.shape[:-1]).unsqueeze(-2), z).squeeze(-3)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        """Return arguments for about n residues."""
         attention, bias = module.attention, module.linear_nobias_z
         return (random(n, attention.linear_q.in_features), None, random(n, n, bias.in_features)), {}
 
@@ -241,6 +259,7 @@ class OpenddePairWeightedAveraging(ProtenixPairWeightedAveraging):
     signature = "(self, m, z, z_pair_spec=None, foldcp_mesh=None)"
 
     def forward(self, layer: Any, m: Tensor, z: Tensor, z_pair_spec: Any = None, foldcp_mesh: Any = None) -> Tensor:
+        """Return the update, as theirs does."""
         if z_pair_spec is not None or foldcp_mesh is not None:
             raise NotServed("a z that is sharded")
         return super().forward(layer, m, z)
@@ -253,6 +272,7 @@ class OpenddeAttentionPairBias(ProtenixAttentionPairBias):
     signature = f"{ProtenixAttentionPairBias.signature[:-1]}, extra_attn_bias=None)"
 
     def forward(self, layer: Any, a: Tensor, s: Tensor | None, z: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the update, as theirs does."""
         if len(args) > 5 or kwargs.pop("extra_attn_bias", None) is not None:
             raise NotServed("another bias beside that of z")
         return super().forward(layer, a, s, z, *args, **kwargs)
