@@ -54,6 +54,14 @@ KNOWN = (
     ),
     "triangle_out_backward (128,) BLOCK_M 64, BLOCK_O 16, 4 warps, 2 stages on sm_80: 32 bytes of a thread are spilled",
     "triangle_factors (128,) BLOCK_M 128, BLOCK_O 32, 8 warps, 2 stages on gfx942: 28 bytes of a thread are spilled",
+    # Of layers of other models, without biases; and of 64 sequences.
+    "triangle_factors_backward (128,) BLOCK_M 64, BLOCK_O 32, 4 warps, 2 stages on sm_80"
+    ": 56 bytes of a thread are spilled",
+    *(
+        "outer_product_factor (64, 32, 128) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 128, BLOCK_Z 128, 8 warps, 2 stages"
+        f" on sm_80: {spilled} bytes of a thread are spilled"
+        for spilled in (8, 24)
+    ),
 )
 
 
@@ -150,7 +158,7 @@ def test_heads_of_other_widths_are_within_the_budget(width: int, arch: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", BUDGETS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", FOREIGN)
 def test_layers_of_other_models_are_within_the_budget(name: str, arch: str) -> None:
     found = foreign_launches(name, torch.bfloat16)
