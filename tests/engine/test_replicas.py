@@ -26,6 +26,7 @@ from tests.ranks import run_ranks
 from tests.test_docs import ROOT, blocks
 from warpfold.engine.flat import Flat
 from warpfold.engine.replicas import Replicas
+from warpfold.engine.resume import Checkpoints
 from warpfold.engine.state_messages import broadcast_state
 from warpfold.errors import UserError
 from warpfold.parallel.compress import CompressionConfig
@@ -331,6 +332,57 @@ def test_compression_carries_over_what_it_leaves_out(
             state = broadcast_state(of_half.state_dict(), 0, replicas.wire, torch.device("cpu"))
             again, _ = compressed(2, method, (3, half.state_dict(), state), **options)
             assert torch.equal(again.a, model.a), method
+
+    run_ranks(function, ranks)
+
+
+@pytest.mark.parametrize("options", [{"compression": "int8"}, {"shard": True}])
+def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    def function() -> None:
+        def made_again(name: str, first: int, last: int) -> nn.Module:
+            model = made(TinyVision)
+            optimizer = Flat(groups(model), ADAM[0], **ADAM[1])
+            replicas = Replicas(model, optimizer, **options)
+            folder = Checkpoints(tmp_path / name)
+            step, _ = folder.load_latest(model=model, optimizer=optimizer, more={"replicas": replicas})
+            assert step == first
+            for step in range(first, last):
+                vision_loss(model, step, dist.get_rank()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            folder.save(last, model=model, optimizer=optimizer, more={"replicas": replicas})
+            return model
+
+        whole = made_again("whole", 0, 5)
+        made_again("halves", 0, 3)
+        halves = made_again("halves", 3, 5)
+        assert all(torch.equal(p, q) for p, q in zip(whole.state_dict().values(), halves.state_dict().values()))
+
+    run_ranks(function, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, {}), (2, {"shard": True}), (4, {"hierarchical": True, "ranks_per_node": 2})],
+)
+def test_bf16_rounds_what_is_sent(ranks: int, options: dict[str, Any]) -> None:
+    """Every contribution, or a node's, and the mean lose at most a part of 2^-8: bf16 has eight bits."""
+
+    def function() -> None:
+        every = [Straight() for _ in range(ranks)]
+        for rank, each in enumerate(every):
+            each(0, rank).backward()
+        model = Straight()
+        optimizer = Flat(model, torch.optim.SGD, lr=1.0)
+        replicas = Replicas(model, optimizer, compression="bf16", bucket_mb=0.001, **options)
+        model(0, dist.get_rank()).backward()
+        optimizer.step()
+        replicas.check()
+        for kind in ("a", "b"):
+            parts = torch.stack([getattr(each, kind).grad for each in every])
+            wrong = (getattr(model, kind) + parts.mean(0)).abs()
+            assert bool((wrong <= 2.01 * 2**-8 * parts.abs().mean(0)).all())
+            assert options.get("shard") or wrong.max() > 0
 
     run_ranks(function, ranks)
 

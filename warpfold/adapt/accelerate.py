@@ -31,7 +31,7 @@ from warpfold.ops.dispatch import unsupported_device
 from warpfold.tune.machine import in_gb, parse_memory
 
 # Modules of warpfold.adapt with adapters.
-PACKAGES: tuple[str, ...] = ("plain", "esmfold", "esmfold2", "openfold3", "boltz", "protenix")
+PACKAGES: tuple[str, ...] = ("plain", "esmfold", "esmfold2", "openfold3", "openfold", "boltz", "protenix")
 REPORT = "_warpfold_acceleration"  # the attribute of an accelerated model
 NOT_ASKED = "not asked for"
 PLAIN = "plain torch: swapped where only= names it, or where verify='speed' finds a gain"
