@@ -33,7 +33,7 @@ from warpfold.errors import UserError
 from warpfold.model.axial import AxialUpdate
 from warpfold.model.execution import Executable, PlainExecution
 from warpfold.model.layers import DrawsNoise
-from warpfold.ops.dispatch import kernels, report_refusal
+from warpfold.ops.dispatch import kernels, report_refusal, small_on_cpu
 from warpfold.ops.norm import EPS, layer_norm
 
 L = TypeVar("L", bound=Executable)
@@ -68,6 +68,7 @@ class Adapter:
     serves: ClassVar[tuple[str, ...]] = ()  # "package.module:Class"
     signature: ClassVar[str | tuple[str, ...]] = ""  # of their forward, without annotations; of several versions
     operation: ClassVar[str] = ""  # what computes, for people
+    least: ClassVar[int] = 0  # numbers of the first argument below which their own code is as fast, on a CPU
     plain: ClassVar[bool] = False  # a layer of torch's own: swapped where it is asked for, or measured to be a gain
 
     def build(self, module: nn.Module) -> Executable:
@@ -289,6 +290,8 @@ def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Modu
 
     @wraps(theirs)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if how.least and small_on_cpu(next(iter((*args, *kwargs.values())), None), how.least):
+            return theirs(self, *args, **kwargs)
         try:
             return how.forward(_layer_now(self, how), *args, **kwargs)
         except NotServed as refusal:
