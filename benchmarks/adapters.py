@@ -32,7 +32,34 @@ def esmfold(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return block, (torch.randn(1, n, 1024), torch.randn(1, n, n, 128), torch.ones(1, n, dtype=torch.int64)), {}
 
 
-BLOCKS: dict[str, Callable[[int], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {"esmfold": esmfold}
+def openfold3(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return a block of OpenFold3's Pairformer and its arguments."""
+    import torch
+    from openfold3.core.model.latent.pairformer import PairFormerBlock
+
+    single = {"c_s": 384, "c_hidden_pair_bias": 24, "no_heads_pair_bias": 16}
+    block = PairFormerBlock(**single, **OPENFOLD_PAIRS, transition_type="swiglu")
+    return block, (torch.randn(1, n, 384), torch.randn(1, n, n, 128), torch.ones(1, n), torch.ones(1, n, n)), {}
+
+
+def openfold3_evoformer(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return a block of OpenFold3's Evoformer, with 64 sequences, and its arguments."""
+    import torch
+    from openfold3.core.model.latent.evoformer import EvoformerBlock
+
+    msa = {"c_m": 256, "c_hidden_msa_att": 32, "c_hidden_opm": 32, "no_heads_msa": 8, "msa_dropout": 0.15, "eps": 1e-3}
+    block = EvoformerBlock(**msa, **OPENFOLD_PAIRS, transition_type="relu", no_column_attention=False, opm_first=False)
+    m, z = torch.randn(1, 64, n, 256), torch.randn(1, n, n, 128)
+    return block, (m, z, torch.ones(1, 64, n), torch.ones(1, n, n)), {}
+
+
+OPENFOLD_PAIRS: dict[str, Any] = {"c_z": 128, "c_hidden_mul": 128, "c_hidden_pair_att": 32, "no_heads_pair": 4}
+OPENFOLD_PAIRS |= {"transition_n": 4, "pair_dropout": 0.25, "fuse_projection_weights": False, "inf": 1e9}
+BLOCKS: dict[str, Callable[[int], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
+    "esmfold": esmfold,
+    "openfold3": openfold3,
+    "openfold3-evoformer": openfold3_evoformer,
+}
 
 
 def compare(make: Callable[[int], tuple[Any, tuple[Any, ...], dict[str, Any]]], n: int, repeats: int) -> dict[str, Any]:

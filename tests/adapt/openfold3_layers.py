@@ -43,6 +43,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "row without pairs": partial(_msa, "MSAAttention", 24, 8, 3),
     "column": partial(_msa, "MSAColumnAttention", 24, 8, 3),
     "global column": partial(_msa, "MSAColumnGlobalAttention", 24, 8, 3),
+    "pair bias": partial(_make, "attention_pair_bias", "AttentionPairBias", 24, 24, 24, 24, 16, 8, 3),
+    "pair average": partial(_msa, "MSAPairWeightedAveraging", 24, 8, 16, 3),
     "transition": partial(_make, "transition", "SwiGLUTransition", 24, 4),
     "transition of AlphaFold2": partial(_make, "transition", "ReLUTransition", 24, 2),
     "outer product": partial(_make, "outer_product_mean", "OuterProductMean", 24, 16, 6),

@@ -86,7 +86,7 @@ def assert_near(ours: list[Tensor], theirs: list[Tensor], bound: float) -> None:
 def test_all_layers_are_swapped(make: Callable[[], Any]) -> None:
     theirs, ours = both(make)
     left = {kind.of_class for kind in acceleration(ours).left}
-    assert left <= {"Linear", "LayerNorm"}
+    assert left <= {"Linear"}  # of the single representation that the Evoformer makes
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert all(torch.equal(x, y) for x, y in zip(ours.state_dict().values(), theirs.state_dict().values()))
 

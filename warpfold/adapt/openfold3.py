@@ -5,18 +5,29 @@ incoming product calls our a "b"; transitions mask their update; the outer produ
 choose a kernel of theirs (cuEquivariance, DeepSpeed, Triton, low-memory attention) mean the same, and are served.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from warpfold.adapt.adapter import Adapter, AttentionOf, LinearOf, NormOf, NotServed, RandomInputs, StackedOf, made_of
+from warpfold.adapt.adapter import (
+    Adapter,
+    AttentionOf,
+    LinearOf,
+    NormOf,
+    NotServed,
+    RandomInputs,
+    StackedOf,
+    cast_by_autocast,
+    made_of,
+)
 from warpfold.model.attention import AttentionUpdate, Transition
 from warpfold.model.axial import COLS, ROWS, AxialUpdate
 from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
+from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 
 LAYERS = "openfold3.core.model.layers"
 INFINITE = 1e4  # what their masks subtract from logits is infinite where it is at least this
@@ -82,7 +93,6 @@ class TriangleProducts(Adapter):
             **dict(a=a, a_gate=a_gate, b=b, b_gate=b_gate, outgoing=outgoing, fused=False, channels=module.c_hidden),
         )
         layer.axis = ROWS if outgoing else COLS
-        check_joined(layer.projections)
         return layer
 
     def forward(
@@ -128,12 +138,11 @@ class TriangleAttentions(Adapter):
             by_column=not module.starting,
         )
         layer.axis = ROWS if module.starting else COLS
-        check_joined(layer.projections)
         return layer
 
     def forward(
         self,
-        layer: TriangleAttention,
+        layer: Any,
         x: Tensor,
         mask: Tensor | None = None,
         transpose_bias: bool = False,
@@ -144,7 +153,7 @@ class TriangleAttentions(Adapter):
         """Return the update; transpose_bias: of a z that the caller has transposed."""
         if transpose_bias:
             layer = copy(layer)
-            layer.bias_transposed = True
+            layer.transpose_bias = not layer.by_column  # as theirs, of x that a starting node reads as it comes
         return self.update(layer, x, mask_of(x, mask), rows=chunk_size)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
@@ -237,6 +246,69 @@ class GlobalColumnAttentions(ColumnAttentions):
         return made_of(MSAColumnGlobalAttention, heads=int(inner.no_heads), norm=NormOf(module.layer_norm_m), **parts)
 
 
+class PairBiasAttentions(Adapter):
+    """Attention of the single representation, biased by z (AlphaFold3, Algorithm 24, of the trunk)."""
+
+    serves = (f"{LAYERS}.attention_pair_bias:AttentionPairBias",)
+    signature = (
+        "(self, a, z, mask=None, use_deepspeed_evo_attention=False, use_cueq_triangle_kernels=False, "
+        "use_triton_triangle_kernels=False, use_lma=False, use_high_precision_attention=False)"
+    )
+    operation = "gated_attention"
+
+    def build(self, module: Any) -> AxialUpdate:
+        check_infinite(module)
+        norms = {"norm": NormOf(module.layer_norm_a), "norm_z": NormOf(module.layer_norm_z)}
+        return made_of(AttentionPairBias, bias=linear_of(module.linear_z), attention=attention_of(module.mha), **norms)
+
+    def forward(
+        self, layer: Any, a: Tensor, z: Tensor, mask: Tensor | None = None, *switches: bool, **named: bool
+    ) -> Tensor:
+        """Return the update.  Errors: NotServed for logits in fp32 of what is not, and for samples that share z."""
+        precise = any(switches[4:]) or named.get("use_high_precision_attention", False)
+        if precise and cast_by_autocast(a).element_size() < 4:
+            raise NotServed("logits in fp32")
+        if a.shape[:-2] != z.shape[:-3]:
+            raise NotServed("samples that share z")
+        return self.update(layer, a.unsqueeze(ROWS), mask_of(a, mask).unsqueeze(-2), z).squeeze(ROWS)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        return (random(2, n, module.c_q), random(2, n, n, module.c_z), random.mask(2, n)), {}
+
+
+class PairAverages(Adapter):
+    """The average of m that z decides (AlphaFold3, Algorithm 10)."""
+
+    serves = (f"{LAYERS}.msa:MSAPairWeightedAveraging",)
+    signature = "(self, m, z=None, mask=None, chunk_size=None, use_softmax_kernel=False, **kwargs)"
+    operation = "pair-weighted average"
+
+    def build(self, module: Any) -> AxialUpdate:
+        check_infinite(module)
+        norms = {"norm": NormOf(module.layer_norm_m), "norm_z": NormOf(module.layer_norm_z)}
+        bias, v, gate, out = (linear_of(getattr(module, f"linear_{name}")) for name in "zvgo")
+        return made_of(PairWeightedAveraging, bias=bias, v=v, gate=gate, out=out, **norms)
+
+    def forward(
+        self,
+        layer: Any,
+        m: Tensor,
+        z: Tensor,
+        mask: Tensor | None = None,
+        chunk_size: int | None = None,
+        use_softmax_kernel: bool = False,
+        **_: Any,
+    ) -> Tensor:
+        """Return the update; mask: of z."""
+        return self.update(layer, m, mask_of(z, mask), z, chunk_size)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        return (random(2, 5, n, module.c_in), random(2, n, n, module.c_z), random.mask(2, n, n)), {}
+
+    def compared(self, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        return output * args[2].any(-1)[..., None, :, None]
+
+
 class Transitions(Adapter):
     """The perceptrons of AlphaFold2 (ReLU) and AlphaFold3 (SwiGLU)."""
 
@@ -283,11 +355,10 @@ class OuterProducts(Adapter):
     operation = "outer_product"
 
     def build(self, module: Any) -> AxialUpdate:
-        if module.eps != 1e-3:
-            raise NotServed(f"eps {module.eps:g}")
         a, b, out = (linear_of(getattr(module, f"linear_{name}")) for name in ("1", "2", "out"))
-        layer = made_of(OuterProductMean, norm=NormOf(module.layer_norm), a=a, b=b, out=out)
-        check_joined(layer.projections)
+        layer = made_of(
+            OuterProductMean, norm=NormOf(module.layer_norm), a=a, b=b, out=out, count_added=float(module.eps)
+        )
         return layer
 
     def forward(
@@ -318,10 +389,3 @@ def channels(module: Any) -> int:
 def attended(output: Tensor, mask: Tensor) -> Tensor:
     """Return an attention's output where there is anything to attend to; the rest is not defined."""
     return output * mask.any(-1)[..., None, None]
-
-
-def check_joined(projections: Iterable[Any]) -> None:
-    """Raise NotServed where a projection with a bias comes behind one without."""
-    biased = [projection.bias is not None for projection in projections]
-    if biased != sorted(biased, reverse=True):
-        raise NotServed("a bias of some projections only")

@@ -63,6 +63,7 @@ class PlainPerceptron(Adapter):
         return parts_of(module) is not None
 
     def build(self, module: nn.Module) -> Executable:
+        """Return our layer, of what the module's forward computes.  Errors: NotServed for another formula."""
         parts = parts_of(module)
         if parts is None:
             raise NotServed("it is no perceptron any more")
@@ -83,6 +84,7 @@ class PlainPerceptron(Adapter):
         return LinearOf(linear, slice(half * outputs, (half + 1) * outputs))
 
     def forward(self, layer: PerceptronLayer, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the perceptron of x.  Errors: NotServed for more arguments than x, and for dropout in training."""
         given = [x for x in (*args, *kwargs.values()) if x is not None]
         if len(given) != 1 or not isinstance(given[0], Tensor):
             raise NotServed("more than one argument")
