@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import warpfold
 from tests.engine.small_models import LanguageModel, Sentences, padded
 from tests.ranks import RankError, run_ranks
+from warpfold.errors import UserError
 
 EPOCHS, RATE, CLIP = 2, 3e-3, 0.5
 COSTS = [float(5 + index % 7) for index in range(24)]  # letters of a sentence
@@ -99,7 +103,7 @@ def on(ranks: int, function: Any, *args: Any) -> dict[str, Tensor]:
     return first
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_trains_as_plain_torch_does(tmp_path: Path, ranks: int) -> None:
     ours = on(ranks, with_kit, tmp_path, -1, 0.0, torch.float64)
     theirs = on(ranks, with_torch)
@@ -109,7 +113,7 @@ def test_it_trains_as_plain_torch_does(tmp_path: Path, ranks: int) -> None:
     assert not torch.allclose(ours["averaged"], ours["head.weight"], atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_at_any_step_it_continues_to_the_bit(tmp_path: Path, ranks: int) -> None:
     whole = on(ranks, with_kit, tmp_path / "whole")
     for step in (1, 4, 6) if ranks == 1 else (3,):
@@ -135,3 +139,34 @@ def test_the_loader_is_stateful_for_torch_distributed_checkpoint(tmp_path: Path)
     again = warpfold.Ready(Fixed(), 4, workers=0, collate=padded)
     dcp.load({"loader": again}, checkpoint_id=tmp_path / "dcp")
     assert all(torch.equal(x, batch["letters"]) for x, batch in zip(rest, again, strict=True))
+
+
+def _fully_sharded(folder: Path) -> tuple[bool, bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(UserError, match=r"\['model'\]\['state'\]\['0.weight'\]: is a DTensor; give ordinary tensors"):
+        warpfold.Checkpoints(folder).save(1, model=model)
+    whole = StateDictOptions(full_state_dict=True)
+    warpfold.Checkpoints(folder).save(1, more={"model": get_model_state_dict(model, options=whole)})
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    saved = warpfold.Checkpoints(folder).load_latest().more["model"]
+    same = all(torch.equal(saved[name], x) for name, x in before.items())
+    set_model_state_dict(model, saved, options=whole)
+    return same, all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
+
+
+def test_fsdp_is_refused_and_its_whole_state_is_taken(tmp_path: Path) -> None:
+    assert run_ranks(_fully_sharded, 2, tmp_path) == [(True, True)] * 2
+
+
+def test_a_grad_scaler_is_an_ordinary_part(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    warpfold.Checkpoints(tmp_path).save(1, more={"scaler": scaler})
+    again = torch.amp.GradScaler("cpu")
+    warpfold.Checkpoints(tmp_path).load_latest(more={"scaler": again})
+    assert again.get_scale() == 8.0

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import warpfold
 from tests.engine.ready_data import Bad, Held, Many, Numbers, Odd, Pair, Rows, cost_of_zero, fails_at, first, listed
 from tests.ranks import run_ranks
+from warpfold.device import Uploads
 from warpfold.engine.ready import Ready
 from warpfold.engine.ready_maker import ReadyError
 from warpfold.errors import UserError
@@ -340,6 +342,21 @@ def test_a_state_of_something_else_is_refused() -> None:
         loader.load_state_dict({key: value for key, value in state.items() if key != "early"})
     with pytest.raises(UserError, match="used batches before their places"):
         Ready(Numbers(), 4, workers=0).load_state_dict({**state, "early": [4]})
+
+
+def test_a_batch_may_be_copied_to_memory_of_the_devices_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a GPU, whose host memory is pinned: here it is ordinary memory."""
+    sizes = []
+
+    def host(self: Uploads, size: int) -> torch.Tensor:
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(Uploads, "buffer", property(lambda self: partial(host, self)))
+    with Ready(Odd(), workers=1, collate=first, device="cpu") as loader:
+        [batch] = loader
+        assert_equal(batch, Odd()[0])
+    assert sizes
 
 
 def test_workers_do_not_hear_ctrl_c() -> None:

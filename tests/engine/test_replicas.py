@@ -199,6 +199,23 @@ def test_averages_begin_with_rank_0s_weights() -> None:
     run_ranks(function, 2)
 
 
+def test_a_model_is_copied_as_before_and_may_get_other_replicas() -> None:
+    def function() -> None:
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, track_running_stats=False))
+        for _ in range(2):  # the second replaces the first
+            optimizer = Flat(model, torch.optim.SGD, lr=1.0)
+            Replicas(model, optimizer)
+            optimizer.zero_grad()
+            model[0](torch.full((1, 3), float(dist.get_rank()))).sum().backward()
+            assert model[0].weight.grad.tolist() == [[0.5] * 3] * 2
+        assert not any(vars(p) for p in model.parameters())  # attributes would be pickled with the model
+        copied = copy.deepcopy(model)
+        copied[0](torch.ones(1, 3)).sum().backward()  # alone: no other rank is asked
+        assert torch.equal(copied[0].weight, model[0].weight)
+
+    run_ranks(function, 2)
+
+
 def test_the_pages_script_runs_on_two_ranks(tmp_path: Path) -> None:
     """docs/kit.md's train.py, under processes."""
     for block in blocks(ROOT / "docs" / "kit.md", "python"):

@@ -10,19 +10,21 @@ The last three cover what this process updates (`own`), joined: everything, unle
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from warpfold.errors import UserError
 from warpfold.parallel.buckets import make_layout
 
 AT_ONCE = 2**14  # numbers: a larger gradient is put into its place as soon as it is there, and its memory freed
-HANDLE = "_warpfold_flat_hook"  # the attribute of a parameter that holds the handle of its hook
+# The handle of each parameter's hook: not an attribute of the parameter, with which it would be pickled.
+_handles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -64,10 +66,7 @@ class FlatBuffer:
         for name, p in self.parameters.items():
             self.view(self.weights, name).copy_(p.detach())
             p.data = self.view(self.weights, name)  # what changes the buffer changes the parameter
-            if earlier := getattr(p, HANDLE, None):
-                earlier.remove()
-            if p.numel() >= AT_ONCE:
-                setattr(p, HANDLE, p.register_post_accumulate_grad_hook(partial(_put, self.gradients[name])))
+            set_hook(p, partial(_put, self.gradients[name]) if p.numel() >= AT_ONCE else None)
         self._held = [(name, p, self.gradients[name], p.data_ptr()) for name, p in self.parameters.items()]
         self.own: list[slice] = [slice(0, self.layout.size)]
         self.cuts: set[int] = set()  # the numbers of the parameters at which a piece begins for its history
@@ -179,6 +178,14 @@ class FlatBuffer:
                     found.append(Piece(self, where, local, first, last, weights, self.gradient[where]))
             offset += own.stop - own.start
         return found
+
+
+def set_hook(p: Tensor, hook: Callable[[Tensor], None] | None) -> None:
+    """Have a parameter's gradient handled by `hook` as soon as it is there, in place of an earlier one's."""
+    if earlier := _handles.pop(p, None):
+        earlier.remove()
+    if hook is not None:
+        _handles[p] = p.register_post_accumulate_grad_hook(hook)
 
 
 @torch.no_grad()

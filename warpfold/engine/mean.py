@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from warpfold.engine.compressed import BufferPart
-from warpfold.engine.flat_buffer import HANDLE, FlatBuffer
+from warpfold.engine.flat_buffer import FlatBuffer, set_hook
 from warpfold.engine.gradient_buckets import FlatBucket, GradientLeaf, cut, gaps, put
 from warpfold.errors import UserError
 from warpfold.parallel.compress import CompressionConfig
@@ -66,10 +66,7 @@ class GradientMean:
         self.alone = False  # whether this rank has no more batches, and only takes part for the others' sake
         self._reset()
         for number, leaf in enumerate(self.leaves):  # in place of Flat's own hook, or of earlier Replicas'
-            if earlier := getattr(leaf.parameter, HANDLE, None):
-                earlier.remove()
-            hook = partial(self._arrived, number)
-            setattr(leaf.parameter, HANDLE, leaf.parameter.register_post_accumulate_grad_hook(hook))
+            set_hook(leaf.parameter, partial(self._arrived, number))
 
     def _add(self, number: int, buffer: FlatBuffer, cuts: Sequence[slice]) -> None:
         first = len(self.buckets)
@@ -128,7 +125,8 @@ class GradientMean:
                 for bucket in leaf.buckets:
                     self._due[bucket] += 1
             used[k] = takes_part or leaf.parameter.grad is not None
-        self._complete += [bucket for bucket, due in enumerate(self._due) if not due]
+        if number is not None:
+            self._complete += [bucket for bucket, due in enumerate(self._due) if not due]
         self._flags = torch.tensor(used, dtype=torch.int32, device=self.device)
         self._flags_work = self.wire.all_reduce(self._flags, dist.ReduceOp.MAX)
         if number is not None:
@@ -224,7 +222,7 @@ class GradientMean:
         with torch.no_grad():
             extras = [begin() for begin in self.extras]
             for extra in extras:
-                next(extra)
+                next(extra, None)
             finish([*self._running, *extras])
             if self._side is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self._side)
@@ -246,10 +244,9 @@ class GradientMean:
 
     def _learn_order(self) -> None:
         """Send buckets in the order in which the first rank's first pass had them ready, from now on, on every rank."""
-        if self.ordered or not self._complete:
-            self.ordered = True
+        if self.ordered:
             return
-        left = [bucket for bucket in self.order if bucket not in set(self._complete)]
+        left = [bucket for bucket in self.order if bucket not in self._complete]
         order = torch.tensor(self._complete + left, device=self.device)
         with waiting("the order of buckets"):
             dist.broadcast(order, 0, group=self.wire.group.handle)

@@ -32,10 +32,10 @@ def broadcast_bytes(tensors: Sequence[Tensor], source: int, wire: Wire) -> None:
     """Replace tensors by those of the rank `source`; every rank has them in the same dtypes and shapes."""
     for x in tensors:
         if x.numel():
-            flat = as_bytes([x])
-            wire.broadcast(flat, source).wait()
-            if wire.group.rank != source:
-                from_bytes(flat, [x])
+            whole = x.contiguous()
+            wire.broadcast(whole.view(-1).view(torch.uint8), source).wait()
+            if whole.data_ptr() != x.data_ptr():
+                x.copy_(whole)
 
 
 def broadcast_state(state: Any, source: int, wire: Wire, device: torch.device) -> Any:
