@@ -1,10 +1,14 @@
 """The fp64 that both ways are measured by is fp64 throughout, also of code that computes parts of itself in fp32."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from warpfold.adapt.verify import StaysDouble
+from warpfold.adapt.adapter import Adapter, RandomInputs
+from warpfold.adapt.verify import StaysDouble, compare
+from warpfold.model.execution import Executable
 
 
 class InFp32(nn.Module):
@@ -32,3 +36,43 @@ def test_other_dtypes_are_cast() -> None:
     with StaysDouble():
         assert torch.ones(2, dtype=torch.bfloat16).float().dtype == torch.float32
         assert torch.ones(2, dtype=torch.float64).to(torch.bfloat16).dtype == torch.bfloat16
+
+
+class ShiftsLogits(nn.Module):
+    """Weights by a softmax of x + b: b shifts all of them alike, so its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.shift).softmax(-1) * self.scale
+
+
+class SameAgain(Adapter):
+    """The same, computed in another order."""
+
+    def build(self, module: nn.Module) -> nn.Module:
+        return Another(module)
+
+    def forward(self, layer: Any, x: Tensor) -> Tensor:
+        return layer(x)
+
+    def example(self, module: nn.Module, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (random(n, 6),), {}
+
+
+class Another(Executable):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "of", module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        powers = (x + self.of.shift - 1).exp()
+        return powers * (self.of.scale / powers.sum(-1, keepdim=True))
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_difference() -> None:
+    found = compare(ShiftsLogits(), SameAgain())
+    assert found.agrees
+    assert found.difference < 1e-4

@@ -36,6 +36,8 @@ PACKAGES: tuple[str, ...] = (  # modules of warpfold.adapt, with adapters
     "esmfold",
     "esmfold2",
     "openfold3",
+    "boltz",
+    "protenix",
 )
 REPORT = "_warpfold_acceleration"  # the attribute of an accelerated model
 NOT_ASKED = "not asked for"

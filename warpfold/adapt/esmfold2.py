@@ -96,6 +96,7 @@ class EsmFold2OuterProduct(EsmFold2Layer):
     operation = "outer_product"
 
     def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts: one projection has both factors."""
         c = module.outer_hidden_size
         return made_of(
             OuterProductMean,

@@ -88,7 +88,7 @@ def on_meta(adapter: Adapter, module: nn.Module) -> AxialUpdate | None:
 def _delta(layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, rows: int | None) -> Tensor:
     """Return the layer's update of x without x, at once or in slices."""
     with layer.computing():  # also where it is computed again, perhaps by another thread
-        if rows is None or x.dim() < 2:
+        if rows is None or x.dim() < 2 or rows >= x.shape[cut_axes(layer, longest_axis(x))[0]]:
             return layer.delta(x, mask, other)
         return delta_in_slices(layer, x, mask, other, rows)
 

@@ -20,6 +20,8 @@ from warpfold.ops.dispatch import always_fast
 
 SIZES = (7, 33)  # residues: below a tile of any kernel, and above, both odd
 TIMES = 4.0  # theirs: so far from the truth may we be
+GRADIENT = "gradient of "  # how their names begin
+NEGLIGIBLE = 0.03  # of the steepest gradient: one may be zero but for rounding, as of what shifts all logits alike
 ENOUGH = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # or so far, relative
 
 
@@ -58,11 +60,15 @@ def _compare(module: nn.Module, adapter: Adapter, seed: int, n: int, execution: 
     with always_fast():
         by_us = _results(ours, adapter, n, like)
     worst = Comparison(0.0, "output", True)
+    steepest = max(
+        (float(x.abs().max()) for name, x in truth.items() if name.startswith(GRADIENT) and x.numel()), default=0.0
+    )
     for name, exact in truth.items():
         one, other = by_us[name], by_them[name]
         if one.shape != other.shape or one.dtype != other.dtype:
             return Comparison(math.inf, f"shape or dtype of the {name}", False)
-        scale = max(float(exact.abs().max()), 1e-30) if exact.numel() else 1.0
+        least = NEGLIGIBLE * steepest if name.startswith(GRADIENT) else 0.0
+        scale = max(float(exact.abs().max()), least, 1e-30) if exact.numel() else 1.0
         apart = _apart(one, other) / scale
         error, allowed = (_apart(x, exact) / scale for x in (one, other))
         agrees = error <= max(TIMES * allowed, ENOUGH[_coarsest(like)])
@@ -144,7 +150,7 @@ def _results(module: nn.Module, adapter: Adapter, n: int, like: Tensor) -> dict[
     found = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
     results = {f"output {i}" if i else "output": x.detach() for i, x in enumerate(outputs)}
     return results | {
-        f"gradient of {name}": torch.zeros_like(x) if grad is None else grad
+        f"{GRADIENT}{name}": torch.zeros_like(x) if grad is None else grad
         for (name, x), grad in zip(given.items(), found)
     }
 

@@ -273,7 +273,7 @@ class Flat(TorchOptimizer):
     def _fill(self, states: States, average: Kept, master: Kept, cuts: Collection[nn.Parameter]) -> None:
         """Have the buffers hold a state of each parameter; what it lacks begins anew."""
         for buffer in self.buffers:
-            buffer.cuts = {i for i, p in enumerate(buffer.parameters.values()) if i and p in cuts}
+            buffer.cut_at(i for i, p in enumerate(buffer.parameters.values()) if p in cuts)
             wide = torch.promote_types(buffer.weights.dtype, torch.float32)
             if buffer.master is not None:
                 named = {name: master.get(p, p.detach()) for name, p in buffer.parameters.items()}

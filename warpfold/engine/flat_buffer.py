@@ -22,7 +22,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from warpfold.errors import UserError
 from warpfold.parallel.buckets import make_layout
 
-AT_ONCE = 2**14  # numbers: a larger gradient is put into its place as soon as it is there, and its memory freed
+# Numbers: a larger gradient is put into its place as soon as it is there, and its memory freed; or, on a CPU, where a
+# step is not quicker for fewer large tensors, it is read where it lies, and the place stays unused.
+LARGE = 2**14
 # The handle of each parameter's hook: not an attribute of the parameter, with which it would be pickled.
 _handles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -37,15 +39,24 @@ class Piece:
     first: int  # of the buffer's parameters, those from first to last - 1 lie in it
     last: int
     weights: Tensor  # or master weights: what the optimizer works on
-    gradient: Tensor
+    place: Tensor  # of its gradient
+    alone: nn.Parameter | None  # the parameter whose gradient is read where it lies
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of what lies in it."""
+        if self.alone is None or self.alone.grad is None:
+            return self.place
+        first = self.buffer.starts[self.first]
+        return self.alone.grad.detach().view(-1)[self.where.start - first : self.where.stop - first]
 
 
 class FlatBuffer:
     """Parameters in one flat tensor, and their gradients in another.
 
     p.grad says what a backward pass has reached, as in torch: it is None after `zero_grad`.  A gradient may lie
-    anywhere until `gather` puts it into its place, `gradients[name]`, which p.grad then is.  The place of a parameter
-    without gradient holds whatever it held.
+    anywhere until `gather` puts it into its place, `gradients[name]`, which p.grad then is (large ones on a CPU stay
+    where they are, unless it is told otherwise).  The place of a parameter without gradient holds whatever it held.
     """
 
     def __init__(self, group: int, parameters: Mapping[str, nn.Parameter], ranks: int, master: bool) -> None:
@@ -56,24 +67,32 @@ class FlatBuffer:
         self.group, self.parameters = group, dict(parameters)
         self.layout = make_layout(self.parameters, float("inf"), ranks)
         self.places = self.layout.places
-        self._starts = [place.start for place in self.places.values()]
+        self.starts = [place.start for place in self.places.values()]
         some = next(iter(self.parameters.values()))
         self.weights = torch.zeros(self.layout.size, dtype=some.dtype, device=some.device)
         self.gradient = torch.zeros_like(self.weights)
         # As they lie in memory now (channels_last, say), without holes.
         self._strides = {name: torch.empty_like(p, device="meta").stride() for name, p in self.parameters.items()}
         self.gradients = {name: self.view(self.gradient, name) for name in self.places}
+        narrow = some.dtype in (torch.float16, torch.bfloat16)
+        self.master = self.weights.float() if master and narrow else None
+        self._direct: dict[str, nn.Parameter] = {}
+        if some.device.type == "cpu" and self.master is None:
+            lengths = [b - a for a, b in pairwise([*self.starts, self.layout.size])]  # with what follows them
+            for length, (name, p) in zip(lengths, self.parameters.items()):
+                if p.numel() == length >= LARGE and p.is_contiguous():
+                    self._direct[name] = p
         for name, p in self.parameters.items():
             self.view(self.weights, name).copy_(p.detach())
             p.data = self.view(self.weights, name)  # what changes the buffer changes the parameter
-            set_hook(p, partial(_put, self.gradients[name]) if p.numel() >= AT_ONCE else None)
+            at_once = p.numel() >= LARGE and name not in self._direct
+            set_hook(p, partial(_put, self.gradients[name]) if at_once else None)
         self._held = [(name, p, self.gradients[name], p.data_ptr()) for name, p in self.parameters.items()]
         self.own: list[slice] = [slice(0, self.layout.size)]
-        self.cuts: set[int] = set()  # the numbers of the parameters at which a piece begins for its history
+        self.cuts: set[int] = set()  # the numbers of the parameters at which a piece begins
+        self.cut_at(())
         self.moments: dict[str, Tensor] = {}
         self.average: Tensor | None = None
-        narrow = some.dtype in (torch.float16, torch.bfloat16)
-        self.master = self.weights.float() if master and narrow else None
         self._versions = self._written()
 
     def view(self, flat: Tensor, name: str) -> Tensor:
@@ -83,9 +102,10 @@ class FlatBuffer:
     # Gradients
 
     @torch.no_grad()
-    def gather(self) -> list[bool]:
-        """Put every gradient into its place; return which parameters have one, in order.
+    def gather(self, everything: bool = False) -> list[bool]:
+        """Put gradients into their places; return which parameters have one, in order.
 
+        everything: those, too, that are read where they lie.
         Errors: RuntimeError where a parameter does not lie in the buffer any more, UserError for a sparse gradient.
         """
         present, sources, targets, found = [], [], [], []
@@ -98,6 +118,8 @@ class FlatBuffer:
             gradient = p.grad
             present.append(gradient is not None)
             if gradient is None or gradient is view:
+                continue
+            if name in self._direct and not everything and _is_plain(gradient, view):
                 continue
             if gradient.layout != torch.strided:
                 raise UserError(
@@ -159,25 +181,36 @@ class FlatBuffer:
 
     # Pieces
 
-    def number(self, name: str) -> int:
-        """Return which of the parameters has a name."""
-        return bisect_left(self._starts, self.places[name].start)
+    def cut_at(self, numbers: Iterable[int]) -> None:
+        """Have pieces begin at these parameters only, and around those whose gradient is read where it lies."""
+        alone = {i for i, name in enumerate(self.places) if name in self._direct}
+        self.cuts = {i for i in {*numbers, *alone, *(i + 1 for i in alone)} if 0 < i < len(self.places)}
 
     def cut(self, limit: int | None) -> list[Piece]:
-        """Return the pieces of what this process updates: cut at `cuts`, and none longer than `limit`."""
-        found, offset = [], 0
+        """Return the pieces of what this process updates: cut at `cuts`, and none of several parameters longer than
+        `limit`.
+        """
+        found, offset, names = [], 0, list(self.places)
         for own in self.own:
-            at = {self._starts[i] for i in self.cuts if own.start < self._starts[i] < own.stop}
+            at = {self.starts[i] for i in self.cuts if own.start < self.starts[i] < own.stop}
             for a, b in pairwise(sorted({own.start, own.stop} | at)):
-                for start in range(a, b, limit or b - a):
-                    where = slice(start, min(b, start + (limit or b - a)))
+                first = bisect_right(self.starts, a) - 1
+                alone = self._direct.get(names[first])
+                most = b - a if limit is None or alone is not None else limit
+                for start in range(a, b, most):
+                    where = slice(start, min(b, start + most))
                     local = slice(where.start + offset - own.start, where.stop + offset - own.start)
-                    first = bisect_right(self._starts, where.start) - 1
-                    last = bisect_left(self._starts, where.stop)
+                    first = bisect_right(self.starts, where.start) - 1
+                    last = bisect_left(self.starts, where.stop)
                     weights = self.weights[where] if self.master is None else self.master[local]
-                    found.append(Piece(self, where, local, first, last, weights, self.gradient[where]))
+                    found.append(Piece(self, where, local, first, last, weights, self.gradient[where], alone))
             offset += own.stop - own.start
         return found
+
+
+def _is_plain(gradient: Tensor, view: Tensor) -> bool:
+    """Return whether a gradient can be read where it lies."""
+    return gradient.layout == torch.strided and gradient.dtype == view.dtype and gradient.is_contiguous()
 
 
 def set_hook(p: Tensor, hook: Callable[[Tensor], None] | None) -> None:

@@ -65,6 +65,8 @@ class PieceOptimizer:
         if issubclass(self.optimizer, SGD):
             self._begin_momenta()
         self.inner.step()
+        for piece in (piece for pieces in self.pieces for piece in pieces):
+            piece.weights.grad = None  # or it would live on after zero_grad
         return self._adopt()
 
     def _begin_momenta(self) -> None:
@@ -199,19 +201,22 @@ class PieceOptimizer:
         """Have what is kept for every number lie in `moments`; return whether anything did not."""
         moved = False
         for buffer, pieces in zip(self.buffers, self.pieces):
-            for piece in pieces:
+            begin = {key: (flat.data_ptr(), flat.element_size()) for key, flat in buffer.moments.items()}
+            for piece in pieces:  # this runs in every step
                 state = self.inner.state.get(piece.weights, {})
                 for key, value in state.items():
-                    if not isinstance(value, Tensor) or value.shape != piece.weights.shape:
+                    if key in begin:
+                        first, size = begin[key]
+                        if value.data_ptr() == first + piece.local.start * size:
+                            continue
+                    elif not isinstance(value, Tensor) or value.shape != piece.weights.shape:
                         continue
-                    if key not in buffer.moments:
+                    else:
                         length = pieces[-1].local.stop
-                        buffer.moments[key] = value if len(value) == length else value.new_zeros(length)
-                        moved = True
-                    place = buffer.moments[key][piece.local]
-                    if value.data_ptr() != place.data_ptr():
-                        state[key] = place.copy_(value)
-                        moved = True
+                        flat = buffer.moments[key] = value if len(value) == length else value.new_zeros(length)
+                        begin[key] = flat.data_ptr(), flat.element_size()
+                    state[key] = buffer.moments[key][piece.local].copy_(value)
+                    moved = True
         return moved
 
     # How it is called

@@ -92,7 +92,7 @@ class _Passes:
             loss = self.step.loss(batch)
         loss.backward()
         if self.step.optimizer.reducer is None:  # which puts them there itself
-            self._present = [buffer.gather() for buffer in self.step.optimizer.buffers]
+            self._present = [buffer.gather(everything=True) for buffer in self.step.optimizer.buffers]
         self.called = True
         return {"loss": loss.detach()}
 

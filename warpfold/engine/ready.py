@@ -203,7 +203,7 @@ class Ready:
             self._used = self._used.changed(early=[planned.step])
             self._begun = True
             self._plan_more()
-            self._on_way = self._take(wait=False)
+            self._on_way = self._take(wait=False) if self._moves else None
             if_it_fails.pop_all()
         return batch
 

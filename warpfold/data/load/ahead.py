@@ -90,9 +90,16 @@ class Ahead(Generic[P]):
         These are at most `window` places behind the oldest that was not taken, so that none comes more than `window`
         places late or early.
         """
-        alike = [planned for planned in self if planned.kind == self._kinds[0]]
-        near = (planned for planned in alike if planned.place <= alike[0].place + self._window)
-        return next((planned for planned in near if planned.place in outcomes), None)
+        oldest = None
+        for planned in self:
+            if planned.kind != self._kinds[0]:
+                continue
+            oldest = planned.place if oldest is None else oldest
+            if planned.place > oldest + self._window:
+                break
+            if planned.place in outcomes:
+                return planned
+        return None
 
     def _settle(self, outcomes: dict[int, Outcome]) -> None:
         """Resubmit what is to be done instead of failed jobs."""

@@ -12,6 +12,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NamedTuple
@@ -121,8 +122,13 @@ def received(pipe: Connection, answer: list[Any]) -> Written:
 
 def view(buffer: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
     """Return an array that lies in a buffer (uint8), on any device, as a tensor that shares its memory."""
-    kind = torch.from_numpy(np.empty(0, dtype)).dtype
+    kind = _torch_dtype(dtype)
     return buffer[offset : offset + math.prod(shape) * kind.itemsize].view(kind).reshape(tuple(shape))
+
+
+@cache
+def _torch_dtype(dtype: str) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def _memory(size: int) -> int:
