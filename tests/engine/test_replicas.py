@@ -335,6 +335,32 @@ def test_compression_carries_over_what_it_leaves_out(
     run_ranks(function, ranks)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, {}), (2, {"shard": True}), (4, {"hierarchical": True, "ranks_per_node": 2})],
+)
+def test_bf16_rounds_what_is_sent(ranks: int, options: dict[str, Any]) -> None:
+    """Every contribution, or a node's, and the mean lose at most a part of 2^-8: bf16 has eight bits."""
+
+    def function() -> None:
+        every = [Straight() for _ in range(ranks)]
+        for rank, each in enumerate(every):
+            each(0, rank).backward()
+        model = Straight()
+        optimizer = Flat(model, torch.optim.SGD, lr=1.0)
+        replicas = Replicas(model, optimizer, compression="bf16", bucket_mb=0.001, **options)
+        model(0, dist.get_rank()).backward()
+        optimizer.step()
+        replicas.check()
+        for kind in ("a", "b"):
+            parts = torch.stack([getattr(each, kind).grad for each in every])
+            wrong = (getattr(model, kind) + parts.mean(0)).abs()
+            assert bool((wrong <= 2.01 * 2**-8 * parts.abs().mean(0)).all())
+            assert options.get("shard") or wrong.max() > 0
+
+    run_ranks(function, ranks)
+
+
 def test_compression_sends_what_is_not_finite_whole_and_keeps_its_carry() -> None:
     def function() -> None:
         model = Straight().double()

@@ -36,6 +36,7 @@ PACKAGES: tuple[str, ...] = (  # modules of warpfold.adapt, with adapters
     "esmfold",
     "esmfold2",
     "openfold3",
+    "openfold",
     "boltz",
     "protenix",
 )

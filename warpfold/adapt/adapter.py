@@ -66,7 +66,8 @@ class Adapter:
     """How modules of some classes compute by our operations.  An adapter has no state."""
 
     serves: ClassVar[tuple[str, ...]] = ()  # "package.module:Class"
-    signature: ClassVar[str] = ""  # of their forward, as `inspect` prints it without annotations; nothing: any
+    # Of their forward, as `inspect` prints it without annotations; of several versions; nothing: any.
+    signature: ClassVar[str | tuple[str, ...]] = ""
     operation: ClassVar[str] = ""  # what computes, for people
     plain: ClassVar[bool] = False  # a layer of torch's own: swapped where it is asked for, or measured to be a gain
 
@@ -267,8 +268,9 @@ def adapter_of(module: nn.Module, known: Mapping[str, Adapter]) -> tuple[Adapter
         # Many a class is made of torch's, to compute something else: it is not known.
         return (None, None) if adapter.plain else (adapter, f"{kind.__name__} has a forward of its own")
     found = signature_of(kind.forward)
-    if adapter.signature and found != adapter.signature:
-        return adapter, f"its forward is {found}, and {adapter.signature} is known"
+    known_as = (adapter.signature,) if isinstance(adapter.signature, str) else adapter.signature
+    if adapter.signature and found not in known_as:
+        return adapter, f"its forward is {found}, and {' or '.join(known_as)} is known"
     if "forward" in vars(module):
         return adapter, "its forward was replaced"
     return adapter, None

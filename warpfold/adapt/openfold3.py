@@ -7,7 +7,7 @@ choose a kernel of theirs (cuEquivariance, DeepSpeed, Triton, low-memory attenti
 
 from collections.abc import Mapping
 from copy import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class TriangleProducts(Adapter):
     serves = tuple(
         f"{LAYERS}.triangular_multiplicative_update:{kind}TriangleMultiplicativeUpdate" for kind in ("", "Fused")
     )
-    signature = (
+    signature: ClassVar[str | tuple[str, ...]] = (
         "(self, z, mask=None, inplace_safe=False, use_cueq_triangle_kernels=False, use_triton_triangle_kernels=False, "
         "_add_with_inplace=False, _inplace_chunk_size=256)"
     )
@@ -120,11 +120,12 @@ class TriangleAttentions(Adapter):
     """Triangle attention, within rows; or within columns (`starting=False`, which AlphaFold2's ending node may be)."""
 
     serves = (f"{LAYERS}.triangular_attention:TriangleAttention",)
-    signature = (
+    signature: ClassVar[str | tuple[str, ...]] = (
         "(self, x, mask=None, transpose_bias=False, chunk_size=None, use_deepspeed_evo_attention=False, "
         "use_cueq_triangle_kernels=False, use_triton_triangle_kernels=False, use_lma=False, inplace_safe=False)"
     )
     operation = "gated_attention"
+    bias = "linear_z"  # the name of the projection that makes it
 
     def build(self, module: Any) -> AxialUpdate:
         """Return our layer, within rows or columns as theirs is."""
@@ -133,7 +134,7 @@ class TriangleAttentions(Adapter):
         layer = made_of(
             TriangleAttention,
             norm=NormOf(module.layer_norm),
-            bias=linear_of(module.linear_z),
+            bias=linear_of(getattr(module, self.bias)),
             attention=attention,
             by_column=not module.starting,
         )
@@ -167,7 +168,7 @@ class RowAttentions(Adapter):
     """Attention within rows of m, with a bias made of z (Algorithm 7) or none."""
 
     serves = (f"{LAYERS}.msa:MSAAttention",)
-    signature = (
+    signature: ClassVar[str | tuple[str, ...]] = (
         "(self, m, z=None, mask=None, chunk_size=None, use_deepspeed_evo_attention=False, "
         "use_cueq_triangle_kernels=False, use_triton_triangle_kernels=False, use_lma=False, inplace_safe=False, "
         "_chunk_logits=None, _checkpoint_chunks=None)"
@@ -209,7 +210,7 @@ class ColumnAttentions(Adapter):
     """Attention within columns of m (Algorithm 8)."""
 
     serves = (f"{LAYERS}.msa:MSAColumnAttention",)
-    signature = (
+    signature: ClassVar[str | tuple[str, ...]] = (
         "(self, m, mask=None, chunk_size=None, use_deepspeed_evo_attention=False, use_cueq_triangle_kernels=False, "
         "use_triton_triangle_kernels=False, use_lma=False)"
     )

@@ -21,7 +21,7 @@ from warpfold.ops.dispatch import always_fast
 SIZES = (7, 33)  # residues: below a tile of any kernel, and above, both odd
 TIMES = 4.0  # theirs: so far from the truth may we be
 GRADIENT = "gradient of "  # how their names begin
-NEGLIGIBLE = 0.03  # of the steepest gradient: one may be zero but for rounding, as of what shifts all logits alike
+NEGLIGIBLE = 0.1  # of the steepest gradient: one may be zero but for rounding, as of what shifts all logits alike
 ENOUGH = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # or so far, relative
 
 

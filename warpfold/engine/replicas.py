@@ -205,8 +205,10 @@ class Replicas:
 
 def _config(compression: Compression | CompressionConfig | None) -> CompressionConfig | None:
     """Return the settings of a compressor; None where gradients are sent whole, or rounded."""
-    if compression is None or compression == "bf16" or isinstance(compression, CompressionConfig):
-        return None if isinstance(compression, str) else compression
+    if isinstance(compression, CompressionConfig):
+        return None if compression.method == "none" else compression
+    if compression is None or compression == "bf16":
+        return None
     if compression not in get_args(Compression):
         raise UserError(
             f'Replicas: compression = "{compression}" is not one of {", ".join(get_args(Compression))}, None'
@@ -223,7 +225,7 @@ def _check(model: nn.Module, optimizer: Flat, config: CompressionConfig | None, 
         )
     if optimizer.reducer is not None:
         raise UserError("Replicas: this optimizer has its Replicas already; make them once")
-    if shard and config is not None and config.method != "none":
+    if shard and config is not None:
         raise UserError("Replicas: shard=True gathers whole weights, which costs what compression saves; choose one")
     if not bucket_mb > 0:
         raise UserError(f"Replicas: bucket_mb = {bucket_mb} must be positive")

@@ -1,0 +1,141 @@
+"""OpenFold's Evoformer and extra MSA stack (openfold 2.0 to 2.2), by its published classes and signatures.
+
+Not tested against the package: it is on no package index (PyPI's `openfold` is something else).  Most of its layers
+are in OpenFold3 too, against which these adapters are tested (tests/adapt/test_openfold.py); and `accelerate` compares
+each with its own code before it is swapped.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpfold.adapt.adapter import NormOf, NotServed, RandomInputs, made_of
+from warpfold.adapt.openfold3 import (
+    ColumnAttentions,
+    Example,
+    GlobalColumnAttentions,
+    OuterProducts,
+    RowAttentions,
+    Transitions,
+    TriangleAttentions,
+    TriangleProducts,
+    linear_of,
+)
+from warpfold.model.attention import Transition
+from warpfold.model.axial import AxialUpdate
+
+MODEL = "openfold.model"
+DEEPSPEED, CUEQUIVARIANCE = "use_deepspeed_evo_attention=False, ", "use_cuequivariance_attention=False, "
+ATTENTIONS = DEEPSPEED, DEEPSPEED + CUEQUIVARIANCE  # the switches of 2.0, and of 2.2
+
+
+def check_precision(x: Tensor) -> None:
+    """Raise NotServed for fp16, in which their products are scaled, or computed in fp32."""
+    kind = x.device.type
+    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+    if cast or x.dtype == torch.float16:
+        raise NotServed("fp16")
+
+
+class OpenFoldProducts(TriangleProducts):
+    """Triangle multiplication; with both factors in one projection (AlphaFold2-Multimer), too."""
+
+    serves = tuple(
+        f"{MODEL}.triangular_multiplicative_update:{kind}"
+        for kind in ("TriangleMultiplicativeUpdate", "FusedTriangleMultiplicativeUpdate")
+    )
+    signature = tuple(
+        f"(self, z, mask=None, inplace_safe=False, {switch}_add_with_inplace=False, _inplace_chunk_size=256)"
+        for switch in ("", "use_cuequivariance_multiplicative_update=False, ")
+    )
+
+    def forward(self, layer: Any, z: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the update; z with it, in place, where the caller wants that, also of cuEquivariance's kernel."""
+        check_precision(z)
+        if len(args) > 1:
+            raise NotServed("arguments by their place that change places from version to version")
+        kwargs.pop("use_cuequivariance_multiplicative_update", None)
+        return super().forward(layer, z, mask, *args, **kwargs)
+
+
+class OpenFoldTriangleAttentions(TriangleAttentions):
+    """Triangle attention, within rows or columns."""
+
+    serves = (f"{MODEL}.triangular_attention:TriangleAttention",)
+    signature = tuple(
+        f"(self, x, mask=None, chunk_size=None, use_memory_efficient_kernel=False, {switches}use_lma=False, "
+        "inplace_safe=False)"
+        for switches in ATTENTIONS
+    )
+    bias = "linear"
+
+    def forward(self, layer: Any, x: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        rows = args[0] if args else kwargs.get("chunk_size")
+        return super().forward(layer, x, mask, False, rows)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        return (random(2, n, n, module.c_in), random.mask(2, n, n)), {}
+
+
+class OpenFoldRowAttentions(RowAttentions):
+    """Attention within rows of m, with a bias made of z or none."""
+
+    serves = (f"{MODEL}.msa:MSAAttention",)
+    signature = tuple(
+        f"(self, m, z=None, mask=None, chunk_size=None, use_memory_efficient_kernel=False, {switches}use_lma=False, "
+        "use_flash=False, inplace_safe=False, _chunk_logits=None, _checkpoint_chunks=None)"
+        for switches in ATTENTIONS
+    )
+
+
+class OpenFoldColumnAttentions(ColumnAttentions):
+    """Attention within columns of m."""
+
+    serves = (f"{MODEL}.msa:MSAColumnAttention",)
+    signature = tuple(
+        f"(self, m, mask=None, chunk_size=None, {switches}use_lma=False, use_flash=False)" for switches in ATTENTIONS
+    )
+
+
+class OpenFoldGlobalColumnAttentions(GlobalColumnAttentions):
+    """Global attention within columns of m."""
+
+    serves = (f"{MODEL}.msa:MSAColumnGlobalAttention",)
+
+
+class OpenFoldOuterProducts(OuterProducts):
+    """The outer product mean."""
+
+    serves = (f"{MODEL}.outer_product_mean:OuterProductMean",)
+
+    def forward(self, layer: Any, m: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        check_precision(m)
+        return super().forward(layer, m, *args, **kwargs)
+
+
+class OpenFoldPairTransitions(Transitions):
+    """The perceptron of z."""
+
+    serves = (f"{MODEL}.pair_transition:PairTransition",)
+    signature = "(self, z, mask=None, chunk_size=None)"
+    state = "z"
+
+    def build(self, module: Any) -> AxialUpdate:
+        up, down = linear_of(module.linear_1), linear_of(module.linear_2)
+        return made_of(Transition, norm=NormOf(module.layer_norm), up=up, down=down, activation="relu")
+
+    def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = (kwargs.pop(self.state),) if self.state in kwargs else ()
+        return super().forward(layer, *given, *args, **kwargs)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        return (random(2, 3, n, module.linear_1.in_features), random.mask(2, 3, n)), {}
+
+
+class OpenFoldMSATransitions(OpenFoldPairTransitions):
+    """The perceptron of m."""
+
+    serves = (f"{MODEL}.evoformer:MSATransition",)
+    signature = "(self, m, mask=None, chunk_size=None)"
+    state = "m"
