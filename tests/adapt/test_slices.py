@@ -12,6 +12,7 @@ import warpfold
 from tests.adapt.stand_in import KNOWN, TheirModel, inputs
 from warpfold.adapt import accelerate as subject
 from warpfold.adapt import slices
+from warpfold.adapt.adapter import Adapter
 from warpfold.memory import memory_in_use
 from warpfold.tune.timing import peak
 
@@ -103,6 +104,19 @@ def test_rows_that_a_caller_chooses_are_honoured(monkeypatch: pytest.MonkeyPatch
     assert not seen
     assert (model(x, mask, 4) - whole).abs().max() < 1e-5
     assert seen == [4, 4]
+    model(x, mask, 1000)  # more than there are: EsmFold's default, for most proteins
+    assert seen == [4, 4]
+
+
+def test_a_layer_that_adds_x_itself_has_the_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = warpfold.accelerate(TheirModel(), memory="24GB")
+    module = model.blocks[0].attention
+    layer, x, mask = module._warpfold_layer, torch.randn(1, 9, 9, 16), torch.ones(1, 9, 9)
+    asked: list[int | None] = []
+    monkeypatch.setattr(layer.execution, "rows_that_fit", lambda x, mask, other, rows: asked.append(rows) or 2)
+    new = Adapter.renew(layer, x, mask)
+    assert asked == [None]
+    assert (new - x - module(x, mask)).abs().max() < 1e-5
 
 
 def test_copies_and_restoring_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

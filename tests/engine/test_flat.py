@@ -435,6 +435,20 @@ def test_what_moves_the_parameters_is_an_error() -> None:
         second.step()
 
 
+@pytest.mark.parametrize("optimizer", [optim.Adam, optim.Adagrad])
+def test_an_average_begins_with_the_weights_that_all_ranks_have(optimizer: type[optim.Optimizer]) -> None:
+    model = small()
+    flat = Flat(model, optimizer, ema=0.5)
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)  # rank zero's
+    flat.own([buffer.own for buffer in flat.buffers])
+    assert flat.averaged_state_dict(model)["0.weight"].eq(2).all()
+    steps(model, flat, range(1))
+    before = flat.averaged_state_dict(model)
+    flat.own([buffer.own for buffer in flat.buffers])
+    assert torch.equal(flat.averaged_state_dict(model)["0.weight"], before["0.weight"])
+
+
 class Halves:
     """Two ranks in one process, as threads: what a reducer of sharded buffers does."""
 

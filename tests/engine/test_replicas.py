@@ -26,6 +26,7 @@ from tests.ranks import run_ranks
 from tests.test_docs import ROOT, blocks
 from warpfold.engine.flat import Flat
 from warpfold.engine.replicas import Replicas
+from warpfold.engine.resume import Checkpoints
 from warpfold.engine.state_messages import broadcast_state
 from warpfold.errors import UserError
 from warpfold.parallel.compress import CompressionConfig
@@ -333,6 +334,31 @@ def test_compression_carries_over_what_it_leaves_out(
             assert torch.equal(again.a, model.a), method
 
     run_ranks(function, ranks)
+
+
+@pytest.mark.parametrize("options", [{"compression": "int8"}, {"shard": True}])
+def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    def function() -> None:
+        def made_again(name: str, first: int, last: int) -> nn.Module:
+            model = made(TinyVision)
+            optimizer = Flat(groups(model), ADAM[0], **ADAM[1])
+            replicas = Replicas(model, optimizer, **options)
+            folder = Checkpoints(tmp_path / name)
+            step, _ = folder.load_latest(model=model, optimizer=optimizer, more={"replicas": replicas})
+            assert step == first
+            for step in range(first, last):
+                vision_loss(model, step, dist.get_rank()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            folder.save(last, model=model, optimizer=optimizer, more={"replicas": replicas})
+            return model
+
+        whole = made_again("whole", 0, 5)
+        made_again("halves", 0, 3)
+        halves = made_again("halves", 3, 5)
+        assert all(torch.equal(p, q) for p, q in zip(whole.state_dict().values(), halves.state_dict().values()))
+
+    run_ranks(function, 2)
 
 
 @pytest.mark.parametrize(

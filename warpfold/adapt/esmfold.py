@@ -72,10 +72,11 @@ class EsmFoldTriangleAttention(Adapter):
         use_lma: bool = False,
         inplace_safe: bool = False,
     ) -> Tensor:
-        """Return the update; rows are computed `chunk_size` at a time."""
+        """Return the update; rows are computed `chunk_size` at a time, but for a gradient: theirs then keeps all."""
         if use_memory_efficient_kernel and use_lma:
             raise NotServed("two algorithms are asked for at once")
-        return self.update(layer, x, ones(x) if mask is None else (mask == 1).to(x.dtype), rows=chunk_size)
+        rows = None if torch.is_grad_enabled() and x.requires_grad else chunk_size
+        return self.update(layer, x, ones(x) if mask is None else (mask == 1).to(x.dtype), rows=rows)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (random(2, n, n, module.c_in), pair_mask(random, 2, n, n)), {}

@@ -96,6 +96,7 @@ class EsmFold2OuterProduct(EsmFold2Layer):
     operation = "outer_product"
 
     def build(self, module: Any) -> Executable:
+        """Return ours, which divides by the count of sequences, 1 at least."""
         c = module.outer_hidden_size
         return made_of(
             OuterProductMean,

@@ -87,7 +87,7 @@ class Flat(TorchOptimizer):
         self._names: dict[nn.Parameter, str] = {}
         self._outside: list[nn.Parameter] = []  # frozen ones
         self._held: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []  # where the model has them
-        self._laid_out = False
+        self._laid_out = self._begun = False  # begun: a step was taken, or a state taken over
         self._pieces: PieceOptimizer
         if isinstance(params, nn.Module):
             self._names = {p: name for name, p in params.named_parameters()}
@@ -140,6 +140,7 @@ class Flat(TorchOptimizer):
             self._clip(self.clip)
         for buffer in self.buffers:
             buffer.follow_weights()
+        self._begun = True
         if self._pieces.step(self.param_groups):
             self._publish()
         for buffer in self.buffers:
@@ -223,6 +224,7 @@ class Flat(TorchOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state of this class, or of torch's, whose lack of an average begins one with the weights."""
         super().load_state_dict(dict(state_dict))
+        self._begun = True
         every = [p for group in self.param_groups for p in group["params"]]
         states = {p: self.state[p] for p in every if p in self.state}
         if self.master:  # torch has cast them to 16 bits
@@ -236,7 +238,7 @@ class Flat(TorchOptimizer):
         Slices begin and end at multiples of buckets.ALIGN and ascend.  The state is kept for them alone.
         """
         states, average, master = self._whole(), self._kept("average"), self._kept("master")
-        if not any(states.values()):  # no step was taken, and the weights may be another rank's by now
+        if not self._begun:  # the weights may be another rank's by now
             average, master = {}, {}
         for buffer, own in zip(self.buffers, pieces, strict=True):
             buffer.own = own

@@ -128,6 +128,8 @@ class PieceOptimizer:
             for p in buffer.parameters.values():
                 if p in live:
                     found[p] = {k: v if k in buffer.moments else _copied(v) for k, v in live[p].items()}
+                    if "step" in found[p] and self._fused[buffer.group] and not groups[buffer.group].get("capturable"):
+                        found[p]["step"] = found[p]["step"].cpu()  # as torch has it where nobody asked for fused
         return found
 
     def _gathered(self, number: int, group: Mapping[str, Any], reducer: "GradientReducer") -> States:
