@@ -13,6 +13,7 @@ from warpfold.engine.packed import PackedWeights, packed_order
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.layers import Linear, joined
 from warpfold.model.pair import PairConfig
+from warpfold.model.pair_bias import AttentionPairBias
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 
@@ -84,6 +85,23 @@ def test_weights_read_together_lie_together_and_state_dicts_are_as_they_were() -
             assert torch.equal(bias, torch.cat(biases).bfloat16())
             assert weight.data_ptr() % 32 == 0
     assert "blocks.0.pair.starting.bias.weight" in together
+
+
+def test_a_bias_behind_a_projection_without_one_is_read_where_it_is() -> None:
+    """Zeros stand before it, which are no parameter: such projections are joined on the way."""
+    layer, results = AttentionPairBias(C_M, C_Z, heads=2).double(), []
+    for i, p in enumerate(layer.parameters()):
+        torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(i))
+    given = [torch.arange(n, dtype=torch.float64).sin() for n in (4 * C_M, 16 * C_Z)]
+    s, z = given[0].view(1, 4, C_M), given[1].view(4, 4, C_Z)
+    for pack in (False, True):
+        packed = PackedWeights(layer, trained=True) if pack else None
+        dx = layer.delta(s, torch.ones(1, 4), z)
+        dx.sum().backward()
+        results.append([dx.detach(), *(p.grad.clone() for p in layer.parameters())])
+        assert packed is None or packed.joined(torch.float64, layer.projections) is None
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 class Copies(TorchDispatchMode):

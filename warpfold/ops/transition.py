@@ -19,6 +19,9 @@ from warpfold.ops.tensors import empty_like, empty_parameters, upcast_half
 # 2020; AlphaFold3, Algorithm 11).
 Activation = Literal["relu", "swiglu"]
 CHANNELS = 512  # at most, that the Triton kernels serve
+# At most, in 16 bits: beside two halves of the weights nothing fits the registers.  The layers so wide are of single
+# representations, of few positions.
+GATED_CHANNELS = 256
 HALVES: Mapping[str, int] = {"relu": 1, "swiglu": 2}  # how many outputs of `up` make one number of the hidden layer
 
 
@@ -34,8 +37,10 @@ def _unsupported_sizes(*args: Any) -> str | None:
     x, up, down, activation = args[0], args[3], args[5], args[-1]
     if activation not in HALVES or up.shape[0] != HALVES[activation] * down.shape[1]:
         return "up and down do not fit together"
-    if backend(x) == "triton" and x.shape[-1] > CHANNELS:
-        return f"{x.shape[-1]} channels (kernels are for {CHANNELS} at most)"
+    gated = activation == "swiglu" and x.element_size() == 2
+    most = GATED_CHANNELS if gated else CHANNELS
+    if backend(x) == "triton" and x.shape[-1] > most:
+        return f"{x.shape[-1]} channels{', SwiGLU' if gated else ''} (kernels are for {most} at most)"
     return None
 
 

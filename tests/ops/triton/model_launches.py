@@ -6,13 +6,20 @@ beside it that could fall behind.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from warpfold.model.alphafold import ModelConfig
+from warpfold.model.attention import Transition
+from warpfold.model.axial import AxialUpdate
+from warpfold.model.layers import Linear
 from warpfold.model.losses import LossConfig
+from warpfold.model.msa import OuterProductMean
+from warpfold.model.pair import TriangleAttention, TriangleMultiplication
+from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 from warpfold.ops import dispatch
 from warpfold.ops.adam import adam_step
 from warpfold.ops.triton.launch import KernelLaunch
@@ -38,6 +45,38 @@ def one_block(config: ModelConfig) -> ModelConfig:
         templates=replace(config.templates, blocks=1),
         structure=replace(config.structure, layers=1),
     )
+
+
+Shape = tuple[int, ...]
+# Layers of other people's models, of no bias but AlphaFold3's queries', and the shapes of x, its mask and the other:
+# attention with pair bias has heads 24 and 48 wide.
+FOREIGN: dict[str, tuple[Callable[[], AxialUpdate], Shape, Shape, Shape | None]] = {
+    "pair bias, 24": (lambda: AttentionPairBias(384, 128, 16), (1, 256, 384), (1, 256), (256, 256, 128)),
+    "pair bias, 48": (lambda: AttentionPairBias(768, 128, 16), (1, 256, 768), (1, 256), (256, 256, 128)),
+    "pair-weighted": (lambda: PairWeightedAveraging(64, 128), (64, 256, 64), (256, 256), (256, 256, 128)),
+    "triangle product": (lambda: TriangleMultiplication(128, 128, True), (256, 256, 128), (256, 256), None),
+    "triangle attention": (lambda: TriangleAttention(128, True), (256, 256, 128), (256, 256), None),
+    "SwiGLU, 64": (lambda: Transition(64, activation="swiglu"), (64, 256, 64), (64, 256), None),
+    "SwiGLU, 128": (lambda: Transition(128, activation="swiglu"), (256, 256, 128), (256, 256), None),
+    "SwiGLU, 256": (lambda: Transition(256, activation="swiglu"), (256, 256, 256), (256, 256), None),
+    "outer product": (lambda: OuterProductMean(64, 128), (256, 256, 128), (64, 256), (64, 256, 64)),
+}
+
+
+def foreign_launches(name: str, dtype: torch.dtype) -> list[KernelLaunch]:
+    """Return the launches of a layer's update alone, forward and backward."""
+    make, x, mask, other = FOREIGN[name]
+    with torch.device("meta"), launching() as launches:
+        layer = make()
+        for module in layer.modules():
+            if isinstance(module, nn.LayerNorm) or (isinstance(module, nn.Linear) and "pair bias" not in name):
+                module.bias = None
+        if isinstance(layer, OuterProductMean):
+            layer.out, layer.bias_divided = Linear(32 * 32, 128), False
+        others = () if other is None else (torch.empty(other, dtype=dtype, requires_grad=True),)
+        given = torch.empty(x, dtype=dtype, requires_grad=True), torch.empty(mask, dtype=dtype)
+        layer.delta(*given, *others).sum().backward()
+    return list(launches)
 
 
 def launches_of(plan: Plan, config: ModelConfig, sizes: Mapping[str, int], training: bool = True) -> list[KernelLaunch]:

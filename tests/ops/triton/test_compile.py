@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
 from tests.ops.triton.budgets import BUDGETS, Figures, breaches, distinct, figures
-from tests.ops.triton.model_launches import demanding, launches_of, wider
+from tests.ops.triton.model_launches import FOREIGN, demanding, foreign_launches, launches_of, wider
 from tests.ops.triton.toy_kernels import COPY, GIANT_TILES, SMALL_TILES, copy_launch, product_launch
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.compile import source
@@ -139,6 +139,23 @@ def test_planes_whose_rows_are_padded_are_within_the_budget(arch) -> None:
     ]
     assert padded
     assert not over_budget(demanding(padded), arch)
+
+
+@pytest.mark.parametrize(("width", "arch"), [(24, "sm_80"), (48, "sm_90")])
+def test_heads_of_other_widths_are_within_the_budget(width: int, arch: str) -> None:
+    found = distinct(foreign_launches(f"pair bias, {width}", torch.bfloat16), BUDGETS[arch].target)
+    attention = [launch for launch in found if launch.kernel.name.startswith("attention")]
+    assert [launch.key[0] for launch in attention] == [width] * 3
+    assert not over_budget(attention, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", BUDGETS)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_layers_of_other_models_are_within_the_budget(name: str, arch: str) -> None:
+    found = foreign_launches(name, torch.bfloat16)
+    assert found
+    assert not over_budget(distinct(found, BUDGETS[arch].target), arch)
 
 
 def test_an_entry_covers_those_that_take_less() -> None:

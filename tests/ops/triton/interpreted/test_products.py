@@ -88,3 +88,8 @@ def test_what_the_kernels_do_not_serve_is_refused() -> None:
     x, row, matrix = torch.ones(2, 513), torch.ones(513), torch.ones(513, 513)
     reason = transition.unsupported_reason(x, row, row, matrix, row, matrix, row)
     assert reason == "513 channels (kernels are for 512 at most)"
+    x, row, matrix = torch.ones(2, 384), torch.ones(384), torch.ones(384, 384)
+    given = x, row, None, torch.cat([matrix, matrix]), None, matrix, None
+    assert transition.unsupported_reason(*given, activation="swiglu") is None
+    reason = transition.unsupported_reason(x.half(), *given[1:], activation="swiglu")
+    assert reason == "384 channels, SwiGLU (kernels are for 256 at most)"
