@@ -93,7 +93,8 @@ def compare(make: Callable[[int], tuple[Any, tuple[Any, ...], dict[str, Any]]], 
     theirs, args, kwargs = make(n)
     redrawn(theirs.eval(), 0)
     ours = accelerate(copy.deepcopy(theirs), verify=False)
-    given = [x.requires_grad_() for x in (*args, *kwargs.values()) if torch.is_tensor(x) and x.is_floating_point()]
+    tensors = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x) and x.is_floating_point()]
+    given = [x.requires_grad_() for x in tensors if not (x == 1).all()]  # no masks
     subjects = []
     for name, block in (("theirs", theirs), ("ours", ours)):
         wanted = [*given, *block.parameters()]
