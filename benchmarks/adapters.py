@@ -53,10 +53,29 @@ def openfold3_evoformer(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return block, (m, z, torch.ones(1, 64, n), torch.ones(1, n, n)), {}
 
 
+def boltz(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return a block of Boltz-2's Pairformer and its arguments."""
+    import torch
+    from boltz.model.layers.pairformer import PairformerLayer
+
+    s, z = torch.randn(1, n, 384), torch.randn(1, n, n, 128)
+    return PairformerLayer(384, 128, v2=True), (s, z, torch.ones(1, n), torch.ones(1, n, n)), {}
+
+
+def protenix(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return a block of Protenix's Pairformer and its arguments; LAYERNORM_TYPE=torch is wanted."""
+    import torch
+    from protenix.model.modules.pairformer import PairformerBlock
+
+    return PairformerBlock(), (torch.randn(n, 384), torch.randn(n, n, 128), torch.ones(n, n)), {}
+
+
 OPENFOLD_PAIRS: dict[str, Any] = {"c_z": 128, "c_hidden_mul": 128, "c_hidden_pair_att": 32, "no_heads_pair": 4}
 OPENFOLD_PAIRS |= {"transition_n": 4, "pair_dropout": 0.25, "fuse_projection_weights": False, "inf": 1e9}
 BLOCKS: dict[str, Callable[[int], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
     "esmfold": esmfold,
+    "boltz": boltz,
+    "protenix": protenix,
     "openfold3": openfold3,
     "openfold3-evoformer": openfold3_evoformer,
 }
@@ -74,7 +93,8 @@ def compare(make: Callable[[int], tuple[Any, tuple[Any, ...], dict[str, Any]]], 
     theirs, args, kwargs = make(n)
     redrawn(theirs.eval(), 0)
     ours = accelerate(copy.deepcopy(theirs), verify=False)
-    given = [x.requires_grad_() for x in (*args, *kwargs.values()) if torch.is_tensor(x) and x.is_floating_point()]
+    tensors = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x) and x.is_floating_point()]
+    given = [x.requires_grad_() for x in tensors if not (x == 1).all()]  # no masks
     subjects = []
     for name, block in (("theirs", theirs), ("ours", ours)):
         wanted = [*given, *block.parameters()]

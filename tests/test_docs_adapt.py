@@ -24,7 +24,9 @@ def test_blocks_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if missing := [name for name in sorted(packages(block)) if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{missing[0]} is not installed: ./dev adapters")
     torch.manual_seed(0)
-    exec(compile(block, "accelerate.md", "exec"), {"__name__": "__main__"})
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(block, "accelerate.md", "exec"), names)
+    assert len(names) > 2
 
 
 def test_there_is_a_block_for_every_kind_of_user() -> None:

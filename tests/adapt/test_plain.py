@@ -151,3 +151,66 @@ def test_other_attention_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
             F.scaled_dot_product_attention(q, q, q, bias)
         with pytest.raises(AssertionError):
             F.scaled_dot_product_attention(q, q, q, bias)
+
+
+# ---- perceptrons, by what they compute
+
+
+class Feed(nn.Module):
+    """Somebody's perceptron; `how` names what its forward computes."""
+
+    def __init__(self, how: str, p: float = 0.0) -> None:
+        super().__init__()
+        self.how, self.ln, self.drop = how, nn.LayerNorm(12), nn.Dropout(p)
+        packed = "packed" in how
+        self.w1, self.w2 = nn.Linear(12, 40 if packed else 20), nn.Linear(20, 12)
+        if "swiglu" in how and not packed:
+            self.w3 = nn.Linear(12, 20)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.ln(x)
+        if "packed" in self.how:
+            a, b = self.w1(y).chunk(2, dim=-1)
+            h = a * F.silu(b) if "value first" in self.how else F.silu(a) * b
+        elif "swiglu" in self.how:
+            h = F.silu(self.w1(y)) * self.w3(y)
+        elif "twice" in self.how:
+            h = self.w1(y + x).relu()
+        else:
+            h = F.gelu(self.w1(y)) if "gelu" in self.how else F.relu(self.w1(y))
+        out = self.drop(self.w2(h))
+        return x + out if "residual" in self.how else out
+
+
+HOW = ("relu", "relu, residual", "swiglu", "swiglu, residual", "swiglu packed", "swiglu packed, value first")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_perceptrons_are_known_by_what_they_compute(how: str) -> None:
+    module = Feed(how)
+    found = compare(module, adapter(module))
+    assert found.agrees, found
+    assert found.difference < 1e-4
+
+
+def test_a_sequence_of_layers_is_a_perceptron() -> None:
+    module = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 12))
+    x = torch.randn(3, 12)
+    want = module(x)
+    warpfold.accelerate(module, only="transition")
+    assert torch.allclose(module(x), want, atol=1e-6)
+    warpfold.restore(module)
+
+
+@pytest.mark.parametrize("how", ["gelu", "twice"])
+def test_other_perceptrons_are_not_known(how: str) -> None:
+    assert adapter_of(Feed(how), adapters()) == (None, None)
+
+
+def test_dropout_of_a_perceptron_is_its_own() -> None:
+    module, x = Feed("relu", p=0.5), torch.randn(4, 12)
+    swap(module, adapter(module), adapter(module).build(module))
+    before = refusals()
+    assert not torch.equal(module.train()(x), module(x))
+    assert sum("dropout" in name for name in refusals(before)) == 1
+    assert torch.equal(module.eval()(x), module(x))

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from warpfold.adapt.adapter import Adapter, RandomInputs
+from warpfold.adapt.adapter import Adapter, RandomInputs, swap
 from warpfold.adapt.verify import StaysDouble, compare
 from warpfold.model.execution import Executable
+from warpfold.ops.dispatch import always_fast
 
 
 class InFp32(nn.Module):
@@ -76,3 +77,19 @@ def test_rounding_of_a_gradient_that_is_zero_is_no_difference() -> None:
     found = compare(ShiftsLogits(), SameAgain())
     assert found.agrees
     assert found.difference < 1e-4
+
+
+def test_what_is_small_on_a_cpu_their_own_code_computes() -> None:
+    class Least(SameAgain):
+        least = 100
+
+        def forward(self, layer: Any, x: Tensor) -> Tensor:
+            return x * 0
+
+    module = ShiftsLogits()
+    swap(module, Least(), Least().build(module))
+    small, large = torch.ones(2, 6), torch.ones(20, 6)
+    assert module(small).any()
+    assert not module(large).any()
+    with always_fast():
+        assert not module(small).any()

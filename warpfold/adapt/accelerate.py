@@ -30,8 +30,16 @@ from warpfold.memory import memory_in_use
 from warpfold.ops.dispatch import unsupported_device
 from warpfold.tune.machine import in_gb, parse_memory
 
-# Modules of warpfold.adapt with adapters.
-PACKAGES: tuple[str, ...] = ("plain", "esmfold", "esmfold2", "openfold3", "openfold", "boltz", "protenix")
+PACKAGES: tuple[str, ...] = (  # modules of warpfold.adapt, with adapters
+    "plain",
+    "perceptron",
+    "esmfold",
+    "esmfold2",
+    "openfold3",
+    "openfold",
+    "boltz",
+    "protenix",
+)
 REPORT = "_warpfold_acceleration"  # the attribute of an accelerated model
 NOT_ASKED = "not asked for"
 PLAIN = "plain torch: swapped where only= names it, or where verify='speed' finds a gain"

@@ -33,7 +33,7 @@ from warpfold.errors import UserError
 from warpfold.model.axial import AxialUpdate
 from warpfold.model.execution import Executable, PlainExecution
 from warpfold.model.layers import DrawsNoise
-from warpfold.ops.dispatch import kernels, report_refusal
+from warpfold.ops.dispatch import kernels, report_refusal, small_on_cpu
 from warpfold.ops.norm import EPS, layer_norm
 
 L = TypeVar("L", bound=Executable)
@@ -66,9 +66,15 @@ class Adapter:
     """How modules of some classes compute by our operations.  An adapter has no state."""
 
     serves: ClassVar[tuple[str, ...]] = ()  # "package.module:Class"
-    signature: ClassVar[str | tuple[str, ...]] = ""  # of their forward, without annotations; of several versions
+    # Of their forward, as `inspect` prints it without annotations; of several versions; nothing: any.
+    signature: ClassVar[str | tuple[str, ...]] = ""
     operation: ClassVar[str] = ""  # what computes, for people
+    least: ClassVar[int] = 0  # numbers of the first argument below which their own code is as fast, on a CPU
     plain: ClassVar[bool] = False  # a layer of torch's own: swapped where it is asked for, or measured to be a gain
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return whether a module of a class that it serves is such a layer at all: overridden where its parts say."""
+        return True
 
     def build(self, module: nn.Module) -> Executable:
         """Return our layer, made of the module's parts.  Errors: NotServed for a module that differs."""
@@ -256,15 +262,15 @@ def adapter_of(module: nn.Module, known: Mapping[str, Adapter]) -> tuple[Adapter
     """Return the adapter of a module, if its class is known, and why the module cannot be swapped, if so."""
     kind: Any = type(module)
     served = next((one for one in kind.__mro__ if name_of(one) in known), None)
-    if served is None:
+    if served is None or not known[name_of(served)].knows(module):
         return None, None
     adapter = known[name_of(served)]
-    if kind.forward is not served.forward:
+    if adapter.signature and kind.forward is not served.forward:
         # Many a class is made of torch's, to compute something else: it is not known.
         return (None, None) if adapter.plain else (adapter, f"{kind.__name__} has a forward of its own")
     found = signature_of(kind.forward)
     known_as = (adapter.signature,) if isinstance(adapter.signature, str) else adapter.signature
-    if found not in known_as:
+    if adapter.signature and found not in known_as:
         return adapter, f"its forward is {found}, and {' or '.join(known_as)} is known"
     if "forward" in vars(module):
         return adapter, "its forward was replaced"
@@ -289,6 +295,8 @@ def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Modu
 
     @wraps(theirs)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if how.least and small_on_cpu(next(iter((*args, *kwargs.values())), None), how.least):
+            return theirs(self, *args, **kwargs)
         try:
             return how.forward(_layer_now(self, how), *args, **kwargs)
         except NotServed as refusal:

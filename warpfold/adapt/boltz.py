@@ -20,6 +20,7 @@ from warpfold.model.msa import OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 
+LEAST = 2**18  # numbers of z, or of s, that are worth our operations on a CPU: measured
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -42,6 +43,7 @@ class BoltzTriangleOutgoing(KeptInFp32):
     serves = _layers("triangular_mult:TriangleMultiplicationOutgoing", "triangular:TriangleMultiplicationOutgoing")
     signature = "(self, x, mask, use_kernels=False)"
     operation = "triangle_multiplication"
+    least = LEAST
     outgoing: ClassVar[bool] = True
 
     def build(self, module: Any) -> Executable:
@@ -89,6 +91,7 @@ class BoltzTriangleAttention(Adapter):
     serves = _layers("triangular_attention.attention:TriangleAttention")
     signature = "(self, x, mask=None, chunk_size=None, use_kernels=False)"
     operation = "gated_attention"
+    least = LEAST
 
     def build(self, module: Any) -> Executable:
         """Return our layer, made of the module's parts."""
@@ -127,6 +130,7 @@ class BoltzTransition(Adapter):
     serves = _layers("transition:Transition")
     signature = "(self, x, chunk_size=None)"
     operation = "transition"
+    least = LEAST
 
     def build(self, module: Any) -> Executable:
         """Return our layer, made of the module's parts."""
@@ -150,6 +154,7 @@ class BoltzOuterProduct(Adapter):
     serves = _layers("outer_product_mean:OuterProductMean")
     signature = "(self, m, mask, chunk_size=None)"
     operation = "outer_product"
+    least = LEAST
 
     def build(self, module: Any) -> Executable:
         """Return our layer, made of the module's parts."""
@@ -181,6 +186,7 @@ class BoltzPairWeightedAveraging(Adapter):
     serves = _layers("pair_averaging:PairWeightedAveraging")
     signature = "(self, m, z, mask, chunk_heads=<class 'bool'>)"
     operation = "pair_weighted_averaging"
+    least = LEAST
 
     def build(self, module: Any) -> Executable:
         """Return our layer, made of the module's parts."""
@@ -206,6 +212,7 @@ class BoltzAttentionPairBias(KeptInFp32):
     )
     signature = "(self, s, z, mask, k_in, multiplicity=1)"
     operation = "attention_pair_bias"
+    least = LEAST
 
     def build(self, module: Any) -> Executable:
         """Return our layer, made of the module's parts."""

@@ -143,7 +143,7 @@ class TriangleAttentions(Adapter):
 
     def forward(
         self,
-        layer: Any,
+        layer: TriangleAttention,
         x: Tensor,
         mask: Tensor | None = None,
         transpose_bias: bool = False,
@@ -154,7 +154,7 @@ class TriangleAttentions(Adapter):
         """Return the update; transpose_bias: of a z that the caller has transposed."""
         if transpose_bias:
             layer = copy(layer)
-            layer.transpose_bias = not layer.by_column  # as theirs, of x that a starting node reads as it comes
+            layer.bias_transposed = True
         return self.update(layer, x, mask_of(x, mask), rows=chunk_size)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:

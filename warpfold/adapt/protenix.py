@@ -20,6 +20,7 @@ from warpfold.model.msa import OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 
+LEAST = 2**18  # numbers of z, or of s, that are worth our operations on a CPU: measured
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -37,6 +38,7 @@ class ProtenixTriangleMultiplication(Adapter):
         "triangle_multiplicative='torch')"
     )
     operation = "triangle_multiplication"
+    least = LEAST
 
     def build(self, module: Any) -> Executable:
         """Return our layer, made of the module's parts."""
@@ -86,6 +88,7 @@ class ProtenixTriangleAttention(Adapter):
     serves = _in_model("triangular.triangular:TriangleAttention")
     signature = "(self, x, mask=None, chunk_size=None, triangle_attention='torch', inplace_safe=False)"
     operation = "gated_attention"
+    least = LEAST
 
     def build(self, module: Any) -> Executable:
         """Return our layer, made of the module's parts."""
@@ -125,6 +128,7 @@ class ProtenixTransition(Adapter):
     serves = _in_model("modules.primitives:Transition")
     signature = "(self, x)"
     operation = "transition"
+    least = LEAST
 
     def build(self, module: Any) -> Executable:
         """Return our layer, made of the module's parts."""
@@ -147,6 +151,7 @@ class ProtenixOuterProductMean(Adapter):
     serves = _in_model("triangular.layers:OuterProductMean")
     signature = "(self, m, mask=None, chunk_size=None, inplace_safe=False)"
     operation = "outer_product"
+    least = LEAST
 
     def build(self, module: Any) -> Executable:
         """Return our layer, made of the module's parts."""
@@ -180,6 +185,7 @@ class ProtenixPairWeightedAveraging(Adapter):
     serves = ("protenix.model.modules.pairformer:MSAPairWeightedAveraging",)
     signature = "(self, m, z)"
     operation = "pair_weighted_averaging"
+    least = LEAST
 
     def build(self, module: Any) -> Executable:
         """Return our layer, made of the module's parts."""
@@ -208,6 +214,7 @@ class ProtenixAttentionPairBias(Adapter):
         "enable_efficient_fusion=False)"
     )
     operation = "attention_pair_bias"
+    least = LEAST
 
     def build(self, module: Any) -> Executable:
         """Return our layer, made of the module's parts."""

@@ -242,6 +242,12 @@ def faster_on_cpu(x: Tensor, elements: int, enough: int) -> bool:
     return elements < enough and backend(x) == "cpu"
 
 
+def small_on_cpu(x: object, least: int) -> bool:
+    """Return whether x is a tensor of fewer numbers on a CPU, and fast ways are not asked for whatever the size."""
+    small = isinstance(x, Tensor) and faster_on_cpu(x, x.numel(), least)
+    return small and not _choice.always_fast and _choice.kernels == "fast"
+
+
 def unsupported_device(operands: Sequence[Any]) -> str | None:
     """Return why no fast way serves the devices and dtypes of tensors (or what has those; None: left out), or None."""
     device = operands[0].device

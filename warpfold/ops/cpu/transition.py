@@ -9,6 +9,7 @@ from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, blocks, put, rows, writable
 from warpfold.ops.tensors import accumulation_dtype, empty_like
+from warpfold.ops.transition import HALVES
 
 HIDDEN = 2**20  # numbers of the hidden layer in a block
 
@@ -32,7 +33,7 @@ def transition(
     for xb, yb in blocks(x, x, y, size=_size(up)):
         xs, results = rows(xb), writable(yb)
         n, _, _ = torch.native_layer_norm(xs, x.shape[-1:], nw, nb, eps)
-        hidden = _hidden(_linear(n, w1, b1), activation)
+        hidden = _in_place(_before(n, w1, b1, activation))
         if residual and b2 is not None:
             torch.add(xs, b2, out=results).addmm_(hidden, w2)
         else:
@@ -63,14 +64,15 @@ def transition_backward(
     for xb, gb, dxb in blocks(x, x, grad, dx, size=_size(up)):
         xs, g = rows(xb), rows(gb)
         n, mean, scale = torch.native_layer_norm(xs, [c], nw, nb, eps)
-        pre = _linear(n, narrow1.t(), b1)
-        hidden = _hidden(pre, activation)
+        hidden, pre = _hidden(_before(n, narrow1.t(), b1, activation))
         accumulate(ddown, g, hidden)
         ddown_bias += g.sum(0, dtype=dtype)
-        dpre = _gradient(pre, hidden, torch.mm(g, narrow2), activation)
-        dup_bias += dpre.sum(0, dtype=dtype)
-        accumulate(product, dpre, (xs.to(dtype) - mean).mul_(scale).to(x.dtype))
-        dn = torch.mm(dpre, narrow1)
+        dpre = _gradient(pre, hidden, torch.mm(g, narrow2))
+        standard = (xs.to(dtype) - mean).mul_(scale).to(x.dtype)
+        for some, d in zip(_halves(len(up), activation), dpre):
+            dup_bias[some] += d.sum(0, dtype=dtype)
+            accumulate(product[some], d, standard)
+        dn = _product(dpre, narrow1)
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], mean, scale, nw, one, [True, False, False])
         put(dxb, dxs.add_(g) if residual else dxs)
     dup = product * nw if nb is None else product * nw + dup_bias[:, None] * nb
@@ -90,21 +92,49 @@ def _linear(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor | None 
     return torch.mm(x, weight, out=out) if added is None else torch.addmm(added, x, weight, out=out)
 
 
-def _hidden(pre: Tensor, activation: str) -> Tensor:
-    """Return the hidden layer; that of relu lies where `pre` did."""
-    if activation == "relu":
-        return pre.relu_()
-    gate, value = pre.chunk(2, -1)
-    return F.silu(gate).mul_(value)
+def _halves(outputs: int, activation: str) -> list[slice]:
+    """Return which outputs of `up` are made apart: with "swiglu" the gates and the values, each lying by itself."""
+    size = outputs // HALVES[activation]
+    return [slice(start, start + size) for start in range(0, outputs, size)]
 
 
-def _gradient(pre: Tensor, hidden: Tensor, dhidden: Tensor, activation: str) -> Tensor:
-    """Return the gradient of `pre`, given that of the hidden layer; uses all of them up."""
-    if activation == "relu":
-        return dhidden.mul_(hidden.sign_())
-    gate, value = pre.chunk(2, -1)
-    dvalue = dhidden * F.silu(gate)
-    return torch.cat([torch.ops.aten.silu_backward(dhidden.mul_(value), gate), dvalue], -1)
+def _before(n: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
+    """Return the outputs of `up`, in halves."""
+    halves = _halves(weight.shape[1], activation)
+    return [_linear(n, weight[:, some], None if bias is None else bias[some]) for some in halves]
+
+
+def _in_place(before: list[Tensor]) -> Tensor:
+    """Return the hidden layer, which lies where the outputs of `up` did."""
+    return before[0].relu_() if len(before) == 1 else F.silu(before[0], inplace=True).mul_(before[1])
+
+
+def _hidden(before: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the hidden layer, and what the gradient needs beside it: with "swiglu" gates, values, silu of gates."""
+    if len(before) == 1:
+        return before[0].relu_(), []
+    gate, value = before
+    silu = F.silu(gate)
+    return silu * value, [gate, value, silu]
+
+
+def _gradient(pre: list[Tensor], hidden: Tensor, dhidden: Tensor) -> list[Tensor]:
+    """Return the gradients of the outputs of `up`, given that of the hidden layer; uses all of them up."""
+    if not pre:
+        return [dhidden.mul_(hidden.sign_())]
+    gate, value, silu = pre
+    dgate = torch.ops.aten.silu_backward(value.mul_(dhidden), gate)
+    return [dgate, dhidden.mul_(silu)]
+
+
+def _product(parts: list[Tensor], weight: Tensor) -> Tensor:
+    """Return the product of tensors that stand side by side with a weight, rounded once."""
+    if len(parts) == 1:
+        return torch.mm(parts[0], weight)
+    if weight.dtype.itemsize < 4:
+        return torch.mm(torch.cat(parts, 1), weight)
+    first = parts[0].shape[1]
+    return torch.mm(parts[0], weight[:first]).addmm_(parts[1], weight[first:])
 
 
 def _size(up: Tensor) -> int:
