@@ -22,7 +22,7 @@ from tests.run.test_train import damage
 from warpfold import settings
 from warpfold.data.load.loader import Sample
 from warpfold.data.store.store import Store
-from warpfold.engine import checkpoint
+from warpfold.engine import step_folders
 from warpfold.engine.loop import StepTimer, Watcher
 from warpfold.errors import UserError
 from warpfold.model import weights
@@ -337,7 +337,7 @@ def test_the_first_rank_alone_reads_checkpoints_and_first_weights(
     def noted(name: str, original: Any) -> Any:
         return lambda path, *args, **more: (opened.append(f"{name} {path}"), original(path, *args, **more))[1]
 
-    monkeypatch.setattr(checkpoint, "load_file", noted("load_file", checkpoint.load_file))
+    monkeypatch.setattr(step_folders, "load_file", noted("load_file", step_folders.load_file))
     monkeypatch.setattr(weights, "safe_open", noted("safe_open", weights.safe_open))
 
     def on_a_rank(steps: int) -> list[str]:
