@@ -30,7 +30,7 @@ _handles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(eq=False)
-class Piece:
+class FlatPiece:
     """A run of a buffer that an optimizer takes for one parameter: all in it have been stepped at the same times."""
 
     buffer: "FlatBuffer"
@@ -186,7 +186,7 @@ class FlatBuffer:
         alone = {i for i, name in enumerate(self.places) if name in self._direct}
         self.cuts = {i for i in {*numbers, *alone, *(i + 1 for i in alone)} if 0 < i < len(self.places)}
 
-    def cut(self, limit: int | None) -> list[Piece]:
+    def cut(self, limit: int | None) -> list[FlatPiece]:
         """Return the pieces of what this process updates: cut at `cuts`, and none of several parameters longer than
         `limit`.
         """
@@ -203,7 +203,7 @@ class FlatBuffer:
                     first = bisect_right(self.starts, where.start) - 1
                     last = bisect_left(self.starts, where.stop)
                     weights = self.weights[where] if self.master is None else self.master[local]
-                    found.append(Piece(self, where, local, first, last, weights, self.gradient[where], alone))
+                    found.append(FlatPiece(self, where, local, first, last, weights, self.gradient[where], alone))
             offset += own.stop - own.start
         return found
 

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.optim import Optimizer as TorchOptimizer
 
 from warpfold.engine.elementwise import FUSED, kept_by
-from warpfold.engine.flat_buffer import FlatBuffer, Piece, changes
+from warpfold.engine.flat_buffer import FlatBuffer, FlatPiece, changes
 
 if TYPE_CHECKING:
     from warpfold.engine.flat import GradientReducer
@@ -156,7 +156,7 @@ class PieceOptimizer:
     def _restore(
         self,
         buffer: FlatBuffer,
-        pieces: Sequence[Piece],
+        pieces: Sequence[FlatPiece],
         named: Mapping[str, State],
         example: Mapping[str, Any],
         elementwise: Collection[str],

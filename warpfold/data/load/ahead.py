@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from warpfold.data.load.workers import Killed, Made, Outcome, Refused, Workers
 
 
-class Place(Protocol):
+class WindowPlace(Protocol):
     """A planned job: its place in the order, and a key that all jobs share with which it may exchange places."""
 
     @property
@@ -17,7 +17,7 @@ class Place(Protocol):
     def kind(self) -> Hashable: ...
 
 
-P = TypeVar("P", bound=Place)
+P = TypeVar("P", bound=WindowPlace)
 
 
 class Ahead(Generic[P]):
