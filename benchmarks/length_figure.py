@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from warpfold.run.figures import CHAIN_COLORS, GREY, RULE, STYLE
 
 TITLES = {
-    "blocks": "two blocks of the true width: measured, and the plan's lines",
-    "whole": "every part, small width: measured, and the plan's lines",
+    "blocks": "two blocks, true width: measured, lines: planned",
+    "whole": "every part, small width: measured, lines: planned",
 }
 MARKS = "os^Dv*"
 GPUS = (24, 40, 80)  # GB
