@@ -76,12 +76,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_does_not_import_torch() -> None:
-    start = time.perf_counter()
     code = "import sys\nfrom warpfold import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
     code += "assert not {'torch', 'numpy', 'matplotlib', 'gemmi'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 5  # 0.3 s on an idle machine
 
 
 @pytest.mark.parametrize(

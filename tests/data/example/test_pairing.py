@@ -144,9 +144,9 @@ def test_five_chains_of_twenty_thousand_rows_are_paired_in_one_pass() -> None:
 
     def seconds(rows: int) -> float:
         chains = [chain(rows) for _ in range(5)]
-        start = time.perf_counter()
+        start = time.thread_time()
         assert len(pair_rows(chains)) > rows // 2
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     # A pass over the rows for each species would take 64 times as long for 8 times the rows.
     assert min(seconds(20_000) for _ in range(3)) < 32 * min(seconds(2_500) for _ in range(5))
