@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.example.complexes import Complex, assemble, chain_ids
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample
@@ -74,3 +74,8 @@ def depths_of(assembly: Assembly) -> dict[str, Any]:
     several = assembly.entity_id.max() > 1
     pairs = len(pair_rows([chain.pairing for chain in assembly.chains])) - 1 if several else 0
     return {"msa_depth": depth, "chain_depths": depths, "paired_rows": pairs}
+
+
+def without_atoms(chain: Example) -> Example:
+    """Return a chain without its coordinates, where they are in memory."""
+    return replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import Batch, stack, to_tensors
-from warpfold.data.example.assembly import Assembly, Example
+from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
 from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.data.features.make import make_features
@@ -30,7 +30,8 @@ from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.parallel.team import Team
-from warpfold.run.fold_input import Rows, as_alignment, complex_of, depths_of, on_chains
+from warpfold.run.coverage import Coverage, coverage_of
+from warpfold.run.fold_input import Rows, as_alignment, complex_of, depths_of, on_chains, without_atoms
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import check_templates
 from warpfold.run.planning import FoldPlan, FoldPlanner, sizes_of_batch
@@ -73,6 +74,7 @@ class Prepared:
     recycles: int
     ensemble: int
     seconds: float  # that it took
+    coverage: Coverage | None = None  # of the alignment
 
 
 class Predictor:
@@ -186,7 +188,7 @@ class Predictor:
             raise UserError(f"recycles = {recycles}, ensemble = {ensemble}: at least 0 and 1 are needed")
         if isinstance(example, Assembly):
             self._check_complex(example.name)
-            assembly = replace(example, chains=tuple(map(_without_atoms, example.chains)))
+            assembly = replace(example, chains=tuple(map(without_atoms, example.chains)))
         else:
             example = replace(example, positions=None, mask=None)
             assembly = Assembly(example.name, ("A",), (example,))
@@ -194,7 +196,8 @@ class Predictor:
         given = example if isinstance(example, RawExample) and settings.multimer is None else assembly
         features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
-        return Prepared(assembly, batch, seed, recycles, ensemble, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage_of(assembly))
 
     def compute(self, prepared: "Prepared", representations: bool = True, distogram: bool = False) -> Prediction:
         """Run the model on features as the plan says, and say how sure it is.
@@ -326,6 +329,7 @@ class Predictor:
             asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
             iptm=None if errors is None else errors.iptm,
             chain_pair_iptm=None if pairs is None else _numpy(pairs),
+            coverage=prepared.coverage,
             **distances,
         )
 
@@ -393,8 +397,3 @@ def load(
 
 def _numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().float().cpu().numpy()
-
-
-def _without_atoms(chain: Example) -> Example:
-    """Return a chain without its coordinates, where they are in memory."""
-    return replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain
