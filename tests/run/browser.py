@@ -24,7 +24,7 @@ OPTIONS = (
 
 
 class Browser:
-    """A browser with one page.  `requests`: all that the page asked for; `errors`: what its scripts complained about."""
+    """A browser with one page.  `requests`: what it asked for; `errors`: what its scripts complained about."""
 
     def __init__(self, folder: Path, width: int = 1280, height: int = 900) -> None:
         """folder: for its profile, and for what pages download."""

@@ -62,5 +62,5 @@ def _rows(values: np.ndarray, parts: int) -> Iterator[str]:
     numbers = range(round(parts * float(values.max(initial=0))) + 2)
     texts = [json.dumps(number if parts == 1 else number / parts) for number in numbers]
     for index, row in enumerate(values):
-        line = ", ".join(map(texts.__getitem__, np.rint(parts * row).astype(int).tolist()))
+        line = ", ".join(map(texts.__getitem__, np.rint(parts * row.astype(np.float64)).astype(int).tolist()))
         yield f"{', ' * (index > 0)}[{line}]"
