@@ -44,7 +44,7 @@ function offer(name, content, type = "text/plain") {
 function pdbOf(mmcif) {  // from the atoms of an mmCIF file that WarpFold wrote, as warpfold/data/structure/write.py does
   const right = (text, width) => String(text).padStart(width), lines = [];
   let serial = 0, last = null;
-  const end = () => { if (last) lines.push(`TER   ${right(++serial, 5)}      ${last[5]} ${last[16]}${right(last[15], 4)}`); };
+  const end = () => { if (last) lines.push(`TER   ${right(++serial, 5)}      ${last[5]} ${last[16]}${right(last[15], 4)} `); };
   for (const fields of mmcif.split("\n").filter(line => line.startsWith("ATOM ")).map(line => line.split(" "))) {
     if (last && last[16] !== fields[16]) end();
     const [, , element, atom, , residue, , , , , x, y, z, , b, number, chain] = last = fields;
@@ -180,13 +180,13 @@ class Panel {
 
   draw() {
     if (this.drawing) return;  // once for each frame, however fast the mouse is
-    this.drawing = requestAnimationFrame(() => {
+    this.drawing = setTimeout(() => {  // no animation frame: those wait for structures, slow without a GPU
       this.drawing = null;
       this.charts.forEach(chart => this.mark(chart));
       this.markSequence();
       this.say();
       this.label();
-    });
+    }, 16);
   }
 
   mark({ left, top, right, bottom, square, marks }) {
