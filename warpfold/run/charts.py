@@ -273,8 +273,10 @@ def _ticks(top: int, count: int) -> list[int]:
 def _places(chains: Spans, residues: int, width: float) -> list[tuple[float, str]]:
     """Return which residues an axis of that width names, by their numbers in their chains: place and number."""
     found: list[tuple[float, str]] = []
-    step = (_ticks(residues, max(1, int(width / 62))) or [1])[0]
-    for span in (chains or {"": slice(0, residues)}).values():
+    spans = (chains or {"": slice(0, residues)}).values()
+    longest = max(span.stop - span.start for span in spans)
+    step = (_ticks(longest, max(2, int(width * longest / residues / 62))) or [1])[0]
+    for span in spans:
         length = span.stop - span.start
         for number in [1, *range(step, length + 1, step)]:
             place = span.start + number - 0.5

@@ -83,17 +83,18 @@ def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
 
 def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping[str, Any]]) -> Section:
     """Return all predictions of each protein, best first."""
-    measures = dict.fromkeys(one["by"] for one in ranking.values())
+    by_any = dict.fromkeys(one["by"] for one in ranking.values())
+    measures = [one for one in by_any if "pLDDT" not in one]  # that has a column of its own
     header = ["prediction", "model", "seed", *measures, "mean pLDDT"]
     complexes = any("iptm" in entry for entry in entries)
     rows = []
     for e in entries:
         by = ranking[e["name"]]["by"]
-        values = [f"{e['ranking_confidence']:.{1 if 'pLDDT' in by else 3}f}" if by == one else "" for one in measures]
+        values = [f"{e['ranking_confidence']:.3f}" if by == one else "" for one in measures]
         row = [_label(e), e["model"], str(e["seed"]), *values, f"{e['mean_plddt']:.1f}"]
         row += [_score(e.get("iptm"))] if complexes else []
         rows.append([*row, _score(e["ptm"])])
-    text = f"Best first, by {' or '.join(measures)}."
+    text = f"Best first, by {' or '.join(by_any)}."
     return Section("Ranking", text, table=ReportTable([*header, *(["ipTM"] if complexes else []), "pTM"], rows))
 
 
@@ -174,7 +175,7 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         ca, plddt = arrays["positions"][:, ATOM_ORDER["CA"]], arrays["plddt"]
         pae = arrays["pae"] if "pae" in arrays.files else None
         coverage = None
-        if "coverage_rows" in arrays.files:
+        if "coverage_rows" in arrays.files and entry.get("rank", 1) == 1:  # the others have the same alignment
             depth, rows, total = (arrays[f"coverage_{name}"] for name in ("depth", "rows", "total"))
             coverage = Coverage(depth, rows, int(total))
     numbers = [("residues", str(entry["length"])), ("mean pLDDT", f"{entry['mean_plddt']:.1f}")]
@@ -206,7 +207,7 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         chains=_chain_spans(entry),
         coverage=coverage,
         group=entry["name"] if "ranked" in entry else "",
-        note=f"{entry['rank']}: {entry['model']}, seed {entry['seed']}" if "ranked" in entry else "",
+        note=f"rank {entry['rank']}: {entry['model']}, seed {entry['seed']}" if "ranked" in entry else "",
         interfaces=[
             ["-".join(one["chains"]), _score(one["iptm"]), f"{one['plddt']:.1f}", str(one["contacts"])]
             for one in entry.get("interfaces", ())

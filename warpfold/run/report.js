@@ -71,6 +71,7 @@ class Panel {
     const image = this.find('[data-kind="pae"] image');
     if (image) pixels(image).then(rows => { this.pae = rows; });
     this.listenToSequence(this.find(".sequence"));
+    article.classList.add("ready");
     this.find(".downloads").hidden = this.find(".controls").hidden = false;
     this.find(".downloads").onclick = event => this.download(event.target.name);
     this.find(".controls").onchange = () => this.paint();
