@@ -55,7 +55,8 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         lead=f"Folded by WarpFold with {names}{drawn}.",
         facts=facts,
         sections=sections,
-        targets=[target_of(out, entry | ({"warnings": []} if alone else {})) for entry in shown],  # they stand above
+        # a single protein's warnings stand above the numbers already
+        targets=[target_of(out, e | ({"warnings": []} if alone and e is best[0] else {})) for e in shown],
         warnings=[("", warning) for warning in summary.get("warnings", ())]
         + [("" if alone else _label(e), warning) for e in best for warning in e["warnings"]],
         footer=[

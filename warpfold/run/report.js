@@ -175,17 +175,20 @@ class Panel {
 
   select(ranges) {
     this.selected = ranges ?? { scored: null, aligned: null };
+    this.changed = true;
     this.draw();
-    this.paint();
   }
 
   draw() {
     if (this.drawing) return;  // once for each frame, however fast the mouse is
     this.drawing = setTimeout(() => {  // no animation frame: those wait for structures, slow without a GPU
       this.drawing = null;
+      if (this.changed) this.said = this.selected.scored ? this.summary() : null;
       this.charts.forEach(chart => this.mark(chart));
       this.markSequence();
       this.say();
+      if (this.changed) this.paint();
+      this.changed = false;
       this.label();
     }, 16);
   }
@@ -218,7 +221,7 @@ class Panel {
     const value = place => `${this.nameOf(place)}: pLDDT ${this.record.plddt[place].toFixed(1)}, ${classOf(this.record.plddt[place])[2]}`;
     if (aligned !== null) lines.push([`${this.nameOf(scored)} seen from ${this.nameOf(aligned)}: expected error ${this.error(scored, aligned) ?? "–"} Å`]);
     else if (scored !== null) lines.push([value(scored)]);
-    if (this.selected.scored) lines.push(this.summary());
+    if (this.said) lines.push(this.said);
     this.readout.replaceChildren(...lines.map(parts => {
       const line = document.createElement("span");
       line.append(...parts);
@@ -239,11 +242,14 @@ class Panel {
       part.textContent = first === last ? this.nameOf(first) : `${this.nameOf(first)} to ${this.nameOf(last)}`;
       return part;
     };
-    const mean = values => (values.reduce((sum, value) => sum + value, 0) / values.length).toFixed(1);
-    const places = ([first, last]) => Array.from({ length: last - first + 1 }, (_, i) => first + i);
-    if (!aligned) return [named(scored, "scored"), ` selected: mean pLDDT ${mean(places(scored).map(place => this.record.plddt[place]))}`];
-    const errors = this.pae ? places(aligned).flatMap(row => places(scored).map(place => this.error(place, row))) : [];
-    return [named(scored, "scored"), " seen from ", named(aligned, "aligned"), `: mean expected error ${errors.length ? mean(errors) : "–"} Å`];
+    const mean = (of, [first, last]) => {
+      let sum = 0;
+      for (let place = first; place <= last; place++) sum += of(place);
+      return sum / (last - first + 1);
+    };
+    if (!aligned) return [named(scored, "scored"), ` selected: mean pLDDT ${mean(place => this.record.plddt[place], scored).toFixed(1)}`];
+    const error = this.pae ? mean(row => mean(place => this.error(place, row), scored), aligned).toFixed(1) : "–";
+    return [named(scored, "scored"), " seen from ", named(aligned, "aligned"), `: mean expected error ${error} Å`];
   }
 
   // The structure

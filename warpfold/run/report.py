@@ -136,7 +136,7 @@ def _record(target: Target) -> dict[str, Any]:
     """Return what the page's script needs of a target.  Structures are compressed, whole: they can be downloaded."""
     return {
         "name": target.name,
-        "stem": file_name(target.name),
+        "stem": file_name(target.name.replace(", ", "_").replace(" ", "_")),
         "sequence": target.sequence.replace(":", ""),
         "plddt": [round(float(value), 2) for value in target.plddt],
         "chains": [[c, s.start, s.stop, charts.chain_color(i)] for i, (c, s) in enumerate(target.chains.items())],
