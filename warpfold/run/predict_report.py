@@ -58,7 +58,8 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         # a single protein's warnings stand above the numbers already
         targets=[target_of(out, e | ({"warnings": []} if alone and e is best[0] else {})) for e in shown],
         warnings=[("", warning) for warning in summary.get("warnings", ())]
-        + [("" if alone else _label(e), warning) for e in best for warning in e["warnings"]],
+        + ([("", one) for one in best[0]["warnings"]] if alone else [])
+        + [(_label(e), "; ".join(e["warnings"])) for e in best if e["warnings"] and not alone],
         footer=[
             f"WarpFold {versions['warpfold']} · torch {versions['torch']} · {summary['device']} · "
             f"{seeds} · parameters sha256 {digests}"

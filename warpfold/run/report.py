@@ -181,7 +181,7 @@ def _warnings(warnings: Sequence[tuple[str, str]], anchors: Mapping[str, str]) -
     """Return warnings, each with what it is about, if it is about something."""
     lines = [f"{_link(name, anchors) + ': ' if name else ''}{_text(what)}" for name, what in warnings[:WARNED]]
     if len(warnings) > WARNED:
-        lines.append(f"and {len(warnings) - WARNED} more, each at its protein")
+        lines.append(f"and {len(warnings) - WARNED} more: at each protein, and in summary.json")
     items = "".join(f"<li>{line}</li>" for line in lines)
     return f'<ul class="warnings" aria-label="warnings">{items}</ul>' if items else ""
 
