@@ -174,31 +174,41 @@ def draw_trace(ca: np.ndarray, plddt: np.ndarray, truth: np.ndarray | None = Non
     """
     center = ca.mean(0)
     _, _, turn = np.linalg.svd(ca - center, full_matrices=False) if len(ca) > 2 else (0, 0, np.eye(3))
-    drawn = [(truth, np.full(len(truth), -1), 22, ())] if truth is not None else []
-    drawn.append((ca, np.array([plddt_class(value) for value in plddt]), 40, ends))  # type: ignore[arg-type]
-    flat = np.concatenate([(points - center) @ turn.T for points, *_ in drawn])
-    size = 3400 / max(1e-6, float(np.ptp(flat[:, :2], axis=0).max(initial=1.0)))
-    origin = (flat[:, :2].max(0) + flat[:, :2].min(0)) / 2
-    parts = []
-    for points, classes, width, last in drawn:
-        moved = (points - center) @ turn.T
-        xy = np.rint((moved[:, :2] - origin) * size).astype(int)
-        bonded = np.linalg.norm(np.diff(points, axis=0), axis=-1) < 5
-        bonded[[end for end in last if end < len(bonded)]] = False
-        depth = (moved[1:, 2] + moved[:-1, 2]) / 2
-        far = (depth - depth.min(initial=0)) / max(1e-6, float(np.ptp(depth))) if len(depth) else depth
-        shade = np.minimum(far * len(SHADES), len(SHADES) - 1).astype(int)
-        for level, opacity in enumerate(SHADES):
-            for kind in sorted(set(classes.tolist())):
-                chosen = np.flatnonzero(bonded & (shade == level) & (classes[:-1] == kind))
-                d = "".join(
-                    f"M{xy[i, 0]} {xy[i, 1]}l{xy[i + 1, 0] - xy[i, 0]} {xy[i + 1, 1] - xy[i, 1]}" for i in chosen
-                )
-                color = CLASSES[kind][1] if kind >= 0 else "#aab2bb"
-                if d:
-                    parts.append(f'<path d="{d}" stroke="{color}" stroke-width="{width}" opacity="{opacity}"/>')
-    lines = f'<g fill="none" stroke-linecap="round">{"".join(parts)}</g>'
+    traces: list[tuple[np.ndarray, np.ndarray, int, tuple[int, ...]]] = []  # turned points, classes, width, ends
+    if truth is not None:
+        traces.append(((truth - center) @ turn.T, np.full(len(truth), -1), 22, ()))
+    traces.append(((ca - center) @ turn.T, np.array([plddt_class(value) for value in plddt]), 40, tuple(ends)))
+    flat = np.concatenate([points[:, :2] for points, *_ in traces])
+    size = 3400 / max(1.0, float(np.ptp(flat, axis=0).max()))
+    origin = (flat.max(0) + flat.min(0)) / 2
+    parts = ""
+    for points, classes, width, last in traces:
+        parts += _bonds(points, np.rint((points[:, :2] - origin) * size).astype(int), classes, width, last)
+    lines = f'<g fill="none" stroke-linecap="round">{parts}</g>'
     return f'<svg role="img" aria-label="Cα trace, coloured by pLDDT" viewBox="-1850 -1850 3700 3700">{lines}</svg>'
+
+
+def _bonds(points: np.ndarray, xy: np.ndarray, classes: np.ndarray, width: int, ends: Sequence[int]) -> str:
+    """Return the paths of a trace, far ones first and paler; what is longer than a peptide bond allows is left out.
+
+    points [N, 3], angstrom; xy int [N, 2], where they are drawn; classes [N], -1 for a truth.
+    """
+    bonded = np.linalg.norm(np.diff(points, axis=0), axis=-1) < 5
+    bonded[[end for end in ends if end < len(bonded)]] = False
+    if not bonded.any():
+        return ""
+    depth = (points[1:, 2] + points[:-1, 2]) / 2
+    near = (depth - depth.min()) / max(1e-6, float(np.ptp(depth)))
+    shade = np.minimum(near * len(SHADES), len(SHADES) - 1).astype(int)
+    parts = ""
+    for level, opacity in enumerate(SHADES):
+        for kind in np.unique(classes).tolist():
+            chosen = np.flatnonzero(bonded & (shade == level) & (classes[:-1] == kind)).tolist()
+            steps = xy[1:] - xy[:-1]
+            d = "".join(f"M{xy[i, 0]} {xy[i, 1]}l{steps[i, 0]} {steps[i, 1]}" for i in chosen)
+            color = CLASSES[kind][1] if kind >= 0 else "#aab2bb"
+            parts += f'<path d="{d}" stroke="{color}" stroke-width="{width}" opacity="{opacity}"/>' if d else ""
+    return parts
 
 
 def pooled(pae: np.ndarray) -> np.ndarray:
