@@ -26,7 +26,7 @@ OPTIONS = (
 class Browser:
     """A browser with one page.  `requests`: what it asked for; `errors`: what its scripts complained about."""
 
-    def __init__(self, folder: Path, width: int = 1000, height: int = 700) -> None:
+    def __init__(self, folder: Path, width: int = 900, height: int = 640) -> None:
         """folder: for its profile, and for what pages download."""
         assert CHROMIUM is not None
         self.folder = folder
@@ -132,12 +132,12 @@ class Browser:
             raise RuntimeError(found["exceptionDetails"].get("exception", {}).get("description", script))
         return found["result"].get("value")
 
-    def until(self, script: str, seconds: float = 10) -> Any:
+    def until(self, script: str, seconds: float = 30) -> Any:
         """Wait until an expression is true, and return it (true for an object)."""
         end = time.monotonic() + seconds
         while not (value := self.run(f"(value => typeof value === 'object' ? !!value : value)({script})")):
             if time.monotonic() > end:
-                shown = self.run("document.body.innerText.slice(0, 2000)")
+                shown = self.run("(document.querySelector('.readout') || document.body).innerText.slice(0, 500)")
                 raise TimeoutError(f"never true: {script}; {self.errors}; the page says: {shown}")
             time.sleep(0.03)
         return value

@@ -87,7 +87,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 @pytest.fixture
 def page(browser: Browser, pair: tuple[Path, dict[str, Any], Prediction]) -> Iterator[Browser]:
     """The page of the complex, as it is at first."""
-    browser.resize(1000, 700)
+    browser.resize(900, 640)
     browser.media()
     if (pair[0] / "report.html").as_uri() not in browser.requests:
         browser.open(pair[0] / "report.html")
@@ -156,6 +156,11 @@ def test_dragging_over_pae_selects_in_sequence_and_structure(
     assert letters(page, "aligned") == [*range(3, 9)]
     colors = page.run("[27, 4, 15].map(place => panel.color(panel.middle.get(place)))")
     assert len(set(colors)) == 3
+    place = "document.querySelector('[name=\"clear\"]').getBoundingClientRect().y + scrollY"
+    before = page.run(place)
+    page.mouse("Moved", (2, 2))
+    page.until("panel.at.scored === null && panel.drawing === null")
+    assert page.run(place) == before  # what is to be clicked stays where it is
     page.click('[name="clear"]')
     page.until("document.querySelector('.sequence .scored') === null")
     color = page.run("panel.color(panel.middle.get(15))")
