@@ -167,8 +167,7 @@ def predict(
     """
     from warpfold.parallel.team import ProcessInfo
     from warpfold.run import predict as prediction
-    from warpfold.run.arguments import batch_of
-    from warpfold.run.fold_options import Recycling
+    from warpfold.run.fold_options import Recycling, batch_of
     from warpfold.run.predict_templates import TemplateSources
     from warpfold.tune.machine import parse_memory
 

@@ -132,17 +132,6 @@ def device_of(value: Any, local_rank: int | None = None) -> str:
     return name
 
 
-def batch_of(value: Any) -> int | None:
-    """Return how many queries may share a pass; None for "auto".  Errors: UserError for anything else."""
-    if value == "auto":
-        return None
-    if isinstance(value, str):
-        if not (value.isdecimal() and len(value) < 6 and int(value) > 0):
-            raise WrongArgument(f"--batch {value}: a number from 1 on, or auto")
-        return int(value)
-    return whole("batch", value, 1)
-
-
 def shown(value: Any) -> str:
     """Return a value as a one-line error has it."""
     found = " ".join(repr(value).split())

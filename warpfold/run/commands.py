@@ -19,6 +19,7 @@ from warpfold.settings import build
 
 if TYPE_CHECKING:  # what a command needs loads when it is called: `pack` runs without torch
     from warpfold.data.load.order import Source
+    from warpfold.data.pack.inputs import PackOptions
     from warpfold.data.pack.report import PackReport
     from warpfold.data.store.store import Store
     from warpfold.engine.loop import Watcher
@@ -152,7 +153,6 @@ def pack(
     Errors: UserError for bad arguments and paths, where nothing is kept, and for an `out` that is something else.
     """
     from warpfold.data.pack import pack as packing
-    from warpfold.data.pack.inputs import PackOptions
 
     if out is None:
         raise UserError("pack: out is missing; name the store to make")
@@ -162,35 +162,27 @@ def pack(
     if merge is not None:
         parts = arguments.paths("merge", merge)
         return packing.merge(parts, arguments.path("out", out), workers, cluster, tell)
-    kind = "all" if arguments.flag("all_assemblies", all_assemblies) else "first"
-    given = {
-        "max_resolution": max_resolution,
-        "max_single": max_single,
-        "min_length": min_length,
-        "max_length": max_length,
-        "released_after": released_after,
-        "released_before": released_before,
-        "require_msa": require_msa,
-        "max_template_date": max_template_date,
-        "cluster_identity": cluster_identity,
-        "assemblies": kind if all_assemblies or arguments.flag("assemblies", assemblies) else "none",
-        "max_chains": max_chains,
-        "max_residues": max_residues,
-        "max_file_gb": max_file_gb,
-    }
+    options = _pack_options(
+        assemblies, all_assemblies, max_resolution=max_resolution, max_single=max_single, min_length=min_length,
+        max_length=max_length, released_after=released_after, released_before=released_before, require_msa=require_msa,
+        max_template_date=max_template_date, cluster_identity=cluster_identity, max_chains=max_chains,
+        max_residues=max_residues, max_file_gb=max_file_gb,
+    )  # fmt: skip
     return packing.pack(
-        arguments.paths("structures", structures),
-        arguments.paths("msas", msas),
-        arguments.path("out", out),
-        build(PackOptions, {key: value for key, value in given.items() if value is not None}, "pack"),
-        hits=arguments.paths("hits", hits),
+        arguments.paths("structures", structures), arguments.paths("msas", msas), arguments.path("out", out), options,
+        hits=arguments.paths("hits", hits), clusters=arguments.path_or_none("clusters", clusters),
         template_structures=arguments.paths("template_structures", template_structures),
-        clusters=arguments.path_or_none("clusters", clusters),
-        workers=workers,
-        cluster=cluster,
-        part=JobPart.parse(shard) if shard else None,
-        progress=tell,
-    )
+        workers=workers, cluster=cluster, part=JobPart.parse(shard) if shard else None, progress=tell,
+    )  # fmt: skip
+
+
+def _pack_options(assemblies: bool, all_assemblies: bool, **given: Any) -> "PackOptions":
+    """Return what decides the content of a store.  Errors: UserError for what is of a wrong kind."""
+    from warpfold.data.pack.inputs import PackOptions
+
+    kind = "first" if arguments.flag("assemblies", assemblies) else "none"
+    given["assemblies"] = "all" if arguments.flag("all_assemblies", all_assemblies) else kind
+    return build(PackOptions, {name: value for name, value in given.items() if value is not None}, "pack")
 
 
 def train(

@@ -73,3 +73,14 @@ def passes_of(seed: int, recycles: int | None, ensemble: int | None) -> dict[str
         "recycles": arguments.whole_or_none("recycles", recycles, 0),
         "ensemble": arguments.whole_or_none("ensemble", ensemble, 1),
     }
+
+
+def batch_of(value: Any) -> int | None:
+    """Return how many queries may share a pass; None for "auto".  Errors: UserError for anything else."""
+    if value == "auto":
+        return None
+    if isinstance(value, str):
+        if not (value.isdecimal() and len(value) < 6 and int(value) > 0):
+            raise arguments.WrongArgument(f"--batch {value}: a number from 1 on, or auto")
+        return int(value)
+    return arguments.whole("batch", value, 1)

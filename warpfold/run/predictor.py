@@ -28,7 +28,7 @@ from warpfold.progress import Progress
 from warpfold.run import arguments
 from warpfold.run.arguments import PathLike, Paths
 from warpfold.run.fold_input import Alignments, Sequences, TemplatesLike, add_templates, depths_of, query_of
-from warpfold.run.fold_options import Kept, Recycling, kept_of, passes_of
+from warpfold.run.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params
 from warpfold.run.planning import FoldPlan, FoldPlanner, sizes_of_batch
@@ -177,7 +177,7 @@ class Predictor:
         from warpfold.run.fold_many import fold_many
 
         kept, numbers = kept_of(representations, distogram, logits), passes_of(seed, recycles, ensemble)
-        most = arguments.batch_of(batch)
+        most = batch_of(batch)
         return fold_many(self, sequences, alignments, templates, numbers, kept, most, progress)
 
     @property
