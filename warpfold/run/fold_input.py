@@ -46,7 +46,8 @@ def query_of(sequence: Sequences, alignment: Alignments, name: str) -> Query:
     if _is_path(alignment) or (is_list(alignment) and alignment and all(map(_is_path, alignment))):
         files = read_chain_alignments(paths("alignment", alignment), chains.values(), name)
     found = () if files else _of_chains(chains, alignment, name)
-    return ComplexQuery(assemble(Complex(name, tuple(chains), tuple(chains.values()), found), files)[0])
+    assembly, notes = assemble(Complex(name, tuple(chains), tuple(chains.values()), found), files)
+    return ComplexQuery(assembly, warnings=notes if found or files else ())  # what was given, and is not used
 
 
 def _chains(sequence: Any, name: str) -> str | dict[str, str]:

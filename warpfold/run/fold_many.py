@@ -15,7 +15,7 @@ from warpfold.run.fold_options import Kept
 from warpfold.run.folding import FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params
-from warpfold.run.predictor import Predictor
+from warpfold.run.predictor import Predictor, said_of
 from warpfold.run.queries import Query, read_queries
 
 
@@ -85,8 +85,11 @@ def fold_many(
         results[name] = FoldResult(name, prediction, outcome.error)
         tell(len(results), total, name)
 
+    def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
+        return {"prediction": said_of(item.query, prediction)}
+
     options = _Options(numbers["recycles"], numbers["ensemble"], kept)
-    fold_groups(_Loaded(predictor, options, predictor.team), groups, lambda _, found: {"prediction": found}, record)
+    fold_groups(_Loaded(predictor, options, predictor.team), groups, write, record)
     return [results[name] for name, *_ in given]
 
 

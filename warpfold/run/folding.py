@@ -6,7 +6,7 @@ docs/throughput.md says why, and what was measured.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
@@ -278,12 +278,12 @@ def _prepare(predictor: Predictor, group: Group, options: FoldOptions, failures:
 
 def _compute(predictor: Predictor, made: Made, options: FoldOptions, failures: tuple[type[Exception], ...]) -> Folded:
     """Fold what could be prepared; what fails together is folded one by one."""
-    kept = asdict(options.kept)
+    kept = astuple(options.kept)
     ready = [prepared for _, prepared in made if isinstance(prepared, Prepared)]
     together: Iterator[Prediction] | None = None
     if len(ready) > 1:
         try:
-            together = iter(predictor.compute_together(ready, **kept))
+            together = iter(predictor.compute_together(ready, *kept))
         except failures:
             together = None
     found: Folded = []
@@ -294,7 +294,7 @@ def _compute(predictor: Predictor, made: Made, options: FoldOptions, failures: t
             found.append((item, next(together)))
         else:
             try:
-                found.append((item, predictor.compute(prepared, **kept)))
+                found.append((item, predictor.compute(prepared, *kept)))
             except failures as error:
                 found.append((item, one_line(error)))
     return found

@@ -135,7 +135,7 @@ class Predictor:
         query = query_of(sequence, alignment, arguments.text("name", name))
         query = self.with_templates(query, templates, hits, template_structures, max_template_date)
         prediction = self.compute(self.prepare(query.example(), **numbers), **asdict(kept))
-        return replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes])
+        return said_of(query, prediction)
 
     def with_templates(
         self,
@@ -333,6 +333,14 @@ class Predictor:
                 chosen = choose_templates(len(chain.templates), self.sample.max_templates, None)
                 used += chain.templates.choose(chosen).names
         return used
+
+
+def said_of(query: Query, prediction: Prediction) -> Prediction:
+    """Return a prediction with what became of its templates, and what is to be said of its input, which is logged."""
+    for warning in query.warnings:
+        log.warning("%s: %s", query.name, warning)
+    details = {**prediction.details, **({"warnings": list(query.warnings)} if query.warnings else {})}
+    return replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes], details=details)
 
 
 def load(
