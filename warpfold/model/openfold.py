@@ -161,7 +161,7 @@ def read_openfold(path: Path) -> dict[str, Tensor]:
             some = ", ".join(sorted(wanted)[:3]) + (" ..." if len(wanted) > 3 else "")
             raise UserError(f"{path}: holds more than tensors ({some}), which is not executed; {cure}")
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (*damaged, torch.serialization.pickle.UnpicklingError) as error:  # type: ignore[attr-defined]
+    except (*damaged, torch.serialization.pickle.UnpicklingError) as error:
         what = " ".join(str(error).split())[:120]
         raise UserError(f"{path}: not a checkpoint that can be read ({what}); {cure}") from error
     return _weights_in(found, path)

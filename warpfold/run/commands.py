@@ -5,8 +5,10 @@ UserError at the call, before any work is done.
 """
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
@@ -182,7 +184,10 @@ def _pack_options(assemblies: bool, all_assemblies: bool, **given: Any) -> "Pack
 
     kind = "first" if arguments.flag("assemblies", assemblies) else "none"
     given["assemblies"] = "all" if arguments.flag("all_assemblies", all_assemblies) else kind
-    return build(PackOptions, {name: value for name, value in given.items() if value is not None}, "pack")
+    known = {name: value for name, value in given.items() if value is not None}
+    odd: dict[str, Any] = {name: x for name, x in known.items() if isinstance(x, float) and not math.isfinite(x)}
+    kinds = build(PackOptions, {name: value for name, value in known.items() if name not in odd}, "pack")
+    return replace(kinds, **odd)  # which refuses them by the options' names
 
 
 def train(

@@ -8,8 +8,8 @@ from warpfold.model.weights import load_state
 from warpfold.settings import differences, to_dict
 
 # Settings of a model that no parameter depends on.
-FREE = ("recycles", "recycle_tolerance", "ensemble", "layers", "position_scale", "rate", "dropout", "order", "outer")
-FREE = (*FREE, "unit_vectors", "activation")
+FREE = {"recycles", "recycle_tolerance", "ensemble", "layers", "position_scale", "rate", "dropout", "order", "outer"}
+FREE |= {"unit_vectors", "activation"}
 HEADS = ("distogram", "masked_msa", "plddt", "resolved", "pae")
 
 

@@ -43,7 +43,7 @@ def query_of(sequence: Sequences, alignment: Alignments, name: str) -> Query:
     for id, letters in chains.items():
         encode(letters, f"{name} {id}")
     files = None
-    if _is_path(alignment) or (is_list(alignment) and alignment and all(map(_is_path, alignment))):
+    if _is_path(alignment) or _is_paths(alignment):
         files = read_chain_alignments(paths("alignment", alignment), chains.values(), name)
     found = () if files else _of_chains(chains, alignment, name)
     assembly, notes = assemble(Complex(name, tuple(chains), tuple(chains.values()), found), files)
@@ -84,7 +84,7 @@ def _of_chain(sequence: str, given: Any, name: str) -> list[Alignment]:
         return []
     if isinstance(given, Alignment):
         return [given.check_query(sequence, name)]
-    if _is_path(given) or (is_list(given) and given and all(isinstance(one, os.PathLike) for one in given)):
+    if _is_path(given) or (_is_paths(given) and not any(isinstance(one, str) for one in given)):  # texts are rows
         files = paths("alignment", given)
         return read_chain_alignments(files, [sequence], name).of(sequence)
     if not is_list(given) or not all(isinstance(row, str) for row in given):
@@ -97,6 +97,10 @@ def _of_chain(sequence: str, given: Any, name: str) -> list[Alignment]:
 
 def _is_path(given: Any) -> bool:
     return isinstance(given, str | os.PathLike)
+
+
+def _is_paths(given: Any) -> bool:
+    return is_list(given) and len(given) > 0 and all(map(_is_path, given))
 
 
 def add_templates(
