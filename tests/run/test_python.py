@@ -53,7 +53,7 @@ def test_editors_and_the_module_know_the_same_names() -> None:
 
 # ---- one interface: names and defaults of the command line
 
-SHELL = {"as_json", "toml"}  # how a result is printed
+SHELL = {"json", "toml", "quiet", "verbose"}  # what a shell prints
 STRICT = 'kernels="strict"'
 ELSEWHERE = {  # options that are something else in Python
     "pack": {"verify": "Store.verify", "info": "Store"},
@@ -72,7 +72,7 @@ def options_of(command: str) -> dict[str, Any]:
             default = values.parameters[name].default
             option = parameter.opts[0].lstrip("-").replace("-", "_")
             options[option] = ... if default is inspect.Parameter.empty else getattr(default, "value", default)
-    return {name: value for name, value in options.items() if name not in SHELL and name != "json"}
+    return {name: value for name, value in options.items() if name not in SHELL}
 
 
 @pytest.mark.parametrize("command", ["sample", "search", "pack", "params", "train", "score"])
