@@ -24,11 +24,11 @@ from warpfold.errors import UserError
 from warpfold.model.weights import load_model
 from warpfold.run import examples as chosen
 from warpfold.run import learn as learning
-from warpfold.run import train as module
 from warpfold.run.config import RunConfig
 from warpfold.run.examples import draw_recycles, split
 from warpfold.run.results import ExampleResult, SkippedExamples
 from warpfold.run.train import Summary, train
+from warpfold.run.validation import Validation
 
 
 @pytest.fixture(scope="module")
@@ -298,14 +298,14 @@ def test_a_step_is_safe_before_it_is_validated(
     config = tiny_run(validate_every=2)
     train(config, store, tmp_path / "unbroken")
     with monkeypatch.context() as patch:
-        original = module.validate
+        original = Validation.__call__
 
-        def killed(*args: Any) -> Any:
-            if args[4] == 4:
+        def killed(validation: Validation, step: int, rounds: int) -> int:
+            if step == 4:
                 raise KeyboardInterrupt
-            return original(*args)
+            return original(validation, step, rounds)
 
-        patch.setattr(module, "validate", killed)
+        patch.setattr(Validation, "__call__", killed)
         with pytest.raises(KeyboardInterrupt):
             train(config, store, tmp_path / "run")
     with checkpoint.RunFolder(tmp_path / "run") as run:

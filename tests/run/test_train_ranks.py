@@ -23,7 +23,8 @@ from warpfold import settings
 from warpfold.data.load.loader import Sample
 from warpfold.data.store.store import Store
 from warpfold.engine import step_folders
-from warpfold.engine.loop import StepTimer, Watcher
+from warpfold.engine.loop import StepTimer
+from warpfold.engine.watch import Watching
 from warpfold.errors import UserError
 from warpfold.model import weights
 from warpfold.parallel import collectives, exchange, messages, replicas
@@ -49,7 +50,7 @@ def config_for(plan: Plan, outer: str = "middle", accumulate: int = 2, **train: 
 
 
 def train_on_ranks(
-    config: RunConfig, store: Store, out: Path, watch: Watcher | None = None, watching: int = 0, **more: Any
+    config: RunConfig, store: Store, out: Path, watch: Watching | None = None, watching: int = 0, **more: Any
 ) -> list[Summary]:
     """`train` on as many ranks as the plan needs; `watch` gets the rows on one rank."""
     plan = config.plan

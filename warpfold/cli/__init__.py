@@ -30,8 +30,9 @@ from warpfold.cli import (  # noqa: F401
     search,
     train,
     tune,
+    watch,
 )
-from warpfold.cli.common import app
+from warpfold.cli.common import GIVEN, app, how_to_go_on
 from warpfold.errors import UserError
 
 ORDER = (
@@ -41,6 +42,7 @@ ORDER = (
     "pack",
     "plan",
     "train",
+    "watch",
     "predict",
     "relax",
     "score",
@@ -61,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    GIVEN[:] = sys.argv[1:] if arguments is None else map(str, arguments)
     try:
-        _check_not_empty(sys.argv[1:] if arguments is None else arguments)
+        _check_not_empty(GIVEN)
         command = typer.main.get_command(app)
         code = command.main(args=arguments, prog_name="warpfold", standalone_mode=False)
     except UserError as error:
@@ -77,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         code = _complain(f"{error.filename or 'writing'}: {error.strerror}", 1)
     except (KeyboardInterrupt, typer.Abort):
-        code = _complain("stopped by Ctrl-C", 130)
+        print(f"stopped by Ctrl-C; {how_to_go_on()}", file=sys.stderr)
+        code = 130
     _leave(code if isinstance(code, int) else 0)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -137,6 +139,19 @@ def name_operations(command: Any, attribute: str) -> None:
     for parameter in command.params:
         if parameter.name == "op":
             parameter.help = parameter.help.replace("OPERATIONS", ", ".join(getattr(cases, attribute)))
+
+
+CONTINUE = ("demo", "pack", "predict", "relax", "search", "train")  # commands that keep what they have done
+GIVEN: list[str] = []  # the arguments of the command line that runs
+
+
+def how_to_go_on() -> str:
+    """Return what to type after a command was stopped: the same once more, but `--force`, which would begin again."""
+    if not GIVEN or os.environ.get("WORLD_SIZE", "1") != "1":
+        return "the same command continues"
+    if GIVEN[0] not in CONTINUE:
+        return f"to start again: {shlex.join(['warpfold', *GIVEN])}"
+    return f"the same command continues: {shlex.join(['warpfold', *(one for one in GIVEN if one != '--force')])}"
 
 
 def say_refused(refused: Mapping[str, int]) -> None:

@@ -21,6 +21,7 @@ from warpfold.cli.common import (
     argument,
     decides,
     device_of,
+    how_to_go_on,
     reads,
     runs,
     say_refused,
@@ -62,7 +63,7 @@ def train(
     from warpfold.run import train as training
     from warpfold.run.config import load_settings
     from warpfold.run.planning import plan_training
-    from warpfold.run.results import training_bar
+    from warpfold.run.watching import training_progress
     from warpfold.tune.machine import parse_memory
 
     plan = {
@@ -76,7 +77,7 @@ def train(
     config = given.config()
     process = ProcessInfo.from_environment(os.environ)
     where = device_of(device, process)
-    bar = training_bar(config.train.steps) if process.rank == 0 else nullcontext()
+    bar = training_progress(config.train.steps, every=config.train.report_every) if process.rank == 0 else nullcontext()
     with distributed_context(process, None, where, config.plan.time_limit) as team, bar as watcher:
         stores = sources(data, config.model.multimer is not None)
         config, said = plan_training(given, out, where, most, team)
@@ -105,7 +106,7 @@ def _say(result: "Summary", out: Path, as_json: bool) -> None:
     elif result.finished:
         typer.echo(f"{result.steps} steps; parameters: {result.params}")
     else:
-        typer.echo(f"stopped after {result.steps} steps; the same command continues", err=True)
+        typer.echo(f"stopped after {result.steps} steps; {how_to_go_on()}", err=True)
 
 
 def sources(texts: list[str], assemblies: bool = False) -> "list[Source]":

@@ -203,6 +203,9 @@ class RunFolder(StepFolders):
         return last
 
     def _note_score(self, row: Mapping[str, Any]) -> None:
+        """Note by what checkpoints are compared; not of a validation of some examples `of` more: others are easier."""
+        if "of" in row:
+            return
         if isinstance(score := row.get(self._score), float) and math.isfinite(score):
             self.scores[row["step"]] = score
 
