@@ -95,6 +95,10 @@ class RunFolder(StepFolders):
         self._end_writing(wait=True)
         self._writing = self._thread.submit(write)
 
+    def wait_for_writing(self) -> None:
+        """Return when the last checkpoint is on the disk.  Errors: what writing it raised."""
+        self._end_writing(wait=True)
+
     def _end_writing(self, wait: bool) -> None:
         """Raise what writing beside has raised, once it has ended."""
         if self._writing is not None and (wait or self._writing.done()):

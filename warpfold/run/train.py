@@ -84,7 +84,7 @@ def train(
     order.txt of a run of the same data and seed.  watch: who is told (engine/watch.py).  team: all ranks call this.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
-    team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
+    team, (sources, held_out), before, watch = team or Team(), hold_out(data, config), refusals(), as_watchers(watch)
     origin = fingerprint_origin(sources, init, team)
     execution = Execution(config.plan, team.mesh)
     model = execution.bind(initial_model(config, init, team).to(device))
@@ -117,7 +117,7 @@ def train(
             log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))
             skipped.add(step := step + 1, results)
             stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
-            rounds = 0 if stop else validation.rounds_at(step)  # of a validation: it is safe before it begins
+            rounds = 0 if stop else validation.rounds_at(step)
             if step == config.train.steps or stop or rounds or due(step, config.train.save_every):
                 notes = {"skipped": skipped.places, "seconds": asdict(validation.spending), **origin}
                 save(run, model, optimizer, step, examples, notes, config, log, team)

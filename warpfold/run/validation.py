@@ -50,7 +50,7 @@ class Spending:
         allowed, whole = share / (1 - share) * self.training, rounds * self.round
         if progress < 1:
             return rounds if self.validation + whole <= min(allowed, allowed / progress - whole) else 0
-        return min(rounds, max(1, int((allowed - self.validation) / self.round)))
+        return min(rounds, max(1, int((allowed - self.validation) / self.round + 1e-6)))
 
 
 class Validation:
@@ -129,6 +129,8 @@ class Validation:
         of the pairs between chains.  The examples are dealt out to the ranks; each folds its own.  The processes of the
         loader go on meanwhile.
         """
+        if self.log.run is not None:
+            self.log.run.wait_for_writing()  # a kill in a validation loses no step
         began, own = time.perf_counter(), self.model.execution
         self.model.eval()
         with torch.no_grad(), self.optimizer.averaged():
