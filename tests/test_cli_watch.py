@@ -10,7 +10,7 @@ import pytest
 
 from tests.run.test_curves import make_run
 from tests.test_cli import refused, run
-from warpfold.cli import common
+from warpfold.cli import common, main
 
 
 def test_curves_as_text_and_as_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -47,6 +47,26 @@ def test_ctrl_c_is_how_one_leaves(capsys: pytest.CaptureFixture[str], tmp_path: 
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     assert run(capsys, "watch", folder, "--html", tmp_path / "page.html")[0] == 0
+
+
+def test_ctrl_c_is_answered_before_all_has_ended(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def slow(*_: object, **__: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        finally:
+            seen.append(capfd.readouterr().err)
+
+    monkeypatch.setattr("warpfold.data.synthetic.folder.generate", slow)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        main(["sample", "--out", str(tmp_path / "out")])
+    assert (ended.value.code, seen) == (130, ["stopping\n"])
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_stopped_command_says_how_to_go_on(

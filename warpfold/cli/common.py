@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from warpfold.errors import UserError
 
@@ -19,7 +19,23 @@ if TYPE_CHECKING:
     from warpfold.parallel.team import ProcessInfo
     from warpfold.tune.example import ModelBench
 
+
+class StoppedByUser(Exception):
+    """Ctrl-C ended a command."""
+
+
+class Commands(TyperGroup):
+    """All commands.  typer would end without a word at Ctrl-C; the command line says how to go on."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise StoppedByUser from None
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

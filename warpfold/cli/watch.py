@@ -1,6 +1,8 @@
 """`warpfold watch`."""
 
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,6 +35,8 @@ def watch(
     from warpfold.run.curves_page import write_page
 
     logs, console = open_runs(folders), Console()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # that is how one leaves: nothing is to be said
 
     def news() -> Iterator[None]:
         """Wait for what is new, again and again, until all runs have finished."""
@@ -45,7 +49,7 @@ def watch(
     def drawn() -> Text:
         return Text(as_text(logs, min(console.width, WIDTH)))
 
-    with suppress(KeyboardInterrupt):  # that is how one leaves
+    with suppress(KeyboardInterrupt):
         if html is not None:
             write_page(html, logs, every)
             typer.echo(f"{html}: open it in a browser{'' if once else '; Ctrl-C ends'}")

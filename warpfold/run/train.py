@@ -59,7 +59,7 @@ class Summary:
 
     steps: int  # done, including those before a resume
     finished: bool  # False: stopped by a signal; the same command continues
-    lddt_ca: float | None  # held out, averaged weights, at the last validation
+    lddt_ca: float | None  # held out, averaged weights, at the last validation, of all there was time for
     params: Path  # the averaged weights
     quarantined: tuple[str, ...] = ()  # entries that could not be used; quarantine.jsonl has the reasons
     signal: int = 0  # the one that stopped it; 0: none

@@ -28,6 +28,7 @@ class TrainingProgress(Watcher):
         self.row: Row = {}  # of the last step
         self.validation: Row = {}
         self.asked = False  # to stop
+        self.ended = ""  # how
         self._said = 0.0  # when the last line was printed; 0: none was
         self._ends: float | None = None  # when the run is expected to end
 
@@ -56,14 +57,15 @@ class TrainingProgress(Watcher):
             self._ends = time.monotonic() + phase.left
 
     def on_end(self, finished: bool) -> None:
+        self.ended, self.asked = "finished" if finished else "stopped", False
         if self.row and not finished:
             self._print_line("stopped")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield two lines that are no wider than the terminal."""
         p, ascii_only = self.phase, options.ascii_only
-        name = f"{p.name} {min(p.done + 1, p.total)} of {p.total}" if p.total else p.name
-        end = f"  {p.step:,}/{p.steps:,}  {self._eta()}"
+        name = self.ended or (f"{p.name} {min(p.done + 1, p.total)} of {p.total}" if p.total else p.name)
+        end = f"  {p.step:,}/{p.steps:,}  {self._eta()}".rstrip()
         room = options.max_width - max(len(name), 10) - len(end) - 2
         text = Text(f"{name:10}  ", no_wrap=True, overflow="ellipsis")
         if room >= 8:
@@ -78,6 +80,8 @@ class TrainingProgress(Watcher):
         yield Text(said, style="yellow" if self.asked else "", no_wrap=True, overflow="ellipsis")
 
     def _eta(self) -> str:
+        if self.ended:
+            return ""
         return "ETA -" if self._ends is None else f"ETA {as_time(max(self._ends - time.monotonic(), 0.0))}"
 
     def _parts(self) -> Iterator[str]:
@@ -98,8 +102,8 @@ class TrainingProgress(Watcher):
         """Print a line for a log, where there is no terminal."""
         if not self.console.is_terminal:
             step = f"step {self.row.get('step', self.phase.step)}/{self.phase.steps}"
-            parts = [step, *([what] if what else []), *self._parts(), self._eta()]
-            self._print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {'  '.join(parts)}")
+            parts = [time.strftime("%Y-%m-%d %H:%M:%S"), step, what, *self._parts(), self._eta()]
+            self._print("  ".join(filter(None, parts)))
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
