@@ -10,7 +10,7 @@ import pytest
 
 from warpfold.errors import UserError
 from warpfold.run.curves import RunLog, TextCurve, as_text, means, open_runs, plot
-from warpfold.run.curves_page import page, write_page
+from warpfold.run.curves_page import page, ticks, write_page
 
 BEGAN = 1_700_000_000.0
 
@@ -178,6 +178,15 @@ def test_a_page_is_whole_offline_and_escaped(tmp_path: Path) -> None:
     assert len(charts) == tags.seen.count("figure") == 8  # six of steps, held out, a loss term
     assert charts[0]["curves"][0]["points"][-1] == [40, 2.0]
     assert [c["name"] for c in charts[0]["curves"]] == ["a<b>", "b"]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 2800.0), (-1.3, 4.7), (1e-5, 2e-3), (0.999, 1.001), (3e6, 9e6)])
+def test_an_axis_has_few_round_values(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 3 <= len(found) <= 6
+    span = high - low
+    assert low - 1e-6 * span <= found[0] < found[-1] <= high + 1e-6 * span
+    assert all(len(f"{value - found[0]:.12g}".strip("0.-").replace(".", "").split("e")[0]) <= 3 for value in found)
 
 
 def test_a_finished_run_does_not_reload(tmp_path: Path) -> None:

@@ -48,8 +48,10 @@ class TrainConfig:
             raise ValueError("validation, as a share, must be at least 0 and below 1")
         if not 0 < self.validation_share <= 1:
             raise ValueError("validation_share must be above 0 and at most 1; validation = 0.0 holds nothing out")
-        if self.ahead < 1 or min(self.window, self.workers or 0, self.max_skipped) < 0:
-            raise ValueError("ahead must be at least 1; workers, window and max_skipped must not be negative")
+        if self.ahead < 1 or min(self.window, self.workers or 0, self.max_skipped, self.report_every) < 0:
+            raise ValueError(
+                "ahead must be at least 1; workers, window, max_skipped and report_every must not be negative"
+            )
         if not 0 <= self.quarantine <= 1:
             raise ValueError("quarantine must lie between 0 and 1")
 

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -114,14 +115,12 @@ def _chart(title: str, curves: Sequence[PageCurve], steps: int) -> str:
         return round(across, 1), round(TOP + (HIGH - TOP - BOTTOM) * (high - y) / (high - low), 1)
 
     parts = []
-    for number in range(5):
-        value = low + (high - low) * number / 4
+    for value in ticks(low, high):
         y = place(0, value)[1]
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDE - RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{value:.3g}</text>')
-    for number in range(5):
-        step = steps * number / 4
-        anchor = ("start", "middle", "middle", "middle", "end")[number]
+    for step in ticks(0.0, steps):
+        anchor = "start" if not step else "end" if step > 0.95 * steps else "middle"
         parts.append(f'<text x="{place(step, low)[0]}" y="{HIGH - 7}" text-anchor="{anchor}">{step:,.0f}</text>')
     for curve, points in zip(curves, fine):
         color = f"stroke: var(--c{curve.color % COLORS})"
@@ -150,12 +149,20 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
+def ticks(low: float, high: float) -> list[float]:
+    """Return three to six round values from low to high."""
+    rough = (high - low) / 5 or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
 def _row(number: int, run: RunLog) -> str:
     """Return the line of the table for a run."""
-    last = run.rows[-1] if run.rows else {}
+    last, color, most = run.rows[-1] if run.rows else {}, f"var(--c{number % COLORS})", max(run.steps, 1)
     cells = [
-        f'<span class="key" style="background: var(--c{number % COLORS})"></span>{html.escape(run.name)}',
-        f'<progress max="{max(run.steps, 1)}" value="{run.step}"></progress> {run.step / max(run.steps, 1):.0%}',
+        f'<span class="key" style="background: {color}"></span>{html.escape(run.name)}',
+        f'<progress style="accent-color: {color}" max="{most}" value="{run.step}"></progress> {run.step / most:.0%}',
         f"{run.step:,} of {run.steps:,}",
         f"{last['loss']:.3f}" if is_number(last.get("loss")) else "-",
         _held_out(run),

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from warpfold.model.alphafold import AlphaFold
+from warpfold.model.axial import Block
 
 
 class PassPlace(NamedTuple):
@@ -16,11 +15,12 @@ class PassPlace(NamedTuple):
     passes: int  # of them in all, if recycling does not end early
     block: int  # of the trunk, from 1
     blocks: int
+    within: float = 0.0  # how much of the block's layers is done, 0 to 1
 
     @property
     def share(self) -> float:
-        """Return how much of the whole is done, 0 to 1, as if every block took the same."""
-        return min(((self.number - 1) * self.blocks + self.block - 1) / (self.passes * self.blocks), 1.0)
+        """Return how much of the whole is done, 0 to 1, as if every layer took the same."""
+        return min(((self.number - 1) * self.blocks + self.block - 1 + self.within) / (self.passes * self.blocks), 1.0)
 
     def __str__(self) -> str:
         return f"pass {self.number} of {self.passes}, block {self.block} of {self.blocks}"
@@ -32,29 +32,33 @@ def followed(model: AlphaFold, passes: int, tell: Callable[[PassPlace], object])
 
     passes: of one forward call, its ensemble counted.  Where several ranks share a protein, only after each pass.
     """
-    blocks: list[nn.Module] = [*model.extra_stack.blocks, *model.evoformer.blocks]
-    seen = {"pass": 1, "block": 0}
+    blocks = [one for one in (*model.extra_stack.blocks, *model.evoformer.blocks) if isinstance(one, Block)]
+    number, block = 1, 0
 
-    def place() -> PassPlace:
-        return PassPlace(min(seen["pass"], passes), passes, max(seen["block"], 1), max(len(blocks), 1))
+    def told(within: float = 0.0) -> None:
+        tell(PassPlace(min(number, passes), passes, max(block, 1), max(len(blocks), 1), within))
 
-    def in_block(*_: Any) -> None:
-        if seen["block"] >= len(blocks):  # of the next sample of the alignment, or pass
-            seen["pass"], seen["block"] = seen["pass"] + 1, 0
-        seen["block"] += 1
-        tell(place())
+    def before_block(*_: Any) -> None:
+        nonlocal number, block
+        if block >= len(blocks):  # of the next sample of the alignment, or pass
+            number, block = number + 1, 0
+        block += 1
+        told()
 
-    def in_layer(*_: Any) -> None:
-        tell(place())
+    def before_layer(within: float) -> Callable[..., None]:
+        return lambda *_: told(within)
 
-    def after_pass(*_: Any) -> None:
-        if not seen["block"]:  # blocks that several ranks share are not called as modules
-            seen["pass"] += 1
-        tell(place())
+    def after_trunk(*_: Any) -> None:
+        nonlocal number
+        if not block:  # blocks that several ranks share are not called as modules
+            number += 1
+        told(1.0 if block else 0.0)
 
-    hooks = [block.register_forward_pre_hook(in_block) for block in blocks]
-    hooks += [layer.register_forward_pre_hook(in_layer) for block in blocks for layer in block.children()]
-    hooks.append(model.structure.register_forward_pre_hook(after_pass))
+    hooks = [model.structure.register_forward_pre_hook(after_trunk)]
+    for one in blocks:
+        hooks.append(one.register_forward_pre_hook(before_block))
+        layers = list(dict.fromkeys(step.layer for step in one.steps))
+        hooks += [layer.register_forward_pre_hook(before_layer(i / len(layers))) for i, layer in enumerate(layers)]
     try:
         yield
     finally:
