@@ -1,6 +1,7 @@
 """Watch a training run: what is told of it while it goes on; who listens: TensorBoard, Weights & Biases, a CSV file."""
 
 import csv
+import importlib
 import io
 import json
 import math
@@ -98,7 +99,8 @@ class TensorBoard(Watcher):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UserError("train.tensorboard: the package is missing; pip install 'warpfold[tensorboard]'") from error
-        self._open, self.folder, self._writer = SummaryWriter, Path(folder), None
+        self._open, self.folder = SummaryWriter, Path(folder)
+        self._writer: Any = None
 
     def on_begin(self, step: int) -> None:
         self._writer = self._open(str(self.folder), purge_step=step + 1)
@@ -128,10 +130,10 @@ class WeightsAndBiases(Watcher):
         Errors: UserError where the package is missing.
         """
         try:
-            import wandb
+            self._wandb = importlib.import_module("wandb")
         except ImportError as error:
             raise UserError("train.wandb: the package is missing; pip install wandb") from error
-        self._wandb, self.folder, self.online = wandb, Path(folder), online
+        self.folder, self.online = Path(folder), online
         self.name, self.settings = name or self.folder.resolve().name, settings
         self._run: Any = None
 
