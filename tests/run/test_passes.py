@@ -27,7 +27,7 @@ def test_every_block_of_every_pass_is_told_and_nothing_changes(plan: Plan | None
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
     assert len(set(shares)) > 40  # layer by layer
-    assert str(seen[-1]) == "pass 2 of 2, block 3 of 3"
+    assert str(seen[-1]) == "pass 2/2, block 3/3"
     count = len(seen)
     model(batch, recycles=1)
     assert len(seen) == count  # nobody follows any more

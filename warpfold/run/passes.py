@@ -23,7 +23,7 @@ class PassPlace(NamedTuple):
         return min(((self.number - 1) * self.blocks + self.block - 1 + self.within) / (self.passes * self.blocks), 1.0)
 
     def __str__(self) -> str:
-        return f"pass {self.number} of {self.passes}, block {self.block} of {self.blocks}"
+        return f"pass {self.number}/{self.passes}, block {self.block}/{self.blocks}"
 
 
 @contextmanager
