@@ -55,6 +55,7 @@ def progress_bar(
         last, said = "", time.monotonic()
 
         def move(done: float, total: int, what: str) -> None:
+            """Move the bar, or print a line."""
             nonlocal last, said
             bar.update(task, completed=done, total=total, description=what)
             if console.is_terminal:

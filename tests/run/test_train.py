@@ -96,7 +96,7 @@ def test_on_a_full_disk_the_run_ends_and_continues_later(
             original(tensors, path)
 
         patch.setattr(step_folders, "save_file", full)
-        with pytest.raises(UserError, match=r"No space left on device.*step 2 is safe"):
+        with pytest.raises(UserError, match=r"No space left on device.*step 3 is safe"):
             train(tiny_run(), store, tmp_path / "run")
     train(tiny_run(), store, tmp_path / "run")
     assert rows(tmp_path / "run") == rows(unbroken)
@@ -287,7 +287,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(
     last_loses_a_bit(tmp_path / "run")
     done = train(tiny_run(), store, tmp_path / "run")
     assert done.finished
-    assert [r.getMessage().rsplit("; ")[-1] for r in caplog.records] == ["the run continues from step 2"]
+    assert [r.getMessage().rsplit("; ")[-1] for r in caplog.records] == ["the run continues from step 3"]
     assert rows(tmp_path / "run") == rows(unbroken)
     assert equal_tensors(tmp_path / "run/params.safetensors", unbroken / "params.safetensors")
 

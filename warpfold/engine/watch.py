@@ -186,6 +186,7 @@ class CsvFile(Watcher):
         self._file = AppendedFile(self.path)
 
     def on_metrics(self, row: Row) -> None:
+        """Write a line, and where the row has numbers that none had before, a column for each."""
         if row["kind"] == "quarantine":
             return
         if self._file is None:

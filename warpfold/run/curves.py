@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeGuard
 
 from warpfold import settings
 from warpfold.errors import UserError
@@ -134,10 +134,11 @@ class RunLog:
 
     def held_out(self, name: str = "lddt_ca") -> Points:
         """Return a quantity of the validations that were whole."""
-        return [(r["step"], r[name]) for r in self.validations if "of" not in r and is_number(r.get(name))]
+        found = ((row["step"], row.get(name)) for row in self.validations if "of" not in row)
+        return [(step, value) for step, value in found if is_number(value)]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a value of a row is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -124,9 +124,9 @@ def train(
             stop = validation(step, rounds) if rounds else stop
             log.phase("training", left=validation.left(step))
         log.finished = step >= config.train.steps and not (stop and validation.is_owed(step))
-    slower = {"refused": refusals(before), "unrecorded": execution.graphs.refused}
     said: dict[str, Any] = {"finished": log.finished, "quarantined": tuple(ledger.quarantined), "signal": stop}
-    return Summary(steps=step, lddt_ca=(log.validation or {}).get("lddt_ca"), params=run.params, **said, **slower)
+    said |= {"refused": refusals(before), "unrecorded": execution.graphs.refused}
+    return Summary(steps=step, lddt_ca=(log.validation or {}).get("lddt_ca"), params=run.params, **said)
 
 
 def due(step: int, every: int) -> bool:

@@ -33,6 +33,7 @@ class TrainingProgress(Watcher):
         self._ends: float | None = None  # when the run is expected to end
 
     def on_metrics(self, row: Row) -> None:
+        """Keep what is shown, and print a line where it is time for one."""
         if row["kind"] == "quarantine":
             self._print(f"set aside {row['example']}: {row['reason']}")
         elif row["kind"] == "validation":
