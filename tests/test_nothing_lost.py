@@ -28,6 +28,7 @@ OWN_DRAFT = "what it made itself, under a name that nobody else has"
 OWN_FOLDER = "in a folder that was claimed: it holds a run's own names, or was empty"
 SAFE = {
     "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
+    "cli/common.py:speaking": "opens the null device",
     "data/synthetic/folder.py:_alignment": OWN_DRAFT,
     "data/synthetic/folder.py:_structure": OWN_DRAFT,
     "data/synthetic/folder.py:generate": OWN_DRAFT + "; `out` is absent or an empty folder, which rmdir makes sure of",

@@ -22,6 +22,25 @@ def as_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+_hidden = False
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Have `progress_bar` show nothing within the context, and `are_hidden` say so."""
+    global _hidden
+    before, _hidden = _hidden, True
+    try:
+        yield
+    finally:
+        _hidden = before
+
+
+def are_hidden() -> bool:
+    """Return whether no progress is to be shown."""
+    return _hidden
+
+
 @contextmanager
 def progress_bar(
     narrate: bool = False,
@@ -36,6 +55,9 @@ def progress_bar(
     whenever `what` changes; every: print one with the time, at most every so many seconds; otherwise nothing is shown
     there.  remaining: show the time that is left, if all items take the same; without, the caller says it.
     """
+    if _hidden:
+        yield no_progress
+        return
     from rich import progress as bars
     from rich.console import Console
     from rich.table import Column

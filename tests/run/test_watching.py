@@ -10,6 +10,7 @@ from rich.text import Text
 
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.watch import Phase
+from warpfold.progress import no_bars
 from warpfold.run.results import ExampleResult, step_row, validation_row
 from warpfold.run.watching import TrainingProgress, training_progress
 
@@ -81,6 +82,16 @@ def test_a_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None
     progress = TrainingProgress(10, Console(file=io.StringIO()))
     progress.on_phase(Phase(name="stopping", step=4, steps=10))
     assert capfd.readouterr().err == "stopping after this step; Ctrl-C again: at once\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_quiet_it_shows_what_cannot_be_used_alone(terminal: bool) -> None:
+    text = io.StringIO()
+    with no_bars(), training_progress(10, Console(file=text, force_terminal=terminal, width=200)) as progress:
+        progress.on_metrics(ROW)
+        progress.on_metrics({"kind": "quarantine", "step": 3, "example": "1abc_A", "reason": "damaged"})
+        progress.on_end(False)
+    assert text.getvalue() == "set aside 1abc_A: damaged\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

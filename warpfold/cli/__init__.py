@@ -37,7 +37,7 @@ from warpfold.cli import (  # noqa: F401
     tune,
     watch,
 )
-from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on
+from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on, with_speech
 from warpfold.errors import UserError
 
 ORDER = (
@@ -58,6 +58,11 @@ ORDER = (
     "profile",
 )  # of --help
 app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))
+
+for command in (*app.registered_commands, *bench.bench.registered_commands, bench.bench.registered_callback):
+    assert command is not None
+    assert command.callback is not None
+    command.callback = with_speech(command.callback)
 
 click = sys.modules[typer.BadParameter.__module__]  # click's exceptions, or the copy that newer typers carry
 
@@ -143,7 +148,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass

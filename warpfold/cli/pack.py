@@ -41,7 +41,7 @@ def pack(
         list[Path] | None, reads("Folders of the templates' mmCIF files; default: those of --structures.")
     ] = None,
     clusters: Annotated[Path | None, reads("Clusters, one per line, or MMseqs2's TSV; default: computed.")] = None,
-    out: Annotated[Path | None, writes("The store; the same command continues a stopped run.")] = None,
+    out: Annotated[Path | None, writes("The store; the same command continues a stopped run.", "--out", "-o")] = None,
     max_resolution: Annotated[float, decides("Å; worse structures are dropped.")] = 9.0,
     max_single: Annotated[float, decides("Share of one amino acid; chains with more are dropped.", max=1)] = 0.8,
     min_length: Annotated[int, decides("Residues; shorter chains are dropped.", min=1)] = 10,

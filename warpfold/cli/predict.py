@@ -50,7 +50,7 @@ Params = Annotated[
     list[Path],
     reads("WarpFold's .safetensors, or DeepMind's params_model_*.npz; several: each folds, and they are ranked."),
 ]
-Out = Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.")]
+Out = Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.", "--out", "-o")]
 Msa = Annotated[
     list[Path] | None, reads("Alignments, or folders of them; each goes to the sequence that is its first row.")
 ]

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 def train(
     settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
     data: Annotated[list[str], reads("Stores that `warpfold pack` made: STORE or STORE=WEIGHT.")],
-    out: Annotated[Path, writes("Folder of the run; the same command continues a stopped run, bit for bit.")],
+    out: Annotated[
+        Path, writes("Folder of the run; the same command continues a stopped run, bit for bit.", "--out", "-o")
+    ],
     init: Annotated[Path | None, reads("Parameters to start from; default: random ones.")] = None,
     replay: Annotated[Path | None, reads("order.txt of a run of the same data and seed, to follow.")] = None,
     change: Annotated[

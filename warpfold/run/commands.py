@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
-from warpfold.bulk import JobPart
 from warpfold.errors import UserError
-from warpfold.progress import Progress, no_progress
+from warpfold.progress import Progress
 from warpfold.run import arguments
 from warpfold.run.arguments import Changes, PathLike, Paths
 from warpfold.settings import build
@@ -58,7 +57,7 @@ def sample(
         dimers=arguments.whole("dimers", dimers, 0),
         min_length=arguments.whole("min_length", min_length, 1),
         max_length=arguments.whole("max_length", max_length, 1),
-        progress=progress or no_progress,
+        progress=arguments.progress_of(progress),
     )
 
 
@@ -90,7 +89,7 @@ def search(
 
     name = arguments.one_of("engine", engine, searching.ENGINES)
     chosen = {
-        "iterations": arguments.whole_or_none("iterations", iterations, 1),
+        "iterations": arguments.whole_or_none("iterations", iterations, 1, 3),
         "e_value": arguments.number_or_none("e_value", e_value),
     }
     finder = searching.ENGINES[name](**{key: value for key, value in chosen.items() if value is not None})
@@ -107,8 +106,8 @@ def search(
         arguments.path_or_none("cache", cache),
         arguments.whole("workers", workers, 1),
         arguments.whole_or_none("threads", threads, 1),
-        cluster,
-        JobPart.parse(shard) if shard else None,
+        arguments.text_or_none("cluster", cluster),
+        arguments.part_of(shard),
     )
     return searching.search(
         arguments.paths("queries", queries),
@@ -117,7 +116,7 @@ def search(
         finder,
         arguments.path_or_none("template_database", template_database),
         options,
-        progress or no_progress,
+        arguments.progress_of(progress),
     )
 
 
@@ -160,7 +159,8 @@ def pack(
         raise UserError("pack: out is missing; name the store to make")
     if (structures is None) == (merge is None):
         raise UserError("pack: give structures, or parts to merge, and not both")
-    workers, tell = arguments.whole("workers", workers, 1), progress or no_progress
+    workers, tell = arguments.whole("workers", workers, 1), arguments.progress_of(progress)
+    cluster, part = arguments.text_or_none("cluster", cluster), arguments.part_of(shard)
     if merge is not None:
         parts = arguments.paths("merge", merge)
         return packing.merge(parts, arguments.path("out", out), workers, cluster, tell)
@@ -174,7 +174,7 @@ def pack(
         arguments.paths("structures", structures), arguments.paths("msas", msas), arguments.path("out", out), options,
         hits=arguments.paths("hits", hits), clusters=arguments.path_or_none("clusters", clusters),
         template_structures=arguments.paths("template_structures", template_structures),
-        workers=workers, cluster=cluster, part=JobPart.parse(shard) if shard else None, progress=tell,
+        workers=workers, cluster=cluster, part=part, progress=tell,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from warpfold.data.formats.alignment import Alignment, encode, merge, without_pa
 from warpfold.data.formats.chain_alignments import read_chain_alignments
 from warpfold.data.formats.sequences import parse_a3m
 from warpfold.errors import UserError
-from warpfold.run.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown
+from warpfold.run.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown, text_or_none
 from warpfold.run.params import Params, check_templates
 from warpfold.run.predict_templates import TemplateSources
 from warpfold.run.queries import ComplexQuery, FoldQuery, Query, with_templates
@@ -121,7 +121,7 @@ def add_templates(
         files=[str(file) for file in paths("templates", templates)],
         hits=paths("hits", hits),
         structures=path_or_none("template_structures", structures),
-        max_date=max_date,
+        max_date=text_or_none("max_template_date", max_date),
     )
     return with_templates([query], sources, [model])[0] if sources else query
 

@@ -370,6 +370,8 @@ def load(
     """
     path, where = arguments.path("params", params), arguments.device_of(device)
     recycling = Recycling.of(recycle_tolerance, max_recycles)
+    if sample is not None and not isinstance(sample, SampleConfig):
+        raise arguments.WrongArgument(f"sample = {arguments.shown(sample)}: a SampleConfig is needed")
     rows: dict[str, Any] = {
         "max_msa": arguments.whole_or_none("max_msa", max_msa, 1),
         "max_extra": arguments.whole_or_none("max_extra", max_extra, 0),

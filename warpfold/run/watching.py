@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from warpfold.engine.watch import Phase, Row, Watcher
-from warpfold.progress import as_time
+from warpfold.progress import are_hidden, as_time
 
 ASKED = "stopping after this step; Ctrl-C again: at once"
 
@@ -19,11 +19,11 @@ class TrainingProgress(Watcher):
     """Shows what a run does, how far it is, its loss, and when it will have ended, validations included.
 
     In a terminal: two lines, no wider than it.  Elsewhere, such as the log of a batch job: a line with the time every
-    `every` seconds, and one for each validation and each entry that cannot be used.
+    `every` seconds, and one for each validation.  In both: each entry that cannot be used; quiet: nothing else.
     """
 
-    def __init__(self, steps: int, console: Console | None = None, every: float = 30.0) -> None:
-        self.console = console or Console(stderr=True)
+    def __init__(self, steps: int, console: Console | None = None, every: float = 30.0, quiet: bool = False) -> None:
+        self.console, self.quiet = console or Console(stderr=True), quiet
         self.phase, self.every = Phase(name="starting", step=0, steps=steps), every
         self.row: Row = {}  # of the last step
         self.validation: Row = {}
@@ -101,7 +101,7 @@ class TrainingProgress(Watcher):
 
     def _print_line(self, what: str = "") -> None:
         """Print a line for a log, where there is no terminal."""
-        if not self.console.is_terminal:
+        if not (self.console.is_terminal or self.quiet):
             step = f"step {self.row.get('step', self.phase.step)}/{self.phase.steps}"
             parts = [time.strftime("%Y-%m-%d %H:%M:%S"), step, what, *self._parts(), self._eta()]
             self._print("  ".join(filter(None, parts)))
@@ -113,8 +113,8 @@ class TrainingProgress(Watcher):
 @contextmanager
 def training_progress(steps: int, console: Console | None = None, every: float = 30.0) -> Iterator[TrainingProgress]:
     """Give a watcher that shows a training run within the context, on stderr unless told otherwise."""
-    shown = TrainingProgress(steps, console, every)
-    if not shown.console.is_terminal:
+    shown = TrainingProgress(steps, console, every, are_hidden())
+    if shown.quiet or not shown.console.is_terminal:
         yield shown
         return
     with Live(shown, console=shown.console, refresh_per_second=5):
