@@ -8,7 +8,9 @@ import os
 import re
 from pathlib import Path
 
+from external import external
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from reference import commands, python_interface, settings_reference
@@ -16,6 +18,7 @@ from reference import commands, python_interface, settings_reference
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]+)?\))")
+WORKER = "https://unpkg.com/iframe-worker/shim"  # what the theme would load for the search of a page on a disk
 GENERATED = {
     "reference/commands.md": commands,
     "reference/python.md": python_interface,
@@ -82,3 +85,16 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return match[0]
 
     return LINK.sub(moved, markdown)
+
+
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """Let pages load our worker.js, and make sure that they load nothing from elsewhere.
+
+    Errors: PluginError with what they would load; it ends the build.
+    """
+    site = Path(config.site_dir)
+    for path in site.rglob("*.html"):
+        ours = os.path.relpath(site / "site" / "worker.js", path.parent)
+        path.write_text(path.read_text(encoding="utf-8").replace(WORKER, ours), encoding="utf-8")
+    if found := external(site):
+        raise PluginError("pages load from elsewhere: " + "; ".join(found[:5]))

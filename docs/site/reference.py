@@ -130,7 +130,7 @@ def _section(name: str, type_name: str, classes: dict) -> Iterator[str]:
         if (of := next((word for word in re.findall(r"\w+", annotation) if word in classes), None)) is not None:
             inner.append((f"{name}.{field}", of))
             default, comment = "", f"a section of its own: [{name}.{field}](#{(name + field).replace('.', '')})"
-        yield f"| `{field}` | `{_cell(annotation)}` | {f'`{_cell(default)}`' if default else ''} | {_cell(_plain(comment))} |"
+        yield f"| `{field}` | `{annotation}` | {f'`{default}`' if default else ''} | {_cell(_plain(comment))} |"
     for one in inner:
         yield from _section(*one, classes)
 
