@@ -27,6 +27,7 @@ OWN_DRAFT = "what it made itself, under a name that nobody else has"
 OWN_FOLDER = "in a folder that was claimed: it holds a run's own names, or was empty"
 SAFE = {
     "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
+    "cli/common.py:speaking": "opens the null device",
     "data/synthetic/folder.py:_alignment": OWN_DRAFT,
     "data/synthetic/folder.py:_structure": OWN_DRAFT,
     "data/synthetic/folder.py:generate": OWN_DRAFT + "; `out` is absent or an empty folder, which rmdir makes sure of",
@@ -35,6 +36,8 @@ SAFE = {
     "data/store/store.py:StoreWriter.__init__": "a store's own names, in a folder that holds nothing else",
     "data/store/store.py:StoreWriter.add": "a store's own names, in a folder that holds nothing else",
     "data/store/store.py:StoreWriter.finish": "a store's own names; then it is renamed to where nothing is",
+    "files.py:write_new": "links a draft to where nothing is: " + OWN_DRAFT,
+    "run/params_file.py:_write": "a draft of `write_new`",
     "files.py:row_file": "a file that was not there: opened only to make it",
     "files.py:lock_file": "opens to append, and appends nothing",
     "files.py:write_atomically": "replaces one file by name, whole or not at all; callers answer for the name",

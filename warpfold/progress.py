@@ -14,6 +14,20 @@ def no_progress(done: int, total: int, what: str) -> None:
     """Report nothing."""
 
 
+_hidden = False
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Have `progress_bar` show nothing within the context."""
+    global _hidden
+    before, _hidden = _hidden, True
+    try:
+        yield
+    finally:
+        _hidden = before
+
+
 @contextmanager
 def progress_bar(
     narrate: bool = False, console: "Console | None" = None, transient: bool = True, remaining: bool = True
@@ -24,6 +38,9 @@ def progress_bar(
     whenever `what` changes; otherwise nothing is shown there.  remaining: show the time that is left, if all items take
     the same; without, the caller says it.
     """
+    if _hidden:
+        yield no_progress
+        return
     from rich import progress as bars
     from rich.console import Console
 

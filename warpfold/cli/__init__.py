@@ -21,6 +21,7 @@ from warpfold.cli import (  # noqa: F401
     doctor,
     golden,
     pack,
+    params,
     plan,
     predict,
     profile,
@@ -31,7 +32,7 @@ from warpfold.cli import (  # noqa: F401
     train,
     tune,
 )
-from warpfold.cli.common import app
+from warpfold.cli.common import app, with_speech
 from warpfold.errors import UserError
 
 ORDER = (
@@ -42,6 +43,7 @@ ORDER = (
     "plan",
     "train",
     "predict",
+    "params",
     "relax",
     "score",
     "golden",
@@ -50,6 +52,11 @@ ORDER = (
     "profile",
 )  # of --help
 app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))
+
+for command in (*app.registered_commands, *bench.bench.registered_commands, bench.bench.registered_callback):
+    assert command is not None
+    assert command.callback is not None
+    command.callback = with_speech(command.callback)
 
 click = sys.modules[typer.BadParameter.__module__]  # click's exceptions, or the copy that newer typers carry
 
@@ -112,7 +119,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass

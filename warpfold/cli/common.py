@@ -1,10 +1,14 @@
 """What all commands share: the app, its kinds of options, the device, tables and JSON."""
 
+import functools
+import inspect
 import json
 import logging
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from warpfold.errors import UserError
+from warpfold.progress import no_bars
 
 if TYPE_CHECKING:
     from warpfold.parallel.team import ProcessInfo
@@ -19,12 +24,55 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="AlphaFold2 in PyTorch: train it, fine-tune it, fold with it.  Start with [bold]warpfold demo[/].",
 )
+
+
+@contextmanager
+def speaking(quiet: bool, verbose: bool, as_json: bool) -> Iterator[None]:
+    """Have a command say less or more within the context.
+
+    quiet: no progress, and nothing on stdout but JSON; warnings and errors stay.  verbose: what the package logs goes
+    to stderr, and so does where an error came from.
+    """
+    log, handler = logging.getLogger("warpfold"), logging.StreamHandler()
+    with ExitStack() as stack:
+        if quiet:
+            stack.enter_context(no_bars())
+        if quiet and not as_json:
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        if verbose:
+            handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+            log.addHandler(handler)
+            stack.callback(log.removeHandler, handler)
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(logging.DEBUG)
+        try:
+            yield
+        except UserError:
+            if verbose:
+                traceback.print_exc()
+            raise
+
+
+def with_speech(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command with the options that all have: -q and -v."""
+
+    @functools.wraps(command)
+    def run(*, quiet: bool, verbose: bool, **given: Any) -> Any:
+        with speaking(quiet, verbose, bool(given.get("as_json"))):
+            return command(**given)
+
+    signature, more = inspect.signature(command), {"quiet": Quiet, "verbose": Verbose}
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=more[name]) for name in more
+    ]
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {**command.__annotations__, **more}
+    return run
 
 
 def argument(help: str) -> Any:
@@ -72,6 +120,8 @@ Branch = Annotated[
 ]
 Strict = Annotated[bool, runs("Fail if an operation has no fast kernel here, instead of running slower.", "--strict")]
 Workers = Annotated[int, runs("Number of processes.", min=1)]
+Quiet = Annotated[bool, runs("Print warnings and errors only, and what --json gives.", "--quiet", "-q")]
+Verbose = Annotated[bool, runs("Print what is decided inside, too, and where an error came from.", "--verbose", "-v")]
 Seed = Annotated[int, decides("The same seed gives the same result.")]
 
 # The size of a random example that is timed or profiled; what is left out is that of the settings' training examples.
@@ -172,27 +222,13 @@ def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
     On a CPU, the allocator keeps freed memory from now on.
     Errors: UserError for one that torch does not know or this machine lacks.
     """
-    import torch
-
     from warpfold.device import keep_memory
+    from warpfold.run import arguments
 
-    number = process.local_rank if process is not None and process.ranks > 1 else None
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and number is not None:
-        if number >= torch.cuda.device_count():
-            raise UserError(
-                f"process {number} of this machine needs a GPU of its own, but there are {torch.cuda.device_count()}; "
-                "start no more processes than GPUs, or run with --device cpu"
-            )
-        name = f"cuda:{number}"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {str(error).splitlines()[0]}; give another, or cpu") from error
-    if name == "cpu":
+    found = arguments.device_of(name, process.local_rank if process is not None and process.ranks > 1 else None)
+    if found == "cpu":
         keep_memory()
-    return name
+    return found
 
 
 def show(result: Any) -> None:

@@ -11,7 +11,7 @@ from warpfold.progress import progress_bar
 
 @app.command(epilog="Example:  warpfold demo --out demo")
 def demo(
-    out: Annotated[Path, writes("Folder for the report and everything else.")] = Path("demo"),
+    out: Annotated[Path, writes("Folder for the report and everything else.", "--out", "-o")] = Path("demo"),
     multimer: Annotated[bool, decides("Dimers, and a small AlphaFold-Multimer.", "--multimer")] = False,
     seed: Seed = 0,
     force: Force = False,

@@ -11,7 +11,7 @@ from warpfold.progress import progress_bar
 
 @app.command(epilog="Example:  warpfold sample --proteins 200 --out proteins")
 def sample(
-    out: Annotated[Path, writes("Folder for mmCIF and A3M files.")],
+    out: Annotated[Path, writes("Folder for mmCIF and A3M files.", "--out", "-o")],
     proteins: Annotated[int, decides("Number of proteins.", min=0)] = 200,
     dimers: Annotated[int, decides("Number of dimers besides, of equal chains and of different ones.", min=0)] = 0,
     min_length: Annotated[int, decides("Residues of the shortest chain.", min=1)] = 30,
@@ -20,12 +20,11 @@ def sample(
     as_json: AsJson = False,
 ) -> None:
     """Make sample proteins with alignments, to try a pipeline or a cluster without downloading anything."""
-    from warpfold.data.synthetic.folder import generate
+    from warpfold.run import commands
 
+    sizes = {"proteins": proteins, "dimers": dimers, "min_length": min_length, "max_length": max_length}
     with progress_bar() as progress:
-        made = generate(
-            out, proteins, seed, dimers=dimers, min_length=min_length, max_length=max_length, progress=progress
-        )
+        made = commands.sample(out, **sizes, seed=seed, progress=progress)
     if as_json:
         show(made)
     else:
