@@ -45,6 +45,7 @@ def test_editors_and_the_module_know_the_same_names() -> None:
     assert imported == warpfold._MODULES
     assert set(warpfold.__all__) == {*imported, "__version__"}
     assert set(warpfold.__all__) <= set(dir(warpfold))
+    assert Path(warpfold.__file__).with_name("py.typed").is_file()  # PEP 561: checkers read the types
     for name in warpfold.__all__:
         assert getattr(warpfold, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'fold'"):
@@ -53,7 +54,7 @@ def test_editors_and_the_module_know_the_same_names() -> None:
 
 # ---- one interface: names and defaults of the command line
 
-SHELL = {"as_json", "toml"}  # how a result is printed
+SHELL = {"json", "toml", "quiet", "verbose"}  # what a shell prints
 STRICT = 'kernels="strict"'
 ELSEWHERE = {  # options that are something else in Python
     "pack": {"verify": "Store.verify", "info": "Store"},
@@ -72,7 +73,7 @@ def options_of(command: str) -> dict[str, Any]:
             default = values.parameters[name].default
             option = parameter.opts[0].lstrip("-").replace("-", "_")
             options[option] = ... if default is inspect.Parameter.empty else getattr(default, "value", default)
-    return {name: value for name, value in options.items() if name not in SHELL and name != "json"}
+    return {name: value for name, value in options.items() if name not in SHELL}
 
 
 @pytest.mark.parametrize("command", ["sample", "search", "pack", "params", "train", "score"])
@@ -183,6 +184,7 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     "chains": (lambda p, path: warpfold.score("a.cif", "b.cif", chains="A"), "pairs of predicted:reference"),
     "predicted": (lambda p, path: warpfold.score(5, "b.cif"), "predicted = 5: a path is needed"),
     "progress": (lambda p, path: p.fold_many([ONE], progress=5), "progress = 5: a function"),
+    "model": (lambda p, path: Predictor(path), "an AlphaFold is needed; files: load"),
     "sample": (lambda p, path: load(path, "cpu", sample=5), "sample = 5: a SampleConfig"),
     "shard": (lambda p, path: warpfold.pack("mmcif", out="store", shard=1), "shard = 1: a text"),
     "date": (

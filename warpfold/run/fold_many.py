@@ -10,12 +10,12 @@ from warpfold.errors import UserError
 from warpfold.parallel.team import Team
 from warpfold.progress import Progress
 from warpfold.run.arguments import WrongArgument, is_list, paths, progress_of, shown
-from warpfold.run.fold_input import query_of
+from warpfold.run.fold_input import query_of, said_of
 from warpfold.run.fold_options import Kept
 from warpfold.run.folding import FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params
-from warpfold.run.predictor import Predictor, said_of
+from warpfold.run.predictor import Predictor
 from warpfold.run.queries import Query, read_queries
 
 
