@@ -1,4 +1,4 @@
-"""The site of docs/: every page is in its navigation, nothing is loaded from elsewhere; and it is built, where mkdocs is."""
+"""The site of docs/: every page is in its navigation, nothing is loaded from elsewhere, it builds."""
 
 import importlib.util
 import os
@@ -30,7 +30,9 @@ def test_every_page_is_in_the_navigation_once() -> None:
     named = re.findall(r"- (?:[^\n]*: )?([\w/.-]+\.md)$", navigation, re.M)
     made = {"reference/commands.md", "reference/python.md", "reference/settings.md"}
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    assert sorted(named) == sorted(pages | made), "put a new page into `nav` of mkdocs.yml, where a newcomer looks for it"
+    assert sorted(named) == sorted(pages | made), (
+        "put a new page into `nav` of mkdocs.yml, where a newcomer looks for it"
+    )
 
 
 def test_lists_stand_apart() -> None:
@@ -53,7 +55,9 @@ def test_nothing_that_is_said_to_run_is_elsewhere() -> None:
 
 def test_requirements_are_pinned() -> None:
     lines = (DOCS / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    assert not [line for line in lines if line and not line.startswith("#") and not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
+    assert not [
+        line for line in lines if line and not line.startswith("#") and not re.fullmatch(r"[\w.-]+==[\w.]+", line)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Pages made of the source: the command line, the Python interface, the settings.
 
-The command line is imported (it imports nothing heavy), the rest is read as text, so that neither torch nor NumPy is needed.
+The command line is imported (it imports nothing heavy), the rest is read as text: neither torch nor NumPy is needed.
 """
 
 import ast
@@ -27,8 +27,8 @@ def commands() -> str:
     lines = [
         "# Commands",
         "",
-        "What `warpfold COMMAND --help` says, of this version.  Exit codes: 0 everything was done, 1 something was not,",
-        "2 the input is at fault (one line says why), 130 Ctrl-C.",
+        "What `warpfold COMMAND --help` says, of this version.  Exit codes: 0 everything was done, 1 something was",
+        "not, 2 the input is at fault (one line says why), 130 Ctrl-C.",
     ]
     for name, command in top.commands.items():
         inner = getattr(command, "commands", {})
@@ -47,7 +47,9 @@ def _command(name: str, command) -> Iterator[str]:
             continue
         names = [*parameter.opts, *parameter.secondary_opts]
         named = parameter.param_type_name == "option"
-        shown = ", ".join(f"`{one}`" for one in names) if named else f"`{(parameter.metavar or parameter.name.upper())}`"
+        shown = (
+            ", ".join(f"`{one}`" for one in names) if named else f"`{(parameter.metavar or parameter.name.upper())}`"
+        )
         default = parameter.default
         plain = isinstance(default, str | int | float) and not isinstance(default, bool) and default != ""
         says = _plain(getattr(parameter, "help", None) or "")
@@ -113,7 +115,7 @@ def settings_reference() -> str:
     lines = [
         "# Settings",
         "",
-        "Every key of a settings file, with its default where a file says nothing.  `--set SECTION.KEY=VALUE` changes one.",
+        "Every key of a settings file, with its default.  `--set SECTION.KEY=VALUE` changes one.",
         "The presets, and the sources of their values, are in the folder [settings](../repository/settings/README.md).",
     ]
     for field, type_name, _, _ in _fields(*classes["RunConfig"]):
