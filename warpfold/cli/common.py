@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from warpfold.errors import UserError
 from warpfold.progress import no_bars
@@ -22,7 +23,23 @@ if TYPE_CHECKING:
     from warpfold.parallel.team import ProcessInfo
     from warpfold.tune.example import ModelBench
 
+
+class StoppedByUser(Exception):
+    """Ctrl-C ended a command."""
+
+
+class Commands(TyperGroup):
+    """All commands.  typer would end without a word at Ctrl-C; the command line says how to go on."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise StoppedByUser from None
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -187,6 +204,19 @@ def name_operations(command: Any, attribute: str) -> None:
     for parameter in command.params:
         if parameter.name == "op":
             parameter.help = parameter.help.replace("OPERATIONS", ", ".join(getattr(cases, attribute)))
+
+
+CONTINUE = ("demo", "pack", "predict", "relax", "search", "train")  # commands that keep what they have done
+GIVEN: list[str] = []  # the arguments of the command line that runs
+
+
+def how_to_go_on() -> str:
+    """Return what to type after a command was stopped: the same once more, but `--force`, which would begin again."""
+    if not GIVEN or os.environ.get("WORLD_SIZE", "1") != "1":
+        return "the same command continues"
+    if GIVEN[0] not in CONTINUE:
+        return f"to start again: {shlex.join(['warpfold', *GIVEN])}"
+    return f"the same command continues: {shlex.join(['warpfold', *(one for one in GIVEN if one != '--force')])}"
 
 
 def say_refused(refused: Mapping[str, int]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpfold.cli.common import AsJson, Lists, Workers, app, decides, reads, runs, show, writes
+from warpfold.cli.common import AsJson, Lists, Workers, app, decides, how_to_go_on, reads, runs, show, writes
 from warpfold.errors import UserError
 from warpfold.progress import progress_bar
 
@@ -102,7 +102,7 @@ def _make(make: Callable[..., "PackReport"]) -> "PackReport":
         with _sigterm_stops(), progress_bar() as bar:
             return make(progress=bar)
     except KeyboardInterrupt as stop:
-        typer.echo("stopped; the same command continues", err=True)
+        typer.echo(f"stopped; {how_to_go_on()}", err=True)
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # what a command needs loads when it is called: `pack` runs w
     from warpfold.data.pack.inputs import PackOptions
     from warpfold.data.pack.report import PackReport
     from warpfold.data.store.store import Store
-    from warpfold.engine.loop import Watcher
+    from warpfold.engine.watch import Watching
     from warpfold.parallel.team import Team
     from warpfold.run.config import GivenSettings, RunConfig
     from warpfold.run.outputs import Prediction
@@ -201,15 +201,15 @@ def train(
     device: str | None = None,
     memory: str | int | None = None,
     strict: bool = False,
-    watch: "Watcher | None" = None,
+    watch: "Watching | None" = None,
     team: "Team | None" = None,
 ) -> "Summary":
     """Train or fine-tune into the folder `out`, or continue the run that is there; return how it ended.
 
     settings: a preset's name, a TOML file, its values, or a `RunConfig`.  data: stores, or their paths, each with
     =WEIGHT if it has one.  init: parameters to start from.  set: settings over those, {"train.steps": 500}.  memory:
-    of the device, "24GB" or bytes.  watch: gets each row of metrics.jsonl.  team: processes that train together; all
-    call this.
+    of the device, "24GB" or bytes.  watch: who is told of the run: watchers, or functions of each row of metrics.jsonl
+    (docs/watching.md).  team: processes that train together; all call this.
     Errors: UserError for bad arguments, settings, stores and parameters, and a folder of another run.
     """
     from warpfold.parallel.team import Team
