@@ -1,20 +1,9 @@
 """How layers that others wrote compute by our operations: an `Adapter` for each class.
 
 An adapter names the classes that it serves and the signature of their `forward`, makes one of our layers of a
-module's own parts (`build`), and computes what their `forward` computes by it (`forward`):
-
-    class OuterProduct(Adapter):
-        serves = ("boltz.model.layers.outer_product_mean:OuterProductMean",)
-        signature = "(self, m, mask, chunk_size=None)"
-        operation = "outer_product"
-
-        def build(self, module):
-            return made_of(OuterProductMean, norm=NormOf(module.norm), a=LinearOf(module.proj_a), ...)
-
-        def forward(self, layer, m, mask, chunk_size=None):
-            return self.update(layer, ..., rows=chunk_size)
-
-        def example(self, module, n, random): return (random(1, 5, n, c_m), random.mask(1, 5, n)), {}
+module's own parts (`build`), computes by it what their `forward` computes (`forward`), and says what to compare both
+ways with (`example`).  For the layers of the trunk most of this is written already, kind by kind (`kinds.py`): there
+an adapter is a table of names, and what differs.
 
 Nothing is imported from a package: its classes are known by name.  Our layer reads the module's parameters through the
 modules that hold them, each time it computes, so a parameter may be moved, cast, frozen or replaced.
@@ -81,7 +70,10 @@ class Adapter:
         raise NotImplementedError
 
     def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's own forward does, of the same arguments.  Errors: NotServed for some of them."""
+        """Return what the module's own forward does, of the same arguments.  Errors: NotServed for some of them.
+
+        What was given by name comes in its place, up to the first argument that was not given.
+        """
         raise NotImplementedError
 
     def example(self, module: nn.Module, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -209,6 +201,8 @@ def check_part(module: nn.Module) -> None:
         raise NotServed(f"its {name} has modules inside, such as an adapter of low rank")
     if "forward" in vars(module):
         raise NotServed(f"the forward of its {name} was replaced")
+    if getattr(module, "precision", None) is not None:
+        raise NotServed(f"a {name} with a precision of its own")
     _weight_of(module)
 
 
@@ -279,9 +273,27 @@ def adapter_of(module: nn.Module, known: Mapping[str, Adapter]) -> tuple[Adapter
 
 def signature_of(function: Callable[..., Any]) -> str:
     """Return the signature of a function, without annotations."""
-    given = inspect.signature(function)
+    given = _unwrapped(function)
     bare = [p.replace(annotation=p.empty) for p in given.parameters.values()]
     return str(given.replace(parameters=bare, return_annotation=given.empty))
+
+
+def _unwrapped(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, or of the only one that it wraps if it hands on whatever it is given."""
+    given = inspect.signature(function)
+    anything = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+    if [p.kind for p in given.parameters.values()] == anything:
+        wrapped = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        functions = [one for one in wrapped if inspect.isfunction(one)]
+        if len(functions) == 1:
+            return _unwrapped(functions[0])
+    return given
+
+
+def _places(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a method's arguments that may be given by place, but for self."""
+    found = _unwrapped(function).parameters.values()
+    return tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
 
 
 _swapped: dict[tuple[type[nn.Module], type[Adapter]], type[nn.Module]] = {}
@@ -292,9 +304,14 @@ def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Modu
     if (kind, adapter) in _swapped:
         return _swapped[kind, adapter]
     how, theirs = adapter(), kind.forward
+    places = _places(theirs)
 
     @wraps(theirs)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for name in places[len(args) :]:
+            if name not in kwargs:
+                break
+            args = (*args, kwargs.pop(name))
         if how.least and small_on_cpu(next(iter((*args, *kwargs.values())), None), how.least):
             return theirs(self, *args, **kwargs)
         try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from warpfold.adapt.adapter import Adapter, RandomInputs, swap
 from warpfold.adapt.report import LayerSpeed
-from warpfold.adapt.verify import copy_of, inputs_of, redrawn, tensors_of
+from warpfold.adapt.verify import copy_of, inputs_of, narrowest, redrawn, tensors_of
 from warpfold.tune.timing import Subject, Times, measure
 
 SIZE = {"cpu": 128, "cuda": 256}  # residues or tokens
@@ -29,7 +29,7 @@ def measured_speed(module: nn.Module, adapter: Adapter, size: int | None = None)
         theirs = redrawn(copy_of(module), 0)
         ours = copy_of(theirs)
         swap(ours, adapter, adapter.build(ours))
-        like = next(p for p in theirs.parameters() if p.is_floating_point())
+        like = narrowest(theirs)
         kind = like.device.type
         args, kwargs = adapter.example(theirs, size or SIZE[kind], RandomInputs(like))
         given = [x.requires_grad_() for x in inputs_of(args, kwargs).values()]
