@@ -59,6 +59,8 @@ class Adapter:
     signature: ClassVar[str | tuple[str, ...]] = ""
     operation: ClassVar[str] = ""  # what computes, for people
     least: ClassVar[int] = 0  # numbers of the first argument below which their own code is as fast, on a CPU
+    # Attributes of the copies that are compared: switches that ask for kernels or roundings of 16 bits alone.
+    compared_with: ClassVar[Mapping[str, Any]] = {}
     plain: ClassVar[bool] = False  # a layer of torch's own: swapped where it is asked for, or measured to be a gain
 
     def knows(self, module: nn.Module) -> bool:
@@ -88,9 +90,9 @@ class Adapter:
         """Return a module with its parameters in a dtype, in place; overridden where a package leaves some in fp32."""
         return module.to(dtype)
 
-    @staticmethod
+    @classmethod
     def update(
-        layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None, rows: int | None = None
+        cls, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None, rows: int | None = None
     ) -> Tensor:
         """Return the residual update of x, as the layer's execution computes it.
 

@@ -88,6 +88,14 @@ class LayerAdapter(Adapter):
         return [int(parts[name].weight.shape[-1]) for name in names]
 
 
+class WithoutMask(LayerAdapter):
+    """For classes that know no masks, in front of a kind."""
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        (*args, _), named = super().example(module, n, random)
+        return tuple(args), named
+
+
 class TriangleProductAdapter(LayerAdapter):
     """Triangle multiplication; parts: norm, a, b, a_gate, b_gate, gate, norm_out, out.
 

@@ -22,6 +22,7 @@ from warpfold.adapt.kinds import (
     SwigluAdapter,
     TriangleAttentionAdapter,
     TriangleProductAdapter,
+    WithoutMask,
     attention_names,
     refuse_fp16,
 )
@@ -88,9 +89,7 @@ class ProtenixOuterProductMean(OuterProductAdapter):
         return super().forward(layer, m, *args, **kwargs)
 
 
-class ProtenixPairWeightedAveraging(PairWeightedAveragingAdapter):
-    """Without a mask."""
-
+class ProtenixPairWeightedAveraging(WithoutMask, PairWeightedAveragingAdapter):
     serves = ("protenix.model.modules.pairformer:MSAPairWeightedAveraging",)
     signature = "(self, m, z)"
     names: ClassVar = {
@@ -103,10 +102,6 @@ class ProtenixPairWeightedAveraging(PairWeightedAveragingAdapter):
     }
     least = LEAST
     batch = ()
-
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        (m, z, _), _ = super().example(module, n, random)
-        return (m, z), {}
 
 
 class ProtenixAttentionPairBias(AttentionPairBiasAdapter):
