@@ -1,7 +1,7 @@
 """Adapters made of tables of names, with layers that somebody else might have written."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -36,14 +36,7 @@ class DividedProduct(nn.Module):
 class ServesDividedProduct(WithoutMask, TriangleProductAdapter):
     serves = (f"{__name__}:DividedProduct",)
     signature = "(self, pairs)"
-    names: ClassVar = {
-        "norm": "before",
-        "a b": "both",
-        "a_gate b_gate": "gates",
-        "gate": "gate",
-        "norm_out": "after",
-        "out": "last",
-    }
+    names = "norm=before a,b=both a_gate,b_gate=gates gate=gate norm_out=after out=last"
 
     def outgoing(self, module: Any) -> bool:
         return bool(module.equation.startswith("...ik"))
@@ -57,7 +50,7 @@ class Undivided(ServesDividedProduct):
 
 
 class Exchanged(ServesDividedProduct):
-    names: ClassVar = {**ServesDividedProduct.names, "a b": "gates", "a_gate b_gate": "both"}
+    names = f"{ServesDividedProduct.names} a,b=gates a_gate,b_gate=both"
 
 
 @pytest.mark.parametrize("outgoing", [True, False], ids=["outgoing", "incoming"])
@@ -86,7 +79,7 @@ class Gated(nn.Module):
 class ServesGated(SwigluAdapter):
     serves = (f"{__name__}:Gated",)
     signature = "(self, things, scale=1.0, chunk_size=None)"
-    names: ClassVar = {"norm": "inside.norm", "up": "inside.gate value", "down": "last"}
+    names = "norm=inside.norm up=inside.gate,value down=last"
 
     def forward(self, layer: Any, x: Tensor, scale: float = 1.0, *_: Any, **__: Any) -> Tensor:
         return super().forward(layer, x) * scale
@@ -115,7 +108,7 @@ def test_a_part_that_a_module_goes_without_is_named() -> None:
         gate, norm, one = None, nn.LayerNorm(8), nn.Linear(8, 8)
 
     class Serves(TriangleAttentionAdapter):
-        names: ClassVar = {"norm": "norm", "gate": "gate", **dict.fromkeys(("q", "k", "v", "out", "bias"), "one")}
+        names = "norm=norm bias=one q=one k=one v=one gate=gate out=one heads=training"
 
     with pytest.raises(NotServed, match="no gate"):
         Serves().build(Attention())

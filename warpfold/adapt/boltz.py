@@ -6,7 +6,6 @@ its count, 1 at least, before it is projected.  `use_kernels` asks for cuEquivar
 operations either way.  A `chunk_size` counts rows in attention; elsewhere channels, of which ours need no slices.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -42,14 +41,7 @@ class KeptInFp32(Adapter):
 class BoltzTriangleOutgoing(KeptInFp32, TriangleProductAdapter):
     serves = _layers("triangular_mult:TriangleMultiplicationOutgoing", "triangular:TriangleMultiplicationOutgoing")
     signature = "(self, x, mask, use_kernels=False)"
-    names: ClassVar = {
-        "norm": "norm_in",
-        "a b": "p_in",
-        "a_gate b_gate": "g_in",
-        "gate": "g_out",
-        "norm_out": "norm_out",
-        "out": "p_out",
-    }
+    names = "norm=norm_in a,b=p_in a_gate,b_gate=g_in gate=g_out norm_out=norm_out out=p_out"
     least = LEAST
 
     def outgoing(self, module: Any) -> bool:
@@ -74,7 +66,7 @@ class BoltzTriangleAttention(TriangleAttentionAdapter):
 class BoltzTransition(SwigluAdapter):
     serves = _layers("transition:Transition")
     signature = "(self, x, chunk_size=None)"
-    names: ClassVar = {"norm": "norm", "up": "fc1 fc2", "down": "fc3"}
+    names = "norm=norm up=fc1,fc2 down=fc3"
     least = LEAST
 
     def check(self, module: Any) -> None:
@@ -87,7 +79,7 @@ class BoltzOuterProduct(OuterProductAdapter):
 
     serves = _layers("outer_product_mean:OuterProductMean")
     signature = "(self, m, mask, chunk_size=None)"
-    names: ClassVar = {"norm": "norm", "a": "proj_a", "b": "proj_b", "out": "proj_o"}
+    names = "norm=norm a=proj_a b=proj_b out=proj_o"
     settings: ClassVar = {"count_added": 0.0, "count_least": 1.0, "bias_divided": False}
     least = LEAST
 
@@ -98,14 +90,7 @@ class BoltzOuterProduct(OuterProductAdapter):
 class BoltzPairWeightedAveraging(PairWeightedAveragingAdapter):
     serves = _layers("pair_averaging:PairWeightedAveraging")
     signature = "(self, m, z, mask, chunk_heads=<class 'bool'>)"
-    names: ClassVar = {
-        "norm": "norm_m",
-        "norm_z": "norm_z",
-        "v": "proj_m",
-        "gate": "proj_g",
-        "bias": "proj_z",
-        "out": "proj_o",
-    }
+    names = "norm=norm_m norm_z=norm_z v=proj_m gate=proj_g bias=proj_z out=proj_o"
     least = LEAST
 
 
@@ -117,13 +102,14 @@ class BoltzAttentionPairBias(KeptInFp32, AttentionPairBiasAdapter):
         "boltzgen.model.layers.attention:AttentionPairBias",
     )
     signature = "(self, s, z, mask, k_in, multiplicity=1)"
-    names: ClassVar = {"heads": "num_heads"} | attention_names("proj_")
+    names = f"heads=num_heads {attention_names('proj_')}"
     least = LEAST
 
-    def names_of(self, module: Any) -> Mapping[str, str]:
-        of_s = {"norm": "norm_s"} if hasattr(module, "norm_s") else {}
-        of_z = {"norm_z": "proj_z.0", "bias": "proj_z.1"} if getattr(module, "compute_pair_bias", True) else {}
-        return {**self.names, **of_s, **of_z}
+    def names_of(self, module: Any) -> str:
+        of_s = " norm=norm_s" if hasattr(module, "norm_s") else ""
+        return (
+            self.names + of_s + (" norm_z=proj_z.0 bias=proj_z.1" if getattr(module, "compute_pair_bias", True) else "")
+        )
 
     def check(self, module: Any) -> None:
         if getattr(module, "use_qk_norm", False):

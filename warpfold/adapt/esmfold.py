@@ -4,7 +4,7 @@ Masks are ones and zeros of any dtype; a pair that is masked is attended by nobo
 our b: x_ij = sum_k a_ki b_kj.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ class EsmFoldResidueMLP(TransitionAdapter):
 
     serves = (f"{MODELING}:EsmFoldResidueMLP",)
     signature = "(self, x)"
-    names: ClassVar = {"norm": "mlp.0", "up": "mlp.1", "down": "mlp.3"}
+    names = "norm=mlp.0 up=mlp.1 down=mlp.3"
 
     def check(self, module: Any) -> None:
         if not isinstance(activation := module.mlp[2], nn.ReLU):
@@ -127,7 +127,7 @@ class EsmFoldPairToSequence(LayerAdapter):
     signature = "(self, pairwise_state)"
     operation = "norm_linear"
     kind = NormedLinear
-    names: ClassVar = {"norm": "layernorm", "linear": "linear"}
+    names = "norm=layernorm linear=linear"
 
     def forward(self, layer: Any, pairwise_state: Tensor) -> Tensor:
         bias: Tensor = layer(cast_by_autocast(pairwise_state))
@@ -170,7 +170,7 @@ class EsmFoldSequenceToPair(LayerAdapter):
     signature = "(self, sequence_state)"
     operation = "pairs_of_sequence"
     kind = PairsOfSequence
-    names: ClassVar = {"norm": "layernorm", "proj": "proj"}
+    names = "norm=layernorm proj=proj"
 
     def layer(self, module: Any, parts: Parts) -> Parts:
         return parts | halves(module)

@@ -36,13 +36,7 @@ class EsmFold2TriangleMultiplication(EsmFold2Layer, TriangleProductAdapter):
 
     serves = (f"{MODELING}:EsmFold2TriangleMultiplicativeUpdate",)
     signature = "(self, pair_grid, visibility=None)"
-    names: ClassVar = {
-        "norm": "norm_start",
-        "a b a_gate b_gate": "proj_bundle",
-        "gate": "proj_gate",
-        "norm_out": "norm_mix",
-        "out": "proj_emit",
-    }
+    names = "norm=norm_start a,b,a_gate,b_gate=proj_bundle gate=proj_gate norm_out=norm_mix out=proj_emit"
 
     def outgoing(self, module: Any) -> bool:
         return bool(module.flow == "outgoing")
@@ -57,7 +51,7 @@ class EsmFold2Transition(EsmFold2Layer, SwigluAdapter):
 
     serves = (f"{MODELING}:EsmFold2Transition",)
     signature = "(self, hidden_states)"
-    names: ClassVar = {"norm": "norm", "up": "mlp.gate_up_proj", "down": "mlp.down_proj"}
+    names = "norm=norm up=mlp.gate_up_proj down=mlp.down_proj"
 
     def check(self, module: Any) -> None:
         if (name := type(module.mlp.activation_fn).__name__) not in ("SiLU", "SiLUActivation"):
@@ -72,7 +66,7 @@ class EsmFold2OuterProduct(EsmFold2Layer, OuterProductAdapter):
 
     serves = (f"{MODELING}:EsmFold2OuterProductMean",)
     signature = "(self, msa_states, msa_attention_mask)"
-    names: ClassVar = {"norm": "norm", "a b": "input_proj", "out": "output_proj"}
+    names = "norm=norm a,b=input_proj out=output_proj"
     settings: ClassVar = {"count_added": 0.0, "count_least": 1.0}
 
     def forward(  # type: ignore[override]  # its class has another signature
@@ -90,14 +84,7 @@ class EsmFold2PairWeightedAveraging(EsmFold2Layer, PairWeightedAveragingAdapter)
 
     serves = (f"{MODELING}:EsmFold2MSAPairWeightedAveraging",)
     signature = "(self, msa_states, pair_states, pair_attention_mask)"
-    names: ClassVar = {
-        "norm": "norm_single",
-        "norm_z": "bias_norm",
-        "bias": "bias_proj",
-        "v": "v_proj",
-        "gate": "gate_proj",
-        "out": "o_proj",
-    }
+    names = "norm=norm_single norm_z=bias_norm bias=bias_proj v=v_proj gate=gate_proj out=o_proj"
 
     def forward(self, layer: Any, m: Tensor, z: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
         return super().forward(layer, m.transpose(1, 2), z, mask).transpose(1, 2)

@@ -3,14 +3,14 @@
     class TheirFeedForward(TransitionAdapter):
         serves = ("their.package:FeedForward",)
         signature = "(self, x)"
-        names: ClassVar = {"norm": "ln", "up": "w1", "down": "w2"}
+        names = "norm=ln up=w1 down=w2"
 
 `names` says where a module keeps each part of our layer; a name that begins with "norm" is a normalisation, any other
-a projection, or a number that is kept as it is ("heads": "mha.no_heads").
+a projection, or a number that is kept as it is (heads=mha.no_heads).
 
-    "q": "mha.linear_q"     inside of another module
-    "a b": "p_in"           one projection of theirs makes two of ours, in this order, with as many outputs each
-    "up": "fc1 fc2"         two of theirs are one of ours, the outputs of the first in front
+    q=mha.linear_q     inside of another module
+    a,b=p_in           one projection of theirs makes two of ours, in this order, with as many outputs each
+    up=fc1,fc2         two of theirs are one of ours, the outputs of the first in front
 
 Tables that are here already have the names that OpenFold gave, which several packages kept.
 
@@ -45,7 +45,7 @@ class LayerAdapter(Adapter):
     """An adapter whose layer is made by a table of names; see the module's docstring."""
 
     kind: ClassVar[type[Executable]]  # our layer
-    names: ClassVar[Mapping[str, str]] = {}
+    names: ClassVar[str] = ""
     settings: ClassVar[Mapping[str, Any]] = {}  # of our layer, the same for all modules
     batch: ClassVar[tuple[int, ...]] = (2,)  # leading axes of an example
 
@@ -57,8 +57,8 @@ class LayerAdapter(Adapter):
     def check(self, module: Any) -> None:
         """Raise NotServed for a module that is not as we know it."""
 
-    def names_of(self, module: Any) -> Mapping[str, str]:
-        """Return where a module keeps its parts."""
+    def names_of(self, module: Any) -> str:
+        """Return where a module keeps its parts; of a name that is there twice the last counts."""
         return self.names
 
     def layer(self, module: Any, parts: Parts) -> Parts:
@@ -68,8 +68,8 @@ class LayerAdapter(Adapter):
     def parts(self, module: Any) -> Parts:
         """Return what the table names.  Errors: NotServed for a part that a module goes without."""
         found: Parts = {}
-        for names, paths in self.names_of(module).items():
-            ours, theirs = names.split(), [attrgetter(path)(module) for path in paths.split()]
+        for names, paths in dict(entry.split("=") for entry in self.names_of(module).split()).items():
+            ours, theirs = names.split(","), [attrgetter(path)(module) for path in paths.split(",")]
             if any(part is None for part in theirs):
                 raise NotServed(f"no {names}")
             if not all(isinstance(part, nn.Module) for part in theirs):
@@ -104,16 +104,10 @@ class TriangleProductAdapter(LayerAdapter):
 
     operation = "triangle_multiplication"
     kind = TriangleMultiplication
-    names: ClassVar = {
-        "norm": "layer_norm_in",
-        "a": "linear_a_p",
-        "b": "linear_b_p",
-        "a_gate": "linear_a_g",
-        "b_gate": "linear_b_g",
-        "gate": "linear_g",
-        "norm_out": "layer_norm_out",
-        "out": "linear_z",
-    }
+    names = (
+        "norm=layer_norm_in a=linear_a_p b=linear_b_p a_gate=linear_a_g b_gate=linear_b_g gate=linear_g "
+        "norm_out=layer_norm_out out=linear_z"
+    )
 
     def outgoing(self, module: Any) -> bool:
         """Return whether a product is outgoing."""
@@ -146,21 +140,16 @@ class GatedAttentionAdapter(LayerAdapter):
         return {**parts, "attention": attention, **self.settings}
 
 
-def attention_names(start: str) -> dict[str, str]:
+def attention_names(start: str) -> str:
     """Return where an attention keeps its projections, whose names begin alike and end with q, k, v, g and o."""
-    return {name: f"{start}{end}" for name, end in zip(("q", "k", "v", "gate", "out"), "qkvgo")}
+    return f"q={start}q k={start}k v={start}v gate={start}g out={start}o"
 
 
 class TriangleAttentionAdapter(GatedAttentionAdapter):
     """Triangle attention; parts: those of an attention, norm, bias.  The bias of the ending node is of z transposed."""
 
     kind = TriangleAttention
-    names: ClassVar = {
-        "norm": "layer_norm",
-        "bias": "linear",
-        "heads": "mha.no_heads",
-        **attention_names("mha.linear_"),
-    }
+    names = f"norm=layer_norm bias=linear heads=mha.no_heads {attention_names('mha.linear_')}"
 
     def starting(self, module: Any) -> bool:
         """Return whether it attends within rows."""
@@ -208,7 +197,7 @@ class OuterProductAdapter(LayerAdapter):
 
     operation = "outer_product"
     kind = OuterProductMean
-    names: ClassVar = {"norm": "layer_norm", "a": "linear_1", "b": "linear_2", "out": "linear_out"}
+    names = "norm=layer_norm a=linear_1 b=linear_2 out=linear_out"
 
     def forward(
         self, layer: Any, m: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, *_: Any, **__: Any

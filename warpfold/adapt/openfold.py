@@ -112,7 +112,7 @@ class OpenFoldPairTransitions(Transitions):
 
     serves: ClassVar[tuple[str, ...]] = (f"{MODEL}.pair_transition:PairTransition",)
     signature = "(self, z, mask=None, chunk_size=None)"
-    names: ClassVar = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2"}
+    names = "norm=layer_norm up=linear_1 down=linear_2"
 
 
 class OpenFoldMSATransitions(OpenFoldPairTransitions):

@@ -33,6 +33,9 @@ from warpfold.model.execution import Executable
 from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention
 
 LAYERS = "openfold3.core.model.layers"
+FUSED = (
+    "norm=layer_norm_in a,b=linear_ab_p a_gate,b_gate=linear_ab_g gate=linear_g norm_out=layer_norm_out out=linear_z"
+)
 INFINITE = 1e4  # what their masks subtract from logits is infinite where it is at least this
 
 
@@ -61,12 +64,8 @@ class TriangleProducts(TriangleProductAdapter):
         "_add_with_inplace=False, _inplace_chunk_size=256)"
     )
 
-    def names_of(self, module: Any) -> Mapping[str, str]:
-        if not hasattr(module, "linear_ab_p"):
-            return self.names
-        apart = ("a", "b", "a_gate", "b_gate")
-        fused = {"a b": "linear_ab_p", "a_gate b_gate": "linear_ab_g"}
-        return fused | {ours: theirs for ours, theirs in self.names.items() if ours not in apart}
+    def names_of(self, module: Any) -> str:
+        return FUSED if hasattr(module, "linear_ab_p") else self.names
 
     def forward(  # type: ignore[override]  # its class has another signature
         self,
@@ -94,7 +93,7 @@ class TriangleAttentions(Masked, TriangleAttentionAdapter):
         "(self, x, mask=None, transpose_bias=False, chunk_size=None, use_deepspeed_evo_attention=False, "
         "use_cueq_triangle_kernels=False, use_triton_triangle_kernels=False, use_lma=False, inplace_safe=False)"
     )
-    names: ClassVar = {**TriangleAttentionAdapter.names, "bias": "linear_z"}
+    names = f"{TriangleAttentionAdapter.names} bias=linear_z"
 
     def forward(  # type: ignore[override]  # its class has another signature
         self,
@@ -129,8 +128,7 @@ class RowAttentions(Masked, GatedAttentionAdapter):
         "use_cueq_triangle_kernels=False, use_triton_triangle_kernels=False, use_lma=False, inplace_safe=False, "
         "_chunk_logits=None, _checkpoint_chunks=None)"
     )
-    names: ClassVar = {"norm": "layer_norm_m", "heads": "mha.no_heads"} | attention_names("mha.linear_")
-    of_z: ClassVar = {"norm_z": "layer_norm_z", "bias": "linear_z"}
+    names = f"norm=layer_norm_m heads=mha.no_heads {attention_names('mha.linear_')}"
 
     def build(self, module: Any) -> Executable:
         self.check(module)
@@ -139,8 +137,8 @@ class RowAttentions(Masked, GatedAttentionAdapter):
             return made_of(MSARowAttention, **parts)
         return made_of(MSAColumnAttention, by_column=False, axis=ROWS, **parts)
 
-    def names_of(self, module: Any) -> Mapping[str, str]:
-        return {**self.names, **self.of_z} if module.pair_bias else self.names
+    def names_of(self, module: Any) -> str:
+        return f"{self.names} norm_z=layer_norm_z bias=linear_z" if module.pair_bias else self.names
 
     def forward(
         self,
@@ -191,11 +189,7 @@ class ColumnAttentions(Masked, ColumnLayers, GatedAttentionAdapter):
         "use_triton_triangle_kernels=False, use_lma=False)"
     )
     kind = MSAColumnAttention
-    names: ClassVar = {
-        "norm": "_msa_att.layer_norm_m",
-        "heads": "_msa_att.mha.no_heads",
-        **attention_names("_msa_att.mha.linear_"),
-    }
+    names = f"norm=_msa_att.layer_norm_m heads=_msa_att.mha.no_heads {attention_names('_msa_att.mha.linear_')}"
 
 
 class GlobalColumnAttentions(Masked, ColumnLayers):
@@ -205,11 +199,7 @@ class GlobalColumnAttentions(Masked, ColumnLayers):
     signature = "(self, m, mask=None, chunk_size=None, use_lma=False)"
     operation = "attention"
     kind = MSAColumnGlobalAttention
-    names: ClassVar = {
-        "norm": "layer_norm_m",
-        "heads": "global_attention.no_heads",
-        **attention_names("global_attention.linear_"),
-    }
+    names = f"norm=layer_norm_m heads=global_attention.no_heads {attention_names('global_attention.linear_')}"
 
 
 class PairBiasAttentions(Masked, AttentionPairBiasAdapter):
@@ -220,13 +210,7 @@ class PairBiasAttentions(Masked, AttentionPairBiasAdapter):
         "(self, a, z, mask=None, use_deepspeed_evo_attention=False, use_cueq_triangle_kernels=False, "
         "use_triton_triangle_kernels=False, use_lma=False, use_high_precision_attention=False)"
     )
-    names: ClassVar = {
-        "norm": "layer_norm_a",
-        "norm_z": "layer_norm_z",
-        "bias": "linear_z",
-        "heads": "mha.no_heads",
-        **attention_names("mha.linear_"),
-    }
+    names = f"norm=layer_norm_a norm_z=layer_norm_z bias=linear_z heads=mha.no_heads {attention_names('mha.linear_')}"
 
     def forward(
         self, layer: Any, a: Tensor, z: Tensor, mask: Tensor | None = None, *switches: bool, **named: bool
@@ -243,14 +227,7 @@ class PairAverages(Masked, PairWeightedAveragingAdapter):
 
     serves = (f"{LAYERS}.msa:MSAPairWeightedAveraging",)
     signature = "(self, m, z=None, mask=None, chunk_size=None, use_softmax_kernel=False, **kwargs)"
-    names: ClassVar = {
-        "norm": "layer_norm_m",
-        "norm_z": "layer_norm_z",
-        "bias": "linear_z",
-        "v": "linear_v",
-        "gate": "linear_g",
-        "out": "linear_o",
-    }
+    names = "norm=layer_norm_m norm_z=layer_norm_z bias=linear_z v=linear_v gate=linear_g out=linear_o"
 
     def forward(
         self,
@@ -274,15 +251,11 @@ class Transitions(TransitionAdapter):
 
     serves = tuple(f"{LAYERS}.transition:{kind}Transition" for kind in ("ReLU", "SwiGLU"))
     signature = "(self, x, mask=None, chunk_size=None, ckpt_chunk_size=None)"
-    names: ClassVar = {"norm": "layer_norm", "up": "transition_mlp.layers.0.0", "down": "transition_mlp.linear_out"}
-    of_swiglu: ClassVar = {
-        "norm": "layer_norm",
-        "up": "swiglu.linear_a swiglu.linear_b",
-        "down": "linear_out",
-    }
+    names = "norm=layer_norm up=transition_mlp.layers.0.0 down=transition_mlp.linear_out"
 
-    def names_of(self, module: Any) -> Mapping[str, str]:
-        return self.of_swiglu if hasattr(module, "swiglu") else self.names
+    def names_of(self, module: Any) -> str:
+        of_swiglu = "norm=layer_norm up=swiglu.linear_a,swiglu.linear_b down=linear_out"
+        return of_swiglu if hasattr(module, "swiglu") else self.names
 
     def check(self, module: Any) -> None:
         if hasattr(module, "transition_mlp") and (count := len(module.transition_mlp.layers)) != 1:

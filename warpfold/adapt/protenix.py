@@ -7,7 +7,7 @@ with `_add_with_inplace` wants z itself with the update added.  The strings `tri
 `triangle_multiplicative` choose kernels: a swapped layer computes by our operations whatever they say.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from warpfold.adapt.kinds import (
     LEAST,
     AttentionPairBiasAdapter,
     Example,
+    LayerAdapter,
     OuterProductAdapter,
     PairWeightedAveragingAdapter,
     SwigluAdapter,
@@ -33,14 +34,19 @@ def _in_model(*names: str) -> tuple[str, ...]:
     return tuple(f"{package}.model.{name}" for package in ("protenix", "opendde") for name in names)
 
 
-class ProtenixTriangleMultiplication(TriangleProductAdapter):
+class ProtenixLayer(LayerAdapter):
+    """What their layers have in common: they are called without a batch."""
+
+    least = LEAST
+    batch = ()
+
+
+class ProtenixTriangleMultiplication(ProtenixLayer, TriangleProductAdapter):
     serves = _in_model("triangular.triangular:TriangleMultiplicativeUpdate")
     signature = (
         "(self, z, mask=None, inplace_safe=False, _add_with_inplace=False, _inplace_chunk_size=256, "
         "triangle_multiplicative='torch')"
     )
-    least = LEAST
-    batch = ()
 
     def forward(  # type: ignore[override]  # its class has another signature
         self,
@@ -57,28 +63,22 @@ class ProtenixTriangleMultiplication(TriangleProductAdapter):
         return z.add_(update) if inplace_safe and _add_with_inplace else update
 
 
-class ProtenixTriangleAttention(TriangleAttentionAdapter):
+class ProtenixTriangleAttention(ProtenixLayer, TriangleAttentionAdapter):
     serves = _in_model("triangular.triangular:TriangleAttention")
     signature = "(self, x, mask=None, chunk_size=None, triangle_attention='torch', inplace_safe=False)"
-    least = LEAST
-    batch = ()
 
 
-class ProtenixTransition(SwigluAdapter):
+class ProtenixTransition(ProtenixLayer, SwigluAdapter):
     serves = _in_model("modules.primitives:Transition")
     signature = "(self, x)"
-    names: ClassVar = {"norm": "layernorm1", "up": "linear_no_bias_a linear_no_bias_b", "down": "linear_no_bias"}
-    least = LEAST
-    batch = ()
+    names = "norm=layernorm1 up=linear_no_bias_a,linear_no_bias_b down=linear_no_bias"
 
 
-class ProtenixOuterProductMean(OuterProductAdapter):
+class ProtenixOuterProductMean(ProtenixLayer, OuterProductAdapter):
     """The bias is divided by the count, to which 1e-3 is added, as in AlphaFold2."""
 
     serves = _in_model("triangular.layers:OuterProductMean")
     signature = "(self, m, mask=None, chunk_size=None, inplace_safe=False)"
-    least = LEAST
-    batch = ()
 
     def check(self, module: Any) -> None:
         if module.eps != 1e-3:
@@ -89,22 +89,16 @@ class ProtenixOuterProductMean(OuterProductAdapter):
         return super().forward(layer, m, *args, **kwargs)
 
 
-class ProtenixPairWeightedAveraging(WithoutMask, PairWeightedAveragingAdapter):
+class ProtenixPairWeightedAveraging(ProtenixLayer, WithoutMask, PairWeightedAveragingAdapter):
     serves = ("protenix.model.modules.pairformer:MSAPairWeightedAveraging",)
     signature = "(self, m, z)"
-    names: ClassVar = {
-        "norm": "layernorm_m",
-        "norm_z": "layernorm_z",
-        "bias": "linear_no_bias_z",
-        "v": "linear_no_bias_mv",
-        "gate": "linear_no_bias_mg",
-        "out": "linear_no_bias_out",
-    }
-    least = LEAST
-    batch = ()
+    names = (
+        "norm=layernorm_m norm_z=layernorm_z bias=linear_no_bias_z v=linear_no_bias_mv gate=linear_no_bias_mg "
+        "out=linear_no_bias_out"
+    )
 
 
-class ProtenixAttentionPairBias(AttentionPairBiasAdapter):
+class ProtenixAttentionPairBias(ProtenixLayer, AttentionPairBiasAdapter):
     """The Pairformer's: not conditioned, every position attends to all."""
 
     serves = ("protenix.model.modules.transformer:AttentionPairBias",)
@@ -112,14 +106,10 @@ class ProtenixAttentionPairBias(AttentionPairBiasAdapter):
         "(self, a, s, z, n_queries=None, n_keys=None, inplace_safe=False, chunk_size=None, "
         "enable_efficient_fusion=False)"
     )
-    names: ClassVar = {
-        "norm": "layernorm_a",
-        "norm_z": "layernorm_z",
-        "bias": "linear_nobias_z",
-        "heads": "attention.num_heads",
-    } | attention_names("attention.linear_")
-    least = LEAST
-    batch = ()
+    names = (
+        "norm=layernorm_a norm_z=layernorm_z bias=linear_nobias_z heads=attention.num_heads "
+        f"{attention_names('attention.linear_')}"
+    )
 
     def check(self, module: Any) -> None:
         if module.has_s or module.cross_attention_mode:

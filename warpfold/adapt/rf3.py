@@ -30,7 +30,14 @@ from warpfold.model.axial import AxialUpdate
 LAYERS = "rf3.model.layers"
 
 
-class Checkpointed(Adapter):
+class RF3Layer(Adapter):
+    """What their layers have in common: switches to kernels of bf16 alone, off when both ways are compared."""
+
+    compared_with: ClassVar = {"use_cuequivariance": False, "force_bfloat16": False}
+    least = LEAST
+
+
+class Checkpointed(RF3Layer):
     """A layer that is computed again in the backward pass, for which it keeps its inputs."""
 
     @classmethod
@@ -41,21 +48,12 @@ class Checkpointed(Adapter):
         return cast(Tensor, checkpoint(again, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs))
 
 
-class RF3TriangleProduct(WithoutMask, TriangleProductAdapter):
+class RF3TriangleProduct(RF3Layer, WithoutMask, TriangleProductAdapter):
     """Divided by the number of residues n: each factor by its root, which stands where others have a mask."""
 
     serves = (f"{LAYERS}.attention:TriangleMultiplication",)
     signature = "(self, pair)"
-    names: ClassVar = {
-        "norm": "norm_in",
-        "a b": "p_in",
-        "a_gate b_gate": "g_in",
-        "gate": "g_out",
-        "norm_out": "norm_out",
-        "out": "p_out",
-    }
-    compared_with: ClassVar = {"use_cuequivariance": False}
-    least = LEAST
+    names = "norm=norm_in a,b=p_in a_gate,b_gate=g_in gate=g_out norm_out=norm_out out=p_out"
 
     def outgoing(self, module: Any) -> bool:
         return bool(module.direction == "outgoing")
@@ -67,18 +65,7 @@ class RF3TriangleProduct(WithoutMask, TriangleProductAdapter):
 class RF3TriangleAttention(Checkpointed, WithoutMask, TriangleAttentionAdapter):
     serves = (f"{LAYERS}.attention:TriangleAttention",)
     signature = "(self, pair)"
-    names: ClassVar = {
-        "norm": "norm",
-        "bias": "to_b",
-        "heads": "h",
-        "q": "to_q",
-        "k": "to_k",
-        "v": "to_v",
-        "gate": "to_g",
-        "out": "to_out",
-    }
-    compared_with: ClassVar = {"use_cuequivariance": False}
-    least = LEAST
+    names = "norm=norm bias=to_b heads=h q=to_q k=to_k v=to_v gate=to_g out=to_out"
 
     def starting(self, module: Any) -> bool:
         return bool(module.start_node)
@@ -90,8 +77,7 @@ class RF3TriangleAttention(Checkpointed, WithoutMask, TriangleAttentionAdapter):
 class RF3Transition(Checkpointed, SwigluAdapter):
     serves = (f"{LAYERS}.layer_utils:Transition",)
     signature = "(self, X)"
-    names: ClassVar = {"norm": "layer_norm_1", "up": "linear_1 linear_2", "down": "linear_3"}
-    least = LEAST
+    names = "norm=layer_norm_1 up=linear_1,linear_2 down=linear_3"
 
 
 class RF3OuterProduct(Checkpointed, WithoutMask, OuterProductAdapter):
@@ -99,9 +85,8 @@ class RF3OuterProduct(Checkpointed, WithoutMask, OuterProductAdapter):
 
     serves = (f"{LAYERS}.outer_product:OuterProductMean_AF3",)
     signature = "(self, msa)"
-    names: ClassVar = {"norm": "norm", "a": "proj_left", "b": "proj_right", "out": "proj_out"}
+    names = "norm=norm a=proj_left b=proj_right out=proj_out"
     settings: ClassVar = {"count_added": 0.0, "bias_divided": False}
-    least = LEAST
 
 
 class RF3PairWeightedAveraging(Checkpointed, WithoutMask, PairWeightedAveragingAdapter):
@@ -109,41 +94,21 @@ class RF3PairWeightedAveraging(Checkpointed, WithoutMask, PairWeightedAveragingA
 
     serves = ("rf3.model.RF3_blocks:MSAPairWeightedAverage",)
     signature = "(self, msa_SI, pair_II)"
-    names: ClassVar = {
-        "norm": "norm_msa",
-        "norm_z": "norm_pair",
-        "bias": "to_bias",
-        "v": "to_v",
-        "gate": "to_gate",
-        "out": "to_out",
-    }
+    names = "norm=norm_msa norm_z=norm_pair bias=to_bias v=to_v gate=to_gate out=to_out"
     batch = ()
-    least = LEAST
 
     def check(self, module: Any) -> None:
         if not module.separate_gate_for_every_channel:
             raise NotServed("a gate for each head")
 
 
-class RF3AttentionPairBias(AttentionPairBiasAdapter):
+class RF3AttentionPairBias(RF3Layer, AttentionPairBiasAdapter):
     """The Pairformer's: its own code casts to bf16, and so wants parameters in bf16, or an autocast to it."""
 
     serves = (f"{LAYERS}.pairformer_layers:AttentionPairBiasPairformerDeepspeed",)
     signature = "(self, A_I, S_I, Z_II, Beta_II=None)"
-    names: ClassVar = {
-        "norm": "ln_1",
-        "norm_z": "ln_0",
-        "bias": "to_b",
-        "heads": "n_head",
-        "q": "to_q",
-        "k": "to_k",
-        "v": "to_v",
-        "gate": "to_g.0",
-        "out": "to_a",
-    }
-    compared_with: ClassVar = {"force_bfloat16": False}
+    names = "norm=ln_1 norm_z=ln_0 bias=to_b heads=n_head q=to_q k=to_k v=to_v gate=to_g.0 out=to_a"
     batch = ()
-    least = LEAST
 
     def forward(  # type: ignore[override]  # its class has another signature
         self, layer: Any, a: Tensor, s: Tensor | None, z: Tensor, beta: Tensor | None = None
