@@ -83,7 +83,7 @@ class BoltzOuterProduct(OuterProductAdapter):
     settings: ClassVar = {"count_added": 0.0, "count_least": 1.0, "bias_divided": False}
     least = LEAST
 
-    def forward(self, layer: Any, m: Tensor, mask: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, layer: Any, m: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
         return super().forward(layer, m, mask)
 
 

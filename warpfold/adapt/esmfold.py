@@ -38,7 +38,7 @@ class EsmFoldTriangleAttention(TriangleAttentionAdapter):
         if module.inf < MASKED:
             raise NotServed(f"inf = {module.inf:g}, which leaves masked keys some weight")
 
-    def forward(  # type: ignore[override]  # its class has another signature
+    def forward(
         self,
         layer: Any,
         x: Tensor,
@@ -66,7 +66,7 @@ class EsmFoldTriangleMultiplication(TriangleProductAdapter):
     serves = (f"{MODELING}:EsmFoldTriangleMultiplicativeUpdate",)
     signature = "(self, z, mask=None, inplace_safe=False, _add_with_inplace=False, _inplace_chunk_size=256)"
 
-    def forward(  # type: ignore[override]  # its class has another signature
+    def forward(
         self,
         layer: Any,
         z: Tensor,

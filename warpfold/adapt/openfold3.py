@@ -67,7 +67,7 @@ class TriangleProducts(TriangleProductAdapter):
     def names_of(self, module: Any) -> str:
         return FUSED if hasattr(module, "linear_ab_p") else self.names
 
-    def forward(  # type: ignore[override]  # its class has another signature
+    def forward(
         self,
         layer: Any,
         z: Tensor,
@@ -212,7 +212,7 @@ class PairBiasAttentions(Masked, AttentionPairBiasAdapter):
     )
     names = f"norm=layer_norm_a norm_z=layer_norm_z bias=linear_z heads=mha.no_heads {attention_names('mha.linear_')}"
 
-    def forward(
+    def forward(  # type: ignore[override]  # its class has another signature
         self, layer: Any, a: Tensor, z: Tensor, mask: Tensor | None = None, *switches: bool, **named: bool
     ) -> Tensor:
         """Return the update.  Errors: NotServed for logits in fp32 of what is not."""
@@ -264,7 +264,7 @@ class Transitions(TransitionAdapter):
     def layer(self, module: Any, parts: Parts) -> Parts:
         return {**parts, "activation": "swiglu" if hasattr(module, "swiglu") else "relu"}
 
-    def forward(  # type: ignore[override]  # its class has another signature
+    def forward(
         self, layer: Any, x: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, *_: Any, **__: Any
     ) -> Tensor:
         """Return the update, zero where masked."""

@@ -48,7 +48,7 @@ class ProtenixTriangleMultiplication(ProtenixLayer, TriangleProductAdapter):
         "triangle_multiplicative='torch')"
     )
 
-    def forward(  # type: ignore[override]  # its class has another signature
+    def forward(
         self,
         layer: Any,
         z: Tensor,
@@ -146,9 +146,7 @@ class OpenddePairWeightedAveraging(ProtenixPairWeightedAveraging):
     serves = ("opendde.model.modules.pairformer:MSAPairWeightedAveraging",)
     signature = "(self, m, z, z_pair_spec=None, foldcp_mesh=None)"
 
-    def forward(  # type: ignore[override]  # its class has another signature
-        self, layer: Any, m: Tensor, z: Tensor, z_pair_spec: Any = None, foldcp_mesh: Any = None
-    ) -> Tensor:
+    def forward(self, layer: Any, m: Tensor, z: Tensor, z_pair_spec: Any = None, foldcp_mesh: Any = None) -> Tensor:
         if z_pair_spec is not None or foldcp_mesh is not None:
             raise NotServed("a z that is sharded")
         return super().forward(layer, m, z)
@@ -160,7 +158,9 @@ class OpenddeAttentionPairBias(ProtenixAttentionPairBias):
     serves = ("opendde.model.modules.transformer:AttentionPairBias",)
     signature = f"{ProtenixAttentionPairBias.signature[:-1]}, extra_attn_bias=None)"
 
-    def forward(self, layer: Any, a: Tensor, s: Tensor | None, z: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(  # type: ignore[override]  # its class has another signature
+        self, layer: Any, a: Tensor, s: Tensor | None, z: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if any(bias is not None for bias in (*args[5:], kwargs.pop("extra_attn_bias", None))):
             raise NotServed("another bias beside that of z")
         return super().forward(layer, a, s, z, *args[:5], **kwargs)

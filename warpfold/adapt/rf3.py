@@ -121,4 +121,4 @@ class RF3AttentionPairBias(RF3Layer, AttentionPairBiasAdapter):
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
         (a, z, _), _ = super().example(module, n, random)
-        return (a, None, z, a.new_zeros(1)), {}
+        return (a, None, z, a.new_full((1,), 0.5)), {}
