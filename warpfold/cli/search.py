@@ -56,17 +56,14 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Find alignments and template hits for proteins, in databases that you have; no server is ever called."""
-    from warpfold.bulk import JobPart
-    from warpfold.data.search import search as searching
-    from warpfold.data.search.database import Database, parse_max_hits
+    from warpfold.run import commands
 
-    chosen = {"iterations": iterations, "e_value": e_value}
-    finder = searching.ENGINES[engine.value](**{name: value for name, value in chosen.items() if value is not None})
-    max_rows = parse_max_hits(max_hits or [])
-    options = searching.SearchOptions(cache, workers, threads, cluster, JobPart.parse(shard) if shard else None)
     with progress_bar() as progress:
-        databases = [Database.parse(text, max_rows) for text in database]
-        report = searching.search(queries, databases, out, finder, template_database, options, progress)
+        report = commands.search(
+            queries, database, out, template_database=template_database, engine=engine.value, iterations=iterations,
+            e_value=e_value, max_hits=max_hits, cache=cache, workers=workers, threads=threads, cluster=cluster,
+            shard=shard, progress=progress,
+        )  # fmt: skip
     if as_json:
         show(report)
     else:
