@@ -9,8 +9,7 @@ Nothing is imported from a package: its classes are known by name.  Our layer re
 modules that hold them, each time it computes, so a parameter may be moved, cast, frozen or replaced.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from warpfold.adapt.signature import in_place, places_of, signature_of
 from warpfold.errors import UserError
 from warpfold.model.axial import AxialUpdate
 from warpfold.model.execution import Executable, PlainExecution
@@ -273,31 +273,6 @@ def adapter_of(module: nn.Module, known: Mapping[str, Adapter]) -> tuple[Adapter
     return adapter, None
 
 
-def signature_of(function: Callable[..., Any]) -> str:
-    """Return the signature of a function, without annotations."""
-    given = _unwrapped(function)
-    bare = [p.replace(annotation=p.empty) for p in given.parameters.values()]
-    return str(given.replace(parameters=bare, return_annotation=given.empty))
-
-
-def _unwrapped(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function, or of the only one that it wraps if it hands on whatever it is given."""
-    given = inspect.signature(function)
-    anything = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
-    if [p.kind for p in given.parameters.values()] == anything:
-        wrapped = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        functions = [one for one in wrapped if inspect.isfunction(one)]
-        if len(functions) == 1:
-            return _unwrapped(functions[0])
-    return given
-
-
-def _places(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a method's arguments that may be given by place, but for self."""
-    found = _unwrapped(function).parameters.values()
-    return tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
-
-
 _swapped: dict[tuple[type[nn.Module], type[Adapter]], type[nn.Module]] = {}
 
 
@@ -306,14 +281,12 @@ def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Modu
     if (kind, adapter) in _swapped:
         return _swapped[kind, adapter]
     how, theirs = adapter(), kind.forward
-    places = _places(theirs)
+    places = places_of(theirs)
 
     @wraps(theirs)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for name in places[len(args) :]:
-            if name not in kwargs:
-                break
-            args = (*args, kwargs.pop(name))
+        """Return what their forward does, by ours; by theirs where the adapter does not serve the call."""
+        args, kwargs = in_place(places, args, kwargs)
         if how.least and small_on_cpu(next(iter((*args, *kwargs.values())), None), how.least):
             return theirs(self, *args, **kwargs)
         try:

@@ -39,6 +39,8 @@ class KeptInFp32(Adapter):
 
 
 class BoltzTriangleOutgoing(KeptInFp32, TriangleProductAdapter):
+    """One projection makes a and b, another one their gates."""
+
     serves = _layers("triangular_mult:TriangleMultiplicationOutgoing", "triangular:TriangleMultiplicationOutgoing")
     signature = "(self, x, mask, use_kernels=False)"
     names = "norm=norm_in a,b=p_in a_gate,b_gate=g_in gate=g_out norm_out=norm_out out=p_out"
@@ -49,6 +51,8 @@ class BoltzTriangleOutgoing(KeptInFp32, TriangleProductAdapter):
 
 
 class BoltzTriangleIncoming(BoltzTriangleOutgoing):
+    """The same."""
+
     serves = _layers("triangular_mult:TriangleMultiplicationIncoming", "triangular:TriangleMultiplicationIncoming")
 
     def outgoing(self, module: Any) -> bool:
@@ -64,6 +68,8 @@ class BoltzTriangleAttention(TriangleAttentionAdapter):
 
 
 class BoltzTransition(SwigluAdapter):
+    """Without biases."""
+
     serves = _layers("transition:Transition")
     signature = "(self, x, chunk_size=None)"
     names = "norm=norm up=fc1,fc2 down=fc3"
@@ -88,6 +94,8 @@ class BoltzOuterProduct(OuterProductAdapter):
 
 
 class BoltzPairWeightedAveraging(PairWeightedAveragingAdapter):
+    """With the mask of z."""
+
     serves = _layers("pair_averaging:PairWeightedAveraging")
     signature = "(self, m, z, mask, chunk_heads=<class 'bool'>)"
     names = "norm=norm_m norm_z=norm_z v=proj_m gate=proj_g bias=proj_z out=proj_o"
@@ -149,6 +157,7 @@ class BoltzOneAttentionPairBias(BoltzAttentionPairBias):
         to_keys: Any = None,
         model_cache: dict[str, Tensor] | None = None,
     ) -> Tensor:
+        """Return the update, as theirs does."""
         if to_keys is not None or model_cache is not None:
             raise NotServed("keys of other positions, or a cache of the projected z")
         return self.samples(layer, s, z, mask, multiplicity)

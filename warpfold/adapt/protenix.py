@@ -42,6 +42,8 @@ class ProtenixLayer(LayerAdapter):
 
 
 class ProtenixTriangleMultiplication(ProtenixLayer, TriangleProductAdapter):
+    """Outgoing and incoming, by OpenFold's names."""
+
     serves = _in_model("triangular.triangular:TriangleMultiplicativeUpdate")
     signature = (
         "(self, z, mask=None, inplace_safe=False, _add_with_inplace=False, _inplace_chunk_size=256, "
@@ -58,17 +60,22 @@ class ProtenixTriangleMultiplication(ProtenixLayer, TriangleProductAdapter):
         *_: Any,
         **__: Any,
     ) -> Tensor:
+        """Return the update; or z with it, in place."""
         refuse_fp16(z)
         update: Tensor = super().forward(layer, z, mask)
         return z.add_(update) if inplace_safe and _add_with_inplace else update
 
 
 class ProtenixTriangleAttention(ProtenixLayer, TriangleAttentionAdapter):
+    """Starting and ending, by OpenFold's names."""
+
     serves = _in_model("triangular.triangular:TriangleAttention")
     signature = "(self, x, mask=None, chunk_size=None, triangle_attention='torch', inplace_safe=False)"
 
 
 class ProtenixTransition(ProtenixLayer, SwigluAdapter):
+    """Without biases."""
+
     serves = _in_model("modules.primitives:Transition")
     signature = "(self, x)"
     names = "norm=layernorm1 up=linear_no_bias_a,linear_no_bias_b down=linear_no_bias"
@@ -90,6 +97,8 @@ class ProtenixOuterProductMean(ProtenixLayer, OuterProductAdapter):
 
 
 class ProtenixPairWeightedAveraging(ProtenixLayer, WithoutMask, PairWeightedAveragingAdapter):
+    """All residues count."""
+
     serves = ("protenix.model.modules.pairformer:MSAPairWeightedAveraging",)
     signature = "(self, m, z)"
     names = (
@@ -127,6 +136,7 @@ class ProtenixAttentionPairBias(ProtenixLayer, AttentionPairBiasAdapter):
         chunk_size: int | None = None,
         enable_efficient_fusion: bool = False,
     ) -> Tensor:
+        """Return the update, as theirs does."""
         if (n_queries and n_keys) or enable_efficient_fusion:
             raise NotServed("windows of atoms, or a z with its channels in front")
         return super().forward(layer, a, z)

@@ -63,6 +63,8 @@ class RF3TriangleProduct(RF3Layer, WithoutMask, TriangleProductAdapter):
 
 
 class RF3TriangleAttention(Checkpointed, WithoutMask, TriangleAttentionAdapter):
+    """The bias of the ending node is of z as it lies."""
+
     serves = (f"{LAYERS}.attention:TriangleAttention",)
     signature = "(self, pair)"
     names = "norm=norm bias=to_b heads=h q=to_q k=to_k v=to_v gate=to_g out=to_out"
@@ -75,6 +77,8 @@ class RF3TriangleAttention(Checkpointed, WithoutMask, TriangleAttentionAdapter):
 
 
 class RF3Transition(Checkpointed, SwigluAdapter):
+    """Without biases."""
+
     serves = (f"{LAYERS}.layer_utils:Transition",)
     signature = "(self, X)"
     names = "norm=layer_norm_1 up=linear_1,linear_2 down=linear_3"
