@@ -50,7 +50,7 @@ Params = Annotated[
     list[Path],
     reads("WarpFold's .safetensors, or DeepMind's params_model_*.npz; several: each folds, and they are ranked."),
 ]
-Out = Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.")]
+Out = Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.", "--out", "-o")]
 Msa = Annotated[
     list[Path] | None, reads("Alignments, or folders of them; each goes to the sequence that is its first row.")
 ]
@@ -221,7 +221,7 @@ def _say_others(part: "JobPart", out: Path, relax: Relax) -> None:
 
 def _bar(rank: int) -> AbstractContextManager[Progress | None]:
     """Return the bar of the first of several processes; the caller says how much time is left."""
-    return progress_bar(remaining=False) if rank == 0 else nullcontext()
+    return progress_bar(remaining=False, every=30.0) if rank == 0 else nullcontext()
 
 
 def _share(shard: str | None, workers: int, cluster: str | None) -> "Share":

@@ -31,7 +31,9 @@ def search(
             "FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits in their own format. `uniprot` is to pair."
         ),
     ],
-    out: Annotated[Path, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.")],
+    out: Annotated[
+        Path, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.", "--out", "-o")
+    ],
     template_database: Annotated[Path | None, reads("FASTA like pdb_seqres, to find template hits in.")] = None,
     engine: Annotated[EngineName, decides("jackhmmer is built in; the others must be installed.")] = (
         EngineName.jackhmmer

@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
-from warpfold.bulk import JobPart
 from warpfold.errors import UserError
-from warpfold.progress import Progress, no_progress
+from warpfold.progress import Progress
 from warpfold.run import arguments
 from warpfold.run.arguments import Changes, PathLike, Paths
 from warpfold.settings import build
@@ -24,7 +23,7 @@ if TYPE_CHECKING:  # what a command needs loads when it is called: `pack` runs w
     from warpfold.data.pack.inputs import PackOptions
     from warpfold.data.pack.report import PackReport
     from warpfold.data.store.store import Store
-    from warpfold.engine.loop import Watcher
+    from warpfold.engine.watch import Watching
     from warpfold.parallel.team import Team
     from warpfold.run.config import GivenSettings, RunConfig
     from warpfold.run.outputs import Prediction
@@ -58,7 +57,7 @@ def sample(
         dimers=arguments.whole("dimers", dimers, 0),
         min_length=arguments.whole("min_length", min_length, 1),
         max_length=arguments.whole("max_length", max_length, 1),
-        progress=progress or no_progress,
+        progress=arguments.progress_of(progress),
     )
 
 
@@ -90,7 +89,7 @@ def search(
 
     name = arguments.one_of("engine", engine, searching.ENGINES)
     chosen = {
-        "iterations": arguments.whole_or_none("iterations", iterations, 1),
+        "iterations": arguments.whole_or_none("iterations", iterations, 1, 3),
         "e_value": arguments.number_or_none("e_value", e_value),
     }
     finder = searching.ENGINES[name](**{key: value for key, value in chosen.items() if value is not None})
@@ -107,8 +106,8 @@ def search(
         arguments.path_or_none("cache", cache),
         arguments.whole("workers", workers, 1),
         arguments.whole_or_none("threads", threads, 1),
-        cluster,
-        JobPart.parse(shard) if shard else None,
+        arguments.text_or_none("cluster", cluster),
+        arguments.part_of(shard),
     )
     return searching.search(
         arguments.paths("queries", queries),
@@ -117,7 +116,7 @@ def search(
         finder,
         arguments.path_or_none("template_database", template_database),
         options,
-        progress or no_progress,
+        arguments.progress_of(progress),
     )
 
 
@@ -160,7 +159,8 @@ def pack(
         raise UserError("pack: out is missing; name the store to make")
     if (structures is None) == (merge is None):
         raise UserError("pack: give structures, or parts to merge, and not both")
-    workers, tell = arguments.whole("workers", workers, 1), progress or no_progress
+    workers, tell = arguments.whole("workers", workers, 1), arguments.progress_of(progress)
+    cluster, part = arguments.text_or_none("cluster", cluster), arguments.part_of(shard)
     if merge is not None:
         parts = arguments.paths("merge", merge)
         return packing.merge(parts, arguments.path("out", out), workers, cluster, tell)
@@ -174,7 +174,7 @@ def pack(
         arguments.paths("structures", structures), arguments.paths("msas", msas), arguments.path("out", out), options,
         hits=arguments.paths("hits", hits), clusters=arguments.path_or_none("clusters", clusters),
         template_structures=arguments.paths("template_structures", template_structures),
-        workers=workers, cluster=cluster, part=JobPart.parse(shard) if shard else None, progress=tell,
+        workers=workers, cluster=cluster, part=part, progress=tell,
     )  # fmt: skip
 
 
@@ -201,17 +201,18 @@ def train(
     device: str | None = None,
     memory: str | int | None = None,
     strict: bool = False,
-    watch: "Watcher | None" = None,
+    watch: "Watching | None" = None,
     team: "Team | None" = None,
 ) -> "Summary":
     """Train or fine-tune into the folder `out`, or continue the run that is there; return how it ended.
 
     settings: a preset's name, a TOML file, its values, or a `RunConfig`.  data: stores, or their paths, each with
     =WEIGHT if it has one.  init: parameters to start from.  set: settings over those, {"train.steps": 500}.  memory:
-    of the device, "24GB" or bytes.  watch: gets each row of metrics.jsonl.  team: processes that train together; all
-    call this.
+    of the device, "24GB" or bytes.  watch: who is told of the run: watchers, or functions of each row of metrics.jsonl
+    (docs/watching.md).  team: processes that train together; all call this.
     Errors: UserError for bad arguments, settings, stores and parameters, and a folder of another run.
     """
+    from warpfold.engine.watch import as_watchers
     from warpfold.parallel.team import Team
     from warpfold.run import train as training
     from warpfold.run.planning import plan_training
@@ -222,12 +223,13 @@ def train(
     given = as_settings(settings, changes)
     where, folder, most = arguments.device_of(device), arguments.path("out", out), memory_of(memory)
     first, followed = arguments.path_or_none("init", init), arguments.path_or_none("replay", replay)
+    told = as_watchers(watch)
     stores = sources_of(data, given.config().model.multimer is not None)
     config, said = plan_training(given, folder, where, most, team)
     team.remesh(config.plan)
     if said and team.is_rank_zero:
         log.info("plan: %s", said)
-    return training.train(config, stores, folder, init=first, replay=followed, device=where, watch=watch, team=team)
+    return training.train(config, stores, folder, init=first, replay=followed, device=where, watch=told, team=team)
 
 
 def as_settings(settings: Settings, changes: Sequence[str] = ()) -> "GivenSettings":
