@@ -64,6 +64,7 @@ SAFE = {
     "run/outputs.py:_move_into": "names that were free, or files of the same prediction, asked to",
     "run/outputs.py:write_pae": OWN_DRAFT,
     "run/outputs.py:remove_prediction": "files of a prediction by their names, and the folder if it is empty then",
+    "run/outputs.py:thin_prediction": "matrices of a prediction, by their names, asked to; its arrays appear whole",
     "run/relax_files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "run/ranking.py:remove_copies": "copies by the names that the summary has, and their folder if it is empty then",
     "tune/bench_ops.py:picture": "into memory",

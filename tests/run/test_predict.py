@@ -20,9 +20,10 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.weights import save_params
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.run.predict import PredictOptions, predict, read_queries
+from warpfold.run.predict import PredictOptions, predict
 from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, Prepared, load
+from warpfold.run.queries import read_queries
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 FASTA = f">one first\n{ONE}\n>two\n{TWO}\n"

@@ -21,10 +21,10 @@ from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights import save_params
 from warpfold.run import relax_files
 from warpfold.run.params import read_params
-from warpfold.run.predict import PredictOptions, predict, read_queries
+from warpfold.run.predict import PredictOptions, predict
 from warpfold.run.predict_templates import TemplateSources, files_of_chains
 from warpfold.run.predictor import Predictor, Prepared, load
-from warpfold.run.queries import ComplexQuery, FoldQuery, with_templates
+from warpfold.run.queries import ComplexQuery, FoldQuery, read_queries, with_templates
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 RECORDS = f">H heavy\n{ONE}\n>L\n{TWO}\n>x\n{ONE}\n"  # two entities, three chains

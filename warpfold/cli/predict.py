@@ -17,9 +17,11 @@ from warpfold.cli.common import (
     Force,
     Lists,
     Memory,
+    MsaServer,
     Precision,
     Seed,
     Strict,
+    alignment_server,
     app,
     argument,
     decides,
@@ -41,16 +43,33 @@ if TYPE_CHECKING:
     from warpfold.run.predictor import Recycling
     from warpfold.run.share import Share
 
-Query = Annotated[
-    Path,
+Queries = Annotated[
+    list[str],
     argument(
-        "FASTA (A:B is a complex; also /dev/stdin), CSV (id,sequence), an alignment (A3M, Stockholm), a structure "
-        "(its chains), or a folder of these."
+        "FASTA (A:B is a complex), CSV (id,sequence), alignments (A3M, Stockholm), structures (their chains), "
+        "folders of these, - (standard input), or a sequence itself.",
+        metavar="QUERY...",
     ),
 ]
 Params = Annotated[
     list[Path],
-    reads("WarpFold's .safetensors, or DeepMind's params_model_*.npz; several: each folds, and they are ranked."),
+    reads(
+        "WarpFold's .safetensors, DeepMind's params_model_*.npz, or a folder of these; several: each folds, and they "
+        "are ranked."
+    ),
+]
+NumModels = Annotated[int | None, reads("Of the parameters, use this many.", "--num-models", min=1)]
+MsaCache = Annotated[
+    Path | None, writes("Folder for a server's answers, for several runs to share; default: OUT/alignments.")
+]
+Keep = Annotated[
+    int | None,
+    writes(
+        "Of each protein's ranked predictions, the best so many keep all files, the others none that grow with the "
+        "square of the length; default: all keep all.",
+        "--keep",
+        min=1,
+    ),
 ]
 Out = Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.")]
 Msa = Annotated[
@@ -127,10 +146,12 @@ TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations
     "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded",
 )
 def predict(
-    query: Query,
+    query: Queries,
     params: Params,
     out: Out,
+    num_models: NumModels = None,
     msa: Msa = None,
+    msa_server: MsaServer = None,
     together: Together = None,
     template: Template = None,
     hits: Hits = None,
@@ -146,6 +167,8 @@ def predict(
     max_extra: MaxExtra = None,
     representations: Representations = False,
     distogram: Distogram = False,
+    keep: Keep = None,
+    msa_cache: MsaCache = None,
     device: Device = None,
     chunk: Chunk = None,
     offload: Offloaded = None,
@@ -170,20 +193,24 @@ def predict(
     from warpfold.parallel.team import ProcessInfo
     from warpfold.run import predict as prediction
     from warpfold.run.predict_templates import TemplateSources
-    from warpfold.tune.machine import parse_memory
 
     share = _share(shard, workers, cluster)
     sources = TemplateSources(
         files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
-    process = ProcessInfo.from_environment(os.environ)
+    process, server = (
+        ProcessInfo.from_environment(os.environ),
+        alignment_server(msa_server, msa_cache, out / "alignments"),
+    )
     options = prediction.PredictOptions(
         seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
         max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
         representations=representations, distogram=distogram, force=force, kernels="strict" if strict else "fast",
         recycling=_recycling(recycle_tolerance, max_recycles), batch=_most(batch),
-        offload=offload, memory=None if memory is None else parse_memory(memory),
+        offload=offload, memory=_bytes(memory), num_models=num_models, keep=keep,
     )  # fmt: skip
-    fold = partial(prediction.predict, query, msa or [], params, out, options, templates=sources, share=share)
+    fold = partial(
+        prediction.predict, query, msa or [], params, out, options, templates=sources, share=share, server=server
+    )
     _run(fold, process, options.device or "cpu", (axial, branch), share.part, out, relax, as_json)
 
 
@@ -223,6 +250,13 @@ def _say_others(part: "JobPart", out: Path, relax: Relax) -> None:
 def _bar(rank: int) -> AbstractContextManager[Progress | None]:
     """Return the bar of the first of several processes; the caller says how much time is left."""
     return progress_bar(remaining=False) if rank == 0 else nullcontext()
+
+
+def _bytes(memory: str | None) -> int | None:
+    """Return an amount of memory in bytes.  Errors: UserError for what is none."""
+    from warpfold.tune.machine import parse_memory
+
+    return None if memory is None else parse_memory(memory)
 
 
 def _share(shard: str | None, workers: int, cluster: str | None) -> "Share":
@@ -275,6 +309,8 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
             typer.echo(relaxed_line(f"{entry['name']} relaxed", entry["relaxed"]))
     if not as_json and summary["status"] != "running":
         typer.echo(f"report: {out / 'report.html'}")
+    for warning in summary.get("warnings", []):
+        typer.echo(f"warning: {warning}", err=True)
     about: dict[str, list[str]] = {}
     for name, warnings in summary["input_warnings"].items():
         for warning in warnings:
@@ -282,12 +318,6 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
     for warning, names in about.items():
         several = len(names) > 3
         typer.echo(f"{f'{len(names)} queries' if several else ', '.join(names)}: {warning}", err=True)
-    for entry in summary["predictions"]:
-        refused = entry.get("templates_refused", {})
-        if entry.get("templates_missing") or (refused and not entry["templates"]):
-            reasons = "; ".join(f"{count} x {why}" for why, count in refused.items())
-            what = "some hits are no templates" if entry["templates"] else "no template"
-            typer.echo(f"{entry['name']}: {what}: {reasons}", err=True)
     for failure in summary["failures"]:
         of = f" ({failure['model']}, seed {failure['seed']})" if "model" in failure else ""
         typer.echo(f"failed {failure['name']}{of}: {failure['error']}", err=True)

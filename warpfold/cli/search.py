@@ -2,11 +2,25 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from warpfold.cli.common import AsJson, Lists, Workers, app, argument, decides, reads, runs, show, writes
+from warpfold.cli.common import (
+    AsJson,
+    Lists,
+    MsaServer,
+    Workers,
+    alignment_server,
+    app,
+    argument,
+    decides,
+    reads,
+    runs,
+    show,
+    writes,
+)
+from warpfold.errors import UserError
 from warpfold.progress import progress_bar
 
 
@@ -24,14 +38,22 @@ class EngineName(StrEnum):
     "--template-database pdb_seqres.txt --out found",
 )
 def search(
-    queries: Annotated[list[Path], argument("FASTA, tables or structures; every different chain is searched for.")],
-    database: Annotated[
+    queries: Annotated[
         list[str],
-        reads(
-            "FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits in their own format. `uniprot` is to pair."
+        argument(
+            "FASTA, tables, alignments, structures, folders of these, - (standard input), or sequences themselves; every "
+            "different chain is searched for.",
+            metavar="QUERY...",
         ),
     ],
     out: Annotated[Path, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.")],
+    database: Annotated[
+        list[str] | None,
+        reads(
+            "FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits in their own format. `uniprot` is to pair."
+        ),
+    ] = None,
+    msa_server: MsaServer = None,
     template_database: Annotated[Path | None, reads("FASTA like pdb_seqres, to find template hits in.")] = None,
     engine: Annotated[EngineName, decides("jackhmmer is built in; the others must be installed.")] = (
         EngineName.jackhmmer
@@ -55,11 +77,20 @@ def search(
     shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; all write to one OUT.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find alignments and template hits for proteins, in databases that you have; no server is ever called."""
+    """Find alignments and template hits for proteins, in databases that you have.
+
+    No server is called, unless --msa-server names one; then it is asked instead.
+    """
     from warpfold.bulk import JobPart
     from warpfold.data.search import search as searching
     from warpfold.data.search.database import Database, parse_max_hits
 
+    if msa_server is not None:
+        searched = {"--database": database, "--template-database": template_database, "--iterations": iterations,
+                    "--e-value": e_value, "--max-hits": max_hits, "--cluster": cluster, "--shard": shard}  # fmt: skip
+        return _ask(queries, msa_server, out, cache, as_json, [name for name, value in searched.items() if value])
+    if not database:
+        raise UserError("search: --database is missing; name one that you have, or a server with --msa-server")
     chosen = {"iterations": iterations, "e_value": e_value}
     finder = searching.ENGINES[engine.value](**{name: value for name, value in chosen.items() if value is not None})
     max_rows = parse_max_hits(max_hits or [])
@@ -67,6 +98,24 @@ def search(
     with progress_bar() as progress:
         databases = [Database.parse(text, max_rows) for text in database]
         report = searching.search(queries, databases, out, finder, template_database, options, progress)
+    _say(report, out, as_json)
+
+
+def _ask(queries: list[str], url: str, out: Path, cache: Path | None, as_json: bool, without_effect: list[str]) -> None:
+    """Ask a server for all alignments.  Errors: UserError for options of searches in databases."""
+    from warpfold.data.search.fetch import search_by_server
+
+    if without_effect:
+        raise UserError(f"{without_effect[0]}: has no effect with --msa-server; leave one of them out")
+    server = alignment_server(url, cache, out / "cache")
+    assert server is not None
+    with progress_bar() as progress:
+        report = search_by_server(queries, server, out, progress)
+    _say(report, out, as_json)
+
+
+def _say(report: dict[str, Any], out: Path, as_json: bool) -> None:
+    """Print the report, or a line for each protein, and what was not found; ends the command."""
     if as_json:
         show(report)
     else:
@@ -74,6 +123,10 @@ def search(
             found = (f"{entry['hits']} in {name}" for name, entry in protein["databases"].items())
             typer.echo(f"{protein['name']}: {', '.join(found) or 'nothing'}")
         typer.echo(f"{out}: {len(report['proteins'])} proteins, {report['seconds']:.0f} s")
+    alone = [one["name"] for one in report["proteins"] if not any(e["hits"] for e in one["databases"].values())]
+    if alone:
+        some = ", ".join(alone[:5]) + (" ..." if len(alone) > 5 else "")
+        typer.echo(f"warning: no hit in any database, an alignment of one row: {some}", err=True)
     for failure in report["failures"]:
         where = f" in {failure['database']}" if "database" in failure else ""
         typer.echo(f"failed {failure['name']}{where}: {failure['error']}", err=True)
