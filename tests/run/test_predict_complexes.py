@@ -221,8 +221,13 @@ def test_what_is_said_of_several_queries_is_said_once(
         (tmp_path / f"msas/{name}.a3m").write_text(">q\nMKV\n")
     arguments = ["--params", params["first"], "--msa", tmp_path / "msas", "--no-complex", "--recycles", 0]
     _, _, err = run_cli(capsys, tmp_path / "q.fasta", *arguments, "--out", tmp_path / "out")
-    said = "one, two: 4 alignments of none of the sequences, left out: msas/a.a3m, msas/b.a3m, msas/c.a3m ..."
-    assert err.splitlines() == ["one, two: no alignment: folded by the sequence alone", said]
+    said = "4 alignments of none of the sequences, left out: msas/a.a3m, msas/b.a3m, msas/c.a3m ..."
+    assert err.splitlines() == [f"warning: {said}", "one, two: no alignment: folded by the sequence alone"]
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["warnings"] == [said]
+    assert [entry["warnings"][0] for entry in summary["predictions"]] == [
+        "no alignment: folded by the sequence alone"
+    ] * 2
 
 
 def test_the_report_shows_what_was_relaxed(

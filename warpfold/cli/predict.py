@@ -40,6 +40,7 @@ from warpfold.progress import Progress, progress_bar
 if TYPE_CHECKING:
     from warpfold.bulk import JobPart
     from warpfold.parallel.team import ProcessInfo
+    from warpfold.run.predict_templates import TemplateSources
     from warpfold.run.predictor import Recycling
     from warpfold.run.share import Share
 
@@ -185,22 +186,16 @@ def predict(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report.
+    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report; rank models and seeds.
 
-    With several --params or --seeds, the predictions of each protein are ranked.
     Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.
     """
     from warpfold.parallel.team import ProcessInfo
     from warpfold.run import predict as prediction
-    from warpfold.run.predict_templates import TemplateSources
 
     share = _share(shard, workers, cluster)
-    sources = TemplateSources(
-        files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
-    process, server = (
-        ProcessInfo.from_environment(os.environ),
-        alignment_server(msa_server, msa_cache, out / "alignments"),
-    )
+    sources = _sources(template, hits, template_structures, max_template_date)
+    process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
         seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
         max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
@@ -208,9 +203,8 @@ def predict(
         recycling=_recycling(recycle_tolerance, max_recycles), batch=_most(batch),
         offload=offload, memory=_bytes(memory), num_models=num_models, keep=keep,
     )  # fmt: skip
-    fold = partial(
-        prediction.predict, query, msa or [], params, out, options, templates=sources, share=share, server=server
-    )
+    fold = partial(prediction.predict, query, msa or [], params, out, options, templates=sources, share=share,
+        server=alignment_server(msa_server, msa_cache, out / "alignments"))  # fmt: skip
     _run(fold, process, options.device or "cpu", (axial, branch), share.part, out, relax, as_json)
 
 
@@ -250,6 +244,15 @@ def _say_others(part: "JobPart", out: Path, relax: Relax) -> None:
 def _bar(rank: int) -> AbstractContextManager[Progress | None]:
     """Return the bar of the first of several processes; the caller says how much time is left."""
     return progress_bar(remaining=False) if rank == 0 else nullcontext()
+
+
+def _sources(
+    files: list[str] | None, hits: list[Path] | None, structures: Path | None, max_date: str | None
+) -> "TemplateSources":
+    """Return where templates come from.  Errors: UserError for options that make no sense together."""
+    from warpfold.run.predict_templates import TemplateSources
+
+    return TemplateSources(files=files or [], hits=hits or [], structures=structures, max_date=max_date)
 
 
 def _bytes(memory: str | None) -> int | None:

@@ -41,9 +41,7 @@ def search(
     queries: Annotated[
         list[str],
         argument(
-            "FASTA, tables, alignments, structures, folders of these, - (standard input), or sequences themselves; every "
-            "different chain is searched for.",
-            metavar="QUERY...",
+            "What `predict` takes: files, folders, - or sequences; every different chain is searched for."
         ),
     ],
     out: Annotated[Path, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.")],
@@ -77,10 +75,7 @@ def search(
     shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; all write to one OUT.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find alignments and template hits for proteins, in databases that you have.
-
-    No server is called, unless --msa-server names one; then it is asked instead.
-    """
+    """Find alignments and template hits for proteins, in databases that you have, or on a server if you name one."""
     from warpfold.bulk import JobPart
     from warpfold.data.search import search as searching
     from warpfold.data.search.database import Database, parse_max_hits

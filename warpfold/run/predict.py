@@ -107,8 +107,7 @@ def predict(
     share: who folds.  As long as others have parts to fold, what is returned is "running", and not that in the folder:
     its predictions and failures are those of this part.
     server: is asked for alignments of sequences that have none; without it nothing is sent anywhere.
-    Errors: UserError for bad input (then nothing is written), or an `out` that holds something else or where another
-    process works on the same.
+    Errors: UserError for bad input (nothing is written), or an `out` with something else, or where another one works.
     """
     options, tell, team, share = options or PredictOptions(), progress or no_progress, team or Team(), share or Share()
     start = time.perf_counter()
