@@ -113,7 +113,7 @@ def template_warnings(outcomes: Sequence[TemplateOutcome], sources: TemplateSour
     why = [f"{count} x {reason}" for reason, count in others.items()] if not used else []
     if missing:
         entries = list(dict.fromkeys((one.name.rpartition("_")[0] or one.name).lower() for one in missing))
-        some = ", ".join(entries[:3]) + (" ..." if len(entries) > 3 else "")
+        some = ", ".join(entries[:3]) + (", ..." if len(entries) > 3 else "")
         count = "" if len(missing) == len(outcomes) else "1 has " if len(missing) == 1 else f"{len(missing)} have "
         why.insert(0, f"{count}no structure in {sources.structures} ({some})")
     return [f"{used} of {len(outcomes)} templates used: {'; '.join(why)}"]

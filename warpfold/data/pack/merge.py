@@ -79,7 +79,7 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
 
 def _report(files: FileResults, unused: dict[str, str], unused_hits: dict[str, str]) -> PackReport:
     names = [field.name for field in fields(PackEntry)]
-    entries = [PackEntry(**{name: found[name] for name in names}) for _, _, each in files for found in each]
+    entries = [PackEntry(**{name: found[name] for name in names if name in found}) for _, _, each in files for found in each]
     return PackReport(sorted(entries, key=lambda entry: entry.sort_key), unused, unused_hits)
 
 
