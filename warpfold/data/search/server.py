@@ -76,7 +76,7 @@ class AlignmentServer:
     cache: Path
     limits: ServerLimits = field(default_factory=ServerLimits)
     say: Callable[[str], None] = lambda line: None
-    wait: Callable[[float], None] = time.sleep
+    wait: Callable[[float], None] = field(default_factory=lambda: time.sleep)
     _last: float = field(default=float("-inf"), repr=False)  # when it was asked last
 
     def __post_init__(self) -> None:
