@@ -3,12 +3,19 @@
 Each has the same number of processes, batches ahead, batches, and persistent processes; DataLoader starts its own as
 it does by default.  Each takes three epochs at a time, of which Ready's first begins with nothing made, as DataLoader's
 does.  Printed is the time of DataLoader over that of Ready, pair by pair: median and quartiles.
+
+    python -m benchmarks.ready --out benchmarks/results/ready-NAME.json       (two minutes on two cores)
 """
 
 import argparse
+import datetime
+import json
+import os
+import platform
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,7 +107,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     asked = parser.parse_args()
+    found: dict[str, Any] = {}
     torch.set_num_threads(1)
     weight = torch.rand(256, 256)
     print(f"{'':24} {'Ready, ms':>10} {'DataLoader, ms':>15} {'ratio':>6}  quartiles")
@@ -122,6 +131,15 @@ def main() -> None:
         low, ratio, high = statistics.quantiles([b / a for a, b in pairs], n=4)
         times_of = f"{statistics.median(ours):10.1f} {statistics.median(others):15.1f}"
         print(f"{name:24} {times_of} {ratio:6.2f}  {low:.2f} {high:.2f}", flush=True)
+        found[name] = {
+            "ready_ms": round(statistics.median(ours), 1),
+            "dataloader_ms": round(statistics.median(others), 1),
+        }
+        found[name] |= {"times_as_fast": round(ratio, 2), "quartiles": [round(low, 2), round(high, 2)]}
+    if asked.out:
+        machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        about = {"date": datetime.date.today().isoformat(), **machine, "torch": torch.__version__, "pairs": asked.pairs}
+        asked.out.write_text(json.dumps({**about, "workers": asked.workers, "cases": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

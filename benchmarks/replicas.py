@@ -36,7 +36,7 @@ from warpfold.engine.replicas import Replicas
 
 
 class Vision(nn.Module):
-    """Residual convolutions, 2.8 million numbers, mostly in the later stages."""
+    """Residual convolutions, 2.0 million numbers, mostly in the later stages."""
 
     def __init__(self) -> None:
         super().__init__()
