@@ -40,9 +40,7 @@ class EngineName(StrEnum):
 def search(
     queries: Annotated[
         list[str],
-        argument(
-            "What `predict` takes: files, folders, - or sequences; every different chain is searched for."
-        ),
+        argument("What `predict` takes: files, folders, - or sequences; every different chain is searched for."),
     ],
     out: Annotated[Path, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.")],
     database: Annotated[
@@ -76,16 +74,16 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Find alignments and template hits for proteins, in databases that you have, or on a server if you name one."""
-    from warpfold.bulk import JobPart
-    from warpfold.data.search import search as searching
-    from warpfold.data.search.database import Database, parse_max_hits
-
     if msa_server is not None:
         searched = {"--database": database, "--template-database": template_database, "--iterations": iterations,
                     "--e-value": e_value, "--max-hits": max_hits, "--cluster": cluster, "--shard": shard}  # fmt: skip
         return _ask(queries, msa_server, out, cache, as_json, [name for name, value in searched.items() if value])
     if not database:
         raise UserError("search: --database is missing; name one that you have, or a server with --msa-server")
+    from warpfold.bulk import JobPart
+    from warpfold.data.search import search as searching
+    from warpfold.data.search.database import Database, parse_max_hits
+
     chosen = {"iterations": iterations, "e_value": e_value}
     finder = searching.ENGINES[engine.value](**{name: value for name, value in chosen.items() if value is not None})
     max_rows = parse_max_hits(max_hits or [])

@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -111,10 +111,10 @@ def predict(
     """
     options, tell, team, share = options or PredictOptions(), progress or no_progress, team or Team(), share or Share()
     start = time.perf_counter()
-    given = [query] if isinstance(query, Given) else list(query)
-    _check_pipes([*given, *msas], team)
+    _check_pipes([*([query] if isinstance(query, Given) else query), *msas], team)
     share.check(team, options.device)
-    read, models = _read(given, msas, [params] if isinstance(params, Path) else params, out, options, server, tell)
+    asked = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
+    read, models = _read(query, msas, [params] if isinstance(params, Path) else params, out, options, asked, tell)
     queries = read.queries
     total = len(models) * len(queries) * options.seeds
     if team.mesh.data.size > 1:
@@ -156,7 +156,7 @@ def _check_pipes(files: Sequence[Given], team: Team) -> None:
 
 
 def _read(
-    given: Sequence[Given],
+    given: Given | Sequence[Given],
     msas: Sequence[Path],
     params: Sequence[Path],
     out: Path,

@@ -165,6 +165,8 @@ def _check_path(given: Given) -> None:
 
 def _with_alignments(found: Sequence[_Read]) -> list[_Read]:
     """Return the queries with the alignments that were found beside them, each query once."""
+    if all(read.place is None for read in found):
+        return [*found]
     chains = {sequence for read in found if read.place is None for sequence in read.sequences}
     beside = [read for read in found if read.place is not None and read.sequences <= chains]
     of_name: dict[str, list[_Read]] = {}

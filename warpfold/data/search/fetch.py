@@ -67,7 +67,7 @@ def fetch(server: AlignmentServer, wanted: Sequence[Wanted], progress: Progress 
     for one in wanted:
         for name, sequence in one.sequences.items():
             names.setdefault(sequence, []).append(name)
-    asked = [(MSA, own, (sequence,)) for sequence, own in names.items()]
+    asked: list[tuple[str, list[str], Sequence[str]]] = [(MSA, own, (sequence,)) for sequence, own in names.items()]
     asked += [(PAIR, [one.name], tuple(one.sequences.values())) for one in wanted if one.paired]
     reasons = {sequence: reason for sequence in names if (reason := _unsearchable_reason(sequence))}
     unknown = [one for one in asked if not reasons.keys() & {*one[2]} and server.known(one[0], one[2]) is None]

@@ -22,8 +22,9 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from email.message import Message
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -293,7 +294,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_SameHost)
 
 
-def _retry_after(headers: Mapping[str, str]) -> float | None:
+def _retry_after(headers: Message) -> float | None:
     """Return the seconds that a server asks to wait for; None where it does not say, or names a time of day."""
     text = headers.get("Retry-After", "") or ""
     return float(text) if re.fullmatch(r"\d{1,9}", text.strip()) else None
