@@ -32,6 +32,7 @@ SAFE = {
     "data/synthetic/folder.py:generate": OWN_DRAFT + "; `out` is absent or an empty folder, which rmdir makes sure of",
     "data/pack/part.py:PartWriter.__init__": "a part's own names, in a folder that holds nothing else",
     "data/search/programs.py": "in a temporary folder",
+    "data/search/server.py:AlignmentServer._alone": "opens to append, and appends nothing",
     "data/store/store.py:StoreWriter.__init__": "a store's own names, in a folder that holds nothing else",
     "data/store/store.py:StoreWriter.add": "a store's own names, in a folder that holds nothing else",
     "data/store/store.py:StoreWriter.finish": "a store's own names; then it is renamed to where nothing is",
