@@ -9,9 +9,9 @@ import pytest
 from tests.run.runs import make_store, rows, tiny_run
 from warpfold import settings
 from warpfold.cli import main
-from warpfold.cli.train import sources
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
+from warpfold.run.commands import sources_of
 
 
 @pytest.fixture(scope="module")
@@ -22,16 +22,16 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Store]:
 
 def test_stores_have_weights(stores: list[Store], tmp_path: Path) -> None:
     one, other = (str(store.path) for store in stores)
-    assert [(s.store.path.name, s.weight) for s in sources([f"{one}=0.25", other])] == [
+    assert [(s.store.path.name, s.weight) for s in sources_of([f"{one}=0.25", other])] == [
         ("pdb", 0.25),
         ("distilled", 1.0),
     ]
     shutil.copytree(one, tmp_path / "a=2")
-    assert [s.weight for s in sources([str(tmp_path / "a=2")])] == [1.0]  # it is called so
+    assert [s.weight for s in sources_of([str(tmp_path / "a=2")])] == [1.0]  # it is called so
     with pytest.raises(UserError, match="'much' is not a number; expected STORE or STORE=WEIGHT"):
-        sources([f"{one}=much"])
+        sources_of([f"{one}=much"])
     with pytest.raises(UserError, match=r"weight -1.0; give a positive number"):
-        sources([f"{one}=-1"])
+        sources_of([f"{one}=-1"])
 
 
 def test_a_mixture_is_trained_on_and_its_order_followed(

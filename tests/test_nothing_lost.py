@@ -36,6 +36,8 @@ SAFE = {
     "data/store/store.py:StoreWriter.__init__": "a store's own names, in a folder that holds nothing else",
     "data/store/store.py:StoreWriter.add": "a store's own names, in a folder that holds nothing else",
     "data/store/store.py:StoreWriter.finish": "a store's own names; then it is renamed to where nothing is",
+    "files.py:write_new": "links a draft to where nothing is: " + OWN_DRAFT,
+    "run/params_file.py:_write": "a draft of `write_new`",
     "files.py:row_file": "a file that was not there: opened only to make it",
     "files.py:lock_file": "opens to append, and appends nothing",
     "files.py:write_atomically": "replaces one file by name, whole or not at all; callers answer for the name",

@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
+    from warpfold.data.store.store import Store
     from warpfold.engine.flat import Flat
     from warpfold.engine.one_step import OneStep
     from warpfold.engine.ready import Ready
     from warpfold.engine.replicas import Replicas
     from warpfold.engine.resume import Checkpoints
+    from warpfold.errors import UserError
+    from warpfold.run.commands import pack, sample, score, search, train
+    from warpfold.run.fold_many import FoldResult
     from warpfold.run.outputs import Prediction
+    from warpfold.run.params_file import ParamsFile, params
     from warpfold.run.predictor import Predictor, load
 
 __version__ = "0.1.0"
@@ -19,17 +24,27 @@ __all__ = [
     "Acceleration",
     "Checkpoints",
     "Flat",
+    "FoldResult",
     "OneStep",
+    "ParamsFile",
     "Prediction",
     "Predictor",
     "Ready",
     "Replicas",
+    "Store",
+    "UserError",
     "__version__",
     "accelerate",
     "acceleration",
     "biased_attention",
     "load",
+    "pack",
+    "params",
     "restore",
+    "sample",
+    "score",
+    "search",
+    "train",
 ]
 
 # Where each name is; imported at first use: `import warpfold` alone does not load torch.
@@ -37,12 +52,17 @@ _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
+    **dict.fromkeys(("pack", "sample", "score", "search", "train"), "warpfold.run.commands"),
     "Checkpoints": "warpfold.engine.resume",
     "Flat": "warpfold.engine.flat",
+    "FoldResult": "warpfold.run.fold_many",
     "OneStep": "warpfold.engine.one_step",
+    **dict.fromkeys(("ParamsFile", "params"), "warpfold.run.params_file"),
     "Prediction": "warpfold.run.outputs",
     "Ready": "warpfold.engine.ready",
     "Replicas": "warpfold.engine.replicas",
+    "Store": "warpfold.data.store.store",
+    "UserError": "warpfold.errors",
 }
 
 
@@ -51,3 +71,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'warpfold' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the names of the Python interface, and what else the module holds."""
+    return sorted({*globals(), *_MODULES})

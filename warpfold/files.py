@@ -173,6 +173,25 @@ def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> Non
         os.replace(draft, path)
 
 
+def write_new(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file that is not there yet, by `write` to the path that it is given: the whole file appears, or nothing.
+
+    Errors: UserError if there is one by then, which is left alone, or when it cannot be written.
+    """
+    check_new(path)
+    with writing(path), contextlib.ExitStack() as in_the_end:
+        draft = path.with_name(f".{secrets.token_hex(4)}.{path.name}")  # with its ending, which NumPy would add
+        in_the_end.callback(draft.unlink, missing_ok=True)
+        write(draft)
+        try:
+            os.link(draft, path)  # unlike a renaming, this replaces nothing
+        except FileExistsError:
+            raise UserError(f"{path}: exists already; remove it, or name another file") from None
+        except OSError:  # a file system without links
+            check_new(path)
+            os.replace(draft, path)
+
+
 def update_file(path: Path, content: bytes) -> None:
     """Write a file that can be made again, and its folders; leave it alone if it has this content already.
 

@@ -46,8 +46,10 @@ def find(name: str | Path, beside: Path | None = None) -> Path:
     raise UserError(f"{name}: no such settings file; give a path or a preset ({', '.join(sorted(known)) or 'none'})")
 
 
-def load(name: str | Path, overrides: Iterable[str] = ()) -> Mapped:
+def load(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Mapped:
     """Merge the values of a settings file over those of its bases, and `overrides` ("model.c_m=64") over all.
+
+    In place of a file its values may be given, nested, with a `base` if they are to have one.
 
     Returns nested dicts, which `build` will check against a dataclass.
     Errors: UserError for a missing file, bad TOML, a circle of bases, or an override without "=".
@@ -58,10 +60,15 @@ def load(name: str | Path, overrides: Iterable[str] = ()) -> Mapped:
     return merged
 
 
-def layers(name: str | Path, overrides: Iterable[str] = ()) -> list[tuple[Path | None, Mapped]]:
+def layers(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> list[tuple[Path | None, Mapped]]:
     """Return what `load` merges, each with its file, the lowest base first and the overrides, of no file, last."""
-    path = find(name)
     found: list[tuple[Path | None, Mapped]] = []
+    if isinstance(name, Mapping):
+        values = plain(name)
+        base = values.pop("base", None)
+        found = [] if base is None else layers(base)
+        return [*found, (None, values), *((None, _parse_override(override)) for override in overrides)]
+    path = find(name)
     seen: list[Path] = []
     while True:
         if path.resolve() in seen:
@@ -193,7 +200,7 @@ def convert(hint: Any, value: Any, source: str, name: str) -> Any:
 def _describe(hint: Any) -> str:
     origin, choices = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return "one of " + ", ".join(map(_toml, choices))
+        return "one of " + ", ".join(map(toml_value, choices))
     if origin in (Union, types.UnionType):
         return " or ".join('"none"' if c is type(None) else _describe(c) for c in choices)
     if origin in (tuple, list):
@@ -227,7 +234,7 @@ def to_toml(config: Any) -> str:
 def _tables(values: Mapped, name: str) -> Iterator[str]:
     if name:
         yield f"\n[{name}]"
-    yield from (f"{_key(k)} = {_toml(v)}" for k, v in values.items() if not isinstance(v, dict))
+    yield from (f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if not isinstance(v, dict))
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _tables(value, f"{name}.{_key(key)}" if name else _key(key))
@@ -237,14 +244,14 @@ def _key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quoted(key)
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """Write a TOML value on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, int) and value.bit_length() > 64:
         return hex(value)  # Python refuses to write integers of thousands of digits as decimals
     return _quoted(value) if isinstance(value, str) else str(value)  # inf and nan are TOML too
@@ -252,7 +259,7 @@ def _toml(value: Any) -> str:
 
 def _shown(value: Any) -> str:
     """Write a value for a one-line error: as TOML, shortened."""
-    text = _toml(value)
+    text = toml_value(value)
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
@@ -269,6 +276,6 @@ def differences(ours: Mapped, theirs: Mapped, prefix: str = "") -> list[str]:
         if isinstance(a, dict) and isinstance(b, dict):
             found += differences(a, b, f"{prefix}{key}.")
         elif a != b:
-            shown = ["absent" if v is None else _toml(v) for v in (a, b)]
+            shown = ["absent" if v is None else toml_value(v) for v in (a, b)]
             found.append(f"{prefix}{key}: {shown[0]}, not {shown[1]}")
     return found

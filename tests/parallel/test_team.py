@@ -46,7 +46,7 @@ class Crew:
     def run(
         self, function: Callable[[Team], object], plan: Plan, keeps: bool = False, frozen: tuple[int, ...] = ()
     ) -> tuple[list[int | None], list[str]]:
-        """`function` in each of the plan's processes -> exit codes (-9 of one that would not end), what they said on stderr.
+        """`function` in each of the plan's processes -> exit codes (-9: it would not end), what they said on stderr.
 
         keeps: rank 0 keeps the store.  frozen: ranks that stop themselves, whose end nobody waits for.
         """

@@ -182,27 +182,13 @@ def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
     On a CPU, the allocator keeps freed memory from now on.
     Errors: UserError for one that torch does not know or this machine lacks.
     """
-    import torch
-
     from warpfold.device import keep_memory
+    from warpfold.run import arguments
 
-    number = process.local_rank if process is not None and process.ranks > 1 else None
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and number is not None:
-        if number >= torch.cuda.device_count():
-            raise UserError(
-                f"process {number} of this machine needs a GPU of its own, but there are {torch.cuda.device_count()}; "
-                "start no more processes than GPUs, or run with --device cpu"
-            )
-        name = f"cuda:{number}"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {str(error).splitlines()[0]}; give another, or cpu") from error
-    if name == "cpu":
+    found = arguments.device_of(name, process.local_rank if process is not None and process.ranks > 1 else None)
+    if found == "cpu":
         keep_memory()
-    return name
+    return found
 
 
 def alignment_server(url: str | None, cache: Path | None, default: Path) -> "AlignmentServer | None":

@@ -68,8 +68,7 @@ def pack(
 ) -> None:
     """Make the store that `train` reads from structures, alignments and template hits, and report on every entry."""
     from warpfold.bulk import JobPart
-    from warpfold.data.pack import pack as packing
-    from warpfold.data.pack.inputs import PackOptions
+    from warpfold.run import commands
 
     _one_of({"--structures": structures, "--merge": merge, "--verify": verify, "--info": info})
     if verify is not None:
@@ -78,17 +77,15 @@ def pack(
         return _info(info, as_json)
     if out is None:
         raise UserError("pack: --out is missing; name the store to make")
-    options = PackOptions(
-        max_resolution, max_single, min_length, max_length, released_after, released_before, require_msa,
-        max_template_date=max_template_date, cluster_identity=cluster_identity, max_file_gb=max_file_gb,
-        assemblies="all" if all_assemblies else "first" if assemblies else "none", max_chains=max_chains,
-        max_residues=max_residues,
-    )  # fmt: skip
-    part = JobPart.parse(shard) if shard else None
-    more: dict[str, Any] = {"hits": hits or [], "template_structures": template_structures or [], "clusters": clusters}
-    packs = partial(packing.pack, structures or [], msas or [], out, options, part=part, **more)
-    make = partial(packing.merge, merge, out) if merge else packs
-    report = _make(partial(make, workers=workers, cluster=cluster))
+    report = _make(partial(
+        commands.pack, structures, msas, out, hits=hits, template_structures=template_structures, clusters=clusters,
+        max_resolution=max_resolution, max_single=max_single, min_length=min_length, max_length=max_length,
+        released_after=released_after, released_before=released_before, require_msa=require_msa,
+        max_template_date=max_template_date, cluster_identity=cluster_identity, assemblies=assemblies,
+        all_assemblies=all_assemblies, max_chains=max_chains, max_residues=max_residues, max_file_gb=max_file_gb,
+        workers=workers, cluster=cluster, shard=shard, merge=merge,
+    ))  # fmt: skip
+    part = JobPart.parse(shard) if shard and not merge else None
     return show(report.to_json()) if as_json else _print_report(report, out, part)
 
 

@@ -34,14 +34,12 @@ from warpfold.cli.common import (
     writes,
 )
 from warpfold.cli.relax import Relax, RelaxOption, relax_predictions, relaxed_line
-from warpfold.errors import UserError
 from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
     from warpfold.bulk import JobPart
     from warpfold.parallel.team import ProcessInfo
     from warpfold.run.predict_templates import TemplateSources
-    from warpfold.run.predictor import Recycling
     from warpfold.run.share import Share
 
 Queries = Annotated[
@@ -191,17 +189,18 @@ def predict(
     Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.
     """
     from warpfold.parallel.team import ProcessInfo
+    from warpfold.run import commands, fold_options
     from warpfold.run import predict as prediction
 
     share = _share(shard, workers, cluster)
     sources = _sources(template, hits, template_structures, max_template_date)
     process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
-        seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
-        max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
-        representations=representations, distogram=distogram, force=force, kernels="strict" if strict else "fast",
-        recycling=_recycling(recycle_tolerance, max_recycles), batch=_most(batch),
-        offload=offload, memory=_bytes(memory), num_models=num_models, keep=keep,
+        seed=seed, seeds=seeds, chunk=chunk, force=force, keep=keep,
+        together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa, distogram=distogram, offload=offload,
+        max_extra=max_extra, precision=precision.value, representations=representations, num_models=num_models,
+        device=device_of(device, process), batch=fold_options.batch_of(batch), memory=commands.memory_of(memory),
+        kernels="strict" if strict else "fast", recycling=fold_options.Recycling.of(recycle_tolerance, max_recycles),
     )  # fmt: skip
     fold = partial(prediction.predict, query, msa or [], params, out, options, templates=sources, share=share,
         server=alignment_server(msa_server, msa_cache, out / "alignments"))  # fmt: skip
@@ -255,45 +254,12 @@ def _sources(
     return TemplateSources(files=files or [], hits=hits or [], structures=structures, max_date=max_date)
 
 
-def _bytes(memory: str | None) -> int | None:
-    """Return an amount of memory in bytes.  Errors: UserError for what is none."""
-    from warpfold.tune.machine import parse_memory
-
-    return None if memory is None else parse_memory(memory)
-
-
 def _share(shard: str | None, workers: int, cluster: str | None) -> "Share":
     """Return who folds.  Errors: UserError for a shard that is none."""
     from warpfold.bulk import JobPart
     from warpfold.run.share import Share
 
     return Share(part=JobPart.parse(shard or "1/1"), workers=workers, cluster=cluster)
-
-
-def _recycling(tolerance: float | None, most: str | None) -> "Recycling":
-    """Return when recycling ends early.  Errors: UserError for what is no LENGTH:RECYCLES."""
-    from warpfold.run.predictor import Recycling
-
-    return Recycling(tolerance, _length_and_recycles(most))
-
-
-def _most(batch: str) -> int | None:
-    """Return how many queries may share a pass; None for "auto".  Errors: UserError for anything else."""
-    if batch == "auto":
-        return None
-    if not (batch.isdecimal() and len(batch) < 6 and int(batch) > 0):
-        raise UserError(f"--batch {batch}: a number from 1 on, or auto")
-    return int(batch)
-
-
-def _length_and_recycles(text: str | None) -> tuple[int, int] | None:
-    """Return the two numbers of LENGTH:RECYCLES.  Errors: UserError for anything else."""
-    if text is None:
-        return None
-    numbers = text.split(":")
-    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-        raise UserError(f"--max-recycles {text}: is not LENGTH:RECYCLES; write two numbers, such as 1500:3")
-    return int(numbers[0]), int(numbers[1])
 
 
 def _lacks_templates(entry: dict[str, Any]) -> bool:

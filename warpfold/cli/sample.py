@@ -20,12 +20,11 @@ def sample(
     as_json: AsJson = False,
 ) -> None:
     """Make sample proteins with alignments, to try a pipeline or a cluster without downloading anything."""
-    from warpfold.data.synthetic.folder import generate
+    from warpfold.run import commands
 
+    sizes = {"proteins": proteins, "dimers": dimers, "min_length": min_length, "max_length": max_length}
     with progress_bar() as progress:
-        made = generate(
-            out, proteins, seed, dimers=dimers, min_length=min_length, max_length=max_length, progress=progress
-        )
+        made = commands.sample(out, **sizes, seed=seed, progress=progress)
     if as_json:
         show(made)
     else:

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from warpfold.cli.common import AsJson, app, argument, reads, show, show_table
-from warpfold.errors import UserError
 
 
 @app.command(epilog="Example:  warpfold score predicted.cif 1ubq.cif.gz")
@@ -20,10 +19,10 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD; of complexes also DockQ and other scores."""
-    from warpfold.run.score import score_files
+    from warpfold.run import commands
     from warpfold.run.score_complex import HEADS
 
-    result = score_files(predicted, reference, _chain_pairs(chains), assembly)
+    result = commands.score(predicted, reference, chains=chains, assembly=assembly)
     if as_json:
         show(result.to_dict())
         return
@@ -32,15 +31,3 @@ def score(
     if result.complex and result.complex.interfaces:
         typer.echo()
         show_table(HEADS, result.complex.table())
-
-
-def _chain_pairs(text: str | None) -> dict[str, str] | None:
-    if text is None:
-        return None
-    pairs = [pair.split(":") for pair in text.split(",")]
-    if any(len(pair) != 2 or not all(pair) for pair in pairs):
-        raise UserError(f"--chains {text}: expected pairs of predicted:reference, for example A:B,B:C")
-    named = dict(pairs)
-    if len(named) < len(pairs):
-        raise UserError(f"--chains {text}: names a predicted chain twice; name each once")
-    return named

@@ -42,12 +42,14 @@ def search(
         list[str],
         argument("What `predict` takes: files, folders, - or sequences; every different chain is searched for."),
     ],
-    out: Annotated[Path, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.")],
     database: Annotated[
         list[str] | None,
         reads(
             "FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits in their own format. `uniprot` is to pair."
         ),
+    ] = None,
+    out: Annotated[
+        Path | None, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.")
     ] = None,
     msa_server: MsaServer = None,
     template_database: Annotated[Path | None, reads("FASTA like pdb_seqres, to find template hits in.")] = None,
@@ -74,36 +76,18 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Find alignments and template hits for proteins, in databases that you have, or on a server if you name one."""
-    if msa_server is not None:
-        searched = {"--database": database, "--template-database": template_database, "--iterations": iterations,
-                    "--e-value": e_value, "--max-hits": max_hits, "--cluster": cluster, "--shard": shard}  # fmt: skip
-        return _ask(queries, msa_server, out, cache, as_json, [name for name, value in searched.items() if value])
-    if not database:
-        raise UserError("search: --database is missing; name one that you have, or a server with --msa-server")
-    from warpfold.bulk import JobPart
-    from warpfold.data.search import search as searching
-    from warpfold.data.search.database import Database, parse_max_hits
+    from warpfold.run import commands
 
-    chosen = {"iterations": iterations, "e_value": e_value}
-    finder = searching.ENGINES[engine.value](**{name: value for name, value in chosen.items() if value is not None})
-    max_rows = parse_max_hits(max_hits or [])
-    options = searching.SearchOptions(cache, workers, threads, cluster, JobPart.parse(shard) if shard else None)
+    if out is None:
+        raise UserError("search: --out is missing; name the folder for what is found")
+    server = alignment_server(msa_server, cache if msa_server else None, out / "cache")
     with progress_bar() as progress:
-        databases = [Database.parse(text, max_rows) for text in database]
-        report = searching.search(queries, databases, out, finder, template_database, options, progress)
-    _say(report, out, as_json)
-
-
-def _ask(queries: list[str], url: str, out: Path, cache: Path | None, as_json: bool, without_effect: list[str]) -> None:
-    """Ask a server for all alignments.  Errors: UserError for options of searches in databases."""
-    from warpfold.data.search.fetch import search_by_server
-
-    if without_effect:
-        raise UserError(f"{without_effect[0]}: has no effect with --msa-server; leave one of them out")
-    server = alignment_server(url, cache, out / "cache")
-    assert server is not None
-    with progress_bar() as progress:
-        report = search_by_server(queries, server, out, progress)
+        report = commands.search(
+            queries, database, out, msa_server=server, template_database=template_database, engine=engine.value,
+            iterations=iterations, e_value=e_value,
+            max_hits=max_hits, cache=cache, workers=workers, threads=threads, cluster=cluster, shard=shard,
+            progress=progress,
+        )  # fmt: skip
     _say(report, out, as_json)
 
 

@@ -21,16 +21,15 @@ from warpfold.cli.common import (
     argument,
     decides,
     device_of,
+    plans_said,
     reads,
     runs,
     say_refused,
     show,
     writes,
 )
-from warpfold.errors import UserError
 
 if TYPE_CHECKING:
-    from warpfold.data.load.order import Source
     from warpfold.run.train import Summary
 
 
@@ -59,31 +58,20 @@ def train(
     On several processes, under torchrun: docs/parallel.md.
     """
     from warpfold.parallel.team import ProcessInfo, distributed_context
-    from warpfold.run import train as training
-    from warpfold.run.config import load_settings
-    from warpfold.run.planning import plan_training
+    from warpfold.run import commands
     from warpfold.run.results import training_bar
-    from warpfold.tune.machine import parse_memory
 
-    plan = {
-        "plan.data": examples,
-        "plan.axial": axial,
-        "plan.branch": branch,
-        "plan.kernels": "strict" if strict else None,
-    }
+    plan = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
     changes = [*(change or []), *(f"{key}={value}" for key, value in plan.items() if value is not None)]
-    given, most = load_settings(settings, changes), None if memory is None else parse_memory(memory)
-    config = given.config()
-    process = ProcessInfo.from_environment(os.environ)
+    given = commands.as_settings(settings, [*changes, *(['plan.kernels="strict"'] if strict else [])])
+    config, process = given.config(), ProcessInfo.from_environment(os.environ)
     where = device_of(device, process)
     bar = training_bar(config.train.steps) if process.rank == 0 else nullcontext()
-    with distributed_context(process, None, where, config.plan.time_limit) as team, bar as watcher:
-        stores = sources(data, config.model.multimer is not None)
-        config, said = plan_training(given, out, where, most, team)
-        team.remesh(config.plan)
-        if said and team.is_rank_zero:
-            typer.echo(f"plan: {said}", err=True)
-        result = training.train(config, stores, out, init=init, replay=replay, device=where, watch=watcher, team=team)
+    join = distributed_context(process, None, where, config.plan.time_limit)
+    with join as team, bar as watcher, plans_said(process):
+        result = commands.train(
+            given, data, out, init=init, replay=replay, device=where, memory=memory, watch=watcher, team=team
+        )
     if team.is_rank_zero:
         _say(result, out, as_json)
     raise typer.Exit(0 if result.finished or result.signal == SIGTERM else 130)
@@ -106,23 +94,3 @@ def _say(result: "Summary", out: Path, as_json: bool) -> None:
         typer.echo(f"{result.steps} steps; parameters: {result.params}")
     else:
         typer.echo(f"stopped after {result.steps} steps; the same command continues", err=True)
-
-
-def sources(texts: list[str], assemblies: bool = False) -> "list[Source]":
-    """Open stores with their weights, from ["pdb=0.25", "distilled=0.75"]; a store without one has weight 1.
-
-    assemblies: to draw complexes from, where a store has any, not chains.
-    """
-    from warpfold.data.load.order import Source
-    from warpfold.data.store.store import Store
-
-    found = []
-    for text in texts:
-        path, equals, weight = text.rpartition("=")
-        if not equals or Path(text).exists():
-            path, weight = text, "1"
-        try:
-            found.append(Source(Store(path), weight=float(weight), assemblies=assemblies))
-        except ValueError:
-            raise UserError(f"--data {text}: {weight!r} is not a number; expected STORE or STORE=WEIGHT") from None
-    return found

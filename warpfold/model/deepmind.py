@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 from warpfold.model import attention, embed, evoformer, msa, pair, template
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.layers import LayerNorm, Linear
@@ -258,7 +258,7 @@ def _point_attention(module: InvariantPointAttention) -> dict[str, list[tuple[st
 
 
 def _join(scope: str, theirs: str) -> str:
-    return "/".join(part for part in (scope, theirs) if part)
+    return "/".join(part for part in (scope.rstrip("/"), theirs) if part)  # PREFIX ends in a slash
 
 
 def _leaf(
@@ -300,7 +300,7 @@ def _shapes(module: nn.Module, child: str, linear: Linear) -> tuple[tuple[int, .
 def from_deepmind(module: nn.Module, params: Mapping[str, np.ndarray], scope: str = "", source: str = "params") -> None:
     """Load DeepMind's arrays, named scope//name, into `module`, strictly.
 
-    Errors: UserError that names every missing, surplus and misshapen array; nothing is loaded then.
+    Errors: UserError that names missing, surplus and misshapen arrays; nothing is loaded then.
     """
     wanted = list(arrays(module, scope))
     missing = sorted({a.theirs for a in wanted} - params.keys())
@@ -333,9 +333,9 @@ def to_deepmind(module: nn.Module, scope: str = "") -> dict[str, np.ndarray]:
 
 
 def refuse(source: str, missing: list[str], surplus: list[str], misshapen: list[str]) -> None:
-    """Raise UserError in one line that names everything that does not fit, if there is anything."""
+    """Raise UserError in one line that names what does not fit, some of each kind, if there is anything."""
     report = [
-        f"{len(names)} {what}: {', '.join(names)}"
+        f"{len(names)} {what}: {listed(names)}"
         for what, names in (("missing", missing), ("surplus", surplus), ("misshapen", misshapen))
         if names
     ]

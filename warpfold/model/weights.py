@@ -1,4 +1,7 @@
-"""Parameters in files: WarpFold's safetensors, and DeepMind's params_model_*.npz (read through model/deepmind.py)."""
+"""Parameters in files: WarpFold's safetensors, DeepMind's params_model_*.npz (model/deepmind.py), OpenFold's .pt.
+
+The ending says which it is.
+"""
 
 import json
 import re
@@ -17,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from warpfold.errors import UserError
+from warpfold.model import openfold
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.deepmind import PREFIX, from_deepmind, refuse
 from warpfold.model.deepmind_config import FUSED, MULTIMER_POSITIONS, config_from_deepmind
@@ -63,13 +67,15 @@ def save_params(
 
 
 def load_model(path: Path | str) -> AlphaFold:
-    """Load a model from WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm, multimer), strictly.
+    """Load a model from WarpFold's safetensors, DeepMind's params_model_*.npz or OpenFold's .pt, strictly.
 
-    Errors: UserError for a file that is neither, and for arrays that are missing, surplus or misshapen, all named.
+    Errors: UserError for a file that is none of these, and for arrays that are missing, surplus or misshapen, named.
     """
     path = Path(path)
     if path.suffix == ".npz" and path.is_file():
         return _load_npz(path)
+    if path.suffix in openfold.ENDINGS and path.is_file():
+        return _load_openfold(path)
     config = load_config(path)
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -85,7 +91,12 @@ def load_config(path: Path | str) -> ModelConfig:
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such file; give WarpFold's .safetensors or DeepMind's params_model_*.npz")
+        what = "is a folder; name the file in it" if path.is_dir() else "no such file"
+        raise UserError(
+            f"{path}: {what}; give WarpFold's .safetensors, DeepMind's params_model_*.npz or OpenFold's .pt"
+        )
+    if path.suffix in openfold.ENDINGS:
+        return openfold.config_from_openfold(openfold.read_openfold(path), str(path))
     if path.suffix == ".npz":
         with _opened_npz(path) as file:
             return config_from_deepmind(file, str(path))
@@ -93,7 +104,9 @@ def load_config(path: Path | str) -> ModelConfig:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a safetensors file ({error}); give .safetensors or .npz parameters") from error
+        raise UserError(
+            f"{path}: not a safetensors file ({error}); give .safetensors, .npz or .pt parameters"
+        ) from error
     if FORMAT not in metadata:
         raise UserError(f"{path}: safetensors, but not written by WarpFold (no settings of a model inside)")
     return build(ModelConfig, json.loads(metadata[FORMAT])["model"], str(path))
@@ -103,13 +116,17 @@ def data_settings(path: Path | str) -> dict[str, Any]:
     """Return the settings by which the examples of these parameters were drawn (keys of `SampleConfig`).
 
     WarpFold's are in the file.  DeepMind's follow from the arrays (monomer or Multimer, its version, templates) and the
-    file's name (the model's number); what `assumed_settings` says is assumed where the name has none.
+    file's name (the model's number); OpenFold's are taken to be AlphaFold2's.  `assumed_settings` says what is assumed.
     Errors: UserError for an .npz that cannot be read.
     """
     if Path(path).suffix == ".npz":
         family, number = _deepmind_model(Path(path))
         extra = family.extra[number] if number else max(family.extra.values())
         return {"max_msa": family.clusters, "max_extra": extra}
+    if Path(path).suffix in openfold.ENDINGS:
+        enabled = load_config(path).templates.enabled
+        family = WITH_TEMPLATES if enabled else WITHOUT_TEMPLATES
+        return {"max_msa": family.clusters, "max_extra": max(family.extra.values())}
     with safe_open(path, framework="pt") as file:
         return dict(json.loads((file.metadata() or {}).get(FORMAT, "{}")).get("data", {}))
 
@@ -119,6 +136,9 @@ def assumed_settings(path: Path | str) -> str | None:
 
     Multimer's versions 1 and 2 cannot be told apart, and need not be: they sample, and compute, alike.
     """
+    if Path(path).suffix in openfold.ENDINGS:
+        rows = data_settings(path)["max_extra"]
+        return f"{path}: does not say how its alignments were sampled: {rows} rows of the extra alignment are assumed"
     if Path(path).suffix != ".npz":
         return None
     family, number = _deepmind_model(Path(path))
@@ -150,7 +170,7 @@ def _deepmind_model(path: Path) -> tuple[Family, int | None]:
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Load a state dict strictly: UserError that names every missing, surplus and misshapen tensor."""
+    """Load a state dict strictly: UserError that names missing, surplus and misshapen tensors."""
     own = model.state_dict()
     misshapen = [
         f"{name} {list(state[name].shape)}, expected {list(own[name].shape)}"
@@ -176,4 +196,12 @@ def _load_npz(path: Path) -> AlphaFold:
         params = {name: file[name] for name in file.files}
     model = AlphaFold(config_from_deepmind(params, str(path)))
     from_deepmind(model, {k.removeprefix(PREFIX): v for k, v in params.items()}, source=str(path))
+    return model
+
+
+def _load_openfold(path: Path) -> AlphaFold:
+    weights = openfold.read_openfold(path)
+    model = AlphaFold(openfold.config_from_openfold(weights, str(path)))
+    names = {openfold.openfold_name(ours): ours for ours in model.state_dict()}
+    load_state(model, {names.get(name, name): tensor for name, tensor in weights.items()}, str(path))
     return model

@@ -2,8 +2,11 @@
 
 train.py: the loop; config.py, examples.py (which come next), ledger.py (which were used), results.py (the log),
 ranks.py (several processes).
-predict.py: a run.  What goes in: queries.py (files), fold_input.py (Python), params.py, predict_templates.py.  What
-folds: predictor.py.  What comes out: outputs.py (files of one prediction), ranking.py, interfaces.py (where predicted
+commands.py: what Python and the command line both call; arguments.py: what is wrong with what Python gives.
+predict.py: a run.  What goes in: queries.py (files), fold_input.py (Python), fold_options.py, params.py,
+predict_templates.py.  What folds: predictor.py, many of them fold_many.py (Python); read_out.py: what is kept.
+params_file.py: what a file of parameters is; first_weights.py: `--init`.  notebook.py: how a prediction shows itself.
+What comes out: outputs.py (files of one prediction), ranking.py, interfaces.py (where predicted
 chains meet), sanity.py (breaks, clashes).
 relax.py: in memory; relax_files.py: of files and folders; amber.py: the force field, all that knows OpenMM.
 score.py: two structures; metrics.py: lDDT, TM, GDT; score_complex.py: interfaces, by dockq.py, under the mapping that

@@ -1,6 +1,6 @@
 """All settings of a run: what a TOML file in settings/ may contain."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,8 @@ class TrainConfig:
     validate_every: int = 1_000  # steps; 0: at the beginning and the end only
     save_every: int = 500  # steps
     keep: int = 2  # how many last checkpoints stay; the best stays too
+    # With --init: heads that the file lacks begin at random, and those that the settings lack are left out.
+    new_heads: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is not finite
     max_skipped: int = 10  # examples of any 1,000 in a row that "skip" may leave out before the run stops
     workers: int | None = None  # processes that prepare examples, 0: this one; None: up to 8 per GPU, 0 on a CPU
@@ -112,12 +114,20 @@ class GivenSettings:
         return {key: getattr(built, key) for key in keys}
 
 
-def load_settings(name: str | Path, changes: Iterable[str] = ()) -> GivenSettings:
+SettingsLike = str | Path | Mapping[str, Any] | RunConfig
+
+
+def load_settings(name: SettingsLike, changes: Iterable[str] = ()) -> GivenSettings:
     """Read settings in which the plan may be left to the planner: `plan = "auto"`, or keys that are not there.
 
+    name: a preset's, a file, the values of one, or settings that are built already, whose plan stays as it is.
     `plan.auto = false`: what is not there has the default of `Plan`.
     Errors: UserError as of `settings.load`.
     """
+    if isinstance(name, RunConfig):
+        values = settings.load(settings.to_dict(name), changes)
+        return GivenSettings("settings", values, frozenset(values["plan"]), auto=False)
+    source = "settings" if isinstance(name, Mapping) else str(name)
     presets = {path.resolve() for path in settings.presets().values()}
     merged: settings.Mapped = {}
     own: set[str] = set()
@@ -130,6 +140,4 @@ def load_settings(name: str | Path, changes: Iterable[str] = ()) -> GivenSetting
             own |= set(plan) if isinstance(plan, dict) else set()
     plan = merged.get("plan", {})
     auto = plan.pop("auto", True) if isinstance(plan, dict) else False
-    return GivenSettings(
-        str(name), merged, frozenset(own - {"auto"}), settings.convert(bool, auto, str(name), "plan.auto")
-    )
+    return GivenSettings(source, merged, frozenset(own - {"auto"}), settings.convert(bool, auto, source, "plan.auto"))

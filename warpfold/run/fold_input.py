@@ -1,68 +1,129 @@
-"""Make what `Predictor.fold` is given into examples: sequences, rows of alignments, files of templates."""
+"""Make what `Predictor.fold` is given into queries: sequences, rows or files of alignments, templates."""
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.complexes import Complex, assemble, chain_ids
 from warpfold.data.example.pairing import pair_rows
-from warpfold.data.example.raw_example import RawExample
-from warpfold.data.formats.alignment import Alignment, encode
+from warpfold.data.example.raw_example import Templates
+from warpfold.data.formats.alignment import Alignment, encode, merge, without_pairing
+from warpfold.data.formats.chain_alignments import read_chain_alignments
 from warpfold.data.formats.sequences import parse_a3m
 from warpfold.errors import UserError
-from warpfold.run.predict_templates import check_fit, files_of_chains, user_templates
+from warpfold.run.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown
+from warpfold.run.params import Params, check_templates
+from warpfold.run.predict_templates import TemplateSources
+from warpfold.run.queries import ComplexQuery, FoldQuery, Query, with_templates
 
+Sequences = str | Sequence[str] | Mapping[str, str]  # of a protein, or of the chains of a complex
 Rows = Alignment | Sequence[str]  # of one sequence, as A3M has them
+OfChain = Rows | PathLike | Sequence[PathLike] | None
+Alignments = OfChain | Sequence[OfChain] | Mapping[str, OfChain]
+TemplatesLike = Templates | PathLike | Sequence[PathLike] | None
 
 
-def as_alignment(sequence: str, rows: Rows, name: str) -> Alignment:
-    """Return rows aligned to a sequence, as in A3M, as its alignment; the sequence may be among them or not.
+def query_of(sequence: Sequences, alignment: Alignments, name: str) -> Query:
+    """Return a protein, or a complex of several chains, with its alignments.
 
-    Errors: UserError for letters that are not residues, and rows that do not fit.
+    sequence: one letter per residue; A:B, a list, or chain -> sequence for a complex.  alignment: rows, an `Alignment`,
+    or files; of a complex one for each chain in their order, chain -> alignment, or files, each of the chain that is
+    its first row.
+    Errors: WrongArgument for what is nothing of these; UserError for letters that are not residues, files that cannot
+    be read, and rows that do not fit.
     """
-    encode(sequence, name)  # an error for letters that are not residues
-    if isinstance(rows, Alignment):
-        return rows
-    text = "".join(f">alignment[{i}]\n{row}\n" for i, row in enumerate(rows))
-    return parse_a3m(f">{name}\n{sequence.upper()}\n{text}", name, sequence.upper())
+    chains = _chains(sequence, name)
+    if isinstance(chains, str):
+        encode(chains, name)  # an error for letters that are not residues
+        own = _of_chain(chains, alignment, name)
+        rows = merge(without_pairing(own)) if own else Alignment.of_query(chains, name)
+        return FoldQuery(name, chains, rows)
+    for id, letters in chains.items():
+        encode(letters, f"{name} {id}")
+    files = None
+    if _is_path(alignment) or _is_paths(alignment):
+        files = read_chain_alignments(paths("alignment", alignment), chains.values(), name)
+    found = () if files else _of_chains(chains, alignment, name)
+    assembly, notes = assemble(Complex(name, tuple(chains), tuple(chains.values()), found), files)
+    return ComplexQuery(assembly, warnings=notes if found or files else ())  # what was given, and is not used
 
 
-def complex_of(
-    sequences: Sequence[str] | Mapping[str, str], alignments: Sequence[Rows] | Mapping[str, Rows], name: str
-) -> Assembly:
-    """Return the chains of a complex, A, B ... or by name, with their alignments.
+def _chains(sequence: Any, name: str) -> str | dict[str, str]:
+    """Return the letters of a protein, or of the chains of a complex by their names."""
+    if isinstance(sequence, str):
+        if ":" not in sequence:
+            return sequence.upper()
+        sequence = sequence.split(":")
+    if not isinstance(sequence, Mapping) and not is_list(sequence):
+        raise WrongArgument(f"sequence = {shown(sequence)}: a text is needed, or those of the chains of a complex")
+    named = sequence if isinstance(sequence, Mapping) else dict(zip(chain_ids(len(sequence)), sequence))
+    for id, letters in named.items():
+        if not isinstance(letters, str) or not isinstance(id, str):
+            raise WrongArgument(f"{name}: chain {id} = {shown(letters)}: a text is needed")
+    return {id: letters.upper() for id, letters in named.items()}
 
-    Errors: UserError as in `as_alignment`, and for alignments that belong to no chain.
-    """
-    ids = list(sequences) if isinstance(sequences, Mapping) else chain_ids(len(sequences))
-    chains = dict(zip(ids, sequences.values() if isinstance(sequences, Mapping) else sequences))
-    given = alignments if isinstance(alignments, Mapping) else dict(zip(ids, alignments))
-    if unknown := [id for id in given if id not in chains]:
+
+def _of_chains(chains: Mapping[str, str], given: Any, name: str) -> tuple[Alignment, ...]:
+    """Return the alignments of a complex, given chain by chain."""
+    if given is not None and not isinstance(given, Mapping) and not is_list(given):
+        raise WrongArgument(f"alignment = {shown(given)}: files, a list or a mapping of chains is needed")
+    given = () if given is None else given
+    each = given if isinstance(given, Mapping) else dict(zip(chains, given))
+    if unknown := [id for id in each if id not in chains]:
         raise UserError(f"{name}: an alignment for chain {unknown[0]}, but the chains are {', '.join(chains)}")
-    if not chains or len(given) < len(alignments):
-        raise UserError(f"{name}: {len(chains)} chains and {len(alignments)} alignments; give one for each, or none")
-    for id, sequence in chains.items():
-        encode(sequence, f"{name} {id}")  # an error for letters that are not residues
-    found = tuple(as_alignment(chains[id], rows, f"{name} {id}") for id, rows in given.items() if len(rows))
-    upper = tuple(sequence.upper() for sequence in chains.values())
-    return assemble(Complex(name, tuple(chains), upper, found))[0]
+    if not chains or len(each) < len(given):
+        raise UserError(f"{name}: {len(chains)} chains and {len(given)} alignments; give one for each, or none")
+    return tuple(one for id, rows in each.items() for one in _of_chain(chains[id], rows, f"{name} {id}"))
 
 
-def on_chains(assembly: Assembly, files: Sequence[str], check: Callable[[int], None]) -> Assembly:
-    """Return a complex with templates on the chains that they fit.  check: refuses more than the model takes.
+def _of_chain(sequence: str, given: Any, name: str) -> list[Alignment]:
+    """Return the alignments of one sequence: of rows, as in A3M, one, in which the sequence may be or not."""
+    if given is None:
+        return []
+    if isinstance(given, Alignment):
+        return [given.check_query(sequence, name)]
+    if _is_path(given) or (_is_paths(given) and not any(isinstance(one, str) for one in given)):  # texts are rows
+        files = paths("alignment", given)
+        return read_chain_alignments(files, [sequence], name).of(sequence)
+    if not is_list(given) or not all(isinstance(row, str) for row in given):
+        raise WrongArgument(f"{name}: alignment = {shown(given)}: rows, an Alignment, or files are needed")
+    if not given:
+        return []
+    text = "".join(f">alignment[{i}]\n{row}\n" for i, row in enumerate(given))
+    return [parse_a3m(f">{name}\n{sequence}\n{text}", name, sequence)]
 
-    Errors: UserError as in `files_of_chains` and `check_fit`.
+
+def _is_path(given: Any) -> bool:
+    return isinstance(given, str | os.PathLike)
+
+
+def _is_paths(given: Any) -> bool:
+    return is_list(given) and len(given) > 0 and all(map(_is_path, given))
+
+
+def add_templates(
+    query: Query, model: Params, templates: TemplatesLike, hits: Any, structures: Any, max_date: str | None
+) -> Query:
+    """Return a query with templates for a model; what is found of each that was offered goes with it.
+
+    templates: files, FILE or FILE:CHAIN (in a complex also ID=FILE), or, of a single sequence, `Templates`.  hits,
+    structures, max_date: as of `TemplateSources`.
+    Errors: UserError as of `with_templates`.
     """
-    sequences = {id: chain.sequence for id, chain in zip(assembly.ids, assembly.chains)}
-    own = files_of_chains(files, sequences)
-    check_fit(files, [*own.values()], assembly.ids[0])
-    chains = []
-    for chain in assembly.chains:
-        assert isinstance(chain, RawExample)
-        check(len(own[chain.sequence]))
-        chains.append(replace(chain, templates=user_templates(chain.sequence, own[chain.sequence])[0]))
-    return replace(assembly, chains=tuple(chains))
+    if isinstance(templates, Templates):
+        if isinstance(query, ComplexQuery):
+            raise UserError("templates of a complex: give their files, [ID=]FILE or [ID=]FILE:CHAIN")
+        check_templates(model.config, model.sample, len(templates))
+        query, templates = replace(query, templates=templates), None
+    sources = TemplateSources(
+        files=[str(file) for file in paths("templates", templates)],
+        hits=paths("hits", hits),
+        structures=path_or_none("template_structures", structures),
+        max_date=max_date,
+    )
+    return with_templates([query], sources, [model])[0] if sources else query
 
 
 def depths_of(assembly: Assembly) -> dict[str, Any]:

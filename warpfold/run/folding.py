@@ -6,19 +6,21 @@ docs/throughput.md says why, and what was measured.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from warpfold.bulk import JobPart
 from warpfold.errors import UserError
 from warpfold.parallel.team import Team
+from warpfold.run.fold_options import Kept
 from warpfold.run.journal import Key
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params
-from warpfold.run.predictor import Predictor, Prepared, load
+from warpfold.run.predictor import Predictor, load
 from warpfold.run.queries import FoldQuery, Query
+from warpfold.run.read_out import Prepared
 
 if TYPE_CHECKING:
     from warpfold.run.predict import PredictOptions
@@ -131,6 +133,27 @@ def part_of(groups: Sequence[Group], part: JobPart) -> list[Group]:
     return [group for group in groups if id(group) in chosen]
 
 
+class FoldOptions(Protocol):
+    """What `fold_groups` is told of a run."""
+
+    @property
+    def recycles(self) -> int | None: ...
+    @property
+    def ensemble(self) -> int | None: ...
+    @property
+    def kept(self) -> Kept: ...
+
+
+class Loaded(Protocol):
+    """Models that fold, and the processes that share each protein."""
+
+    @property
+    def options(self) -> FoldOptions: ...
+    @property
+    def team(self) -> Team: ...
+    def load(self, params: Params) -> Predictor: ...
+
+
 class ModelInMemory:
     """The model that folds: the parameters of one are given up before those of the next are loaded."""
 
@@ -143,12 +166,11 @@ class ModelInMemory:
         """Return the predictor of a model.  Errors: UserError as in `run.predictor.load`."""
         if self._predictor is None or self._name != params.name:
             self._predictor = None
-            o, settings = self.options, self.options.of(params)
+            o, sample = self.options, params.sample
             self._predictor = load(
-                params.path, o.device, o.chunk, o.precision, None, self.team, o.kernels, o.offload, o.memory
-            )
-            rows = {name: settings[name] for name in ("max_msa", "max_extra")}
-            self._predictor.sample = replace(params.sample, **rows)
+                params.path, o.device, o.chunk, o.precision, sample, self.team, o.kernels, o.offload, o.memory,
+                max_msa=o.max_msa, max_extra=o.max_extra,
+            )  # fmt: skip
             self._predictor.recycling = o.recycling
             self._name = params.name
         return self._predictor
@@ -191,9 +213,7 @@ Made = list[tuple[FoldItem, Prepared | str]]
 Folded = list[tuple[FoldItem, Prediction | str]]
 
 
-def fold_groups(
-    memory: ModelInMemory, groups: Iterable[Group], write: Write, record: Callable[[FoldOutcome], None]
-) -> Clock:
+def fold_groups(memory: Loaded, groups: Iterable[Group], write: Write, record: Callable[[FoldOutcome], None]) -> Clock:
     """Fold groups one after another, while a thread makes the features of the next and another writes the last's files.
 
     So there are features of two groups at most.  record: called in the writing thread, in the order of the groups.
@@ -244,9 +264,7 @@ def taken(groups: Sequence[Group], team: Team) -> Iterator[Group]:
         yield groups[number]
 
 
-def _prepare(
-    predictor: Predictor, group: Group, options: "PredictOptions", failures: tuple[type[Exception], ...]
-) -> Made:
+def _prepare(predictor: Predictor, group: Group, options: FoldOptions, failures: tuple[type[Exception], ...]) -> Made:
     made: Made = []
     for item in group:
         try:
@@ -258,11 +276,9 @@ def _prepare(
     return made
 
 
-def _compute(
-    predictor: Predictor, made: Made, options: "PredictOptions", failures: tuple[type[Exception], ...]
-) -> Folded:
+def _compute(predictor: Predictor, made: Made, options: FoldOptions, failures: tuple[type[Exception], ...]) -> Folded:
     """Fold what could be prepared; what fails together is folded one by one."""
-    kept = options.representations, options.distogram
+    kept = astuple(options.kept)
     ready = [prepared for _, prepared in made if isinstance(prepared, Prepared)]
     together: Iterator[Prediction] | None = None
     if len(ready) > 1:

@@ -16,7 +16,7 @@ from uuid import uuid4
 import numpy as np
 import torch
 
-from warpfold.data.structure.chain import Chain
+from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError
 from warpfold.files import file_name, write_atomically, writing
 from warpfold.geometry.residue import ATOM_ORDER
@@ -27,7 +27,7 @@ SMALL = ("positions", "mask", "plddt", "asym_id", "chain_pair_iptm")  # arrays t
 CATEGORIES = ((90.0, "H"), (70.0, "M"), (50.0, "L"), (0.0, "D"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """One folded protein of N residues, or a complex of K chains with N residues in all; float32 NumPy, angstrom.
 
@@ -57,6 +57,22 @@ class Prediction:
     contacts: np.ndarray | None = None  # float16 [N, N]
     distogram: np.ndarray | None = None  # float16 [N, N, 64]; it may lie in a temporary file
     distogram_edges: np.ndarray | None = None  # float32 [63], angstrom: between its bins
+    # Where asked for: of the heads, float32: plddt [N, 50], resolved [N, 37], masked_msa [S, N, 23 or 22], distogram
+    # and, if there is that head, pae [N, N, 64]; the last two may lie in temporary files.
+    logits: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Return it in one line, without the arrays."""
+        chains = f" in {len(self.chain_ids)} chains" if len(self.chain_ids) > 1 else ""
+        known = ("ipTM", self.iptm), ("pTM", self.ptm)
+        scores = "".join(f", {title} {score:.2f}" for title, score in known if score is not None)
+        return f"<Prediction {self.name}: {len(self.sequence)} residues{chains}, pLDDT {self.mean_plddt:.1f}{scores}>"
+
+    def _repr_html_(self) -> str:
+        """Return the page of the report with this prediction alone, as notebooks show it."""
+        from warpfold.run.notebook import in_notebook
+
+        return in_notebook(self)
 
     @property
     def ca(self) -> np.ndarray:
@@ -90,6 +106,10 @@ class Prediction:
             numbers = tuple(str(i + 1) for i in index)
             found.append(Chain(chain, sequence, self.positions[span], self.mask[span], index, numbers))
         return found
+
+    def structure(self) -> Structure:
+        """Return the predicted structure as that of a file that was read."""
+        return Structure(self.name, None, None, None, {chain.id: chain for chain in self.chains()})
 
     def mmcif(self) -> str:
         """Return mmCIF text, pLDDT in the B column and as ModelCIF's metric."""

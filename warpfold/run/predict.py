@@ -23,6 +23,7 @@ from warpfold.files import file_name, is_given_pipe
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.team import Team
 from warpfold.progress import Progress, no_progress
+from warpfold.run.fold_options import Kept, Recycling
 from warpfold.run.folder import PredictionFolder
 from warpfold.run.folding import FoldItem, ModelInMemory, in_groups
 from warpfold.run.interfaces import describe, find_interfaces
@@ -31,7 +32,6 @@ from warpfold.run.params import Params, families_in, params_files, read_params
 from warpfold.run.plan_report import check_fits, sizes_of_query
 from warpfold.run.planning import grid_for
 from warpfold.run.predict_templates import TemplateSources
-from warpfold.run.predictor import Recycling
 from warpfold.run.queries import ComplexQuery, Query, ReadQueries, read_given, with_templates
 from warpfold.run.sanity import check_geometry
 from warpfold.run.share import Share, fold_shared
@@ -68,6 +68,11 @@ class PredictOptions:
     num_models: int | None = None  # of the parameters, at most
     keep: int | None = None  # of each query's ranked predictions, those that keep all files; None: all of them
     force: bool = False
+
+    @property
+    def kept(self) -> Kept:
+        """Return what a prediction keeps in memory until it is written."""
+        return Kept(self.representations, self.distogram)
 
     def of(self, model: Params) -> dict[str, Any]:
         """Return what decides a model's results, beside parameters, queries and seeds, as it is in the end."""
@@ -137,7 +142,7 @@ def predict(
     with closing(folder):
         todo = None
         if team.is_rank_zero:
-            alone = team.process.ranks > 1 or options.recycling != Recycling()  # where one ends early, others need not
+            alone = team.process.ranks > 1 or options.recycling.ends_early  # where one ends early, others need not
             batch = 1 if alone else options.batch
             todo = folder.begin(in_groups(items, batch, device), options.force)
         todo = team.all_gather_object(todo, "the beginning of the run")[0]

@@ -1,78 +1,46 @@
 """Fold from Python: parameters stay loaded, sequences go in, predictions come out."""
 
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, get_args
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from warpfold.batch import Batch, stack, to_tensors
+from warpfold.batch import stack, to_tensors
 from warpfold.data.example.assembly import Assembly, Example
-from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
+from warpfold.data.example.raw_example import RawExample
 from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.data.features.make import make_features
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
-from warpfold.host import HostTensor, in_file
 from warpfold.memory import release_memory
-from warpfold.model import confidence
-from warpfold.model.alphafold import AlphaFold, LastPass
-from warpfold.model.heads import distogram_breaks
+from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.parallel.team import Team
-from warpfold.run.fold_input import Rows, as_alignment, complex_of, depths_of, on_chains
+from warpfold.progress import Progress
+from warpfold.run import arguments
+from warpfold.run.arguments import PathLike, Paths
+from warpfold.run.fold_input import Alignments, Sequences, TemplatesLike, add_templates, depths_of, query_of
+from warpfold.run.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
 from warpfold.run.outputs import Prediction
-from warpfold.run.params import check_templates
+from warpfold.run.params import Params
 from warpfold.run.planning import FoldPlan, FoldPlanner, sizes_of_batch
-from warpfold.run.predict_templates import user_templates
+from warpfold.run.queries import ComplexQuery, Query
+from warpfold.run.read_out import Prepared, ReadOut
 from warpfold.settings import build
+from warpfold.tune.machine import parse_memory
+
+if TYPE_CHECKING:
+    from warpfold.run.fold_many import FoldResult
 
 log = logging.getLogger("warpfold")
-
-
-@dataclass(frozen=True)
-class Recycling:
-    """When recycling ends before all passes are done; it changes what is predicted.
-
-    tolerance: angstrom, as `ModelConfig.recycle_tolerance`; None: the model's own.
-    long: a protein of more than so many residues has at most so many passes after the first.
-    Errors: UserError for what is not at least 0.
-    """
-
-    tolerance: float | None = None
-    long: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
-            raise UserError(f"--recycle-tolerance {self.tolerance:g}: angstrom, at least 0")
-        if self.long is not None and min(self.long) < 0:
-            raise UserError(f"--max-recycles {self.long[0]}:{self.long[1]}: two numbers of at least 0")
-
-    def at_most(self, recycles: int, residues: int) -> int:
-        """Return how many of so many passes after the first a protein gets."""
-        return recycles if self.long is None or residues <= self.long[0] else min(recycles, self.long[1])
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """An example as the model gets it: features in host memory, those of all passes."""
-
-    assembly: Assembly
-    batch: Batch
-    seed: int
-    recycles: int
-    ensemble: int
-    seconds: float  # that it took
 
 
 class Predictor:
@@ -97,27 +65,44 @@ class Predictor:
         team: Team | None = None,
         kernels: Kernels = "fast",
         offload: bool | None = None,
-        memory: int | None = None,
+        memory: str | int | None = None,
     ) -> None:
         self.team = team or Team()
         axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
         if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
             raise UserError(reason)
-        self.model = model.to(device).eval()
-        PackedWeights(model, DTYPES[precision])
-        self.device = torch.device(device)
-        fixed: dict[str, Any] = {"precision": precision, "kernels": kernels}
-        fixed |= {} if chunk is None else {"chunk": chunk or None}
-        fixed |= {} if offload is None else {"offload": offload}
-        self.planner = FoldPlanner(model.config, self.device, fixed, memory, self.team)
+        fixed: dict[str, Any] = {"precision": arguments.one_of("precision", precision, DTYPES)}
+        fixed["kernels"] = arguments.one_of("kernels", kernels, get_args(Kernels))
+        if arguments.whole_or_none("chunk", chunk, 0) is not None:
+            fixed["chunk"] = chunk or None
+        if offload is not None:
+            fixed["offload"] = arguments.flag("offload", offload)
+        size = parse_memory(memory) if isinstance(memory, str) else arguments.whole_or_none("memory", memory, 1)
+        self._fixed, self._memory, self.precision = fixed, size, precision
+        self.model = model
         self.sample = sample or SampleConfig()
         self.recycling = Recycling()
+        self.to(device)
+
+    def to(self, device: str | torch.device) -> "Predictor":
+        """Move the model to another device; it folds there from now on.  Returns itself."""
+        self.device = torch.device(arguments.device_of(device))
+        self.model.to(self.device).eval()
+        PackedWeights(self.model, DTYPES[self.precision])
+        self.planner = FoldPlanner(self.model.config, self.device, self._fixed, self._memory, self.team)
+        return self
+
+    def __repr__(self) -> str:
+        """Return it in one line."""
+        kind = "single chains" if self.model.config.multimer is None else "complexes"
+        count = sum(p.numel() for p in self.model.parameters())
+        return f"<Predictor of {kind}: {count:,} parameters, {self.precision} on {self.device}>"
 
     def fold(
         self,
-        sequence: str | Sequence[str] | Mapping[str, str],
-        alignment: Rows | Sequence[Rows] | Mapping[str, Rows] = (),
-        templates: Templates | Sequence[str | Path] | None = None,
+        sequence: Sequences,
+        alignment: Alignments = (),
+        templates: TemplatesLike = None,
         *,
         name: str = "query",
         seed: int = 0,
@@ -125,41 +110,80 @@ class Predictor:
         ensemble: int | None = None,
         representations: bool = True,
         distogram: bool = False,
+        logits: bool = False,
+        hits: Paths | None = None,
+        template_structures: PathLike | None = None,
+        max_template_date: str | None = None,
     ) -> Prediction:
-        """Fold `sequence` (one letter per residue), given rows aligned to it as in A3M: lower case is an insertion.
+        """Fold `sequence` (one letter per residue), given an alignment of it: rows as in A3M, a file, an `Alignment`.
 
         A complex: the sequences of its chains, which are then A, B and so on, or chain -> sequence; and likewise their
-        alignments, or chain -> alignment of those that have one.  Rows are paired by the organisms that an
-        `Alignment`'s names give (docs/multimer.md).
-        The query's own row may be among them or not.  templates: mmCIF or PDB files, FILE or FILE:CHAIN, aligned here
-        (of a complex to the chains that they fit, or ID=FILE for chain ID); or, for a single sequence, `Templates`
-        that are aligned already, best first.  seed: of the alignment's sampling and masking; the same seed gives the
-        same prediction.  recycles, ensemble: default to the model's settings.  Without `representations` single, pair
-        and msa of the result are None, and without `distogram` contacts, distogram and its edges.
+        alignments, or chain -> alignment of those that have one, or files, each of the chain that is its first row.
+        Rows are paired by the organisms that an alignment's names give (docs/multimer.md).
+        In rows lower case is an insertion, and the query's own row may be among them or not.  templates: mmCIF or PDB
+        files, FILE or FILE:CHAIN, aligned here (of a complex to the chains that they fit, or ID=FILE for chain ID); or,
+        for a single sequence, `Templates` that are aligned already, best first.  hits: files of HHsearch or hmmsearch,
+        with the folder of the structures that they point to.  seed: of the alignment's sampling and masking; the same
+        seed gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
+        single, pair and msa of the result are None, without `distogram` contacts, distogram and its edges; without
+        `logits` those of the heads are not there.
         Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
-        be used, or more of them than the model takes.
+        be used, or more of them than the model takes; and for arguments of another kind.
         """
-        example: RawExample | Assembly
-        if isinstance(sequence, str):
-            rows = as_alignment(sequence, cast(Rows, alignment), name)
-            if templates is not None:
-                self.check_templates(len(templates))
-                if not isinstance(templates, Templates):
-                    templates = user_templates(sequence.upper(), templates)[0]
-            example = replace(from_sequence(sequence.upper(), [rows], name), templates=templates)
-        else:
-            if isinstance(templates, Templates):
-                raise UserError("templates of a complex: give their files, [ID=]FILE or [ID=]FILE:CHAIN")
-            self._check_complex(name)
-            example = complex_of(sequence, cast(Sequence[Rows] | Mapping[str, Rows], alignment), name)
-            if templates:
-                example = on_chains(example, list(map(str, templates)), self.check_templates)
-        prepared = self.prepare(example, seed=seed, recycles=recycles, ensemble=ensemble)
-        return self.compute(prepared, representations, distogram)
+        kept = kept_of(representations, distogram, logits)
+        numbers = passes_of(seed, recycles, ensemble)
+        query = query_of(sequence, alignment, arguments.text("name", name))
+        query = self.with_templates(query, templates, hits, template_structures, max_template_date)
+        prediction = self.compute(self.prepare(query.example(), **numbers), **asdict(kept))
+        return said_of(query, prediction)
 
-    def check_templates(self, count: int) -> None:
-        """Raise UserError unless the model takes `count` templates."""
-        check_templates(self.model.config, self.sample, count)
+    def with_templates(
+        self,
+        query: Query,
+        templates: TemplatesLike = None,
+        hits: Paths | None = None,
+        template_structures: PathLike | None = None,
+        max_template_date: str | None = None,
+    ) -> Query:
+        """Return a query with its templates.  Errors: UserError as of `fold`, and for what the model cannot fold."""
+        if isinstance(query, ComplexQuery):
+            self._check_complex(query.name)
+        return add_templates(query, self.as_params, templates, hits, template_structures, max_template_date)
+
+    def fold_many(
+        self,
+        sequences: Mapping[str, Sequences] | Sequence[Sequences] | PathLike,
+        alignments: Any = (),
+        templates: Any = (),
+        *,
+        seed: int = 0,
+        recycles: int | None = None,
+        ensemble: int | None = None,
+        representations: bool = False,
+        distogram: bool = False,
+        logits: bool = False,
+        batch: int | str = "auto",
+        progress: Progress | None = None,
+    ) -> "list[FoldResult]":
+        """Fold many proteins and complexes; return a result for each, in their order, also for those that failed.
+
+        sequences: a list, or name -> sequence, each as `fold` takes it; or a file or a folder, as `warpfold predict`
+        takes it.  alignments, templates: likewise a list or name -> what `fold` takes; of a file paths.
+        The costly are folded first, and short single chains share a pass of the model: batch, at most so many; "auto":
+        where that was measured to help.  Features are made while another one computes.  progress: called with the
+        number that is done, the number of all, and what is at work.
+        Errors: UserError for arguments of a wrong kind; what is wrong with one protein is in its result.
+        """
+        from warpfold.run.fold_many import fold_many
+
+        kept, numbers = kept_of(representations, distogram, logits), passes_of(seed, recycles, ensemble)
+        most = batch_of(batch)
+        return fold_many(self, sequences, alignments, templates, numbers, kept, most, progress)
+
+    @property
+    def as_params(self) -> Params:
+        """Return what the model is, as of a file of parameters."""
+        return Params("model", Path(), "", self.model.config, self.sample)
 
     def fold_example(
         self,
@@ -170,14 +194,15 @@ class Predictor:
         ensemble: int | None = None,
         representations: bool = True,
         distogram: bool = False,
+        logits: bool = False,
     ) -> Prediction:
         """Fold an example that is encoded already, as `fold` does; coordinates that it has are ignored."""
         prepared = self.prepare(example, seed=seed, recycles=recycles, ensemble=ensemble)
-        return self.compute(prepared, representations, distogram)
+        return self.compute(prepared, representations, distogram, logits)
 
     def prepare(
         self, example: RawExample | Assembly, *, seed: int = 0, recycles: int | None = None, ensemble: int | None = None
-    ) -> "Prepared":
+    ) -> Prepared:
         """Make the features of an example, in host memory; a thread may do it while another example computes."""
         start, settings = time.perf_counter(), self.model.config
         recycles = settings.recycles if recycles is None else recycles
@@ -196,16 +221,19 @@ class Predictor:
         batch = to_tensors(features, widen=False)
         return Prepared(assembly, batch, seed, recycles, ensemble, time.perf_counter() - start)
 
-    def compute(self, prepared: "Prepared", representations: bool = True, distogram: bool = False) -> Prediction:
+    def compute(
+        self, prepared: Prepared, representations: bool = True, distogram: bool = False, logits: bool = False
+    ) -> Prediction:
         """Run the model on features as the plan says, and say how sure it is.
 
         Where memory runs out, the next tighter plan is tried.
         Errors: UserError where nothing fits, or even the tightest plan runs out.
         """
         start, planned = time.perf_counter(), self.plan(prepared, representations)
+        kept = Kept(representations, distogram, logits)
         while True:
             try:
-                recycles, prediction = self._fold(prepared, planned.plan, representations, distogram)
+                recycles, prediction = self._fold(prepared, planned.plan, kept)
                 break
             except (RuntimeError, MemoryError) as error:
                 planned = self.planner.after(planned, error)
@@ -214,7 +242,11 @@ class Predictor:
         return replace(prediction, details=details)
 
     def compute_together(
-        self, several: Sequence["Prepared"], representations: bool = True, distogram: bool = False
+        self,
+        several: Sequence[Prepared],
+        representations: bool = True,
+        distogram: bool = False,
+        logits: bool = False,
     ) -> list[Prediction]:
         """Run the model once on single chains, padded to the largest; each has the result that it has alone.
 
@@ -231,18 +263,18 @@ class Predictor:
         planned = self.plan(replace(first, batch=batch), representations)
         if planned.plan.offload:
             raise ValueError("with z in host memory each is folded alone")
-        found = []
+        found, kept = [], Kept(representations, distogram, logits)
         with self._running(planned.plan, first.ensemble):
             folded = self.model.fold(batch, first.recycles)
             for one, part in zip(several, folded.unbind()):
                 alone = part.without_padding(*one.batch["msa_mask"].shape[-2:])
-                found.append(self._prediction(one, alone, representations, distogram))
+                found.append(self._read_out.prediction(one, alone, kept))
         seconds = (time.perf_counter() - start) / len(several)
         more = {"together": len(several), "plan": dict(planned.details)}
         details = [self._details(one, folded.recycles, seconds) | more for one in several]
         return [replace(prediction, details=one) for prediction, one in zip(found, details)]
 
-    def _details(self, prepared: "Prepared", recycles: int, seconds: float) -> dict[str, Any]:
+    def _details(self, prepared: Prepared, recycles: int, seconds: float) -> dict[str, Any]:
         """Return what the summary says of how an example was folded, in so many seconds."""
         return {
             "seed": prepared.seed,
@@ -253,10 +285,14 @@ class Predictor:
             "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
         }
 
-    def _fold(self, prepared: "Prepared", plan: Plan, representations: bool, distogram: bool) -> tuple[int, Prediction]:
+    def _fold(self, prepared: Prepared, plan: Plan, kept: Kept) -> tuple[int, Prediction]:
         with self._running(plan, prepared.ensemble):
             folded = self.model.fold(prepared.batch, prepared.recycles)
-            return folded.recycles, self._prediction(prepared, folded, representations, distogram)
+            return folded.recycles, self._read_out.prediction(prepared, folded, kept)
+
+    @property
+    def _read_out(self) -> ReadOut:
+        return ReadOut(self.model, self.team)
 
     @property
     def _tolerance(self) -> float | None:
@@ -275,7 +311,7 @@ class Predictor:
         finally:
             self.model.config = settings
 
-    def plan(self, prepared: "Prepared", representations: bool = True) -> FoldPlan:
+    def plan(self, prepared: Prepared, representations: bool = True) -> FoldPlan:
         """Return how an example is folded now.  Errors: UserError where nothing fits, saying what would."""
         sizes = sizes_of_batch(prepared.batch)
         return self.planner.choose(sizes, prepared.recycles, prepared.ensemble, representations)
@@ -285,7 +321,7 @@ class Predictor:
         if self.model.config.multimer is None:
             raise UserError(
                 f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
-                "(params_model_*_multimer_*.npz), or fold each chain alone"
+                "(params_model_*_multimer_*.npz), or fold each chain alone (from Python: fold_many)"
             )
 
     def _used_templates(self, assembly: Assembly) -> list[str]:
@@ -298,73 +334,17 @@ class Predictor:
                 used += chain.templates.choose(chosen).names
         return used
 
-    def _prediction(self, prepared: Prepared, folded: LastPass, representations: bool, distogram: bool) -> Prediction:
-        """Return a prediction, and how sure the model is of it; z is gone through some rows at a time."""
-        model, (r, structure, _), assembly = self.model, folded, prepared.assembly
-        several = len(assembly.chains) > 1
-        asym_id = prepared.batch["asym_id"].to(self.device, torch.int64) if several else None
-        with model.computing():
-            plddt = confidence.plddt(model.plddt(structure.single))
-            errors = None
-            if model.pae is not None:
-                errors = confidence.predicted_errors(model.pae, r.pair, model.execution, asym_id)
-            distances = self._distogram(r.pair, assembly.length) if distogram else {}
-        pairs = None if errors is None else errors.chain_pair_iptm
-        return Prediction(
-            name=assembly.name,
-            sequence="".join(chain.sequence for chain in assembly.chains),
-            positions=_numpy(structure.final_atom37),
-            mask=_numpy(prepared.batch["atom37_atom_exists"]),
-            plddt=_numpy(plddt),
-            pae=None if errors is None else self._whole(errors.pae, -2, assembly.length),
-            max_pae=None if errors is None else errors.max_pae,
-            ptm=None if errors is None else errors.ptm,
-            single=_numpy(r.single) if representations else None,
-            pair=self._whole(self._in_main_memory(r.pair), -3, assembly.length) if representations else None,
-            msa=self._whole(r.msa, -2, assembly.length) if representations else None,
-            chain_ids=assembly.ids,
-            asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
-            iptm=None if errors is None else errors.iptm,
-            chain_pair_iptm=None if pairs is None else _numpy(pairs),
-            **distances,
-        )
 
-    def _whole(self, x: Tensor, axis: int, length: int, dtype: torch.dtype = torch.float32) -> np.ndarray | None:
-        """Collect a tensor that is sharded along residues; None on ranks other than 0."""
-        found = self.team.gather_shards(x, axis, length, dtype)
-        return None if found is None else found.numpy()
-
-    def _in_main_memory(self, z: Tensor) -> Tensor:
-        """Return z as an ordinary tensor where no operation can take it whole."""
-        if not isinstance(z, HostTensor):
-            return z
-        found = torch.empty(z.shape, dtype=z.dtype)
-        for rows in self.model.execution.rows(z.shape[-3]):
-            found[rows] = self.model.execution.fetch(z, rows).to("cpu")
-        return found
-
-    def _distogram(self, z: Tensor, length: int) -> dict[str, Any]:
-        """Return probabilities of distances, which lie in a temporary file, of contacts, and the edges of the bins."""
-        head, shape = self.model.distogram, (*z.shape[:-1], self.model.config.heads.distogram_bins)
-        edges, of_contacts = distogram_breaks(shape[-1]), torch.empty(shape[:-1], dtype=torch.float16)
-        found = in_file(math.prod(shape), torch.float16, "--distogram").view(shape)
-        for rows, logits in head.in_slices(z):
-            probabilities = logits.softmax(-1)
-            found[rows] = probabilities.to("cpu", torch.float16)
-            of_contacts[rows] = confidence.contact_probabilities(probabilities, edges).to("cpu", torch.float16)
-        whole = None
-        if self.team.mesh.axial.size > 1 and self.team.is_example_leader:
-            whole = in_file(length * length * shape[-1], torch.float16, "--distogram").view(length, *shape[1:])
-        gathered = self.team.gather_shards(found, -3, length, out=whole)
-        return {
-            "distogram": None if gathered is None else gathered.numpy(),
-            "contacts": self._whole(of_contacts, -2, length, torch.float16),
-            "distogram_edges": edges.numpy(),
-        }
+def said_of(query: Query, prediction: Prediction) -> Prediction:
+    """Return a prediction with what became of its templates, and what is to be said of its input, which is logged."""
+    for warning in query.warnings:
+        log.warning("%s: %s", query.name, warning)
+    details = {**prediction.details, **({"warnings": list(query.warnings)} if query.warnings else {})}
+    return replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes], details=details)
 
 
 def load(
-    path: Path | str,
+    params: PathLike,
     device: str | torch.device | None = None,
     chunk: int | None = None,
     precision: Precision = "fp32",
@@ -372,27 +352,37 @@ def load(
     team: Team | None = None,
     kernels: Kernels = "fast",
     offload: bool | None = None,
-    memory: int | None = None,
+    memory: str | int | None = None,
+    *,
+    max_msa: int | None = None,
+    max_extra: int | None = None,
+    recycle_tolerance: float | None = None,
+    max_recycles: str | tuple[int, int] | None = None,
 ) -> Predictor:
-    """Load parameters from a file: WarpFold's safetensors or DeepMind's params_model_*.npz (monomer, ptm).
+    """Load parameters from a file: WarpFold's safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.
 
     device: by default the first GPU if there is one.  sample: by default as the parameters were trained; for
     DeepMind's this follows from their arrays and name (`model.weights.data_settings`), and what has to be assumed is
-    logged.  The rest is as in `Predictor`.
-    Errors: UserError for a file that is neither, or whose arrays do not fit, naming all of them.
+    logged.  max_msa, max_extra: rows of the clustered and of the extra alignment, in place of the sample's.
+    recycle_tolerance, max_recycles: when recycling ends early (`Recycling`).  memory: bytes, or "24GB".  The rest is as
+    in `Predictor`.
+    Errors: UserError for a file that is none of these, or whose arrays do not fit, and for wrong arguments.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    path, where = arguments.path("params", params), arguments.device_of(device)
+    recycling = Recycling.of(recycle_tolerance, max_recycles)
+    rows: dict[str, Any] = {
+        "max_msa": arguments.whole_or_none("max_msa", max_msa, 1),
+        "max_extra": arguments.whole_or_none("max_extra", max_extra, 0),
+    }
     model = load_model(path)
     if sample is None:
         sample = build(SampleConfig, data_settings(path), str(path))
         if (assumed := assumed_settings(path)) and (team is None or team.is_rank_zero):
             log.warning("%s", assumed)
-    return Predictor(model, device, chunk, precision, sample, team, kernels, offload, memory)
-
-
-def _numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().float().cpu().numpy()
+    sample = replace(sample, **{name: count for name, count in rows.items() if count is not None})
+    predictor = Predictor(model, where, chunk, precision, sample, team, kernels, offload, memory)
+    predictor.recycling = recycling
+    return predictor
 
 
 def _without_atoms(chain: Example) -> Example:

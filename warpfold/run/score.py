@@ -24,7 +24,7 @@ from warpfold.run.dockq import Array, Docking
 from warpfold.run.score_complex import ComplexScore, compare_interfaces, interface_lddt
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Score:
     """A prediction against a reference; scores from 0 to 1, RMSD in angstrom.
 
@@ -45,6 +45,11 @@ class Score:
     extra: list[str]  # chains of the prediction that have none
     dropped: list[str]  # polymers of either file that are no protein, or have no atoms, with the reason
     complex: ComplexScore | None  # None for a reference of one chain, and where one of the two has only Ca
+
+    def __repr__(self) -> str:
+        """Return it in one line."""
+        over = f"{self.paired} of {self.residues} residues"
+        return f"<Score: lDDT-Ca {self.lddt_ca:.4f}, TM {self.tm:.4f}, RMSD {self.rmsd:.3f} over {over}>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON can hold it; NaN becomes null."""
@@ -72,20 +77,27 @@ class Score:
 
 
 def score_files(
-    predicted: str | Path, reference: str | Path, chains: Mapping[str, str] | None = None, assembly: bool = False
+    predicted: str | Path | Structure,
+    reference: str | Path | Structure,
+    chains: Mapping[str, str] | None = None,
+    assembly: bool = False,
 ) -> Score:
-    """Score one mmCIF or PDB file against another; `chains` as in `score`.
+    """Score one mmCIF or PDB file, or what is in memory, against another; `chains` as in `score`.
 
     assembly: against the reference's first biological assembly, instead of the chains as they are in its file.
     Errors: UserError for files that cannot be read or have nothing in common.
     """
-    ours, theirs = (read_structure(path, ca_only=True) for path in (predicted, reference))
+    ours, theirs = (
+        given if isinstance(given, Structure) else read_structure(given, ca_only=True)
+        for given in (predicted, reference)
+    )
     if assembly:
         theirs = assembled(theirs)
     try:
         return score(ours, theirs, chains)
     except UserError as error:
-        raise UserError(f"{predicted} against {reference}: {error}") from error
+        names = (given.id if isinstance(given, Structure) else given for given in (predicted, reference))
+        raise UserError(f"{' against '.join(map(str, names))}: {error}") from error
 
 
 def assembled(structure: Structure) -> Structure:

@@ -23,10 +23,10 @@ from warpfold.engine.checkpoint import RunFolder
 from warpfold.engine.loop import Log, Row, StepTimer, StopSignals, Watcher, tensorboard
 from warpfold.engine.optim import Optimizer
 from warpfold.engine.step_folders import Checkpoint
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.permutation import with_truth
-from warpfold.model.weights import load_model, load_state, save_params
+from warpfold.model.weights import load_model, save_params
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES
@@ -41,6 +41,7 @@ from warpfold.run.examples import (
     load,
     open_ledger,
 )
+from warpfold.run.first_weights import start_from
 from warpfold.run.learn import Learner, in_batches
 from warpfold.run.planning import FoldPlanner, sizes_of_batch
 from warpfold.run.ranks import begin_end_step, end_step, next_examples, stop_requested
@@ -83,8 +84,9 @@ def train(
 ) -> Summary:
     """Train on a store, or on a mixture of several, into the folder `out`, or continue the run that is there.
 
-    Examples are held out of the first source.  init: parameters to start from, WarpFold's or DeepMind's.  replay: the
-    order.txt of a run of the same data and seed.  watch: gets each row of metrics.jsonl.  team: all ranks call this.
+    Examples are held out of the first source.  init: parameters to start from, in any format that is read.
+    replay: the order.txt of a run of the same data and seed.  watch: gets each row of metrics.jsonl.  team: all ranks
+    call this.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
     team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
@@ -157,7 +159,7 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
                 f"{run.path / 'settings.toml'}: damaged ({error}); restore it or choose another --out"
             ) from error
         if text is not None and (differing := settings.differences(own, there)):
-            what = "; ".join(differing)
+            what = listed(differing, between="; ")
             raise UserError(
                 f"{run.path}: holds a run with other settings ({what}); choose another --out, or its settings"
             )
@@ -188,7 +190,7 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
     model = AlphaFold(config.model)
     if init is not None:
         if team.is_rank_zero:
-            load_state(model, load_model(init).state_dict(), str(init))
+            start_from(model, load_model(init), str(init), config.train.new_heads)
         model.load_state_dict(team.broadcast_tensors(model.state_dict(), "the first parameters"))
     return model.train()
 

@@ -56,6 +56,10 @@ class PackReport:
     unused_hits: dict[str, str] = field(default_factory=dict)
     finished_before: bool = False  # nothing was done: the store existed, with the same inputs and options
 
+    def __repr__(self) -> str:
+        """Return it in one line."""
+        return f"<PackReport: {self.summary()}>"
+
     @property
     def kept(self) -> list[PackEntry]:
         return [entry for entry in self.entries if entry.kept]

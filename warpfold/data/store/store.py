@@ -205,6 +205,10 @@ class Store:
         if not self.keys:
             raise UserError(f"{self.path}: an empty store; pack it again")
 
+    def __repr__(self) -> str:
+        """Return it in one line."""
+        return f"<Store {self.path}: {len(self)} entries>"
+
     def __len__(self) -> int:
         return len(self.keys)
 

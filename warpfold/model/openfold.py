@@ -1,0 +1,276 @@
+"""OpenFold's checkpoints: read without executing what is in them, and brought to our names.
+
+A tensor has the same numbers in the same layout in both; the names differ, and in an incoming triangle product OpenFold
+keeps the supplement's a and b, which DeepMind's arrays and our layers have the other way round.  The names are those
+that OpenFold gives DeepMind's arrays (openfold/utils/import_weights.py, versions 1 and 2); single chains alone.
+"""
+
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpfold.errors import UserError
+from warpfold.model.alphafold import HeadsConfig, ModelConfig
+from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.pair import PairConfig
+from warpfold.model.structure import StructureConfig
+from warpfold.model.template import TemplateConfig
+
+ENDINGS = (".pt", ".pth", ".ckpt")
+# What the two versions call otherwise, and what training puts before a name: brought to the names of version 1, without
+# the modules that only pass through.
+_RENAMED = (
+    (r"^(module\.|model\.)+", ""),
+    (r"^template_embedder\.", ""),
+    (r"\.(core|pair_stack|stack|_msa_att)\.", "."),
+    (r"template_angle_embedder", "template_single_embedder"),
+    (r"(linear_k?v?q?_points)\.linear\.", r"\1."),
+)
+_NO_WEIGHTS = re.compile(r"structure_module\.(default_frames|group_idx|atom_mask|lit_positions)$")  # of old versions
+_MULTIMERS = re.compile(r"linear_ab_p|linear_k_points|dgram_linear")
+_TEMPLATE_HEADS = 4  # of the attention over templates, which no tensor shows (Algorithm 17)
+
+_TRANSITION = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2"}
+_ATTENTION = {"q": "linear_q", "k": "linear_k", "v": "linear_v", "gate": "linear_g", "out": "linear_o"}
+_TRIANGLE = {
+    "norm": "layer_norm_in",
+    "norm_out": "layer_norm_out",
+    "out": "linear_z",
+    "gate": "linear_g",
+    "a": "linear_a_p",
+    "b": "linear_b_p",
+    "a_gate": "linear_a_g",
+    "b_gate": "linear_b_g",
+}
+_SWAPPED = {"a": "b", "b": "a", "a_gate": "b_gate", "b_gate": "a_gate"}
+
+
+def _under(ours: str, theirs: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Return names below a module of ours and of theirs."""
+    return {f"{ours}.{name}": f"{theirs}.{other}" for name, other in names.items()}
+
+
+def _pair_names(ours: str) -> dict[str, str]:
+    """Return the names of a pair stack's layers."""
+    swapped = {name: _TRIANGLE[_SWAPPED.get(name, name)] for name in _TRIANGLE}
+    found = _under(f"{ours}outgoing", "tri_mul_out", _TRIANGLE) | _under(f"{ours}incoming", "tri_mul_in", swapped)
+    for side, theirs in (("starting", "tri_att_start"), ("ending", "tri_att_end")):
+        found |= _under(ours + side, theirs, {"norm": "layer_norm", "bias": "linear"})
+        found |= _under(f"{ours}{side}.attention", f"{theirs}.mha", _ATTENTION)
+    return found | _under(f"{ours}transition", "pair_transition", _TRANSITION)
+
+
+BLOCK = {
+    **_under("msa.row", "msa_att_row", {"norm": "layer_norm_m", "norm_z": "layer_norm_z", "bias": "linear_z"}),
+    **_under("msa.row.attention", "msa_att_row.mha", _ATTENTION),
+    "msa.column.norm": "msa_att_col.layer_norm_m",
+    **_under("msa.column.attention", "msa_att_col.mha", _ATTENTION),
+    **_under("msa.column", "msa_att_col.global_attention", _ATTENTION),  # of the extra MSA stack
+    **_under("msa.transition", "msa_transition", _TRANSITION),
+    **_under(
+        "outer", "outer_product_mean", {"norm": "layer_norm", "a": "linear_1", "b": "linear_2", "out": "linear_out"}
+    ),
+    **_pair_names("pair."),
+}
+STACKS = {
+    "evoformer": ("evoformer", BLOCK),
+    "extra_stack": ("extra_msa_stack", BLOCK),
+    "templates.stack": ("template_pair_stack", _pair_names("")),
+}
+_FOLD, _SIDECHAIN = "structure.fold_iteration", "structure.fold_iteration.rigid_sidechain"
+NAMES = {
+    **_under("input", "input_embedder", {"target_m": "linear_tf_m", "msa_m": "linear_msa_m"}),
+    **_under("input", "input_embedder", {"left": "linear_tf_z_i", "right": "linear_tf_z_j"}),
+    "input.position.linear": "input_embedder.linear_relpos",
+    **_under(
+        "recycling", "recycling_embedder", {"distance": "linear", "norm_m": "layer_norm_m", "norm_z": "layer_norm_z"}
+    ),
+    "templates.pair.linear": "template_pair_embedder.linear",
+    "templates.norm": "template_pair_stack.layer_norm",
+    **_under("templates.pointwise", "template_pointwise_att.mha", _ATTENTION),
+    **_under("templates.rows", "template_single_embedder", {"up": "linear_1", "down": "linear_2"}),
+    "extra.linear": "extra_msa_embedder.linear",
+    "single": "evoformer.linear",
+    **_under("structure", "structure_module", {"single_layer_norm": "layer_norm_s", "initial_projection": "linear_in"}),
+    "structure.pair_layer_norm": "structure_module.layer_norm_z",
+    **_under(
+        f"{_FOLD}.invariant_point_attention",
+        "structure_module.ipa",
+        {
+            "trainable_point_weights": "head_weights",
+            "q_scalar": "linear_q",
+            "kv_scalar": "linear_kv",
+            "q_point_local": "linear_q_points",
+            "kv_point_local": "linear_kv_points",
+            "attention_2d": "linear_b",
+            "output_projection": "linear_out",
+        },
+    ),
+    f"{_FOLD}.attention_layer_norm": "structure_module.layer_norm_ipa",
+    f"{_FOLD}.transition_layer_norm": "structure_module.transition.layer_norm",
+    f"{_FOLD}.affine_update": "structure_module.bb_update.linear",
+    **{f"{_FOLD}.transition.{i}": f"structure_module.transition.layers.0.linear_{i + 1}" for i in range(3)},
+    **_under(
+        _SIDECHAIN,
+        "structure_module.angle_resnet",
+        {
+            "input_projection": "linear_in",
+            "input_projection_initial": "linear_initial",
+            "unnormalized_angles": "linear_out",
+        },
+    ),
+    "distogram.half_logits": "aux_heads.distogram.linear",
+    "masked_msa.logits": "aux_heads.masked_msa.linear",
+    "resolved.logits": "aux_heads.experimentally_resolved.linear",
+    "pae.logits": "aux_heads.tm.linear",
+    **_under("plddt", "aux_heads.plddt", {"input_layer_norm": "layer_norm", "act_0": "linear_1", "act_1": "linear_2"}),
+    "plddt.logits": "aux_heads.plddt.linear_3",
+}
+
+
+def openfold_name(ours: str) -> str:
+    """Return OpenFold's name, of version 1, of a tensor of our state dict.  Errors: KeyError where it has none."""
+    module, _, kind = ours.rpartition(".")
+    if ours in NAMES:
+        return NAMES[ours]
+    if block := re.fullmatch(r"(.+)\.blocks\.(\d+)\.(.+)", module):
+        theirs, names = STACKS[block[1]]
+        return f"{theirs}.blocks.{block[2]}.{names[block[3]]}.{kind}"
+    if layer := re.fullmatch(rf"{re.escape(_SIDECHAIN)}\.resblock([12])\.(\d+)", module):
+        return f"structure_module.angle_resnet.layers.{layer[2]}.linear_{layer[1]}.{kind}"
+    return f"{NAMES[module]}.{kind}"
+
+
+def read_openfold(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of OpenFold's checkpoint by their names of version 1; the averaged weights, if it has them.
+
+    Nothing in the file is executed: it is refused as soon as it asks for anything but tensors and plain containers.
+    Errors: UserError for what cannot be read, or holds something else.
+    """
+    if not zipfile.is_zipfile(path):
+        raise UserError(f"{path}: not a checkpoint that torch 1.6 or later wrote; save its state dict again")
+    cure = "save its state dict alone, or give DeepMind's params_model_*.npz"
+    damaged = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError)
+    try:
+        if wanted := torch.serialization.get_unsafe_globals_in_checkpoint(str(path)):
+            some = ", ".join(sorted(wanted)[:3]) + (" ..." if len(wanted) > 3 else "")
+            raise UserError(f"{path}: holds more than tensors ({some}), which is not executed; {cure}")
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (*damaged, torch.serialization.pickle.UnpicklingError) as error:
+        what = " ".join(str(error).split())[:120]
+        raise UserError(f"{path}: not a checkpoint that can be read ({what}); {cure}") from error
+    return _weights_in(found, path)
+
+
+def _weights_in(found: Any, path: Path) -> dict[str, Tensor]:
+    """Return the state dict in what was saved: the averaged weights of a training, or its weights, or itself."""
+    for keys in (("ema", "params"), ("state_dict",), ("model",), ("module",)):
+        inner = found
+        for key in keys:
+            inner = inner.get(key) if isinstance(inner, Mapping) else None
+        if isinstance(inner, Mapping):
+            found = inner
+            break
+    if not isinstance(found, Mapping):
+        raise UserError(f"{path}: holds no state dict; give OpenFold's, or DeepMind's params_model_*.npz")
+    weights = {}
+    for name, tensor in found.items():
+        if isinstance(tensor, Tensor) and isinstance(name, str):
+            for pattern, new in _RENAMED:
+                name = re.sub(pattern, new, name)
+            if not _NO_WEIGHTS.match(name):
+                weights[name] = tensor
+    if any(map(_MULTIMERS.search, weights)):
+        raise UserError(
+            f"{path}: OpenFold's parameters of a multimer, which are not read; give DeepMind's "
+            "params_model_*_multimer_*.npz"
+        )
+    return weights
+
+
+def config_from_openfold(weights: Mapping[str, Tensor], source: str = "params") -> ModelConfig:
+    """Return the settings that OpenFold's tensors imply; what none shows has the published value (`deepmind_config`).
+
+    Errors: UserError for tensors of another model, or too few of them to tell.
+    """
+    p = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    row, structure = "evoformer.blocks.0.msa_att_row", "structure_module"
+    try:
+        c_m, c_z = p["input_embedder.linear_tf_m.weight"][0], p["recycling_embedder.layer_norm_z.weight"][0]
+        (heads,) = p[f"{structure}.ipa.head_weights"]
+        qk_points = p[f"{structure}.ipa.linear_q_points.weight"][0] // (3 * heads)
+        pae = "aux_heads.tm.linear.weight"
+        return ModelConfig(
+            c_m=c_m,
+            c_z=c_z,
+            c_s=p["evoformer.linear.weight"][0],
+            c_e=p["extra_msa_embedder.linear.weight"][0],
+            max_relative=(p["input_embedder.linear_relpos.weight"][1] - 1) // 2,
+            evoformer=EvoformerConfig(
+                blocks=_blocks(p, "evoformer"),
+                heads=p[f"{row}.linear_z.weight"][0],
+                transition=p["evoformer.blocks.0.msa_transition.linear_1.weight"][0] // c_m,
+                c_outer=p["evoformer.blocks.0.outer_product_mean.linear_1.weight"][0],
+                pair=_pair(p, "evoformer.blocks.0", c_z),
+            ),
+            extra_blocks=_blocks(p, "extra_msa_stack"),
+            templates=_templates(p),
+            structure=StructureConfig(
+                c=p[f"{structure}.linear_in.weight"][0],
+                heads=heads,
+                c_hidden=p[f"{structure}.ipa.linear_q.weight"][0] // heads,
+                qk_points=qk_points,
+                v_points=p[f"{structure}.ipa.linear_kv_points.weight"][0] // (3 * heads) - qk_points,
+                sidechain_c=p[f"{structure}.angle_resnet.linear_in.weight"][0],
+                sidechain_blocks=_count(p, rf"{structure}\.angle_resnet\.layers\.(\d+)\."),
+            ),
+            heads=HeadsConfig(
+                distogram_bins=p["aux_heads.distogram.linear.weight"][0],
+                msa_classes=p["aux_heads.masked_msa.linear.weight"][0],
+                plddt_c=p["aux_heads.plddt.linear_1.weight"][0],
+                plddt_bins=p["aux_heads.plddt.linear_3.weight"][0],
+                pae=pae in p,
+                pae_bins=p.get(pae, (64,))[0],
+            ),
+        )
+    except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"{source}: not the parameters of OpenFold's AlphaFold2; no usable tensor {error}") from error
+
+
+def _pair(p: Mapping[str, tuple[int, ...]], block: str, c: int, **more: Any) -> PairConfig:
+    heads = p[f"{block}.tri_att_start.linear.weight"][0]
+    return PairConfig(
+        heads=heads,
+        head_width=p[f"{block}.tri_att_start.mha.linear_q.weight"][0] // heads,
+        c_triangle=p[f"{block}.tri_mul_out.linear_a_p.weight"][0],
+        transition=p[f"{block}.pair_transition.linear_1.weight"][0] // c,
+        **more,
+    )
+
+
+def _templates(p: Mapping[str, tuple[int, ...]]) -> TemplateConfig:
+    if "template_pair_embedder.linear.weight" not in p:
+        return TemplateConfig(enabled=False)
+    c = p["template_pair_embedder.linear.weight"][0]
+    return TemplateConfig(
+        c=c,
+        blocks=_blocks(p, "template_pair_stack"),
+        heads=_TEMPLATE_HEADS,
+        attention_width=p["template_pointwise_att.mha.linear_q.weight"][0] // _TEMPLATE_HEADS,
+        torsion_rows="template_single_embedder.linear_1.weight" in p,
+        pair=_pair(p, "template_pair_stack.blocks.0", c, order="attention_first"),
+    )
+
+
+def _blocks(p: Mapping[str, Any], stack: str) -> int:
+    return _count(p, rf"{stack}\.blocks\.(\d+)\.")
+
+
+def _count(p: Mapping[str, Any], pattern: str) -> int:
+    """Return how many numbers stand at this place of the names."""
+    return len({found[1] for name in p if (found := re.match(pattern, name))})

@@ -1,0 +1,58 @@
+"""Start a training from parameters in a file: what must fit, and which setting makes it fit."""
+
+from torch import nn
+
+from warpfold.errors import UserError, listed
+from warpfold.model.alphafold import AlphaFold
+from warpfold.model.weights import load_state
+from warpfold.settings import differences, to_dict
+
+# Settings of a model that no parameter depends on.
+FREE = {"recycles", "recycle_tolerance", "ensemble", "layers", "position_scale", "rate", "dropout", "order", "outer"}
+FREE |= {"unit_vectors", "activation"}
+HEADS = ("distogram", "masked_msa", "plddt", "resolved", "pae")
+
+
+def start_from(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool = False) -> None:
+    """Load the parameters of a model that was read from `source` into one that settings describe.
+
+    new_heads: a head that only one of them has stays as it is drawn, or is left out.
+    Errors: UserError that names the heads that are missing or surplus, or the settings that differ, and the cure.
+    """
+    own, found = model.state_dict(), given.state_dict()
+    missing = [head for head in _heads(model) if head not in _heads(given)]
+    surplus = [head for head in _heads(given) if head not in _heads(model)]
+    if (missing or surplus) and new_heads:
+        ours = {name: tensor for name, tensor in own.items() if name.split(".")[0] in missing}
+        found = {name: tensor for name, tensor in found.items() if name.split(".")[0] not in surplus} | ours
+        missing, surplus = [], []
+    names = {name for head in (*missing, *surplus) for name in own.keys() | found.keys() if name.startswith(f"{head}.")}
+    shapes = [{name: x.shape for name, x in state.items() if name not in names} for state in (own, found)]
+    if shapes[0] != shapes[1]:
+        _refuse_settings(model, given, source)
+    if missing or surplus:
+        said = [f"lacks the head {head}, which the settings have" for head in missing]
+        said += [f"has the head {head}, which the settings lack" for head in surplus]
+        changes = [
+            f"--set model.heads.{head}={'true' if head in surplus else 'false'}" for head in (*missing, *surplus)
+        ]
+        new = "begins it at random" if missing else "leaves it out"
+        raise UserError(
+            f"{source}: {' and '.join(said)}; {' '.join(changes)} follows the file, --set train.new_heads=true {new}"
+        )
+    load_state(model, found, source)
+
+
+def _heads(model: nn.Module) -> list[str]:
+    return [head for head in HEADS if getattr(model, head) is not None]
+
+
+def _refuse_settings(model: AlphaFold, given: AlphaFold, source: str) -> None:
+    """Raise UserError that names the settings in which two models differ."""
+    found = differences(to_dict(given.config), to_dict(model.config), "model.")
+    differ = [one for one in found if one.partition(":")[0].rpartition(".")[2] not in FREE]
+    if differ:
+        raise UserError(
+            f"{source}: parameters of another model than that of the settings (in the file {listed(differ, 4, '; ')}); "
+            f"`warpfold params {source} --toml` prints its settings"
+        )
