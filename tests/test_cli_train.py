@@ -1,7 +1,11 @@
 """`warpfold train` on the command line: stores with weights, an order to follow, what it says of unusable entries."""
 
 import json
+import os
+import re
+import shlex
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -55,6 +59,26 @@ def test_a_mixture_is_trained_on_and_its_order_followed(
     assert sorted(names) == [f"damaged:helix{i}" for i in range(3)]
     assert "entries that could not be used: 3 (" in said["run"].err
     assert "quarantine.jsonl has the reasons" in said["run"].err
+    assert re.search(r"^[-\d]+ [:\d]+  step 1/2  loss \d.*  waiting .*  ETA ", said["run"].err, re.M)  # no terminal
     assert json.loads(said["again"].out)["quarantined"] == []  # they are not in the order
     both = [[row for row in rows(tmp_path / out) if row["kind"] == "step"] for out in ("run", "again")]
     assert both[0] == both[1]
+
+
+def test_ctrl_c_ends_with_the_command_that_goes_on(
+    stores: list[Store], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.toml").write_text(settings.to_toml(tiny_run(steps=9, validation=0.0)))
+    command = ["train", str(tmp_path / "tiny.toml"), "--data", str(stores[0].path), "--out", str(tmp_path / "a run")]
+
+    def stop(_: object, row: dict) -> None:
+        if row["step"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("warpfold.run.watching.TrainingProgress.on_metrics", stop)
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    assert end.value.code == 130
+    err = capfd.readouterr().err
+    assert "stopping after this step; Ctrl-C again: at once\n" in err
+    assert err.endswith(f"stopped after 1 steps; the same command continues: {shlex.join(['warpfold', *command])}\n")

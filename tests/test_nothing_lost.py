@@ -15,6 +15,7 @@ import pytest
 import warpfold
 from tests.helpers import tiny_model
 from tests.run.runs import make_store, tiny_run
+from tests.run.test_curves import make_run
 from tests.test_cli import SEQUENCE, run, structure
 from warpfold.errors import UserError
 from warpfold.model.weights import save_params
@@ -27,6 +28,7 @@ OWN_DRAFT = "what it made itself, under a name that nobody else has"
 OWN_FOLDER = "in a folder that was claimed: it holds a run's own names, or was empty"
 SAFE = {
     "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
+    "cli/common.py:speaking": "opens the null device",
     "data/synthetic/folder.py:_alignment": OWN_DRAFT,
     "data/synthetic/folder.py:_structure": OWN_DRAFT,
     "data/synthetic/folder.py:generate": OWN_DRAFT + "; `out` is absent or an empty folder, which rmdir makes sure of",
@@ -159,19 +161,21 @@ COMMANDS = (
     "bench --rows",
     "bench data",
     "profile",
+    "watch",
 )
 KINDS = ("folder", "file", "link", "link to a file", "link to nothing")
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A structure, a query, a database, parameters, a store."""
+    """A structure, a query, a database, parameters, a store, a training run."""
     folder = tmp_path_factory.mktemp("inputs")
     structure(folder)
     (folder / "query.fasta").write_text(f">query\n{SEQUENCE}\n")
     (folder / "database.fasta").write_text(f">a\n{SEQUENCE}\n>b\n{SEQUENCE[::-1]}\n")
     save_params(folder / "tiny.safetensors", tiny_model())
     make_store(folder / "store", proteins=3)
+    make_run(folder / "run")
     return folder
 
 
@@ -187,6 +191,7 @@ def command(name: str, inputs: Path, out: Path) -> list[object]:
         "bench --plot": ["bench", "--op", "gate", "--shapes", "pair:4", "--device", "cpu", "--plot", out],
         "bench --rows": ["bench", "--block", "--settings", "tiny", "--device", "cpu", "--rows", out],
         "profile": ["profile", "tiny", "--device", "cpu", "--out", out],
+        "watch": ["watch", inputs / "run", "--html", out, "--once"],
         "bench data": ["bench", "data", "--store", inputs / "store", "--out", out],
     }[name]  # fmt: skip
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from warpfold.engine.ready import Ready
     from warpfold.engine.replicas import Replicas
     from warpfold.engine.resume import Checkpoints
+    from warpfold.engine.watch import CsvFile, Phase, TensorBoard, Watcher, WeightsAndBiases
     from warpfold.errors import UserError
     from warpfold.run.commands import pack, sample, score, search, train
     from warpfold.run.fold_many import FoldResult
@@ -23,16 +24,21 @@ __version__ = "0.1.0"
 __all__ = [
     "Acceleration",
     "Checkpoints",
+    "CsvFile",
     "Flat",
     "FoldResult",
     "OneStep",
     "ParamsFile",
+    "Phase",
     "Prediction",
     "Predictor",
     "Ready",
     "Replicas",
     "Store",
+    "TensorBoard",
     "UserError",
+    "Watcher",
+    "WeightsAndBiases",
     "__version__",
     "accelerate",
     "acceleration",
@@ -54,6 +60,7 @@ _MODULES = {
     **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
     **dict.fromkeys(("pack", "sample", "score", "search", "train"), "warpfold.run.commands"),
     "Checkpoints": "warpfold.engine.resume",
+    **dict.fromkeys(("CsvFile", "Phase", "TensorBoard", "Watcher", "WeightsAndBiases"), "warpfold.engine.watch"),
     "Flat": "warpfold.engine.flat",
     "FoldResult": "warpfold.run.fold_many",
     "OneStep": "warpfold.engine.one_step",

@@ -424,7 +424,7 @@ def test_of_several_queries_hits_go_by_name_and_files_to_all(tmp_path: Path, fas
     assert {outcome.note for outcome in outcomes[1:]} == {"enough better ones are used"}
 
 
-def test_templates_from_python(structures: Path, template_params: Path) -> None:
+def test_templates_from_python(structures: Path, template_params: Path, tmp_path: Path) -> None:
     predictor = load(template_params, device="cpu")
     file = f"{structures / '1abc.cif'}:A"
     by_name = predictor.fold(ONE, templates=[file])
@@ -434,6 +434,13 @@ def test_templates_from_python(structures: Path, template_params: Path) -> None:
     assert not np.array_equal(by_name.positions, predictor.fold(ONE).positions)
     with pytest.raises(UserError, match="templates given: 5, the model takes 4"):
         predictor.fold(ONE, templates=[file] * 5)
+    date = {"max_template_date": "2015-01-01"}
+    by_hits = predictor.fold(ONE, hits=a3m_hits(tmp_path), template_structures=structures, **date)
+    assert by_hits.details["templates"] == ["1abc_A"]
+    assert [outcome["used"] for outcome in by_hits.templates].count(True) == 1
+    (many,) = predictor.fold_many({"one": ONE}, templates={"one": [file]}, representations=True)
+    assert many.prediction is not None
+    np.testing.assert_array_equal(many.prediction.positions, by_name.positions)
 
 
 def test_templates_that_cannot_be_used_end_the_run_before_it_writes(

@@ -137,6 +137,26 @@ def test_no_rank_holds_a_whole_pair_tensor() -> None:
     assert run_ranks(lambda: whole(3), 3) == [[]] * 3
 
 
+def test_from_python_the_first_rank_has_what_a_prediction_holds() -> None:
+    """Logits are gathered; of many, the first rank has the predictions, and the others know what failed."""
+
+    def fold(axial: int) -> tuple[dict[str, Any], list[bool], list[str]]:
+        mesh = make_mesh(1, axial)
+        predictor = Predictor(tiny_model(recycles=0), team=Team(ProcessInfo(mesh.world.rank, axial), mesh))
+        logits = predictor.fold(LONG, logits=True, distogram=True).logits
+        many = predictor.fold_many([LONG, "MK*", LONG[:20]])
+        held, failed = [one.prediction is not None for one in many], [one.error[:7] for one in many]
+        return {name: np.array(array) for name, array in logits.items()}, held, failed
+
+    alone, (first, second) = fold(1)[0], run_ranks(lambda: fold(2), 2)
+    assert first[0].keys() == alone.keys()
+    assert {"plddt", "resolved"} <= second[0].keys() < alone.keys()
+    for name, array in first[0].items():
+        np.testing.assert_allclose(array, alone[name], rtol=1e-3, atol=1e-3)  # other products, rounded otherwise
+    assert (first[1], second[1]) == ([True, False, True], [False] * 3)
+    assert first[2] == second[2] == ["", "query_2", ""]
+
+
 def test_bad_input_is_one_proteins_failure_on_all_ranks_and_trouble_is_the_end(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

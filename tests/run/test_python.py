@@ -45,6 +45,7 @@ def test_editors_and_the_module_know_the_same_names() -> None:
     assert imported == warpfold._MODULES
     assert set(warpfold.__all__) == {*imported, "__version__"}
     assert set(warpfold.__all__) <= set(dir(warpfold))
+    assert Path(warpfold.__file__).with_name("py.typed").is_file()  # PEP 561: checkers read the types
     for name in warpfold.__all__:
         assert getattr(warpfold, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'fold'"):
@@ -53,7 +54,7 @@ def test_editors_and_the_module_know_the_same_names() -> None:
 
 # ---- one interface: names and defaults of the command line
 
-SHELL = {"as_json", "toml"}  # how a result is printed
+SHELL = {"json", "toml", "quiet", "verbose"}  # what a shell prints
 STRICT = 'kernels="strict"'
 ELSEWHERE = {  # options that are something else in Python
     "pack": {"verify": "Store.verify", "info": "Store"},
@@ -72,7 +73,7 @@ def options_of(command: str) -> dict[str, Any]:
             default = values.parameters[name].default
             option = parameter.opts[0].lstrip("-").replace("-", "_")
             options[option] = ... if default is inspect.Parameter.empty else getattr(default, "value", default)
-    return {name: value for name, value in options.items() if name not in SHELL and name != "json"}
+    return {name: value for name, value in options.items() if name not in SHELL}
 
 
 @pytest.mark.parametrize("command", ["sample", "search", "pack", "params", "train", "score"])
@@ -97,6 +98,30 @@ def test_folding_has_the_names_and_defaults_of_predict() -> None:
                 assert parameter.default == options[name], (function, name)
     known = {name for f in (load, Predictor.fold) for name in inspect.signature(f).parameters}
     assert {"max_msa", "max_extra", "recycle_tolerance", "max_recycles", "hits", "template_structures"} <= known
+
+
+def ranges_of(command: str) -> list[tuple[str, str, float]]:
+    """Return each option of a command that has a range, with a number outside of it."""
+    callback = cli.typer.main.get_command(cli.app).commands[command].callback  # type: ignore[attr-defined]
+    found = []
+    for name, parameter in inspect.signature(callback).parameters.items():
+        for info in getattr(parameter.annotation, "__metadata__", ()):
+            low, high = getattr(info, "min", None), getattr(info, "max", None)
+            if low is not None or high is not None:
+                found.append((command, name, low - 1 if high is None else high + 1))
+    return found
+
+
+RANGED = [one for command in ("sample", "search", "pack") for one in ranges_of(command)]
+
+
+@pytest.mark.parametrize(("command", "name", "beyond"), RANGED)
+def test_ranges_are_those_of_the_command_line(command: str, name: str, beyond: float, tmp_path: Path) -> None:
+    assert len(RANGED) > 12
+    given = {"sample": (), "search": ("q.fasta", "db.fasta"), "pack": ("mmcif", None)}[command]
+    with pytest.raises(UserError, match=f"{name}|{name.replace('_', '-')}"):
+        getattr(warpfold, command)(*given, tmp_path / "out", **{name: beyond})
+    assert not list(tmp_path.iterdir())
 
 
 # ---- wrong arguments, at the call
@@ -158,6 +183,14 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     "proteins": (lambda p, path: warpfold.sample("out", proteins=1.0), "proteins = 1.0: a whole number"),
     "chains": (lambda p, path: warpfold.score("a.cif", "b.cif", chains="A"), "pairs of predicted:reference"),
     "predicted": (lambda p, path: warpfold.score(5, "b.cif"), "predicted = 5: a path is needed"),
+    "progress": (lambda p, path: p.fold_many([ONE], progress=5), "progress = 5: a function"),
+    "model": (lambda p, path: Predictor(path), "an AlphaFold is needed; files: load"),
+    "sample": (lambda p, path: load(path, "cpu", sample=5), "sample = 5: a SampleConfig"),
+    "shard": (lambda p, path: warpfold.pack("mmcif", out="store", shard=1), "shard = 1: a text"),
+    "date": (
+        lambda p, path: p.fold(ONE, hits=["a.hhr"], template_structures=".", max_template_date=2020),
+        "2020: a text",
+    ),
     "ending": (lambda p, path: warpfold.params(path, out="x.pt"), "x.pt: .safetensors or .npz is written"),
 }
 

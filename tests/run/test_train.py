@@ -24,11 +24,11 @@ from warpfold.errors import UserError
 from warpfold.model.weights import load_model
 from warpfold.run import examples as chosen
 from warpfold.run import learn as learning
-from warpfold.run import train as module
 from warpfold.run.config import RunConfig
 from warpfold.run.examples import draw_recycles, split
 from warpfold.run.results import ExampleResult, SkippedExamples
 from warpfold.run.train import Summary, train
+from warpfold.run.validation import Validation
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_on_a_full_disk_the_run_ends_and_continues_later(
             original(tensors, path)
 
         patch.setattr(step_folders, "save_file", full)
-        with pytest.raises(UserError, match=r"No space left on device.*step 2 is safe"):
+        with pytest.raises(UserError, match=r"No space left on device.*step 3 is safe"):
             train(tiny_run(), store, tmp_path / "run")
     train(tiny_run(), store, tmp_path / "run")
     assert rows(tmp_path / "run") == rows(unbroken)
@@ -287,7 +287,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(
     last_loses_a_bit(tmp_path / "run")
     done = train(tiny_run(), store, tmp_path / "run")
     assert done.finished
-    assert [r.getMessage().rsplit("; ")[-1] for r in caplog.records] == ["the run continues from step 2"]
+    assert [r.getMessage().rsplit("; ")[-1] for r in caplog.records] == ["the run continues from step 3"]
     assert rows(tmp_path / "run") == rows(unbroken)
     assert equal_tensors(tmp_path / "run/params.safetensors", unbroken / "params.safetensors")
 
@@ -298,14 +298,14 @@ def test_a_step_is_safe_before_it_is_validated(
     config = tiny_run(validate_every=2)
     train(config, store, tmp_path / "unbroken")
     with monkeypatch.context() as patch:
-        original = module.validate
+        original = Validation.__call__
 
-        def killed(*args: Any) -> Any:
-            if args[4] == 4:
+        def killed(validation: Validation, step: int, rounds: int) -> int:
+            if step == 4:
                 raise KeyboardInterrupt
-            return original(*args)
+            return original(validation, step, rounds)
 
-        patch.setattr(module, "validate", killed)
+        patch.setattr(Validation, "__call__", killed)
         with pytest.raises(KeyboardInterrupt):
             train(config, store, tmp_path / "run")
     with checkpoint.RunFolder(tmp_path / "run") as run:

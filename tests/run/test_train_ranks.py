@@ -23,7 +23,8 @@ from warpfold import settings
 from warpfold.data.load.loader import Sample
 from warpfold.data.store.store import Store
 from warpfold.engine import step_folders
-from warpfold.engine.loop import StepTimer, Watcher
+from warpfold.engine.loop import StepTimer
+from warpfold.engine.watch import Watching
 from warpfold.errors import UserError
 from warpfold.model import weights
 from warpfold.parallel import collectives, exchange, messages, replicas
@@ -49,7 +50,7 @@ def config_for(plan: Plan, outer: str = "middle", accumulate: int = 2, **train: 
 
 
 def train_on_ranks(
-    config: RunConfig, store: Store, out: Path, watch: Watcher | None = None, watching: int = 0, **more: Any
+    config: RunConfig, store: Store, out: Path, watch: Watching | None = None, watching: int = 0, **more: Any
 ) -> list[Summary]:
     """`train` on as many ranks as the plan needs; `watch` gets the rows on one rank."""
     plan = config.plan
@@ -121,18 +122,20 @@ def test_ranks_train_what_one_device_trains(
 
 
 def test_stopped_and_continued_it_is_the_same_to_the_bit(store: Store, tmp_path: Path) -> None:
-    """A signal to any rank lets all ranks finish the current step; everything random, exchanged and sharded continues
-    unchanged.  It arrives when the row of step 2 is written, so step 3 is the current one."""
+    """A signal to any rank lets all ranks finish the current step, or give up the validation they are in; everything
+    random, exchanged and sharded continues unchanged.  It arrives when the row of a step is written: after step 2 there
+    is a validation, after step 3 there is none, so step 4 is the current one."""
     plan = Plan(data=2, axial=2, sync=SyncConfig(shard_state=True))
     config = config_for(plan, steps=6)
     train_on_ranks(config, store, tmp_path / "unbroken")
+    for last, ends in ((2, 2), (3, 4)):
 
-    def stop(row: dict[str, Any]) -> None:
-        if row["kind"] == "step" and row["step"] == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+        def stop(row: dict[str, Any], last: int = last) -> None:
+            if row["kind"] == "step" and row["step"] == last:
+                os.kill(os.getpid(), signal.SIGTERM)
 
-    stopped = train_on_ranks(config, store, tmp_path / "run", watch=stop, watching=3)
-    assert [(s.steps, s.finished, s.signal) for s in stopped] == [(3, False, signal.SIGTERM)] * 4
+        stopped = train_on_ranks(config, store, tmp_path / "run", watch=stop, watching=3)
+        assert [(s.steps, s.finished, s.signal) for s in stopped] == [(ends, False, signal.SIGTERM)] * 4
     train_on_ranks(config, store, tmp_path / "run")
     assert rows(tmp_path / "run") == rows(tmp_path / "unbroken")
     assert equal_tensors(tmp_path / "run/params.safetensors", tmp_path / "unbroken/params.safetensors")

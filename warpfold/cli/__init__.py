@@ -8,8 +8,12 @@ A command is a file; heavy imports are inside its function, so that `--help` ans
 import errno
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -31,8 +35,9 @@ from warpfold.cli import (  # noqa: F401
     search,
     train,
     tune,
+    watch,
 )
-from warpfold.cli.common import app
+from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on, with_speech
 from warpfold.errors import UserError
 
 ORDER = (
@@ -42,6 +47,7 @@ ORDER = (
     "pack",
     "plan",
     "train",
+    "watch",
     "predict",
     "params",
     "relax",
@@ -53,6 +59,11 @@ ORDER = (
 )  # of --help
 app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))
 
+for command in (*app.registered_commands, *bench.bench.registered_commands, bench.bench.registered_callback):
+    assert command is not None
+    assert command.callback is not None
+    command.callback = with_speech(command.callback)
+
 click = sys.modules[typer.BadParameter.__module__]  # click's exceptions, or the copy that newer typers carry
 
 
@@ -63,10 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    GIVEN[:] = sys.argv[1:] if arguments is None else map(str, arguments)
     try:
-        _check_not_empty(sys.argv[1:] if arguments is None else arguments)
+        _check_not_empty(GIVEN)
         command = typer.main.get_command(app)
-        code = command.main(args=arguments, prog_name="warpfold", standalone_mode=False)
+        with _answered():
+            code = command.main(args=arguments, prog_name="warpfold", standalone_mode=False)
     except UserError as error:
         code = _complain(str(error), error.exit_code)
     except click.UsageError as error:
@@ -78,9 +91,30 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
         code = _complain(f"{error.filename or 'writing'}: {error.strerror}", 1)
-    except (KeyboardInterrupt, typer.Abort):
-        code = _complain("stopped by Ctrl-C", 130)
+    except (StoppedByUser, KeyboardInterrupt, typer.Abort):
+        print(f"stopped by Ctrl-C; {how_to_go_on()}", file=sys.stderr)
+        code = 130
     _leave(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Answer Ctrl-C at once, within the context: what a command has to end, such as a file, may take long."""
+
+    def answer(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"\nstopping; Ctrl-C again: at once\n" if os.isatty(2) else b"stopping\n")
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, answer)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 def _check_not_empty(arguments: Sequence[str]) -> None:
@@ -114,7 +148,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass

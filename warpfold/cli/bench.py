@@ -300,7 +300,7 @@ def data(
         int, runs("How many entries to make features of, spread over the alignment depths.", min=2)
     ] = 48,
     steps: Annotated[int, runs("Steps of the simulated ranks.", min=1)] = 200,
-    out: Annotated[Path | None, writes("File for the figures, as JSON.")] = None,
+    out: Annotated[Path | None, writes("File for the figures, as JSON.", "--out", "-o")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure features per second, reading, memory, what slow examples cost a step, packing.  Takes some minutes."""

@@ -1,32 +1,97 @@
 """What all commands share: the app, its kinds of options, the device, tables and JSON."""
 
+import functools
+import inspect
 import json
 import logging
+import os
+import shlex
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from warpfold.errors import UserError
+from warpfold.progress import no_bars
 
 if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
     from warpfold.parallel.team import ProcessInfo
     from warpfold.tune.example import ModelBench
 
+
+class StoppedByUser(Exception):
+    """Ctrl-C ended a command."""
+
+
+class Commands(TyperGroup):
+    """All commands.  typer would end without a word at Ctrl-C; the command line says how to go on."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise StoppedByUser from None
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="AlphaFold2 in PyTorch: train it, fine-tune it, fold with it.  Start with [bold]warpfold demo[/].",
 )
+
+
+@contextmanager
+def speaking(quiet: bool, verbose: bool, as_json: bool) -> Iterator[None]:
+    """Have a command say less or more within the context.
+
+    quiet: no progress, and nothing on stdout but JSON; warnings and errors stay.  verbose: what the package logs goes
+    to stderr, and so does where an error came from.
+    """
+    log, handler = logging.getLogger("warpfold"), logging.StreamHandler()
+    with ExitStack() as stack:
+        if quiet:
+            stack.enter_context(no_bars())
+        if quiet and not as_json:
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        if verbose:
+            handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+            log.addHandler(handler)
+            stack.callback(log.removeHandler, handler)
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(logging.DEBUG)
+        try:
+            yield
+        except UserError:
+            if verbose:
+                traceback.print_exc()
+            raise
+
+
+def with_speech(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command with the options that all have: -q and -v."""
+
+    @functools.wraps(command)
+    def run(*, quiet: bool, verbose: bool, **given: Any) -> Any:
+        with speaking(quiet, verbose, bool(given.get("as_json"))):
+            return command(**given)
+
+    signature, more = inspect.signature(command), {"quiet": Quiet, "verbose": Verbose}
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=more[name]) for name in more
+    ]
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {**command.__annotations__, **more}
+    return run
 
 
 def argument(help: str, **more: Any) -> Any:
@@ -82,6 +147,8 @@ Branch = Annotated[
 ]
 Strict = Annotated[bool, runs("Fail if an operation has no fast kernel here, instead of running slower.", "--strict")]
 Workers = Annotated[int, runs("Number of processes.", min=1)]
+Quiet = Annotated[bool, runs("Print warnings and errors only, and what --json gives.", "--quiet", "-q")]
+Verbose = Annotated[bool, runs("Print what is decided inside, too, and where an error came from.", "--verbose", "-v")]
 Seed = Annotated[int, decides("The same seed gives the same result.")]
 
 # The size of a random example that is timed or profiled; what is left out is that of the settings' training examples.
@@ -147,6 +214,19 @@ def name_operations(command: Any, attribute: str) -> None:
     for parameter in command.params:
         if parameter.name == "op":
             parameter.help = parameter.help.replace("OPERATIONS", ", ".join(getattr(cases, attribute)))
+
+
+CONTINUE = ("demo", "pack", "predict", "relax", "search", "train")  # commands that keep what they have done
+GIVEN: list[str] = []  # the arguments of the command line that runs
+
+
+def how_to_go_on() -> str:
+    """Return what to type after a command was stopped: the same once more, but `--force`, which would begin again."""
+    if not GIVEN or os.environ.get("WORLD_SIZE", "1") != "1":
+        return "the same command continues"
+    if GIVEN[0] not in CONTINUE:
+        return f"to start again: {shlex.join(['warpfold', *GIVEN])}"
+    return f"the same command continues: {shlex.join(['warpfold', *(one for one in GIVEN if one != '--force')])}"
 
 
 def say_refused(refused: Mapping[str, int]) -> None:

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, Force, Seed, app, decides, device_of, show, writes
+from warpfold.cli.common import AsJson, Force, Seed, app, decides, device_of, how_to_go_on, show, writes
 from warpfold.progress import progress_bar
 
 
 @app.command(epilog="Example:  warpfold demo --out demo")
 def demo(
-    out: Annotated[Path, writes("Folder for the report and everything else.")] = Path("demo"),
+    out: Annotated[Path, writes("Folder for the report and everything else.", "--out", "-o")] = Path("demo"),
     multimer: Annotated[bool, decides("Dimers, and a small AlphaFold-Multimer.", "--multimer")] = False,
     seed: Seed = 0,
     force: Force = False,
@@ -25,7 +25,7 @@ def demo(
         with progress_bar(narrate=True) as progress:
             summary = run_demo(out, multimer=multimer, seed=seed, force=force, progress=progress)
     except KeyboardInterrupt:
-        typer.echo("stopped; the same command continues", err=True)
+        typer.echo(f"stopped; {how_to_go_on()}", err=True)
         raise typer.Exit(130) from None
     if as_json:
         show(summary)

@@ -33,6 +33,7 @@ def doctor(
     from warpfold.tune import doctor as checks
     from warpfold.tune.machine import describe
     from warpfold.tune.measured_memory import check_memory
+    from warpfold.tune.verdict import of_findings, of_machine
 
     if settings is not None and not kernels:
         raise UserError("--settings gives the sizes for --kernels; add --kernels")
@@ -40,9 +41,10 @@ def doctor(
     if not kernels:
         machine = describe(where)
         if as_json:
-            show({"machine": machine})
+            show({"machine": machine, "verdict": of_machine(where)})
         else:
             _facts(machine)
+            _verdict(of_machine(where))
             typer.echo(f"\n{HINT}")
         return
     source = settings or ("monomer" if where.type == "cuda" else "tiny")
@@ -50,13 +52,15 @@ def doctor(
     with progress_bar() as progress:
         findings = checks.examine(cases, where, progress=progress)
     memory = check_memory(where)
-    report = {**checks.report(findings, where, source), "memory": asdict(memory)}
+    verdict = [*of_findings(findings, source, where), *of_machine(where)]
+    report = {**checks.report(findings, where, source), "memory": asdict(memory), "verdict": verdict}
     if as_json:
         show(report)
     else:
         _facts(report["machine"])
         _print(findings, where.type, source)
         typer.echo(memory.says())
+        _verdict(verdict)
     for finding in findings:
         if finding.verdict.red:
             typer.echo(f"red: {finding.verdict.says()}", err=True)
@@ -69,6 +73,13 @@ def _facts(machine: dict[str, str]) -> None:
         typer.echo(f"{key:{wide}}  {value}")
 
 
+def _verdict(sentences: list[str]) -> None:
+    typer.echo("")
+    for sentence in sentences:
+        styles = {"WRONG": typer.colors.RED, "Slow": typer.colors.YELLOW, "Short": typer.colors.YELLOW}
+        typer.secho(sentence, fg=styles.get(sentence.partition(":")[0]))
+
+
 def _print(findings: "list[Finding]", kind: str, source: str) -> None:
     from warpfold.tune.doctor import HEADS, table
 
@@ -76,9 +87,5 @@ def _print(findings: "list[Finding]", kind: str, source: str) -> None:
         typer.echo("\nNo GPU is checked: these are the CPU's fast ways.")
     typer.echo(f"\nSizes of {source}.  Errors to fp64, ours / the definition's; rough speeds, from a few passes.\n")
     show_table(HEADS, table(findings), lambda row: "bold red" if row[-1] == "RED" else "")
-    red = sum(f.verdict.red for f in findings)
-    slow = sum(bool(f.verdict.reason) or f.small for f in findings)
-    cut = (
-        "; where rows were cut, speeds are those of the cut" if any(f.verdict.case.full_rows for f in findings) else ""
-    )
-    typer.echo(f"{len(findings)} checked, {red} red, {slow} computed by the definition{cut}")
+    if any(f.verdict.case.full_rows for f in findings):
+        typer.echo("where rows were cut, speeds are those of the cut")

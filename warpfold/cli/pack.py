@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpfold.cli.common import AsJson, Lists, Workers, app, decides, reads, runs, show, writes
+from warpfold.cli.common import AsJson, Lists, Workers, app, decides, how_to_go_on, reads, runs, show, writes
 from warpfold.errors import UserError
 from warpfold.progress import progress_bar
 
@@ -41,7 +41,7 @@ def pack(
         list[Path] | None, reads("Folders of the templates' mmCIF files; default: those of --structures.")
     ] = None,
     clusters: Annotated[Path | None, reads("Clusters, one per line, or MMseqs2's TSV; default: computed.")] = None,
-    out: Annotated[Path | None, writes("The store; the same command continues a stopped run.")] = None,
+    out: Annotated[Path | None, writes("The store; the same command continues a stopped run.", "--out", "-o")] = None,
     max_resolution: Annotated[float, decides("Å; worse structures are dropped.")] = 9.0,
     max_single: Annotated[float, decides("Share of one amino acid; chains with more are dropped.", max=1)] = 0.8,
     min_length: Annotated[int, decides("Residues; shorter chains are dropped.", min=1)] = 10,
@@ -102,7 +102,7 @@ def _make(make: Callable[..., "PackReport"]) -> "PackReport":
         with _sigterm_stops(), progress_bar() as bar:
             return make(progress=bar)
     except KeyboardInterrupt as stop:
-        typer.echo("stopped; the same command continues", err=True)
+        typer.echo(f"stopped; {how_to_go_on()}", err=True)
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
 
 

@@ -16,7 +16,8 @@ def params(
     file: Annotated[Path, argument("WarpFold's .safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.")],
     check: Annotated[bool, decides("Look at every number: whether all are finite.", "--check")] = False,
     out: Annotated[
-        Path | None, writes("A new file: .safetensors (WarpFold), or .npz by DeepMind's names, which others read too.")
+        Path | None,
+        writes("A new file: .safetensors, or .npz by DeepMind's names, which others read too.", "--out", "-o"),
     ] = None,
     toml: Annotated[bool, writes("Print its settings as a file that `train` takes.", "--toml")] = False,
     as_json: AsJson = False,

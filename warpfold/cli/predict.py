@@ -70,7 +70,7 @@ Keep = Annotated[
         min=1,
     ),
 ]
-Out = Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.")]
+Out = Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.", "--out", "-o")]
 Msa = Annotated[
     list[Path] | None, reads("Alignments, or folders of them; each goes to the sequence that is its first row.")
 ]
@@ -142,7 +142,8 @@ TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations
     epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
     "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
     "--params params_model_*_multimer_v3.npz --seeds 2 --out folded\n\n"
-    "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded",
+    "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded\n\n"
+    "Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.",
 )
 def predict(
     query: Queries,
@@ -184,10 +185,7 @@ def predict(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report; rank models and seeds.
-
-    Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.
-    """
+    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report; rank models and seeds."""
     from warpfold.parallel.team import ProcessInfo
     from warpfold.run import commands, fold_options
     from warpfold.run import predict as prediction
@@ -242,7 +240,7 @@ def _say_others(part: "JobPart", out: Path, relax: Relax) -> None:
 
 def _bar(rank: int) -> AbstractContextManager[Progress | None]:
     """Return the bar of the first of several processes; the caller says how much time is left."""
-    return progress_bar(remaining=False) if rank == 0 else nullcontext()
+    return progress_bar(remaining=False, every=30.0) if rank == 0 else nullcontext()
 
 
 def _sources(

@@ -35,7 +35,8 @@ LONGEST = 16  # rows of a table on the terminal; the files have all
 def profile(
     settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
     out: Annotated[
-        Path | None, writes("New folder for profile.html, profile.json and trace.json.gz (for ui.perfetto.dev).")
+        Path | None,
+        writes("New folder for profile.html, profile.json and trace.json.gz (for ui.perfetto.dev).", "--out", "-o"),
     ] = None,
     forward: Annotated[
         bool, decides("One forward pass without gradient, in place of a training step.", "--forward")

@@ -11,7 +11,7 @@ from warpfold.progress import progress_bar
 
 @app.command(epilog="Example:  warpfold sample --proteins 200 --out proteins")
 def sample(
-    out: Annotated[Path, writes("Folder for mmCIF and A3M files.")],
+    out: Annotated[Path, writes("Folder for mmCIF and A3M files.", "--out", "-o")],
     proteins: Annotated[int, decides("Number of proteins.", min=0)] = 200,
     dimers: Annotated[int, decides("Number of dimers besides, of equal chains and of different ones.", min=0)] = 0,
     min_length: Annotated[int, decides("Residues of the shortest chain.", min=1)] = 30,

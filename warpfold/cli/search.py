@@ -49,7 +49,7 @@ def search(
         ),
     ] = None,
     out: Annotated[
-        Path | None, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.")
+        Path | None, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.", "--out", "-o")
     ] = None,
     msa_server: MsaServer = None,
     template_database: Annotated[Path | None, reads("FASTA like pdb_seqres, to find template hits in.")] = None,

@@ -21,6 +21,7 @@ from warpfold.cli.common import (
     argument,
     decides,
     device_of,
+    how_to_go_on,
     plans_said,
     reads,
     runs,
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 def train(
     settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
     data: Annotated[list[str], reads("Stores that `warpfold pack` made: STORE or STORE=WEIGHT.")],
-    out: Annotated[Path, writes("Folder of the run; the same command continues a stopped run, bit for bit.")],
+    out: Annotated[
+        Path, writes("Folder of the run; the same command continues a stopped run, bit for bit.", "--out", "-o")
+    ],
     init: Annotated[Path | None, reads("Parameters to start from; default: random ones.")] = None,
     replay: Annotated[Path | None, reads("order.txt of a run of the same data and seed, to follow.")] = None,
     change: Annotated[
@@ -59,14 +62,14 @@ def train(
     """
     from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run import commands
-    from warpfold.run.results import training_bar
+    from warpfold.run.watching import training_progress
 
     plan = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
     changes = [*(change or []), *(f"{key}={value}" for key, value in plan.items() if value is not None)]
     given = commands.as_settings(settings, [*changes, *(['plan.kernels="strict"'] if strict else [])])
     config, process = given.config(), ProcessInfo.from_environment(os.environ)
     where = device_of(device, process)
-    bar = training_bar(config.train.steps) if process.rank == 0 else nullcontext()
+    bar = training_progress(config.train.steps, every=config.train.report_every) if process.rank == 0 else nullcontext()
     join = distributed_context(process, None, where, config.plan.time_limit)
     with join as team, bar as watcher, plans_said(process):
         result = commands.train(
@@ -93,4 +96,4 @@ def _say(result: "Summary", out: Path, as_json: bool) -> None:
     elif result.finished:
         typer.echo(f"{result.steps} steps; parameters: {result.params}")
     else:
-        typer.echo(f"stopped after {result.steps} steps; the same command continues", err=True)
+        typer.echo(f"stopped after {result.steps} steps; {how_to_go_on()}", err=True)

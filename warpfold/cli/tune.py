@@ -40,7 +40,8 @@ def tune(
     ] = None,
     quick: Annotated[bool, decides("Tune for initial training in bf16 alone.", "--quick")] = False,
     out: Annotated[
-        Path | None, writes("Folder for the table; default: ~/.cache/warpfold/tuned, where runs look for it.")
+        Path | None,
+        writes("Folder for the table; default: ~/.cache/warpfold/tuned, where runs look for it.", "--out", "-o"),
     ] = None,
     device: Device = None,
     dry_run: Annotated[bool, runs("Only say what would be timed; needs no GPU.", "--dry-run")] = False,

@@ -95,6 +95,10 @@ class RunFolder(StepFolders):
         self._end_writing(wait=True)
         self._writing = self._thread.submit(write)
 
+    def wait_for_writing(self) -> None:
+        """Return when the last checkpoint is on the disk.  Errors: what writing it raised."""
+        self._end_writing(wait=True)
+
     def _end_writing(self, wait: bool) -> None:
         """Raise what writing beside has raised, once it has ended."""
         if self._writing is not None and (wait or self._writing.done()):
@@ -203,6 +207,9 @@ class RunFolder(StepFolders):
         return last
 
     def _note_score(self, row: Mapping[str, Any]) -> None:
+        """Note by what checkpoints are compared; not of a validation of some examples `of` more: others are easier."""
+        if "of" in row:
+            return
         if isinstance(score := row.get(self._score), float) and math.isfinite(score):
             self.scores[row["step"]] = score
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from warpfold.bulk import JobPart
 from warpfold.errors import UserError
+from warpfold.progress import Progress, no_progress
 from warpfold.settings import plain, toml_value
 
 
@@ -19,8 +21,8 @@ Paths = PathLike | Sequence[PathLike]
 Changes = Sequence[str] | Mapping[str, Any]  # of settings: ["train.steps=5"], {"train.steps": 5}
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
-    """Return a whole number, of at least `least`."""
+def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """Return a whole number, of at least `least` and at most `most`."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -29,12 +31,14 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
         raise WrongArgument(f"{name} = {shown(value)}: a whole number is needed") from None
     if least is not None and found < least:
         raise WrongArgument(f"{name} = {found}: at least {least} is needed")
+    if most is not None and found > most:
+        raise WrongArgument(f"{name} = {found}: at most {most} is possible")
     return found
 
 
-def whole_or_none(name: str, value: Any, least: int | None = None) -> int | None:
+def whole_or_none(name: str, value: Any, least: int | None = None, most: int | None = None) -> int | None:
     """Return a whole number, or None where the default is meant."""
-    return None if value is None else whole(name, value, least)
+    return None if value is None else whole(name, value, least, most)
 
 
 def number_or_none(name: str, value: Any) -> float | None:
@@ -66,6 +70,23 @@ def text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise WrongArgument(f"{name} = {shown(value)}: a text is needed")
     return value
+
+
+def text_or_none(name: str, value: Any) -> str | None:
+    """Return a text, or None where the default is meant."""
+    return None if value is None else text(name, value)
+
+
+def progress_of(value: Any) -> Progress:
+    """Return what is told of progress, or what tells nobody."""
+    if value is not None and not callable(value):
+        raise WrongArgument(f"progress = {shown(value)}: a function of (done, total, what) is needed")
+    return no_progress if value is None else value
+
+
+def part_of(shard: Any) -> JobPart | None:
+    """Return which part of several is meant by "I/N"; None for all.  Errors: UserError for anything else."""
+    return None if shard is None else JobPart.parse(text("shard", shard))
 
 
 def path(name: str, value: Any) -> Path:

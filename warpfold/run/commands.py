@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
-from warpfold.bulk import JobPart
 from warpfold.errors import UserError
-from warpfold.progress import Progress, no_progress
+from warpfold.progress import Progress
 from warpfold.run import arguments
 from warpfold.run.arguments import Changes, PathLike, Paths
 from warpfold.settings import build
@@ -26,7 +25,7 @@ if TYPE_CHECKING:  # what a command needs loads when it is called: `pack` runs w
     from warpfold.data.search.database import Database
     from warpfold.data.search.server import AlignmentServer
     from warpfold.data.store.store import Store
-    from warpfold.engine.loop import Watcher
+    from warpfold.engine.watch import Watching
     from warpfold.parallel.team import Team
     from warpfold.run.config import GivenSettings, RunConfig
     from warpfold.run.outputs import Prediction
@@ -60,7 +59,7 @@ def sample(
         dimers=arguments.whole("dimers", dimers, 0),
         min_length=arguments.whole("min_length", min_length, 1),
         max_length=arguments.whole("max_length", max_length, 1),
-        progress=progress or no_progress,
+        progress=arguments.progress_of(progress),
     )
 
 
@@ -105,13 +104,14 @@ def search(
 
     name = arguments.one_of("engine", engine, searching.ENGINES)
     chosen = {
-        "iterations": arguments.whole_or_none("iterations", iterations, 1),
+        "iterations": arguments.whole_or_none("iterations", iterations, 1, 3),
         "e_value": arguments.number_or_none("e_value", e_value),
     }
     finder = searching.ENGINES[name](**{key: value for key, value in chosen.items() if value is not None})
     options = searching.SearchOptions(
         arguments.path_or_none("cache", cache), arguments.whole("workers", workers, 1),
-        arguments.whole_or_none("threads", threads, 1), cluster, JobPart.parse(shard) if shard else None,
+        arguments.whole_or_none("threads", threads, 1), arguments.text_or_none("cluster", cluster),
+        arguments.part_of(shard),
     )  # fmt: skip
     return searching.search(
         arguments.queries("queries", queries),
@@ -120,7 +120,7 @@ def search(
         finder,
         arguments.path_or_none("template_database", template_database),
         options,
-        progress or no_progress,
+        arguments.progress_of(progress),
     )
 
 
@@ -152,7 +152,7 @@ def _ask(
     if not isinstance(server, AlignmentServer):
         folder = arguments.path_or_none("cache", cache) or out / "cache"
         server = AlignmentServer(arguments.text("msa_server", server), folder, say=log.info)
-    return search_by_server(queries, server, out, tell or no_progress)
+    return search_by_server(queries, server, out, arguments.progress_of(tell))
 
 
 def pack(
@@ -194,7 +194,8 @@ def pack(
         raise UserError("pack: out is missing; name the store to make")
     if (structures is None) == (merge is None):
         raise UserError("pack: give structures, or parts to merge, and not both")
-    workers, tell = arguments.whole("workers", workers, 1), progress or no_progress
+    workers, tell = arguments.whole("workers", workers, 1), arguments.progress_of(progress)
+    cluster, part = arguments.text_or_none("cluster", cluster), arguments.part_of(shard)
     if merge is not None:
         parts = arguments.paths("merge", merge)
         return packing.merge(parts, arguments.path("out", out), workers, cluster, tell)
@@ -208,7 +209,7 @@ def pack(
         arguments.paths("structures", structures), arguments.paths("msas", msas), arguments.path("out", out), options,
         hits=arguments.paths("hits", hits), clusters=arguments.path_or_none("clusters", clusters),
         template_structures=arguments.paths("template_structures", template_structures),
-        workers=workers, cluster=cluster, part=JobPart.parse(shard) if shard else None, progress=tell,
+        workers=workers, cluster=cluster, part=part, progress=tell,
     )  # fmt: skip
 
 
@@ -235,15 +236,15 @@ def train(
     device: str | None = None,
     memory: str | int | None = None,
     strict: bool = False,
-    watch: "Watcher | None" = None,
+    watch: "Watching | None" = None,
     team: "Team | None" = None,
 ) -> "Summary":
     """Train or fine-tune into the folder `out`, or continue the run that is there; return how it ended.
 
     settings: a preset's name, a TOML file, its values, or a `RunConfig`.  data: stores, or their paths, each with
     =WEIGHT if it has one.  init: parameters to start from.  set: settings over those, {"train.steps": 500}.  memory:
-    of the device, "24GB" or bytes.  watch: gets each row of metrics.jsonl.  team: processes that train together; all
-    call this.
+    of the device, "24GB" or bytes.  watch: who is told of the run: watchers, or functions of each row of metrics.jsonl
+    (docs/watching.md).  team: processes that train together; all call this.
     Errors: UserError for bad arguments, settings, stores and parameters, and a folder of another run.
     """
     from warpfold.parallel.team import Team

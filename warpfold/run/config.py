@@ -24,9 +24,10 @@ class TrainConfig:
     seed: int = 0  # of the first weights, the order of the examples, and everything random
     order: Weights = "paper"  # Supp. 1.2.5; "uniform": each example once per epoch
     validation: float | tuple[str, ...] | str = 0.02  # share of the store or keys, held out; or another store's folder
-    validation_examples: int = 64  # at most this many of them
+    validation_examples: int = 64  # at most this many of them, one for each cluster (but all that are named)
     validation_residues: int = 512  # at most the first this many of each
     validate_every: int = 1_000  # steps; 0: at the beginning and the end only
+    validation_share: float = 0.1  # of the time, at most; what there is no time for is left out; 1: all is validated
     save_every: int = 500  # steps
     keep: int = 2  # how many last checkpoints stay; the best stays too
     # With --init: heads that the file lacks begin at random, and those that the settings lack are left out.
@@ -37,15 +38,22 @@ class TrainConfig:
     ahead: int = 4  # examples per worker that are prepared ahead
     window: int = 0  # positions by which a ready example may come early, or a slow one late; 0: in order
     quarantine: float = 0.01  # share of the data that may turn out unusable before the run stops
-    tensorboard: bool = False
+    tensorboard: bool = False  # curves in the run's folder, for TensorBoard
+    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases: in the folder; or as W&B is set up
+    csv: bool = False  # metrics.csv in the run's folder
+    report_every: float = 30.0  # seconds between lines of progress, where there is no terminal
 
     def __post_init__(self) -> None:
         if min(self.steps, self.save_every, self.keep) < 1:
             raise ValueError("steps, save_every and keep must be at least 1")
         if isinstance(self.validation, float) and not 0 <= self.validation < 1:
             raise ValueError("validation, as a share, must be at least 0 and below 1")
-        if self.ahead < 1 or min(self.window, self.workers or 0, self.max_skipped) < 0:
-            raise ValueError("ahead must be at least 1; workers, window and max_skipped must not be negative")
+        if not 0 < self.validation_share <= 1:
+            raise ValueError("validation_share must be above 0 and at most 1; validation = 0.0 holds nothing out")
+        if self.ahead < 1 or min(self.window, self.workers or 0, self.max_skipped, self.report_every) < 0:
+            raise ValueError(
+                "ahead must be at least 1; workers, window, max_skipped and report_every must not be negative"
+            )
         if not 0 <= self.quarantine <= 1:
             raise ValueError("quarantine must lie between 0 and 1")
 

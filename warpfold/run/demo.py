@@ -29,7 +29,7 @@ from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import entry_keys, read_assembly
 from warpfold.data.synthetic.folder import generate
-from warpfold.engine.loop import Row
+from warpfold.engine.watch import Row
 from warpfold.progress import Progress, no_progress
 from warpfold.run.config import RunConfig
 from warpfold.run.demo_report import DIMERS, LDDT, PROTEINS, DemoSubject, Measured, compare, demo_report, means

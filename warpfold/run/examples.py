@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -65,7 +65,11 @@ def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[So
 
 
 def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store, str]]]:
-    """Return the keys to train on, and the examples held out for validation."""
+    """Return the keys to train on, and the examples held out for validation.
+
+    One example for each cluster, or for each set of clusters that meet in an assembly: of a family that is held out
+    every chain would say the same.  What the settings name is all validated, at most `validation_examples`.
+    """
     wanted, assemblies = config.train.validation, config.model.multimer is not None
     entries = entry_keys(store, assemblies)
     if isinstance(wanted, str):
@@ -81,11 +85,24 @@ def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store,
             raise UserError(f"train.validation: {wrong[0]} is an assembly; give chains, or train a multimer")
         other, held = store, list(wanted)
         training = [key for key in entries if key not in wanted]
-    drawn = keyed_rng(config.train.seed, "validation").permutation(len(held))[: config.train.validation_examples]
-    return training, [(other, held[i]) for i in sorted(drawn)]
+    drawn = keyed_rng(config.train.seed, "validation").permutation(len(held)).tolist()
+    if isinstance(wanted, float | str):
+        families, first = families_of(Source(other, held)) if held else [], dict[frozenset[str], int]()
+        for i in drawn:
+            first.setdefault(families[i], i)
+        drawn = list(first.values())
+    return training, [(other, held[i]) for i in sorted(drawn[: config.train.validation_examples])]
 
 
-def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) -> Iterator[tuple[str, Arrays]]:
+def families_of(source: Source) -> list[frozenset[str]]:
+    """Return the clusters of each entry's chains."""
+    clusters = dict(zip(source.store.keys, source.store.column("cluster")))
+    return [frozenset(clusters[chain] for chain in chains) for chains in source.chains()]
+
+
+def held_out_features(
+    held_out: Sequence[tuple[Store, str]], config: RunConfig
+) -> Generator[tuple[str, Arrays], None, None]:
     """Yield the key and the features of each held-out example, of its leading part; the same in every validation.
 
     A thread makes those of the next one while the caller uses these.
@@ -98,7 +115,10 @@ def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) 
         return key, make_features(part, config.data, config.train.seed, (key, "validation"), passes)
 
     with ThreadPoolExecutor(1, "held-out") as thread:
-        yield from in_order(make, held_out, thread, ahead=2)
+        try:
+            yield from in_order(make, held_out, thread, ahead=2)
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)  # where the caller wants no more
 
 
 def leading_part(entry: StoredExample | Assembly, most: int) -> RawExample | Assembly:

@@ -1,8 +1,9 @@
 """Make what `Predictor.fold` is given into queries: sequences, rows or files of alignments, templates."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from warpfold.data.example.assembly import Assembly
@@ -13,10 +14,13 @@ from warpfold.data.formats.alignment import Alignment, encode, merge, without_pa
 from warpfold.data.formats.chain_alignments import read_chain_alignments
 from warpfold.data.formats.sequences import parse_a3m
 from warpfold.errors import UserError
-from warpfold.run.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown
+from warpfold.run.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown, text_or_none
+from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params, check_templates
 from warpfold.run.predict_templates import TemplateSources
 from warpfold.run.queries import ComplexQuery, FoldQuery, Query, with_templates
+
+log = logging.getLogger("warpfold")
 
 Sequences = str | Sequence[str] | Mapping[str, str]  # of a protein, or of the chains of a complex
 Rows = Alignment | Sequence[str]  # of one sequence, as A3M has them
@@ -121,9 +125,17 @@ def add_templates(
         files=[str(file) for file in paths("templates", templates)],
         hits=paths("hits", hits),
         structures=path_or_none("template_structures", structures),
-        max_date=max_date,
+        max_date=text_or_none("max_template_date", max_date),
     )
     return with_templates([query], sources, [model])[0] if sources else query
+
+
+def said_of(query: Query, prediction: Prediction) -> Prediction:
+    """Return a prediction with what became of its templates, and what is to be said of its input, which is logged."""
+    for warning in query.warnings:
+        log.warning("%s: %s", query.name, warning)
+    details = {**prediction.details, **({"warnings": list(query.warnings)} if query.warnings else {})}
+    return replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes], details=details)
 
 
 def depths_of(assembly: Assembly) -> dict[str, Any]:

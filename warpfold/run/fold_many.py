@@ -9,14 +9,14 @@ from typing import Any
 
 from warpfold.errors import UserError
 from warpfold.parallel.team import Team
-from warpfold.progress import Progress, no_progress
-from warpfold.run.arguments import WrongArgument, is_list, paths, shown
-from warpfold.run.fold_input import query_of
+from warpfold.progress import Progress
+from warpfold.run.arguments import WrongArgument, is_list, paths, progress_of, shown
+from warpfold.run.fold_input import query_of, said_of
 from warpfold.run.fold_options import Kept
 from warpfold.run.folding import FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params
-from warpfold.run.predictor import Predictor, said_of
+from warpfold.run.predictor import Predictor
 from warpfold.run.queries import Query, read_given
 
 
@@ -63,7 +63,7 @@ def fold_many(
     progress: Progress | None = None,
 ) -> list[FoldResult]:
     """Fold many proteins, as `Predictor.fold_many`.  numbers: seed, recycles and ensemble.  batch: None for "auto"."""
-    tell, results = progress or no_progress, {}
+    tell, results = progress_of(progress), {}
     queries: list[Query] = []
     given = _given(predictor, sequences, alignments, templates)
     for name, one, aligned, offered in given:

@@ -6,6 +6,7 @@ docs/throughput.md says why, and what was measured.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import groupby
@@ -18,6 +19,7 @@ from warpfold.run.fold_options import Kept
 from warpfold.run.journal import Key
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params
+from warpfold.run.passes import PassPlace, followed
 from warpfold.run.predictor import Predictor, load
 from warpfold.run.queries import FoldQuery, Query
 from warpfold.run.read_out import Prepared
@@ -33,6 +35,7 @@ FAILURES = (UserError, RuntimeError, MemoryError, ArithmeticError, ValueError)
 # residues x residues, and of residues x rows, in one pass; 0: never.  On a GPU this was not measured.
 TOGETHER = {"cpu": 8192}
 MOST_TOGETHER = 8
+OFTEN = 0.2  # seconds between two words about where the model is
 
 
 @dataclass(frozen=True)
@@ -209,14 +212,22 @@ class FoldOutcome:
 
 
 Write = Callable[[FoldItem, Prediction], dict[str, Any]]  # returns the entry
+Follow = Callable[[Group, PassPlace], None]
 Made = list[tuple[FoldItem, Prepared | str]]
 Folded = list[tuple[FoldItem, Prediction | str]]
 
 
-def fold_groups(memory: Loaded, groups: Iterable[Group], write: Write, record: Callable[[FoldOutcome], None]) -> Clock:
+def fold_groups(
+    memory: Loaded,
+    groups: Iterable[Group],
+    write: Write,
+    record: Callable[[FoldOutcome], None],
+    follow: Follow | None = None,
+) -> Clock:
     """Fold groups one after another, while a thread makes the features of the next and another writes the last's files.
 
     So there are features of two groups at most.  record: called in the writing thread, in the order of the groups.
+    follow: told where the model is in a group, some times in a second at most.
     Errors: what is no failure of one prediction alone (`failures_of`) ends it.
     """
     clock, failures, coming = Clock(), failures_of(memory.team), iter(groups)
@@ -235,7 +246,8 @@ def fold_groups(memory: Loaded, groups: Iterable[Group], write: Write, record: C
             if following is not None and following[0].model is group[0].model:
                 making = maker.submit(_prepare, predictor, following, memory.options, failures)
             start = time.perf_counter()
-            folded = _compute(predictor, made, memory.options, failures)
+            with following_passes(predictor, group, made, follow):
+                folded = _compute(predictor, made, memory.options, failures)
             done = time.perf_counter()
             if written is not None:
                 written.result()
@@ -248,6 +260,24 @@ def fold_groups(memory: Loaded, groups: Iterable[Group], write: Write, record: C
             written.result()
             clock.files += time.perf_counter() - start
     return clock
+
+
+def following_passes(
+    predictor: Predictor, group: Group, made: Made, follow: Follow | None
+) -> AbstractContextManager[None]:
+    """Tell `follow` where the model is while it folds a group, within the context."""
+    ready = [prepared for _, prepared in made if isinstance(prepared, Prepared)]
+    if follow is None or not ready:
+        return nullcontext()
+    said = time.perf_counter()
+
+    def tell(place: PassPlace) -> None:
+        nonlocal said
+        if time.perf_counter() - said > OFTEN:  # hundreds of layers pass by in the time of a small protein
+            said = time.perf_counter()
+            follow(group, place)
+
+    return followed(predictor.model, (ready[0].recycles + 1) * ready[0].ensemble, tell)
 
 
 def failures_of(team: Team) -> tuple[type[Exception], ...]:

@@ -27,7 +27,7 @@ from warpfold.parallel.team import Team
 from warpfold.progress import Progress
 from warpfold.run import arguments
 from warpfold.run.arguments import PathLike, Paths
-from warpfold.run.fold_input import Alignments, Sequences, TemplatesLike, add_templates, depths_of, query_of
+from warpfold.run.fold_input import Alignments, Sequences, TemplatesLike, add_templates, depths_of, query_of, said_of
 from warpfold.run.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params
@@ -67,6 +67,10 @@ class Predictor:
         offload: bool | None = None,
         memory: str | int | None = None,
     ) -> None:
+        if not isinstance(model, AlphaFold):
+            raise arguments.WrongArgument(
+                f"model = {arguments.shown(model)}: an AlphaFold is needed; files: load(FILE)"
+            )
         self.team = team or Team()
         axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
         if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
@@ -335,14 +339,6 @@ class Predictor:
         return used
 
 
-def said_of(query: Query, prediction: Prediction) -> Prediction:
-    """Return a prediction with what became of its templates, and what is to be said of its input, which is logged."""
-    for warning in query.warnings:
-        log.warning("%s: %s", query.name, warning)
-    details = {**prediction.details, **({"warnings": list(query.warnings)} if query.warnings else {})}
-    return replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes], details=details)
-
-
 def load(
     params: PathLike,
     device: str | torch.device | None = None,
@@ -370,6 +366,8 @@ def load(
     """
     path, where = arguments.path("params", params), arguments.device_of(device)
     recycling = Recycling.of(recycle_tolerance, max_recycles)
+    if sample is not None and not isinstance(sample, SampleConfig):
+        raise arguments.WrongArgument(f"sample = {arguments.shown(sample)}: a SampleConfig is needed")
     rows: dict[str, Any] = {
         "max_msa": arguments.whole_or_none("max_msa", max_msa, 1),
         "max_extra": arguments.whole_or_none("max_extra", max_extra, 0),

@@ -1,23 +1,21 @@
 """Collect the results of a step's examples: tensors on the device, then plain numbers, then rows of the log."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from warpfold.batch import Batch
 from warpfold.data.load.loader import Sample
-from warpfold.engine.loop import Row, StepTimer, Watcher
+from warpfold.engine.loop import StepTimer
 from warpfold.engine.optim import OptimConfig, learning_rate
+from warpfold.engine.watch import Row
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model.alphafold import Output
-from warpfold.progress import progress_bar
 from warpfold.run import metrics
 
 CA = ATOM_ORDER["CA"]
@@ -144,32 +142,6 @@ def _mean(values: Sequence[float]) -> float:
     """Return the mean without NaNs; NaN if nothing is left."""
     numbers = [value for value in values if not math.isnan(value)]
     return float(np.mean(numbers)) if numbers else float("nan")
-
-
-@contextmanager
-def training_bar(steps: int, console: Console | None = None) -> Iterator[Watcher]:
-    """Show a bar with the loss, the held-out lDDT-Ca, the speed, and the share of the time that steps wait for data.
-
-    If the console is not a terminal, only entries that cannot be used are printed.
-    """
-    console = console or Console(stderr=True)
-    shown = {"loss": "-", "lddt": "-", "speed": ""}
-    with progress_bar(console=console, transient=False) as move:
-
-        def watch(row: Row) -> None:
-            """Show a row."""
-            if row["kind"] == "quarantine":
-                said = f"set aside {row['example']}: {row['reason']}"
-                console.print(said, markup=False, highlight=False, soft_wrap=True)
-                return
-            if row["kind"] == "validation":
-                shown["lddt"] = f"{row['lddt_ca']:.3f}"
-            else:
-                shown["loss"] = f"{row['loss']:.3f}"
-                shown["speed"] = f"{row['samples_per_second']:.2g} samples/s, {row['waiting_so_far']:.1%} waiting"
-            move(row["step"], steps, "loss {loss}  lDDT-Cα {lddt}  {speed}".format(**shown))
-
-        yield watch
 
 
 class SkippedExamples:

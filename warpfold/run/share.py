@@ -18,11 +18,12 @@ from warpfold.errors import UserError
 from warpfold.files import file_name
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.team import Team
-from warpfold.progress import Progress
+from warpfold.progress import Progress, as_time
 from warpfold.run.folder import PredictionFolder
 from warpfold.run.folding import Clock, FoldItem, FoldOutcome, Group, ModelInMemory, cost_of, fold_groups, taken
 from warpfold.run.journal import WHOLE, Journal
 from warpfold.run.outputs import Prediction
+from warpfold.run.passes import PassPlace
 
 if TYPE_CHECKING:
     from warpfold.run.predict import PredictOptions
@@ -103,7 +104,7 @@ def fold_shared(
         bar.move([outcome.item])
 
     write = _writer(keep, folder.out, folder.is_several)
-    clock = fold_groups(memory, taken(groups, team) if team.mesh.data.size > 1 else groups, write, record)
+    clock = fold_groups(memory, taken(groups, team) if team.mesh.data.size > 1 else groups, write, record, bar.follow)
     if team.mesh.data.size > 1:
         team.wait_for_all("the end of the predictions")
     return clock, refusals(refused_before)
@@ -185,7 +186,7 @@ def _writer(keep: Keep, out: Path, several: bool) -> Callable[[FoldItem, Predict
 
 
 class _Bar:
-    """Tells how many predictions there are, and the time that is left by what they cost."""
+    """Tells how many predictions there are, where the model is in one, and the time that is left by what they cost."""
 
     def __init__(self, tell: Progress, total: int, groups: Sequence[Group]) -> None:
         self._tell, self._total = tell, total
@@ -193,17 +194,22 @@ class _Bar:
         self._cost, self._left, self._start = 0.0, cost_of(groups), time.perf_counter()
         tell(self._done, total, groups[0][0].query.name if groups else "")
 
+    def follow(self, group: Group, place: PassPlace) -> None:
+        """Show where the model is in a group that it folds; what has been folded may still be being written."""
+        cost = place.share * cost_of([group])
+        name = group[0].query.name if len(group) == 1 else f"{len(group)} together"
+        short = name if len(name) <= 12 else f"{name[:11]}…"
+        done = min(self._done + place.share * len(group), self._total)
+        self._tell(done, self._total, f"{short}{self._time_left(cost)}, {place}")
+
     def move(self, items: Sequence[FoldItem]) -> None:
         self._done += len(items)
         for item in items:
             self._cost, self._left = self._cost + item.cost, self._left - item.cost
-        seconds = (time.perf_counter() - self._start) * self._left / self._cost if self._cost else 0.0
-        left = f", {as_time(seconds)} left" if self._left > 0 and seconds >= 1 else ""
-        self._tell(self._done, self._total, f"{items[-1].query.name}{left}")
+        self._tell(self._done, self._total, f"{items[-1].query.name}{self._time_left()}")
 
-
-def as_time(seconds: float) -> str:
-    """Return a duration for people: "40 s", "12 min", "3.5 h"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    def _time_left(self, cost: float = 0.0) -> str:
+        """Return the words for the time that is left, where so much of what is being folded is done; or none."""
+        done, left = self._cost + cost, self._left - cost
+        seconds = (time.perf_counter() - self._start) * left / done if done else 0.0
+        return f", {as_time(seconds)} left" if left > 0 and seconds >= 1 else ""

@@ -8,24 +8,24 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from warpfold import settings
-from warpfold.batch import to_tensors
 from warpfold.data.load.loader import Loader
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.device import Snapshot
 from warpfold.engine.checkpoint import RunFolder
-from warpfold.engine.loop import Log, Row, StepTimer, StopSignals, Watcher, tensorboard
+from warpfold.engine.loop import Log, StopSignals
 from warpfold.engine.optim import Optimizer
 from warpfold.engine.step_folders import Checkpoint
+from warpfold.engine.watch import CsvFile, TensorBoard, Watching, WeightsAndBiases, as_watchers
 from warpfold.errors import UserError, listed
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.permutation import with_truth
 from warpfold.model.weights import load_model, save_params
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
@@ -36,25 +36,22 @@ from warpfold.run.examples import (
     draw_recycles,
     fingerprint,
     fingerprint_origin,
-    held_out_features,
     hold_out,
     load,
     open_ledger,
 )
 from warpfold.run.first_weights import start_from
 from warpfold.run.learn import Learner, in_batches
-from warpfold.run.planning import FoldPlanner, sizes_of_batch
 from warpfold.run.ranks import begin_end_step, end_step, next_examples, stop_requested
 from warpfold.run.results import (
     DeviceResult,
     ExampleResult,
     SkippedExamples,
-    ca_lddt,
     rate_taken,
     read_results,
     step_row,
-    validation_row,
 )
+from warpfold.run.validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +60,7 @@ class Summary:
 
     steps: int  # done, including those before a resume
     finished: bool  # False: stopped by a signal; the same command continues
-    lddt_ca: float | None  # held out, averaged weights, at the last validation
+    lddt_ca: float | None  # held out, averaged weights, at the last validation, of all there was time for
     params: Path  # the averaged weights
     quarantined: tuple[str, ...] = ()  # entries that could not be used; quarantine.jsonl has the reasons
     signal: int = 0  # the one that stopped it; 0: none
@@ -79,17 +76,16 @@ def train(
     init: Path | None = None,
     replay: Path | None = None,
     device: torch.device | str = "cpu",
-    watch: Watcher | None = None,
+    watch: Watching | None = None,
     team: Team | None = None,
 ) -> Summary:
     """Train on a store, or on a mixture of several, into the folder `out`, or continue the run that is there.
 
-    Examples are held out of the first source.  init: parameters to start from, in any format that is read.
-    replay: the order.txt of a run of the same data and seed.  watch: gets each row of metrics.jsonl.  team: all ranks
-    call this.
+    Examples are held out of the first source.  init: parameters to start from, in any format that is read.  replay:
+    order.txt of a run of the same data and seed.  watch: who is told (engine/watch.py).  team: all ranks call this.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
-    team, (sources, held_out), before = team or Team(), hold_out(data, config), refusals()
+    team, (sources, held_out), before, watch = team or Team(), hold_out(data, config), refusals(), as_watchers(watch)
     origin = fingerprint_origin(sources, init, team)
     execution = Execution(config.plan, team.mesh)
     model = execution.bind(initial_model(config, init, team).to(device))
@@ -101,13 +97,14 @@ def train(
         claim(run, config, origin, team)
         state = restore(run, optimizer, origin, team)
         skipped = SkippedExamples(config.train.max_skipped, state.notes.get("skipped", ()))
-        log = open_log(run, config, state, watch, team)
+        log = stack.enter_context(open_log(run, config, state, watch, team))
+        signals.answer = partial(log.phase, "stopping")
         ledger = stack.enter_context(open_ledger(run, config, state, origin, replay, team))
         examples = stack.enter_context(load(config, sources, state, ledger, log, device, team))
-        step, timer = state.step, StepTimer()
-        if held_out and not (log.validation and log.validation["step"] == step) and validates(config, step):
-            log(validate(model, optimizer, held_out, config, step, team))  # a kill came after the save and before this
-        stop = stop_requested(signals, team)
+        validation = Validation(model, optimizer, held_out, config, state, log, signals, team)
+        step, timer = state.step, validation.timer
+        stop = stop_requested(signals, team) or validation.catch_up(step)
+        log.phase("compiling" if compiles(config, device) else "training")
         while step < config.train.steps and not stop:
             recycles = draw_recycles(config, step)  # the same on every rank
             on_device: list[DeviceResult] = []
@@ -121,14 +118,16 @@ def train(
             log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))
             skipped.add(step := step + 1, results)
             stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
-            if step == config.train.steps or stop or due(step, config.train.save_every):
-                save(run, model, optimizer, step, examples, {"skipped": skipped.places, **origin}, config, team)
-            if held_out and validates(config, step):  # after saving: it may take long
-                log(validate(model, optimizer, held_out, config, step, team))
-    finished, lddt_ca = step >= config.train.steps, log.validation["lddt_ca"] if log.validation else None
-    ended: dict[str, Any] = {"quarantined": tuple(ledger.quarantined), "signal": stop, "refused": refusals(before)}
-    ended["unrecorded"] = execution.graphs.refused
-    return Summary(steps=step, finished=finished, lddt_ca=lddt_ca, params=run.params, **ended)
+            rounds = 0 if stop else validation.rounds_at(step)
+            if step == config.train.steps or stop or rounds or due(step, config.train.save_every):
+                notes = {"skipped": skipped.places, "seconds": asdict(validation.spending), **origin}
+                save(run, model, optimizer, step, examples, notes, config, log, team)
+            stop = validation(step, rounds) if rounds else stop
+            log.phase("training", left=validation.left(step))
+        log.finished = step >= config.train.steps and not (stop and validation.is_owed(step))
+    said: dict[str, Any] = {"finished": log.finished, "quarantined": tuple(ledger.quarantined), "signal": stop}
+    said |= {"refused": refusals(before), "unrecorded": execution.graphs.refused}
+    return Summary(steps=step, lddt_ca=(log.validation or {}).get("lddt_ca"), params=run.params, **said)
 
 
 def due(step: int, every: int) -> bool:
@@ -136,9 +135,9 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def validates(config: RunConfig, step: int) -> bool:
-    """Return whether a run validates after this step: before the first, after the last, and every `validate_every`."""
-    return step in (0, config.train.steps) or due(step, config.train.validate_every)
+def compiles(config: RunConfig, device: torch.device | str) -> bool:
+    """Return whether a run's first step may take minutes: the plan compiles layers, or a GPU's kernels are compiled."""
+    return config.plan.compile or torch.device(device).type == "cuda"
 
 
 # The beginning of a run
@@ -203,15 +202,20 @@ def make_optimizer(config: RunConfig, model: AlphaFold, team: Team) -> Optimizer
     return Optimizer(model, config.optim, team.mesh, plan.sync, ranks_per_node, dtype, scaling, plan.batch)
 
 
-def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watcher | None, team: Team) -> Log:
-    """Open the log: rank 0 writes it, `watch` shows it, and so does TensorBoard where the settings ask for it."""
-    watchers = [watch] if watch else []
-    if config.train.tensorboard and team.is_rank_zero:
-        watchers.insert(0, tensorboard(run.path / "tensorboard", state.step))
+def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watching | None, team: Team) -> Log:
+    """Open the log: rank 0 writes it, and those listen who were given or are asked for by the settings."""
+    watchers = as_watchers(watch)
+    train = config.train
+    if team.is_rank_zero:
+        watchers += [TensorBoard(run.path / "tensorboard")] if train.tensorboard else []
+        watchers += [CsvFile(run.path / "metrics.csv")] if train.csv else []
+        if train.wandb != "off":
+            told = settings.to_dict(config)
+            watchers.append(WeightsAndBiases(run.path, online=train.wandb == "online", settings=told))
     # Without a checkpoint the run begins again: even the validation of the untrained model, at step 0, is dropped.
     validation = run.open_log(state.step or -1) if team.is_rank_zero else None
     validation = team.broadcast(validation, "the log")
-    return Log(run if team.is_rank_zero else None, state.step, validation, watchers)
+    return Log(run if team.is_rank_zero else None, state.step, train.steps, validation, watchers)
 
 
 # Checkpoints
@@ -244,12 +248,14 @@ def save(
     examples: Loader,
     notes: dict[str, Any],
     config: RunConfig,
+    log: Log,
     team: Team,
 ) -> None:
     """Write params.safetensors (averaged weights), then the checkpoint: a run is finished only when both are there.
 
     They are written from copies, while the next steps run; the one before must have been written.
     """
+    log.phase("saving")
     # What all ranks together have used: it lets any other number of ranks go on.
     used = examples.state(team.of_example_leaders(team.all_gather_object(examples.exchanged(), "a checkpoint")))
     with optimizer.averaged():
@@ -305,36 +311,3 @@ def save_failures(
                 f"step {step}: the loss or gradient of {' and '.join(batch)} is not finite; see {where} for what "
                 'reproduces it; train.on_nonfinite = "skip" goes on without such examples'
             )
-
-
-@torch.no_grad()
-def validate(
-    model: AlphaFold,
-    optimizer: Optimizer,
-    held_out: Sequence[tuple[Store, str]],
-    config: RunConfig,
-    step: int,
-    team: Team,
-) -> Row:
-    """Measure lDDT-Ca of every held-out example with the averaged weights (Supp. 1.11.7) and all recycles.
-
-    Of complexes also that of the pairs between chains.  The examples are dealt out to the ranks; each folds its own.
-    The processes of the loader go on meanwhile.
-    """
-    device, own = optimizer.weights.device, model.execution
-    plan, asked = config.plan, model.config
-    fixed = {"precision": plan.precision, "kernels": plan.kernels, "tf32": plan.tf32}
-    planner, found = FoldPlanner(asked, device, fixed), {}
-    model.eval()
-    with optimizer.averaged():
-        for key, features in held_out_features(held_out[team.process.rank :: team.process.ranks], config):
-            batch = to_tensors(features, device)
-            chosen = planner.choose(sizes_of_batch(batch), asked.recycles, asked.ensemble)
-            Execution(chosen.plan).bind(model)
-            output = model(batch)
-            truth = with_truth(batch, output.structure.final_atom37)
-            found[key] = [float(ca_lddt(output, truth, between)) for between in (False, True)]
-    assert isinstance(own, Execution)
-    own.bind(model).train()  # it has graphs
-    every = {key: scores for part in team.all_gather_object(found, "validation") for key, scores in part.items()}
-    return validation_row(step, *({key: every[key][which] for _, key in held_out} for which in (0, 1)))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,10 @@ def test_sigterm_is_a_stop_and_no_death(
     inputs = ("--structures", files / "structures", "--msas", files / "msas")
     with monkeypatch.context() as patch:
         patch.setattr(packing, "read_chains", interrupted)
-        assert run(capsys, *inputs, "--out", files / "store") == (143, "", "stopped; the same command continues\n")
+        code, out, err = run(capsys, *inputs, "--out", files / "store")
+    assert (code, out) == (143, "")
+    again = ["warpfold", "pack", *map(str, inputs), "--out", str(files / "store")]
+    assert err == f"stopped; the same command continues: {shlex.join(again)}\n"
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not [job for job in PartFolder(files / "store.part-1-of-1").tried if job.startswith("structure")]
     assert run(capsys, *inputs, "--out", files / "store")[0] == 0

@@ -52,6 +52,13 @@ class PackOptions:
                 raise UserError(f"pack: --{option.name.replace('_', '-')} {value}: a finite number expected")
         if not 0 < self.max_file_gb <= 1e6:
             raise UserError(f"pack: --max-file-gb {self.max_file_gb:g}: expected a number over 0, and up to 1e6")
+        least = {"min_length": 1, "max_length": 1, "max_chains": 1, "max_residues": 1}
+        for name, low in least.items():
+            if (value := getattr(self, name)) is not None and value < low:
+                raise UserError(f"pack: --{name.replace('_', '-')} {value}: at least {low}")
+        if self.max_single > 1 or not 0 <= self.cluster_identity <= 1:
+            shares = f"--max-single {self.max_single:g}, --cluster-identity {self.cluster_identity:g}"
+            raise UserError(f"pack: {shares}: are shares, of 1 at most")
         for name in ("released_after", "released_before", "max_template_date"):
             if (day := self.day(name)) is not None:
                 object.__setattr__(self, name, day.isoformat())  # in one spelling: stores compare their options

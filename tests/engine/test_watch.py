@@ -1,0 +1,132 @@
+"""Watchers: who may listen, and what the ready-made ones write."""
+
+import csv
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warpfold.engine.checkpoint import RunFolder
+from warpfold.engine.loop import Log
+from warpfold.engine.watch import CsvFile, FunctionWatcher, TensorBoard, Watcher, WeightsAndBiases, as_watchers
+from warpfold.errors import UserError
+
+
+def step(number: int, loss: float = 1.5, **terms: float) -> dict[str, Any]:
+    return {"kind": "step", "step": number, "loss": loss, "terms": terms, "examples": ["a"], "learning_rate": 0.1}
+
+
+def validation(number: int, score: float) -> dict[str, Any]:
+    return {"kind": "validation", "step": number, "lddt_ca": score, "examples": {"a": score}}
+
+
+class Noted(Watcher):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_begin(self, step: int) -> None:
+        self.seen.append(("begin", step))
+
+    def on_metrics(self, row: dict) -> None:
+        self.seen.append((row["kind"], row["step"]))
+
+    def on_end(self, finished: bool) -> None:
+        self.seen.append(("end", finished))
+
+
+def test_watchers_functions_and_lists_of_both_may_watch() -> None:
+    seen: list[dict] = []
+    one, other = as_watchers([Watcher(), seen.append])
+    assert isinstance(other, FunctionWatcher)
+    other.on_metrics(step(1))
+    assert seen == [step(1)]
+    assert as_watchers(None) == []
+    assert as_watchers(one) == [one]
+    for wrong in ("tensorboard", 3, Watcher, [Watcher]):
+        with pytest.raises(UserError, match="neither a Watcher nor a function of a row; give one of them"):
+            as_watchers(wrong)  # type: ignore[arg-type]
+
+
+def test_a_log_tells_its_watchers_from_beginning_to_end(tmp_path: Path) -> None:
+    noted = Noted()
+    with RunFolder(tmp_path) as run, Log(run, 3, 9, run.open_log(3), [noted]) as log:
+        log(step(4))
+        log.phase("validating", 1, 2)
+        log(validation(4, 0.5))
+    assert noted.seen == [("begin", 3), ("step", 4), ("validation", 4), ("end", False)]
+    with pytest.raises(KeyError), RunFolder(tmp_path) as run, Log(run, 4, 9, run.open_log(4), [noted := Noted()]):
+        raise KeyError
+    assert noted.seen[-1] == ("end", False)
+    assert '"time": ' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def lines(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_csv_file_has_a_line_for_each_row_and_a_column_for_each_number(tmp_path: Path) -> None:
+    table = CsvFile(tmp_path / "metrics.csv")
+    table.on_begin(0)
+    table.on_metrics(validation(0, 0.25))
+    table.on_metrics(step(1, math.nan))
+    table.on_metrics({"kind": "quarantine", "step": 1, "example": "b", "reason": "damaged"})
+    table.on_metrics(step(2, 1.25, fape=0.5))
+    table.on_end(True)
+    found = lines(tmp_path / "metrics.csv")
+    assert [(row["kind"], row["step"], row["loss"], row["fape"], row["lddt_ca"]) for row in found] == [
+        ("validation", "0", "", "", "0.25"),
+        ("step", "1", "", "", ""),
+        ("step", "2", "1.25", "0.5", ""),
+    ]
+
+
+def test_it_is_continued_after_the_last_checkpoint_and_leaves_other_files_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    for begins, steps in ((0, (1, 2, 3)), (2, (3, 4)), (0, (1,))):
+        table = CsvFile(path)
+        table.on_begin(begins)
+        for number in steps:
+            table.on_metrics(step(number, float(begins)))
+        table.on_end(False)
+        if begins:
+            assert [(row["step"], row["loss"]) for row in lines(path)] == [
+                ("1", "0.0"), ("2", "0.0"), ("3", "2.0"), ("4", "2.0")
+            ]  # fmt: skip
+    assert [row["step"] for row in lines(path)] == ["1"]
+    with open(path, "a") as file:
+        file.write("step,2,17")  # a kill came while it was written
+    CsvFile(path).on_begin(1)
+    assert [row["step"] for row in lines(path)] == ["1"]
+    path.write_text("years,of,work\n")
+    with pytest.raises(UserError, match="holds something else, which is left alone; name another file"):
+        CsvFile(path)
+    assert path.read_text() == "years,of,work\n"
+
+
+def test_tensorboard_is_optional(tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorboard") is None:
+        with pytest.raises(UserError, match=r"pip install 'warpfold\[tensorboard\]'"):
+            TensorBoard(tmp_path)
+        return
+    board = TensorBoard(tmp_path)
+    board.on_begin(0)
+    board.on_metrics(step(1, fape=0.5))
+    board.on_end(True)
+    assert any(tmp_path.iterdir())
+
+
+def test_weights_and_biases_is_optional_and_writes_files_alone(tmp_path: Path) -> None:
+    if importlib.util.find_spec("wandb") is None:
+        with pytest.raises(UserError, match=r"train\.wandb: the package is missing; pip install wandb"):
+            WeightsAndBiases(tmp_path)
+        return
+    for begins in (0, 1):
+        run = WeightsAndBiases(tmp_path, settings={"train": {"steps": 2}})
+        run.on_begin(begins)
+        run.on_metrics(step(begins + 1, fape=0.5))
+        run.on_end(bool(begins))
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
+    assert (tmp_path / "wandb" / "warpfold-run-id").is_file()  # W&B knows them as one run

@@ -1,0 +1,91 @@
+"""`warpfold watch` on the command line; how a stopped command says to go on."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.run.test_curves import make_run
+from tests.test_cli import refused, run
+from warpfold.cli import common, main
+
+
+def test_curves_as_text_and_as_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    code, out, err = run(capsys, "watch", folder)  # no terminal: once
+    assert (code, err) == (0, "")
+    assert out.startswith("run  step 40 of 100  no news for")
+    assert "lDDT-Cα:" in out
+    code, out, _ = run(capsys, "watch", folder, "--html", tmp_path / "page.html", "--once")
+    assert (code, out) == (0, f"{tmp_path / 'page.html'}: open it in a browser\n")
+    assert "<svg" in (tmp_path / "page.html").read_text()
+    assert "no such folder" in refused(run(capsys, "watch", tmp_path / "nowhere"))
+    assert "not the folder of a training run" in refused(run(capsys, "watch", folder, tmp_path / "run" / ".."))
+
+
+def test_a_page_follows_a_run_until_it_has_finished(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=39, of=40)
+    (folder / "settings.toml").write_text("[train]\nsteps = 40\nvalidation = 0.0\n")
+
+    def finish() -> None:
+        time.sleep(0.2)
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write('{"kind": "step", "step": 40, "loss": 1.0, "samples_per_second": 1.0, "waiting_so_far": 0.0}\n')
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    assert run(capsys, "watch", folder, "--html", tmp_path / "page.html", "--every", "0.5")[0] == 0
+    thread.join()
+    assert "40 of 40" in (tmp_path / "page.html").read_text()
+
+
+def test_ctrl_c_is_how_one_leaves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    assert run(capsys, "watch", folder, "--html", tmp_path / "page.html")[0] == 0
+
+
+def test_ctrl_c_is_answered_before_all_has_ended(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def slow(*_: object, **__: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        finally:
+            seen.append(capfd.readouterr().err)
+
+    monkeypatch.setattr("warpfold.data.synthetic.folder.generate", slow)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        main(["sample", "--out", str(tmp_path / "out")])
+    assert (ended.value.code, seen) == (130, ["stopping\n"])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_stopped_command_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("warpfold.data.synthetic.folder.generate", stopped)
+    assert run(capsys, "sample", "--out", tmp_path / "a b") == (
+        130,
+        "",
+        f"stopped by Ctrl-C; to start again: warpfold sample --out '{tmp_path / 'a b'}'\n",
+    )
+    for given, said in (
+        (["train", "tiny", "--set", "a=[1, 2]"], "the same command continues: warpfold train tiny --set 'a=[1, 2]'"),
+        (["predict", "a.fasta", "--force"], "the same command continues: warpfold predict a.fasta"),
+    ):
+        monkeypatch.setattr(common, "GIVEN", given)
+        assert common.how_to_go_on() == said
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert common.how_to_go_on() == "the same command continues"

@@ -1,0 +1,63 @@
+"""`warpfold watch`."""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from warpfold.cli.common import app, argument, runs, writes
+
+
+@app.command(epilog="Example:  warpfold watch run\n\nTwo of them, in a browser:  warpfold watch a b --html runs.html")
+def watch(
+    folders: Annotated[list[Path], argument("Folders of `warpfold train`, its --out; several are compared.")],
+    html: Annotated[
+        Path | None, writes("Draw an HTML page instead, which reloads itself; open it in a browser.")
+    ] = None,
+    once: Annotated[bool, runs("Draw once and end; so it does where there is no terminal.", "--once")] = False,
+    every: Annotated[float, runs("Seconds between two drawings.", min=0.5)] = 5.0,
+) -> None:
+    """Draw the curves of training runs while they go on: loss, held-out lDDT-Cα, speed, what is left.
+
+    It changes nothing in their folders, and ends when they have finished, or with Ctrl-C.
+    """
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from warpfold.run.curves import WIDTH, as_text, open_runs
+    from warpfold.run.curves_page import write_page
+
+    logs, console = open_runs(folders), Console()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # that is how one leaves: nothing is to be said
+
+    def news() -> Iterator[None]:
+        """Wait for what is new, again and again, until all runs have finished."""
+        while not all(log.is_finished for log in logs):
+            time.sleep(every)
+            for log in logs:
+                log.read()
+            yield
+
+    def drawn() -> Text:
+        return Text(as_text(logs, min(console.width, WIDTH)))
+
+    with suppress(KeyboardInterrupt):
+        if html is not None:
+            write_page(html, logs, every)
+            typer.echo(f"{html}: open it in a browser{'' if once else '; Ctrl-C ends'}")
+            for _ in () if once else news():
+                write_page(html, logs, every)
+        elif once or not sys.stdout.isatty():
+            typer.echo(as_text(logs))
+        else:
+            with Live(drawn(), console=console, auto_refresh=False) as live:
+                for _ in news():
+                    live.update(drawn(), refresh=True)

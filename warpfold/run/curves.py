@@ -1,0 +1,250 @@
+"""Read the log of training runs while they go on, and draw its curves as text.
+
+Nothing is asked of a run but the files in its folder, so one on another machine can be watched through a shared disk.
+"""
+
+import json
+import math
+import os
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeGuard
+
+from warpfold import settings
+from warpfold.errors import UserError
+from warpfold.progress import as_time
+
+MARKS = "•+×o*#"  # of runs, in turn
+WIDTH, HEIGHT = 80, 9  # characters of the text, and lines of a plot
+QUIET = 60.0  # seconds without a row, after which a run that usually writes more often is said to be quiet
+RECENT = 200  # steps of which the speed is taken
+MEAN_OF = 20  # steps of which the loss is said
+
+Points = list[tuple[float, float]]
+
+
+class RunLog:
+    """What a run has logged so far; `read` takes what is new.
+
+    Errors: UserError for a folder that is none, or not a run's.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise UserError(f"{path}: no such folder; give the --out of `warpfold train`")
+        if not any((self.path / name).is_file() for name in ("settings.toml", "metrics.jsonl")):
+            inner = self.path / "run"
+            cure = f"; did you mean {inner}?" if (inner / "settings.toml").is_file() else "; give one that has"
+            raise UserError(f"{path}: not the folder of a training run, which has a metrics.jsonl{cure}")
+        self.name = self.path.resolve().name
+        self._forget(None)
+        self.read()
+
+    def _forget(self, file: int | None) -> None:
+        self._file, self._offset = file, 0  # the file's number in the system: a run that continues replaces it
+        self.settings: dict[str, Any] = {}  # it may continue to another step
+        self.rows: list[dict[str, Any]] = []  # of steps
+        self.validations: list[dict[str, Any]] = []
+
+    def read(self) -> None:
+        """Take what is new; where the run was continued from a checkpoint before, all of it again."""
+        path, given = self.path / "metrics.jsonl", self.path / "settings.toml"
+        try:
+            data = b""
+            if path.is_file():
+                with open(path, "rb") as file:
+                    known = os.fstat(file.fileno())
+                    if known.st_ino != self._file or known.st_size < self._offset:
+                        self._forget(known.st_ino)
+                    file.seek(self._offset)
+                    data = file.read()
+            if not self.settings and given.is_file():
+                self.settings = tomllib.loads(given.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read ({error.strerror}); check its permissions") from error
+        except ValueError as error:
+            raise UserError(f"{given}: is damaged ({error}); restore it") from error
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may be half there
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            try:
+                row = json.loads(line)
+                kind, _ = row["kind"], row["step"] + 0
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path}: line {line[:40]!r} is not of a run's log; give another folder") from None
+            if kind == "step":
+                self.rows.append(row)
+            elif kind == "validation":
+                self.validations.append(row)
+
+    @property
+    def step(self) -> int:
+        """Return the steps done."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of the whole run."""
+        return int(self.settings.get("train", {}).get("steps", 0)) or self.step
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether all steps are done, and the last validation where the settings hold anything out."""
+        last = self.validations[-1]["step"] if self.validations else -1
+        validated = last >= self.steps or not self.settings.get("train", {}).get("validation")
+        return 0 < self.steps <= self.step and validated
+
+    @property
+    def news(self) -> float | None:
+        """Return when the last row was written, in Unix seconds; None where no row says."""
+        times = [rows[-1]["time"] for rows in (self.rows, self.validations) if rows and "time" in rows[-1]]
+        return max(times) if times else None
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds that the remaining steps take at the speed of the last ones, validations between them."""
+        last = [row for row in self.rows[-RECENT:] if "time" in row]
+        if len(last) < 2 or last[-1]["step"] == last[0]["step"]:
+            return None
+        each = (last[-1]["time"] - last[0]["time"]) / (last[-1]["step"] - last[0]["step"])
+        return max(each, 0.0) * (self.steps - self.step)
+
+    def state(self, now: float | None = None) -> str:
+        """Return in words what the run does, as far as its files say."""
+        if self.is_finished:
+            return "finished"
+        if self.news is None:
+            return "no steps yet" if not self.rows else ""
+        silence = (time.time() if now is None else now) - self.news
+        usual = self.seconds_left() or 0.0
+        each = usual / max(self.steps - self.step, 1)
+        if silence > max(QUIET, 10 * each):
+            return f"no news for {as_time(silence)}"
+        return f"ETA {as_time(usual)}" if usual else "running"
+
+    def curve(self, name: str) -> Points:
+        """Return a quantity of the steps: "loss", or "terms/fape", where it is a number."""
+        outer, _, inner = name.partition("/")
+        found = ((row["step"], row.get(outer, {}).get(inner) if inner else row.get(outer)) for row in self.rows)
+        return [(step, value) for step, value in found if is_number(value)]
+
+    def held_out(self, name: str = "lddt_ca") -> Points:
+        """Return a quantity of the validations that were whole."""
+        found = ((row["step"], row.get(name)) for row in self.validations if "of" not in row)
+        return [(step, value) for step, value in found if is_number(value)]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value of a row is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def open_runs(paths: Sequence[Path]) -> list[RunLog]:
+    """Open the logs of runs, each with a name that no other has.  Errors: UserError as of `RunLog`."""
+    runs = [RunLog(path) for path in dict.fromkeys(paths)]
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name = str(run.path)
+    return runs
+
+
+def differing(runs: Sequence[RunLog]) -> list[tuple[str, str]]:
+    """Return how the settings of each run differ from those of the first: the run's name, and what differs."""
+    first = runs[0].settings
+    pairs = [(run.name, settings.differences(run.settings, first)) for run in runs[1:]]
+    return [(name, "; ".join(what)) for name, what in pairs if what]
+
+
+def means(points: Points, bins: int, low: float, high: float) -> Points:
+    """Return the means of points in so many equal bins from low to high, those that are empty left out."""
+    sums: dict[int, list[float]] = {}
+    for x, y in points:
+        place = min(int((x - low) / (high - low or 1.0) * bins), bins - 1)
+        one = sums.setdefault(place, [0.0, 0.0, 0.0])
+        one[0], one[1], one[2] = one[0] + x, one[1] + y, one[2] + 1
+    return [(x / count, y / count) for _, (x, y, count) in sorted(sums.items())]
+
+
+@dataclass(frozen=True)
+class TextCurve:
+    """A curve of a plot: its mark, and its points."""
+
+    mark: str
+    points: Points
+
+
+def plot(title: str, curves: Sequence[TextCurve], steps: int, width: int = WIDTH, height: int = HEIGHT) -> list[str]:
+    """Return a plot over the steps as lines of at most `width` characters; none where there is nothing to draw."""
+    margin, columns = 9, width - 10
+    binned = [TextCurve(c.mark, means(c.points, columns, 0.0, max(steps, 1))) for c in curves]
+    values = [y for curve in binned for _, y in curve.points]
+    if not values:
+        return []
+    low, high = min(values), max(values)
+    if high - low < 1e-9 * max(abs(high), 1e-9):
+        low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
+    cells = [[" "] * columns for _ in range(height)]
+    for curve in binned:
+        for x, y in curve.points:
+            column = min(int(x / max(steps, 1) * columns), columns - 1)
+            cells[round((high - y) / (high - low) * (height - 1))][column] = curve.mark
+    lines = [title]
+    for number, row in enumerate(cells):
+        value = high - (high - low) * number / (height - 1)
+        label = f"{value:.4g}" if number in (0, height // 2, height - 1) else ""
+        lines.append(f"{label:>{margin - 1}} {'┤' if label else '│'}{''.join(row)}".rstrip())
+    lines.append(" " * margin + "└" + "─" * columns)
+    lines.append(" " * margin + f"0{f'{steps:,} steps':>{columns}}")
+    return lines
+
+
+def as_text(runs: Sequence[RunLog], width: int = WIDTH, now: float | None = None) -> str:
+    """Return how runs stand, two lines of numbers for each; then loss and lDDT-Cα over the steps, all in one plot."""
+    steps, lines = max(run.steps for run in runs), list[str]()
+    for run, mark in zip(runs, _marks(len(runs))):
+        mark = f"{mark} " if len(runs) > 1 else ""
+        state = run.state(now)
+        lines.append(f"{mark}{run.name}  step {run.step:,} of {run.steps:,}{f'  {state}' if state else ''}")
+        lines.append("  ".join(_numbers(run)))
+    lines += [f"{name}: {what}" for name, what in differing(runs)]
+    lines = [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines if line]
+    for title, part in _plots(runs):
+        drawn = plot(title, part, steps, width)
+        lines += ["", *drawn] if drawn else []
+    return "\n".join(lines)
+
+
+def _plots(runs: Sequence[RunLog]) -> Iterator[tuple[str, list[TextCurve]]]:
+    marks = _marks(len(runs))
+    yield "loss", [TextCurve(mark, run.curve("loss")) for mark, run in zip(marks, runs)]
+    held_out = [TextCurve(mark, run.held_out()) for mark, run in zip(marks, runs)]
+    if len(runs) == 1:
+        crops = [TextCurve("·", runs[0].curve("lddt_ca"))]
+        yield "lDDT-Cα:  • held out  · crops trained on", [*crops, *held_out]
+    else:
+        yield "lDDT-Cα of held-out examples", held_out
+
+
+def _marks(count: int) -> str:
+    return "".join(MARKS[i % len(MARKS)] for i in range(count))
+
+
+def _numbers(run: RunLog) -> Iterator[str]:
+    """Yield what is to be said of the last step and validation."""
+    if run.rows:
+        last = run.rows[-1]
+        recent = [loss for _, loss in run.curve("loss")[-MEAN_OF:]]
+        yield f"loss {fmean(recent):.3f}" if recent else "loss -"
+    if run.validations:
+        row = run.validations[-1]
+        of = f"{len(row['examples'])} of {row['of']} examples, " if "of" in row else ""
+        score = f"{row['lddt_ca']:.3f}" if is_number(row["lddt_ca"]) else "-"
+        yield f"held-out lDDT-Cα {score} ({of}step {row['step']:,})"
+    if run.rows:
+        yield f"{last['samples_per_second']:.3g} samples/s"
+        yield f"waiting {last['waiting_so_far']:.1%}"

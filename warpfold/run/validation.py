@@ -1,0 +1,204 @@
+"""Validate a run: fold held-out examples now and then, for a bounded share of the time.
+
+Whether there is time is measured, and so no function of the settings; what is trained never depends on it.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from warpfold.batch import Batch, to_tensors
+from warpfold.data.store.store import Store
+from warpfold.engine.loop import Log, StepTimer, StopSignals
+from warpfold.engine.optim import Optimizer
+from warpfold.engine.step_folders import Checkpoint
+from warpfold.model.alphafold import AlphaFold
+from warpfold.model.permutation import with_truth
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.team import Team
+from warpfold.run.config import RunConfig
+from warpfold.run.examples import held_out_features
+from warpfold.run.passes import PassPlace, followed
+from warpfold.run.planning import FoldPlanner, sizes_of_batch
+from warpfold.run.ranks import stop_requested
+from warpfold.run.results import ca_lddt, validation_row
+
+
+class _Stopped(Exception):
+    """A signal came while an example was being folded."""
+
+
+ENOUGH = 100  # training examples of a process, in the time of which one that is folded does not count
+
+
+@dataclass(frozen=True)
+class Spending:
+    """What a run has spent, in seconds."""
+
+    training: float = 0.0  # in steps
+    validation: float = 0.0
+    round: float = 0.0  # of a validation: every rank folds an example; 0: not known yet
+
+    def affords(self, share: float, rounds: int, progress: float) -> int:
+        """Return for how many rounds of a validation there is time after some steps: all or none, at the end some.
+
+        share: of the time that validations may take, below 1.  progress: of the training, above 0; at 1 the run ends,
+        and one is always folded.  Before, so much is left that the last validation can be whole.
+        """
+        allowed, whole = share / (1 - share) * self.training, rounds * self.round
+        if progress < 1:
+            return rounds if self.validation + whole <= min(allowed, allowed / progress - whole) else 0
+        return min(rounds, max(1, int((allowed - self.validation) / self.round + 1e-6)))
+
+
+class Validation:
+    """The validations of a run: when they are due, what they measure, what they cost; and when the run will end."""
+
+    def __init__(
+        self,
+        model: AlphaFold,
+        optimizer: Optimizer,
+        held_out: Sequence[tuple[Store, str]],
+        config: RunConfig,
+        state: Checkpoint,
+        log: Log,
+        signals: StopSignals,
+        team: Team,
+    ) -> None:
+        self.model, self.optimizer, self.held_out, self.config = model, optimizer, held_out, config
+        self.log, self.signals, self.team = log, signals, team
+        self.timer = StepTimer()
+        self._earlier = Spending(**state.notes.get("seconds", {}))
+        self._validating, self._round = 0.0, self._earlier.round
+        if log.validation and log.validation["step"] == state.step:  # after its checkpoint was written
+            self._validating = log.validation.get("seconds", 0.0)
+
+    @property
+    def rounds(self) -> int:
+        """Return how many examples the first rank folds in a whole validation."""
+        return -(-len(self.held_out) // self.team.process.ranks)
+
+    @property
+    def spending(self) -> Spending:
+        """Return what the run has spent; part of a checkpoint."""
+        training = self._earlier.training + self.timer.seconds
+        return Spending(training, self._earlier.validation + self._validating, self._round)
+
+    def is_owed(self, step: int) -> bool:
+        """Return whether the settings ask for a validation after this step that the log does not have.
+
+        Before the first step, after the last, and every `validate_every`.
+        """
+        train = self.config.train
+        due = step in (0, train.steps) or (train.validate_every > 0 and step % train.validate_every == 0)
+        done = self.log.validation is not None and self.log.validation["step"] == step
+        return bool(self.held_out) and due and not done
+
+    def rounds_at(self, step: int) -> int:
+        """Return with how many rounds a validation begins after this step, the same on all ranks; 0: there is none."""
+        return int(self.team.broadcast(self._affordable(step), "whether to validate")) if self.is_owed(step) else 0
+
+    def _affordable(self, step: int) -> int:
+        """Return for how many rounds this rank finds the time; where it is not known what one takes, 1, to know it."""
+        config, now = self.config, self.spending
+        share, steps = config.train.validation_share, config.train.steps
+        if share >= 1:
+            return self.rounds
+        examples = steps * config.optim.accumulate // self.team.mesh.data.size  # of this process, in the whole run
+        if not now.round:
+            return int(step > 0 or examples >= ENOUGH)
+        if step == 0:  # paid in advance, if that is sure to be little: what a step takes is not known yet
+            size = min((config.data.crop or config.train.validation_residues) / config.train.validation_residues, 1.0)
+            paid = share / (1 - share) * examples * now.round * size**2
+            return self.rounds if 2 * self.rounds * now.round <= paid else 0
+        return now.affords(share, self.rounds, step / steps)
+
+    def catch_up(self, step: int) -> int:
+        """Validate where a run begins: the first weights, or what a kill came before; return as a call does."""
+        rounds = self.rounds_at(step)
+        return self(step, rounds) if rounds else 0
+
+    def __call__(self, step: int, rounds: int) -> int:
+        """Validate, beginning with so many rounds; return the signal that stops the run, or 0.
+
+        What a signal interrupts is not logged, and is owed when the run continues.
+
+        lDDT-Ca of held-out examples with the averaged weights (Supp. 1.11.7) and all recycles, of complexes also that
+        of the pairs between chains.  The examples are dealt out to the ranks; each folds its own.  The processes of the
+        loader go on meanwhile.
+        """
+        if self.log.run is not None:
+            self.log.run.wait_for_writing()  # a kill in a validation loses no step
+        began, own = time.perf_counter(), self.model.execution
+        self.model.eval()
+        with torch.no_grad(), self.optimizer.averaged():
+            rounds, found = self._measure(step, rounds, began)
+        assert isinstance(own, Execution)
+        own.bind(self.model).train()  # it has graphs
+        parts = self.team.all_gather_object([found, self.signals.received], "validation")
+        seconds = time.perf_counter() - began
+        self._validating += seconds
+        every = {key: scores for part, _ in parts for key, scores in part.items()}
+        asked = [key for _, key in self.held_out[: rounds * self.team.process.ranks]]
+        if every.keys() >= set(asked):
+            row = validation_row(step, *({key: every[key][which] for key in asked} for which in (0, 1)))
+            part = {"of": len(self.held_out)} if len(asked) < len(self.held_out) else {}
+            self.log({**row, **part, "seconds": round(seconds, 3)})
+        return max(received for _, received in parts)
+
+    def _measure(self, step: int, rounds: int, began: float) -> tuple[int, dict[str, list[float]]]:
+        """Return how many rounds were asked for, and the two scores of what this rank folded; all stop together."""
+        ranks, rank = self.team.process.ranks, self.team.process.rank
+        found: dict[str, list[float]] = {}
+        planner, left, known = self._planner(), self.left(step), bool(self._round)
+        features = held_out_features(self.held_out[rank::ranks], self.config)
+        done = 0
+        while done < rounds and not stop_requested(self.signals, self.team):
+            self.log.phase("validating", done * ranks, min(rounds * ranks, len(self.held_out)), left)
+            if done * ranks + rank < len(self.held_out):
+                key, arrays = next(features)
+                if scores := self._fold(planner, to_tensors(arrays, self.optimizer.weights.device)):
+                    found[key] = scores
+            done += 1
+            self._round = (time.perf_counter() - began) / done
+            if not known and done == 1:
+                rounds = max(1, int(self.team.broadcast(self._affordable(step), "how much to validate")))
+        features.close()
+        return rounds, found
+
+    def _planner(self) -> FoldPlanner:
+        plan = self.config.plan
+        fixed = {"precision": plan.precision, "kernels": plan.kernels, "tf32": plan.tf32}
+        return FoldPlanner(self.model.config, self.optimizer.weights.device, fixed)
+
+    def _fold(self, planner: FoldPlanner, batch: Batch) -> list[float] | None:
+        """Fold an example; return lDDT-Ca of all pairs and of those between chains; None if a signal came meanwhile."""
+        model, asks = self.model, self.model.config
+        chosen = planner.choose(sizes_of_batch(batch), asks.recycles, asks.ensemble)
+        Execution(chosen.plan).bind(model)
+        try:
+            with followed(model, (asks.recycles + 1) * asks.ensemble, self._check):
+                output = model(batch)
+        except _Stopped:
+            return None
+        truth = with_truth(batch, output.structure.final_atom37)
+        return [float(ca_lddt(output, truth, between)) for between in (False, True)]
+
+    def _check(self, _: PassPlace) -> None:
+        if self.signals.received:
+            raise _Stopped
+
+    def left(self, step: int) -> float | None:
+        """Return the seconds until the run will have ended, its validations included; None before the first step."""
+        train = self.config.train
+        if not self.timer.count:
+            return None
+        training = (train.steps - step) * self.timer.mean
+        every = train.validate_every or train.steps
+        validating = self.rounds * self._round * (-(-train.steps // every) - step // every)
+        if train.validation_share < 1:
+            now, ratio = self.spending, train.validation_share / (1 - train.validation_share)
+            validating = min(validating, max(ratio * (now.training + training) - now.validation, self._round))
+        return training + validating
