@@ -65,6 +65,26 @@ def test_confidence_files_have_alphafold_db_layout(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pae["predicted_aligned_error"], np.rint(p.pae).astype(int))
 
 
+def test_scores_have_colabfold_layout(tmp_path: Path) -> None:
+    """Text as `json.dumps` writes numbers rounded by NumPy to two decimals."""
+    p = prediction()
+    assert p.pae is not None
+    files = p.save(tmp_path / "out")
+    text = (tmp_path / "out" / files["scores"]).read_text()
+    expected = {
+        "plddt": np.around(p.plddt.astype(float), 2).tolist(),
+        "max_pae": float(p.pae.max()),
+        "pae": np.around(p.pae.astype(float), 2).tolist(),
+        "ptm": 0.5,
+    }
+    assert text == json.dumps(expected)
+    complexes = json.loads((tmp_path / "out" / files["scores"]).read_text()) | {"iptm": 0.25}
+    replace(p, iptm=0.251).save(tmp_path / "complex")
+    assert json.loads((tmp_path / "complex" / "test_scores.json").read_text()) == complexes
+    prediction(pae=False).save(tmp_path / "without")
+    assert set(json.loads((tmp_path / "without" / "test_scores.json").read_text())) == {"plddt"}
+
+
 def test_arrays_hold_what_there_is(tmp_path: Path) -> None:
     p = replace(prediction(pae=False), single=None, pair=None, msa=None)
     files = p.save(tmp_path / "a")
@@ -135,7 +155,7 @@ def test_asked_to_it_replaces_its_own_files_and_those_it_has_not_any_more(tmp_pa
     (tmp_path / "out" / "notes.txt").write_text("mine")
     prediction(pae=False).save(tmp_path / "out", overwrite=True)
     assert contents(tmp_path / "out").keys() == {
-        "test.cif", "test.npz", "test.pdb", "test_plddt.json", "notes.txt"
+        "test.cif", "test.npz", "test.pdb", "test_plddt.json", "test_scores.json", "notes.txt"
     }  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_par
         ("two", 11, 1),
     ]
     for entry in summary["predictions"]:
-        assert set(entry["files"]) == {"mmcif", "pdb", "plddt", "pae", "arrays"}
+        assert set(entry["files"]) == {"mmcif", "pdb", "plddt", "pae", "scores", "arrays"}
         assert all((out / entry["folder"] / name).stat().st_size for name in entry["files"].values())
     assert {p.name for p in out.iterdir()} == {"one", "two", "summary.json", "report.html"}
     assert seen[-1][:2] == (2, 2)

@@ -170,7 +170,7 @@ def test_force_takes_away_all_that_a_ranked_run_made(tmp_path: Path, fasta: Path
     with pytest.raises(UserError, match="another run"):
         predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0))
     predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0, force=True))
-    stem = {f"trio/trio{end}" for end in (".cif", ".pdb", ".npz", "_plddt.json", "_pae.json")}
+    stem = {f"trio/trio{end}" for end in (".cif", ".pdb", ".npz", "_plddt.json", "_pae.json", "_scores.json")}
     assert set(written(tmp_path / "out")) == {"summary.json", "report.html", "trio/notes.txt", *stem}
 
 

@@ -64,10 +64,10 @@ def test_a_folder_of_parameters_and_the_best_kept_whole(tmp_path: Path, models: 
     assert "thinned" not in best
     assert (folder / best["folder"] / best["files"]["pae"]).is_file()
     assert other["thinned"]
-    assert set(other["files"]) == set(best["files"]) - {"pae"}
+    assert set(other["files"]) == set(best["files"]) - {"pae", "scores"}
     assert {path.name for path in (folder / other["folder"]).iterdir()} == set(other["files"].values())
     with np.load(folder / other["folder"] / other["files"]["arrays"], allow_pickle=False) as arrays:
-        assert set(arrays.files) == {"positions", "mask", "plddt"}
+        assert {name for name in arrays.files if not name.startswith("coverage_")} == {"positions", "mask", "plddt"}
     assert json.loads((folder / "summary.json").read_text())["predictions"] == [best, other]
     mine, before = folder / other["folder"] / "query_pae.txt", modified()
     mine.write_text("mine")

@@ -13,7 +13,7 @@ from warpfold.run.interfaces import find_interfaces
 from warpfold.run.outputs import Prediction
 from warpfold.run.predict import keep
 from warpfold.run.ranking import rank_predictions
-from warpfold.run.sanity import check_geometry
+from warpfold.run.sanity import check_geometry, warn_of_confidence
 
 
 def entry(name: str, model: str, plddt: float, score: float, **more: Any) -> dict[str, Any]:
@@ -120,3 +120,22 @@ def test_what_pdb_cannot_hold_is_said(tmp_path: Any) -> None:
     assert "pdb" in keep(helices(2, 10.0, ("A", "b")), tmp_path / "letters")["files"]
     with pytest.raises(UserError, match="63 chains"):
         helices(63, 10.0).pdb()
+
+
+@pytest.mark.parametrize(
+    ("plddt", "ptm", "iptm", "words"),
+    [
+        ([90] * 4, 0.9, None, []),
+        ([69] * 4, 0.9, None, ["low confidence: mean pLDDT 69, below 70"]),
+        ([49] * 4, None, None, ["very low confidence: mean pLDDT 49"]),
+        ([49, 95, 95, 95], None, None, ["25% of the residues"]),
+        ([90] * 4, 0.49, None, ["pTM 0.49, below 0.5"]),
+        ([90] * 4, 0.9, 0.79, ["ipTM 0.79, below 0.8: how the chains meet may be right or wrong"]),
+        ([90] * 4, 0.3, 0.59, ["ipTM 0.59, below 0.6: how the chains meet is probably wrong"]),
+        ([90] * 4, 0.9, 0.81, []),
+    ],
+)
+def test_doubts_are_said(plddt: list[float], ptm: float | None, iptm: float | None, words: list[str]) -> None:
+    found = warn_of_confidence(np.array(plddt, np.float32), ptm, iptm)
+    assert len(found) == len(words)
+    assert all(text.startswith(word) for text, word in zip(found, words))

@@ -1,13 +1,21 @@
 """The report: one file that needs nothing else, whatever names and messages it is given."""
 
+import io
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from warpfold.run import figures
+from tests.run.runs import helix
+from warpfold.data.structure.chain import Chain
+from warpfold.data.structure.write import write_mmcif
+from warpfold.run import charts, figures
+from warpfold.run import report as report_module
+from warpfold.run.coverage import Coverage
 from warpfold.run.report import ReportPage, ReportTable, Section, Target, render, write_report
 
 NASTY = '</script><script>alert("1")</script>&'
@@ -20,6 +28,7 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
+        self.html = html
         self.feed(html)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -28,6 +37,12 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.tags and self.tags[-1][0] not in ("script", "style"):
             self.text += data
+
+    def inside(self, name: str) -> list[str]:
+        """Return the texts of the elements of a division: what stands together, without its inner tags."""
+        division = re.findall(rf'<div class="{name}".*?</div>', self.html, flags=re.S)[0]
+        parts = re.findall(r"<(?:span|b)[^>]*>(.*?)</(?:span|b)>", division, flags=re.S)
+        return [re.sub(r"<[^>]*>", "", part) for part in parts]
 
 
 def target(name: str = "one", n: int = 30, truth: bool = False) -> Target:
@@ -104,13 +119,100 @@ def test_no_viewer_without_structures() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_very_short_proteins_can_be_drawn(n: int) -> None:
-    assert f"{'A' * n}</p>" in render(report(target(n=n)))
+    page = Page(render(report(target(n=n))))
+    assert page.inside("sequence") == ["A" * n]
 
 
-def test_plddt_classes() -> None:
-    colors = [figures.plddt_color(v) for v in (100, 90, 89.9, 70, 50, 49.9, 0)]
-    assert colors == [c for c, k in zip([c for _, c, _ in figures.CLASSES], (2, 2, 1, 2)) for _ in range(k)]
-    lightness = [
-        sum(int(color[i : i + 2], 16) * w for i, w in ((1, 3), (3, 6), (5, 1))) for color in dict.fromkeys(colors)
+def test_the_sequence_is_numbered_by_chain_and_coloured_by_confidence() -> None:
+    made = replace(target(n=26), sequence="ACDEFGHIKLMN:PQRSTVWYACDEFG", chains={"H": slice(0, 12), "x": slice(12, 26)})
+    html = render(report(made))
+    assert Page(html).inside("sequence") == ["H", "ACDEFGHIKL", "MN", "x", "PQRSTVWYAC", "DEFG"]
+    assert re.findall(r'<span data-n="(\d+)">', html) == ["10", "10"]
+    drawn = re.findall(r"<i class=p(\d)>", html)
+    assert drawn == [str(charts.plddt_class(value)) for value in made.plddt]
+
+
+def test_plddt_has_alphafold_db_colours_and_bands() -> None:
+    colors = {100: "#0053D6", 90.01: "#0053D6", 90: "#65CBF3", 70.01: "#65CBF3", 70: "#FFDB13", 50.01: "#FFDB13"}
+    for value, color in (colors | {50: "#FF7D45", 0: "#FF7D45"}).items():
+        assert charts.plddt_color(value) == color
+    style = (Path(report_module.__file__).parent / "report.css").read_text(encoding="utf-8")
+    for place, (_, color, _) in enumerate(charts.CLASSES):
+        assert f".p{place} {{ background: {color}; }}" in style
+
+
+def test_warnings_stand_above_the_numbers() -> None:
+    page = replace(report(target()), warnings=[("", "hits match nothing"), ("one", "a one-row alignment")])
+    html = render(page)
+    places = [
+        html.index(text) for text in ("hits match nothing", "a one-row alignment", '<dl class="facts">', "2 clashes")
     ]
-    assert lightness == sorted(lightness)  # a grey print keeps the order
+    assert places == sorted(places)
+    assert html.index("2 clashes") < html.index("71.5")
+    assert '<a href="#target-0">one</a>: a one-row alignment' in html
+    many = replace(page, warnings=[("", f"warning {i}") for i in range(50)])
+    assert "and 38 more" in Page(render(many)).text
+
+
+def test_a_picture_keeps_its_numbers() -> None:
+    """As the page's script reads them: PNG's filter 2, indices of a palette."""
+    codes = np.random.default_rng(0).integers(0, 33, (5, 7)).astype(np.uint8)
+    png = charts.palette_png(codes, [(i, 2 * i, 3 * i) for i in range(33)], clear=True)
+    image = plt.imread(io.BytesIO(png), "png")
+    np.testing.assert_allclose(image[..., :3] * 255, codes[..., None] * np.array([1, 2, 3]), atol=0.01)
+    np.testing.assert_array_equal(image[..., 3] == 0, codes == 0)
+
+
+def test_errors_of_a_large_complex_are_drawn_in_means() -> None:
+    pae = np.random.default_rng(0).uniform(0, 30, (2 * charts.LARGEST + 1,) * 2).astype(np.float32)
+    small = charts.pooled(pae)
+    assert small.shape == (683, 683)
+    np.testing.assert_allclose(small[:2, :2], pae[:6, :6].reshape(2, 3, 2, 3).mean((1, 3)), rtol=1e-5)
+    assert small[-1, -1] == pytest.approx(pae[2046:, 2046:].mean(), rel=1e-5)
+    assert charts.pooled(pae[:9, :9]) is not None
+
+
+def test_a_page_of_forty_proteins_is_small() -> None:
+    """Of n residues at most 9,000 + 450 n + 4/3 n² bytes, whatever the errors are: each is a byte, in base64.
+
+    Errors of real predictions compress to a third of that: some 120 kB for 300 residues, 5 MB for forty of them.
+    """
+    n = 90
+    raw = helix("one", n, 0)
+    assert raw.positions is not None
+    assert raw.mask is not None
+    rng = np.random.default_rng(1)
+    rows = np.where(rng.random((192, n)) < 0.9, rng.integers(1, 102, (192, 1)), 0).astype(np.uint8)
+    chain = Chain(
+        "A", raw.sequence, raw.positions, raw.mask.astype(float), np.arange(n), tuple(map(str, range(1, n + 1)))
+    )
+    pages = []
+    for count in (1, 5):
+        targets = []
+        for i in range(count):
+            moved = replace(chain, positions=raw.positions + rng.normal(0, 1, raw.positions.shape).astype(np.float32))
+            plddt = rng.uniform(20, 100, n)
+            text = write_mmcif(f"protein{i}", [moved], b_factors=[plddt], predicted=True)
+            pae = rng.uniform(0, 31.75, (n, n))
+            coverage = Coverage(np.arange(n, dtype=np.int32), rows, 400)
+            targets.append(
+                Target(f"protein{i}", raw.sequence, plddt, moved.positions[:, 1], text, pae, coverage=coverage)
+            )
+        pages.append(len(render(ReportPage("Forty", "", targets=targets)).encode()))
+    assert (pages[1] - pages[0]) / 4 < 9_000 + 450 * n + 4 / 3 * n * n
+    assert pages[0] < 600_000 + 9_000 + 450 * n + 4 / 3 * n * n  # 538 kB of it is the viewer
+
+
+def test_predictions_of_one_protein_stand_side_by_side() -> None:
+    models = [replace(target(f"one, rank {i}"), group="one", note=f"{i}: model_{i}") for i in (1, 2)]
+    html = render(report(*models, target("other")))
+    assert Page(html).text.count("one: 2 predictions") == 1
+    assert re.findall(r'<use href="#(pae-\d)"/>', html) == ["pae-0", "pae-1"]
+    assert [re.search(f'<g id="{name}">', html) is not None for name in ("pae-0", "pae-1")] == [True, True]
+    assert re.findall(r'<a href="#(target-\d)"><svg', html) == ["target-0", "target-1"]
+
+
+def test_figures_follow_the_theme() -> None:
+    html = render(report())
+    assert "fill: var(--ink, #1c2733)" in html
+    assert "prefers-color-scheme: dark" in html

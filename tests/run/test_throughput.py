@@ -35,9 +35,10 @@ from warpfold.run.folding import FoldItem, Group, cost_of, in_groups, part_of
 from warpfold.run.journal import Journal, read_journals
 from warpfold.run.params import Params, read_params
 from warpfold.run.predict import PredictOptions, Share, predict
+from warpfold.run.predict_report import prediction_report
 from warpfold.run.predictor import Predictor, Prepared
 from warpfold.run.queries import FoldQuery
-from warpfold.run.report import prediction_report, render
+from warpfold.run.report import render
 from warpfold.run.share import as_time, in_jobs
 
 SEQUENCES = ("MKTAYIAKQRQISFVKSH", "GSHMLEERLGL", "MKTAYIAKQRQIS", "GSHML", "AVRQISFVKMKTAYIAKQ", "GGSHMLEE")
@@ -48,7 +49,7 @@ A3M = ">p0\nMKTAYIAKQRQISFVKSH\n>a\nMKTAYIAKQRQaaISFVK--\n>b\n-KTAYLAKQRQISFVRSH
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Structures are not drawn in reports: that takes longer than all else here."""
-    monkeypatch.setattr("warpfold.run.report.DRAWN", 0)
+    monkeypatch.setattr("warpfold.run.predict_report.DRAWN", 0)
 
 
 @pytest.fixture
@@ -337,7 +338,7 @@ def test_many_are_begun_and_ended_at_once(tmp_path: Path, tiny_params: Path, mon
 def test_the_report_draws_time_against_length(
     tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("warpfold.run.report.LENGTHS", 3)
+    monkeypatch.setattr("warpfold.run.predict_report.LENGTHS", 3)
     out = tmp_path / "out"
     told: list[tuple[int, int, str]] = []
     summary = predict(fasta, [], tiny_params, out, options(), lambda *at: told.append(at))

@@ -15,7 +15,8 @@ from warpfold.data.structure.write import write_mmcif
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run import figures, metrics
 from warpfold.run.outputs import Prediction
-from warpfold.run.report import ReportPage, ReportTable, Section, Target, target_of
+from warpfold.run.predict_report import target_of
+from warpfold.run.report import ReportPage, ReportTable, Section, Target
 from warpfold.run.score import Score, score
 
 CA = ATOM_ORDER["CA"]

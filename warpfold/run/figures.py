@@ -5,34 +5,17 @@ Colours are safe for the colour-blind and get lighter in the order of what they 
 
 import io
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 INK, GREY, RULE, BLUE, AMBER = "#1c2733", "#66717d", "#d5dbe1", "#1f6fb4", "#d9820f"
-
-# pLDDT's four classes as AlphaFold DB names them: lower bound, colour, name.
-CLASSES = (
-    (90.0, "#1750ac", "very high"),
-    (70.0, "#5ba5de", "confident"),
-    (50.0, "#f0a93b", "low"),
-    (0.0, "#f7d9a0", "very low"),
-)
-
-# Colours of chains, in turn: Okabe and Ito's, which the colour-blind tell apart (https://jfly.uni-koeln.de/color/);
-# first those that are least like the colours of pLDDT.
-CHAIN_COLORS = ("#009e73", "#cc79a7", "#0072b2", "#e69f00", "#d55e00", "#56b4e9", "#8a7500", "#5c6770")
-NAMED = (
-    0.018  # the share of an axis that a chain must have, for each letter of its name and one more, to be named there
-)
 
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -64,11 +47,6 @@ class Curve:
     points: bool = False
 
 
-def plddt_color(value: float) -> str:
-    """Return the colour of a pLDDT (0 to 100)."""
-    return next((color for bound, color, _ in CLASSES if value >= bound), CLASSES[-1][1])
-
-
 @mpl.rc_context(STYLE)
 def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, float] | None = None) -> str:
     """Draw quantities over training steps; a curve of many values is drawn faint, with its running mean over it."""
@@ -88,52 +66,6 @@ def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, flo
     _legend(axes)
     _grid(axes)
     return _svg(figure, f"{y_label} over training steps")
-
-
-@mpl.rc_context(STYLE)
-def draw_plddt(plddt: np.ndarray, lddt: np.ndarray | None = None, chains: Mapping[str, slice] | None = None) -> str:
-    """Draw pLDDT [N] along the chain over its four classes; `lddt` [N], 0 to 100, is the measured value beside it.
-
-    chains: of a complex, where each is; borders are drawn between them, and the line is interrupted there.
-    """
-    figure, axes = _canvas(5.0, 2.6)
-    residues = np.arange(1, len(plddt) + 1)
-    upper = 100.0
-    for bound, color, name in CLASSES:
-        axes.axhspan(bound, upper, color=color, alpha=0.16, linewidth=0)
-        axes.text(1.01, (bound + upper) / 200, name, transform=axes.transAxes, va="center", fontsize=8, color=GREY)
-        upper = bound
-    for chain in (chains or {"": slice(None)}).values():
-        axes.plot(residues[chain], plddt[chain], color=INK, label=None if chain.start else "pLDDT", linewidth=1.5)
-    if lddt is not None:
-        axes.plot(residues, lddt, "--", color=AMBER, label="lDDT-Cα against the truth", linewidth=1.3)
-        _legend(axes, above=1.07 if chains else 1.0)
-    axes.set(
-        xlabel="residue", ylabel="pLDDT" if lddt is None else "0 to 100", ylim=(0, 100), xlim=(1, max(2, len(plddt)))
-    )
-    if chains:
-        axes.set_xlabel("residue, counted through all chains")
-        _mark_chains(axes, chains, INK)
-    return _svg(figure, f"pLDDT along the chain{'s' if chains else ''}, mean {float(np.mean(plddt)):.1f}")
-
-
-@mpl.rc_context(STYLE)
-def draw_pae(pae: np.ndarray, chains: Mapping[str, slice] | None = None) -> str:
-    """Draw the predicted aligned error [N, N] in angstrom; dark is sure.  Rows: aligned on; columns: scored.
-
-    chains: of a complex, where each is; borders are drawn between them.
-    """
-    figure, axes = _canvas(3.5, 2.9)
-    size = len(pae)
-    image = axes.imshow(
-        pae, cmap="Blues_r", vmin=0, vmax=32, interpolation="nearest", extent=(0.5, size + 0.5, size + 0.5, 0.5)
-    )
-    axes.set(xlabel="scored residue", ylabel="aligned residue")
-    _mark_chains(axes, chains or {}, AMBER, rows=True)
-    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.03)
-    bar.set_label("expected position error (Å)")
-    bar.outline.set_visible(False)
-    return _svg(figure, f"predicted aligned error, mean {float(np.mean(pae)):.1f} angstrom")
 
 
 @mpl.rc_context(STYLE)
@@ -257,58 +189,6 @@ def draw_seconds(residues: Sequence[int], seconds: Mapping[str, Sequence[float]]
     return _svg(figure, "seconds of each protein against its residues")
 
 
-@mpl.rc_context(STYLE)
-def draw_trace(
-    ca: np.ndarray, plddt: np.ndarray, truth: np.ndarray | None = None, chains: Mapping[str, slice] | None = None
-) -> str:
-    """Draw the Cα trace [N, 3] in a plane, coloured by pLDDT, over `truth` [M, 3] in grey, for print.
-
-    chains: of a complex, where each is.
-    """
-    figure, axes = _canvas(3.8, 3.4)
-    center = ca.mean(0)
-    _, _, turn = np.linalg.svd(ca - center, full_matrices=False) if len(ca) > 2 else (0, 0, np.eye(3))
-    if truth is not None:
-        _draw_chain(axes, (truth - center) @ turn.T, ["#b4bbc3"] * len(truth), 1.4)
-    ends = {chain.stop - 1 for chain in (chains or {}).values()}
-    _draw_chain(axes, (ca - center) @ turn.T, [plddt_color(v) for v in plddt], 2.6, ends)
-    axes.set_aspect("equal")
-    axes.autoscale_view()
-    axes.set_axis_off()
-    return _svg(figure, "C-alpha trace, coloured by pLDDT")
-
-
-def _draw_chain(
-    axes: Axes, points: np.ndarray, colors: Sequence[str], width: float, ends: Collection[int] = ()
-) -> None:
-    """Draw a chain, far segments first and paler; segments longer than a peptide bond allows are left out.
-
-    ends: points that are not bonded to the next.
-    """
-    segments = np.stack([points[:-1], points[1:]], 1)
-    depth = segments[:, :, 2].mean(1)
-    whole = np.linalg.norm(segments[:, 0] - segments[:, 1], axis=-1) < 5
-    order = [i for i in np.argsort(depth) if whole[i] and i not in ends]
-    span = max(1e-6, float(np.ptp(depth))) if len(depth) else 1.0
-    shade = [0.45 * (1 - (depth[i] - depth.min()) / span) for i in order]
-    rgb = [np.asarray(to_rgb(colors[i])) * (1 - s) + s for i, s in zip(order, shade)]
-    axes.add_collection(LineCollection(list(segments[order][:, :, :2]), colors=rgb, linewidths=width, capstyle="round"))
-    axes.update_datalim(points[:, :2])
-
-
-def _mark_chains(axes: Axes, chains: Mapping[str, slice], color: str, rows: bool = False) -> None:
-    """Draw borders between chains across the x axis (and the y axis, with `rows`), and their names above the plot."""
-    left, right = axes.get_xlim()
-    width = min(0.8, 8 / max(1, len(chains)))  # the borders of many chains must not cover what they part
-    for name, chain in chains.items():
-        if chain.start:
-            for line in (axes.axvline, axes.axhline)[: 2 if rows else 1]:
-                line(chain.start + 0.5, color=color, linewidth=width)
-        if chain.stop - chain.start >= NAMED * (len(name) + 1) * (right - left):
-            middle = ((chain.start + chain.stop + 1) / 2 - left) / (right - left)
-            axes.text(middle, 1.015, name, transform=axes.transAxes, ha="center", fontsize=8.5, parse_math=False)
-
-
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
@@ -332,3 +212,10 @@ def _svg(figure: Figure, label: str) -> str:
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+
+def follow_theme(svg: str) -> str:
+    """Return a figure for a page whose colours are variables (`report.css`): light or dark, as its reader prefers."""
+    for color, name in ((INK, "ink"), (GREY, "grey"), (RULE, "rule"), ("#ffffff", "paper")):
+        svg = svg.replace(f": {color}", f": var(--{name}, {color})")
+    return svg

@@ -22,8 +22,9 @@ from warpfold.run.journal import (
     workers_at_work,
 )
 from warpfold.run.outputs import claim_folder, remove_prediction, thin_prediction, write_summary
+from warpfold.run.predict_report import prediction_report
 from warpfold.run.ranking import copy_by_rank, rank_predictions, remove_copies
-from warpfold.run.report import prediction_report, write_report
+from warpfold.run.report import write_report
 
 
 @dataclass

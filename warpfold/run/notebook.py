@@ -4,6 +4,7 @@ import html
 from typing import TYPE_CHECKING
 
 from warpfold.run.report import ReportPage, Target, render
+from warpfold.run.sanity import warn_of_confidence
 
 if TYPE_CHECKING:
     from warpfold.run.outputs import Prediction
@@ -24,10 +25,14 @@ def page_of(prediction: "Prediction") -> str:
         ca=prediction.ca,
         mmcif=prediction.mmcif(),
         pae=prediction.pae,
+        max_pae=prediction.max_pae or 0.0,
         numbers=numbers,
         chains=spans if len(spans) > 1 else {},
+        coverage=prediction.coverage,
     )
-    return render(ReportPage(prediction.name, "Folded by WarpFold.", targets=[target]))
+    doubts = warn_of_confidence(prediction.plddt, prediction.ptm, prediction.iptm)
+    warnings = [("", warning) for warning in (*prediction.details.get("warnings", ()), *doubts)]
+    return render(ReportPage(prediction.name, "Folded by WarpFold.", targets=[target], warnings=warnings))
 
 
 def in_notebook(prediction: "Prediction") -> str:

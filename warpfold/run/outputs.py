@@ -21,10 +21,14 @@ from warpfold.errors import UserError
 from warpfold.files import file_name, write_atomically, writing
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
+from warpfold.run.confidence_files import plddt_json, write_pae, write_scores
+from warpfold.run.coverage import Coverage
 
-SMALL = ("positions", "mask", "plddt", "asym_id", "chain_pair_iptm")  # arrays that stay when a prediction is thinned
-# AlphaFold DB's letters for the classes of pLDDT: high, medium, low, disordered.
-CATEGORIES = ((90.0, "H"), (70.0, "M"), (50.0, "L"), (0.0, "D"))
+# Arrays that stay when a prediction is thinned.
+SMALL = (
+    *("positions", "mask", "plddt", "asym_id", "chain_pair_iptm"),
+    *("coverage_depth", "coverage_rows", "coverage_total"),
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,6 +61,7 @@ class Prediction:
     contacts: np.ndarray | None = None  # float16 [N, N]
     distogram: np.ndarray | None = None  # float16 [N, N, 64]; it may lie in a temporary file
     distogram_edges: np.ndarray | None = None  # float32 [63], angstrom: between its bins
+    coverage: Coverage | None = None  # of the alignment
     # Where asked for: of the heads, float32: plddt [N, 50], resolved [N, 37], masked_msa [S, N, 23 or 22], distogram
     # and, if there is that head, pae [N, N, 64]; the last two may lie in temporary files.
     logits: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -143,6 +148,7 @@ class Prediction:
         known = ["positions", "mask", "plddt", "pae", "single", "pair", "msa", "asym_id", "chain_pair_iptm"]
         known += ["contacts", "distogram_edges"]
         arrays = {name: getattr(self, name) for name in known if getattr(self, name) is not None}
+        arrays |= self.coverage.arrays() if self.coverage else {}
         texts = {"mmcif": self.mmcif(), "plddt": json.dumps(plddt_json(self.plddt, self.spans))}
         with contextlib.suppress(UserError):
             texts["pdb"] = self.pdb()
@@ -155,6 +161,7 @@ class Prediction:
                     (draft / names[kind]).write_text(text, encoding="utf-8")
                 if self.pae is not None and self.max_pae is not None:
                     write_pae(draft / names["pae"], self.pae, self.max_pae)
+                write_scores(draft / names["scores"], self.plddt, self.pae, self.ptm, self.iptm)
                 if self.distogram is not None:
                     np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
                 written = {kind: name for kind, name in names.items() if (draft / name).exists()}
@@ -173,6 +180,7 @@ def file_names(protein: str) -> dict[str, str]:
         "plddt": "_plddt.json",
         "pdb": ".pdb",
         "pae": "_pae.json",
+        "scores": "_scores.json",
         "distogram": "_distogram.npy",
         "templates": "_templates.json",
         "relaxed": "_relaxed.json",  # of run/relax_files.py; they go when the prediction goes
@@ -208,7 +216,7 @@ def thin_prediction(folder: Path, protein: str, files: Mapping[str, str]) -> dic
     """
     names = file_names(protein)
     path = folder / names["arrays"]
-    gone = {kind for kind in ("pae", "distogram") if files.get(kind) == names[kind]}
+    gone = {kind for kind in ("pae", "scores", "distogram") if files.get(kind) == names[kind]}
     if folder.is_symlink() or not _is_prediction(path):
         return dict(files)
     with writing(folder):
@@ -275,30 +283,6 @@ def _move_into(draft: Path, folder: Path, names: Mapping[str, str]) -> None:
             os.replace(draft / name, folder / name)
         elif (folder / name).is_file():
             (folder / name).unlink()
-
-
-def plddt_json(plddt: np.ndarray, spans: Mapping[str, slice]) -> dict[str, list[Any]]:
-    """Return pLDDT [N] in the layout of AlphaFold DB's confidence files; of a complex, with each residue's chain."""
-    lengths = {chain: span.stop - span.start for chain, span in spans.items()}
-    chains = {"chainId": [chain for chain, length in lengths.items() for _ in range(length)]}
-    return {
-        **(chains if len(spans) > 1 else {}),
-        "residueNumber": [i + 1 for length in lengths.values() for i in range(length)],
-        "confidenceScore": [round(float(value), 2) for value in plddt],
-        "confidenceCategory": [next(letter for bound, letter in CATEGORIES if value >= bound) for value in plddt],
-    }
-
-
-def write_pae(path: Path, pae: np.ndarray, max_pae: float) -> None:
-    """Write PAE [N, N] in the layout of AlphaFold DB's files: whole angstroms, in a list of one.
-
-    Row by row: as numbers of Python all would be 32 bytes each.
-    """
-    with path.open("w", encoding="utf-8") as file:
-        file.write('[{"predicted_aligned_error": [')
-        for index, row in enumerate(pae):
-            file.write(", " * (index > 0) + json.dumps(np.rint(row).astype(int).tolist()))
-        file.write(f'], "max_predicted_aligned_error": {json.dumps(round(float(max_pae), 2))}}}]')
 
 
 def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict[str, Any] | None:

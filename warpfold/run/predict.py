@@ -33,7 +33,7 @@ from warpfold.run.plan_report import check_fits, sizes_of_query
 from warpfold.run.planning import grid_for
 from warpfold.run.predict_templates import TemplateSources
 from warpfold.run.queries import ComplexQuery, Query, ReadQueries, read_given, with_templates
-from warpfold.run.sanity import check_geometry
+from warpfold.run.sanity import check_geometry, warn_of_confidence
 from warpfold.run.share import Share, fold_shared
 
 if TYPE_CHECKING:
@@ -222,6 +222,7 @@ def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[
     details = dict(prediction.details)
     chains = _of_complex(prediction, details.pop("chain_depths", {}))
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
+    doubts = warn_of_confidence(prediction.plddt, prediction.ptm, prediction.iptm)
     folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
     files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
     return {
@@ -239,7 +240,7 @@ def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[
         "templates_refused": count_refusals(outcomes),
         "templates_missing": sum(outcome.missing for outcome in outcomes),
         "geometry": asdict(geometry),
-        "warnings": [*warnings, *_unknown(prediction), *_without_pdb(prediction, files), *geometry.warnings()],
+        "warnings": [*warnings, *_unknown(prediction), *_without_pdb(prediction, files), *geometry.warnings(), *doubts],
     }
 
 

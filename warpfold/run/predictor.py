@@ -27,6 +27,7 @@ from warpfold.parallel.team import Team
 from warpfold.progress import Progress
 from warpfold.run import arguments
 from warpfold.run.arguments import PathLike, Paths
+from warpfold.run.coverage import coverage_of
 from warpfold.run.fold_input import Alignments, Sequences, TemplatesLike, add_templates, depths_of, query_of, said_of
 from warpfold.run.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
 from warpfold.run.outputs import Prediction
@@ -223,7 +224,8 @@ class Predictor:
         given = example if isinstance(example, RawExample) and settings.multimer is None else assembly
         features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
-        return Prepared(assembly, batch, seed, recycles, ensemble, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage_of(assembly))
 
     def compute(
         self, prepared: Prepared, representations: bool = True, distogram: bool = False, logits: bool = False

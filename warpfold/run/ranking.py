@@ -37,17 +37,18 @@ def rank_predictions(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, A
 def copy_by_rank(out: Path, entries: Sequence[Entry]) -> list[Entry]:
     """Write a copy of each ranked structure, OUT/NAME/NAME_rank_1.cif and so on; return the entries naming them.
 
-    Earlier copies are replaced.
+    So with its scores, NAME_rank_1_scores.json: ChimeraX takes the JSON file that shares most of a structure's name
+    for its PAE.  Earlier copies are replaced.
     """
     found = []
     for entry in entries:
         folder = Path(file_name(entry["name"]))
         copies = {}
-        for kind in ("mmcif", "pdb"):
+        for kind, ending in (("mmcif", ".cif"), ("pdb", ".pdb"), ("scores", "_scores.json")):
             if kind not in entry["files"]:
                 continue
             source = out / entry["folder"] / entry["files"][kind]
-            copy = folder / f"{folder}_rank_{entry['rank']}{source.suffix}"
+            copy = folder / f"{folder}_rank_{entry['rank']}{ending}"
             write_atomically(out / copy, source.read_text(encoding="utf-8"))
             copies[kind] = str(copy)
         found.append(entry | {"ranked": copies})

@@ -17,6 +17,7 @@ from warpfold.model.alphafold import AlphaFold, LastPass
 from warpfold.model.heads import distogram_breaks
 from warpfold.ops.dispatch import alike
 from warpfold.parallel.team import Team
+from warpfold.run.coverage import Coverage
 from warpfold.run.fold_options import Kept
 from warpfold.run.outputs import Prediction
 
@@ -31,6 +32,7 @@ class Prepared:
     recycles: int
     ensemble: int
     seconds: float  # that it took
+    coverage: Coverage | None = None  # of the alignment
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class ReadOut:
             asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
             iptm=None if errors is None else errors.iptm,
             chain_pair_iptm=None if pairs is None else _numpy(pairs),
+            coverage=prepared.coverage,
             logits={name: array for name, array in logits.items() if array is not None},
             **distances,
         )

@@ -22,8 +22,9 @@ from warpfold.geometry.residue import ATOM_TYPES
 from warpfold.progress import Progress, no_progress
 from warpfold.run.amber import require_openmm
 from warpfold.run.outputs import write_summary
+from warpfold.run.predict_report import prediction_report
 from warpfold.run.relax import relax_chains
-from warpfold.run.report import prediction_report, write_report
+from warpfold.run.report import write_report
 
 FORMAT = "warpfold-relaxed-1"
 PREDICTIONS = "warpfold-predictions-"  # how the format of a folder's summary begins

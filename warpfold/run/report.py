@@ -1,12 +1,16 @@
 """Write a run as one HTML page that needs nothing else: figures, numbers, structures to turn with the mouse.
 
 The page contains its viewer (3Dmol.js, vendored) and makes no requests, so it opens from a disk, a mail or on
-an air-gapped machine.  `report.html` beside this file is its template.
+an air-gapped machine.  `report.html`, `report.css` and `report.js` beside this file are its parts; without scripts it
+shows the same figures flat.
 """
 
+import base64
 import html
+import itertools
 import json
 import string
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.files import write_atomically
-from warpfold.geometry.residue import ATOM_ORDER
-from warpfold.run import figures
+from warpfold.files import file_name, write_atomically
+from warpfold.run import charts, figures
+from warpfold.run.charts import CLASSES, ChartLine
+from warpfold.run.coverage import Coverage
 
 HERE = Path(__file__).parent
-DRAWN = 40  # predictions that the report of `predict` draws; its table lists all
-DRAWN_OF_EACH = 5  # of one protein or complex, the best
-LENGTHS = 10  # different ones, from which on time is drawn against length
-ENERGIES = ("energy_before", "energy_after")  # of a relaxation
 INTERFACE_HEADER = ("interface", "ipTM", "interface pLDDT", "contacts")
+KEY = ("Very high (pLDDT > 90)", "High (90 > pLDDT > 70)", "Low (70 > pLDDT > 50)", "Very low (pLDDT < 50)")
+WARNED = 12  # warnings that stand at the head of a page; it says how many more there are
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Target:
 
     plddt [N] 0..100; pae [N, N] angstrom or None; ca [N, 3] angstrom; mmcif: the structure, pLDDT as its B factors.
     chains: of a complex, where each is; interfaces: a row of text for each, under INTERFACE_HEADER.
+    max_pae: the largest value that pae can take; has_pdb: whether the PDB format can hold it.
+    group: what it is a prediction of; targets of one group stand side by side, called by their notes.
     With a known truth, superposed on the prediction: truth_mmcif, truth_ca [M, 3], lddt [N] 0..100 (NaN where unknown).
     """
 
@@ -48,6 +53,11 @@ class Target:
     lddt: np.ndarray | None = None
     chains: Mapping[str, slice] = field(default_factory=dict)
     interfaces: Sequence[Sequence[str]] = ()
+    coverage: Coverage | None = None
+    max_pae: float = 31.75
+    has_pdb: bool = True
+    group: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,10 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """Everything on the page; `facts` are the few numbers at its head, `footer` the lines at its foot."""
+    """Everything on the page; `facts` are the few numbers at its head, `footer` the lines at its foot.
+
+    warnings: what must be known before the facts are read: the name of a target, or nothing, and a sentence.
+    """
 
     title: str
     lead: str
@@ -78,6 +91,7 @@ class ReportPage:
     sections: Sequence[Section] = ()
     targets: Sequence[Target] = ()
     footer: Sequence[str] = field(default_factory=tuple)
+    warnings: Sequence[tuple[str, str]] = ()
 
 
 def write_report(path: Path, report: ReportPage) -> None:
@@ -87,32 +101,53 @@ def write_report(path: Path, report: ReportPage) -> None:
 
 def render(report: ReportPage) -> str:
     """Return the page as text.  Everything that came from a user (names, sequences, messages) is escaped."""
-    frame = string.Template((HERE / "report.html").read_text(encoding="utf-8"))
     anchors = {target.name: f"target-{i}" for i, target in enumerate(report.targets)}
     sections = [_section(section, anchors) for section in report.sections]
     if report.targets:
         sections.append("<section><h2>Structures</h2>\n")
-        sections += [_target(i, target) for i, target in enumerate(report.targets)]
+        numbered = enumerate(report.targets)
+        for _, together in itertools.groupby(numbered, lambda one: one[1].group or str(one[0])):
+            group = list(together)
+            sections += [_side_by_side(group)] if len(group) > 1 else []
+            sections += [_target(i, target) for i, target in group]
         sections.append("</section>")
-    structures = [
-        {
-            "prediction": t.mmcif,
-            "truth": t.truth_mmcif,
-            "chains": [[c, _chain_color(i)] for i, c in enumerate(t.chains)],
-        }
-        for t in report.targets
-    ]
-    library = (HERE / "vendor" / "3dmol" / "3Dmol-min.js").read_text(encoding="utf-8") if report.targets else ""
-    return frame.substitute(
+    shows = bool(report.targets)
+    records = {"classes": CLASSES, "targets": [_record(target) for target in report.targets]}
+    return string.Template(_part("report.html")).substitute(
         title=_text(report.title),
         lead=_text(report.lead),
+        style=_part("report.css"),
+        warnings=_warnings(report.warnings, anchors),
         facts="".join(f"<div><dt>{_text(label)}</dt><dd>{_text(value)}</dd></div>" for label, value in report.facts),
         sections="\n".join(sections),
         footer="".join(f"<p>{_text(line)}</p>" for line in report.footer),
-        viewer_library=library,
-        structures=json.dumps(structures).replace("<", "\\u003c"),  # "</script>" in a name must not end the script
-        classes=json.dumps([[bound, color] for bound, color, _ in figures.CLASSES]),
+        viewer_library=_part("vendor/3dmol/3Dmol-min.js") if shows else "",
+        # "</script>" in a name must not end the script
+        structures=json.dumps(records).replace("<", "\\u003c"),
+        script=_part("report.js") if shows else "",
     )
+
+
+def _part(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _record(target: Target) -> dict[str, Any]:
+    """Return what the page's script needs of a target.  Structures are compressed, whole: they can be downloaded."""
+    return {
+        "name": target.name,
+        "stem": file_name(target.name.replace(", ", "_").replace(" ", "_")),
+        "sequence": target.sequence.replace(":", ""),
+        "plddt": [round(float(value), 2) for value in target.plddt],
+        "chains": [[c, s.start, s.stop, charts.chain_color(i)] for i, (c, s) in enumerate(target.chains.items())],
+        "prediction": _packed(target.mmcif),
+        "maxPae": round(target.max_pae, 2),
+        "truth": _packed(target.truth_mmcif) if target.truth_mmcif is not None else None,
+    }
+
+
+def _packed(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
 def _section(section: Section, anchors: dict[str, str]) -> str:
@@ -120,7 +155,8 @@ def _section(section: Section, anchors: dict[str, str]) -> str:
     if section.text:
         parts.append(f"<p>{_text(section.text)}</p>")
     if section.figures:
-        parts.append(f'<div class="figures">{"".join(_figure(svg, caption) for svg, caption in section.figures)}</div>')
+        drawn = (_figure(figures.follow_theme(svg), caption) for svg, caption in section.figures)
+        parts.append(f'<div class="figures">{"".join(drawn)}</div>')
     if section.table:
         parts.append(_table(section.table, anchors))
     return "\n".join([*parts, "</section>"])
@@ -130,54 +166,122 @@ def _table(table: ReportTable, anchors: dict[str, str]) -> str:
     head = "".join(f'<th scope="col">{_text(name)}</th>' for name in table.header)
     rows = []
     for name, *values in table.rows:
-        first = f'<a href="#{anchors[name]}">{_text(name)}</a>' if name in anchors else _text(name)
-        rows.append(f"<tr><td>{first}</td>{''.join(f'<td>{_text(value)}</td>' for value in values)}</tr>")
+        rows.append(
+            f"<tr><td>{_link(name, anchors)}</td>{''.join(f'<td>{_text(value)}</td>' for value in values)}</tr>"
+        )
     body = "\n".join(rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _target(index: int, target: Target) -> str:
-    truth = target.truth_mmcif is not None
-    numbers = "".join(f"<div><dt>{_text(k)}</dt> <dd>{_text(v)}</dd></div>" for k, v in target.numbers)
-    warnings = "".join(f'<p class="warning">{_text(w)}</p>' for w in target.warnings)
-    trace = figures.draw_trace(target.ca, target.plddt, target.truth_ca, target.chains)
-    drawings = [_figure(figures.draw_plddt(target.plddt, target.lddt, target.chains), "")]
-    if target.pae is not None:
-        drawing = figures.draw_pae(target.pae, target.chains)
-        drawings.append(_figure(drawing, "Dark: sure of where the one is, seen from the other."))
-    interfaces = _table(ReportTable(INTERFACE_HEADER, target.interfaces), {}) if target.interfaces else ""
-    key = "".join(
-        f'<span><i style="background:{color}"></i>{name}{f", {bound:.0f} and more" if bound else ""}</span>'
-        for bound, color, name in figures.CLASSES
-    )
-    if truth:
-        key += '<span><i style="background:#aab2bb"></i>truth</span>'
-    switch = '<label><input type="checkbox" name="truth" checked> truth</label>' if truth else ""
-    if target.chains:
-        switch += '<label><input type="checkbox" name="chains"> colour by chain</label>'
-        key += "".join(
-            f'<span class="chain"><i style="background:{_chain_color(i)}"></i>{_text(chain)}</span>'
-            for i, chain in enumerate(target.chains)
+def _link(name: str, anchors: Mapping[str, str]) -> str:
+    return f'<a href="#{anchors[name]}">{_text(name)}</a>' if name in anchors else _text(name)
+
+
+def _warnings(warnings: Sequence[tuple[str, str]], anchors: Mapping[str, str]) -> str:
+    """Return warnings, each with what it is about, if it is about something."""
+    lines = [f"{_link(name, anchors) + ': ' if name else ''}{_text(what)}" for name, what in warnings[:WARNED]]
+    if len(warnings) > WARNED:
+        lines.append(f"and {len(warnings) - WARNED} more: at each protein, and in summary.json")
+    items = "".join(f"<li>{line}</li>" for line in lines)
+    return f'<ul class="warnings" aria-label="warnings">{items}</ul>' if items else ""
+
+
+def _side_by_side(group: Sequence[tuple[int, Target]]) -> str:
+    """Return several predictions of one protein beside one another: pLDDT in one figure, PAE in a row."""
+    first = group[0][1]
+    lines = [ChartLine(t.note or t.name, t.plddt, charts.chain_color(i)) for i, (_, t) in enumerate(group)]
+    key = "".join(f'<span><i style="background:{line.color}"></i>{_text(line.label)}</span>' for line in lines)
+    small = ""
+    for i, target in group:
+        picture = charts.draw_small_pae(f"pae-{i}") if target.pae is not None else ""
+        numbers = f"pLDDT {float(np.mean(target.plddt)):.1f}"
+        small += (
+            f'<a href="#target-{i}">{picture}<b>{_text(target.note or target.name)}</b><small>{numbers}</small></a>'
         )
-    return f"""<article id="target-{index}">
+    figure = _figure(charts.draw_plddt(lines, first.chains), "")
+    name = _text(first.group)
+    return (
+        f'<div class="side-by-side"><h3>{name}: {len(group)} predictions</h3>\n'
+        f'<div>{figure}<div class="key">{key}</div></div><div class="small">{small}</div></div>'
+    )
+
+
+def _target(index: int, target: Target) -> str:
+    numbers = "".join(f"<div><dt>{_text(k)}</dt> <dd>{_text(v)}</dd></div>" for k, v in target.numbers)
+    ends = [span.stop - 1 for span in target.chains.values()]
+    trace = charts.draw_trace(target.ca, target.plddt, target.truth_ca, ends)
+    lines = [ChartLine("pLDDT", target.plddt)]
+    lines += [ChartLine("lDDT-Cα", target.lddt, "#d9820f", True)] if target.lddt is not None else []
+    caption = "Solid: pLDDT. Dashed: lDDT-Cα against the truth." if target.lddt is not None else ""
+    below = _figure(charts.draw_plddt(lines, target.chains), caption)
+    if (coverage := target.coverage) is not None:
+        drawn = charts.draw_coverage(coverage.depth, coverage.rows, coverage.total, target.chains)
+        below += _figure(drawn, "Alignment rows by identity; the line: how many have a residue there.")
+    pae = ""
+    if target.pae is not None:
+        drawn = charts.draw_pae(target.pae, target.chains, f"pae-{index}")
+        pae = _figure(drawn, "Dark: sure of where the one is, seen from the other.")
+    interfaces = _table(ReportTable(INTERFACE_HEADER, target.interfaces), {}) if target.interfaces else ""
+    return f"""<article id="target-{index}" data-target="{index}">
 <h3>{_text(target.name)}</h3>
+{_warnings([("", warning) for warning in target.warnings], {})}
 <dl class="numbers">{numbers}</dl>
-{warnings}
 <div class="target">
 <div>
-<div class="viewer" data-target="{index}">{trace}</div>
-<div class="controls" hidden>{switch}<label><input type="checkbox" name="sidechains"> side chains</label>
-<button name="reset" type="button">reset the view</button></div>
-<div class="key">{key}</div>
+<div class="viewer">{trace}</div>
+<p class="readout" role="status"></p>
+{_controls(target)}
 </div>
-<div>{"".join(drawings)}{interfaces}</div>
+<div>{pae}{interfaces}</div>
 </div>
-<p class="sequence">{_text(target.sequence)}</p>
+<div class="figures">{below}</div>
+{_sequence(target)}
 </article>"""
 
 
-def _chain_color(place: int) -> str:
-    return figures.CHAIN_COLORS[place % len(figures.CHAIN_COLORS)]
+def _controls(target: Target) -> str:
+    """Return the switches below a structure, its key, and what can be downloaded; the script shows what it serves."""
+    key = "".join(
+        f'<span><i style="background:{color}"></i>{_text(KEY[i])}</span>' for i, (_, color, _) in enumerate(CLASSES)
+    )
+    switch = ""
+    if target.truth_mmcif is not None:
+        key += '<span><i style="background:#aab2bb"></i>truth</span>'
+        switch = '<label><input type="checkbox" name="truth" checked> truth</label>'
+    if target.chains:
+        switch += '<label><input type="checkbox" name="chains"> colour by chain</label>'
+        key += "".join(
+            f'<span class="chain"><i style="background:{charts.chain_color(i)}"></i>{_text(chain)}</span>'
+            for i, chain in enumerate(target.chains)
+        )
+    exact = target.pae is not None and len(target.pae) <= charts.LARGEST
+    offered = {"mmCIF": True, "PDB": target.has_pdb, "PAE": exact, "pLDDT": True, "FASTA": True, "picture": True}
+    buttons = "".join(
+        f'<button type="button" name="{file}">{file}</button>' for file, there in offered.items() if there
+    )
+    return f"""<div class="key">{key}</div>
+<div class="controls" hidden>{switch}<label><input type="checkbox" name="sidechains"> side chains</label>
+<button name="reset" type="button">reset the view</button>
+<button name="clear" type="button">clear the selection</button></div>
+<div class="downloads" hidden>Download {buttons}</div>"""
+
+
+def _sequence(target: Target) -> str:
+    """Return the sequence in tens with their numbers, each residue in the colour of its pLDDT."""
+    letters = target.sequence.replace(":", "")
+    lines = []
+    for name, span in (target.chains or {"": slice(0, len(letters))}).items():
+        tens = []
+        for start in range(span.start, span.stop, 10):
+            places = range(start, min(start + 10, span.stop))
+            residues = "".join(
+                f"<i class=p{charts.plddt_class(target.plddt[i])}>{_text(letters[i])}</i>" for i in places
+            )
+            number = f' data-n="{start - span.start + 10}"' if len(places) == 10 else ""
+            tens.append(f"<span{number}>{residues}</span>")
+        title = f"<b>{_text(name)}</b>" if name else ""
+        lines.append(f"<p>{title}{' '.join(tens)}</p>")
+    return f'<div class="sequence" data-kind="sequence">{"".join(lines)}</div>'
 
 
 def _figure(svg: str, caption: str) -> str:
@@ -186,197 +290,3 @@ def _figure(svg: str, caption: str) -> str:
 
 def _text(text: str) -> str:
     return html.escape(text)
-
-
-# The report of `warpfold predict`
-
-
-def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
-    """Return the report of `warpfold predict`, from its summary and the files that it names."""
-    entries, failures = summary["predictions"], summary["failures"]
-    best = [entry for entry in entries if entry.get("rank", 1) == 1]
-    alone = len(best) == 1 and not failures
-    sections = [Section("All proteins", table=_all_proteins(best))] if best and not alone else []
-    if len(entries) > len(best):
-        sections.append(_ranking(entries, summary["ranking"]))
-    if failures:
-        whats = [[_label(f), f["error"]] for f in failures]
-        sections.append(Section("Failed", table=ReportTable(["protein", "what went wrong"], whats)))
-    if offered := _template_rows(out, best):
-        text = "NAME_templates.json in the protein's folder has the outcome of every template that was offered."
-        header = ["protein", "template", "residues", "identity", "note"]
-        sections.append(Section("Templates", text, table=ReportTable(header, offered)))
-    if len({entry["length"] for entry in entries}) >= LENGTHS:
-        sections.append(_seconds(entries, summary.get("processes", ())))
-    facts = [] if alone else [("proteins folded", str(len(best)))]
-    if failures:
-        facts.append(("failed", str(len(failures))))
-    if entries:
-        facts.append(("mean pLDDT", f"{np.mean([e['mean_plddt'] for e in best]):.1f}"))
-    for key, title in (("iptm", "ipTM"), ("ptm", "pTM")):
-        if alone and best[0].get(key) is not None:
-            facts.append((title, f"{best[0][key]:.2f}"))
-    facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
-    shown = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH][:DRAWN]
-    names = ", ".join(model["file"] for model in summary["models"])
-    drawn = f", the {'first' if len(entries) == len(best) else 'best'} {len(shown)} drawn" if shown != entries else ""
-    versions, seeds = summary["versions"], _seeds(summary["settings"])
-    digests = ", ".join(model["sha256"] for model in summary["models"])
-    return ReportPage(
-        title=best[0]["name"] if alone else "Predicted structures",
-        lead=f"Folded by WarpFold with {names}{drawn}.",
-        facts=facts,
-        sections=sections,
-        targets=[target_of(out, entry) for entry in shown],
-        footer=[
-            f"WarpFold {versions['warpfold']} · torch {versions['torch']} · {summary['device']} · "
-            f"{seeds} · parameters sha256 {digests}"
-        ],
-    )
-
-
-def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
-    """Return a row for each protein or complex, its best prediction."""
-    complexes = any("chains" in entry for entry in entries)
-    header = ["protein", "residues", "alignment rows", "mean pLDDT", "pTM", "seconds", "warnings"]
-    if complexes:
-        header[1:1], header[5:5] = ["chains"], ["ipTM"]
-    rows = []
-    for e in entries:
-        row = [_label(e), f"{e['length']}", f"{e['msa_depth']}", f"{e['mean_plddt']:.1f}", _score(e["ptm"]),
-               f"{sum(e['seconds'].values()):.1f}", str(len(e["warnings"]))]  # fmt: skip
-        if complexes:
-            row[1:1], row[5:5] = [str(len(e.get("chains", "A")))], [_score(e.get("iptm"))]
-        rows.append(row)
-    return ReportTable(header, rows)
-
-
-def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping[str, Any]]) -> Section:
-    """Return all predictions of each protein, best first."""
-    measures = dict.fromkeys(one["by"] for one in ranking.values())
-    header = ["prediction", "model", "seed", *measures, "mean pLDDT"]
-    complexes = any("iptm" in entry for entry in entries)
-    rows = []
-    for e in entries:
-        by = ranking[e["name"]]["by"]
-        values = [f"{e['ranking_confidence']:.{1 if 'pLDDT' in by else 3}f}" if by == one else "" for one in measures]
-        row = [_label(e), e["model"], str(e["seed"]), *values, f"{e['mean_plddt']:.1f}"]
-        row += [_score(e.get("iptm"))] if complexes else []
-        rows.append([*row, _score(e["ptm"])])
-    text = f"Best first, by {' or '.join(measures)}."
-    return Section("Ranking", text, table=ReportTable([*header, *(["ipTM"] if complexes else []), "pTM"], rows))
-
-
-def _seconds(entries: Sequence[Mapping[str, Any]], processes: Sequence[Mapping[str, Any]]) -> Section:
-    """Return how long predictions took, against their length, and what the devices waited for."""
-    seconds = {kind: [entry["seconds"][kind] for entry in entries] for kind in ("model", "features")}
-    residues = [entry["length"] for entry in entries]
-    each = 1e3 * sum(seconds["model"]) / sum(residues)
-    text = f"{sum(residues)} residues, {each:.3g} ms of the model each. "
-    text += "Proteins that shared a pass share its seconds alike. " if any("together" in e for e in entries) else ""
-    names = {"computing": "computing", "waiting_for_features": "for features", "waiting_for_files": "for files"}
-    total = {key: sum(one.get(key, 0.0) for one in processes) for key in names}
-    if whole := sum(total.values()):
-        waits = ", ".join(f"{total[key]:.1f} s {name}" for key, name in names.items() if key != "computing")
-        share = 1 - total["computing"] / whole
-        text += f"Of {whole:.0f} s in the last runs' loops the model computed {total['computing']:.0f} s "
-        text += f"and waited {share:.1%}: {waits}."
-    figure = figures.draw_seconds(residues, {"model": seconds["model"], "features": seconds["features"]})
-    return Section("Time", text, [(figure, "Each dot is a prediction; features are made while another one computes.")])
-
-
-def _relaxed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what is said of a relaxation: docs/relax.md."""
-    before, after = (report[f"violations_{when}"]["residues"] for when in ("before", "after"))
-    energies = " → ".join("infinite" if e is None else f"{e:.4g}" for e in map(report.get, ENERGIES))
-    return [
-        ("relaxed: residues with violations", f"{before} → {after}"),
-        ("energy, kcal/mol", energies),
-        ("Cα moved, Å", f"{report['ca_rmsd']:.2f}"),
-    ]
-
-
-def _label(entry: Mapping[str, Any]) -> str:
-    """Return how the page calls a prediction: by its protein, or by rank, model and seed too if there are several."""
-    if "ranked" in entry:
-        return f"{entry['name']}, rank {entry['rank']}"
-    failed = "error" in entry and "model" in entry
-    return f"{entry['name']} ({entry['model']}, seed {entry['seed']})" if failed else entry["name"]
-
-
-def _score(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _seeds(settings: Mapping[str, Any]) -> str:
-    first, last = settings["seed"], settings["seed"] + settings["seeds"] - 1
-    return f"seed {first}" if first == last else f"seeds {first} to {last}"
-
-
-def _template_rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row for each template that a protein used, and one for how many it did not use."""
-    rows: list[list[str]] = []
-    for entry in (entry for entry in entries if "templates" in entry["files"]):
-        outcomes = json.loads((out / entry["folder"] / entry["files"]["templates"]).read_text(encoding="utf-8"))
-        rows += [
-            [_label(entry), _on_chains(one), f"{one['residues']}", f"{one['identity']:.0%}", one["note"]]
-            for one in outcomes
-            if one["used"]
-        ]
-        if unused := entry["templates_unused"]:
-            rows.append([_label(entry), f"{unused} not used", "", "", ""])
-    return rows
-
-
-def _on_chains(outcome: Mapping[str, Any]) -> str:
-    """Return a template's name and, of a complex, the chains that it is on."""
-    chains = outcome.get("chains")
-    return f"{outcome['name']} on {', '.join(chains)}" if chains else outcome["name"]
-
-
-def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
-    """Return an entry of the summary as the report draws it, read from its files in `out`.
-
-    `truth`: the fields of `Target` that compare it with a known structure; `numbers` among them come after its own.
-    """
-    folder, files = out / entry["folder"], entry["files"]
-    with np.load(folder / files["arrays"], allow_pickle=False) as arrays:
-        ca, plddt = arrays["positions"][:, ATOM_ORDER["CA"]], arrays["plddt"]
-        pae = arrays["pae"] if "pae" in arrays.files else None
-    numbers = [("residues", str(entry["length"])), ("mean pLDDT", f"{entry['mean_plddt']:.1f}")]
-    if entry.get("iptm") is not None:
-        numbers.append(("ipTM", f"{entry['iptm']:.2f}"))
-    if entry["ptm"] is not None:
-        numbers.append(("pTM", f"{entry['ptm']:.2f}"))
-    numbers.append(("alignment rows", str(entry["msa_depth"])))
-    if "paired_rows" in entry:
-        numbers.append(("paired rows", str(entry["paired_rows"])))
-    if "ranked" in entry:
-        numbers += [("model", entry["model"]), ("seed", str(entry["seed"]))]
-    if "templates" in files:
-        numbers.append(("templates", str(len(entry["templates"]))))
-    if "relaxed" in entry:
-        numbers += _relaxed(entry["relaxed"])
-    numbers += truth.pop("numbers", ())
-    return Target(
-        name=_label(entry),
-        sequence=entry["sequence"],
-        plddt=plddt,
-        ca=ca,
-        mmcif=(folder / files["mmcif"]).read_text(encoding="utf-8"),
-        pae=pae,
-        numbers=numbers,
-        warnings=entry["warnings"],
-        chains=_chain_spans(entry),
-        interfaces=[
-            ["-".join(one["chains"]), _score(one["iptm"]), f"{one['plddt']:.1f}", str(one["contacts"])]
-            for one in entry.get("interfaces", ())
-        ],
-        **truth,
-    )
-
-
-def _chain_spans(entry: Mapping[str, Any]) -> dict[str, slice]:
-    """Return where each chain of a complex is; nothing for a single chain."""
-    ends = np.cumsum([chain["length"] for chain in entry.get("chains", ())]).tolist()
-    return {chain["id"]: slice(end - chain["length"], end) for chain, end in zip(entry.get("chains", ()), ends)}

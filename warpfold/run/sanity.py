@@ -85,3 +85,26 @@ def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) ->
         disulfide = (atom[i] == SG) & (atom[j] == SG)
         pairs.append(np.stack([row[i], row[j]], -1)[~(peptide | disulfide)])
     return np.concatenate(pairs)
+
+
+def warn_of_confidence(plddt: np.ndarray, ptm: float | None = None, iptm: float | None = None) -> list[str]:
+    """Return a sentence for each way in which a model is unsure of a prediction: pLDDT [N] 0..100, pTM and ipTM 0..1.
+
+    The limits are those that EMBL-EBI's course on AlphaFold teaches: pLDDT 70 and 50, pTM 0.5, ipTM 0.6 and 0.8.
+    """
+    mean, lowest = float(plddt.mean()), float((plddt < 50).mean())
+    found = []
+    if mean < 50:
+        found.append(f"very low confidence: mean pLDDT {mean:.0f}, below 50; the structure should not be interpreted")
+    elif mean < 70:
+        found.append(f"low confidence: mean pLDDT {mean:.0f}, below 70")
+    if mean >= 50 and lowest >= 0.25:
+        found.append(
+            f"{lowest:.0%} of the residues have a pLDDT below 50: they may be disordered; where they lie says nothing"
+        )
+    if iptm is not None and iptm < 0.8:
+        doubt = "is probably wrong" if iptm < 0.6 else "may be right or wrong"
+        found.append(f"ipTM {iptm:.2f}, below {0.6 if iptm < 0.6 else 0.8}: how the chains meet {doubt}")
+    if iptm is None and ptm is not None and ptm < 0.5:
+        found.append(f"pTM {ptm:.2f}, below 0.5: the fold as a whole may be wrong")
+    return found

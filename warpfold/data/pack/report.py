@@ -139,8 +139,6 @@ class PackReport:
             some = ", ".join(thin[:3]) + (", ..." if len(thin) > 3 else "")
             what = "alignment has" if len(thin) == 1 else "alignments have"
             found.append(f"{len(thin)} {what} one row, the chain's own: {some}")
-        if self.unused and all(not entry.alignments for entry in self.chains):
-            found.append(f"none of {len(self.unused)} alignments is of a chain that is kept")
         return found
 
     def _no_templates(self) -> str:

@@ -1,0 +1,67 @@
+"""Finds what a page or a style sheet would load from elsewhere: scripts, styles, fonts, pictures, frames.
+
+Links that a reader may follow are no such thing.
+"""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+LOADS = {  # the attributes by which a tag loads something
+    "script": ("src",),
+    "link": ("href",),
+    "img": ("src", "srcset"),
+    "source": ("src", "srcset"),
+    "iframe": ("src",),
+    "video": ("src", "poster"),
+    "audio": ("src",),
+    "embed": ("src",),
+    "object": ("data",),
+    "image": ("href", "xlink:href"),
+    "use": ("href", "xlink:href"),
+}
+SAYS = {"canonical", "next", "prev", "alternate", "author", "license"}  # kinds of <link> that load nothing
+ELSEWHERE = re.compile(r"(?:^|[\s,])((?:https?:)?//[^\s,]+)")
+IN_STYLES = re.compile(r"(?:url\(\s*|@import\s+)[\"']?((?:https?:)?//[^\s\"')]+)")
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.within = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.within = tag
+        values = {name: value or "" for name, value in attrs}
+        if not (tag == "link" and set(values.get("rel", "").split()) <= SAYS):
+            for name in LOADS.get(tag, ()):
+                self.found += ELSEWHERE.findall(values.get(name, ""))
+        self.found += IN_STYLES.findall(values.get("style", ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.within == "style":
+            self.found += IN_STYLES.findall(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.within = ""
+
+
+def loaded(text: str, kind: str) -> list[str]:
+    """Return the addresses elsewhere from which a page (`kind` ".html", ".svg") or a style sheet (".css") loads."""
+    if kind == ".css":
+        return IN_STYLES.findall(text)
+    page = _Page()
+    page.feed(text)
+    page.close()
+    return page.found
+
+
+def external(site: Path) -> list[str]:
+    """Return "file: address" for everything that the files of a built site would load from elsewhere."""
+    return [
+        f"{path.relative_to(site)}: {address}"
+        for path in sorted(site.rglob("*"))
+        if path.suffix in (".html", ".css", ".svg")
+        for address in loaded(path.read_text(encoding="utf-8"), path.suffix)
+    ]

@@ -1,0 +1,151 @@
+"""Pages made of the source: the command line, the Python interface, the settings.
+
+The command line is imported (it imports nothing heavy), the rest is read as text: neither torch nor NumPy is needed.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "warpfold"
+
+
+# The command line
+
+
+def commands() -> str:
+    """Return the page of all commands: what each does, its arguments and options, its examples."""
+    sys.path.insert(0, str(ROOT))
+    from typer.main import get_command
+
+    from warpfold.cli import app
+
+    top = get_command(app)
+    lines = [
+        "# Commands",
+        "",
+        "What `warpfold COMMAND --help` says, of this version.  Exit codes: 0 everything was done, 1 something was",
+        "not, 2 the input is at fault (one line says why), 130 Ctrl-C.",
+    ]
+    for name, command in top.commands.items():
+        inner = getattr(command, "commands", {})
+        if getattr(command, "invoke_without_command", False) or not inner:
+            lines += _command(name, command)
+        for word, one in inner.items():
+            lines += _command(f"{name} {word}", one)
+    return "\n".join(lines) + "\n"
+
+
+def _command(name: str, command) -> Iterator[str]:
+    yield from ("", f"## {name}", "", _plain(command.help or ""), "")
+    rows = []
+    for parameter in command.params:
+        if parameter.name == "help" or getattr(parameter, "hidden", False):
+            continue
+        names = [*parameter.opts, *parameter.secondary_opts]
+        named = parameter.param_type_name == "option"
+        shown = (
+            ", ".join(f"`{one}`" for one in names) if named else f"`{(parameter.metavar or parameter.name.upper())}`"
+        )
+        default = parameter.default
+        plain = isinstance(default, str | int | float) and not isinstance(default, bool) and default != ""
+        says = _plain(getattr(parameter, "help", None) or "")
+        if parameter.required and named:
+            says += " Required."
+        elif plain and getattr(parameter, "show_default", True) and "default:" not in says:
+            says += f" Default: {getattr(default, 'value', default)}."
+        rows.append(f"| {shown} | {_cell(says)} |")
+    if rows:
+        yield from ("| | |", "|---|---|", *rows, "")
+    for example in (command.epilog or "").split("\n\n"):
+        if match := re.match(r"(.*?):\s\s+(warpfold .*)", " ".join(example.split(" ")), re.S):
+            yield from (f"{_plain(match[1])}:", "", "```bash", " ".join(match[2].split()), "```", "")
+        elif example.strip():
+            yield from (_plain(example), "")
+
+
+def _plain(text: str) -> str:
+    """Return a text of --help without the marks of its colours, and with angle brackets that HTML leaves alone."""
+    text = re.sub(r"\[/?[a-z ]*\]", "", text)
+    return re.sub(r"<", "&lt;", text).strip()
+
+
+def _lines(docstring: str) -> str:
+    """Return a docstring in which lines that explain a name, "name: ...", stay lines of their own."""
+    return re.sub(r"\n(?=\w[\w, ]*: )", "  \n", _plain(docstring))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+# The Python interface
+
+
+def python_interface() -> str:
+    """Return the page of everything that `import warpfold` offers, from docstrings (mkdocstrings fills it in)."""
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    public = [name for name in names if not name.startswith("__")]
+    functions = [name for name in public if name[0].islower()]
+    lines = ["# Python", "", "All that `import warpfold` offers: functions, then classes."]
+    for name in [*functions, *(name for name in public if name not in functions)]:
+        lines += ["", f"::: warpfold.{name}"]
+    return "\n".join(lines) + "\n"
+
+
+# The settings
+
+
+def settings_reference() -> str:
+    """Return the page of all settings: each section's dataclass, its fields, defaults, and the comments beside them."""
+    classes = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if "@dataclass" in source:
+            for node in ast.parse(source).body:
+                if isinstance(node, ast.ClassDef):
+                    classes[node.name] = (node, source.splitlines())
+    lines = [
+        "# Settings",
+        "",
+        "Every key of a settings file, with its default.  `--set SECTION.KEY=VALUE` changes one.",
+        "The presets, and the sources of their values, are in the folder [settings](../repository/settings/README.md).",
+    ]
+    for field, type_name, _, _ in _fields(*classes["RunConfig"]):
+        lines += _section(field, type_name, classes)
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, type_name: str, classes: dict) -> Iterator[str]:
+    node, source = classes[type_name]
+    yield from ("", f"## {name}", "", _lines(ast.get_docstring(node) or ""), "")
+    inner = []
+    yield from ("| key | type | default | |", "|---|---|---|---|")
+    for field, annotation, default, comment in _fields(node, source):
+        if (of := next((word for word in re.findall(r"\w+", annotation) if word in classes), None)) is not None:
+            inner.append((f"{name}.{field}", of))
+            default, comment = "", f"a section of its own: [{name}.{field}](#{(name + field).replace('.', '')})"
+        yield f"| `{field}` | `{annotation}` | {f'`{default}`' if default else ''} | {_cell(_plain(comment))} |"
+    for one in inner:
+        yield from _section(*one, classes)
+
+
+def _fields(node: ast.ClassDef, source: list[str]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, type, default and comment of the fields of a dataclass: the comment beside it, or those above it."""
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            beside = source[(item.end_lineno or item.lineno) - 1][item.end_col_offset :].partition("#")[2].strip()
+            above: list[str] = []
+            number = item.lineno - 2
+            while source[number].strip().startswith("#"):
+                above.insert(0, source[number].strip()[1:].strip())
+                number -= 1
+            default = ast.unparse(item.value) if item.value else ""
+            yield item.target.id, ast.unparse(item.annotation), default, " ".join([*above, beside]).strip()

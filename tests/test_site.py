@@ -1,0 +1,122 @@
+"""The site of docs/: every page is in its navigation, nothing is loaded from elsewhere, it builds."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+LIST = re.compile(r"\s*([*-]|\d+\.) ")
+
+
+def site_module(name: str) -> ModuleType:
+    """A module of docs/site, which is on nobody's path."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", DOCS / "site" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    named = re.findall(r"- (?:[^\n]*: )?([\w/.-]+\.md)$", navigation, re.M)
+    made = {"reference/commands.md", "reference/python.md", "reference/settings.md"}
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert sorted(named) == sorted(pages | made), (
+        "put a new page into `nav` of mkdocs.yml, where a newcomer looks for it"
+    )
+
+
+def test_lists_stand_apart() -> None:
+    """A list right below a paragraph is a list on GitHub, and text on the site."""
+    below = []
+    for page in [*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for paragraph in re.split(r"\n\s*\n", text):
+            lines = paragraph.strip("\n").splitlines()
+            if lines and not LIST.match(lines[0]) and not lines[0].startswith("#"):
+                below += [f"{page.name}: {line}" for line in lines if re.match(r"[*-] \w", line)]
+    assert not below
+
+
+def test_nothing_that_is_said_to_run_is_elsewhere() -> None:
+    """Whoever has the repository has everything that the pages name."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    assert not [page.name for page in pages if "../shared" in page.read_text(encoding="utf-8")]
+
+
+def test_requirements_are_pinned() -> None:
+    lines = (DOCS / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert not [
+        line for line in lines if line and not line.startswith("#") and not re.fullmatch(r"[\w.-]+==[\w.]+", line)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "found"),
+    [
+        ('<script src="https://cdn.example/a.js"></script>', ".html", ["https://cdn.example/a.js"]),
+        ("<script src=//cdn.example/a.js></script>", ".html", ["//cdn.example/a.js"]),
+        ('<link rel="preconnect" href="https://fonts.example">', ".html", ["https://fonts.example"]),
+        ('<img srcset="a.png 1x, https://cdn.example/b.png 2x">', ".html", ["https://cdn.example/b.png"]),
+        ("<style>@import 'https://fonts.example/x.css';</style>", ".html", ["https://fonts.example/x.css"]),
+        ("a { background: url( 'http://cdn.example/x.png' ) }", ".css", ["http://cdn.example/x.png"]),
+        ('<svg xmlns="http://www.w3.org/2000/svg"><image href="https://cdn.example/x.png"/></svg>', ".svg",
+         ["https://cdn.example/x.png"]),
+        ('<a href="https://example.org">read</a><link rel="canonical" href="https://example.org">', ".html", []),
+        ('<script src="assets/a.js"></script><code>https://example.org/a.js</code>', ".html", []),
+    ],
+)  # fmt: skip
+def test_what_is_loaded_from_elsewhere_is_found(text: str, kind: str, found: list[str]) -> None:
+    assert site_module("external").loaded(text, kind) == found
+
+
+def test_every_setting_is_on_its_page() -> None:
+    from warpfold import settings
+    from warpfold.run.config import RunConfig
+
+    page = site_module("reference").settings_reference()
+    keys = [key for key in settings.plain(RunConfig()) if f"\n## {key}\n" not in page]
+    assert not keys
+    assert "| `learning_rate` | `float` | `0.001` |" in page
+
+
+def test_every_command_and_option_is_on_its_page() -> None:
+    from typer.main import get_command
+
+    from warpfold.cli import app
+
+    page = site_module("reference").commands()
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        assert f"\n## {name}" in page
+        missing = [p.opts for p in command.params if not p.hidden and p.name != "help" and f"`{p.opts[0]}`" not in page]
+        assert not [names for names in missing if names[0].startswith("-")]
+
+
+def mkdocs() -> list[str]:
+    """The command, of `./dev docs` or of this environment; none where mkdocs is not installed."""
+    made = ROOT / ".docs" / "bin" / "python"
+    if made.exists():
+        return [str(made), "-m", "mkdocs"]
+    return [sys.executable, "-m", "mkdocs"] if importlib.util.find_spec("material") else []
+
+
+@pytest.mark.skipif(not mkdocs(), reason="mkdocs-material is not installed: ./dev docs makes an environment with it")
+def test_the_site_is_built(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*mkdocs(), "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "iframe-worker" not in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert (tmp_path / "site" / "search" / "search_index.js").exists()  # the search of a page on a disk
+    pages = (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8")
+    assert "MSA" in pages or "alignment" in pages  # docstrings are there

@@ -1,0 +1,332 @@
+"""Draw what a report shows of a prediction, as SVG that its page colours: pLDDT, PAE, coverage, the trace of Cα.
+
+Every chart is drawn in a box of its own (`data-box`, in the units of its view), so that the page's script knows which
+residue the mouse is over.  Colours that light and dark pages share are written here, others come from report.css.
+"""
+
+import base64
+import html
+import struct
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib as mpl
+import numpy as np
+
+# pLDDT's four classes as AlphaFold DB has them (https://alphafold.ebi.ac.uk): what a value must exceed, colour, name.
+CLASSES = (
+    (90.0, "#0053D6", "very high"),
+    (70.0, "#65CBF3", "high"),
+    (50.0, "#FFDB13", "low"),
+    (-1.0, "#FF7D45", "very low"),
+)
+
+# Colours of chains and of models, in turn: Okabe and Ito's, which the colour-blind tell apart
+# (https://jfly.uni-koeln.de/color/); first those that are least like the colours of pLDDT.
+CHAIN_COLORS = ("#009e73", "#cc79a7", "#0072b2", "#e69f00", "#d55e00", "#56b4e9", "#8a7500", "#5c6770")
+
+PAE_TOP = 32  # angstrom, from where on all errors have one colour
+LARGEST = 1024  # residues of a PAE picture; beyond, its pixels are means of several
+SHADES = (0.4, 0.7, 1.0)  # of the trace, from far to near
+
+Spans = Mapping[str, slice]  # of a complex, where each chain is; empty for a single one
+
+
+@dataclass(frozen=True)
+class ChartLine:
+    """A value for each residue [N], 0 to 100, NaN where unknown; color: None for the page's ink."""
+
+    label: str
+    values: np.ndarray
+    color: str | None = None
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a chart draws: its left, top, right and bottom in the units of its view."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    @property
+    def width(self) -> float:
+        return self.right - self.left
+
+    @property
+    def height(self) -> float:
+        return self.bottom - self.top
+
+    def __str__(self) -> str:
+        return f"{self.left:g} {self.top:g} {self.right:g} {self.bottom:g}"
+
+
+WIDE, SQUARE = Box(40, 18, 472, 158), Box(46, 18, 366, 338)
+
+
+def plddt_class(value: float) -> int:
+    """Return the place in CLASSES of a pLDDT (0 to 100), rounded as the B factors of files are."""
+    return next(place for place, (bound, _, _) in enumerate(CLASSES) if round(float(value), 2) > bound)
+
+
+def plddt_color(value: float) -> str:
+    """Return the colour of a pLDDT (0 to 100)."""
+    return CLASSES[plddt_class(value)][1]
+
+
+def chain_color(place: int) -> str:
+    """Return the colour of a chain, or of a model, by its place."""
+    return CHAIN_COLORS[place % len(CHAIN_COLORS)]
+
+
+def draw_plddt(lines: Sequence[ChartLine], chains: Spans) -> str:
+    """Draw pLDDT along the residues, a line or several, over the four classes."""
+    residues, box = len(lines[0].values), WIDE
+    scale = box.height / 1000  # the view's units for each tenth of pLDDT
+    upper, parts = 100.0, []
+    for bound, color, _ in CLASSES:
+        bottom = max(bound, 0.0)
+        y, height = box.bottom - 10 * scale * upper, 10 * scale * (upper - bottom)
+        parts.append(
+            f'<rect x="{box.left}" y="{y:g}" width="{box.width}" height="{height:g}" fill="{color}" class="band"/>'
+        )
+        parts.append(_text(box.left - 6, y + 4, f"{upper:g}", "end"))
+        upper = bottom
+    parts += [_text(box.left - 6, box.bottom, "0", "end"), *_along(box, chains, residues)]
+    ends = {span.stop for span in chains.values()}
+    place = f"translate({box.left} {box.bottom}) scale({box.width / residues:.6g} {-scale:g})"
+    for line in lines:
+        style = (f' style="stroke:{line.color}"' if line.color else "") + (
+            ' stroke-dasharray="5 3"' if line.dashed else ""
+        )
+        path = _path(line.values, ends)
+        parts.append(f'<path class="line" transform="{place}" d="{path}"{style}/>')
+    mean = float(np.mean(lines[0].values))
+    label = f"pLDDT of {residues} residues, mean {mean:.1f}" if len(lines) == 1 or lines[1].dashed else "pLDDT by model"
+    return _svg(box, 480, 194, "plddt", label, [*parts, _text((box.left + box.right) / 2, 190, "residue", "middle")])
+
+
+def draw_pae(pae: np.ndarray, chains: Spans, name: str) -> str:
+    """Draw the predicted aligned error [N, N], angstrom, dark where sure: rows aligned on, columns scored.
+
+    name: the id of the picture, by which `draw_small_pae` shows it again.
+    """
+    box, residues = SQUARE, len(pae)
+    codes = np.clip(np.rint(pooled(pae)), 0, PAE_TOP).astype(np.uint8)
+    greens = mpl.colormaps["Greens_r"]
+    palette = [tuple(round(255 * part) for part in greens(level / PAE_TOP)[:3]) for level in range(PAE_TOP + 1)]
+    borders = ""
+    for span in list(chains.values())[1:]:
+        x, y = box.left + box.width * span.start / residues, box.top + box.height * span.start / residues
+        borders += f"M{x:.1f} {box.top}V{box.bottom}M{box.left} {y:.1f}H{box.right}"
+    parts = [
+        f'<g id="{name}">{_image(box, palette_png(codes, palette))}<path class="border" d="{borders}"/></g>',
+        *_along(box, chains, residues, borders=False),
+        *_down(box, chains, residues),
+        _text((box.left + box.right) / 2, 370, "scored residue", "middle"),
+        _text(0, 0, "aligned residue", "middle", 'transform="translate(10 178) rotate(-90)"'),
+        *_scale(box, 382, palette, "0", f"{PAE_TOP} Å", "expected position error"),
+    ]
+    mean = float(np.mean(pae))
+    return _svg(box, 380, 408, "pae", f"predicted aligned error, mean {mean:.1f} angstrom", parts)
+
+
+def draw_small_pae(name: str) -> str:
+    """Draw the picture of that id once more, small and without axes."""
+    box = SQUARE
+    view = f"{box.left} {box.top} {box.width} {box.height}"
+    return f'<svg viewBox="{view}" class="small"><use href="#{name}"/></svg>'
+
+
+def draw_coverage(depth: np.ndarray, rows: np.ndarray, total: int, chains: Spans) -> str:
+    """Draw an alignment as ColabFold's users know it: its rows by identity, best on top, and how many cover a residue.
+
+    depth [N], rows [R, N], total: as `Coverage` has them.
+    """
+    box, residues = WIDE, len(depth)
+    rainbow = mpl.colormaps["rainbow_r"]
+    levels = 26  # colours: every 4 percent
+    palette = [(255, 255, 255)] + [tuple(round(255 * p) for p in rainbow(i / (levels - 1))[:3]) for i in range(levels)]
+    codes = np.where(rows == 0, 0, 1 + (rows.astype(int) - 1 + 2) // 4).astype(np.uint8)
+    heights = box.bottom - box.height * np.append(depth, depth[-1:]) / max(1, total)
+    line = "".join(
+        f"{'L' if i else 'M'}{box.left + box.width * i / residues:.1f} {y:.1f}" for i, y in _corners(heights)
+    )
+    parts = [
+        _image(box, palette_png(codes, palette, clear=True)),
+        f'<path class="line" d="{line}"/>',
+        f'<path class="frame" d="M{box.left} {box.top}V{box.bottom}H{box.right}"/>',
+        *_along(box, chains, residues),
+        *(_text(box.left - 6, box.bottom - box.height * n / total + 4, f"{n:,}", "end") for n in _ticks(total, 4)),
+        _text((box.left + box.right) / 2, 190, "residue", "middle"),
+        *_scale(Box(150, 0, 400, 0), 200, palette[1:], "0 %", "100 %", "identity with the query"),
+    ]
+    return _svg(box, 480, 228, "coverage", f"coverage of the alignment: {total} rows", parts)
+
+
+def draw_trace(ca: np.ndarray, plddt: np.ndarray, truth: np.ndarray | None = None, ends: Collection[int] = ()) -> str:
+    """Draw the Cα trace [N, 3] in a plane, coloured by pLDDT, over `truth` [M, 3] in grey: what needs no WebGL.
+
+    ends: residues that are not bonded to the next.
+    """
+    center = ca.mean(0)
+    _, _, turn = np.linalg.svd(ca - center, full_matrices=False) if len(ca) > 2 else (0, 0, np.eye(3))
+    traces: list[tuple[np.ndarray, np.ndarray, int, tuple[int, ...]]] = []  # turned points, classes, width, ends
+    if truth is not None:
+        traces.append(((truth - center) @ turn.T, np.full(len(truth), -1), 22, ()))
+    traces.append(((ca - center) @ turn.T, np.array([plddt_class(value) for value in plddt]), 40, tuple(ends)))
+    flat = np.concatenate([points[:, :2] for points, *_ in traces])
+    size = 3400 / max(1.0, float(np.ptp(flat, axis=0).max()))
+    origin = (flat.max(0) + flat.min(0)) / 2
+    parts = ""
+    for points, classes, width, last in traces:
+        parts += _bonds(points, np.rint((points[:, :2] - origin) * size).astype(int), classes, width, last)
+    lines = f'<g fill="none" stroke-linecap="round">{parts}</g>'
+    return f'<svg role="img" aria-label="Cα trace, coloured by pLDDT" viewBox="-1850 -1850 3700 3700">{lines}</svg>'
+
+
+def _bonds(points: np.ndarray, xy: np.ndarray, classes: np.ndarray, width: int, ends: Sequence[int]) -> str:
+    """Return the paths of a trace, far ones first and paler; what is longer than a peptide bond allows is left out.
+
+    points [N, 3], angstrom; xy int [N, 2], where they are drawn; classes [N], -1 for a truth.
+    """
+    bonded = np.linalg.norm(np.diff(points, axis=0), axis=-1) < 5
+    bonded[[end for end in ends if end < len(bonded)]] = False
+    if not bonded.any():
+        return ""
+    depth = (points[1:, 2] + points[:-1, 2]) / 2
+    near = (depth - depth.min()) / max(1e-6, float(np.ptp(depth)))
+    shade = np.minimum(near * len(SHADES), len(SHADES) - 1).astype(int)
+    parts = ""
+    for level, opacity in enumerate(SHADES):
+        for kind in np.unique(classes).tolist():
+            chosen = np.flatnonzero(bonded & (shade == level) & (classes[:-1] == kind)).tolist()
+            steps = xy[1:] - xy[:-1]
+            d = "".join(f"M{xy[i, 0]} {xy[i, 1]}l{steps[i, 0]} {steps[i, 1]}" for i in chosen)
+            color = CLASSES[kind][1] if kind >= 0 else "#aab2bb"
+            parts += f'<path d="{d}" stroke="{color}" stroke-width="{width}" opacity="{opacity}"/>' if d else ""
+    return parts
+
+
+def pooled(pae: np.ndarray) -> np.ndarray:
+    """Return means over squares of residues, so that at most LARGEST are left each way."""
+    step = -(-len(pae) // LARGEST)
+    if step == 1:
+        return pae
+    starts = np.arange(0, len(pae), step)
+    sums = np.add.reduceat(np.add.reduceat(pae.astype(np.float64), starts, 0), starts, 1)
+    counts = np.diff(np.append(starts, len(pae)))
+    return sums / np.outer(counts, counts)
+
+
+def palette_png(codes: np.ndarray, palette: Sequence[tuple[int, ...]], clear: bool = False) -> bytes:
+    """Return a PNG of uint8 [H, W], an index of `palette` for each pixel; clear: of the first one nothing is seen.
+
+    Each byte of a row is written as its difference to the one above (filter 2), which the page's script knows too:
+    it reads the numbers back from the picture.
+    """
+    height, width = codes.shape
+    above = np.vstack([np.zeros((1, width), np.uint8), codes[:-1]])
+    lines = np.hstack([np.full((height, 1), 2, np.uint8), codes - above])
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
+        (b"PLTE", bytes(part for color in palette for part in color)),
+        *([(b"tRNS", b"\0")] if clear else []),
+        (b"IDAT", zlib.compress(lines.tobytes(), 9)),
+        (b"IEND", b""),
+    ]
+    found = b"\x89PNG\r\n\x1a\n"
+    for kind, data in chunks:
+        found += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return found
+
+
+def _image(box: Box, png: bytes) -> str:
+    source = base64.b64encode(png).decode()
+    place = f'x="{box.left}" y="{box.top}" width="{box.width}" height="{box.height}"'
+    return f'<image {place} preserveAspectRatio="none" href="data:image/png;base64,{source}"/>'
+
+
+def _path(values: np.ndarray, ends: Collection[int]) -> str:
+    """Return a path through values [N] at x = 0.5, 1.5 ..., in tenths; it is broken at ends and where one is NaN."""
+    parts, before = [], None
+    for i, value in enumerate(values):
+        if np.isnan(value):
+            before = None
+            continue
+        tenth = round(10 * float(value))
+        parts.append(f"M{i + 0.5} {tenth}" if before is None or i in ends else f"l1 {tenth - before}")
+        before = tenth
+    return "".join(parts)
+
+
+def _corners(heights: np.ndarray) -> Iterator[tuple[int, float]]:
+    """Yield the corners of steps, as few as possible: place and height."""
+    for i, y in enumerate(heights.tolist()):
+        if i and i < len(heights) - 1 and y == heights[i - 1]:
+            continue
+        if i:
+            yield i, float(heights[i - 1])
+        yield i, y
+
+
+def _ticks(top: int, count: int) -> list[int]:
+    """Return at most `count` + 1 round numbers from 1 to `top`."""
+    steps = (base * 10**power for power in range(9) for base in (1, 2, 5))
+    step = next(step for step in steps if top / step <= count)
+    return list(range(step, top + 1, step))
+
+
+def _places(chains: Spans, residues: int, width: float) -> list[tuple[float, str]]:
+    """Return which residues an axis of that width names, by their numbers in their chains: place and number."""
+    found: list[tuple[float, str]] = []
+    spans = (chains or {"": slice(0, residues)}).values()
+    longest = max(span.stop - span.start for span in spans)
+    step = (_ticks(longest, max(2, int(width * longest / residues / 62))) or [1])[0]
+    for span in spans:
+        length = span.stop - span.start
+        for number in [1, *range(step, length + 1, step)]:
+            place = span.start + number - 0.5
+            if not found or (place - found[-1][0]) * width / residues > 30:
+                found.append((place, str(number)))
+    return found
+
+
+def _along(box: Box, chains: Spans, residues: int, borders: bool = True) -> Iterator[str]:
+    """Yield the numbers below a chart, the names of chains above it, and the borders between them."""
+    for place, number in _places(chains, residues, box.width):
+        yield _text(box.left + box.width * place / residues, box.bottom + 15, number, "middle")
+    for name, span in chains.items():
+        x, width = box.left + box.width * span.start / residues, box.width * (span.stop - span.start) / residues
+        if borders and span.start:
+            yield f'<path class="border" d="M{x:.1f} {box.top}V{box.bottom}"/>'
+        if width >= 7 * (len(name) + 1):
+            yield _text(x + width / 2, box.top - 5, name, "middle")
+
+
+def _down(box: Box, chains: Spans, residues: int) -> Iterator[str]:
+    for place, number in _places(chains, residues, box.height):
+        yield _text(box.left - 5, box.top + box.height * place / residues + 4, number, "end")
+
+
+def _scale(box: Box, y: float, palette: Sequence[tuple[int, ...]], low: str, high: str, label: str) -> Iterator[str]:
+    """Yield a bar of colours with its ends and its meaning."""
+    width = box.width / len(palette)
+    for i, color in enumerate(palette):
+        x = box.left + i * width
+        yield f'<rect x="{x:.2f}" y="{y}" width="{width + 0.4:.2f}" height="8" fill="#{bytes(color).hex()}"/>'
+    yield _text(box.left, y + 21, low, "start")
+    yield _text((box.left + box.right) / 2, y + 21, label, "middle")
+    yield _text(box.right, y + 21, high, "end")
+
+
+def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
+    return f'<text x="{x:.4g}" y="{y:.4g}" text-anchor="{anchor}" {more}>{html.escape(text)}</text>'
+
+
+def _svg(box: Box, width: int, height: int, kind: str, label: str, parts: Sequence[str]) -> str:
+    head = f'role="img" aria-label="{html.escape(label)}" viewBox="0 0 {width} {height}"'
+    return f'<svg {head} class="chart" data-kind="{kind}" data-box="{box}">{"".join(parts)}</svg>'
