@@ -154,7 +154,7 @@ def test_predict_exits_with_1_when_one_fails(
     files = (tmp_path / "q.fasta", "--params", tiny_params, "--out", tmp_path / "out", "--device", "cpu")
     code, _, err = run(capsys, "predict", *files)
     assert code == 1
-    assert err == "failed one: MemoryError: too long\n"
+    assert err == "one: no alignment: folded by the sequence alone\nfailed one: MemoryError: too long\n"
 
 
 def test_ctrl_c_exits_with_130(
