@@ -63,11 +63,24 @@ def boltz(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def protenix(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return a block of Protenix's Pairformer and its arguments; LAYERNORM_TYPE=torch is wanted."""
+    """Return a block of Protenix's Pairformer, with torch's norms, and its arguments."""
     import torch
+
+    os.environ["LAYERNORM_TYPE"] = "torch"  # read where the package is imported
     from protenix.model.modules.pairformer import PairformerBlock
 
     return PairformerBlock(), (torch.randn(n, 384), torch.randn(n, n, 128), torch.ones(n, n)), {}
+
+
+def rf3(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return a block of RoseTTAFold3's Pairformer, its attention of the sequence in fp32 as well, and its arguments."""
+    import torch
+    from rf3.model.layers.pairformer_layers import PairformerBlock
+
+    triangles = {"triangle_multiplication": {"d_hidden": 128}, "triangle_attention": {"n_head": 4, "d_hidden": 32}}
+    block = PairformerBlock(384, 128, 0.0, **triangles, attention_pair_bias={"n_head": 16})
+    block.attention_pair_bias.force_bfloat16 = False
+    return block, (torch.randn(n, 384), torch.randn(n, n, 128)), {}
 
 
 OPENFOLD_PAIRS: dict[str, Any] = {"c_z": 128, "c_hidden_mul": 128, "c_hidden_pair_att": 32, "no_heads_pair": 4}
@@ -76,6 +89,7 @@ BLOCKS: dict[str, Callable[[int], tuple[Any, tuple[Any, ...], dict[str, Any]]]] 
     "esmfold": esmfold,
     "boltz": boltz,
     "protenix": protenix,
+    "rf3": rf3,
     "openfold3": openfold3,
     "openfold3-evoformer": openfold3_evoformer,
 }

@@ -172,6 +172,18 @@ def test_a_wheel_for_a_python_that_is_not_served(checkout: Path) -> None:
     assert installs(checkout) == 0
 
 
+def test_adapters_that_want_a_certain_python(checkout: Path, packages: Path) -> None:
+    (packages / "three.bare.txt").write_text("# python: 3.99\nthree==3\n")
+    done = dev(checkout, "adapters", "three")  # the Python that is named says it is any version
+    assert done.returncode == 0, done.stderr
+    (packages / "three.txt").write_text("more\n")
+    done = dev(checkout, "adapters", "three", PYTHON="/bin/false")
+    assert done.returncode == 1
+    assert (
+        "three: cannot be had: it wants Python 3.99; install one, or name it: PYTHON=/path/to/python3.99" in done.stdout
+    )
+
+
 def test_a_python_that_does_not_fit_is_named(checkout: Path) -> None:
     done = dev(checkout, "setup", PYTHON="/bin/false")
     assert done.returncode == 2

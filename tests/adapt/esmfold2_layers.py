@@ -8,6 +8,7 @@ from torch import nn
 
 PACKAGE = "transformers.models.esmfold2"
 ADAPTERS = "esmfold2"
+ENVIRONMENT = "esmfold"  # of transformers
 
 
 def _make(name: str, *args: Any, **kwargs: Any) -> nn.Module:

@@ -9,6 +9,7 @@ from torch import nn
 
 PACKAGE = "openfold.model"
 ADAPTERS = "openfold"
+ENVIRONMENT = None  # PyPI's `openfold` is something else
 
 
 def _make(file: str, name: str, *args: Any, **kwargs: Any) -> nn.Module:

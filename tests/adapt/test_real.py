@@ -42,6 +42,8 @@ class PackageLayers(Protocol):
     # Optional: adapters that are wrong: in words, the name of a layer and the adapter.  (Masks left out, outputs of a
     # projection exchanged and norms without their bias are tried on every layer anyway.)
     WRONG: dict[str, tuple[str, Callable[[], Adapter]]]
+    # Optional: the environment that has the package, if it has another name; none: it is on no package index.
+    ENVIRONMENT: str | None
 
 
 FILES = sorted(path.stem for path in Path(__file__).parent.glob("*_layers.py"))
@@ -120,11 +122,24 @@ def test_every_class_has_a_layer(package: str, request: pytest.FixtureRequest) -
     assert wanted <= made
 
 
+def test_there_is_an_environment_for_every_package() -> None:
+    there = {path.name.partition(".")[0] for path in Path(__file__).parent.glob("environments/*.txt")}
+    assert {environment_of(package) for package in PACKAGES} - {None} == there
+
+
+def environment_of(package: str) -> str | None:
+    """Return what `./dev adapters` calls the environment that has a package; None: there is none."""
+    environment: str | None = getattr(PACKAGES[package], "ENVIRONMENT", package)
+    return environment
+
+
 def layer_of(package: str, name: str, request: pytest.FixtureRequest) -> nn.Module:
     """Make a layer, the same each time; skip the test where its package is not installed."""
     file = PACKAGES[package]
     if not is_installed(file.PACKAGE) and request.config.getoption("installed", None) != package:
-        pytest.skip(f"{file.PACKAGE} is not installed: ./dev adapters {package}")
+        environment = environment_of(package)
+        cure = f": ./dev adapters {environment}" if environment else ", and is on no package index"
+        pytest.skip(f"{file.PACKAGE} is not installed{cure}")
     torch.manual_seed(0)
     return file.LAYERS[name]()
 

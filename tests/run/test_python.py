@@ -170,6 +170,7 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
         "stepz is not a setting",
     ),
     "data": (lambda p, path: warpfold.train("tiny", 5, "out", device="cpu"), "data = 5: a path is needed"),
+    "watch": (lambda p, path: warpfold.train("tiny", "store", "out", watch=5), "watch: 5 is neither"),
     "no data": (lambda p, path: warpfold.train("tiny", [], "out", device="cpu"), "data: is empty"),
     "no store": (lambda p, path: warpfold.train("tiny", str(path.parent), "out", device="cpu"), "not a store"),
     "out": (lambda p, path: warpfold.pack("mmcif", out=None), "out is missing"),

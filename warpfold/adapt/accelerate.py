@@ -39,6 +39,7 @@ PACKAGES: tuple[str, ...] = (  # modules of warpfold.adapt, with adapters
     "openfold",
     "boltz",
     "protenix",
+    "rf3",
 )
 REPORT = "_warpfold_acceleration"  # the attribute of an accelerated model
 NOT_ASKED = "not asked for"

@@ -1,27 +1,15 @@
 """How layers that others wrote compute by our operations: an `Adapter` for each class.
 
 An adapter names the classes that it serves and the signature of their `forward`, makes one of our layers of a
-module's own parts (`build`), and computes what their `forward` computes by it (`forward`):
-
-    class OuterProduct(Adapter):
-        serves = ("boltz.model.layers.outer_product_mean:OuterProductMean",)
-        signature = "(self, m, mask, chunk_size=None)"
-        operation = "outer_product"
-
-        def build(self, module):
-            return made_of(OuterProductMean, norm=NormOf(module.norm), a=LinearOf(module.proj_a), ...)
-
-        def forward(self, layer, m, mask, chunk_size=None):
-            return self.update(layer, ..., rows=chunk_size)
-
-        def example(self, module, n, random): return (random(1, 5, n, c_m), random.mask(1, 5, n)), {}
+module's own parts (`build`), computes by it what their `forward` computes (`forward`), and says what to compare both
+ways with (`example`).  For the layers of the trunk most of this is written already, kind by kind (`kinds.py`): there
+an adapter is a table of names, and what differs.
 
 Nothing is imported from a package: its classes are known by name.  Our layer reads the module's parameters through the
 modules that hold them, each time it computes, so a parameter may be moved, cast, frozen or replaced.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, TypeVar
@@ -29,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from warpfold.adapt.signature import in_place, places_of, signature_of
 from warpfold.errors import UserError
 from warpfold.model.axial import AxialUpdate
 from warpfold.model.execution import Executable, PlainExecution
@@ -70,6 +59,8 @@ class Adapter:
     signature: ClassVar[str | tuple[str, ...]] = ""
     operation: ClassVar[str] = ""  # what computes, for people
     least: ClassVar[int] = 0  # numbers of the first argument below which their own code is as fast, on a CPU
+    # Attributes of the copies that are compared: switches that ask for kernels or roundings of 16 bits alone.
+    compared_with: ClassVar[Mapping[str, Any]] = {}
     plain: ClassVar[bool] = False  # a layer of torch's own: swapped where it is asked for, or measured to be a gain
 
     def knows(self, module: nn.Module) -> bool:
@@ -81,7 +72,10 @@ class Adapter:
         raise NotImplementedError
 
     def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's own forward does, of the same arguments.  Errors: NotServed for some of them."""
+        """Return what the module's own forward does, of the same arguments.  Errors: NotServed for some of them.
+
+        What was given by name comes in its place, up to the first argument that was not given.
+        """
         raise NotImplementedError
 
     def example(self, module: nn.Module, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -96,9 +90,9 @@ class Adapter:
         """Return a module with its parameters in a dtype, in place; overridden where a package leaves some in fp32."""
         return module.to(dtype)
 
-    @staticmethod
+    @classmethod
     def update(
-        layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None, rows: int | None = None
+        cls, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None, rows: int | None = None
     ) -> Tensor:
         """Return the residual update of x, as the layer's execution computes it.
 
@@ -209,6 +203,8 @@ def check_part(module: nn.Module) -> None:
         raise NotServed(f"its {name} has modules inside, such as an adapter of low rank")
     if "forward" in vars(module):
         raise NotServed(f"the forward of its {name} was replaced")
+    if getattr(module, "precision", None) is not None:
+        raise NotServed(f"a {name} with a precision of its own")
     _weight_of(module)
 
 
@@ -277,13 +273,6 @@ def adapter_of(module: nn.Module, known: Mapping[str, Adapter]) -> tuple[Adapter
     return adapter, None
 
 
-def signature_of(function: Callable[..., Any]) -> str:
-    """Return the signature of a function, without annotations."""
-    given = inspect.signature(function)
-    bare = [p.replace(annotation=p.empty) for p in given.parameters.values()]
-    return str(given.replace(parameters=bare, return_annotation=given.empty))
-
-
 _swapped: dict[tuple[type[nn.Module], type[Adapter]], type[nn.Module]] = {}
 
 
@@ -292,9 +281,12 @@ def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Modu
     if (kind, adapter) in _swapped:
         return _swapped[kind, adapter]
     how, theirs = adapter(), kind.forward
+    places = places_of(theirs)
 
     @wraps(theirs)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what their forward does, by ours; by theirs where the adapter does not serve the call."""
+        args, kwargs = in_place(places, args, kwargs)
         if how.least and small_on_cpu(next(iter((*args, *kwargs.values())), None), how.least):
             return theirs(self, *args, **kwargs)
         try:

@@ -9,58 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from warpfold.adapt.adapter import (
-    Adapter,
-    AttentionOf,
-    LinearOf,
-    NormOf,
-    NotServed,
-    RandomInputs,
-    cast_by_autocast,
-    made_of,
+from warpfold.adapt.adapter import LinearOf, NotServed, RandomInputs, cast_by_autocast
+from warpfold.adapt.kinds import (
+    Example,
+    LayerAdapter,
+    Parts,
+    TransitionAdapter,
+    TriangleAttentionAdapter,
+    TriangleProductAdapter,
+    refuse_fp16,
 )
-from warpfold.model.attention import Transition
-from warpfold.model.axial import COLS, ROWS
 from warpfold.model.execution import Executable
 from warpfold.model.layers import DeferredLayerNorm
-from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 
+MODELING = "transformers.models.esm.modeling_esmfold"
 MASKED = 1e6  # what theirs subtracts from the logits of masked keys is more than this, so that they have no weight
 
 
-def pair_mask(random: RandomInputs, *shape: int) -> Tensor:
-    """Return a random mask [*, n, n] in which no row and no column is all zeros: what such a row is, differs."""
-    mask = random.mask(*shape)
-    mask.diagonal(dim1=-2, dim2=-1).fill_(1)
-    return mask
+class EsmFoldTriangleAttention(TriangleAttentionAdapter):
+    """The bias of the ending node is of z transposed."""
 
-
-class EsmFoldTriangleAttention(Adapter):
-    """Triangle attention, starting and ending: the bias of an ending node's logits is of z transposed."""
-
-    serves = ("transformers.models.esm.modeling_esmfold:EsmFoldTriangleAttention",)
+    serves = (f"{MODELING}:EsmFoldTriangleAttention",)
     signature = (
         "(self, x, mask=None, chunk_size=None, use_memory_efficient_kernel=False, use_lma=False, inplace_safe=False)"
     )
-    operation = "gated_attention"
 
-    def build(self, module: Any) -> Executable:
-        """Return ours, of the norm, the bias and the attention.  Errors: NotServed without a gate."""
-        attention = module.mha
-        if attention.linear_g is None:
-            raise NotServed("attention without a gate")
+    def check(self, module: Any) -> None:
         if module.inf < MASKED:
             raise NotServed(f"inf = {module.inf:g}, which leaves masked keys some weight")
-        q, k, v, gate, out = (LinearOf(getattr(attention, f"linear_{name}")) for name in "qkvgo")
-        axis = ROWS if module.starting else COLS
-        return made_of(
-            TriangleAttention,
-            by_column=not module.starting,
-            axis=axis,
-            norm=NormOf(module.layer_norm),
-            bias=LinearOf(module.linear),
-            attention=AttentionOf(module.no_heads, q, k, v, gate, out),
-        )
 
     def forward(
         self,
@@ -76,41 +52,19 @@ class EsmFoldTriangleAttention(Adapter):
         if use_memory_efficient_kernel and use_lma:
             raise NotServed("two algorithms are asked for at once")
         rows = None if torch.is_grad_enabled() and x.requires_grad else chunk_size
-        return self.update(layer, x, ones(x) if mask is None else (mask == 1).to(x.dtype), rows=rows)
+        return super().forward(layer, x, None if mask is None else mask == 1, rows)
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (random(2, n, n, module.c_in), pair_mask(random, 2, n, n)), {}
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        (x, mask), named = super().example(module, n, random)
+        mask.diagonal(dim1=-2, dim2=-1).fill_(1)  # in no row all zeros, and in no column: what such a row is, differs
+        return (x, mask), named
 
 
-class EsmFoldTriangleMultiplication(Adapter):
-    """Triangle multiplication, outgoing and incoming; also the way that writes over z (`inplace_safe`)."""
+class EsmFoldTriangleMultiplication(TriangleProductAdapter):
+    """Also the way that writes over z (`inplace_safe`)."""
 
-    serves = ("transformers.models.esm.modeling_esmfold:EsmFoldTriangleMultiplicativeUpdate",)
+    serves = (f"{MODELING}:EsmFoldTriangleMultiplicativeUpdate",)
     signature = "(self, z, mask=None, inplace_safe=False, _add_with_inplace=False, _inplace_chunk_size=256)"
-    operation = "triangle_multiplication"
-
-    def build(self, module: Any) -> Executable:
-        """Return ours, with a and b exchanged where it is incoming."""
-        outgoing = module._outgoing
-        a, a_gate = LinearOf(module.linear_a_p), LinearOf(module.linear_a_g)
-        b, b_gate = LinearOf(module.linear_b_p), LinearOf(module.linear_b_g)
-        if not outgoing:
-            a, a_gate, b, b_gate = b, b_gate, a, a_gate
-        return made_of(
-            TriangleMultiplication,
-            outgoing=outgoing,
-            fused=False,
-            channels=len(module.linear_a_p.weight),
-            axis=ROWS if outgoing else COLS,
-            norm=NormOf(module.layer_norm_in),
-            norm_out=NormOf(module.layer_norm_out),
-            out=LinearOf(module.linear_z),
-            gate=LinearOf(module.linear_g),
-            a=a,
-            a_gate=a_gate,
-            b=b,
-            b_gate=b_gate,
-        )
 
     def forward(
         self,
@@ -122,45 +76,38 @@ class EsmFoldTriangleMultiplication(Adapter):
         _inplace_chunk_size: int | None = 256,
     ) -> Tensor:
         """Return the update, or z itself with the update in it or in its place."""
-        half = torch.is_autocast_enabled(z.device.type) and torch.get_autocast_dtype(z.device.type) == torch.float16
-        if half and not inplace_safe:
-            raise NotServed("products in fp32 under an autocast to fp16")
-        if inplace_safe and torch.is_grad_enabled() and z.requires_grad:
+        if not inplace_safe:
+            refuse_fp16(z)
+        elif torch.is_grad_enabled() and z.requires_grad:
             raise NotServed("z is written over, but wants a gradient")
-        if inplace_safe and _inplace_chunk_size is None:
+        elif _inplace_chunk_size is None:
             raise NotServed("z is written over without a chunk size")
-        dz = self.update(layer, z, ones(z) if mask is None else mask.to(z.dtype))
+        dz: Tensor = super().forward(layer, z, mask)
         if not inplace_safe:
             return dz
         return z.add_(dz) if _add_with_inplace else z.copy_(dz)
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (random(2, n, n, module.linear_g.weight.shape[1]), random.mask(2, n, n)), {}
 
-
-class EsmFoldResidueMLP(Adapter):
+class EsmFoldResidueMLP(TransitionAdapter):
     """The transition of sequence and pairs, which adds x; dropout is theirs."""
 
-    serves = ("transformers.models.esm.modeling_esmfold:EsmFoldResidueMLP",)
+    serves = (f"{MODELING}:EsmFoldResidueMLP",)
     signature = "(self, x)"
-    operation = "transition"
+    names = "norm=mlp.0 up=mlp.1 down=mlp.3"
 
-    def build(self, module: Any) -> Executable:
-        norm, up, activation, down, dropout = module.mlp
-        if not isinstance(activation, nn.ReLU):
+    def check(self, module: Any) -> None:
+        if not isinstance(activation := module.mlp[2], nn.ReLU):
             raise NotServed(f"a perceptron with {type(activation).__name__}")
-        parts = {"norm": NormOf(norm), "up": LinearOf(up), "down": LinearOf(down)}
-        return made_of(Transition, activation="relu", dropout=(dropout,), **parts)
 
-    def forward(self, layer: Any, x: Tensor) -> Tensor:
-        (dropout,), mask = layer.dropout, x[..., 0]
+    def layer(self, module: Any, parts: Parts) -> Parts:
+        return {**super().layer(module, parts), "dropout": (module.mlp[4],)}  # no part of ours
+
+    def forward(self, layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        (dropout,) = layer.dropout
         if dropout.training and dropout.p:
-            new: Tensor = x + dropout(self.update(layer, x, mask))
+            new: Tensor = x + dropout(super().forward(layer, x))
             return new
-        return self.renew(layer, x, mask)
-
-    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (random(2, n, n, module.mlp[1].weight.shape[1]),), {}
+        return self.renew(layer, x, x[..., 0])
 
 
 class NormedLinear(Executable):
@@ -173,21 +120,20 @@ class NormedLinear(Executable):
         return DeferredLayerNorm(x, self.norm).project(self.linear)[0]
 
 
-class EsmFoldPairToSequence(Adapter):
+class EsmFoldPairToSequence(LayerAdapter):
     """The bias of the sequence's attention."""
 
-    serves = ("transformers.models.esm.modeling_esmfold:EsmFoldPairToSequence",)
+    serves = (f"{MODELING}:EsmFoldPairToSequence",)
     signature = "(self, pairwise_state)"
     operation = "norm_linear"
-
-    def build(self, module: Any) -> Executable:
-        return made_of(NormedLinear, norm=NormOf(module.layernorm), linear=LinearOf(module.linear))
+    kind = NormedLinear
+    names = "norm=layernorm linear=linear"
 
     def forward(self, layer: Any, pairwise_state: Tensor) -> Tensor:
         bias: Tensor = layer(cast_by_autocast(pairwise_state))
         return bias
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
         return (random(2, n, n, module.linear.weight.shape[1]),), {}
 
 
@@ -217,21 +163,23 @@ class PairsOfSequence(Executable):
         return pairs.unflatten(0, k.shape[:2])
 
 
-class EsmFoldSequenceToPair(Adapter):
+class EsmFoldSequenceToPair(LayerAdapter):
     """What the sequence adds to the pairs."""
 
-    serves = ("transformers.models.esm.modeling_esmfold:EsmFoldSequenceToPair",)
+    serves = (f"{MODELING}:EsmFoldSequenceToPair",)
     signature = "(self, sequence_state)"
     operation = "pairs_of_sequence"
+    kind = PairsOfSequence
+    names = "norm=layernorm proj=proj"
 
-    def build(self, module: Any) -> Executable:
-        return made_of(PairsOfSequence, norm=NormOf(module.layernorm), proj=LinearOf(module.proj), **halves(module))
+    def layer(self, module: Any, parts: Parts) -> Parts:
+        return parts | halves(module)
 
     def forward(self, layer: Any, sequence_state: Tensor) -> Tensor:
         pairs: Tensor = layer(cast_by_autocast(sequence_state))
         return pairs
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
         return (random(2, n, module.proj.weight.shape[1]),), {}
 
 
@@ -253,8 +201,3 @@ def halves(module: Any) -> dict[str, ColumnsOf]:
     half = module.o_proj.weight.shape[1] // 2
     first, second = slice(0, half), slice(half, None)
     return {"of_products": ColumnsOf(module.o_proj, first), "of_differences": ColumnsOf(module.o_proj, second)}
-
-
-def ones(x: Tensor) -> Tensor:
-    """Return a mask of x [*, c] that leaves nothing out."""
-    return x.new_ones(x.shape[:-1])

@@ -5,25 +5,24 @@ are in OpenFold3 too, against which these adapters are tested (tests/adapt/test_
 each with its own code before it is swapped.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from warpfold.adapt.adapter import NormOf, NotServed, RandomInputs, made_of
+from warpfold.adapt.adapter import NotServed
+from warpfold.adapt.kinds import TriangleAttentionAdapter, refuse_fp16
 from warpfold.adapt.openfold3 import (
     ColumnAttentions,
-    Example,
     GlobalColumnAttentions,
+    Masked,
     OuterProducts,
     RowAttentions,
     Transitions,
-    TriangleAttentions,
     TriangleProducts,
-    linear_of,
+    attended,
 )
-from warpfold.model.attention import Transition
-from warpfold.model.axial import AxialUpdate
 
 MODEL = "openfold.model"
 DEEPSPEED, CUEQUIVARIANCE = "use_deepspeed_evo_attention=False, ", "use_cuequivariance_attention=False, "
@@ -32,9 +31,8 @@ ATTENTIONS = DEEPSPEED, DEEPSPEED + CUEQUIVARIANCE  # the switches of 2.0, and o
 
 def check_precision(x: Tensor) -> None:
     """Raise NotServed for fp16, in which their products are scaled, or computed in fp32."""
-    kind = x.device.type
-    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-    if cast or x.dtype == torch.float16:
+    refuse_fp16(x)
+    if x.dtype == torch.float16:
         raise NotServed("fp16")
 
 
@@ -59,7 +57,7 @@ class OpenFoldProducts(TriangleProducts):
         return super().forward(layer, z, mask, *args, **kwargs)
 
 
-class OpenFoldTriangleAttentions(TriangleAttentions):
+class OpenFoldTriangleAttentions(Masked, TriangleAttentionAdapter):
     """Triangle attention, within rows or columns."""
 
     serves = (f"{MODEL}.triangular_attention:TriangleAttention",)
@@ -68,14 +66,9 @@ class OpenFoldTriangleAttentions(TriangleAttentions):
         "inplace_safe=False)"
         for switches in ATTENTIONS
     )
-    bias = "linear"
 
-    def forward(self, layer: Any, x: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        rows = args[0] if args else kwargs.get("chunk_size")
-        return super().forward(layer, x, mask, False, rows)
-
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        return (random(2, n, n, module.c_in), random.mask(2, n, n)), {}
+    def compared(self, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        return attended(output, args[1])
 
 
 class OpenFoldRowAttentions(RowAttentions):
@@ -117,20 +110,9 @@ class OpenFoldOuterProducts(OuterProducts):
 class OpenFoldPairTransitions(Transitions):
     """The perceptron of z."""
 
-    serves = (f"{MODEL}.pair_transition:PairTransition",)
+    serves: ClassVar[tuple[str, ...]] = (f"{MODEL}.pair_transition:PairTransition",)
     signature = "(self, z, mask=None, chunk_size=None)"
-    state = "z"
-
-    def build(self, module: Any) -> AxialUpdate:
-        up, down = linear_of(module.linear_1), linear_of(module.linear_2)
-        return made_of(Transition, norm=NormOf(module.layer_norm), up=up, down=down, activation="relu")
-
-    def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        given = (kwargs.pop(self.state),) if self.state in kwargs else ()
-        return super().forward(layer, *given, *args, **kwargs)
-
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        return (random(2, 3, n, module.linear_1.in_features), random.mask(2, 3, n)), {}
+    names = "norm=layer_norm up=linear_1 down=linear_2"
 
 
 class OpenFoldMSATransitions(OpenFoldPairTransitions):
@@ -138,4 +120,3 @@ class OpenFoldMSATransitions(OpenFoldPairTransitions):
 
     serves = (f"{MODEL}.evoformer:MSATransition",)
     signature = "(self, m, mask=None, chunk_size=None)"
-    state = "m"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from warpfold.adapt.adapter import Adapter, RandomInputs, swap
 from warpfold.adapt.report import LayerSpeed
-from warpfold.adapt.verify import copy_of, inputs_of, redrawn, tensors_of
+from warpfold.adapt.verify import copy_of, inputs_of, narrowest, redrawn, tensors_of, their_own_code
 from warpfold.tune.timing import Subject, Times, measure
 
 SIZE = {"cpu": 128, "cuda": 256}  # residues or tokens
@@ -23,13 +23,14 @@ SLOWER, FASTER, SMALLER = 0.97, 1.05, 0.9  # what is between the first two is wh
 def measured_speed(module: nn.Module, adapter: Adapter, size: int | None = None) -> LayerSpeed:
     """Time both ways to compute a module, of which nothing is changed, forward and backward.
 
-    size: residues or tokens.  Errors: as of `verify.copy_of`; RuntimeError where a way fails, as without memory.
+    size: residues or tokens.  Errors: NotServed where it cannot be copied, or its own code does not run; RuntimeError
+    where a way fails later, as without memory.
     """
     with torch.inference_mode(False), torch.enable_grad():
         theirs = redrawn(copy_of(module), 0)
         ours = copy_of(theirs)
         swap(ours, adapter, adapter.build(ours))
-        like = next(p for p in theirs.parameters() if p.is_floating_point())
+        like = narrowest(theirs)
         kind = like.device.type
         args, kwargs = adapter.example(theirs, size or SIZE[kind], RandomInputs(like))
         given = [x.requires_grad_() for x in inputs_of(args, kwargs).values()]
@@ -37,8 +38,9 @@ def measured_speed(module: nn.Module, adapter: Adapter, size: int | None = None)
         def run(way: nn.Module) -> Callable[[], Any]:
             return lambda: way(*args, **kwargs)
 
-        ways = [subject(name, run(way), [*given, *way.parameters()]) for name, way in
-                (("theirs", theirs), ("ours", ours))]  # fmt: skip
+        with their_own_code(like.dtype):
+            ways = [subject("theirs", run(theirs), [*given, *theirs.parameters()])]
+        ways.append(subject("ours", run(ours), [*given, *ours.parameters()]))
         times = measure(ways, like.device, REPEATS[kind], BUDGET[kind])
     for found in times.values():
         if found.failed:

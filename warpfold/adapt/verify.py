@@ -7,6 +7,7 @@ their own code in fp64; ours may be as far from it as theirs is in the module's 
 import copy
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -51,12 +52,15 @@ def compare(module: nn.Module, adapter: Adapter, seed: int = 0, execution: Plain
 
 def _compare(module: nn.Module, adapter: Adapter, seed: int, n: int, execution: PlainExecution | None) -> Comparison:
     theirs = redrawn(copy_of(module), seed)
+    for name, value in adapter.compared_with.items():
+        setattr(theirs, name, value)
     ours = copy.deepcopy(theirs)
     swap(ours, adapter, adapter.build(ours), execution)
-    like = min((p for p in theirs.parameters() if p.is_floating_point()), key=lambda p: p.dtype.itemsize)
-    with StaysDouble():
+    like = narrowest(theirs)
+    with their_own_code(torch.float64), StaysDouble():
         truth = _results(copy.deepcopy(theirs).double(), adapter, n, like.double())
-    by_them = _results(theirs, adapter, n, like)
+    with their_own_code(like.dtype):
+        by_them = _results(theirs, adapter, n, like)
     with always_fast():
         by_us = _results(ours, adapter, n, like)
     worst = Comparison(0.0, "output", True)
@@ -105,6 +109,18 @@ def copy_of(module: nn.Module) -> nn.Module:
     return copied
 
 
+@contextmanager
+def their_own_code(dtype: torch.dtype) -> Iterator[None]:
+    """Within the context, where a module's own code runs with parameters of a dtype: raise NotServed if it fails."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise NotServed(
+            f"its own code does not run with parameters of {str(dtype).removeprefix('torch.')}: {said}"
+        ) from error
+
+
 class StaysDouble(TorchFunctionMode):
     """Within the context what is fp64 stays so where code casts it to fp32, as some does before it multiplies or adds.
 
@@ -120,6 +136,11 @@ class StaysDouble(TorchFunctionMode):
         if (casts or func is torch.Tensor.float) and args[0].dtype == torch.float64:
             return args[0]
         return func(*args, **kwargs)
+
+
+def narrowest(module: nn.Module) -> Tensor:
+    """Return a parameter of the dtype with fewest bits, which inputs have: some packages keep norms in fp32."""
+    return min((p for p in module.parameters() if p.is_floating_point()), key=lambda p: p.dtype.itemsize)
 
 
 def redrawn(module: nn.Module, seed: int) -> nn.Module:

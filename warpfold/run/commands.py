@@ -212,6 +212,7 @@ def train(
     (docs/watching.md).  team: processes that train together; all call this.
     Errors: UserError for bad arguments, settings, stores and parameters, and a folder of another run.
     """
+    from warpfold.engine.watch import as_watchers
     from warpfold.parallel.team import Team
     from warpfold.run import train as training
     from warpfold.run.planning import plan_training
@@ -222,12 +223,13 @@ def train(
     given = as_settings(settings, changes)
     where, folder, most = arguments.device_of(device), arguments.path("out", out), memory_of(memory)
     first, followed = arguments.path_or_none("init", init), arguments.path_or_none("replay", replay)
+    told = as_watchers(watch)
     stores = sources_of(data, given.config().model.multimer is not None)
     config, said = plan_training(given, folder, where, most, team)
     team.remesh(config.plan)
     if said and team.is_rank_zero:
         log.info("plan: %s", said)
-    return training.train(config, stores, folder, init=first, replay=followed, device=where, watch=watch, team=team)
+    return training.train(config, stores, folder, init=first, replay=followed, device=where, watch=told, team=team)
 
 
 def as_settings(settings: Settings, changes: Sequence[str] = ()) -> "GivenSettings":

@@ -1,0 +1,270 @@
+"""An adapter for each kind of layer.  What is left to a package is where it keeps the parts, and what differs:
+
+    class TheirFeedForward(TransitionAdapter):
+        serves = ("their.package:FeedForward",)
+        signature = "(self, x)"
+        names = "norm=ln up=w1 down=w2"
+
+`names` says where a module keeps each part of our layer; a name that begins with "norm" is a normalisation, any other
+a projection, or a number that is kept as it is (heads=mha.no_heads).
+
+    q=mha.linear_q     inside of another module
+    a,b=p_in           one projection of theirs makes two of ours, in this order, with as many outputs each
+    up=fc1,fc2         two of theirs are one of ours, the outputs of the first in front
+
+Tables that are here already have the names that OpenFold gave, which several packages kept.
+
+Where a table is not enough, a package overrides: `names_of` (its modules differ), `check` (which it does not serve),
+`forward` (its arguments are others, or mean something else), `example` (so that they are compared as they are called),
+`layer` (what else our layer is made of).
+"""
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.adapt.adapter import Adapter, AttentionOf, LinearOf, NormOf, NotServed, RandomInputs, StackedOf, made_of
+from warpfold.model.attention import Transition
+from warpfold.model.axial import COLS, ROWS
+from warpfold.model.execution import Executable
+from warpfold.model.layers import NoNorm
+from warpfold.model.msa import OuterProductMean
+from warpfold.model.pair import TriangleAttention, TriangleMultiplication
+from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
+
+LEAST = 2**18  # numbers of z, or of s, that are worth our operations on a CPU: measured of Boltz and Protenix
+SEQUENCES = 5  # of an example
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+Parts = dict[str, Any]
+
+
+class LayerAdapter(Adapter):
+    """An adapter whose layer is made by a table of names; see the module's docstring."""
+
+    kind: ClassVar[type[Executable]]  # our layer
+    names: ClassVar[str] = ""
+    settings: ClassVar[Mapping[str, Any]] = {}  # of our layer, the same for all modules
+    batch: ClassVar[tuple[int, ...]] = (2,)  # leading axes of an example
+
+    def build(self, module: Any) -> Executable:
+        """Return our layer, made of the module's parts."""
+        self.check(module)
+        return made_of(self.kind, **self.layer(module, self.parts(module)))
+
+    def check(self, module: Any) -> None:
+        """Raise NotServed for a module that is not as we know it."""
+
+    def names_of(self, module: Any) -> str:
+        """Return where a module keeps its parts; of a name that is there twice the last counts."""
+        return self.names
+
+    def layer(self, module: Any, parts: Parts) -> Parts:
+        """Return what our layer is made of: parts and settings."""
+        return {**parts, **self.settings}
+
+    def parts(self, module: Any) -> Parts:
+        """Return what the table names.  Errors: NotServed for a part that a module goes without."""
+        found: Parts = {}
+        for names, paths in dict(entry.split("=") for entry in self.names_of(module).split()).items():
+            ours, theirs = names.split(","), [attrgetter(path)(module) for path in paths.split(",")]
+            if any(part is None for part in theirs):
+                raise NotServed(f"no {names}")
+            if not all(isinstance(part, nn.Module) for part in theirs):
+                (found[names],) = theirs
+            elif names.startswith("norm"):
+                found[names] = NormOf(*theirs)
+            elif len(theirs) > 1:
+                found[names] = StackedOf(*map(LinearOf, theirs))
+            else:
+                found |= dict(zip(ours, cut(LinearOf(*theirs), len(ours))))
+        return found
+
+    def inputs(self, module: Any, *names: str) -> list[int]:
+        """Return how many channels go into some parts of a module."""
+        parts = self.parts(module)
+        return [int(parts[name].weight.shape[-1]) for name in names]
+
+
+class WithoutMask(LayerAdapter):
+    """For classes that know no masks, in front of a kind."""
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        (*args, _), named = super().example(module, n, random)
+        return tuple(args), named
+
+
+class TriangleProductAdapter(LayerAdapter):
+    """Triangle multiplication; parts: norm, a, b, a_gate, b_gate, gate, norm_out, out.
+
+    outgoing  x_ij = sum_k a_ik b_jk         incoming  x_ij = sum_k a_ki b_kj
+    """
+
+    operation = "triangle_multiplication"
+    kind = TriangleMultiplication
+    names = (
+        "norm=layer_norm_in a=linear_a_p b=linear_b_p a_gate=linear_a_g b_gate=linear_b_g gate=linear_g "
+        "norm_out=layer_norm_out out=linear_z"
+    )
+
+    def outgoing(self, module: Any) -> bool:
+        """Return whether a product is outgoing."""
+        return bool(module._outgoing)
+
+    def layer(self, module: Any, parts: Parts) -> Parts:
+        outgoing = self.outgoing(module)
+        if not outgoing:  # of ours, a has the column in both
+            exchanged = {"a": "b", "b": "a", "a_gate": "b_gate", "b_gate": "a_gate"}
+            parts = {exchanged.get(name, name): part for name, part in parts.items()}
+        how = {"outgoing": outgoing, "axis": ROWS if outgoing else COLS, "fused": False}
+        return {**parts, **how, "channels": len(parts["norm_out"].weight)}
+
+    def forward(self, layer: Any, z: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Any:
+        """Return the update of z [*, n, n, c]; mask [*, n, n]."""
+        return self.update(layer, z, mask_of(z, mask))
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        (c,) = self.inputs(module, "gate")
+        return (random(*self.batch, n, n, c), random.mask(*self.batch, n, n)), {}
+
+
+class GatedAttentionAdapter(LayerAdapter):
+    """A gated attention of any kind; parts: q, k, v, gate, out, heads, and what the kind wants."""
+
+    operation = "gated_attention"
+
+    def layer(self, module: Any, parts: Parts) -> Parts:
+        attention = AttentionOf(int(parts.pop("heads")), *(parts.pop(name) for name in ("q", "k", "v", "gate", "out")))
+        return {**parts, "attention": attention, **self.settings}
+
+
+def attention_names(start: str) -> str:
+    """Return where an attention keeps its projections, whose names begin alike and end with q, k, v, g and o."""
+    return f"q={start}q k={start}k v={start}v gate={start}g out={start}o"
+
+
+class TriangleAttentionAdapter(GatedAttentionAdapter):
+    """Triangle attention; parts: those of an attention, norm, bias.  The bias of the ending node is of z transposed."""
+
+    kind = TriangleAttention
+    names = f"norm=layer_norm bias=linear heads=mha.no_heads {attention_names('mha.linear_')}"
+
+    def starting(self, module: Any) -> bool:
+        """Return whether it attends within rows."""
+        return bool(module.starting)
+
+    def layer(self, module: Any, parts: Parts) -> Parts:
+        starting = self.starting(module)
+        return {**super().layer(module, parts), "by_column": not starting, "axis": ROWS if starting else COLS}
+
+    def forward(
+        self, layer: Any, x: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, *_: Any, **__: Any
+    ) -> Tensor:
+        """Return the update of x [*, n, n, c], `chunk_size` rows at a time; mask [*, n, n]."""
+        return self.update(layer, x, mask_of(x, mask), rows=chunk_size)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        (c,) = self.inputs(module, "bias")
+        return (random(*self.batch, n, n, c), random.mask(*self.batch, n, n)), {}
+
+
+class TransitionAdapter(LayerAdapter):
+    """A perceptron at each position, with ReLU; parts: norm, up, down."""
+
+    operation = "transition"
+    kind = Transition
+    settings: ClassVar = {"activation": "relu"}
+
+    def forward(self, layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the update of x [*, c]."""
+        return self.update(layer, x, x[..., 0])  # every position has one: nothing reads the mask
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        (c,) = self.inputs(module, "up")
+        return (random(*self.batch, n, n, c),), {}
+
+
+class SwigluAdapter(TransitionAdapter):
+    """The same with SwiGLU: `up` makes the gate, then the value."""
+
+    settings: ClassVar = {"activation": "swiglu"}
+
+
+class OuterProductAdapter(LayerAdapter):
+    """The outer product mean; parts: norm, a, b, out.  `settings`: what divides it (`OuterProductMean`)."""
+
+    operation = "outer_product"
+    kind = OuterProductMean
+    names = "norm=layer_norm a=linear_1 b=linear_2 out=linear_out"
+
+    def forward(
+        self, layer: Any, m: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, *_: Any, **__: Any
+    ) -> Tensor:
+        """Return the update of z of m [*, s, n, c], `chunk_size` rows at a time; mask [*, s, n]."""
+        n = m.shape[-2]
+        z = m.new_empty(()).expand(*m.shape[:-3], n, n, len(layer.out.weight))  # of this shape; nothing reads it
+        return self.update(layer, z, mask_of(m, mask), m, chunk_size)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        (c,) = self.inputs(module, "a")
+        return (random(*self.batch, SEQUENCES, n, c), random.mask(*self.batch, SEQUENCES, n)), {}
+
+
+class PairWeightedAveragingAdapter(LayerAdapter):
+    """Each sequence averaged over residues, with weights from z; parts: norm, norm_z, bias, v, gate, out."""
+
+    operation = "pair_weighted_averaging"
+    kind = PairWeightedAveraging
+
+    def forward(self, layer: Any, m: Tensor, z: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+        """Return the update of m [*, s, n, c]; z [*, n, n, c], and its mask."""
+        return self.update(layer, m, mask_of(z, mask), z)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        c_m, c_z = self.inputs(module, "v", "bias")
+        m, z = random(*self.batch, SEQUENCES, n, c_m), random(*self.batch, n, n, c_z)
+        return (m, z, random.mask(*self.batch, n, n)), {}
+
+
+class AttentionPairBiasAdapter(GatedAttentionAdapter):
+    """Attention of s, biased by z; parts: those of an attention; norm, unless s comes normalised; norm_z and bias,
+    unless z is the bias itself."""
+
+    operation = "attention_pair_bias"
+    kind = AttentionPairBias
+
+    def layer(self, module: Any, parts: Parts) -> Parts:
+        return {"norm": NoNorm(), "norm_z": None, "bias": None, **super().layer(module, parts)}
+
+    def forward(self, layer: Any, s: Tensor, z: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+        """Return the update of s [*, n, c]; z [*, n, n, c]; mask [*, n]."""
+        if s.shape[:-2] != z.shape[:-3]:
+            raise NotServed("samples that share z")
+        return self.update(layer, s.unsqueeze(ROWS), mask_of(s, mask).unsqueeze(-2), z).squeeze(ROWS)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        parts = self.parts(module)
+        c_s, c_z = parts["q"].weight.shape[-1], parts["bias"].weight.shape[-1] if "bias" in parts else parts["heads"]
+        return (random(*self.batch, n, c_s), random(*self.batch, n, n, c_z), random.mask(*self.batch, n)), {}
+
+
+def cut(packed: LinearOf, count: int) -> list[LinearOf]:
+    """Return the projections that are packed into one, with as many outputs each."""
+    if count == 1:
+        return [packed]
+    each = len(packed.weight) // count
+    return [LinearOf(packed.module, slice(i * each, (i + 1) * each)) for i in range(count)]
+
+
+def mask_of(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mask of x [*, c], of its dtype: ones where there is none."""
+    return x.new_ones(x.shape[:-1]) if mask is None else mask.to(x.dtype).expand(x.shape[:-1])
+
+
+def refuse_fp16(x: Tensor) -> None:
+    """Raise NotServed where autocast gives fp16: much code then scales its factors, lest products overflow."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+        raise NotServed("autocast to fp16")

@@ -1,0 +1,128 @@
+"""RoseTTAFold3 (rc-foundry 0.2.0, its package rf3): the layers of its Pairformer and MSA module.
+
+What differs from AlphaFold2: nothing is masked; the bias of the ending node is of z as it lies; a triangle product is
+divided by the number of residues before it is normalised; an outer product by the number of sequences, but for its
+bias; transitions are SwiGLU.  Most layers are checkpointed: they keep their inputs alone for the backward pass, and so
+do ours.  With cuEquivariance their own code does not divide, so that eps counts for more there than here.
+"""
+
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from warpfold.adapt.adapter import Adapter, NotServed, RandomInputs
+from warpfold.adapt.kinds import (
+    LEAST,
+    AttentionPairBiasAdapter,
+    Example,
+    OuterProductAdapter,
+    PairWeightedAveragingAdapter,
+    Parts,
+    SwigluAdapter,
+    TriangleAttentionAdapter,
+    TriangleProductAdapter,
+    WithoutMask,
+)
+from warpfold.model.axial import AxialUpdate
+
+LAYERS = "rf3.model.layers"
+
+
+class RF3Layer(Adapter):
+    """What their layers have in common: switches to kernels of bf16 alone, off when both ways are compared."""
+
+    compared_with: ClassVar = {"use_cuequivariance": False, "force_bfloat16": False}
+    least = LEAST
+
+
+class Checkpointed(RF3Layer):
+    """A layer that is computed again in the backward pass, for which it keeps its inputs."""
+
+    @classmethod
+    def update(cls, layer: AxialUpdate, *args: Any, **kwargs: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().update(layer, *args, **kwargs)
+        again = super().update
+        return cast(Tensor, checkpoint(again, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs))
+
+
+class RF3TriangleProduct(RF3Layer, WithoutMask, TriangleProductAdapter):
+    """Divided by the number of residues n: each factor by its root, which stands where others have a mask."""
+
+    serves = (f"{LAYERS}.attention:TriangleMultiplication",)
+    signature = "(self, pair)"
+    names = "norm=norm_in a,b=p_in a_gate,b_gate=g_in gate=g_out norm_out=norm_out out=p_out"
+
+    def outgoing(self, module: Any) -> bool:
+        return bool(module.direction == "outgoing")
+
+    def forward(self, layer: Any, pair: Tensor) -> Tensor:  # type: ignore[override]
+        return self.update(layer, pair, pair.new_full(pair.shape[:-1], pair.shape[-2] ** -0.5))
+
+
+class RF3TriangleAttention(Checkpointed, WithoutMask, TriangleAttentionAdapter):
+    """The bias of the ending node is of z as it lies."""
+
+    serves = (f"{LAYERS}.attention:TriangleAttention",)
+    signature = "(self, pair)"
+    names = "norm=norm bias=to_b heads=h q=to_q k=to_k v=to_v gate=to_g out=to_out"
+
+    def starting(self, module: Any) -> bool:
+        return bool(module.start_node)
+
+    def layer(self, module: Any, parts: Parts) -> Parts:
+        return {**super().layer(module, parts), "bias_transposed": not self.starting(module)}
+
+
+class RF3Transition(Checkpointed, SwigluAdapter):
+    """Without biases."""
+
+    serves = (f"{LAYERS}.layer_utils:Transition",)
+    signature = "(self, X)"
+    names = "norm=layer_norm_1 up=linear_1,linear_2 down=linear_3"
+
+
+class RF3OuterProduct(Checkpointed, WithoutMask, OuterProductAdapter):
+    """The count is of all sequences; the bias is added after the division."""
+
+    serves = (f"{LAYERS}.outer_product:OuterProductMean_AF3",)
+    signature = "(self, msa)"
+    names = "norm=norm a=proj_left b=proj_right out=proj_out"
+    settings: ClassVar = {"count_added": 0.0, "bias_divided": False}
+
+
+class RF3PairWeightedAveraging(Checkpointed, WithoutMask, PairWeightedAveragingAdapter):
+    """Of one alignment [s, r, c], with a gate for each channel."""
+
+    serves = ("rf3.model.RF3_blocks:MSAPairWeightedAverage",)
+    signature = "(self, msa_SI, pair_II)"
+    names = "norm=norm_msa norm_z=norm_pair bias=to_bias v=to_v gate=to_gate out=to_out"
+    batch = ()
+
+    def check(self, module: Any) -> None:
+        if not module.separate_gate_for_every_channel:
+            raise NotServed("a gate for each head")
+
+
+class RF3AttentionPairBias(RF3Layer, AttentionPairBiasAdapter):
+    """The Pairformer's: its own code casts to bf16, and so wants parameters in bf16, or an autocast to it."""
+
+    serves = (f"{LAYERS}.pairformer_layers:AttentionPairBiasPairformerDeepspeed",)
+    signature = "(self, A_I, S_I, Z_II, Beta_II=None)"
+    names = "norm=ln_1 norm_z=ln_0 bias=to_b heads=n_head q=to_q k=to_k v=to_v gate=to_g.0 out=to_a"
+    batch = ()
+
+    def forward(  # type: ignore[override]  # its class has another signature
+        self, layer: Any, a: Tensor, s: Tensor | None, z: Tensor, beta: Tensor | None = None
+    ) -> Tensor:
+        """Return the update.  Errors: NotServed for a Beta_II that is more than a number, which shifts all logits alike
+        and so changes nothing."""
+        if s is not None or beta is None or beta.numel() != 1:
+            raise NotServed("a conditioned attention, or a bias beside that of z")
+        return super().forward(layer, a, z)
+
+    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+        (a, z, _), _ = super().example(module, n, random)
+        return (a, None, z, a.new_full((1,), 0.5)), {}
