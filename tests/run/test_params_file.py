@@ -129,6 +129,14 @@ def test_a_head_that_is_missing_or_surplus_is_named_with_its_setting(tmp_path: P
     assert ("pae.logits.weight" in new.state_dict()) is not has
 
 
+def test_settings_that_use_parameters_otherwise_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_params(tmp_path / "a.safetensors", tiny_model())
+    initial_model(settings_of(tiny_model(), "model.recycles=2"), tmp_path / "a.safetensors")
+    assert caplog.text == ""
+    initial_model(settings_of(tiny_model(), "model.structure.layers=3"), tmp_path / "a.safetensors")
+    assert "its parameters were of a model with model.structure.layers: 2, not 3" in caplog.text
+
+
 def test_another_model_is_one_line_that_people_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_params(tmp_path / "a.safetensors", tiny_model())
     make_store(tmp_path / "store")

@@ -157,7 +157,7 @@ def draw_coverage(depth: np.ndarray, rows: np.ndarray, total: int, chains: Spans
     )
     parts = [
         _image(box, palette_png(codes, palette, clear=True)),
-        f'<path class="line" d="{line}"/>',
+        f'<path class="line halo" d="{line}"/><path class="line" d="{line}"/>',
         f'<path class="frame" d="M{box.left} {box.top}V{box.bottom}H{box.right}"/>',
         *_along(box, chains, residues),
         *(_text(box.left - 6, box.bottom - box.height * n / total + 4, f"{n:,}", "end") for n in _ticks(total, 4)),

@@ -1,5 +1,7 @@
 """Start a training from parameters in a file: what must fit, and which setting makes it fit."""
 
+import logging
+
 from torch import nn
 
 from warpfold.errors import UserError, listed
@@ -7,9 +9,11 @@ from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights import load_state
 from warpfold.settings import differences, to_dict
 
-# Settings of a model that no parameter depends on.
-FREE = {"recycles", "recycle_tolerance", "ensemble", "layers", "position_scale", "rate", "dropout", "order", "outer"}
-FREE |= {"unit_vectors", "activation"}
+log = logging.getLogger("warpfold")
+
+# Settings of a model that no parameter depends on: those that change what it computes with them, and the others.
+COMPUTES = {"layers", "position_scale", "order", "outer", "unit_vectors", "activation"}
+FREE = {"recycles", "recycle_tolerance", "ensemble", "rate", "dropout", *COMPUTES}
 HEADS = ("distogram", "masked_msa", "plddt", "resolved", "pae")
 
 
@@ -41,6 +45,8 @@ def start_from(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool 
             f"{source}: {' and '.join(said)}; {' '.join(changes)} follows the file, --set train.new_heads=true {new}"
         )
     load_state(model, found, source)
+    if other := [one for one in _differing(model, given) if _key(one) in COMPUTES]:
+        log.warning("%s: its parameters were of a model with %s", source, listed(other, between="; "))
 
 
 def _heads(model: nn.Module) -> list[str]:
@@ -49,10 +55,18 @@ def _heads(model: nn.Module) -> list[str]:
 
 def _refuse_settings(model: AlphaFold, given: AlphaFold, source: str) -> None:
     """Raise UserError that names the settings in which two models differ."""
-    found = differences(to_dict(given.config), to_dict(model.config), "model.")
-    differ = [one for one in found if one.partition(":")[0].rpartition(".")[2] not in FREE]
-    if differ:
+    if differ := [one for one in _differing(model, given) if _key(one) not in FREE]:
         raise UserError(
             f"{source}: parameters of another model than that of the settings (in the file {listed(differ, 4, '; ')}); "
             f"`warpfold params {source} --toml` prints its settings"
         )
+
+
+def _differing(model: AlphaFold, given: AlphaFold) -> list[str]:
+    """Return the settings in which two models differ, that of the file first."""
+    return differences(to_dict(given.config), to_dict(model.config), "model.")
+
+
+def _key(difference: str) -> str:
+    """Return the last part of a setting's name."""
+    return difference.partition(":")[0].rpartition(".")[2]

@@ -72,6 +72,7 @@ class Panel {
     if (image) pixels(image).then(rows => { this.pae = rows; });
     this.listenToSequence(this.find(".sequence"));
     article.classList.add("ready");
+    if (!hasWebGL) article.querySelectorAll('[name="picture"], [name="reset"], .controls label').forEach(element => { element.hidden = true; });
     this.find(".downloads").hidden = this.find(".controls").hidden = false;
     this.find(".downloads").onclick = event => this.download(event.target.name);
     this.find(".controls").onchange = () => this.paint();
@@ -108,18 +109,18 @@ class Panel {
       return { scored: place((x - left) / (right - left)), aligned: square ? place((y - top) / (bottom - top)) : null };
     };
     let start = null;
-    svg.onpointerdown = event => { start = where(event); svg.setPointerCapture(event.pointerId); this.point(start); };
+    svg.onpointerdown = event => { start = where(event); svg.setPointerCapture(event.pointerId); this.point(start, svg); };
     svg.onpointermove = event => {
       const now = where(event);
       if (start && (now.scored !== start.scored || now.aligned !== start.aligned)) this.selectBetween(start, now);
-      this.point(now);
+      this.point(now, svg);
     };
     svg.onpointerup = event => {
       const now = where(event);
       if (start && now.scored === start.scored && now.aligned === start.aligned) this.selectBetween(start, now);
       start = null;
     };
-    svg.onpointerleave = () => { if (!start) this.point(null); };
+    svg.onpointerleave = () => { if (!start) this.point(null, svg); };
     this.listenToKeys(svg, square);
     return chart;
   }
@@ -129,13 +130,13 @@ class Panel {
     let start = null;
     const move = event => {
       const scored = place(event);
-      if (scored < 0) return this.point(null);
+      if (scored < 0) return this.point(null, box);
       if (start !== null && event.buttons) this.selectBetween({ scored: start, aligned: null }, { scored, aligned: null });
-      this.point({ scored, aligned: null });
+      this.point({ scored, aligned: null }, box);
     };
     box.onpointerdown = event => { start = place(event) < 0 ? null : place(event); if (event.target.hasPointerCapture(event.pointerId)) event.target.releasePointerCapture(event.pointerId); move(event); };
     box.onpointermove = move;
-    box.onpointerleave = () => this.point(null);
+    box.onpointerleave = () => this.point(null, box);
     this.listenToKeys(box, false);
   }
 
@@ -156,14 +157,16 @@ class Panel {
       const next = first ? now : { scored: clamp(now.scored + across, last), aligned: square ? clamp(now.aligned + down, last) : null };
       if (event.shiftKey || event.key === "Enter" || event.key === " ") this.selectBetween(anchor ??= now, next);
       if (!event.shiftKey) anchor = null;
-      this.point(next);
+      this.point(next, element);
     };
-    element.onblur = () => this.point(null);
+    element.onblur = () => this.point(null, element);
   }
 
   // What is shown of it
 
-  point(at) {
+  point(at, source = this.source) {  // who leaves clears what it showed itself, not what the keyboard shows meanwhile
+    if (!at && source !== this.source) return;
+    this.source = at ? source : null;
     this.at = at ?? { scored: null, aligned: null };
     this.draw();
   }
@@ -266,7 +269,7 @@ class Panel {
     if (truth) viewer.addModel(truth, "cif");
     this.middle = new Map(model.selectedAtoms({ atom: "CA" }).map(atom => [this.placeOf(atom), atom]));
     viewer.setHoverDuration(60);
-    viewer.setHoverable({ model: 0 }, true, atom => this.point({ scored: this.placeOf(atom), aligned: null }), () => this.point(null));
+    viewer.setHoverable({ model: 0 }, true, atom => this.point({ scored: this.placeOf(atom), aligned: null }, viewer), () => this.point(null, viewer));
     viewer.setClickable({ model: 0 }, true, atom => { const scored = this.placeOf(atom); this.selectBetween({ scored, aligned: null }, { scored, aligned: null }); });
     this.box.tabIndex = 0;
     this.box.setAttribute("role", "application");
