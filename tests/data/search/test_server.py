@@ -236,9 +236,7 @@ def test_several_proteins_are_asked_for_one_after_another(host: Server, tmp_path
     assert "nucleic" in found.failures["rna"]
     assert found.failures["both_A"] == found.failures["one"]
     assert host.sequences == [(ONE,), (TWO,), (ONE, TWO)]  # the RNA stays here
-    assert (
-        clock.said[0] == f"sending 2 sequences to {host.url} (one, both_B, both); answers are kept in {tmp_path}"
-    )
+    assert clock.said[0] == f"sending 2 sequences to {host.url} (one, both_B, both); answers are kept in {tmp_path}"
 
 
 def test_a_search_writes_what_predict_reads(host: Server, tmp_path: Path) -> None:
