@@ -128,7 +128,7 @@ def test_predict_and_score(capsys: pytest.CaptureFixture[str], tmp_path: Path, t
     query, out = tmp_path / "q.fasta", tmp_path / "out"
     query.write_text(f">one\n{SEQUENCE}\n")
     code, text, err = run(capsys, "predict", query, "--params", tiny_params, "--out", out, "--device", "cpu")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "one: no alignment: folded by the sequence alone\n")
     assert "one: mean pLDDT" in text
     code, text, _ = run(capsys, "predict", query, "--params", tiny_params, "--out", out, "--device", "cpu", "--json")
     assert json.loads(text) == json.loads((out / "summary.json").read_text())
@@ -154,7 +154,7 @@ def test_predict_exits_with_1_when_one_fails(
     files = (tmp_path / "q.fasta", "--params", tiny_params, "--out", tmp_path / "out", "--device", "cpu")
     code, _, err = run(capsys, "predict", *files)
     assert code == 1
-    assert err == "failed one: MemoryError: too long\n"
+    assert err == "one: no alignment: folded by the sequence alone\nfailed one: MemoryError: too long\n"
 
 
 def test_ctrl_c_exits_with_130(

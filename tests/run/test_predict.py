@@ -20,9 +20,10 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.weights import save_params
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.run.predict import PredictOptions, predict, read_queries
+from warpfold.run.predict import PredictOptions, predict
 from warpfold.run.predict_templates import TemplateSources, find_templates
 from warpfold.run.predictor import Predictor, Prepared, load
+from warpfold.run.queries import read_queries
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 FASTA = f">one first\n{ONE}\n>two\n{TWO}\n"
@@ -383,21 +384,26 @@ def test_a_protein_without_templates_for_want_of_structures_is_said_and_exits_wi
         out = tmp_path / "-".join([*entries, date])
         hits = ["--hits", tmp_path / "one.a3m", "--template-structures", structures, "--max-template-date", date]
         code, _, err = run_cli(capsys, fasta, "--params", template_params, *hits, "--out", out)
-        return code, err, json.loads((out / "summary.json").read_text())["predictions"][0]
+        first, *said, last = err.splitlines()
+        assert first == "one, two: no alignment: folded by the sequence alone"
+        assert last == "two: 0 templates used: no hit for it in the files given"
+        entry = json.loads((out / "summary.json").read_text())["predictions"][0]
+        assert [f"one: {warning}" for warning in entry["warnings"][1:] if "templates" in warning] == said
+        return code, "".join(f"{line}\n" for line in said), entry
 
     code, err, entry = folded("8not", "9not", "2xyz", date="2015-01-01")
     assert code == 1
-    reasons = "2 x has no N.cif or N.cif.gz; add it, or do without; 1 x came out N, after N"
-    assert err == f"one: no template: {reasons}\n"
+    reasons = f"2 have no structure in {structures} (8not, 9not); 1 x came out N, after N"
+    assert err == f"one: 0 of 3 templates used: {reasons}\n"
     assert (entry["templates"], entry["templates_missing"], entry["templates_unused"]) == ([], 2, 3)
     assert list(entry["templates_refused"].values()) == [2, 1]
 
     code, err, entry = folded("9not", "1abc")
     assert (code, entry["templates"]) == (0, ["1abc_A"])
-    assert err == "one: some hits are no templates: 1 x has no N.cif or N.cif.gz; add it, or do without\n"
+    assert err == f"one: 1 of 2 templates used: 1 has no structure in {structures} (9not)\n"
 
     code, err, entry = folded("2xyz", date="2015-01-01")  # refused by its date, as was asked
-    assert (code, err) == (0, "one: no template: 1 x came out N, after N\n")
+    assert (code, err) == (0, "one: 0 of 1 templates used: 1 x came out N, after N\n")
 
 
 def test_of_several_queries_hits_go_by_name_and_files_to_all(tmp_path: Path, fasta: Path, structures: Path) -> None:
@@ -432,6 +438,7 @@ def test_templates_from_python(structures: Path, template_params: Path, tmp_path
     by_hits = predictor.fold(ONE, hits=a3m_hits(tmp_path), template_structures=structures, **date)
     assert by_hits.details["templates"] == ["1abc_A"]
     assert [outcome["used"] for outcome in by_hits.templates].count(True) == 1
+    assert by_hits.details["warnings"][0].startswith("1 of 3 templates used: ")
     (many,) = predictor.fold_many({"one": ONE}, templates={"one": [file]}, representations=True)
     assert many.prediction is not None
     np.testing.assert_array_equal(many.prediction.positions, by_name.positions)

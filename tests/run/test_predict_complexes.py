@@ -21,10 +21,10 @@ from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights import save_params
 from warpfold.run import relax_files
 from warpfold.run.params import read_params
-from warpfold.run.predict import PredictOptions, predict, read_queries
+from warpfold.run.predict import PredictOptions, predict
 from warpfold.run.predict_templates import TemplateSources, files_of_chains
 from warpfold.run.predictor import Predictor, Prepared, load
-from warpfold.run.queries import ComplexQuery, FoldQuery, with_templates
+from warpfold.run.queries import ComplexQuery, FoldQuery, read_queries, with_templates
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 RECORDS = f">H heavy\n{ONE}\n>L\n{TWO}\n>x\n{ONE}\n"  # two entities, three chains
@@ -221,8 +221,13 @@ def test_what_is_said_of_several_queries_is_said_once(
         (tmp_path / f"msas/{name}.a3m").write_text(">q\nMKV\n")
     arguments = ["--params", params["first"], "--msa", tmp_path / "msas", "--no-complex", "--recycles", 0]
     _, _, err = run_cli(capsys, tmp_path / "q.fasta", *arguments, "--out", tmp_path / "out")
-    said = "one, two: 4 alignments of none of the sequences, left out: msas/a.a3m, msas/b.a3m, msas/c.a3m ..."
-    assert err.splitlines() == ["one, two: no alignment: folded by the sequence alone", said]
+    said = "4 alignments of none of the sequences, left out: msas/a.a3m, msas/b.a3m, msas/c.a3m ..."
+    assert err.splitlines() == [f"warning: {said}", "one, two: no alignment: folded by the sequence alone"]
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["warnings"] == [said]
+    assert [entry["warnings"][0] for entry in summary["predictions"]] == [
+        "no alignment: folded by the sequence alone"
+    ] * 2
 
 
 def test_the_report_shows_what_was_relaxed(

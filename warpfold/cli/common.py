@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ from warpfold.errors import UserError
 from warpfold.progress import no_bars
 
 if TYPE_CHECKING:
+    from warpfold.data.search.server import AlignmentServer
     from warpfold.parallel.team import ProcessInfo
     from warpfold.tune.example import ModelBench
 
@@ -92,9 +94,9 @@ def with_speech(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def argument(help: str) -> Any:
+def argument(help: str, **more: Any) -> Any:
     """Return a positional argument."""
-    return typer.Argument(help=help)
+    return typer.Argument(help=help, **more)
 
 
 def _options(panel: str) -> Callable[..., Any]:
@@ -122,6 +124,14 @@ class Precision(StrEnum):
 
 AsJson = Annotated[bool, writes("Print the result as JSON.", "--json")]
 Force = Annotated[bool, writes("Replace an earlier run of this command in the folder; other files stay.", "--force")]
+MsaServer = Annotated[
+    str | None,
+    reads(
+        "URL of an alignment server (ColabFold's protocol), to which sequences without alignment are SENT; without "
+        "this nothing is sent anywhere.",
+        "--msa-server",
+    ),
+]
 Device = Annotated[str | None, runs("cpu, cuda, cuda:1 ...; default: the first GPU, or the CPU.")]
 Axial = Annotated[
     int | None, runs("Processes that share one protein, each with a slice of its large tensors.", "--plan.axial", min=1)
@@ -259,6 +269,20 @@ def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
     if found == "cpu":
         keep_memory()
     return found
+
+
+def alignment_server(url: str | None, cache: Path | None, default: Path) -> "AlignmentServer | None":
+    """Return the server that the user has named, or None; cache: where its answers are kept, if not in `default`.
+
+    Errors: UserError for an address that is none, and for a cache without a server.
+    """
+    if url is None:
+        if cache is not None:
+            raise UserError("--msa-cache has no effect without --msa-server")
+        return None
+    from warpfold.data.search.server import AlignmentServer
+
+    return AlignmentServer(url, cache or default, say=lambda line: typer.echo(line, err=True))
 
 
 def show(result: Any) -> None:

@@ -133,6 +133,8 @@ def _print_report(report: "PackReport", out: Path, part: "JobPart | None") -> No
     typer.echo("".join(f"{' '.join(line.split())}\n" for line in lines[:SHOWN]), nl=False)  # names may hold line ends
     if len(lines) > SHOWN:
         typer.echo(f"... and {len(lines) - SHOWN} more lines like these" + ("" if part else f", in {out / 'pack.tsv'}"))
+    for warning in report.warnings():
+        typer.echo(f"warning: {warning}", err=True)
     if part is not None:
         from warpfold.data.pack.part import part_path
 

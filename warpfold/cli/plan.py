@@ -83,6 +83,7 @@ def plan(
 
     Every plan that could run it is shown, and the one that `predict` or `train` would choose.
     """
+    from warpfold.data.example.query_files import is_sequence
     from warpfold.run.config import load_settings
     from warpfold.run.plan_report import plan_report, with_sizes
     from warpfold.tune.machine import parse_memory, planned_machine
@@ -93,7 +94,7 @@ def plan(
             raise UserError(f"--figure {figure}: a picture's name ends in {' or '.join(PICTURES)}")
         check_new(figure)
     machine = planned_machine(device, None if memory is None else parse_memory(memory), devices)
-    is_query = Path(target).is_dir() or (Path(target).is_file() and Path(target).suffix != ".toml")
+    is_query = target == "-" or is_sequence(target) or (Path(target).exists() and Path(target).suffix != ".toml")
     given = load_settings("monomer" if is_query else target, change or [])
     found = _targets(target if is_query else None, given, params, msa or [], residues or [], recycles)
     changed = {"sequences": max_msa, "extra": max_extra, "templates": templates}
@@ -150,7 +151,7 @@ def _targets(
             raise UserError(f"--residues {min(residues)}: a protein has at least 1")
         return [PlanTarget(f"{n} residues", folding(model, full_sizes(n, model, sample), recycles)) for n in residues]
     if query is not None:
-        return targets_of_queries(Path(query), msas, model, sample, recycles)
+        return targets_of_queries(query, msas, model, sample, recycles)
     job = training_job(given, config)
     return [PlanTarget(given.source, job if recycles is None else replace(job, recycles=recycles))]
 

@@ -17,9 +17,11 @@ from warpfold.cli.common import (
     Force,
     Lists,
     Memory,
+    MsaServer,
     Precision,
     Seed,
     Strict,
+    alignment_server,
     app,
     argument,
     decides,
@@ -37,18 +39,36 @@ from warpfold.progress import Progress, progress_bar
 if TYPE_CHECKING:
     from warpfold.bulk import JobPart
     from warpfold.parallel.team import ProcessInfo
+    from warpfold.run.predict_templates import TemplateSources
     from warpfold.run.share import Share
 
-Query = Annotated[
-    Path,
+Queries = Annotated[
+    list[str],
     argument(
-        "FASTA (A:B is a complex; also /dev/stdin), CSV (id,sequence), an alignment (A3M, Stockholm), a structure "
-        "(its chains), or a folder of these."
+        "FASTA (A:B is a complex), CSV (id,sequence), alignments (A3M, Stockholm), structures (their chains), "
+        "folders of these, - (standard input), or a sequence itself.",
+        metavar="QUERY...",
     ),
 ]
 Params = Annotated[
     list[Path],
-    reads("WarpFold's .safetensors, or DeepMind's params_model_*.npz; several: each folds, and they are ranked."),
+    reads(
+        "WarpFold's .safetensors, DeepMind's params_model_*.npz, or a folder of these; several: each folds, and they "
+        "are ranked."
+    ),
+]
+NumModels = Annotated[int | None, reads("Of the parameters, use this many.", "--num-models", min=1)]
+MsaCache = Annotated[
+    Path | None, writes("Folder for a server's answers, for several runs to share; default: OUT/alignments.")
+]
+Keep = Annotated[
+    int | None,
+    writes(
+        "Of each protein's ranked predictions, the best so many keep all files, the others none that grow with the "
+        "square of the length; default: all keep all.",
+        "--keep",
+        min=1,
+    ),
 ]
 Out = Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.", "--out", "-o")]
 Msa = Annotated[
@@ -122,13 +142,16 @@ TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations
     epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
     "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
     "--params params_model_*_multimer_v3.npz --seeds 2 --out folded\n\n"
-    "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded",
+    "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded\n\n"
+    "Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.",
 )
 def predict(
-    query: Query,
+    query: Queries,
     params: Params,
     out: Out,
+    num_models: NumModels = None,
     msa: Msa = None,
+    msa_server: MsaServer = None,
     together: Together = None,
     template: Template = None,
     hits: Hits = None,
@@ -144,6 +167,8 @@ def predict(
     max_extra: MaxExtra = None,
     representations: Representations = False,
     distogram: Distogram = False,
+    keep: Keep = None,
+    msa_cache: MsaCache = None,
     device: Device = None,
     chunk: Chunk = None,
     offload: Offloaded = None,
@@ -160,29 +185,23 @@ def predict(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report.
-
-    With several --params or --seeds, the predictions of each protein are ranked.
-    Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.
-    """
+    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report; rank models and seeds."""
     from warpfold.parallel.team import ProcessInfo
+    from warpfold.run import commands, fold_options
     from warpfold.run import predict as prediction
-    from warpfold.run.fold_options import Recycling, batch_of
-    from warpfold.run.predict_templates import TemplateSources
-    from warpfold.tune.machine import parse_memory
 
     share = _share(shard, workers, cluster)
-    sources = TemplateSources(
-        files=template or [], hits=hits or [], structures=template_structures, max_date=max_template_date)  # fmt: skip
+    sources = _sources(template, hits, template_structures, max_template_date)
     process = ProcessInfo.from_environment(os.environ)
     options = prediction.PredictOptions(
-        seed=seed, seeds=seeds, together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa,
-        max_extra=max_extra, device=device_of(device, process), chunk=chunk, precision=precision.value,
-        representations=representations, distogram=distogram, force=force, kernels="strict" if strict else "fast",
-        recycling=Recycling.of(recycle_tolerance, max_recycles), batch=batch_of(batch),
-        offload=offload, memory=None if memory is None else parse_memory(memory),
+        seed=seed, seeds=seeds, chunk=chunk, force=force, keep=keep,
+        together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa, distogram=distogram, offload=offload,
+        max_extra=max_extra, precision=precision.value, representations=representations, num_models=num_models,
+        device=device_of(device, process), batch=fold_options.batch_of(batch), memory=commands.memory_of(memory),
+        kernels="strict" if strict else "fast", recycling=fold_options.Recycling.of(recycle_tolerance, max_recycles),
     )  # fmt: skip
-    fold = partial(prediction.predict, query, msa or [], params, out, options, templates=sources, share=share)
+    fold = partial(prediction.predict, query, msa or [], params, out, options, templates=sources, share=share,
+        server=alignment_server(msa_server, msa_cache, out / "alignments"))  # fmt: skip
     _run(fold, process, options.device or "cpu", (axial, branch), share.part, out, relax, as_json)
 
 
@@ -224,6 +243,15 @@ def _bar(rank: int) -> AbstractContextManager[Progress | None]:
     return progress_bar(remaining=False, every=30.0) if rank == 0 else nullcontext()
 
 
+def _sources(
+    files: list[str] | None, hits: list[Path] | None, structures: Path | None, max_date: str | None
+) -> "TemplateSources":
+    """Return where templates come from.  Errors: UserError for options that make no sense together."""
+    from warpfold.run.predict_templates import TemplateSources
+
+    return TemplateSources(files=files or [], hits=hits or [], structures=structures, max_date=max_date)
+
+
 def _share(shard: str | None, workers: int, cluster: str | None) -> "Share":
     """Return who folds.  Errors: UserError for a shard that is none."""
     from warpfold.bulk import JobPart
@@ -248,6 +276,8 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
             typer.echo(relaxed_line(f"{entry['name']} relaxed", entry["relaxed"]))
     if not as_json and summary["status"] != "running":
         typer.echo(f"report: {out / 'report.html'}")
+    for warning in summary.get("warnings", []):
+        typer.echo(f"warning: {warning}", err=True)
     about: dict[str, list[str]] = {}
     for name, warnings in summary["input_warnings"].items():
         for warning in warnings:
@@ -255,12 +285,6 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
     for warning, names in about.items():
         several = len(names) > 3
         typer.echo(f"{f'{len(names)} queries' if several else ', '.join(names)}: {warning}", err=True)
-    for entry in summary["predictions"]:
-        refused = entry.get("templates_refused", {})
-        if entry.get("templates_missing") or (refused and not entry["templates"]):
-            reasons = "; ".join(f"{count} x {why}" for why, count in refused.items())
-            what = "some hits are no templates" if entry["templates"] else "no template"
-            typer.echo(f"{entry['name']}: {what}: {reasons}", err=True)
     for failure in summary["failures"]:
         of = f" ({failure['model']}, seed {failure['seed']})" if "model" in failure else ""
         typer.echo(f"failed {failure['name']}{of}: {failure['error']}", err=True)

@@ -112,6 +112,13 @@ def paths(name: str, value: Any) -> list[Path]:
     return [path(f"{name}[{i}]", one) for i, one in enumerate(value)]
 
 
+def queries(name: str, value: Any) -> list[str | Path]:
+    """Return queries, of which text may be a path or a sequence itself, and a path object is a path."""
+    found = paths(name, value)
+    given = [value] if isinstance(value, str | os.PathLike) else value
+    return [one if isinstance(one, str) else file for one, file in zip(given or [], found)]
+
+
 def is_list(value: Any) -> bool:
     """Return whether this is a list: a sequence that is no text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # what a command needs loads when it is called: `pack` runs w
     from warpfold.data.load.order import Source
     from warpfold.data.pack.inputs import PackOptions
     from warpfold.data.pack.report import PackReport
+    from warpfold.data.search.database import Database
+    from warpfold.data.search.server import AlignmentServer
     from warpfold.data.store.store import Store
     from warpfold.engine.watch import Watching
     from warpfold.parallel.team import Team
@@ -63,9 +65,10 @@ def sample(
 
 def search(
     queries: Paths,
-    database: Paths | Mapping[str, PathLike],
-    out: PathLike,
+    database: Paths | Mapping[str, PathLike] | None = None,
+    out: PathLike | None = None,
     *,
+    msa_server: "str | AlignmentServer | None" = None,
     template_database: PathLike | None = None,
     engine: Engine = "jackhmmer",
     iterations: int | None = None,
@@ -78,14 +81,26 @@ def search(
     shard: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Find alignments and template hits for the proteins of files, in databases that you have; no server is called.
+    """Find alignments and template hits for proteins, in databases that you have, or on a server that you name.
 
-    database: files, NAME=FILE, or name -> file.  max_hits: rows of an alignment, of all databases or by name.
+    queries: files, folders, or sequences.  database: files, NAME=FILE, or name -> file.  msa_server: the address of a
+    server to ask instead; without it none is.  max_hits: rows of an alignment, of all databases or by name.
     Returns the report, as in `out/search.json`: proteins that failed are named under "failures".
-    Errors: UserError for bad queries, databases or arguments, and an `out` that holds something else.
+    Errors: UserError for bad queries or arguments, and an `out` that holds something else.
     """
+    if out is None:
+        raise UserError("search: out is missing; name the folder for what is found")
+    if msa_server is not None:
+        of_databases = {
+            "--database": database, "--template-database": template_database, "--iterations": iterations,
+            "--e-value": e_value, "--max-hits": max_hits, "--cluster": cluster, "--shard": shard,
+        }  # fmt: skip
+        for name in (name for name, value in of_databases.items() if value):
+            raise UserError(f"{name}: has no effect with --msa-server; leave one of them out")
+        return _ask(arguments.queries("queries", queries), msa_server, arguments.path("out", out), cache, progress)
+    if not database:
+        raise UserError("search: --database is missing; name one that you have, or a server with --msa-server")
     from warpfold.data.search import search as searching
-    from warpfold.data.search.database import Database, parse_max_hits
 
     name = arguments.one_of("engine", engine, searching.ENGINES)
     chosen = {
@@ -93,6 +108,28 @@ def search(
         "e_value": arguments.number_or_none("e_value", e_value),
     }
     finder = searching.ENGINES[name](**{key: value for key, value in chosen.items() if value is not None})
+    options = searching.SearchOptions(
+        arguments.path_or_none("cache", cache), arguments.whole("workers", workers, 1),
+        arguments.whole_or_none("threads", threads, 1), arguments.text_or_none("cluster", cluster),
+        arguments.part_of(shard),
+    )  # fmt: skip
+    return searching.search(
+        arguments.queries("queries", queries),
+        _databases(database, max_hits),
+        arguments.path("out", out),
+        finder,
+        arguments.path_or_none("template_database", template_database),
+        options,
+        arguments.progress_of(progress),
+    )
+
+
+def _databases(
+    database: Paths | Mapping[str, PathLike], max_hits: int | Mapping[str, int] | Sequence[str] | None
+) -> "list[Database]":
+    """Return databases, however they are given.  Errors: UserError for names and numbers that are none."""
+    from warpfold.data.search.database import Database, parse_max_hits
+
     if isinstance(max_hits, Mapping):
         most = [f"{key}={count}" for key, count in max_hits.items()]
     else:
@@ -102,22 +139,20 @@ def search(
         given = [f"{key}={os.fspath(arguments.path('database', file))}" for key, file in database.items()]
     else:
         given = [str(file) for file in arguments.paths("database", database)]
-    options = searching.SearchOptions(
-        arguments.path_or_none("cache", cache),
-        arguments.whole("workers", workers, 1),
-        arguments.whole_or_none("threads", threads, 1),
-        arguments.text_or_none("cluster", cluster),
-        arguments.part_of(shard),
-    )
-    return searching.search(
-        arguments.paths("queries", queries),
-        [Database.parse(text, rows) for text in given],
-        arguments.path("out", out),
-        finder,
-        arguments.path_or_none("template_database", template_database),
-        options,
-        arguments.progress_of(progress),
-    )
+    return [Database.parse(text, rows) for text in given]
+
+
+def _ask(
+    queries: list[str | Path], server: "str | AlignmentServer", out: Path, cache: PathLike | None, tell: Progress | None
+) -> dict[str, Any]:
+    """Ask a server for all alignments."""
+    from warpfold.data.search.fetch import search_by_server
+    from warpfold.data.search.server import AlignmentServer
+
+    if not isinstance(server, AlignmentServer):
+        folder = arguments.path_or_none("cache", cache) or out / "cache"
+        server = AlignmentServer(arguments.text("msa_server", server), folder, say=log.info)
+    return search_by_server(queries, server, out, arguments.progress_of(tell))
 
 
 def pack(

@@ -1,5 +1,6 @@
 """Fold many proteins from Python, by the loop of `warpfold predict`: nothing is written, and a failure is a result."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from warpfold.run.folding import FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params
 from warpfold.run.predictor import Predictor
-from warpfold.run.queries import Query, read_queries
+from warpfold.run.queries import Query, read_given
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +100,10 @@ def _given(predictor: Predictor, sequences: Any, alignments: Any, templates: Any
         if isinstance(sequences, str) and not Path(sequences).exists():
             raise WrongArgument(f"sequences = {shown(sequences)}: no such file; give a list for sequences: [...]")
         together = predictor.model.config.multimer is not None
-        found = read_queries(Path(sequences), paths("alignments", alignments), together)
+        read = read_given(Path(sequences), paths("alignments", alignments), together)
+        for warning in read.warnings:
+            logging.getLogger("warpfold").warning("%s", warning)
+        found = read.queries
         offered = _each("templates", templates, [query.name for query in found])
         return [(query.name, query, None, offered[query.name]) for query in found]
     if not isinstance(sequences, Mapping) and not is_list(sequences):

@@ -21,7 +21,7 @@ from warpfold.run.journal import (
     remove_journals,
     workers_at_work,
 )
-from warpfold.run.outputs import claim_folder, remove_prediction, write_summary
+from warpfold.run.outputs import claim_folder, remove_prediction, thin_prediction, write_summary
 from warpfold.run.predict_report import prediction_report
 from warpfold.run.ranking import copy_by_rank, rank_predictions, remove_copies
 from warpfold.run.report import write_report
@@ -32,12 +32,14 @@ class PredictionFolder:
     """A folder that one process, or several that have a part each, fill with predictions.
 
     new: the summary of a new run.  items: all predictions of the run, in the order of the summary.
+    keep: of each query's predictions, as many keep all files, the best; None: all of them.
     """
 
     out: Path
     new: dict[str, Any]
     items: Sequence[FoldItem]
     part: JobPart = WHOLE
+    keep: int | None = None
     journal: Journal | None = field(default=None, repr=False)
     own: set[Key] = field(default_factory=set, repr=False)  # what is to be folded by this process, or was
 
@@ -113,12 +115,21 @@ class PredictionFolder:
             summary = self._summary(done, None if whole else self.own) | {"seconds": process["seconds"]}
             if whole:
                 summary["predictions"], summary["ranking"] = rank_predictions(summary["predictions"])
+                if self.keep is not None:
+                    summary["predictions"] = [self._thinned(entry) for entry in summary["predictions"]]
                 if self.is_several:
                     summary["predictions"] = copy_by_rank(self.out, summary["predictions"])
                 write_report(self.out / "report.html", prediction_report(self.out, summary))
                 write_summary(self.out, summary)
                 remove_journals(self.out)
         return summary
+
+    def _thinned(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Take away the matrices of a prediction that is not among the best; return its entry."""
+        if self.keep is None or entry["rank"] <= self.keep or entry.get("thinned"):
+            return entry
+        files = thin_prediction(self.out / entry["folder"], entry["name"], entry["files"])
+        return entry | {"files": files, "thinned": True}
 
     def _summary(self, done: Done, own: set[Key] | None) -> dict[str, Any]:
         """Return the summary of what is done; own: only of these, while others are at work."""
@@ -153,7 +164,8 @@ class PredictionFolder:
         earlier = claim_folder(self.out, self.new["format"], self.run) or self.new
         done, first = Done(), self.items[0]
         for entry in earlier["predictions"]:
-            if are_there(self.out, entry):
+            lacks = entry.get("thinned") and (self.keep is None or entry["rank"] <= self.keep)
+            if are_there(self.out, entry) and not lacks:
                 done.entries[entry["name"], entry.get("model", first.model.name), entry["seed"]] = entry
         for failure in earlier["failures"]:
             key = failure["name"], failure.get("model", first.model.name), failure.get("seed", first.seed)

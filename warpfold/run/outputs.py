@@ -1,6 +1,7 @@
 """A prediction, and how it becomes files: structures, confidence, arrays; all of them or none."""
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -17,11 +18,17 @@ import torch
 
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError
-from warpfold.files import file_name, write_atomically
+from warpfold.files import file_name, write_atomically, writing
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
 from warpfold.run.confidence_files import plddt_json, write_pae, write_scores
 from warpfold.run.coverage import Coverage
+
+# Arrays that stay when a prediction is thinned.
+SMALL = (
+    *("positions", "mask", "plddt", "asym_id", "chain_pair_iptm"),
+    *("coverage_depth", "coverage_rows", "coverage_total"),
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -201,6 +208,28 @@ def remove_prediction(folder: Path, protein: str) -> None:
         raise UserError(f"{folder}: cannot be removed: {error.strerror or error}") from error
 
 
+def thin_prediction(folder: Path, protein: str, files: Mapping[str, str]) -> dict[str, str]:
+    """Take away what grows with the square of the length: PAE, representations, distogram; return the files that stay.
+
+    files: kind -> file name, of a prediction of this name.  Whatever else is in the folder stays.
+    Errors: UserError when something cannot be written or removed.
+    """
+    names = file_names(protein)
+    path = folder / names["arrays"]
+    gone = {kind for kind in ("pae", "scores", "distogram") if files.get(kind) == names[kind]}
+    if folder.is_symlink() or not _is_prediction(path):
+        return dict(files)
+    with writing(folder):
+        with np.load(path, allow_pickle=False) as arrays:
+            kept = {name: arrays[name] for name in arrays.files if name in SMALL}
+        content = io.BytesIO()
+        np.savez_compressed(content, **kept)
+        write_atomically(path, content.getvalue())
+        for kind in gone:
+            (folder / names[kind]).unlink(missing_ok=True)
+    return {kind: name for kind, name in files.items() if kind not in gone}
+
+
 def _check_free(folder: Path, names: Mapping[str, str], overwrite: bool) -> None:
     """Raise UserError unless all of `names` are free in `folder`, or belong to a prediction that may be replaced."""
     taken = [folder / name for name in names.values() if os.path.lexists(folder / name)]
@@ -265,8 +294,9 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file; name a folder for the output")
-    drafts = ".summary.json."  # of `write_atomically`; with the journal all that a run leaves if it is killed at once
-    if not folder.is_dir() or all(f.name == "journal" or f.name.startswith(drafts) for f in folder.iterdir()):
+    # All that a run leaves that is killed at once: drafts of `write_atomically`, the journal, answers of a server.
+    first = (".summary.json.", "journal", "alignments")
+    if not folder.is_dir() or all(f.name in first or f.name.startswith(first[0]) for f in folder.iterdir()):
         return None
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
 """The parameters that `predict` folds with: one file or several, each with a name of its own, known before loading."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from warpfold.files import file_name, opened
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.weights import assumed_settings, data_settings, load_config
 from warpfold.settings import build
+
+_OFFICIAL = re.compile(r"params_model_(?P<number>\d+)(_(?P<family>ptm|multimer(_v\d+)?))?")  # DeepMind's
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,58 @@ class Params:
     def summary(self) -> dict[str, Any]:
         """Return what summary.json says of the file."""
         return {"file": self.path.name, "sha256": self.digest, "assumed": assumed_settings(self.path)}
+
+
+ENDINGS = (".npz", ".safetensors")
+
+
+def params_files(given: Sequence[Path], num_models: int | None = None, complexes: bool = False) -> list[Path]:
+    """Return files of parameters, those in folders by number, and of these `num_models` at most.
+
+    A folder may hold DeepMind's of several families.  One is taken: AlphaFold-Multimer's newest version where there
+    are `complexes`, otherwise the single chains' with PAE, or those without.  complexes: whether there are any.
+    Errors: UserError for a folder without parameters, one with several kinds of which none is the one to take, and for
+    fewer than `num_models`.
+    """
+    found: list[Path] = []
+    for path in given:
+        files = _in_folder(path, complexes) if path.is_dir() else [path]
+        found += files[:num_models] if path.is_dir() else files
+    if num_models is not None and len(found) < num_models:
+        raise UserError(
+            f"--num-models {num_models}: {given[0]} has {len(found)} that fit; ask for as many as there are"
+        )
+    return found[:num_models]
+
+
+def families_in(folder: Path) -> dict[str, list[Path]]:
+    """Return files of parameters in a folder by DeepMind's family ("", "ptm", "multimer_v3"), and others as "own".
+
+    Within a family they are in the order of the models' numbers.
+    """
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in ENDINGS and not path.name.startswith(".")]
+    families: dict[str, list[Path]] = {}
+    for path in files:
+        named = _OFFICIAL.fullmatch(path.stem)
+        families.setdefault(named["family"] or "" if named else "own", []).append(path)
+    return families
+
+
+def _in_folder(folder: Path, complexes: bool) -> list[Path]:
+    """Return the files of one family in a folder."""
+    families = families_in(folder)
+    if not families:
+        raise UserError(f"{folder}: has no parameters; give a folder of params_model_*.npz or .safetensors")
+    if len(families) == 1:
+        return next(iter(families.values()))
+    multimers = sorted(name for name in families if name.startswith("multimer"))
+    order = multimers[::-1] if complexes else [name for name in ("ptm", "", "own") if name in families]
+    if "own" in families or not order:
+        raise UserError(
+            f"{folder}: has parameters of several kinds ({', '.join(paths[0].name for paths in families.values())}); "
+            "name the files"
+        )
+    return families[order[0]]
 
 
 def read_params(paths: Sequence[Path]) -> list[Params]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from warpfold.data.example.query_files import Given
 from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
@@ -61,11 +62,11 @@ def full_sizes(residues: int, model: ModelConfig, sample: SampleConfig) -> Examp
 
 
 def targets_of_queries(
-    path: Path, msas: Sequence[Path], model: ModelConfig, sample: SampleConfig, recycles: int | None
+    given: Given, msas: Sequence[Path], model: ModelConfig, sample: SampleConfig, recycles: int | None
 ) -> list[PlanTarget]:
     """Read queries; where no alignments are given, and the query's own has but one row, the deepest is planned for."""
     found = []
-    for query in read_queries(path, msas, model.multimer is not None):
+    for query in read_queries(given, msas, model.multimer is not None):
         alone = not msas and (isinstance(query, ComplexQuery) or len(query.alignment.rows) == 1)
         sizes = sizes_of_query(query, model, sample, whole=alone)
         found.append(PlanTarget(query.name, folding(model, sizes, recycles)))

@@ -6,15 +6,17 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from warpfold import __version__
+from warpfold.data.example.complexes import Complex
+from warpfold.data.example.query_files import Given
 from warpfold.data.example.templates import TemplateOutcome, count_refusals
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe
@@ -25,14 +27,17 @@ from warpfold.run.fold_options import Kept, Recycling
 from warpfold.run.folder import PredictionFolder
 from warpfold.run.folding import FoldItem, ModelInMemory, in_groups
 from warpfold.run.interfaces import describe, find_interfaces
-from warpfold.run.outputs import Prediction
-from warpfold.run.params import Params, read_params
+from warpfold.run.outputs import Prediction, claim_folder
+from warpfold.run.params import Params, families_in, params_files, read_params
 from warpfold.run.plan_report import check_fits, sizes_of_query
 from warpfold.run.planning import grid_for
 from warpfold.run.predict_templates import TemplateSources
-from warpfold.run.queries import ComplexQuery, Query, read_queries, with_templates
+from warpfold.run.queries import ComplexQuery, Query, ReadQueries, read_given, with_templates
 from warpfold.run.sanity import check_geometry, warn_of_confidence
 from warpfold.run.share import Share, fold_shared
+
+if TYPE_CHECKING:
+    from warpfold.data.search.server import AlignmentServer
 
 FORMAT = "warpfold-predictions-1"
 
@@ -60,6 +65,8 @@ class PredictOptions:
     kernels: Kernels = "fast"  # as Plan.kernels
     representations: bool = False  # keep them in the .npz
     distogram: bool = False  # write contacts and the distogram too
+    num_models: int | None = None  # of the parameters, at most
+    keep: int | None = None  # of each query's ranked predictions, those that keep all files; None: all of them
     force: bool = False
 
     @property
@@ -85,7 +92,7 @@ class PredictOptions:
 
 
 def predict(
-    query: Path,
+    query: Given | Sequence[Given],
     msas: Sequence[Path],
     params: Path | Sequence[Path],
     out: Path,
@@ -94,25 +101,26 @@ def predict(
     templates: TemplateSources | None = None,
     team: Team | None = None,
     share: Share | None = None,
+    server: "AlignmentServer | None" = None,
 ) -> dict[str, Any]:
-    """Fold every query of a file into `out`, with each of the parameters and seeds; return `out/summary.json`.
+    """Fold every query into `out`, with each of the parameters and seeds; return `out/summary.json`.
 
+    query: files, folders or text (`read_query_files`).  params: files, or folders of them.
     A prediction that fails is named under "failures" and the others go on.  A run that was stopped continues: what is
     done is kept.  team: processes that share each protein; all call this, and rank 0 writes.  An error on one of them,
     other than bad input, ends the run.
     share: who folds.  As long as others have parts to fold, what is returned is "running", and not that in the folder:
     its predictions and failures are those of this part.
-    Errors: UserError for bad input (then nothing is written), or an `out` that holds something else or where another
-    process works on the same.
+    server: is asked for alignments of sequences that have none; without it nothing is sent anywhere.
+    Errors: UserError for bad input (nothing is written), or an `out` with something else, or where another one works.
     """
     options, tell, team, share = options or PredictOptions(), progress or no_progress, team or Team(), share or Share()
     start = time.perf_counter()
-    if team.process.ranks > 1 and (pipes := list(filter(is_given_pipe, (query, *msas)))):
-        raise UserError(f"{pipes[0]}: is a pipe, which several processes cannot share; give a regular file")
+    _check_pipes([*([query] if isinstance(query, Given) else query), *msas], team)
     share.check(team, options.device)
-    models = read_params([params] if isinstance(params, Path) else params)
-    queries = read_queries(query, msas, _together(models, options))
-    _check_complexes(queries, models)
+    asked = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
+    read, models = _read(query, msas, [params] if isinstance(params, Path) else params, out, options, asked, tell)
+    queries = read.queries
     total = len(models) * len(queries) * options.seeds
     if team.mesh.data.size > 1:
         _share_out(models, queries, options, team)
@@ -128,7 +136,9 @@ def predict(
         queries = with_templates(queries, templates, models)
     seeds = range(options.seed, options.seed + options.seeds)
     items = [FoldItem(*one) for one in product(models, queries, seeds)]
-    folder = PredictionFolder(out, _new_summary(queries, models, options, device), items, share.part)
+    new = _new_summary(queries, models, options, device)
+    new |= {"warnings": _warnings(read, models, templates), "msa_server": None if server is None else server.url}
+    folder = PredictionFolder(out, new, items, share.part, options.keep)
     with closing(folder):
         todo = None
         if team.is_rank_zero:
@@ -141,6 +151,55 @@ def predict(
         process = {"device": device, "seconds": round(time.perf_counter() - start, 3), **clock.summary()}
         summary = folder.finish(process, refused) if team.is_rank_zero else None
     return team.all_gather_object(summary, "the end of the run")[0]
+
+
+def _check_pipes(files: Sequence[Given], team: Team) -> None:
+    """Raise UserError for a pipe that several processes would share."""
+    for file in files if team.process.ranks > 1 else []:
+        if file == "-" or (isinstance(file, Path) and is_given_pipe(file)):
+            raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
+
+
+def _read(
+    given: Given | Sequence[Given],
+    msas: Sequence[Path],
+    params: Sequence[Path],
+    out: Path,
+    options: PredictOptions,
+    server: "AlignmentServer | None",
+    tell: Progress,
+) -> tuple[ReadQueries, list[Params]]:
+    """Read queries and parameters; of a folder with parameters of several kinds, those that the queries need."""
+    waiting = any(path.is_dir() and len(families_in(path)) > 1 for path in params)
+    models = [] if waiting else read_params(params_files(params, options.num_models))
+
+    def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
+        from warpfold.data.search.fetch import alignments_of, wanted_of
+
+        assert server is not None
+        _check_complexes([one.name for one, _ in lacking if len(one.ids) > 1], models)
+        claim_folder(out, FORMAT, "", force=True)  # before anything is sent for a run that would be refused
+        chains = [(one, dict(zip(one.ids, one.sequences)), without) for one, without in lacking]
+        return alignments_of(server, [wanted_of(one.name, own, without) for one, own, without in chains], tell)
+
+    together = bool(options.together) if waiting else _together(models, options)
+    read = read_given(given, msas, together, fetch if server is not None else None)
+    complexes = [query.name for query in read.queries if isinstance(query, ComplexQuery)]
+    if waiting:
+        models = read_params(params_files(params, options.num_models, complexes=bool(complexes)))
+    _check_complexes(complexes, models)
+    return read, models
+
+
+def _warnings(read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None) -> list[str]:
+    """Return what is to be said of the run as a whole: what was asked for and not used."""
+    found = [*read.warnings]
+    if read.hits and not (templates and templates.hits):
+        some = ", ".join(read.hits[:3]) + (" ..." if len(read.hits) > 3 else "")
+        found.append(f"template hits are not used unless --hits names them: {some}")
+    if templates and (without := [model.path.name for model in models if not model.config.templates.enabled]):
+        found.append(f"no template is used with {', '.join(without)}, which take none")
+    return found
 
 
 def _share_out(models: Sequence[Params], queries: Sequence[Query], options: PredictOptions, team: Team) -> None:
@@ -238,9 +297,8 @@ def _together(models: Sequence[Params], options: PredictOptions) -> bool:
     return all(model.multimer for model in models) if options.together is None else options.together
 
 
-def _check_complexes(queries: Sequence[Query], models: Sequence[Params]) -> None:
-    """Raise UserError if there is a complex, and a model that folds single chains alone."""
-    found = [query.name for query in queries if isinstance(query, ComplexQuery)]
+def _check_complexes(found: Sequence[str], models: Sequence[Params]) -> None:
+    """Raise UserError if there is a complex, and a model that folds single chains alone.  found: names of complexes."""
     unable = [model.path for model in models if not model.multimer]
     if found and unable:
         raise UserError(

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from warpfold.data.example.hits import Hit, read_hits
 from warpfold.data.example.raw_example import Templates, join
-from warpfold.data.example.templates import LOW_IDENTITY, TemplateOutcome, template_from_file, templates_from_hits
+from warpfold.data.example.templates import (
+    LOW_IDENTITY,
+    TemplateOutcome,
+    count_refusals,
+    template_from_file,
+    templates_from_hits,
+)
+from warpfold.data.formats.input_files import HITS, InputFile, find
 from warpfold.data.structure.chain import given_date
 from warpfold.data.structure.library import Library
 from warpfold.errors import UserError
@@ -21,8 +28,9 @@ class TemplateSources:
 
     files: FILE or FILE:CHAIN, mmCIF or PDB, used for every query whatever their date; of a complex, for the chains that
     they fit, or as ID=FILE or ID=FILE:CHAIN for chain ID.  hits: files of HHsearch or hmmsearch; with several queries
-    each is named after its query (NAME.hhr), of a complex after its chain (ID.hhr, NAME_ID.hhr).  structures: the mmCIF
-    files that hits point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused; None: no limit.
+    each is named after its query (NAME.hhr), of a complex after its chain (ID.hhr, NAME_ID.hhr); or folders of these.
+    structures: the mmCIF files that hits point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused;
+    None: no limit.
     """
 
     files: Sequence[str] = ()
@@ -89,6 +97,26 @@ def find_templates_of(queries: Sequence[TemplateQuery], sources: TemplateSources
             outcomes += refused
         found.append((join(parts), outcomes))
     return found
+
+
+def template_warnings(outcomes: Sequence[TemplateOutcome], sources: TemplateSources) -> list[str]:
+    """Return a sentence where hits were to give templates and some or all could not, though they were wanted.
+
+    "0 of 432 templates used: no structure in mmcif (1abc, 2xyz ...)"; hits that follow enough better ones say nothing.
+    """
+    if not outcomes:
+        return ["0 templates used: no hit for it in the files given"] if sources.hits else []
+    used, missing = sum(one.used for one in outcomes), [one for one in outcomes if one.missing]
+    if used and not missing:
+        return []
+    others = count_refusals([one for one in outcomes if not one.missing])
+    why = [f"{count} x {reason}" for reason, count in others.items()] if not used else []
+    if missing:
+        entries = list(dict.fromkeys((one.name.rpartition("_")[0] or one.name).lower() for one in missing))
+        some = ", ".join(entries[:3]) + (", ..." if len(entries) > 3 else "")
+        count = "" if len(missing) == len(outcomes) else "1 has " if len(missing) == 1 else f"{len(missing)} have "
+        why.insert(0, f"{count}no structure in {sources.structures} ({some})")
+    return [f"{used} of {len(outcomes)} templates used: {'; '.join(why)}"]
 
 
 def files_of_chains(files: Sequence[str], chains: Mapping[str, str]) -> dict[str, list[str]]:
@@ -162,18 +190,38 @@ def _split(file: str) -> tuple[str, str | None]:
     return (file, None) if not colon or Path(file).exists() else (path, chain)  # a file's own name may have a colon
 
 
-def _hits_by_query(queries: Sequence[TemplateQuery], files: Sequence[Path]) -> dict[str, list[Hit]]:
-    """Read the hits of each query, by its first name; if there is one query, all files are its own."""
+def _hits_by_query(queries: Sequence[TemplateQuery], given: Sequence[Path]) -> dict[str, list[Hit]]:
+    """Read the hits of each query, by its first name; if there is one query, all files are its own.
+
+    Of a folder all files of hits are read, and those that belong to no query left out.
+    """
     by_name = {name: query for query in queries for name in query.names}
+    in_any_case = {name.lower(): query for name, query in by_name.items()}
     hits: dict[str, list[Hit]] = {}
-    for file in files:
-        name = file.name.split(".")[0]
-        folder = file.absolute().parent.name  # AlphaFold-Multimer's msas/A/pdb_hits.sto
-        query = queries[0] if len(queries) == 1 else by_name.get(name) or by_name.get(folder)
-        if query is None:
+    for path in given:
+        for file in _hit_files(path):
+            # The file's name, or its folder's: AlphaFold-Multimer's msas/A/pdb_hits.sto, OpenProteinSet's A/hhr/.
+            own, above = file.path.name.split(".")[0], file.path.absolute().parent.name
+            of_folder = (in_any_case.get(name) for name in sorted(file.protein_names))
+            known = filter(None, (by_name.get(own), by_name.get(above), *of_folder))
+            query = queries[0] if len(queries) == 1 and not path.is_dir() else next(known, None)
+            if query is not None:
+                hits.setdefault(query.names[0], []).extend(read_hits(file.path, query.sequence))
+            elif not path.is_dir():
+                raise UserError(
+                    f"{path}: there is no query {path.name.split('.')[0]}; with several queries, name each file of "
+                    f"hits by its query ({queries[0].names[0]}.hhr)"
+                )
+        if path.is_dir() and not hits:
             raise UserError(
-                f"{file}: there is no query {name}; with several queries, name each file of hits by its query "
-                f"({queries[0].names[0]}.hhr)"
+                f"{path}: has no hits that are named after a query; call them {queries[0].names[0]}.hhr, "
+                f"or let them lie in a folder {queries[0].names[0]}"
             )
-        hits.setdefault(query.names[0], []).extend(read_hits(file, query.sequence))
     return hits
+
+
+def _hit_files(path: Path) -> list[InputFile]:
+    """Return a file, or the files of hits in a folder; all .hhr, and alignments by their names."""
+    if not path.is_dir():
+        return [InputFile(str(path), path)]
+    return [file for file in find([path], HITS, "template hits") if file.is_hits]

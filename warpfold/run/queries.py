@@ -1,17 +1,18 @@
 """What `predict` folds: proteins and complexes, read from the user's files, with their alignments and templates."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.complexes import assemble, read_complexes, search_names
+from warpfold.data.example.complexes import Complex, assemble, search_names
+from warpfold.data.example.query_files import Given, read_query_files
 from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
 from warpfold.data.example.templates import TemplateOutcome
 from warpfold.data.formats.alignment import Alignment, merge, without_pairing
-from warpfold.data.formats.chain_alignments import read_chain_alignments
+from warpfold.data.formats.chain_alignments import ChainAlignments, as_row, read_chain_alignments
 from warpfold.files import file_name
 from warpfold.run.params import Params, check_templates
 from warpfold.run.predict_templates import (
@@ -21,6 +22,7 @@ from warpfold.run.predict_templates import (
     check_fit,
     files_of_chains,
     find_templates_of,
+    template_warnings,
 )
 
 
@@ -107,38 +109,84 @@ def _template_parts(templates: Templates | None) -> Iterator[bytes]:
         yield from (array.tobytes() for array in (templates.aatype, templates.positions, templates.mask))
 
 
-def read_queries(path: Path, msas: Sequence[Path], together: bool = False) -> list[Query]:
-    """Read proteins and complexes from a file or a folder (`read_complexes`), with their alignments from `msas`.
+# Returns files of alignments for queries, each with those of its sequences that have none.
+FetchAlignments = Callable[[Sequence[tuple[Complex, list[str]]]], list[Path]]
+
+
+@dataclass(frozen=True)
+class ReadQueries:
+    """What is to be folded, and what is to be said of all that was given."""
+
+    queries: list[Query]
+    warnings: list[str]
+    hits: list[str]  # files of template hits in the folders of queries
+
+
+def read_queries(given: Given | Sequence[Given], msas: Sequence[Path], together: bool = False) -> list[Query]:
+    """Return the proteins and complexes that `read_given` reads."""
+    return read_given(given, msas, together).queries
+
+
+def read_given(
+    given: Given | Sequence[Given], msas: Sequence[Path], together: bool = False, fetch: FetchAlignments | None = None
+) -> ReadQueries:
+    """Read proteins and complexes (`read_query_files`), with their alignments from `msas`.
 
     Each alignment belongs to the sequence in its first row, and if there is one sequence, every one must be of it; the
     official order in which they are stacked is kept (`read_chain_alignments`).  together: the records of a FASTA file
-    are the chains of one complex.
+    are the chains of one complex.  fetch: gets alignments for those of which a sequence has none.
     Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
     """
-    found = read_complexes(path, together)
+    files = read_query_files(given, together)
+    found = [query for _, query in files.found]
     sequences = [sequence for one in found for sequence in one.sequences]
-    alignments = read_chain_alignments(msas, sequences, str(path))
-    unused = _of_none(alignments.unused)
+    source = str(given) if isinstance(given, Given) else ", ".join(map(str, given))
+    alignments = read_chain_alignments(msas, sequences, source)
+    if fetch is not None:
+        lacking = [(one, _lacking(one, alignments)) for one in found]
+        fetched = fetch([(one, without) for one, without in lacking if without])
+        alignments = alignments.joined(read_chain_alignments(fetched, sequences, source))
     queries: list[Query] = []
     for one in found:
         if len(one.ids) == 1:
             (sequence,) = one.sequences
             own = [*one.alignments, *alignments.of(sequence)]
-            bare = ["no alignment: folded by the sequence alone"] if msas and not own else []
             rows = merge(without_pairing(own)) if own else Alignment.of_query(sequence, one.name)
-            queries.append(FoldQuery(one.name, sequence, rows, warnings=[*one.notes, *bare, *unused]))
+            queries.append(FoldQuery(one.name, sequence, rows, warnings=[*one.notes, *_alone(own, rows)]))
         else:
             assembly, notes = assemble(one, alignments)
-            queries.append(ComplexQuery(assembly, warnings=[*notes, *unused]))
-    return queries
+            queries.append(ComplexQuery(assembly, warnings=notes))
+    warnings = _of_none(alignments.unused)
+    if files.predicted:
+        warnings.append(f"structures that were predicted are not folded anew: {_some(files.predicted)}")
+    return ReadQueries(queries, warnings, files.hits)
+
+
+def _lacking(query: Complex, alignments: ChainAlignments) -> list[str]:
+    """Return the sequences of a query that have no alignment."""
+    own = {alignment.query for alignment in query.alignments}
+    return [one for one in query.sequences if as_row(one) not in own and not alignments.of(one)]
+
+
+def _alone(given: Sequence[Alignment], rows: Alignment) -> list[str]:
+    """Return a sentence about a sequence that no other is aligned with."""
+    if not given:
+        return ["no alignment: folded by the sequence alone"]
+    if len(rows) == 1:
+        return ["its alignment has one row, its own: folded by the sequence alone"]
+    return []
 
 
 def _of_none(files: Sequence[str]) -> list[str]:
     """Return a sentence about alignments that belong to none of the sequences, if there are any."""
-    if len(files) < 2:
-        return [f"{file}: an alignment of none of the sequences, left out" for file in files]
-    some = ", ".join(files[:3]) + (" ..." if len(files) > 3 else "")
-    return [f"{len(files)} alignments of none of the sequences, left out: {some}"]
+    if not files:
+        return []
+    count = "1 alignment" if len(files) == 1 else f"{len(files)} alignments"
+    return [f"{count} of none of the sequences, left out: {_some(files)}"]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
 def with_templates(queries: Sequence[Query], sources: TemplateSources, models: Sequence[Params]) -> list[Query]:
@@ -154,7 +202,8 @@ def with_templates(queries: Sequence[Query], sources: TemplateSources, models: S
         check_templates(model.config, model.sample, max(1, *(len(one.files) for one in each)))
     check_fit(list(map(str, sources.files)), [one.files for one in each], (each[0].chains or each[0].names)[0])
     found = dict(zip(each, find_templates_of(each, sources, max(model.sample.max_templates for model in able))))
-    return [_with_found(query, {one: found[one] for one in own}) for query, own in zip(queries, asked)]
+    with_found = [_with_found(query, {one: found[one] for one in own}) for query, own in zip(queries, asked)]
+    return [replace(one, warnings=[*one.warnings, *template_warnings(one.outcomes, sources)]) for one in with_found]
 
 
 def _ask(query: Query, files: Sequence[str], alone: bool) -> list[TemplateQuery]:

@@ -15,11 +15,10 @@ from warpfold.data.example.complexes import (
     Complex,
     assemble,
     chain_ids,
-    read_complexes,
     search_names,
-    sequences_to_search,
 )
 from warpfold.data.example.pairing import pair_rows
+from warpfold.data.example.query_files import read_complexes, sequences_to_search
 from warpfold.data.formats.chain_alignments import read_chain_alignments
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError

@@ -76,8 +76,11 @@ def test_a_store_without_templates_says_why(files: Path) -> None:
     )
     # 1one_A and its copy, five hits each: one of the query's own entry, four without a file
     assert report.summary().endswith(
-        ", 0 templates (8 x has no N.cif or N.cif.gz; add it, or do without; 2 x is of the query's own entry)"
+        ", 0 of 10 templates used: 8 have no structure in the folders given (1new, 1old, 2old, ...); "
+        "2 x is of the query's own entry"
     )
+    assert [entry.templates_missing for entry in report.kept if entry.hits] == [4, 4]
+    assert report.summary().endswith(f", {report.warnings()[0]}")
 
 
 def test_no_template_is_newer_than_the_chain_or_the_day_given(files: Path) -> None:

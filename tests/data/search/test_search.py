@@ -12,8 +12,9 @@ import pytest
 from tests.data.search.families import database, family, headers, queries
 from tests.test_cli import refused, run
 from warpfold.bulk import JobPart
-from warpfold.data.example.complexes import assemble, read_complexes, sequences_to_search
+from warpfold.data.example.complexes import assemble
 from warpfold.data.example.pairing import pair_rows
+from warpfold.data.example.query_files import read_complexes, sequences_to_search
 from warpfold.data.formats.chain_alignments import read_chain_alignments
 from warpfold.data.formats.sequences import read_alignment, read_fasta, write_fasta
 from warpfold.data.search import search as searching
@@ -21,7 +22,7 @@ from warpfold.data.search.database import Database
 from warpfold.data.search.hmmer import Jackhmmer
 from warpfold.data.search.search import SearchOptions, search
 from warpfold.errors import UserError
-from warpfold.run.predict import read_queries as predict_reads
+from warpfold.run.queries import read_queries as predict_reads
 
 REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 needs_realdata = pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")

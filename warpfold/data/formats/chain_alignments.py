@@ -24,6 +24,11 @@ class ChainAlignments:
         """Return the alignments of a sequence, in the order in which they are stacked."""
         return self.by_sequence.get(as_row(sequence), [])
 
+    def joined(self, other: "ChainAlignments") -> "ChainAlignments":
+        """Return these and, below them, those of another one."""
+        every = {key: [*self.by_sequence.get(key, []), *rows] for key, rows in other.by_sequence.items()}
+        return ChainAlignments(self.by_sequence | every, [*self.unused, *other.unused])
+
 
 def as_row(sequence: str) -> str:
     """Return a sequence in the letters of an alignment: C, D, E and X for U, B, Z and what is unknown."""

@@ -32,11 +32,22 @@ _HITS_NAME = re.compile(
 # with which AlphaFold2, OpenFold and ColabFold name their files: uniref90_hits; bfd_uniclust_hits, bfd_uniref_hits,
 # small_bfd_hits, uniref30, bfd.mgnify30.metaeuk30.smag30; mgnify_hits, mgy_clusters_hits.  Not within a word: 1bfd.a3m.
 _STACKED = tuple(
-    re.compile(rf"(?<![a-z0-9])({words})") for words in ("uniref90", "bfd|uniclust|uniref30|uniref_hits", "mgnify|mgy")
+    re.compile(rf"(?<![a-z0-9])({words})")
+    for words in (r"uniref90|uniref\.a3m", "bfd|uniclust|uniref30|uniref_hits", "mgnify|mgy")
 )
 # Alignments that serve pairing alone, by what AlphaFold2, OpenFold, Protenix and ColabFold call them: uniprot_hits.sto,
 # uniprot.a3m, pairing.a3m, pair.a3m, NAME.paired.a3m; not non_pairing.a3m, unpaired.a3m, NAME_unpaired.a3m.
 _PAIRING_NAME = re.compile(r"(?<![a-z0-9])(?<!non[_-])(?<!not[_-])(?<!un[_-])(uniprot|paired|pairing|pair)(?![a-z0-9])")
+# A file of this name is of the protein that the rest of the name says, or of its folder: uniref90_hits.sto,
+# bfd.mgnify30.metaeuk30.smag30.a3m, 1abc_A_uniprot_hits.a3m; NAME.paired.a3m, non_pairing.a3m, pair.a3m.
+_OF_DATABASE = re.compile(
+    r"(?P<own>|.*?[._-])((small_)?bfd|uniref\d*|uniclust\d*|mgnify\d*|mgy|uniprot)(?![a-z0-9]).*"
+    r"|(?P<paired>|.*?[._-])(pair|pairing|paired|unpaired|non_pairing)\.[a-z0-9.]*",
+    re.IGNORECASE,
+)
+# Folders between a protein's and its alignments: OpenProteinSet's, AlphaFold's; and what ColabFold adds to a name.
+_BETWEEN = ("a3m", "hhr", "sto", "msas", "alignments")
+_COLABFOLD = re.compile(r"_(env|all|nofilter|pair(greedy|complete))(-env)?(-nofilter)?\Z", re.IGNORECASE)
 _HEAD = 1 << 16  # bytes read at a time to find an alignment's query
 _MOST = 1 << 26  # bytes; an alignment whose query does not end within them is read whole, if its size is allowed
 _FEW = 8  # records that hold the query: HH-suite's annotations come before it
@@ -80,6 +91,27 @@ class InputFile:
         folder = self.path.parent
         folder = folder.parent if folder.name.lower() in LAYOUT else folder
         return {folder.name.lower(), self.path.name.split(".")[0].lower()}
+
+    @property
+    def protein(self) -> str:
+        """Return the name of the protein that an alignment is of: its own up to the first dot, or its folder's.
+
+        The folder's where the file is named after a database: 1abc_A/a3m/uniref90_hits.a3m, 1abc_A_env/uniref.a3m.
+        """
+        if self.chain:
+            return self.chain
+        found = _OF_DATABASE.fullmatch(self.file)
+        if found is None:
+            return self.path.name.split(".")[0]
+        if own := (found["own"] or found["paired"] or "").strip("._-"):
+            return own
+        folders = (folder.name for folder in self.path.absolute().parents if folder.name.lower() not in _BETWEEN)
+        return _COLABFOLD.sub("", next(folders, ""))
+
+    @property
+    def is_colabfolds_part(self) -> bool:
+        """Return whether it is a server's answer beside ColabFold's results, which has put it into NAME.a3m, too."""
+        return _COLABFOLD.search(self.path.absolute().parent.name) is not None and self.protein != self.path.parent.name
 
     @property
     def is_hits(self) -> bool:

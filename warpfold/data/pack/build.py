@@ -244,6 +244,8 @@ def _with_templates(
     built.library = library.digest(built.looked_up)
     entry.templates = 0 if templates is None else len(templates)
     entry.templates_refused = count_refusals(outcomes)
+    missing = [one.name.rpartition("_")[0].lower() or one.name.lower() for one in outcomes if one.missing]
+    entry.templates_missing, entry.structures_missing = len(missing), list(dict.fromkeys(missing))[:4]
     return replace(raw, templates=templates)
 
 

@@ -78,8 +78,9 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
 
 
 def _report(files: FileResults, unused: dict[str, str], unused_hits: dict[str, str]) -> PackReport:
-    names = [field.name for field in fields(PackEntry)]
-    entries = [PackEntry(**{name: found[name] for name in names}) for _, _, each in files for found in each]
+    names = {field.name for field in fields(PackEntry)}
+    every = (found for _, _, each in files for found in each)
+    entries = [PackEntry(**{name: value for name, value in found.items() if name in names}) for found in every]
     return PackReport(sorted(entries, key=lambda entry: entry.sort_key), unused, unused_hits)
 
 

@@ -10,6 +10,7 @@ from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import chain_keys, chains_of
 from warpfold.data.structure.chain import parse_date
 
+NO_FILE = "has no N.cif"  # how the reason begins for which a template counts as missing (`count_refusals`)
 TABLE = (
     *("name", "status", "reason", "length", "depth", "templates", "resolution", "release_date", "cluster"),
     *("templates_refused", "alignments", "hits", "file"),
@@ -33,6 +34,8 @@ class PackEntry:
     alignments: list[str] = field(default_factory=list)
     hits: list[str] = field(default_factory=list)
     templates_refused: dict[str, int] = field(default_factory=dict)  # reason, how many
+    templates_missing: int = 0  # of these, those whose structure is not there
+    structures_missing: list[str] = field(default_factory=list)  # their entries, the first four
     chains: list[str] = field(default_factory=list)  # of an assembly: the names of its chains; empty for a chain
 
     @property
@@ -124,14 +127,35 @@ class PackReport:
             text += f", {len(self.assemblies)} assemblies of {sum(len(one.chains) for one in self.assemblies)} chains"
         if any(entry.hits for entry in self.kept):
             count = sum(entry.templates for entry in self.chains)
-            text += f", {count} templates"
-            if not count:
-                reasons: Counter[str] = Counter()
-                for entry in self.kept:
-                    reasons.update(entry.templates_refused)
-                why = "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common())
-                text += f" ({why or 'the files hold no hits'})"
+            text += f", {count} templates" if count else f", {self._no_templates()}"
         return text
+
+    def warnings(self) -> list[str]:
+        """Return what was asked for and not used, a sentence each."""
+        found = []
+        if any(entry.hits for entry in self.kept) and not any(entry.templates for entry in self.chains):
+            found.append(self._no_templates())
+        if thin := [entry.name for entry in self.chains if entry.alignments and entry.depth <= 1]:
+            some = ", ".join(thin[:3]) + (", ..." if len(thin) > 3 else "")
+            what = "alignment has" if len(thin) == 1 else "alignments have"
+            found.append(f"{len(thin)} {what} one row, the chain's own: {some}")
+        return found
+
+    def _no_templates(self) -> str:
+        """Return why there is not a single template, though there are files of hits."""
+        reasons: Counter[str] = Counter()
+        for entry in self.kept:
+            reasons.update(entry.templates_refused)
+        offered, missing = reasons.total(), sum(entry.templates_missing for entry in self.kept)
+        if not offered:
+            return "0 templates: the files hold no hits"
+        why = [f"{n} x {reason}" for reason, n in reasons.most_common() if not reason.startswith(NO_FILE)]
+        if missing:
+            every = list(dict.fromkeys(one for entry in self.kept for one in entry.structures_missing))
+            some = ", ".join(every[:3]) + (", ..." if len(every) > 3 else "")
+            of = "" if missing == offered else "1 has " if missing == 1 else f"{missing} have "
+            why.insert(0, f"{of}no structure in the folders given ({some})")
+        return f"0 of {offered} templates used: {'; '.join(why)}"
 
 
 def _cell(value: Any) -> str:

@@ -21,18 +21,18 @@ import zstandard
 
 from warpfold import __version__
 from warpfold.bulk import JobPart, in_order, pool
-from warpfold.data.example.complexes import sequences_to_search
+from warpfold.data.example.query_files import Given, sequences_to_search
 from warpfold.data.formats.alignment import LETTERS, is_nucleic
 from warpfold.data.formats.sequences import write_fasta
 from warpfold.data.search.database import Database, Engine, SearchQuery, Survey, Tell
 from warpfold.data.search.hmmer import LONGEST, Hmmsearch, Jackhmmer
+from warpfold.data.search.output import REPORT_FORMAT, check_output
 from warpfold.data.search.programs import HHblits, MMseqs2
 from warpfold.errors import UserError
 from warpfold.files import update_file
 from warpfold.geometry.residue import RESTYPES
 from warpfold.progress import Progress, no_progress
 
-FORMAT = "warpfold-search-1"
 TEMPLATES = "templates"  # the name of the database of template hits
 HELD = 256  # alignments held at a time to search for templates with
 CLUSTER_PASS = 4  # queries that share a pass over a database on a cluster, which has many workers
@@ -52,7 +52,7 @@ class SearchOptions:
 
 
 def search(
-    queries: Sequence[Path],
+    queries: Sequence[Given],
     databases: Sequence[Database],
     out: Path,
     engine: Engine | None = None,
@@ -62,7 +62,7 @@ def search(
 ) -> dict[str, Any]:
     """Search for every protein, and every different chain of complexes; return the report (`out/search.json`).
 
-    queries: as `read_complexes` takes them.  Writes `out/NAME/DATABASE.a3m`, and `out/NAME/templates.sto` from the
+    queries: as `read_query_files` takes them.  Writes `out/NAME/DATABASE.a3m`, and `out/NAME/templates.sto` from the
     sequences in `templates` (FASTA like pdb_seqres), which are searched with a profile of the first database's
     alignment.  engine: None for jackhmmer with AlphaFold2's settings.  The same command continues a stopped run.  A
     protein that fails is named under "failures" and does not stop the others.
@@ -78,7 +78,7 @@ def search(
             raise UserError(f"--database {database.path}: another is called {database.name} too; use NAME=FILE")
     proteins = sequences_to_search(queries)
     report = out / ("search.json" if options.part is None else f"search-{options.part}.json".replace("/", "-of-"))
-    _check_output(out)
+    check_output(out)
     cache = Cache(options.cache or out / "cache")
     searches = [DatabaseSearch(one, by, by.identity(), cache.survey(one, by, progress)) for one, by in targets]
     run = _SearchRun(out, cache, options, progress, proteins, searches)
@@ -103,24 +103,6 @@ def unsearchable_reason(sequence: str) -> str | None:
     if not any(LETTERS[letter] < len(RESTYPES) for letter in sequence):
         return "has none of the 20 amino acids; there is nothing to search for"
     return None
-
-
-def _check_output(out: Path) -> None:
-    """Raise UserError if the output folder holds other files than a search's."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out}: is a file; name a folder for the output")
-    names = {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
-    if names - {"cache"} and not any(map(_is_report, out.glob("search*.json"))):
-        raise UserError(f"{out}: holds something else, which is left alone; name a new or an empty folder")
-
-
-def _is_report(path: Path) -> bool:
-    """Return whether this is the report of a search, and not another file of that name."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and found.get("format") == FORMAT
 
 
 class Cache:
@@ -323,7 +305,7 @@ class _SearchRun:
     def report(self, status: str, seconds: float) -> dict[str, Any]:
         """Return the content of search.json."""
         return {
-            "format": FORMAT,
+            "format": REPORT_FORMAT,
             "warpfold": __version__,
             "python": platform.python_version(),
             "status": status,

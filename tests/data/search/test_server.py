@@ -1,0 +1,268 @@
+"""The alignment server that a user names: what is asked, how politely, what is kept, and what is believed."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.data.search.alignment_server import Fault, Server, msa_files, packed, pair_files, serving
+from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.search.fetch import Wanted, fetch, search_by_server
+from warpfold.data.search.server import AlignmentServer, NoAnswer, ServerGone, ServerLimits
+from warpfold.errors import UserError
+
+ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ"
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("no_proxy", "*")
+    with serving() as server:
+        yield server
+
+
+class Clock:
+    """Does not sleep, but knows for how long."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+        self.said: list[str] = []
+
+    def client(self, host: Server, cache: Path, **limits: object) -> AlignmentServer:
+        quick = {"between": 0.0, "tries": 4} | limits
+        return AlignmentServer(
+            host.url, cache, ServerLimits(**quick), self.said.append, lambda s: self.waits.append(s) if s else None
+        )
+
+
+def test_an_alignment_is_asked_for_once_and_kept(host: Server, tmp_path: Path) -> None:
+    clock = Clock()
+    host.faults["ticket"] = ["PENDING", "RUNNING", "RUNNING"]
+    files = clock.client(host, tmp_path).alignments(ONE)
+    assert [file.name for file in files] == ["uniref.a3m", "bfd.mgnify30.metaeuk30.smag30.a3m", "pdb70.m8"]
+    assert read_alignment(files[0], ONE).names == ["query", "uniref_0\t95\t0.5"]
+    assert (host.sequences, host.modes) == ([(ONE,)], ["env"])
+    assert host.paths() == ["ticket/msa", *["ticket"] * 4, "result/download"]
+    assert all(agent.startswith("WarpFold/") for _, agent in host.asked)
+    assert clock.waits == [4.0, 6.0, 9.0]  # less and less often
+    assert clock.client(host, tmp_path).alignments(ONE) == files
+    assert len(host.asked) == 6
+
+
+def test_requests_are_not_faster_than_allowed(host: Server, tmp_path: Path) -> None:
+    clock = Clock()
+    clock.client(host, tmp_path, between=60.0).alignments(ONE)
+    assert len(clock.waits) == len(host.asked) - 1 == 2
+    assert all(59 < wait <= 60 for wait in clock.waits)
+
+
+@pytest.mark.parametrize(
+    ("where", "faults", "waits"),
+    [
+        ("ticket/msa", [(503, {}), (502, {})], [5.0, 10.0]),
+        ("ticket/msa", ["drop", "RATELIMIT", "RATELIMIT"], [5.0, 5.0, 10.0]),
+        ("ticket/msa", [(429, {"Retry-After": "77"}), (500, {"Retry-After": "never"})], [77.0, 10.0]),
+        ("ticket", ["drop", (504, {}), "<html>busy</html>"], [5.0, 10.0, 20.0]),
+        ("ticket", ["RATELIMIT", "RUNNING"], [5.0, 4.0]),
+        ("download", ["cut", (500, {})], [5.0, 10.0]),
+        ("download", ["drop"], [5.0]),
+    ],
+)
+def test_what_passes_is_waited_for(
+    host: Server, tmp_path: Path, where: str, faults: list[Fault], waits: list[float]
+) -> None:
+    clock = Clock()
+    host.faults[where] = [*faults]
+    assert len(clock.client(host, tmp_path).alignments(ONE)) == 3
+    assert clock.waits == waits
+    assert len(host.sequences) <= 1 + len(faults) * (where == "ticket/msa")
+
+
+@pytest.mark.parametrize(
+    ("where", "faults", "error", "said"),
+    [
+        ("ticket/msa", ["MAINTENANCE"], ServerGone, "is under maintenance; try later"),
+        ("ticket/msa", ["ERROR"], NoAnswer, "answers ERROR"),
+        ("ticket", ["ERROR"], NoAnswer, "answers ERROR"),
+        ("ticket", ["MAINTENANCE"], ServerGone, "maintenance"),
+        ("ticket/msa", [(403, {})], ServerGone, "answers 403 Forbidden to ticket; check the address"),
+        ("ticket/msa", [(404, {})], ServerGone, "answers 404 Not Found to ticket; check the address"),
+        ("ticket/msa", [(503, {})] * 4, ServerGone, "answers 503 Service Unavailable; try later"),
+        ("ticket/msa", ["drop"] * 4, ServerGone, "does not answer"),
+        ("ticket/msa", ["<html>hello</html>"] * 4, ServerGone, "is it an alignment server"),
+        ("ticket/msa", ["PENDING"], ServerGone, "gives no ticket"),
+        ("ticket/msa", [(429, {"Retry-After": "99999999"})], ServerGone, "429"),
+        ("download", ["cut"] * 3, NoAnswer, "is no whole tar.gz"),
+    ],
+)
+def test_what_does_not_pass_is_one_line(
+    host: Server, tmp_path: Path, where: str, faults: list[Fault], error: type[UserError], said: str
+) -> None:
+    host.faults[where] = [*faults]
+    with pytest.raises(error, match=said) as found:
+        Clock().client(host, tmp_path).alignments(ONE)
+    assert "\n" not in str(found.value)
+    assert str(found.value).startswith(host.url)
+    host.faults.clear()
+    assert len(Clock().client(host, tmp_path).alignments(ONE)) == 3  # the next run is not harmed
+
+
+def test_a_killed_run_goes_on_with_its_ticket(host: Server, tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(seconds: float) -> None:
+        if seconds:
+            raise Killed
+
+    host.faults["ticket"] = ["RUNNING"]
+    client = Clock().client(host, tmp_path)
+    client.wait = kill
+    with pytest.raises(Killed):
+        client.alignments(ONE)
+    assert Clock().client(host, tmp_path).alignments(ONE)
+    assert host.sequences == [(ONE,)]  # not asked for again
+    host.tickets.clear()
+    (tmp_path / "other").mkdir()
+    client = Clock().client(host, tmp_path / "other")
+    host.faults["ticket"], client.wait = ["RUNNING"], kill
+    with pytest.raises(Killed):
+        client.alignments(ONE)
+    host.tickets.clear()  # a server that has forgotten it
+    assert Clock().client(host, tmp_path / "other").alignments(ONE)
+    assert len(host.sequences) == 3
+
+
+def test_a_ticket_that_does_not_end_is_given_up_and_kept(host: Server, tmp_path: Path) -> None:
+    host.faults["ticket"] = ["RUNNING"] * 3
+    with pytest.raises(ServerGone, match=r"no answer after 0 min \(RUNNING\); the ticket is kept"):
+        Clock().client(host, tmp_path, ticket=0.0).alignments(ONE)
+    assert json.loads(next(tmp_path.glob("*/ticket.json")).read_text())["id"] == "T0"
+    host.faults.clear()
+    assert Clock().client(host, tmp_path).alignments(ONE)
+    assert len(host.sequences) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (packed(msa_files([TWO])), "is of another sequence in uniref.a3m"),
+        (packed(msa_files([ONE, TWO])), "has 2 alignments in uniref.a3m"),
+        (packed({"msa.sh": "x"}), "has no alignment"),
+        (packed({"uniref.a3m": "nothing"}), "has no alignment in uniref.a3m"),
+        (packed({"uniref.a3m": f">101\n{ONE}\n>a\nMK1\n"}), "'1', which is not an amino acid"),
+        (packed({"uniref.a3m": b">101\n\xff\n"}), "is not text"),
+        (packed({"../uniref.a3m": f">101\n{ONE}\n", "/uniref.a3m": f">101\n{ONE}\n"}), "has no alignment"),
+        (packed({}, links=["uniref.a3m"]), "has no alignment"),
+        (packed({"uniref.a3m": f">101\n{ONE}\n" + "-" * 5000}), "has more than 0.004 MB when unpacked"),
+        (packed({"uniref.a3m": "x"})[:-9], "is no whole tar.gz"),
+        (b"not an archive", "is no whole tar.gz"),
+        (b"", "is no whole tar.gz"),
+        (bytes(range(256)) * 8, "has more than 0.002 MB"),
+    ],
+)
+def test_nothing_of_an_answer_is_believed(host: Server, tmp_path: Path, data: bytes, said: str) -> None:
+    host.answer = lambda endpoint, sequences: data
+    with pytest.raises(NoAnswer, match=said) as found:
+        Clock().client(
+            host, tmp_path / "cache", packed=2000, unpacked=4000 if "unpacked" in said else 10**6
+        ).alignments(ONE)
+    assert "\n" not in str(found.value)
+    assert {file.name for file in tmp_path.rglob("*") if file.is_file()} <= {"lock", "ticket.json"}
+
+
+def test_an_x_in_the_place_of_a_strange_letter_is_the_same_sequence(host: Server, tmp_path: Path) -> None:
+    odd = ONE.replace("Y", "U")
+    host.answer = lambda endpoint, sequences: packed({"uniref.a3m": f">101\n{odd.replace('U', 'X')}\n>a\n{odd}\n"})
+    (file,) = Clock().client(host, tmp_path).alignments(odd)
+    assert read_alignment(file, odd).query == ONE.replace("Y", "C")
+
+
+def test_pairs_are_of_all_chains_row_by_row(host: Server, tmp_path: Path) -> None:
+    (file,) = Clock().client(host, tmp_path).pairs([ONE, TWO])
+    assert (host.paths()[0], host.modes) == ("ticket/pair", ["pairgreedy"])
+    assert file.read_text() == f">query\n{ONE}\n>p\n{ONE[:-1]}A\n\0>query\n{TWO}\n>p\n{TWO[:-1]}A\n"
+    for sequences, said in (((ONE,), "has 1 alignments in pair.a3m, and 2"), ((TWO, ONE), "is of another sequence")):
+        host.answer = lambda endpoint, _, sequences=sequences: packed(pair_files(sequences))
+        with pytest.raises(NoAnswer, match=said):
+            Clock().client(host, tmp_path / said).pairs([ONE, TWO])
+    uneven = f">101\n{ONE}\n>a\n{ONE}\n\0>102\n{TWO}\n\0"
+    host.answer = lambda *_: packed({"pair.a3m": uneven})
+    with pytest.raises(NoAnswer, match=r"of different depth in pair\.a3m"):
+        Clock().client(host, tmp_path / "uneven").pairs([ONE, TWO])
+
+
+def test_no_other_host_is_followed(host: Server, tmp_path: Path) -> None:
+    with serving() as other:
+        elsewhere = other.url.replace("127.0.0.1", "localhost") + "/ticket/T0"
+        host.faults["ticket"] = [(302, {"Location": elsewhere})]
+        with pytest.raises(ServerGone, match="leads to http://localhost"):
+            Clock().client(host, tmp_path).alignments(ONE)
+        assert other.asked == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://a",
+        "a.b",
+        "http://",
+        "file:///etc/passwd",
+        "http://me:pw@host",
+        "http://h:x",
+        "http://h?q=1",
+        "http://a b",
+    ],
+)
+def test_addresses_that_are_none(url: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--msa-server"):
+        AlignmentServer(url, tmp_path)
+
+
+def test_several_proteins_are_asked_for_one_after_another(host: Server, tmp_path: Path) -> None:
+    clock = Clock()
+    host.faults["ticket/msa"] = ["ERROR"]
+    wanted = [
+        Wanted("one", {"one": ONE}),
+        Wanted("both", {"both_A": ONE, "both_B": TWO}, paired=True),
+        Wanted("rna", {"rna": "ACGUACGUACGUACGU"}),
+    ]
+    found = fetch(clock.client(host, tmp_path), wanted)
+    assert list(found.alignments) == [TWO]
+    assert list(found.pairs) == ["both"]
+    assert found.failures["one"].endswith("or try later")
+    assert "nucleic" in found.failures["rna"]
+    assert found.failures["both_A"] == found.failures["one"]
+    assert host.sequences == [(ONE,), (TWO,), (ONE, TWO)]  # the RNA stays here
+    assert clock.said[0] == f"sending 2 sequences to {host.url} (one, both_B, both); answers are kept in {tmp_path}"
+
+
+def test_a_search_writes_what_predict_reads(host: Server, tmp_path: Path) -> None:
+    table = tmp_path / "q.csv"
+    table.write_text(f"id,sequence\nx,{ONE}:{TWO}:{ONE}\ny,{TWO}\n")
+    report = search_by_server([table], Clock().client(host, tmp_path / "out/cache"), tmp_path / "out")
+    assert report["status"] == "complete"
+    assert {file.parent.name for file in (tmp_path / "out").glob("[xy]*/*")} == {"x", "x_A", "x_B", "y"}
+    assert (tmp_path / "out/x_A/uniref.a3m").read_text().startswith(f">x_A\n{ONE}\n>uniref_0")
+    assert report["proteins"][0]["databases"]["uniref"] == {"file": "x_A/uniref.a3m", "hits": 1}
+    asked = len(host.asked)
+    again = search_by_server([table], Clock().client(host, tmp_path / "out/cache"), tmp_path / "out")
+    assert len(host.asked) == asked
+    assert again["proteins"] == report["proteins"]
+
+
+def test_nothing_is_sent_unasked(tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No socket is opened by `predict`, whatever is missing, unless a server is named."""
+    from warpfold.run.predict import PredictOptions, predict
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a socket")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    summary = predict([ONE], [], tiny_params, tmp_path / "out", PredictOptions(device="cpu", recycles=0))
+    assert summary["msa_server"] is None
+    assert "no alignment" in summary["predictions"][0]["warnings"][0]

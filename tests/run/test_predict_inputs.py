@@ -1,0 +1,231 @@
+"""What `predict` is given by a user: text, folders, models, a server; what it keeps; and what it says of all that."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.search.alignment_server import Server, serving
+from tests.helpers import tiny_model
+from tests.run.test_predict_complexes import multimer, run_cli
+from tests.test_cli import run
+from warpfold.data.example.templates import TemplateOutcome
+from warpfold.data.search.server import AlignmentServer, ServerLimits
+from warpfold.errors import UserError
+from warpfold.model.template import TemplateConfig
+from warpfold.model.weights import save_params
+from warpfold.run.params import params_files
+from warpfold.run.predict import PredictOptions, predict
+from warpfold.run.predict_templates import TemplateSources, find_templates, template_warnings
+from warpfold.run.queries import read_given
+
+ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two single-chain models and a multimer."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed in (0, 1):
+        save_params(folder / f"single_{seed}.safetensors", tiny_model(seed, templates=TemplateConfig(enabled=False)))
+    (folder / "multimer").mkdir()
+    save_params(folder / "multimer/multimer.safetensors", multimer())
+    return folder
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with serving() as server:
+        yield server
+
+
+def client(host: Server, cache: Path) -> AlignmentServer:
+    return AlignmentServer(host.url, cache, ServerLimits(between=0.0, tries=2), wait=lambda seconds: None)
+
+
+def options(**changes: Any) -> PredictOptions:
+    return PredictOptions(**{"device": "cpu", "recycles": 0} | changes)
+
+
+def test_a_folder_of_parameters_and_the_best_kept_whole(tmp_path: Path, models: Path) -> None:
+    def fold(**changes: Any) -> list[dict[str, Any]]:
+        return predict([ONE], [], models, tmp_path / "out", options(**changes))["predictions"]
+
+    def modified() -> list[int]:
+        return [path.stat().st_mtime_ns for path in sorted((tmp_path / "out/query").rglob("query.cif"))]
+
+    best, other = fold(keep=1)
+    folder = tmp_path / "out"
+    assert "thinned" not in best
+    assert (folder / best["folder"] / best["files"]["pae"]).is_file()
+    assert other["thinned"]
+    assert set(other["files"]) == set(best["files"]) - {"pae", "scores"}
+    assert {path.name for path in (folder / other["folder"]).iterdir()} == set(other["files"].values())
+    with np.load(folder / other["folder"] / other["files"]["arrays"], allow_pickle=False) as arrays:
+        assert {name for name in arrays.files if not name.startswith("coverage_")} == {"positions", "mask", "plddt"}
+    assert json.loads((folder / "summary.json").read_text())["predictions"] == [best, other]
+    mine, before = folder / other["folder"] / "query_pae.txt", modified()
+    mine.write_text("mine")
+    assert fold(keep=1) == [best, other]
+    assert modified() == before  # nothing is folded again
+    again = fold()  # the second best is, for what it lost
+    assert [set(entry["files"]) for entry in again] == [set(best["files"])] * 2
+    assert sum(a != b for a, b in zip(before, modified())) == 1
+    assert mine.read_text() == "mine"
+
+
+def test_a_folder_of_deepminds_parameters_is_one_family(tmp_path: Path) -> None:
+    names = [
+        f"params_model_{i}{kind}.npz" for kind in ("", "_ptm", "_multimer_v2", "_multimer_v3") for i in range(1, 6)
+    ]
+    for name in [*names, "LICENSE"]:
+        (tmp_path / name).touch()
+
+    def chosen(*given: Any, **more: Any) -> list[str]:
+        return [path.name for path in params_files([tmp_path], *given, **more)]
+
+    assert chosen() == [f"params_model_{i}_ptm.npz" for i in range(1, 6)]
+    assert chosen(2, complexes=True) == ["params_model_1_multimer_v3.npz", "params_model_2_multimer_v3.npz"]
+    with pytest.raises(UserError, match=r"--num-models 6: .* has 5 that fit"):
+        chosen(6)
+    (tmp_path / "mine.safetensors").touch()
+    with pytest.raises(UserError, match=r"has parameters of several kinds .*; name the files"):
+        chosen()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty: has no parameters"):
+        params_files([tmp_path / "empty"])
+
+
+def test_a_server_is_asked_for_what_has_no_alignment(host: Server, tmp_path: Path, models: Path) -> None:
+    query, out = tmp_path / "q.fasta", tmp_path / "out"
+    query.write_text(f">one\n{ONE}\n>two\n{TWO}\n")
+    (tmp_path / "one.a3m").write_text(f">one\n{ONE}\n>x\n-{ONE[1:]}\n")
+    params = models / "single_0.safetensors"
+
+    def fold(**more: Any) -> dict[str, Any]:
+        return predict(query, [tmp_path / "one.a3m"], params, out, options(), **more)
+
+    summary = fold(server=client(host, out / "alignments"))
+    assert host.sequences == [(TWO,)]
+    assert [entry["msa_depth"] for entry in summary["predictions"]] == [2, 2]
+    assert (summary["msa_server"], summary["input_warnings"]) == (host.url, {})
+    asked = len(host.asked)
+    assert fold(server=client(host, out / "alignments"))["run"] == summary["run"]
+    assert len(host.asked) == asked
+    with pytest.raises(UserError, match="another run"):
+        fold()  # by the sequence alone
+
+
+def test_a_complex_gets_alignments_and_pairs(host: Server, tmp_path: Path, models: Path) -> None:
+    params, out = models / "multimer/multimer.safetensors", tmp_path / "out"
+    summary = predict([f"{ONE}:{TWO}:{ONE}"], [], params, out, options(), server=client(host, out / "alignments"))
+    assert host.sequences == [(ONE,), (TWO,), (ONE, TWO)]
+    (entry,) = summary["predictions"]
+    assert entry["paired_rows"] == 1
+    assert [chain["msa_depth"] for chain in entry["chains"]] == [3, 3, 3]
+
+
+def test_nothing_is_sent_for_a_run_that_cannot_be(host: Server, tmp_path: Path, models: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.txt").touch()
+    params = models / "single_0.safetensors"
+    with pytest.raises(UserError, match="holds something else"):
+        predict([ONE], [], params, tmp_path / "out", options(), server=client(host, tmp_path / "cache"))
+    with pytest.raises(UserError, match="parameters for single chains, but query is a complex"):
+        predict([f"{ONE}:{TWO}"], [], params, tmp_path / "new", options(), server=client(host, tmp_path / "cache"))
+    assert host.asked == []
+
+
+def test_a_sequence_without_an_answer_ends_the_run_and_keeps_the_others(
+    host: Server, tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.faults["ticket/msa"] = ["ERROR"]
+    arguments = ["--params", models / "single_0.safetensors", "--recycles", 0, "--out", tmp_path / "out"]
+    code, out, err = run_cli(capsys, ONE, TWO, *arguments, "--msa-server", host.url)
+    assert (code, out) == (2, "")
+    first, last = err.splitlines()
+    assert first.startswith(f"sending 2 sequences to {host.url} (query_1, query_2)")
+    assert last.startswith(f"error: query_1: {host.url}: answers ERROR")
+    code, out, err = run_cli(capsys, ONE, TWO, *arguments, "--msa-server", host.url)
+    assert (code, out.count("mean pLDDT")) == (0, 2)
+    assert host.sequences == [(ONE,), (TWO,), (ONE,)]
+
+
+def test_a_search_on_a_server(host: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["search", ONE, "--out", tmp_path / "found"]
+    code, out, err = run(capsys, *arguments, "--msa-server", host.url)
+    assert code == 0, err
+    assert out.startswith("query: 1 in uniref, 1 in bfd.mgnify30.metaeuk30.smag30, 1 in pdb70\n")
+    assert (tmp_path / "found/query/uniref.a3m").is_file()
+    for wrong, said in (
+        ([], "--database is missing; name one that you have, or a server with --msa-server"),
+        (["--msa-server", host.url, "--e-value", 1], "--e-value: has no effect with --msa-server"),
+        (["--msa-server", "host"], "is no http or https address"),
+    ):
+        code, _, err = run(capsys, *arguments, *wrong)
+        assert (code, err.count("\n")) == (2, 1)
+        assert said in err
+
+
+def test_input_that_is_thin_is_said_of_each_prediction(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n>both\n{ONE}:{TWO}\n")
+    (tmp_path / "in/ranked_0.pdb").touch()
+    (tmp_path / "in/pdb70_hits.hhr").touch()
+    (tmp_path / "one.a3m").write_text(f">one\n{ONE}\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/x.a3m").write_text(">x\nMKVVVV\n")
+    read = read_given(tmp_path / "in", [tmp_path / "one.a3m", tmp_path / "other"])
+    assert [[*query.warnings] for query in read.queries] == [
+        ["its alignment has one row, its own: folded by the sequence alone"],
+        ["no alignment: folded by the sequence alone"],
+        [
+            "no alignment for chain B: folded by the sequence alone",
+            "the alignment of chain A has one row, its own: folded by the sequence alone",
+        ],
+    ]
+    assert read.warnings == [
+        "1 alignment of none of the sequences, left out: other/x.a3m",
+        "structures that were predicted are not folded anew: in/ranked_0.pdb",
+    ]
+    assert read.hits == ["in/pdb70_hits.hhr"]
+
+
+def test_templates_that_were_not_used_are_said(tmp_path: Path) -> None:
+    sources = TemplateSources(hits=[tmp_path / "x.hhr"], structures=tmp_path / "mmcif")
+
+    def said(*outcomes: TemplateOutcome) -> list[str]:
+        return [text.replace(str(tmp_path), "") for text in template_warnings(outcomes, sources)]
+
+    missing = [TemplateOutcome(f"{name}_A", False, f"x: has no {name}.cif", missing=True) for name in ("1abc", "2XYZ")]
+    used, late = TemplateOutcome("3aaa_A", True, ""), TemplateOutcome("4bbb_A", False, "came out 2020-01-01, after x")
+    assert said(*missing) == ["0 of 2 templates used: no structure in /mmcif (1abc, 2xyz)"]
+    assert said(*missing * 200, TemplateOutcome("5ccc_B", False, "", missing=True)) == [
+        "0 of 401 templates used: no structure in /mmcif (1abc, 2xyz, 5ccc)"
+    ]
+    assert said(late) == ["0 of 1 templates used: 1 x came out N, after x"]
+    assert said(missing[0], late) == [
+        "0 of 2 templates used: 1 has no structure in /mmcif (1abc); 1 x came out N, after x"
+    ]
+    assert said(used, *missing) == ["1 of 3 templates used: 2 have no structure in /mmcif (1abc, 2xyz)"]
+    assert said(used, late) == []
+    assert said() == ["0 templates used: no hit for it in the files given"]
+
+
+def test_a_folder_of_hits(tmp_path: Path) -> None:
+    """OpenProteinSet's, by the folder above `hhr`; what is of no query is left out, but not all of it."""
+    for name, sequence in (("1abc_A", ONE), ("9zzz_Z", TWO)):
+        (tmp_path / f"set/{name}/hhr").mkdir(parents=True)
+        (tmp_path / f"set/{name}/hhr/pdb70_hits.hhr").write_text(f">2xyz_A/1-{len(sequence)} mol:protein\n{sequence}\n")
+    (tmp_path / "mmcif").mkdir()
+    (tmp_path / "mmcif/2xyz.cif").write_text("data_x\n")
+    sources = TemplateSources(hits=[tmp_path / "set"], structures=tmp_path / "mmcif")
+    found = find_templates({"1abc_A": ONE, "other": TWO}, sources, most=4)
+    assert [len(outcomes) for _, outcomes in found.values()] == [1, 0]
+    with pytest.raises(UserError, match=r"has no hits that are named after a query; call them other\.hhr"):
+        find_templates({"other": TWO}, sources, most=4)

@@ -1,0 +1,332 @@
+"""Ask an alignment server that speaks ColabFold's protocol; only one that the user has named (docs/predict.md).
+
+The protocol, as the server's own code has it (github.com/soedinglab/MMseqs2-App, backend/server.go, jobsystem.go):
+
+* POST ticket/msa or ticket/pair, with the form fields q (FASTA) and mode, answers {"id": ..., "status": ...};
+* GET ticket/ID answers the same until the status is COMPLETE; RATELIMIT, MAINTENANCE, ERROR and UNKNOWN are others;
+* GET result/download/ID answers a tar.gz of uniref.a3m, bfd.mgnify30.metaeuk30.smag30.a3m, pdb70.m8, or pair.a3m, in
+  which each query's alignment ends with NUL; its records are numbered from 101, as they were in q.
+
+An id is a hash of q and mode, so that asking twice costs the server nothing.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import http.client
+import json
+import re
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from email.message import Message
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from warpfold import __version__
+from warpfold.data.search.answer import DamagedAnswer, read_pairs, read_rows, unpacked
+from warpfold.errors import UserError
+from warpfold.files import NO_LOCKS, write_atomically, writing
+
+FIRST = 101  # the number of the first record in q
+MSA, PAIR = "ticket/msa", "ticket/pair"
+MODES = {MSA: "env", PAIR: "pairgreedy"}  # ColabFold's defaults: environmental sequences, too; pairs of any chains
+_ID = re.compile(r"[\w=-]{1,200}", re.ASCII)  # it becomes part of an address
+_PIECE = 1 << 16
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """How long to wait for a server, how often to ask, and how much to accept; seconds and bytes."""
+
+    request: float = 60.0  # without a byte
+    download: float = 1800.0  # of a whole answer
+    ticket: float = 4 * 3600.0  # from asking for it to its end
+    between: float = 1.0  # requests, at least
+    poll: tuple[float, float] = (4.0, 40.0)  # between questions after a ticket: at first, and at most
+    retry: tuple[float, float] = (5.0, 300.0)  # after a failure: at first, doubled each time, at most
+    tries: int = 8  # of a request, until the server counts as gone
+    packed: int = 10**9  # of an answer
+    unpacked: int = 4 * 10**9
+
+
+class ServerGone(UserError):
+    """The server cannot be used now: there is no point in asking for another sequence."""
+
+
+class NoAnswer(UserError):
+    """The server has no alignment for this query; it may have others."""
+
+
+@dataclass
+class AlignmentServer:
+    """A server, and the folder in which its answers and tickets are kept, by sequence and settings.
+
+    say: told in a line what happens.  wait: sleeps for some seconds.
+    Errors: UserError for an address that is none.
+    """
+
+    url: str
+    cache: Path
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    say: Callable[[str], None] = lambda line: None
+    wait: Callable[[float], None] = field(default_factory=lambda: time.sleep)
+    _last: float = field(default=float("-inf"), repr=False)  # when it was asked last
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        try:
+            parts = urllib.parse.urlsplit(self.url)
+            _ = parts.port
+        except ValueError as error:
+            raise UserError(f"--msa-server {self.url}: {error}; give an address such as https://host") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise UserError(f"--msa-server {self.url}: is no http or https address; give one such as https://host")
+        if parts.username is not None or not re.fullmatch(r"[!-~]+", self.url):
+            raise UserError(f"--msa-server {self.url}: has a user or characters that do not belong there")
+
+    def alignments(self, sequence: str) -> list[Path]:
+        """Return the files of a sequence's alignments, and of template hits (.m8).
+
+        Errors: `NoAnswer`, `ServerGone`; UserError where the cache cannot be written.
+        """
+        return self._answer(MSA, [sequence])
+
+    def pairs(self, sequences: Sequence[str]) -> list[Path]:
+        """Return the files of the pairs of rows of different sequences of a complex.  Errors: as in `alignments`."""
+        return self._answer(PAIR, sequences)
+
+    def known(self, endpoint: str, sequences: Sequence[str]) -> list[Path] | None:
+        """Return the files of an answer that is kept, or None."""
+        folder = self._folder(endpoint, sequences)
+        files = _read_json(folder / "answer.json").get("files")
+        found = [folder / str(name) for name in files] if isinstance(files, list) else []
+        return found if found and all(map(Path.is_file, found)) else None
+
+    def _folder(self, endpoint: str, sequences: Sequence[str]) -> Path:
+        text = json.dumps([self.url, endpoint, MODES[endpoint], *sequences])
+        return self.cache / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _answer(self, endpoint: str, sequences: Sequence[str]) -> list[Path]:
+        if (found := self.known(endpoint, sequences)) is not None:
+            return found
+        with self._alone():
+            if (found := self.known(endpoint, sequences)) is not None:  # another process has asked meanwhile
+                return found
+            return self._fetch(endpoint, sequences)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until no other process that shares the cache is asking the server."""
+        with writing(self.cache):
+            self.cache.mkdir(parents=True, exist_ok=True)
+            file = open(self.cache / "lock", "a", encoding="utf-8")  # noqa: SIM115 (closed below)
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            yield
+
+    def _fetch(self, endpoint: str, sequences: Sequence[str]) -> list[Path]:
+        """Ask for an answer, or go on asking for one whose ticket is kept, and keep it."""
+        folder, end = self._folder(endpoint, sequences), time.monotonic() + self.limits.ticket
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        ticket = str(_read_json(folder / "ticket.json").get("id") or "")
+        for _ in range(self.limits.tries):
+            try:
+                if not _ID.fullmatch(ticket):
+                    ticket = self._submit(endpoint, sequences, end)
+                    self._keep_ticket(folder, ticket)
+                found = self._download(ticket, endpoint, sequences) if self._is_complete(ticket, end) else None
+            except NoAnswer:
+                self._keep_ticket(folder, "")  # the next run asks anew
+                raise
+            if found is not None:
+                for name, text in found.items():
+                    write_atomically(folder / name, text, sync=False)
+                about = {"server": self.url, "mode": MODES[endpoint], "sequences": [*sequences], "files": [*found]}
+                write_atomically(folder / "answer.json", json.dumps(about, indent=1), sync=False)
+                return [folder / name for name in found]
+            ticket = ""  # the server has forgotten it
+        raise ServerGone(f"{self.url}: forgets its tickets again and again; try later")
+
+    def _keep_ticket(self, folder: Path, ticket: str) -> None:
+        write_atomically(folder / "ticket.json", json.dumps({"id": ticket, "server": self.url}), sync=False)
+
+    def _submit(self, endpoint: str, sequences: Sequence[str], end: float) -> str:
+        """Return the id of a new ticket."""
+        fasta = "".join(f">{FIRST + place}\n{sequence}\n" for place, sequence in enumerate(sequences))
+        form = urllib.parse.urlencode({"q": fasta, "mode": MODES[endpoint]}).encode()
+        found = self._status(endpoint, form, end)
+        ticket = found.get("id")
+        if not isinstance(ticket, str) or not _ID.fullmatch(ticket):
+            raise ServerGone(f"{self.url}: gives no ticket ({str(found)[:100]}); is it an alignment server?")
+        return ticket
+
+    def _is_complete(self, ticket: str, end: float) -> bool:
+        """Wait for a ticket's end; return whether there is an answer, and not a ticket that the server lacks."""
+        pause, most = self.limits.poll
+        while (status := self._status(f"ticket/{ticket}", None, end)["status"]) in ("PENDING", "RUNNING"):
+            self._check_time(end, status)
+            self.wait(pause)
+            pause = min(1.5 * pause, most)
+        return bool(status == "COMPLETE")
+
+    def _check_time(self, end: float, status: str) -> None:
+        if time.monotonic() > end:
+            raise ServerGone(
+                f"{self.url}: has no answer after {self.limits.ticket / 60:.0f} min ({status}); the ticket is kept, "
+                "and the same command goes on asking for it"
+            )
+
+    def _status(self, path: str, form: bytes | None, end: float) -> dict[str, Any]:
+        """Return what the server says of a ticket: PENDING, RUNNING, COMPLETE or UNKNOWN; wait while it is too busy.
+
+        Errors: NoAnswer for ERROR; ServerGone for MAINTENANCE, or if it stays too busy.
+        """
+        pause, most = self.limits.retry
+        while True:
+            found = self._ask(path, form, _read_status, 1 << 20, self.limits.request) or {"status": "UNKNOWN"}
+            status = found["status"]
+            if status == "ERROR":
+                raise NoAnswer(f"{self.url}: answers ERROR; check that these are protein sequences, or try later")
+            if status == "MAINTENANCE":
+                raise ServerGone(f"{self.url}: is under maintenance; try later: what it answered before is kept")
+            if status != "RATELIMIT":
+                return found
+            self._check_time(end, status)
+            self.say(f"{self.url}: is busy, asked again in {pause:.0f} s")
+            self.wait(pause)
+            pause = min(2 * pause, most)
+
+    def _download(self, ticket: str, endpoint: str, sequences: Sequence[str]) -> dict[str, str] | None:
+        """Return the files of an answer by name, checked; None if the server has it no more.
+
+        Errors: NoAnswer if it stays damaged, or is of another sequence.
+        """
+
+        def read(packed: IO[bytes]) -> dict[str, str]:
+            found = unpacked(packed, self.limits.unpacked)
+            return read_rows(found, sequences[0]) if endpoint == MSA else read_pairs(found, sequences, FIRST)
+
+        path, limits = f"result/download/{ticket}", self.limits
+        try:
+            return self._ask(path, None, read, limits.packed, limits.download, min(3, limits.tries))
+        except DamagedAnswer as error:
+            raise NoAnswer(f"{self.url}: its answer cannot be used: it {error}; try later") from None
+
+    def _ask(
+        self,
+        path: str,
+        form: bytes | None,
+        read: Callable[[IO[bytes]], Answer],
+        most: int,
+        seconds: float,
+        tries: int | None = None,
+    ) -> Answer | None:
+        """Return what `read` makes of an answer of `most` bytes, asking again and again while there is none.
+
+        None: there is no such thing (404).  seconds: that the whole answer may take.
+        Errors: ServerGone if the server does not answer, or refuses; DamagedAnswer if `read` says so every time.
+        """
+        request = urllib.request.Request(f"{self.url}/{path}", form, {"User-Agent": f"WarpFold/{__version__}"})
+        pause, longest = self.limits.retry
+        last: Exception = ServerGone(self.url)
+        for left in reversed(range(tries or self.limits.tries)):
+            self.wait(max(0.0, self._last + self.limits.between - time.monotonic()))
+            self._last = time.monotonic()
+            asked: float | None = None
+            try:
+                with _OPENER.open(request, timeout=self.limits.request) as answer, tempfile.TemporaryFile() as file:
+                    _copy(answer, file, most, self._last + seconds)
+                    return read(file)
+            except urllib.error.HTTPError as error:
+                with error:
+                    why, asked = f"answers {error.code} {error.reason}", _retry_after(error.headers)
+                if error.code == 404 and form is None:
+                    return None
+                last = ServerGone(f"{self.url}: {why}; try later: what it answered before is kept")
+                if error.code not in (408, 425, 429) and error.code < 500:
+                    raise ServerGone(f"{self.url}: {why} to {path.partition('/')[0]}; check the address") from None
+            except _BROKEN as error:
+                reason = getattr(error, "reason", None) or error
+                why = f"does not answer ({' '.join(str(reason).split()) or type(reason).__name__})"
+                last = ServerGone(f"{self.url}: {why}; try later: what it answered before is kept")
+            except DamagedAnswer as error:
+                why, last = f"its answer {error}", error
+            pause_now = pause if asked is None else max(asked, self.limits.between)
+            if not left or pause_now > self.limits.ticket:
+                break
+            self.say(f"{self.url}: {why}, asked again in {pause_now:.0f} s")
+            self.wait(pause_now)
+            pause = min(2 * pause, longest)
+        if isinstance(last, DamagedAnswer) and not path.startswith("result"):
+            raise ServerGone(f"{self.url}: {last}; is it an alignment server?")
+        raise last
+
+
+# What a connection may end with.
+_BROKEN = (OSError, http.client.HTTPException, zlib.error, EOFError)
+
+
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """Follows a redirection to the host that the user has named, and to no other."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
+        if new.hostname != old.hostname or new.scheme not in (old.scheme, "https"):
+            raise ServerGone(
+                f"{req.full_url}: leads to {newurl[:100]}, which nobody has named; give that to --msa-server"
+            )
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+_OPENER = urllib.request.build_opener(_SameHost)
+
+
+def _retry_after(headers: Message) -> float | None:
+    """Return the seconds that a server asks to wait for; None where it does not say, or names a time of day."""
+    text = headers.get("Retry-After", "") or ""
+    return float(text) if re.fullmatch(r"\d{1,9}", text.strip()) else None
+
+
+def _copy(answer: IO[bytes], file: IO[bytes], most: int, end: float) -> None:
+    """Copy an answer into a file.  Errors: DamagedAnswer for one that is too large, or takes too long."""
+    size = 0
+    while piece := answer.read(_PIECE):
+        size += len(piece)
+        if size > most:
+            raise DamagedAnswer(f"has more than {most / 1e6:g} MB")
+        if time.monotonic() > end:
+            raise DamagedAnswer(f"is not there in time ({size / 1e6:.1f} MB so far)")
+        file.write(piece)
+    file.seek(0)
+
+
+def _read_status(file: IO[bytes]) -> dict[str, Any]:
+    """Return what a server says of a ticket.  Errors: DamagedAnswer for what is no such thing."""
+    data = file.read()
+    try:
+        found = json.loads(data)
+        return {**found, "status": str(found["status"])}
+    except (ValueError, KeyError, TypeError):
+        raise DamagedAnswer(f"is {data[:60].decode(errors='replace')!r}, which says nothing of a ticket") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return what a file of the cache says; nothing where it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
