@@ -109,6 +109,15 @@ def test_what_does_not_pass_is_one_line(
     assert len(Clock().client(host, tmp_path).alignments(ONE)) == 3  # the next run is not harmed
 
 
+def test_an_address_where_nobody_answers_is_given_up_soon(tmp_path: Path) -> None:
+    waits: list[float] = []
+    limits = ServerLimits(between=0.0)
+    nobody = AlignmentServer("http://127.0.0.1:1", tmp_path, limits, wait=lambda s: waits.append(s) if s else None)
+    with pytest.raises(ServerGone, match="does not answer"):
+        nobody.alignments(ONE)
+    assert waits == [5.0, 10.0]
+
+
 def test_a_killed_run_goes_on_with_its_ticket(host: Server, tmp_path: Path) -> None:
     class Killed(BaseException):
         pass
@@ -236,9 +245,7 @@ def test_several_proteins_are_asked_for_one_after_another(host: Server, tmp_path
     assert "nucleic" in found.failures["rna"]
     assert found.failures["both_A"] == found.failures["one"]
     assert host.sequences == [(ONE,), (TWO,), (ONE, TWO)]  # the RNA stays here
-    assert (
-        clock.said[0] == f"sending 2 sequences to {host.url} (one, both_B, both); answers are kept in {tmp_path}"
-    )
+    assert clock.said[0] == f"sending 2 sequences to {host.url} (one, both_B, both); answers are kept in {tmp_path}"
 
 
 def test_a_search_writes_what_predict_reads(host: Server, tmp_path: Path) -> None:
