@@ -20,6 +20,7 @@ case "$*" in
     echo "Collecting torch==2.13.0 (from warpfold)"; echo "$*" >> "$FAKE_LOG"
     [[ "${FAKE_PIP:-0}" == 0 ]] || echo "ERROR: no such package"
     exit "${FAKE_PIP:-0}" ;;
+  *"-m mkdocs"*) echo "mkdocs: $*" ;;
   *pytest*) echo "pytest: $*"; exit "${FAKE_TESTS:-0}" ;;
 esac
 """
@@ -54,7 +55,10 @@ def test_help_and_unknown_commands() -> None:
     for arguments in ((), ("--help",), ("help",)):
         done = dev(ROOT, *arguments)
         assert done.returncode == 0
-        assert all(f"\n  {command} " in done.stdout for command in ("demo", "test", "check", "adapters", "setup"))
+        assert all(
+            f"\n  {command} " in done.stdout
+            for command in ("demo", "test", "check", "adapters", "docs", "wheel", "setup")
+        )
     done = dev(ROOT, "tset")
     assert done.returncode == 2
     assert "no command 'tset'" in done.stderr
@@ -143,6 +147,29 @@ def test_adapters_say_what_failed_and_heal(checkout: Path, packages: Path) -> No
     done = dev(checkout, "adapters", "tow")
     assert done.returncode == 2
     assert "adapters: no package 'tow'" in done.stderr
+
+
+def test_docs_have_an_environment_of_their_own(checkout: Path) -> None:
+    (checkout / "docs").mkdir()
+    requirements = checkout / "docs" / "requirements.txt"
+    requirements.write_text("mkdocs==1\n")
+    done = dev(checkout, "docs")
+    assert done.returncode == 0, done.stderr
+    assert "mkdocs build --strict" in done.stdout
+    assert "--quiet" not in done.stdout  # with it --strict counts nothing
+    assert dev(checkout, "docs").returncode == 0
+    assert installs(checkout) == 1
+    assert not (checkout / ".venv").exists()
+    requirements.write_text("mkdocs==2\n")
+    dev(checkout, "docs")
+    assert installs(checkout) == 2
+
+
+def test_a_wheel_for_a_python_that_is_not_served(checkout: Path) -> None:
+    done = dev(checkout, "wheel", "3.9")
+    assert done.returncode == 2
+    assert "wheel: '3.9' is none of 3.11, 3.12, 3.13" in done.stderr
+    assert installs(checkout) == 0
 
 
 def test_adapters_that_want_a_certain_python(checkout: Path, packages: Path) -> None:

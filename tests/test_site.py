@@ -95,8 +95,10 @@ def test_every_command_and_option_is_on_its_page() -> None:
     from warpfold.cli import app
 
     page = site_module("reference").commands()
+    short = (DOCS / "howto" / "commands.md").read_text(encoding="utf-8")
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
         assert f"\n## {name}" in page
+        assert f"\n| `{name}" in short, "docs/howto/commands.md says of every command what it is for"
         missing = [p.opts for p in command.params if not p.hidden and p.name != "help" and f"`{p.opts[0]}`" not in page]
         assert not [names for names in missing if names[0].startswith("-")]
 
@@ -112,7 +114,7 @@ def mkdocs() -> list[str]:
 @pytest.mark.skipif(not mkdocs(), reason="mkdocs-material is not installed: ./dev docs makes an environment with it")
 def test_the_site_is_built(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*mkdocs(), "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")],
+        [*mkdocs(), "build", "--strict", "--site-dir", str(tmp_path / "site")],
         cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

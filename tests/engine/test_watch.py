@@ -118,11 +118,15 @@ def test_tensorboard_is_optional(tmp_path: Path) -> None:
     assert any(tmp_path.iterdir())
 
 
-def test_weights_and_biases_is_optional_and_writes_files_alone(tmp_path: Path) -> None:
+def test_weights_and_biases_is_optional_and_writes_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("wandb") is None:
         with pytest.raises(UserError, match=r"train\.wandb: the package is missing; pip install wandb"):
             WeightsAndBiases(tmp_path)
         return
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")  # as it is unless one says otherwise
+    with pytest.raises(UserError, match="would look for its server even offline"):
+        WeightsAndBiases(tmp_path)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     for begins in (0, 1):
         run = WeightsAndBiases(tmp_path, settings={"train": {"steps": 2}})
         run.on_begin(begins)

@@ -438,6 +438,7 @@ def test_templates_from_python(structures: Path, template_params: Path, tmp_path
     by_hits = predictor.fold(ONE, hits=a3m_hits(tmp_path), template_structures=structures, **date)
     assert by_hits.details["templates"] == ["1abc_A"]
     assert [outcome["used"] for outcome in by_hits.templates].count(True) == 1
+    assert by_hits.details["warnings"][0].startswith("1 of 3 templates used: ")
     (many,) = predictor.fold_many({"one": ONE}, templates={"one": [file]}, representations=True)
     assert many.prediction is not None
     np.testing.assert_array_equal(many.prediction.positions, by_name.positions)

@@ -1,5 +1,6 @@
 """Ranking, and what it ranks by: interfaces of complexes, contacts, geometry across chains."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from warpfold.run.dockq import residue_pairs
 from warpfold.run.interfaces import find_interfaces
 from warpfold.run.outputs import Prediction
 from warpfold.run.predict import keep
-from warpfold.run.ranking import rank_predictions
+from warpfold.run.ranking import copy_by_rank, rank_predictions
 from warpfold.run.sanity import check_geometry, warn_of_confidence
 
 
@@ -139,3 +140,27 @@ def test_doubts_are_said(plddt: list[float], ptm: float | None, iptm: float | No
     found = warn_of_confidence(np.array(plddt, np.float32), ptm, iptm)
     assert len(found) == len(words)
     assert all(text.startswith(word) for text, word in zip(found, words))
+
+
+def test_copies_of_what_was_thinned_go(tmp_path: Path) -> None:
+    entries = []
+    for rank, model in enumerate("ab", 1):
+        folder = tmp_path / "one" / model
+        folder.mkdir(parents=True)
+        files = {"mmcif": "one.cif", "scores": "one_scores.json"}
+        for name in files.values():
+            (folder / name).write_text(f"{model} {name}")
+        entries.append(entry("one", model, 90 - rank, 90 - rank, rank=rank, files=files))
+    ranked = copy_by_rank(tmp_path, entries)
+    (tmp_path / "one" / "notes_scores.json").write_text("mine")
+    assert ranked[1]["ranked"] == {"mmcif": "one/one_rank_2.cif", "scores": "one/one_rank_2_scores.json"}
+    swapped = [ranked[1] | {"rank": 1}, ranked[0] | {"rank": 2, "files": {"mmcif": "one.cif"}}]  # thinned
+    again = copy_by_rank(tmp_path, swapped)
+    assert [one["ranked"].get("scores") for one in again] == ["one/one_rank_1_scores.json", None]
+    found = {path.name: path.read_text() for path in (tmp_path / "one").iterdir() if path.is_file()}
+    assert found == {
+        "one_rank_1.cif": "b one.cif",
+        "one_rank_2.cif": "a one.cif",
+        "one_rank_1_scores.json": "b one_scores.json",
+        "notes_scores.json": "mine",
+    }

@@ -69,6 +69,8 @@ def train(
     given = commands.as_settings(settings, [*changes, *(['plan.kernels="strict"'] if strict else [])])
     config, process = given.config(), ProcessInfo.from_environment(os.environ)
     where = device_of(device, process)
+    if config.train.wandb == "offline":  # W&B reads it when it begins
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     bar = training_progress(config.train.steps, every=config.train.report_every) if process.rank == 0 else nullcontext()
     join = distributed_context(process, None, where, config.plan.time_limit)
     with join as team, bar as watcher, plans_said(process):

@@ -127,12 +127,17 @@ class WeightsAndBiases(Watcher):
 
         online: send them as W&B itself is set up (WANDB_MODE, `wandb login`); else nothing leaves this machine.
         settings: shown beside the curves.
-        Errors: UserError where the package is missing.
+        Errors: UserError where the package is missing, or would look for its server though it is to stay offline.
         """
         try:
             self._wandb = importlib.import_module("wandb")
         except ImportError as error:
             raise UserError("train.wandb: the package is missing; pip install wandb") from error
+        if not online and self._wandb.env.error_reporting_enabled():  # seen: it looks for a server to report crashes to
+            raise UserError(
+                "train.wandb: W&B would look for its server even offline, to report its own crashes; "
+                "set WANDB_ERROR_REPORTING=false (`warpfold train` does), or ask for online"
+            )
         self.folder, self.online = Path(folder), online
         self.name, self.settings = name or self.folder.resolve().name, settings
         self._run: Any = None

@@ -38,7 +38,7 @@ def copy_by_rank(out: Path, entries: Sequence[Entry]) -> list[Entry]:
     """Write a copy of each ranked structure, OUT/NAME/NAME_rank_1.cif and so on; return the entries naming them.
 
     So with its scores, NAME_rank_1_scores.json: ChimeraX takes the JSON file that shares most of a structure's name
-    for its PAE.  Earlier copies are replaced.
+    for its PAE.  Earlier copies are replaced, and deleted where there is nothing to copy any more.
     """
     found = []
     for entry in entries:
@@ -52,6 +52,10 @@ def copy_by_rank(out: Path, entries: Sequence[Entry]) -> list[Entry]:
             write_atomically(out / copy, source.read_text(encoding="utf-8"))
             copies[kind] = str(copy)
         found.append(entry | {"ranked": copies})
+    now = {copy for entry in found for copy in entry["ranked"].values()}
+    for entry in entries:  # of an earlier summary, perhaps before predictions were thinned
+        stale = {kind: copy for kind, copy in entry.get("ranked", {}).items() if copy not in now}
+        remove_copies(out, entry | {"ranked": stale})
     return found
 
 

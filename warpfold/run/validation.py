@@ -191,9 +191,9 @@ class Validation:
             raise _Stopped
 
     def left(self, step: int) -> float | None:
-        """Return the seconds until the run will have ended, its validations included; None before the first step."""
+        """Return the seconds until the run will have ended, its validations included; None before two steps."""
         train = self.config.train
-        if not self.timer.count:
+        if self.timer.count < 2:  # the first takes longer than the others
             return None
         training = (train.steps - step) * self.timer.mean
         every = train.validate_every or train.steps
