@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.search.alignment_server import Server, serving
+from tests.data.search.alignment_server import Server, packed, serving
 from tests.helpers import tiny_model
 from tests.run.test_predict_complexes import multimer, run_cli
 from tests.test_cli import run
@@ -162,6 +162,9 @@ def test_a_search_on_a_server(host: Server, tmp_path: Path, capsys: pytest.Captu
     assert code == 0, err
     assert out.startswith("query: 1 in uniref, 1 in bfd.mgnify30.metaeuk30.smag30, 1 in pdb70\n")
     assert (tmp_path / "found/query/uniref.a3m").is_file()
+    host.answer = lambda endpoint, sequences: packed({"uniref.a3m": f">101\n{sequences[0]}\n", "pdb70.m8": "x\ty\n"})
+    code, _, err = run(capsys, "search", TWO, "--out", tmp_path / "thin", "--msa-server", host.url)
+    assert (code, err.splitlines()[-1]) == (0, "warning: no hit in any database, an alignment of one row: query")
     for wrong, said in (
         ([], "--database is missing; name one that you have, or a server with --msa-server"),
         (["--msa-server", host.url, "--e-value", 1], "--e-value: has no effect with --msa-server"),

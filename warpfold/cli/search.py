@@ -100,7 +100,8 @@ def _say(report: dict[str, Any], out: Path, as_json: bool) -> None:
             found = (f"{entry['hits']} in {name}" for name, entry in protein["databases"].items())
             typer.echo(f"{protein['name']}: {', '.join(found) or 'nothing'}")
         typer.echo(f"{out}: {len(report['proteins'])} proteins, {report['seconds']:.0f} s")
-    alone = [one["name"] for one in report["proteins"] if not any(e["hits"] for e in one["databases"].values())]
+    found_in = [(one["name"], one["databases"].values()) for one in report["proteins"]]
+    alone = [name for name, each in found_in if not any(e["hits"] for e in each if e["file"].endswith(".a3m"))]
     if alone:
         some = ", ".join(alone[:5]) + (" ..." if len(alone) > 5 else "")
         typer.echo(f"warning: no hit in any database, an alignment of one row: {some}", err=True)

@@ -79,6 +79,12 @@ def test_what_is_piped_in_is_known_by_what_it_is(
     assert named(read_query_files("-")) == expected
 
 
+def test_nothing_piped_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warpfold.data.example.query_files.STDIN", Path("/dev/null"))
+    with pytest.raises(UserError, match="-: nothing is piped in"):
+        read_complexes("-")
+
+
 def test_lines_without_headers_are_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not start with a '>' header line"):
         read_complexes(write(tmp_path / "x", f"{ONE}\n{TWO}\n"))

@@ -83,6 +83,14 @@ def test_a_store_without_templates_says_why(files: Path) -> None:
     assert report.summary().endswith(f", {report.warnings()[0]}")
 
 
+def test_alignments_of_one_row_are_said(tmp_path: Path) -> None:
+    structure(tmp_path / "s/1one.cif", chain("A", ONE))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/1one_A.a3m").write_text(f">q\n{ONE}\n")
+    report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store")
+    assert report.warnings() == ["1 alignment has one row, the chain's own: 1one_A"]
+
+
 def test_no_template_is_newer_than_the_chain_or_the_day_given(files: Path) -> None:
     store = packed(files, options=PackOptions(max_template_date="2002-01-01"))
     assert read_example(store, "1one_A").templates.names == ("1old_A",)  # type: ignore[union-attr]

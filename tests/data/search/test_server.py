@@ -109,6 +109,15 @@ def test_what_does_not_pass_is_one_line(
     assert len(Clock().client(host, tmp_path).alignments(ONE)) == 3  # the next run is not harmed
 
 
+def test_an_address_where_nobody_answers_is_given_up_soon(tmp_path: Path) -> None:
+    waits: list[float] = []
+    limits = ServerLimits(between=0.0)
+    nobody = AlignmentServer("http://127.0.0.1:1", tmp_path, limits, wait=lambda s: waits.append(s) if s else None)
+    with pytest.raises(ServerGone, match="does not answer"):
+        nobody.alignments(ONE)
+    assert waits == [5.0, 10.0]
+
+
 def test_a_killed_run_goes_on_with_its_ticket(host: Server, tmp_path: Path) -> None:
     class Killed(BaseException):
         pass

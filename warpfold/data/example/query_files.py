@@ -25,7 +25,7 @@ from warpfold.data.formats.input_files import ALIGNMENTS, STRUCTURES, InputFile,
 from warpfold.data.formats.sequences import parse_fasta, plain_text
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
-from warpfold.files import file_name, read_file
+from warpfold.files import file_name, is_given_pipe, read_file
 from warpfold.geometry.residue import RESTYPES
 
 FASTA = (".fasta", ".fas", ".fa", ".faa", ".fsa", ".seq")
@@ -149,8 +149,10 @@ def sequences_to_search(given: Sequence[Given]) -> dict[str, str]:
 
 
 def _check_path(given: Given) -> None:
-    """Raise UserError for text that is no file, but nearly a sequence."""
+    """Raise UserError for text that is no file, but nearly a sequence, and for `-` where nothing is piped in."""
     text = str(given)
+    if text == "-" and not (is_given_pipe(STDIN) or STDIN.is_file()):
+        raise UserError("-: nothing is piped in; write `command | warpfold predict - ...`, or `< file`")
     if not re.fullmatch(r"[A-Z0-9:*-]+", text) or Path(text[:200]).exists() or text == "-":
         return
     wrong = sorted(set(text) - {*RESTYPES, "X", ":"})

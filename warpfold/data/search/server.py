@@ -53,6 +53,7 @@ class ServerLimits:
     poll: tuple[float, float] = (4.0, 40.0)  # between questions after a ticket: at first, and at most
     retry: tuple[float, float] = (5.0, 300.0)  # after a failure: at first, doubled each time, at most
     tries: int = 8  # of a request, until the server counts as gone
+    first_tries: int = 3  # to reach it at all: the address may be wrong
     packed: int = 10**9  # of an answer
     unpacked: int = 4 * 10**9
 
@@ -79,6 +80,7 @@ class AlignmentServer:
     say: Callable[[str], None] = lambda line: None
     wait: Callable[[float], None] = field(default_factory=lambda: time.sleep)
     _last: float = field(default=float("-inf"), repr=False)  # when it was asked last
+    _is_there: bool = field(default=False, repr=False)  # it has answered something
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
@@ -242,15 +244,18 @@ class AlignmentServer:
         request = urllib.request.Request(f"{self.url}/{path}", form, {"User-Agent": f"WarpFold/{__version__}"})
         pause, longest = self.limits.retry
         last: Exception = ServerGone(self.url)
-        for left in reversed(range(tries or self.limits.tries)):
+        tries = tries or self.limits.tries
+        for attempt in range(1, tries + 1):
             self.wait(max(0.0, self._last + self.limits.between - time.monotonic()))
             self._last = time.monotonic()
             asked: float | None = None
             try:
                 with _OPENER.open(request, timeout=self.limits.request) as answer, tempfile.TemporaryFile() as file:
+                    self._is_there = True
                     _copy(answer, file, most, self._last + seconds)
                     return read(file)
             except urllib.error.HTTPError as error:
+                self._is_there = True
                 with error:
                     why, asked = f"answers {error.code} {error.reason}", _retry_after(error.headers)
                 if error.code == 404 and form is None:
@@ -265,7 +270,8 @@ class AlignmentServer:
             except DamagedAnswer as error:
                 why, last = f"its answer {error}", error
             pause_now = pause if asked is None else max(asked, self.limits.between)
-            if not left or pause_now > self.limits.ticket:
+            unreachable = not self._is_there and attempt >= self.limits.first_tries
+            if attempt == tries or unreachable or pause_now > self.limits.ticket:
                 break
             self.say(f"{self.url}: {why}, asked again in {pause_now:.0f} s")
             self.wait(pause_now)
