@@ -75,7 +75,7 @@ def store(packed: Path, tmp_path: Path) -> Path:
 def train(capsys: pytest.CaptureFixture[str], store: Path, **changes: object) -> tuple[int, str, str]:
     config = tiny_run(validation=0.0, workers=0, **changes)
     (store.parent / "run.toml").write_text(settings.to_toml(config))
-    return run(capsys, "train", store.parent / "run.toml", "--data", store, "--out", store.parent / "run")
+    return run(capsys, "train", store.parent / "run.toml", "--data", store, "--out", store.parent / "run", "-q")
 
 
 # ---- stores
