@@ -35,7 +35,7 @@ def test_processes_work_alone_and_then_together(crew: Crew) -> None:  # noqa: F8
         assert team.mesh.axial.size == 2
         assert team.remesh(Plan(axial=4)) is mesh  # its groups are used again
 
-    codes, said, _ = crew.run(work, Plan(data=4))
+    codes, said = crew.run(work, Plan(data=4))
     assert (codes, said) == ([FINE] * 4, [""] * 4)
 
 
@@ -52,7 +52,7 @@ def test_work_is_shared_out_as_it_is_done(crew: Crew, tmp_path: Path) -> None:  
         assert team.all_gather_object_of_example(0, "still there") == [0, 0]
         team.remesh(Plan(axial=4))
 
-    codes, said, _ = crew.run(work, Plan(data=2, axial=2, time_limit=1.5))
+    codes, said = crew.run(work, Plan(data=2, axial=2, time_limit=1.5))
     assert (codes, said) == ([FINE] * 4, [""] * 4)
     names = [path.name.split("-") for path in tmp_path.glob("*-*-*")]
     for round in ("first", "second"):
@@ -66,7 +66,7 @@ def test_who_waits_for_all_hears_of_a_failure(crew: Crew) -> None:  # noqa: F811
             raise UserError("bad data")
         team.wait_for_all("the end")
 
-    codes, said, _ = crew.run(fail, Plan(data=2))
+    codes, said = crew.run(fail, Plan(data=2))
     assert codes == [FAILED] * 2
     assert said[0] == "TeamError: rank 1 failed: bad data\n"
 

@@ -10,7 +10,7 @@ import torch
 
 import warpfold
 from tests.helpers import filled_model, tiny_config, tiny_model
-from tests.model.test_openfold import as_openfold
+from tests.model.test_openfold_files import as_openfold
 from tests.model.torch_files import save
 from tests.run.runs import make_store, tiny_run
 from tests.test_cli import refused, run
