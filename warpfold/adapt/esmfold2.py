@@ -47,7 +47,7 @@ class EsmFold2TriangleMultiplication(EsmFold2Layer, TriangleProductAdapter):
 
 
 class EsmFold2Transition(EsmFold2Layer, SwigluAdapter):
-    """Of pairs and of an alignment; it adds x."""
+    """Serve transitions of pairs and of an alignment; theirs adds x."""
 
     serves = (f"{MODELING}:EsmFold2Transition",)
     signature = "(self, hidden_states)"
@@ -62,7 +62,7 @@ class EsmFold2Transition(EsmFold2Layer, SwigluAdapter):
 
 
 class EsmFold2OuterProduct(EsmFold2Layer, OuterProductAdapter):
-    """Of an alignment [b, r, s, c]; the bias is divided too, by the count of sequences or 1."""
+    """Serve an alignment [b, r, s, c]; the bias is divided too, by the count of sequences or 1."""
 
     serves = (f"{MODELING}:EsmFold2OuterProductMean",)
     signature = "(self, msa_states, msa_attention_mask)"
@@ -80,7 +80,7 @@ class EsmFold2OuterProduct(EsmFold2Layer, OuterProductAdapter):
 
 
 class EsmFold2PairWeightedAveraging(EsmFold2Layer, PairWeightedAveragingAdapter):
-    """Of an alignment [b, r, s, c]."""
+    """Serve an alignment [b, r, s, c]."""
 
     serves = (f"{MODELING}:EsmFold2MSAPairWeightedAveraging",)
     signature = "(self, msa_states, pair_states, pair_attention_mask)"

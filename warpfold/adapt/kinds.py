@@ -89,7 +89,7 @@ class LayerAdapter(Adapter):
 
 
 class WithoutMask(LayerAdapter):
-    """For classes that know no masks, in front of a kind."""
+    """Serve classes that know no masks; stands in front of a kind."""
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
         (*args, _), named = super().example(module, n, random)

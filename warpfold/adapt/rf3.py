@@ -94,7 +94,7 @@ class RF3OuterProduct(Checkpointed, WithoutMask, OuterProductAdapter):
 
 
 class RF3PairWeightedAveraging(Checkpointed, WithoutMask, PairWeightedAveragingAdapter):
-    """Of one alignment [s, r, c], with a gate for each channel."""
+    """Serve one alignment [s, r, c], with a gate for each channel."""
 
     serves = ("rf3.model.RF3_blocks:MSAPairWeightedAverage",)
     signature = "(self, msa_SI, pair_II)"

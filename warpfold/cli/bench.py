@@ -164,7 +164,7 @@ def _bench_of(
 
 @dataclass(frozen=True)
 class _Output:
-    """Where the figures go."""
+    """Hold where the figures go."""
 
     csv: Path | None
     plot: Path | None

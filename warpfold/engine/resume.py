@@ -30,7 +30,7 @@ LOCK = ".lock"
 
 
 class Resumed(NamedTuple):
-    """Where a loop goes on: the steps that were done, and the plain values that were saved in `more`."""
+    """Say where a loop goes on: the steps that were done, and the plain values that were saved in `more`."""
 
     step: int
     more: dict[str, Any]

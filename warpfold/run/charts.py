@@ -45,7 +45,7 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class Box:
-    """Where a chart draws: its left, top, right and bottom in the units of its view."""
+    """Hold where a chart draws: its left, top, right and bottom in the units of its view."""
 
     left: float
     top: float

@@ -9,7 +9,7 @@ from warpfold.model.axial import Block
 
 
 class PassPlace(NamedTuple):
-    """Where a forward pass is."""
+    """Say where a forward pass is."""
 
     number: int  # the pass, from 1
     passes: int  # of them in all, if recycling does not end early

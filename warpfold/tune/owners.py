@@ -27,7 +27,7 @@ MODEL = "model"
 
 
 class RunPlace(NamedTuple):
-    """Where a run is: the module or phase at work, whose what it makes is, and its block of a stack, if any."""
+    """Say where a run is: the module or phase at work, whose what it makes is, and its block of a stack, if any."""
 
     name: str
     owner: str
