@@ -43,10 +43,18 @@ def test_a_page_follows_a_run_until_it_has_finished(capsys: pytest.CaptureFixtur
 
 
 def test_ctrl_c_is_how_one_leaves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    assert run(capsys, "watch", folder, "--html", tmp_path / "page.html")[0] == 0
+    folder, page = make_run(tmp_path / "run"), tmp_path / "page.html"
+
+    def leave() -> None:
+        while not page.exists():  # it is watching from then on
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    assert run(capsys, "watch", folder, "--html", page)[0] == 0
+    thread.join()
 
 
 def test_ctrl_c_is_answered_before_all_has_ended(

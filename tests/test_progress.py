@@ -28,11 +28,12 @@ def test_a_bar_fits_the_terminal(width: int) -> None:
     assert re.search(r" \S+ +1/40 0:00:00$", lines[-1])
 
 
-def test_without_a_terminal_lines_come_now_and_then() -> None:
-    text = io.StringIO()
-    with progress_bar(console=Console(file=text), every=0.02) as move:
+def test_without_a_terminal_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, began = io.StringIO(), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began)
+    with progress_bar(console=Console(file=text), every=30) as move:
         move(0.5, 2, "one")
-        time.sleep(0.03)
+        monkeypatch.setattr(time, "monotonic", lambda: began + 31)
         move(0.7, 2, LONG)
         move(0.8, 2, "two")
     [line] = text.getvalue().splitlines()

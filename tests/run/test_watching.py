@@ -68,14 +68,13 @@ def test_without_a_terminal_there_are_lines_with_the_time() -> None:
     assert "step 4/10  stopped  loss" in stopped
 
 
-def test_lines_come_every_so_many_seconds() -> None:
+def test_lines_come_every_so_many_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     text = io.StringIO()
-    progress = TrainingProgress(10, Console(file=text), every=0.02)
-    progress.on_metrics(ROW)
-    progress.on_metrics(ROW)
-    time.sleep(0.03)
-    progress.on_metrics(ROW)
-    assert text.getvalue().count("step 4/10") == 2
+    progress = TrainingProgress(10, Console(file=text), every=30)
+    for now, count in ((100.0, 1), (129.0, 1), (131.0, 2)):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        progress.on_metrics(ROW)
+        assert text.getvalue().count("step 4/10") == count
 
 
 def test_a_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
