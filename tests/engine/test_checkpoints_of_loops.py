@@ -4,7 +4,6 @@ import os
 import random
 import signal
 from collections import OrderedDict
-from collections.abc import Iterator
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,7 @@ from warpfold.errors import UserError
 EPOCHS = 3
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in the children: sums of another number of threads are rounded otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # as in the children
 
 
 def train(

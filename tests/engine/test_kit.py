@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
@@ -65,13 +64,7 @@ TASKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As on the ranks: sums of another number of threads are rounded otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # as on the ranks
 
 
 def prepared(task: Task, dropout: float, dtype: torch.dtype) -> tuple[nn.Module, warpfold.Ready]:

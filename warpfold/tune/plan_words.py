@@ -1,6 +1,7 @@
 """Plans and times in words, for people."""
 
 from warpfold.parallel.plan import Plan
+from warpfold.progress import as_time
 from warpfold.tune.seconds import TimeEstimate
 
 
@@ -26,8 +27,4 @@ def duration(seconds: TimeEstimate | None) -> str:
 
 def in_words(seconds: float) -> str:
     """Return a time in words: "about 40 s", "about 4 min", "about 2.1 h"."""
-    if seconds < 1:
-        return "less than 1 s"
-    if seconds < 90:
-        return f"about {seconds:.0f} s"
-    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
+    return "less than 1 s" if seconds < 1 else f"about {as_time(seconds)}"
